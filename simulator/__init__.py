@@ -1,0 +1,1 @@
+"""Trace + Plan -> Schedule -> Timeline; planners and reports. Never imports torch."""

@@ -1,0 +1,143 @@
+"""Derive from a Trace what schedules and planners ask again and again: creators, candidates, working sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from traces.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, VIEW, Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Facts about one trace that no plan changes. Tuples indexed by op id or storage id."""
+
+    creates: tuple[tuple[int, ...], ...]  # op -> the storages that it brings into being
+    is_view: tuple[bool, ...]
+    may_rerun: tuple[bool, ...]
+    first_backward_op: int  # number of ops in forward
+    resident: tuple[bool, ...]  # storage -> exists throughout the step
+    wanted: tuple[bool, ...]  # storage -> made in forward and read in backward, so kept by default
+    pinned: tuple[bool, ...]  # storage -> alive across the turn for a reason outside the captured graph
+    rebuildable: tuple[bool, ...]  # storage -> can be computed again from what can be kept
+    candidates: tuple[int, ...]  # storages that a plan may recompute, in order of their production
+    # op -> bytes that its own run adds at most, and all that it creates
+    rise_bytes: tuple[int, ...]
+    created_bytes: tuple[int, ...]
+
+
+def analyse(trace: Trace) -> Graph:
+    """Compute the facts of `Graph`.
+
+    A storage is rebuildable if the op that produced it may run again and everything that this op reads is
+    resident, rebuildable, or kept by default; so any set of candidates can be recomputed together, because
+    whatever a chain meets is either a candidate itself or still there.
+    """
+    ops, sts = trace.ops, trace.storages
+    n_ops, n_st = len(ops), len(sts)
+    creates = tuple(tuple(s for s in ops.writes[i] if sts.producer[s] == i) for i in range(n_ops))
+    is_view = tuple(bool(f & VIEW) for f in ops.flags)
+    may_rerun = tuple(not f & FORBIDS_RECOMPUTE for f in ops.flags)
+    first_backward = next((i for i in range(n_ops) if ops.phase[i] != FORWARD), n_ops)
+    resident = tuple(p < 0 for p in sts.producer)
+    wanted = tuple(
+        0 <= sts.producer[s] < first_backward and sts.last_backward_use[s] >= 0 for s in range(n_st)
+    )
+    eager_reader = [False] * n_st
+    for i in range(first_backward, n_ops):
+        if ops.flags[i] & EAGER:
+            for s in ops.reads[i]:
+                eager_reader[s] = True
+    pinned = tuple(eager_reader[s] or sts.hold[s] >= first_backward for s in range(n_st))
+    rebuildable = [False] * n_st
+    for i in range(first_backward):
+        if may_rerun[i] and not is_view[i]:
+            ok = all(resident[s] or rebuildable[s] or wanted[s] for s in ops.reads[i])
+            for s in creates[i]:
+                rebuildable[s] = ok
+    candidates = tuple(
+        s
+        for i in range(first_backward)
+        for s in creates[i]
+        if wanted[s] and rebuildable[s] and not pinned[s] and sts.nbytes[s] > 0
+    )
+    created_bytes = tuple(sum(sts.nbytes[s] for s in c) for c in creates)
+    rise = []
+    for i in range(n_ops):
+        top = live = 0
+        for e in ops.events[i]:
+            live += e
+            top = max(top, live)
+        rise.append(max(top, created_bytes[i]))
+    return Graph(
+        creates=creates,
+        is_view=is_view,
+        may_rerun=may_rerun,
+        first_backward_op=first_backward,
+        resident=resident,
+        wanted=wanted,
+        pinned=pinned,
+        rebuildable=tuple(rebuildable),
+        candidates=candidates,
+        rise_bytes=tuple(rise),
+        created_bytes=created_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """The lowest peak that any plan could possibly have, and the op that decides it."""
+
+    peak_bytes: int
+    op: int
+    resident_bytes: int  # of the peak: parameters, buffers, optimizer state, inputs
+    gradient_bytes: int  # of the peak: gradients and other storages that no plan can release by then
+    working_bytes: int  # of the peak: what the op itself reads, creates and uses as workspace
+
+
+def floor(trace: Trace, graph: Graph | None = None) -> Floor:
+    """A peak below which no plan can go: at each op, what must be there while it runs, whatever was recomputed.
+
+    Counts: resident storages; storages alive at that instant that are no candidates and that backward or a hold
+    still needs; the op's own reads, outputs and workspace. Ignores: the working set of recomputation chains, and
+    non-candidates that only chains need; so the best possible plan may lie above it.
+    """
+    graph = graph or analyse(trace)
+    ops, sts = trace.ops, trace.storages
+    candidate = [False] * len(sts)
+    for s in graph.candidates:
+        candidate[s] = True
+    last = list(sts.hold)
+    for i in range(len(ops)):
+        for s in (*ops.reads[i], *graph.creates[i]):
+            last[s] = max(last[s], i)
+    for s in graph.candidates:  # after its forward life a candidate need only be there when it is read
+        last[s] = max(sts.last_forward_use[s], sts.producer[s])
+    resident = trace.resident_bytes
+    fixed = 0  # live and unavoidable
+    dying: list[list[int]] = [[] for _ in range(len(ops))]
+    best = Floor(peak_bytes=resident, op=-1, resident_bytes=resident, gradient_bytes=0, working_bytes=0)
+    for i in range(len(ops)):
+        reads = {s for s in ops.reads[i] if not graph.resident[s]}
+        back = sum(sts.nbytes[s] for s in reads if candidate[s] and last[s] < i)
+        inside = sum(sts.nbytes[s] for s in reads if last[s] >= i)
+        total = resident + fixed + back + graph.rise_bytes[i] - _taken(trace, i, last)
+        if total > best.peak_bytes:
+            best = Floor(
+                peak_bytes=total,
+                op=i,
+                resident_bytes=resident,
+                gradient_bytes=fixed - inside,
+                working_bytes=total - resident - fixed + inside,
+            )
+        for s in graph.creates[i]:
+            fixed += sts.nbytes[s]
+            dying[last[s]].append(s)
+        for s in dying[i]:
+            fixed -= sts.nbytes[s]
+    return best
+
+
+def _taken(trace: Trace, i: int, last: list[int]) -> int:
+    """Bytes that op i need not allocate because it may take over its input's memory at its last use."""
+    s = trace.ops.overwrites[i]
+    return trace.storages.nbytes[s] if s >= 0 and last[s] <= i else 0

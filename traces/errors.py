@@ -1,0 +1,43 @@
+"""Every way in which Lowtide says no: what is wrong, where, and what to do next.
+
+Exit codes: 1 means that the question was understood and the answer is no (the budget cannot be met, a
+verification failed); 2 means that the input or the environment is wrong.
+"""
+
+
+class LowtideError(Exception):
+    """Base of all errors that a user can cause; the message is complete and needs no traceback."""
+
+    exit_code = 2
+
+
+class TraceError(LowtideError):
+    """A trace file is missing, truncated, foreign, or contradicts itself."""
+
+
+class PlanError(LowtideError):
+    """A plan is malformed, belongs to another trace, or asks for something that cannot be recomputed."""
+
+
+class SpecError(LowtideError):
+    """A model name, a build function, an option or a budget does not mean anything."""
+
+
+class CaptureError(LowtideError):
+    """A model's training step could not be captured as a graph."""
+
+
+class EnvironmentProblem(LowtideError):
+    """Something that this machine lacks: torch, a GPU, an optional package."""
+
+
+class BudgetError(LowtideError):
+    """No plan keeps the peak within the budget."""
+
+    exit_code = 1
+
+
+class VerificationError(LowtideError):
+    """A rewritten model did not compute what the original computes."""
+
+    exit_code = 1

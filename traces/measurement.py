@@ -1,0 +1,104 @@
+"""Measurement: what real runs showed, beside the prediction and the environment that they ran in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from traces.errors import TraceError
+from traces.files import write_text
+from traces.trace import canonical_json
+
+MEASUREMENT_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFigures:
+    """The figures of one way to run the step, predicted or measured; None: not known for this device."""
+
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    step_time_ns: int | None = None
+    # The spread behind the figures: the peak of each iteration, and every timed step.
+    peaks_bytes: tuple[int, ...] = ()
+    times_ns: tuple[int, ...] = ()
+
+    def headline(self) -> dict[str, int | None]:
+        """The three figures that every `--json` shows."""
+        return {
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "peak_reserved_bytes": self.peak_reserved_bytes,
+            "step_time_ns": self.step_time_ns,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RunFigures:
+        return cls(
+            peak_allocated_bytes=data.get("peak_allocated_bytes"),
+            peak_reserved_bytes=data.get("peak_reserved_bytes"),
+            step_time_ns=data.get("step_time_ns"),
+            peaks_bytes=tuple(data.get("peaks_bytes", ())),
+            times_ns=tuple(data.get("times_ns", ())),
+        )
+
+
+def signed_error_percent(predicted: RunFigures, measured: RunFigures) -> dict[str, float | None]:
+    """100 * (predicted - measured) / measured for each figure; negative: the prediction was too low.
+
+    None where either figure is unknown.
+    """
+    out: dict[str, float | None] = {}
+    before, after = predicted.headline(), measured.headline()
+    for key, value in before.items():
+        real = after[key]
+        out[key] = None if value is None or not real else 100.0 * (value - real) / real
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One `execute`: the plan's prediction, and what was measured of eager, keep-all and the plan."""
+
+    model: str
+    options: Mapping[str, Any]
+    planner: str
+    budget_bytes: int | None
+    fingerprint: str
+    device: str
+    provenance: str  # measured-cpu or measured-cuda
+    environment: Mapping[str, str]
+    predicted: RunFigures
+    measured: RunFigures
+    keep_all_predicted: RunFigures
+    keep_all: RunFigures
+    eager: RunFigures
+    verified: bool | None = None
+    max_abs_difference: Mapping[str, float] = field(default_factory=dict)
+    steps: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        out = asdict(self)
+        out["error_percent"] = signed_error_percent(self.predicted, self.measured)
+        out["keep_all_error_percent"] = signed_error_percent(self.keep_all_predicted, self.keep_all)
+        return {"record": "measurement", "measurement_version": MEASUREMENT_VERSION, **out}
+
+    def save(self, path: str | Path) -> Path:
+        """Write the measurement as JSON, whole or not at all."""
+        return write_text(path, canonical_json(self.to_json()) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Measurement:
+        """Read a measurement; raises TraceError if the file is not one."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if data.get("record") != "measurement" or data.get("measurement_version") != MEASUREMENT_VERSION:
+                raise ValueError("not a Lowtide measurement of this version")
+            values = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
+            for key in ("predicted", "measured", "keep_all_predicted", "keep_all", "eager"):
+                values[key] = RunFigures.from_json(values[key])
+            return cls(**values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TraceError(f"{path}: not a measurement ({error}); run `execute` again.") from None

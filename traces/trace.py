@@ -1,0 +1,269 @@
+"""Trace: one training step as data, in two tables (ops and storages) and a header.
+
+The tables are kept as columns (tuples of plain ints and strings) because every reader walks them by row
+number: an op's id and a storage's id *are* their row numbers. A trace is never edited; make a new one with
+`dataclasses.replace`.
+
+How to read a trace
+-------------------
+An op *reads* storages, and *writes* the storages that it creates or overwrites. A storage that an op creates
+has that op as its `producer`; a storage with producer -1 exists before the step and after it (parameters,
+buffers, optimizer state, inputs). Views create nothing: a view op reads its base storage and writes nothing,
+and whoever uses the view reads the base storage too. `inputs` are the ops whose values an op takes, which is
+what one needs to run it again.
+
+A storage is released after its last reader, but never before its `hold` op has ended (-1: no hold). Holds
+describe lifetimes that the captured graph does not decide: gradients wait for `zero_grad`, the optimizer's
+temporaries for a Python reference to go away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from traces.errors import TraceError
+
+SCHEMA_VERSION: Final = 1
+
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+OPTIMIZER: Final = "optimizer"
+PHASES: Final = (FORWARD, BACKWARD, OPTIMIZER)
+
+PARAMETER: Final = "parameter"
+BUFFER: Final = "buffer"
+GRADIENT: Final = "gradient"
+ACTIVATION: Final = "activation"
+OPTIMIZER_STATE: Final = "optimizer state"
+INPUT: Final = "input"
+WORKSPACE: Final = "workspace"
+OTHER: Final = "other"
+CATEGORIES: Final = (
+    PARAMETER,
+    OPTIMIZER_STATE,
+    BUFFER,
+    INPUT,
+    GRADIENT,
+    ACTIVATION,
+    OTHER,
+    WORKSPACE,
+)
+
+# Reasons why an op may not run a second time, and what kind of op it is (bits of `Ops.flags`).
+RANDOM: Final = 1  # draws from a random generator
+MUTATES: Final = 2  # overwrites a storage that it did not create
+COLLECTIVE: Final = 4  # talks to other processes
+EFFECT: Final = 8  # has an effect outside its outputs, or reads a buffer that the step overwrites
+VIEW: Final = 16  # creates no storage; running it again costs nothing
+EAGER: Final = 32  # outside the captured model graph: the user's own loss code, autograd, the optimizer
+FLAG_NAMES: Final = {
+    RANDOM: "random",
+    MUTATES: "mutates",
+    COLLECTIVE: "collective",
+    EFFECT: "effect",
+    VIEW: "view",
+    EAGER: "eager",
+}
+FORBIDS_RECOMPUTE: Final = RANDOM | MUTATES | COLLECTIVE | EFFECT | EAGER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """The ops table: one row an op, in execution order; row number = op id."""
+
+    name: tuple[str, ...]
+    target: tuple[str, ...]  # e.g. "aten.convolution.default"
+    phase: tuple[str, ...]  # one of PHASES
+    module: tuple[str, ...]  # path of the module that ran it, "" for none
+    time_ns: tuple[int, ...]
+    flops: tuple[int, ...]
+    bytes_moved: tuple[int, ...]  # bytes of all tensors read and written
+    inputs: tuple[tuple[int, ...], ...]  # op ids whose values this op takes
+    reads: tuple[tuple[int, ...], ...]  # storage ids
+    writes: tuple[tuple[int, ...], ...]  # storage ids, created (producer == this op) or overwritten
+    # What the op allocates and frees while it runs, in order: +bytes and -bytes. The sum is the size of
+    # the storages that it leaves behind. Empty: nothing was measured, so outputs only.
+    events: tuple[tuple[int, ...], ...]
+    # A storage whose memory the op may take over for its output when nothing else needs it; -1: none.
+    overwrites: tuple[int, ...]
+    flags: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storages:
+    """The storages table: one row a storage; row number = storage id. -1 stands for "none" everywhere."""
+
+    name: tuple[str, ...]  # a label for people: the parameter's name, or the producing op's
+    nbytes: tuple[int, ...]  # size of the untyped storage
+    category: tuple[str, ...]  # one of CATEGORIES
+    producer: tuple[int, ...]  # op id; -1: exists throughout the step
+    first_forward_use: tuple[int, ...]  # op ids of readers in each phase
+    last_forward_use: tuple[int, ...]
+    first_backward_use: tuple[int, ...]
+    last_backward_use: tuple[int, ...]
+    hold: tuple[int, ...]  # not released before this op has ended
+    dtype: tuple[str, ...]
+    shape: tuple[tuple[int, ...], ...]  # of the tensor that created the storage
+    aliases: tuple[tuple[int, ...], ...]  # view ops whose values share this storage
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceMeta:
+    """The header of a trace: what was recorded, how to rebuild it, and where its figures come from."""
+
+    model: str  # a name that `trace` knows, or "path/to/file.py:build"
+    options: dict[str, Any] = field(default_factory=dict)  # how to rebuild it: batch_size, seq_len, ...
+    batch_size: int = 0
+    dtype: str = "float32"
+    optimizer: str = ""
+    seed: int = 0
+    mode: str = "fake"  # fake: sizes from fake tensors, times from a roofline; real: measured
+    device: str = "cpu"  # the kind of device whose graph this is
+    target: str = ""  # the device-table entry behind the times, or the measured device's name
+    torch_version: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    alloc_conf: str = ""
+    grad_outputs: tuple[int, ...] = ()  # flat indices of the model outputs that receive a gradient
+    graph_fingerprint: str = ""  # of the captured model graph, sizes included
+    structure_fingerprint: str = ""  # of the captured model graph, sizes left out
+    fingerprint: str = ""  # of the whole trace, times and workspaces left out
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TraceMeta:
+        known = {f.name for f in fields(cls)}
+        values = {k: v for k, v in data.items() if k in known}
+        values["grad_outputs"] = tuple(values.get("grad_outputs", ()))
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One training step: header, ops, storages."""
+
+    meta: TraceMeta
+    ops: Ops
+    storages: Storages
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that exist throughout the step: parameters, buffers, optimizer state, inputs."""
+        s = self.storages
+        return sum(n for n, p in zip(s.nbytes, s.producer, strict=True) if p < 0)
+
+    @property
+    def time_ns(self) -> int:
+        """Sum of the op times of one step with everything saved."""
+        return sum(self.ops.time_ns)
+
+    def validate(self) -> None:
+        """Raise TraceError if the tables contradict each other.
+
+        Checked: every id is in range; no op reads a storage or takes a value that does not exist yet;
+        every produced storage is written by its producer; sizes and times are not negative; the phases
+        stand in order; the measured events of an op sum to what it leaves behind.
+        """
+        ops, sts = self.ops, self.storages
+        n_ops, n_st = len(ops), len(sts)
+        rank = {p: i for i, p in enumerate(PHASES)}
+        last = 0
+        for s in range(n_st):
+            if sts.nbytes[s] < 0:
+                raise TraceError(f"storages: storage {s} has the negative size {sts.nbytes[s]}.")
+            if sts.category[s] not in CATEGORIES:
+                raise TraceError(f"storages: storage {s} has the unknown category {sts.category[s]!r}.")
+            if not -1 <= sts.producer[s] < n_ops:
+                raise TraceError(f"storages: storage {s} names op {sts.producer[s]}, which does not exist.")
+            if sts.producer[s] >= 0 and s not in ops.writes[sts.producer[s]]:
+                raise TraceError(
+                    f"storages: storage {s} says that op {sts.producer[s]} produced it, but that op does "
+                    "not write it."
+                )
+            if not -1 <= sts.hold[s] < n_ops:
+                raise TraceError(f"storages: storage {s} is held by op {sts.hold[s]}, which does not exist.")
+        for i in range(n_ops):
+            if ops.phase[i] not in rank:
+                raise TraceError(f"ops: op {i} has the unknown phase {ops.phase[i]!r}.")
+            if rank[ops.phase[i]] < last:
+                raise TraceError(f"ops: op {i} ({ops.phase[i]}) stands after an op of a later phase.")
+            last = rank[ops.phase[i]]
+            if ops.time_ns[i] < 0:
+                raise TraceError(f"ops: op {i} takes the negative time {ops.time_ns[i]} ns.")
+            for j in ops.inputs[i]:
+                if not 0 <= j < i:
+                    raise TraceError(f"ops: op {i} takes the value of op {j}, which does not run before it.")
+            created = 0
+            for s in ops.writes[i]:
+                if not 0 <= s < n_st:
+                    raise TraceError(f"ops: op {i} writes storage {s}, which does not exist.")
+                if sts.producer[s] == i:
+                    created += sts.nbytes[s]
+            for s in ops.reads[i]:
+                if not 0 <= s < n_st:
+                    raise TraceError(f"ops: op {i} reads storage {s}, which does not exist.")
+                if sts.producer[s] >= i:
+                    raise TraceError(
+                        f"ops: op {i} ({ops.name[i]}) reads storage {s}, which op {sts.producer[s]} "
+                        "produces only later; record the trace again."
+                    )
+            if ops.events[i] and sum(ops.events[i]) != created:
+                raise TraceError(
+                    f"ops: op {i} ({ops.name[i]}) leaves {sum(ops.events[i])} bytes by its events and "
+                    f"{created} by its storages."
+                )
+            if not -1 <= ops.overwrites[i] < n_st:
+                raise TraceError(f"ops: op {i} overwrites storage {ops.overwrites[i]}, which does not exist.")
+
+
+def fingerprint(ops: Ops, storages: Storages, *, sizes: bool = True, eager: bool = True) -> str:
+    """A short digest of what a plan depends on: which ops run in which order on which storages.
+
+    Times, flops and workspaces are left out, so a fake and a real trace of one step share it.
+
+    Args:
+        ops, storages: the tables.
+        sizes: whether sizes and shapes count (False: the same model at another batch size is equal).
+        eager: whether ops outside the captured model graph count (the loss code and the optimizer).
+    """
+    h = hashlib.sha256()
+
+    def put(*values: object) -> None:
+        h.update(repr(values).encode())
+        h.update(b"\n")
+
+    wanted = [i for i in range(len(ops)) if eager or not ops.flags[i] & EAGER]
+    # Ids are renumbered in order of appearance, so that a change outside the graph changes nothing here.
+    op_label = {op: k for k, op in enumerate(wanted)}
+    st_label: dict[int, int] = {}
+    for i in wanted:
+        seen = [st_label.setdefault(s, len(st_label)) for s in (*ops.reads[i], *ops.writes[i])]
+        put(
+            ops.target[i],
+            ops.phase[i],
+            tuple(op_label.get(j, -1) for j in ops.inputs[i]),
+            tuple(seen),
+            len(ops.reads[i]),
+            ops.flags[i] & FORBIDS_RECOMPUTE,
+        )
+    for s in sorted(st_label, key=st_label.__getitem__):
+        put(st_label[s], op_label.get(storages.producer[s], -1), storages.dtype[s])
+        if sizes:
+            put(storages.nbytes[s], storages.shape[s])
+    return h.hexdigest()[:16]
+
+
+def canonical_json(data: object) -> str:
+    """JSON with sorted keys, so that the same record always makes the same bytes."""
+    return json.dumps(data, sort_keys=True, indent=1)
