@@ -47,7 +47,8 @@ def analyse(trace: Trace) -> Graph:
         if ops.flags[i] & EAGER:
             for s in ops.reads[i]:
                 eager_reader[s] = True
-    pinned = tuple(eager_reader[s] or sts.hold[s] >= first_backward for s in range(n_st))
+    unreachable = _read_without_their_maker(trace, creates, is_view)
+    pinned = tuple(eager_reader[s] or sts.hold[s] >= first_backward or s in unreachable for s in range(n_st))
     rebuildable = [False] * n_st
     for i in range(first_backward):
         if may_rerun[i] and not is_view[i]:
@@ -81,6 +82,26 @@ def analyse(trace: Trace) -> Graph:
         rise_bytes=tuple(rise),
         created_bytes=created_bytes,
     )
+
+
+def _read_without_their_maker(
+    trace: Trace, creates: tuple[tuple[int, ...], ...], is_view: tuple[bool, ...]
+) -> frozenset[int]:
+    """Storages that some op of the captured graph reads without taking the value of the op that makes them.
+
+    Nothing would say how to rebuild them for that op (it reads them through an op that overwrote them, say).
+    """
+    ops, producer = trace.ops, trace.storages.producer
+    behind: list[set[int]] = []  # op -> the storages that its value stands for
+    out = set()
+    for i in range(len(ops)):
+        taken: set[int] = set()
+        for j in ops.inputs[i]:
+            taken |= behind[j]
+        if not ops.flags[i] & EAGER:
+            out.update(s for s in ops.reads[i] if producer[s] >= 0 and s not in taken)
+        behind.append(taken if is_view[i] else set(creates[i]))
+    return frozenset(out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,9 @@ def check_actions(trace: Trace, graph: Graph, actions: Iterable[Action]) -> dict
             raise PlanError(f"the plan names storage {a.storage} ({name}) twice.")
         link = graph.rebuildable[a.storage] and not graph.wanted[a.storage]
         if a.action == RECOMPUTE and a.storage not in candidates and not link:
-            raise PlanError(f"storage {a.storage} ({name}) cannot be recomputed: {why_not(trace, graph, a.storage)}.")
+            raise PlanError(
+                f"storage {a.storage} ({name}) cannot be recomputed: {why_not(trace, graph, a.storage)}."
+            )
         if a.action == SAVE and (
             graph.resident[a.storage] or trace.storages.producer[a.storage] >= graph.first_backward_op
         ):
@@ -77,7 +79,9 @@ def why_not(trace: Trace, graph: Graph, storage: int) -> str:
         return "code outside the captured graph holds it"
     flags = trace.ops.flags[producer] & FORBIDS_RECOMPUTE
     if flags:
-        return f"its op {trace.ops.name[producer]} is marked " + ", ".join(n for b, n in FLAG_NAMES.items() if flags & b)
+        return f"its op {trace.ops.name[producer]} is marked " + ", ".join(
+            n for b, n in FLAG_NAMES.items() if flags & b
+        )
     if trace.storages.nbytes[storage] == 0:
         return "it is empty"
     return f"its op {trace.ops.name[producer]} depends on a value that is random and not kept"
@@ -87,8 +91,8 @@ def build(trace: Trace, actions: Iterable[Action] = (), graph: Graph | None = No
     """Turn actions into a schedule.
 
     Ops keep the order of the trace. Just before a backward op that takes a value which is no longer there, the ops
-    that rebuild it run again, in the order of a depth-first walk from the op's inputs; a view is rebuilt with its
-    base and costs nothing. Every storage is released after its last reader, or after its hold.
+    that rebuild it run again, each once, in the order of a depth-first walk from the op's inputs; a view is rebuilt
+    with its base and costs nothing. Every storage is released after its last reader, or after its hold.
 
     Raises:
         PlanError: an action is impossible, or a chain needs an op that may not run again.
@@ -120,6 +124,12 @@ def build(trace: Trace, actions: Iterable[Action] = (), graph: Graph | None = No
 
     def emit(i: int, again: bool, binds: tuple[int, ...]) -> None:
         step = len(out_op)
+        for s in ops.reads[i]:
+            if not there[s]:
+                raise PlanError(
+                    f"op {i} ({ops.name[i]}) reads storage {s} ({sts.name[s]}), which is not there: it takes no "
+                    "value from the op that makes it, so nothing says how to rebuild it."
+                )
         out_op.append(i)
         out_recompute.append(again)
         out_binds.append(binds)
@@ -144,28 +154,35 @@ def build(trace: Trace, actions: Iterable[Action] = (), graph: Graph | None = No
         return any(s in reads and not there[s] for s in graph.creates[i])
 
     def rebuild_inputs(c: int) -> None:
+        # First see all that is missing, then run it: an op from which two things are wanted runs once.
+        order: list[int] = []
+        demanded: set[int] = set()
+        visited: set[int] = set()
         stack = [(j, c, False) for j in reversed(ops.inputs[c])]
         while stack:
             i, consumer, expanded = stack.pop()
+            if expanded:
+                order.append(i)
+                continue
             if not missing(i, consumer):
                 continue
-            if not expanded:
-                if not graph.may_rerun[i]:
-                    flags = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b & FORBIDS_RECOMPUTE)
-                    raise PlanError(
-                        f"op {c} ({ops.name[c]}) needs op {i} ({ops.name[i]}) again, which is marked {flags}."
-                    )
-                stack.append((i, consumer, True))
-                stack.extend((j, i, False) for j in reversed(ops.inputs[i]))
+            if not graph.is_view[i]:
+                demanded.update(s for s in graph.creates[i] if s in ops.reads[consumer])
+            if i in visited:
                 continue
-            if graph.is_view[i]:
-                emit(i, True, ())
-                continue
-            reads = ops.reads[consumer]
+            visited.add(i)
+            if not graph.may_rerun[i] and not graph.is_view[i]:
+                flags = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b & FORBIDS_RECOMPUTE)
+                raise PlanError(
+                    f"op {c} ({ops.name[c]}) needs op {i} ({ops.name[i]}) again, which is marked {flags}."
+                )
+            stack.append((i, consumer, True))
+            stack.extend((j, i, False) for j in reversed(ops.inputs[i]))
+        for i in order:
             binds = tuple(
                 s
                 for s in graph.creates[i]
-                if not there[s] and (s in reads or (shared(s) and sts.last_backward_use[s] > c))
+                if not there[s] and (s in demanded or (shared(s) and sts.last_backward_use[s] > c))
             )
             emit(i, True, binds)
             rebuilt.extend(binds)

@@ -47,7 +47,9 @@ class Breakdown:
     """Bytes by category after each step, and at the peak, where they sum to the peak."""
 
     by_category: dict[str, tuple[int, ...]]  # after each step
-    at_peak: dict[str, int]  # in the order of CATEGORIES; workspace: what the running op used beyond its outputs
+    at_peak: dict[
+        str, int
+    ]  # in the order of CATEGORIES; workspace: what the running op used beyond its outputs
 
     @staticmethod
     def order() -> tuple[str, ...]:

@@ -123,9 +123,7 @@ def trace(
         hold=tuple(hold.get(x, -1) for x in names),
         dtype=("float32",) * n,
         shape=tuple((b // 4,) for b in nbytes),
-        aliases=tuple(
-            tuple(i for i, o in enumerate(ops) if o.view and base[o.view] == s) for s in range(n)
-        ),
+        aliases=tuple(tuple(i for i, o in enumerate(ops) if o.view and base[o.view] == s) for s in range(n)),
     )
     out = Trace(meta=TraceMeta(model="tiny"), ops=table, storages=storages)
     out = replace(

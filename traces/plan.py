@@ -102,7 +102,9 @@ class Plan:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, OSError) as error:
-            raise PlanError(f"{path}: not a JSON file ({error}); make the plan again with `simulate`.") from None
+            raise PlanError(
+                f"{path}: not a JSON file ({error}); make the plan again with `simulate`."
+            ) from None
         try:
             return cls.from_json(data)
         except PlanError as error:
@@ -129,7 +131,9 @@ class Plan:
                 actions=tuple(_action(a) for a in data["actions"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"malformed plan ({type(error).__name__}: {error}); make it again with `simulate`.") from None
+            raise PlanError(
+                f"malformed plan ({type(error).__name__}: {error}); make it again with `simulate`."
+            ) from None
 
 
 def _action(data: dict[str, Any]) -> Action:

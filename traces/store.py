@@ -6,6 +6,7 @@ pyarrow imports pandas by itself in most of its convenience functions; the reade
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -106,12 +107,8 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
                          type=_arrow_type(k))
                 for c, k in columns.items()
             ]  # fmt: skip
-            schema = pa.schema(
-                [(c, _arrow_type(k)) for c, k in columns.items()], metadata={META_KEY: header}
-            )
-            pq.write_table(
-                pa.Table.from_arrays(arrays, schema=schema), temporary / file, compression="zstd"
-            )
+            schema = pa.schema([(c, _arrow_type(k)) for c, k in columns.items()], metadata={META_KEY: header})
+            pq.write_table(pa.Table.from_arrays(arrays, schema=schema), temporary / file, compression="zstd")
         temporary.chmod(0o755)
         if directory.exists():
             shutil.rmtree(directory)
@@ -135,7 +132,9 @@ def find(name: str | Path) -> Path:
     if (inside / OPS_FILE).is_file():
         return inside
     if path.is_dir():
-        raise TraceError(f"{name}: this directory holds no trace (no {OPS_FILE}); make one with `trace MODEL -o {name}`.")
+        raise TraceError(
+            f"{name}: this directory holds no trace (no {OPS_FILE}); make one with `trace MODEL -o {name}`."
+        )
     known = ", ".join(sorted(p.parent.name for p in GALLERY.glob(f"*/{OPS_FILE}"))) or "none"
     raise TraceError(
         f"{name}: no such trace directory, and no trace of that name in the gallery (there: {known}). "
@@ -214,7 +213,7 @@ def _column(column: pa.ChunkedArray, kind: str) -> tuple[Any, ...]:
             return (*rows, None)
         offsets = chunk.offsets.to_pylist()
         flat = chunk.values.to_pylist()
-        rows.extend(tuple(flat[a:b]) for a, b in zip(offsets, offsets[1:], strict=False))
+        rows.extend(tuple(flat[a:b]) for a, b in itertools.pairwise(offsets))
     return tuple(rows)
 
 

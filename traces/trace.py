@@ -133,6 +133,8 @@ class TraceMeta:
     versions: dict[str, str] = field(default_factory=dict)
     alloc_conf: str = ""
     grad_outputs: tuple[int, ...] = ()  # flat indices of the model outputs that receive a gradient
+    forward_ops: int = 0  # the captured graph's forward ops are the rows before this one
+    first_backward_graph_op: int = 0  # and its backward ops a run of rows from this one
     graph_fingerprint: str = ""  # of the captured model graph, sizes included
     structure_fingerprint: str = ""  # of the captured model graph, sizes left out
     fingerprint: str = ""  # of the whole trace, times and workspaces left out

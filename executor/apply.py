@@ -1,0 +1,276 @@
+"""Make a module that trains by a plan: the same parameters, buffers and call as the model, another step inside.
+
+from executor import apply_plan
+model = apply_plan(model, "plan.json")
+for x, y in data:                                 # the loop stays as it was
+    loss = criterion(model(x), y)
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from executor.rewrite import Rewritten, rewrite
+from simulator.schedule import build
+from tracer.capture import capture
+from tracer.loop import fit_tangent
+from tracer.program import Program, program_of
+from traces.errors import PlanError
+from traces.plan import Action, Plan
+from traces.trace import TraceMeta
+
+
+@dataclass(slots=True)
+class Engine:
+    """One captured and rewritten step, for one set of argument shapes."""
+
+    program: Program
+    rewritten: Rewritten
+    exact: bool  # the graph is the plan's to the byte, not only in structure
+
+
+@dataclass(slots=True)
+class _State:
+    original: nn.Module
+    plan: Plan
+    engines: dict[Any, Engine] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
+        return _State(copy.deepcopy(self.original, memo), self.plan)
+
+
+class PlannedModule(nn.Module):
+    """Mixed in before the model's own class by `apply_plan`: only `forward` differs, and only while training.
+
+    In evaluation mode, or without gradients, the model's own forward runs. The first training call with arguments of
+    new shapes captures the model again (seconds, no activation memory) and applies the plan if the graph has the
+    structure that the plan was made for.
+    """
+
+    _lowtide: _State
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._lowtide
+        if not (self.training and torch.is_grad_enabled()):
+            return state.original.forward(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        engine = engine_for(state, self, leaves, spec)
+        return _run(engine, self, [x for x in leaves if isinstance(x, torch.Tensor)])
+
+
+def apply_plan(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
+    """A module that shares the model's parameters, buffers and submodules and trains by `plan`.
+
+    The result has the model's class among its bases, its `state_dict` keys and its call signature, and returns what
+    the model returns. The model itself is left as it is.
+
+    Args:
+        model: in the state in which it will train; on CPU or CUDA.
+        plan: a Plan or the path of one.
+
+    Raises:
+        PlanError: the file is no plan; and, at the first training call, the plan belongs to another model.
+        CaptureError: at the first training call, the model cannot be captured.
+    """
+    if not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    planned = copy.copy(model)
+    kind = type(model)
+    planned.__class__ = type(
+        f"Planned{kind.__name__}", (PlannedModule, kind), {"__module__": kind.__module__}
+    )
+    object.__setattr__(planned, "_lowtide", _State(model, plan))
+    return planned
+
+
+def engine_for(state: _State, module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Engine:
+    """The engine for these arguments, made at their first use."""
+    key = (
+        spec,
+        tuple((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x)
+              for x in leaves),
+        tuple(p.requires_grad for p in module.parameters()),
+        next((p.device for p in module.parameters()), None),
+        torch.is_autocast_enabled(leaves_device(leaves)),
+    )  # fmt: skip
+    if key not in state.engines:
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        state.engines[key] = make_engine(state.original, args, kwargs, state.plan)
+    return state.engines[key]
+
+
+def leaves_device(leaves: Sequence[Any]) -> str:
+    return next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
+
+
+def make_engine(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan) -> Engine:
+    """Capture the model for these arguments, check that the plan is for it, and rewrite.
+
+    Raises:
+        PlanError: the graph has another structure than the plan's.
+    """
+    wanted = set(plan.meta.grad_outputs)
+
+    def gradient_flags(outputs: Any) -> list[bool]:
+        flags, number = [], 0
+        for x in pytree.tree_leaves(outputs):
+            if isinstance(x, torch.Tensor):
+                flags.append(number in wanted and x.requires_grad)
+                number += 1
+            else:
+                flags.append(False)
+        return flags
+
+    mode = model.training
+    model.training = True
+    try:
+        program = program_of(capture(model, args, kwargs, gradient_flags))
+    finally:
+        model.training = mode
+    return engine_of(program, plan)
+
+
+def engine_of(program: Program, plan: Plan) -> Engine:
+    """Rewrite a program by a plan; raises PlanError if the plan is for a graph of another structure."""
+    exact = program.fingerprint() == plan.meta.graph_fingerprint
+    if not exact and program.fingerprint(sizes=False) != plan.meta.structure_fingerprint:
+        raise PlanError(
+            f"the plan was made for another graph: {describe(plan.meta)}, structure {plan.meta.structure_fingerprint}; "
+            f"this model's has {len(program.ops)} ops and structure {program.fingerprint(sizes=False)}. Trace this "
+            "model with this version of torch and this device, and plan again."
+        )
+    schedule = build(program.trace(), program_actions(plan))
+    return Engine(program=program, rewritten=rewrite(program, schedule), exact=exact)
+
+
+def program_actions(plan: Plan) -> tuple[Action, ...]:
+    """The plan's actions with op ids of the captured graph alone instead of those of the whole step."""
+    shift = plan.meta.first_backward_graph_op - plan.meta.forward_ops
+
+    def local(op: int) -> int:
+        return op - shift if op >= plan.meta.first_backward_graph_op else op
+
+    return tuple(replace(a, drop_after=tuple(local(o) for o in a.drop_after)) for a in plan.actions)
+
+
+def describe(meta: TraceMeta) -> str:
+    """A trace in a few words, for messages."""
+    return f"{meta.model}, batch size {meta.batch_size}, torch {meta.torch_version}, device {meta.device}"
+
+
+def _run(engine: Engine, module: nn.Module, tensors: list[torch.Tensor]) -> Any:
+    captured = engine.program.captured
+    parameters = dict(module.named_parameters())
+    buffers = dict(module.named_buffers())
+    inputs = [parameters[n] for n in captured.parameters] + [buffers[n] for n in captured.buffers] + tensors
+    passing = _Passing(engine)
+    token = _Model.apply(passing, *inputs)
+    outputs, passing.outputs = passing.outputs, []
+    results = list(_Outputs.apply(passing, token, *outputs))
+    del outputs
+    anchor = results[captured.grad_outputs[0]]
+    leaves: list[Any] = []
+    number = 0
+    for constant in captured.output_template:
+        if constant is not None:
+            leaves.append(constant)
+            continue
+        x = results[number]
+        if number not in captured.grad_outputs and (x.is_floating_point() or x.is_complex()):
+            x = _Unplanned.apply(x, anchor, number)
+        leaves.append(x)
+        number += 1
+    return pytree.tree_unflatten(leaves, captured.output_spec)
+
+
+@dataclass(slots=True)
+class _Passing:
+    """What one training step hands from one autograd function to the next, beside autograd's own tensors."""
+
+    engine: Engine
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    saved: list[torch.Tensor] | None = None
+    tangents: list[torch.Tensor] = field(default_factory=list)
+
+
+class _Model(torch.autograd.Function):
+    """Runs the rewritten modules.
+
+    Saved values travel in a list that backward empties as it goes, so that each is released at its last use: what
+    `save_for_backward` keeps lives until the whole backward has returned, and so do the gradients that autograd
+    passes to a function. Those therefore arrive in a list too, by way of `_Outputs`, and autograd itself only passes
+    an empty token.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, passing: _Passing, *inputs: torch.Tensor) -> torch.Tensor:
+        outputs, saved = passing.engine.rewritten.forward(list(inputs))
+        passing.outputs, passing.saved = list(outputs), list(saved)
+        ctx.passing = passing
+        return inputs[0].new_empty(0) if inputs[0].is_floating_point() else torch.empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, _token: torch.Tensor) -> Any:
+        passing: _Passing = ctx.passing
+        values, passing.saved = passing.saved, None
+        if values is None:
+            raise PlanError(
+                "backward ran twice through a planned step, whose saved values are released as it goes; run the "
+                "model again, or use it without a plan where the graph must be retained."
+            )
+        values += passing.tangents
+        passing.tangents = []
+        parameter_grads, argument_grads = passing.engine.rewritten.backward(values)
+        buffers = (None,) * len(passing.engine.program.captured.buffers)
+        return (None, *parameter_grads, *buffers, *argument_grads)
+
+
+class _Outputs(torch.autograd.Function):
+    """Makes the model's outputs of what `_Model` computed, and in backward puts their gradients aside for it."""
+
+    @staticmethod
+    def forward(ctx: Any, passing: _Passing, token: torch.Tensor, *outputs: torch.Tensor) -> Any:
+        captured = passing.engine.program.captured
+        ctx.passing = passing
+        ctx.set_materialize_grads(False)
+        out = tuple(x.view_as(x) for x in outputs)
+        ctx.mark_non_differentiable(*(x for k, x in enumerate(out) if k not in captured.grad_outputs))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *tangents: Any) -> Any:
+        passing: _Passing = ctx.passing
+        captured = passing.engine.program.captured
+        holders = [n for n in captured.placeholders if "tangent_of" in n.meta]
+        passing.tangents = [
+            fit_tangent(tangents[k], n.meta["val"])
+            for k, n in zip(captured.grad_outputs, holders, strict=True)
+        ]
+        return (None, passing.tangents[0].new_empty(0), *(None for _ in captured.outputs))
+
+
+class _Unplanned(torch.autograd.Function):
+    """An output that the plan's loss does not differentiate: readable, but a loss that uses it must not pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.number = number
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise PlanError(
+            f"the loss differentiates output {ctx.number} of the model, and the plan was made for a loss that does "
+            "not; trace the step with this loss and plan again."
+        )

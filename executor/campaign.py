@@ -1,0 +1,164 @@
+"""Turn plans into Measurements: verify, then run eager, keep-all and the plan, each in a fresh process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from executor.measure import (
+    EAGER,
+    KEEP_ALL,
+    PLAN,
+    VERIFY,
+    Job,
+    JobResult,
+    check_device,
+    predicted_figures,
+    run_job,
+)
+from simulator.sweep import Sweep
+from traces.errors import PlanError, TraceError
+from traces.measurement import Measurement, RunFigures
+from traces.plan import Plan
+from traces.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to measure."""
+
+    device: str = "cpu"
+    steps: int = 10  # of the verification; 0: none
+    memory_steps: int = 5
+    warmup: int = 2
+    runs: int = 10
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A measurement and what the report and the exit code need beside it."""
+
+    plan_path: str
+    plan: Plan
+    measurement: Measurement
+    first_difference: str
+    curve: tuple[tuple[int, int], ...]
+
+
+def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]) -> Outcome:
+    """Verify and measure one plan.
+
+    Raises:
+        PlanError: the file is no plan, or it belongs to another graph than the model's.
+        EnvironmentProblem: no such device, or a process died.
+    """
+    plan = Plan.load(path)
+    check_device(settings.device)
+    kind = settings.device.partition(":")[0]
+    if kind != plan.meta.device.partition(":")[0]:
+        raise PlanError(
+            f"{path}: this plan was made for the graph of device {plan.meta.device!r}, and --device is "
+            f"{settings.device!r}, where other kernels run. Trace with --device {kind} and plan again."
+        )
+    predicted, baseline = predicted_figures(plan, "plan"), predicted_figures(plan, "baseline")
+
+    def job(variant: str) -> JobResult:
+        return run_job(
+            Job(
+                variant=variant,
+                plan_path=str(path),
+                model=settings.model,
+                device=settings.device,
+                memory_steps=settings.memory_steps,
+                warmup=settings.warmup,
+                runs=settings.runs,
+                steps=settings.steps,
+            )
+        )
+
+    verification: dict[str, Any] | None = None
+    if settings.steps:
+        progress(f"Verifying {settings.steps} steps against the untouched model ...")
+        verification = job(VERIFY).verification
+    results = {}
+    for variant, label in ((EAGER, "eager"), (KEEP_ALL, "keep-all"), (PLAN, "the plan")):
+        progress(f"Measuring {label} on {settings.device} ...")
+        results[variant] = job(variant)
+    if plan.meta.mode != "real" or plan.meta.device != settings.device:
+        # A roofline of another device says nothing about this one's time.
+        same = plan.meta.target.lower() == settings.device
+        if not same:
+            predicted, baseline = replace(predicted, step_time_ns=None), replace(baseline, step_time_ns=None)
+    measurement = Measurement(
+        model=plan.meta.model,
+        options=dict(plan.meta.options),
+        planner=plan.planner,
+        budget_bytes=plan.budget_bytes,
+        fingerprint=plan.meta.fingerprint,
+        device=settings.device,
+        provenance=f"measured-{kind}",
+        environment={**results[PLAN].environment, "trace": f"{plan.meta.mode}, times of {plan.meta.target}"},
+        predicted=predicted,
+        measured=results[PLAN].figures,
+        keep_all_predicted=baseline,
+        keep_all=results[KEEP_ALL].figures,
+        eager=results[EAGER].figures,
+        verified=None if verification is None else bool(verification["equal"]),
+        max_abs_difference={} if verification is None else verification["max_abs_difference"],
+        steps=settings.steps,
+    )
+    return Outcome(
+        plan_path=str(path),
+        plan=plan,
+        measurement=measurement,
+        first_difference="" if verification is None else verification["first_difference"],
+        curve=results[PLAN].curve,
+    )
+
+
+def trace_of(plan: Plan, model: str, device: str) -> Trace:
+    """Record the plan's step again, with the roofline that it was planned with, for the report's pictures."""
+    from tracer.devices import device as device_entry
+    from tracer.spec import load_spec
+    from tracer.step import trace_step
+    from traces.errors import SpecError
+
+    try:
+        target = device_entry(plan.meta.target)
+    except SpecError:
+        target = device_entry("cpu" if device == "cpu" else "h200")
+    build = load_spec(model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
+    return trace_step(build, target, device=device).trace
+
+
+def measure_sweep(
+    directory: Path, settings: Settings, progress: Callable[[str], None]
+) -> tuple[Sweep, list[str]]:
+    """Measure every row of a sweep that has a plan, and write the figures back after each.
+
+    Returns the sweep, and a line for each row whose verification failed.
+    """
+    path = directory / "sweep.json" if directory.is_dir() else directory
+    if not path.is_file():
+        raise TraceError(
+            f"{directory}: no sweep there; make one with `simulate sweep MODEL --batch-sizes 8,16 -o DIR`."
+        )
+    table = Sweep.load(path)
+    failures = []
+    for k, row in enumerate(table.rows):
+        if not row.feasible or not row.plan_path or row.measured:
+            continue
+        progress(f"Batch size {row.batch_size} ({k + 1} of {len(table.rows)})")
+        outcome = measure_plan(path.parent / row.plan_path, settings, progress)
+        m = outcome.measurement
+        m.save(path.parent / f"measurement-b{row.batch_size}.json")
+        if m.verified is False:
+            failures.append(f"batch size {row.batch_size}: {outcome.first_difference}")
+        figures: dict[str, RunFigures] = {EAGER: m.eager, KEEP_ALL: m.keep_all, PLAN: m.measured}
+        rows = (*table.rows[:k], replace(row, measured=figures), *table.rows[k + 1 :])
+        table = replace(table, rows=rows)
+        table.save(path)
+    return table, failures

@@ -1,0 +1,288 @@
+"""Measure a training step in a fresh process: peak memory by the allocator's own account, and step time.
+
+Three variants, each in a process of its own: the untouched model in the ordinary loop (eager), the rewritten graphs
+with an empty plan (keep_all), and the plan. On the CPU the peak is the running sum of the allocator's events as the
+profiler records them, from before the model is built; on CUDA it is the caching allocator's statistics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from traces.errors import EnvironmentProblem, LowtideError, PlanError
+from traces.measurement import RunFigures
+from traces.plan import Plan
+
+EAGER: Final = "eager"
+KEEP_ALL: Final = "keep_all"
+PLAN: Final = "plan"
+VERIFY: Final = "verify"
+_ITERATION: Final = "lowtide iteration"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one fresh process does."""
+
+    variant: str
+    plan_path: str
+    model: str  # what to build, if not what the plan says
+    device: str
+    memory_steps: int
+    warmup: int
+    runs: int
+    steps: int  # of a verification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """What comes back from a process."""
+
+    figures: RunFigures
+    environment: dict[str, str]
+    verification: dict[str, Any] | None = None
+    curve: tuple[
+        tuple[int, int], ...
+    ] = ()  # (ns since the iteration began, live bytes) of one steady iteration
+
+
+def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
+    """Run a job in a fresh process and wait for it.
+
+    Raises:
+        LowtideError: the process reported an error, with its message and exit code.
+        EnvironmentProblem: the process died (out of memory, a crash), with the end of what it said.
+    """
+    # Child processes find the packages where this one found them.
+    root = str(Path(__file__).resolve().parent.parent)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    }
+    if job.device.startswith("cuda") and job.variant == VERIFY:
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    done = subprocess.run(
+        [sys.executable, "-m", "executor.worker"],
+        input=json.dumps(asdict(job)),
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=timeout_s,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        tail = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])[:600]
+        raise EnvironmentProblem(
+            f"the process that measured {job.variant} ended with code {done.returncode} and no result"
+            + (" (killed: out of memory?)" if done.returncode in (-9, 137) else "")
+            + (f": {tail}" if tail else ".")
+        )
+    data = json.loads(lines[-1])
+    if "error" in data:
+        error = LowtideError(data["error"])
+        error.exit_code = int(data["exit_code"])
+        raise error
+    return JobResult(
+        figures=RunFigures.from_json(data["figures"]),
+        environment=data["environment"],
+        verification=data["verification"],
+        curve=tuple((int(t), int(b)) for t, b in data["curve"]),
+    )
+
+
+def perform(job: Job) -> JobResult:
+    """Do a job in this process (which should be fresh)."""
+    import torch
+
+    from executor.apply import apply_plan
+    from executor.verify import verify
+    from tracer.loop import run_step
+    from tracer.spec import load_spec
+
+    plan = Plan.load(job.plan_path)
+    build = load_spec(job.model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
+    cuda = job.device.startswith("cuda")
+    if job.variant == VERIFY:
+        if cuda:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        outcome = verify(build, plan, job.device, job.steps)
+        return JobResult(
+            figures=RunFigures(), environment=environment(job.device), verification=asdict(outcome)
+        )
+
+    def prepare() -> Callable[[], None]:
+        step = build(job.device)
+        model: Any = step.model
+        if job.variant == KEEP_ALL:
+            model = apply_plan(step.model, replace(plan, actions=()))
+        elif job.variant == PLAN:
+            model = apply_plan(step.model, plan)
+
+        def once() -> None:
+            run_step(step, model, step.optimizer)
+
+        return once
+
+    if cuda:
+        figures, curve = _measure_cuda(prepare, job)
+    else:
+        figures, curve = _measure_cpu(prepare, job)
+    return JobResult(figures=figures, environment=environment(job.device), curve=curve)
+
+
+def _measure_cpu(
+    prepare: Callable[[], Callable[[], None]], job: Job
+) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        once = prepare()
+        for k in range(job.memory_steps):
+            with record_function(f"{_ITERATION} {k}"):
+                once()
+    assert prof.profiler is not None
+    results: Any = prof.profiler.kineto_results
+    peaks, curve = peaks_of(results.experimental_event_tree(), job.memory_steps)
+    times = _time(once, job, lambda: None)
+    steady = peaks[min(2, len(peaks) - 1) :]
+    return (
+        RunFigures(
+            peak_allocated_bytes=max(steady),
+            step_time_ns=int(statistics.median(times)),
+            peaks_bytes=tuple(peaks),
+            times_ns=tuple(times),
+        ),
+        curve,
+    )
+
+
+def peaks_of(tree: list[Any], iterations: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+    """Peak live bytes in each marked iteration, and the last iteration's (ns, live bytes) curve.
+
+    The live bytes are a running sum of the CPU allocator's events over the whole profiled region, which must have
+    begun before anything was allocated.
+    """
+    events: list[tuple[int, int]] = []
+    spans: dict[int, tuple[int, int]] = {}
+    stack = list(tree)
+    while stack:
+        e = stack.pop()
+        stack.extend(e.children)
+        if e.tag.name == "Allocation":
+            if e.extra_fields.device.type == "cpu":
+                events.append((e.start_time_ns, e.extra_fields.alloc_size))
+        elif e.name.startswith(_ITERATION):
+            spans[int(e.name.rpartition(" ")[2])] = (e.start_time_ns, e.end_time_ns)
+    events.sort(key=lambda e: e[0])
+    peaks = [0] * iterations
+    curve: list[tuple[int, int]] = []
+    live = 0
+    position = 0
+    for k in range(iterations):
+        begin, end = spans[k]
+        while position < len(events) and events[position][0] < begin:
+            live += events[position][1]
+            position += 1
+        peaks[k] = live
+        while position < len(events) and events[position][0] <= end:
+            live += events[position][1]
+            peaks[k] = max(peaks[k], live)
+            if k == iterations - 1:
+                curve.append((events[position][0] - begin, live))
+            position += 1
+    return peaks, tuple(curve)
+
+
+def _measure_cuda(
+    prepare: Callable[[], Callable[[], None]], job: Job
+) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
+    import torch
+
+    once = prepare()
+    peaks = []
+    for _ in range(job.memory_steps):
+        torch.cuda.reset_peak_memory_stats()
+        once()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    reserved = torch.cuda.memory_stats()["reserved_bytes.all.peak"]
+    times = _time(once, job, torch.cuda.synchronize)
+    steady = peaks[min(2, len(peaks) - 1) :]
+    return (
+        RunFigures(
+            peak_allocated_bytes=max(steady),
+            peak_reserved_bytes=reserved,
+            step_time_ns=int(statistics.median(times)),
+            peaks_bytes=tuple(peaks),
+            times_ns=tuple(times),
+        ),
+        (),
+    )
+
+
+def _time(once: Callable[[], None], job: Job, wait: Callable[[], None]) -> list[int]:
+    for _ in range(job.warmup):
+        once()
+    times = []
+    for _ in range(job.runs):
+        wait()
+        begin = time.perf_counter_ns()
+        once()
+        wait()
+        times.append(time.perf_counter_ns() - begin)
+    return times
+
+
+def environment(device: str) -> dict[str, str]:
+    """What the figures depend on, beside the plan."""
+    import torch
+
+    from tracer.step import versions
+
+    out = {
+        **versions(),
+        "machine": platform.machine(),
+        "threads": str(torch.get_num_threads()),
+        "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "",
+    }
+    if device.startswith("cuda"):
+        out |= {
+            "gpu": torch.cuda.get_device_name(),
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
+            "tf32_matmul": str(torch.backends.cuda.matmul.allow_tf32),
+        }
+    return out
+
+
+def check_device(device: str) -> None:
+    """Raise EnvironmentProblem before any work if the device is not there."""
+    from tracer.spec import check_device as check
+    from tracer.spec import require_torch
+
+    require_torch()
+    check(device)
+
+
+def predicted_figures(plan: Plan, which: str) -> RunFigures:
+    """The plan's own prediction: "baseline" (everything kept) or "plan".
+
+    Raises:
+        PlanError: the plan carries none.
+    """
+    data = plan.predicted.get(which)
+    if not isinstance(data, dict):
+        raise PlanError("the plan carries no prediction; make it again with `simulate`.")
+    return RunFigures.from_json(data)

@@ -1,0 +1,230 @@
+"""Turn a Measurement into a page that shows the predicted beside the measured, with signed errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from simulator.bars import Bar, grouped, spread
+from simulator.comparison import compare
+from simulator.page import (
+    Block,
+    Cell,
+    Chart,
+    Figure,
+    Figures,
+    Page,
+    Section,
+    Table,
+    Text,
+    bytes_cell,
+    percent_cell,
+    show_bytes,
+    show_percent,
+    show_time,
+    time_cell,
+    write_page,
+)
+from simulator.report import describe, simulation_sections
+from traces.measurement import Measurement, RunFigures, signed_error_percent
+from traces.plan import Plan
+from traces.trace import Trace
+
+PLACES = {"measured-cpu": "CPU", "measured-cuda": "GPU"}
+
+
+def write_measurement(
+    path: str | Path,
+    measurement: Measurement,
+    trace: Trace,
+    plan: Plan,
+    measured_curve: Sequence[tuple[int, int]] | None = None,
+) -> Path:
+    """Write the page for one measurement, whole or not at all.
+
+    Args:
+        path: where.
+        measurement: what was measured, and the plan's own prediction.
+        trace, plan: what the prediction was made from, for the sections about it.
+        measured_curve: (ns, live bytes) of one real step with the plan, drawn over the predicted memory.
+
+    Raises:
+        EnvironmentProblem: a package that reports need is not installed.
+        PlanError: the plan does not fit the trace.
+    """
+    c = compare(trace, plan, measurement.budget_bytes)
+    where = place(measurement)
+    page = Page(
+        title=f"{measurement.model}: predicted beside measured on {where}",
+        subtitle=f"{describe(trace.meta)} · planner {measurement.planner or 'none'}",
+        sections=(
+            Section(title="Headline", blocks=_headline(measurement, where)),
+            Section(title="Predicted beside measured", blocks=_errors(measurement, trace, where)),
+            Section(title="From one iteration to the next", blocks=_iterations(measurement, where)),
+            Section(title="Verification", blocks=_verification(measurement)),
+            *simulation_sections(c, measured_curve),
+            Section(title="Environment of the measurement", blocks=(_environment(measurement),)),
+        ),
+    )
+    return write_page(path, page)
+
+
+def place(m: Measurement) -> str:
+    """`CPU`, or `GPU (NVIDIA H200)`: what a measured figure was measured on."""
+    kind = PLACES.get(m.provenance, m.device)
+    gpu = m.environment.get("gpu")
+    return f"{kind} ({gpu})" if gpu else kind
+
+
+def _headline(m: Measurement, where: str) -> tuple[Block, ...]:
+    error = signed_error_percent(m.predicted, m.measured)
+    real = m.measured.peak_allocated_bytes
+    figures = [
+        Figure(
+            label=f"Peak with the plan, measured on {where}",
+            value=show_bytes(real),
+            detail=f"predicted {show_bytes(m.predicted.peak_allocated_bytes)}",
+        ),
+        Figure(
+            label="Error of the predicted peak",
+            value=show_percent(error["peak_allocated_bytes"], signed=True, digits=3),
+            detail="100·(predicted − measured)/measured",
+        ),
+        Figure(
+            label="Step with the plan, measured",
+            value=show_time(m.measured.step_time_ns),
+            detail=f"eager {show_time(m.eager.step_time_ns)}, keep-all {show_time(m.keep_all.step_time_ns)}",
+        ),
+    ]
+    if m.budget_bytes is not None:
+        known = real is not None
+        fits = real is not None and real <= m.budget_bytes
+        figures.append(
+            Figure(
+                label="Budget",
+                value=show_bytes(m.budget_bytes),
+                detail="the measured peak is " + ("within" if fits else "above" if known else "unknown"),
+                tone="" if not known else "good" if fits else "bad",
+            )
+        )
+    figures.append(
+        Figure(
+            label="Same training as the untouched model",
+            value={True: "verified", False: "NOT EQUAL", None: "not checked"}[m.verified],
+            detail=f"over {m.steps} steps" if m.verified is not None else "",
+            tone={True: "good", False: "bad", None: ""}[m.verified],
+        )
+    )
+    return (Figures(figures=tuple(figures)),)
+
+
+def _errors(m: Measurement, trace: Trace, where: str) -> tuple[Block, ...]:
+    pairs = (("keep-all", m.keep_all_predicted, m.keep_all), ("plan", m.predicted, m.measured))
+    rows: list[tuple[Cell | str, ...]] = []
+    for way, predicted, measured in pairs:
+        errors = signed_error_percent(predicted, measured)
+        before, after = predicted.headline(), measured.headline()
+        for key, label, cell in _FIGURES:
+            if before[key] is not None or after[key] is not None:
+                error = percent_cell(errors[key], signed=True, digits=3)
+                rows.append((way, label, cell(before[key]), cell(after[key]), error))
+    for key, label, cell in _FIGURES:
+        if m.eager.headline()[key] is not None:
+            rows.append(("eager", label, "–", cell(m.eager.headline()[key]), "–"))
+    notes: list[Block] = [
+        Text(
+            text=f"Measured figures come from the {where}, each way of running the step in a process of its own. Eager "
+            "is the untouched training loop; keep-all is the rewritten graph with an empty plan; plan is the rewritten "
+            "graph with the plan."
+        )
+    ]
+    if trace.meta.mode != "real":
+        target = trace.meta.target or trace.meta.device
+        notes.append(
+            Text(
+                text=f"The predicted times are a roofline's estimates for {target}, while the measurement ran on "
+                f"the {where}. Their error says how well the estimate fits this machine, nothing about the memory.",
+                tone="warning",
+            )
+        )
+    return (
+        *notes,
+        Table(
+            columns=("run", "figure", "predicted", f"measured on {where}", "error"),
+            rows=tuple(rows),
+            numbers=frozenset({2, 3, 4}),
+            caption="Error is 100·(predicted − measured)/measured; negative: the prediction was too low.",
+        ),
+        Chart(spec=_chart(m, "peak_allocated_bytes", where), title="Peak allocated"),
+        Chart(spec=_chart(m, "step_time_ns", where), title="Step time"),
+    )
+
+
+_FIGURES = (
+    ("peak_allocated_bytes", "peak allocated", bytes_cell),
+    ("peak_reserved_bytes", "peak reserved", bytes_cell),
+    ("step_time_ns", "step time", time_cell),
+)
+
+
+def _chart(m: Measurement, figure: str, where: str) -> dict[str, object]:
+    bars = []
+    runs: tuple[tuple[str, RunFigures | None, RunFigures], ...] = (
+        ("eager", None, m.eager),
+        ("keep-all", m.keep_all_predicted, m.keep_all),
+        ("plan", m.predicted, m.measured),
+    )
+    for way, predicted, measured in runs:
+        for run, real in ((predicted, False), (measured, True)):
+            value = None if run is None else run.headline()[figure]
+            if value is not None:
+                bars.append(Bar(group=way, way=way, measured=real, value=value, where=where if real else ""))
+    is_bytes = figure.endswith("_bytes")
+    limits = {"plan": m.budget_bytes} if is_bytes and m.budget_bytes is not None else None
+    return grouped(
+        bars,
+        title="peak allocated" if is_bytes else "step time",
+        group_title="",
+        is_bytes=is_bytes,
+        limits=limits,
+    )
+
+
+def _iterations(m: Measurement, where: str) -> tuple[Block, ...]:
+    runs = (("eager", m.eager), ("keep-all", m.keep_all), ("plan", m.measured))
+    peaks = [(way, list(run.peaks_bytes)) for way, run in runs if run.peaks_bytes]
+    times = [(way, list(run.times_ns)) for way, run in runs if run.times_ns]
+    blocks: list[Block] = []
+    if peaks:
+        spec = spread(peaks, title="peak allocated", is_bytes=True)
+        blocks.append(Chart(spec=spec, title=f"Peak of each iteration, measured on {where}"))
+    if times:
+        spec = spread(times, title="step time", is_bytes=False)
+        blocks.append(Chart(spec=spec, title=f"Time of each iteration, measured on {where}"))
+    return tuple(blocks) or (Text(text="Single iterations were not recorded."),)
+
+
+def _verification(m: Measurement) -> tuple[Block, ...]:
+    if m.verified is None:
+        return (
+            Text(text="The plan's training was not compared with the untouched model's.", tone="warning"),
+        )
+    if m.verified:
+        text = f"Over {m.steps} steps from the same seed the plan trained as the untouched model does."
+    else:
+        text = f"Over {m.steps} steps from the same seed the plan did NOT train as the untouched model does."
+    rows = tuple(
+        (key, Cell(text=f"{value:g}", sort=value, tone="good" if value == 0 else "bad"))
+        for key, value in sorted(m.max_abs_difference.items())
+    )
+    return (
+        Text(text=text, tone="note" if m.verified else "warning"),
+        Table(columns=("compared", "largest absolute difference"), rows=rows, numbers=frozenset({1})),
+    )
+
+
+def _environment(m: Measurement) -> Table:
+    rows = [("device", m.device), ("provenance", m.provenance), ("plan for", m.fingerprint)]
+    rows += [(k, v) for k, v in sorted(m.environment.items()) if v]
+    rows += [(f"option {k}", str(v)) for k, v in sorted(m.options.items())]
+    return Table(columns=("", "value"), rows=tuple(rows))

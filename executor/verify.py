@@ -1,0 +1,125 @@
+"""Train the untouched model and the planned one side by side from the same seed, and compare everything.
+
+After every step: the loss, every gradient, every parameter, the optimizer's state, every buffer, and the state of the
+random generators. Each side keeps its own generator state, so dropout draws the same numbers on both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from executor.apply import apply_plan
+from tracer.loop import run_step
+from tracer.spec import BuildStep, TrainingStep
+from traces.plan import Plan
+
+KINDS = ("loss", "gradients", "parameters", "optimizer_state", "buffers", "rng_state")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The outcome: `equal` means bit for bit, in every tensor after every step."""
+
+    equal: bool
+    steps: int
+    max_abs_difference: dict[str, float] = field(default_factory=dict)  # by kind; NaN against NaN is equal
+    first_difference: str = ""  # where the first bit differed
+    losses: tuple[float, ...] = ()
+
+
+class _Side:
+    """One of the two training runs, with a random stream of its own."""
+
+    def __init__(self, step: TrainingStep, model: Callable[..., Any], device: str) -> None:
+        self.step, self.model, self.device = step, model, device
+        self.rng = self._get()
+
+    def _get(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self.device.startswith("cuda"):
+            states.append(torch.cuda.get_rng_state())
+        return states
+
+    def run(self) -> torch.Tensor:
+        torch.set_rng_state(self.rng[0])
+        if len(self.rng) > 1:
+            torch.cuda.set_rng_state(self.rng[1])
+        loss = run_step(self.step, self.model, self.step.optimizer)
+        self.rng = self._get()
+        return loss
+
+    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor | None]]:
+        """(kind, name, tensor) of all that training changes."""
+        model = self.step.model
+        for name, p in model.named_parameters():
+            yield "gradients", name, p.grad
+            yield "parameters", name, p.detach()
+        for name, b in model.named_buffers():
+            yield "buffers", name, b
+        if self.step.optimizer is not None:
+            state = self.step.optimizer.state_dict()["state"]
+            for path, x in pytree.tree_flatten_with_path(state)[0]:
+                if isinstance(x, torch.Tensor):
+                    yield "optimizer_state", pytree.keystr(path), x
+        for k, x in enumerate(self.rng):
+            yield "rng_state", ("cpu", "cuda")[k], x
+
+
+def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -> Verification:
+    """Train both sides for `steps` steps and compare.
+
+    Args:
+        build: makes the training step; it is called twice with the same seed.
+        plan: what the second side trains by.
+        device: "cpu" or "cuda".
+        steps: how many.
+    """
+    eager, planned = build(device), build(device)
+    start = torch.get_rng_state()
+    a = _Side(eager, eager.model, device)
+    b = _Side(planned, apply_plan(planned.model, plan), device)
+    torch.set_rng_state(start)
+    b.rng = [x.clone() for x in a.rng]
+    worst = dict.fromkeys(KINDS, 0.0)
+    first = ""
+    losses = []
+    for k in range(steps):
+        left, right = a.run(), b.run()
+        losses.append(float(left))
+        pairs = [("loss", "", left, right)]
+        pairs += [
+            (kind, name, x, y)
+            for (kind, name, x), (_, other, y) in zip(a.tensors(), b.tensors(), strict=True)
+            if name == other
+        ]
+        for kind, name, x, y in pairs:
+            difference = _difference(x, y)
+            worst[kind] = max(worst[kind], difference)
+            if difference > 0 and not first:
+                first = f"step {k + 1}: {kind} {name} differs by {difference:.3g}"
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\rverifying: step {k + 1} of {steps}")
+    if sys.stderr.isatty():
+        sys.stderr.write("\r" + " " * 40 + "\r")
+    return Verification(
+        equal=not first, steps=steps, max_abs_difference=worst, first_difference=first, losses=tuple(losses)
+    )
+
+
+def _difference(x: torch.Tensor | None, y: torch.Tensor | None) -> float:
+    """The largest absolute difference; 0 only if all bits are equal or both are NaN; infinite for another layout."""
+    if x is None or y is None:
+        return 0.0 if x is y else float("inf")
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return float("inf")
+    if torch.equal(x, y):
+        return 0.0
+    a, b = x.double(), y.double()
+    gap = torch.where(a.isnan() & b.isnan(), torch.zeros_like(a), (a - b).abs())
+    return float("inf") if bool(gap.isnan().any()) else float(gap.max())

@@ -1,0 +1,27 @@
+"""The fresh process behind `executor.measure`: reads a job as JSON on stdin, does it, prints the result as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from dataclasses import asdict
+from typing import Any
+
+from executor.measure import Job, perform
+from traces.errors import LowtideError
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    job = Job(**json.loads(sys.stdin.read()))
+    answer: dict[str, Any]
+    try:
+        answer = asdict(perform(job))
+    except LowtideError as error:
+        answer = {"error": str(error), "exit_code": error.exit_code}
+    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Turn a trace and a plan into the answer of `simulate`: one JSON object, or a summary to read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simulator.comparison import Comparison
+from simulator.engine import breakdown, holdings
+from simulator.page import show_bytes, show_percent, show_time
+from simulator.planners.outcome import Refusal, figures, where
+from simulator.schedule import Schedule
+from simulator.timeline import Timeline
+from traces.measurement import RunFigures
+from traces.trace import Trace
+
+NO_BOUND = "no certified lower bound is computed yet"
+TOP_HOLDERS = 5
+
+
+def answer(c: Comparison, trace_name: str, solve_seconds: float) -> dict[str, Any]:
+    """What `simulate --json` prints for a plan that fits."""
+    return {
+        **_question(c.trace, trace_name, c.plan.planner, solve_seconds),
+        "feasible": True,
+        "budget_bytes": c.budget_bytes,
+        "baseline": _run(c.trace, c.kept, c.kept_timeline),
+        "plan": {
+            **_run(c.trace, c.planned, c.planned_timeline),
+            "overhead_percent": c.overhead_percent,
+            "recomputed_ops": c.planned_timeline.recomputed_ops,
+            "recomputed_storages": len(c.plan.recomputed),
+        },
+    }
+
+
+def refusal(
+    trace: Trace, trace_name: str, kept: Comparison, planner: str, error: Refusal, solve_seconds: float
+) -> dict[str, Any]:
+    """What `simulate --json` prints when no plan fits: the same keys, the plan's figures empty, and why."""
+    return {
+        **_question(trace, trace_name, planner, solve_seconds),
+        "feasible": False,
+        "baseline": _run(trace, kept.kept, kept.kept_timeline),
+        "plan": {**RunFigures().headline(), "overhead_percent": None, "recomputed_ops": None},
+        "message": str(error),
+        **error.figures,
+    }
+
+
+def _question(trace: Trace, trace_name: str, planner: str, solve_seconds: float) -> dict[str, Any]:
+    return {
+        "trace": trace_name,
+        "model": trace.meta.model,
+        "batch_size": trace.meta.batch_size,
+        "target": trace.meta.target,
+        "fingerprint": trace.meta.fingerprint,
+        "planner": planner,
+        "solve_seconds": round(solve_seconds, 3),
+        "bound": {"overhead_percent": None, "reason": NO_BOUND},
+        "gap_points": None,
+    }
+
+
+def _run(trace: Trace, schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+    return {
+        **figures(timeline).headline(),
+        "peak_by_category": breakdown(trace, schedule, timeline).at_peak,
+    }
+
+
+def summary(c: Comparison, trace_name: str, solve_seconds: float, plan_path: str | None) -> str:
+    """The answer to read."""
+    trace, plan, timeline = c.trace, c.plan, c.planned_timeline
+    peak = timeline.peak_allocated_bytes
+    limit = f"budget {show_bytes(c.budget_bytes)}" if c.budget_bytes is not None else "no budget given"
+    lines = [f"{trace_name}: {_what(trace)}"]
+    if plan.actions:
+        before = c.kept_timeline.peak_allocated_bytes
+        lines += [
+            f"peak    {show_bytes(before)} -> {show_bytes(peak)} ({show_percent(100 * peak / before, digits=1)}), "
+            f"{limit}",
+            f"time    {show_time(c.kept_timeline.step_time_ns)} -> {show_time(timeline.step_time_ns)} "
+            f"({show_percent(c.overhead_percent, signed=True)})",
+            f"plan    {plan.planner}: {len(plan.recomputed)} values recomputed by {timeline.recomputed_ops} op "
+            f"runs, found in {solve_seconds:.2f} s",
+        ]
+    else:
+        lines += [
+            f"peak    {show_bytes(peak)} with everything kept, {limit}",
+            f"time    {show_time(timeline.step_time_ns)}",
+        ]
+    lines += _at_peak(c)
+    if plan_path:
+        lines.append(f"Next: execute {plan_path}")
+    elif plan.actions:
+        lines.append("Next: save the plan with -o plan.json, then run `execute plan.json`.")
+    elif c.budget_bytes is None:
+        lines.append(f"Next: simulate {trace_name} --budget 60% -o plan.json")
+    return "\n".join(lines)
+
+
+def _at_peak(c: Comparison) -> list[str]:
+    """What holds the memory at the plan's peak, by category and by storage."""
+    trace, step = c.trace, c.planned_timeline.peak_step
+    if step < 0:
+        return []
+    peak = c.planned_timeline.peak_allocated_bytes
+    again = " again" if c.planned.recompute[step] else ""
+    lines = [f"At the peak, while {where(trace, c.planned.op[step])} runs{again}:"]
+    at_peak = breakdown(trace, c.planned, c.planned_timeline).at_peak
+    parts = [(category, n) for category, n in at_peak.items() if n]
+    width = max((len(category) for category, _ in parts), default=0)
+    for category, n in (*parts, ("sum", sum(n for _, n in parts))):
+        share = show_percent(100 * n / peak, digits=1) if peak else ""
+        lines.append(f"  {category:<{width}}  {show_bytes(n):>11}  {share:>7}")
+    lines.append("Largest there:")
+    for h in holdings(trace, c.planned, step)[:TOP_HOLDERS]:
+        producer = trace.storages.producer[h.storage]
+        module = trace.ops.module[producer] if producer >= 0 else ""
+        label = f"{trace.storages.name[h.storage]} ({h.category}{', ' + module if module else ''})"
+        lines.append(f"  {show_bytes(h.nbytes):>11}  {label}")
+    return lines
+
+
+def _what(trace: Trace) -> str:
+    meta = trace.meta
+    batch = f"batch {meta.batch_size}" if meta.batch_size else ""
+    target = f"times for {meta.target}" if meta.target else ""
+    return ", ".join(p for p in (meta.model, batch, meta.dtype, meta.optimizer, target) if p)

@@ -1,0 +1,53 @@
+"""Turn what a user types as a budget into bytes."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Final
+
+from traces.errors import SpecError
+
+# Decimal and binary units as IEC 80000-13 writes them; a bare K, M, G or T is binary, as memory usually is.
+UNITS: Final = {
+    "": 1,
+    "b": 1,
+    **{f"{p}b": 1000**k for k, p in enumerate("kmgt", 1)},
+    **{f"{p}ib": 1024**k for k, p in enumerate("kmgt", 1)},
+    **{p: 1024**k for k, p in enumerate("kmgt", 1)},
+}
+MEANING: Final = "give bytes (8589934592), a size (8GiB, 8GB, 512MiB), or a share of the keep-all peak (60%)"
+_NUMBER: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-zA-Z%]*)")
+
+
+def parse_budget(text: str, keep_all_peak_bytes: int) -> int:
+    """The budget in bytes, rounded down.
+
+    Args:
+        text: bytes, a size with a unit, or a percentage, which may exceed 100.
+        keep_all_peak_bytes: what 100 % stands for.
+
+    Raises:
+        SpecError: the text is no budget, or it is less than one byte.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None:
+        raise SpecError(f"budget {text!r} is not a number of bytes; {MEANING}.")
+    number, unit = Fraction(match[1]), match[2]
+    if number <= 0:
+        raise SpecError(f"budget {text!r} is not more than zero; {MEANING}.")
+    if unit == "%":
+        budget_bytes = int(number * keep_all_peak_bytes / 100)
+    elif unit.lower() in UNITS:
+        budget_bytes = int(number * UNITS[unit.lower()])
+    else:
+        raise SpecError(f"budget {text!r} has the unknown unit {unit!r}; {MEANING}.")
+    if budget_bytes < 1:
+        hint = f" (did you mean {100 * float(number):g}%?)" if not unit else ""
+        raise SpecError(f"budget {text!r} is less than one byte{hint}; {MEANING}.")
+    return budget_bytes
+
+
+def check_budget(text: str) -> None:
+    """Raise SpecError if the text cannot be a budget for any trace; needs no trace."""
+    parse_budget(text, 1 << 60)

@@ -1,0 +1,305 @@
+"""Turn the words after `simulate` into a plan, a page, an answer on stdout, or a reasoned no."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import click
+
+from traces.errors import BudgetError, LowtideError, SpecError
+
+if TYPE_CHECKING:
+    from simulator.sweep import Sweep, SweepRequest
+
+P = ParamSpec("P")
+
+DEFAULT_COMMAND = ""  # a name that no trace can have
+WITHOUT_BUDGET = "keep-all"  # the planner when no budget is given
+UNLIMITED_BYTES = 1 << 62
+
+
+class Refused(click.ClickException):
+    """A LowtideError on its way to stderr, with its own exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def no_traceback(command: Callable[P, None]) -> Callable[P, None]:
+    """Show what went wrong for a reason outside the program as one line on stderr."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except LowtideError as error:
+            raise Refused(str(error), error.exit_code) from None
+        except BrokenPipeError:
+            raise  # click ends quietly when the reader of stdout has gone
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            raise Refused(f"{where}{error.strerror or error}; name another path.", 2) from None
+
+    return wrapped
+
+
+class DefaultGroup(click.Group):
+    """A group whose first word may also be a trace: then its default command is meant."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h", "--version"):
+            args = [DEFAULT_COMMAND, *args]
+        return super().parse_args(ctx, args)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, "TRACE [--budget BUDGET] [OPTIONS]")
+        formatter.write_usage(ctx.command_path, "COMMAND [OPTIONS]", prefix=" " * len("Usage: "))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        plan = self.commands[DEFAULT_COMMAND]
+        plan.format_options(click.Context(plan, info_name=ctx.info_name), formatter)
+        rows = [
+            (name, command.get_short_help_str(80))
+            for name, command in self.commands.items()
+            if not command.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
+def main() -> None:
+    """Find the cheapest way to make a training step fit into a memory budget.
+
+    TRACE is a directory that `trace` wrote, or the name of a trace in the gallery. Without a budget the step is
+    simulated as it is.
+
+    \b
+    simulate resnet152-b32                                    how much it needs
+    simulate resnet152-b32 --budget 60% -o plan.json          make it fit
+    simulate sweep resnet152 --batch-sizes 8,16,32 --budget 60%
+    simulate planners                                         list the planners
+
+    Exit code: 0 done, 1 the budget cannot be met, 2 the input is wrong.
+    """
+
+
+@main.command(DEFAULT_COMMAND, hidden=True)
+@click.argument("trace_name", metavar="TRACE")
+@click.option("--budget", help="Bytes, a size such as 8GiB, or a share of the keep-all peak such as 60%.")
+@click.option("--planner", help="Which planner (default: mu-two; see `simulate planners`).")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
+@click.option("-f", "--force", is_flag=True, help="Replace the file of -o if it exists.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a summary.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@no_traceback
+def plan_command(
+    trace_name: str,
+    budget: str | None,
+    planner: str | None,
+    output: Path | None,
+    force: bool,
+    report: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Simulate one trace."""
+    say = progress(quiet)
+    planner = known_planner(planner, WITHOUT_BUDGET if budget is None else None)
+    if budget is not None:
+        check_budget_text(budget)
+    if output is not None:
+        refuse_to_replace(output, force)
+
+    from dataclasses import replace
+
+    from simulator.answer import answer, refusal, summary
+    from simulator.budget import parse_budget
+    from simulator.comparison import compare
+    from simulator.planners import plan_with
+    from simulator.planners.outcome import Refusal
+    from traces.plan import Plan
+    from traces.store import load
+
+    trace = load(trace_name)
+    kept = compare(trace, Plan(meta=trace.meta), None)
+    budget_bytes = None
+    if budget is not None:
+        budget_bytes = parse_budget(budget, kept.kept_timeline.peak_allocated_bytes)
+    say(f"planning with {planner}")
+    start = time.perf_counter()
+    try:
+        plan = plan_with(planner, trace, UNLIMITED_BYTES if budget_bytes is None else budget_bytes)
+    except Refusal as error:
+        if as_json:
+            seconds = time.perf_counter() - start
+            click.echo(json.dumps(refusal(trace, trace_name, kept, planner, error, seconds)))
+        raise
+    seconds = time.perf_counter() - start
+    plan = replace(plan, budget_bytes=budget_bytes)
+    c = compare(trace, plan, budget_bytes)
+    if output is not None:
+        plan.save(output)
+    if report is not None:
+        from simulator.report import write_simulation
+
+        say(f"writing {report}")
+        write_simulation(report, trace, plan, budget_bytes)
+    if as_json:
+        click.echo(json.dumps(answer(c, trace_name, seconds)))
+    else:
+        click.echo(summary(c, trace_name, seconds, None if output is None else str(output)))
+
+
+@main.command("sweep")
+@click.argument("model")
+@click.option("--batch-sizes", required=True, help="For example 8,16,32,64.")
+@click.option("--budget", required=True, help="As in `simulate TRACE --budget`; a share is of each batch's own peak.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-sweep).")
+@click.option("--planner", help="Which planner (default: mu-two).")
+@click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@click.option("--seq-len", type=click.IntRange(min=1), help="Sequence length, for `trace`.")
+@click.option("--target", help="The device behind the op times, for `trace`.")
+@click.option("--optimizer", help="The optimizer, for `trace`.")
+@click.option("--trace-option", multiple=True, metavar="KEY=VALUE", help="Any other option of `trace`.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@no_traceback
+def sweep_command(
+    model: str,
+    batch_sizes: str,
+    budget: str,
+    output: Path | None,
+    planner: str | None,
+    report: Path | None,
+    as_json: bool,
+    seq_len: int | None,
+    target: str | None,
+    optimizer: str | None,
+    trace_option: Sequence[str],
+    quiet: bool,
+) -> None:
+    """Trace and plan MODEL at several batch sizes.
+
+    Traces, plans and sweep.json are written to one directory. A trace that the same options made before is used
+    again. A batch size for which no plan fits is reported as such; the exit code is 1 only if none fits.
+    """
+    from simulator.sweep import SweepRequest, predict
+
+    check_budget_text(budget)
+    words: list[str] = []
+    for key, value in (("--seq-len", seq_len), ("--target", target), ("--optimizer", optimizer)):
+        if value is not None:
+            words += [key, str(value)]
+    for text in trace_option:
+        key, separator, value = text.lstrip("-").partition("=")
+        if not key:
+            raise SpecError(f"--trace-option {text!r} names no option; give KEY=VALUE, such as image-size=256.")
+        words += [f"--{key}", value] if separator else [f"--{key}"]
+    name = Path(model.rpartition(":")[0]).stem if ".py:" in model else model
+    request = SweepRequest(
+        model=model,
+        batch_sizes=parse_batch_sizes(batch_sizes),
+        budget=budget,
+        planner=known_planner(planner),
+        directory=output or Path(f"{name}-sweep"),
+        tracer_options=tuple(words),
+    )
+    sweep = predict(request, progress(quiet))
+    if report is not None:
+        from simulator.report import write_sweep
+
+        write_sweep(report, sweep)
+    click.echo(json.dumps(sweep.to_json()) if as_json else sweep_table(sweep, request))
+    if not any(row.feasible for row in sweep.rows):
+        raise BudgetError(f"no batch size fits: {sweep.rows[0].message}")
+
+
+@main.command("planners")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a list.")
+def planners_command(as_json: bool) -> None:
+    """List the planners."""
+    from simulator.planners import REGISTRY
+
+    if as_json:
+        click.echo(json.dumps({name: entry.summary for name, entry in REGISTRY.items()}))
+        return
+    width = max(len(name) for name in REGISTRY)
+    for name, entry in REGISTRY.items():
+        click.echo(f"{name:<{width}}  {entry.summary}")
+
+
+def progress(quiet: bool) -> Callable[[str], None]:
+    """What tells the user on stderr what is being done."""
+    return (lambda line: None) if quiet else (lambda line: click.echo(line, err=True))
+
+
+def known_planner(name: str | None, default: str | None = None) -> str:
+    """The planner to use; raises SpecError if there is none of that name."""
+    from simulator.planners import DEFAULT, REGISTRY
+
+    name = name or default or DEFAULT
+    if name not in REGISTRY:
+        raise SpecError(f"--planner {name!r}: there is no such planner; there are {', '.join(REGISTRY)}.")
+    return name
+
+
+def check_budget_text(text: str) -> None:
+    """Raise SpecError before any work if the text cannot be a budget."""
+    from simulator.budget import check_budget
+
+    check_budget(text)
+
+
+def refuse_to_replace(path: Path, force: bool) -> None:
+    """Raise SpecError if the output is there already and --force is not given."""
+    if path.is_dir():
+        raise SpecError(f"{path} is a directory; name a file with -o.")
+    if path.exists() and not force:
+        raise SpecError(f"{path} exists; give --force to replace it, or name another file with -o.")
+
+
+def parse_batch_sizes(text: str) -> tuple[int, ...]:
+    """Batch sizes from `8,16,32`; raises SpecError if one is no positive number or stands twice."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise SpecError(f"--batch-sizes {text!r}: give positive whole numbers with commas, such as 8,16,32.")
+    sizes = tuple(int(word) for word in words)
+    if len(set(sizes)) != len(sizes):
+        raise SpecError(f"--batch-sizes {text!r}: the same size stands there twice.")
+    return sizes
+
+
+def sweep_table(sweep: Sweep, request: SweepRequest) -> str:
+    """The sweep to read: one line a batch size."""
+    from simulator.page import show_bytes, show_percent, show_time
+
+    table: list[tuple[Any, ...]] = [("batch", "peak", "with plan", "step", "with plan", "overhead", "recomputed ops")]
+    for row in sweep.rows:
+        before = (row.batch_size, show_bytes(row.baseline.peak_allocated_bytes))
+        step = show_time(row.baseline.step_time_ns)
+        if row.feasible:
+            table.append(
+                (
+                    *before,
+                    show_bytes(row.plan.peak_allocated_bytes),
+                    step,
+                    show_time(row.plan.step_time_ns),
+                    show_percent(row.overhead_percent, signed=True),
+                    row.recomputed_ops,
+                )
+            )
+        else:
+            table.append((*before, "does not fit", step, "–", "–", "–"))
+    widths = [max(len(str(line[k])) for line in table) for k in range(len(table[0]))]
+    lines = ["  ".join(f"{cell!s:>{w}}" for cell, w in zip(line, widths, strict=True)) for line in table]
+    lines += [f"batch {row.batch_size}: {row.message}" for row in sweep.rows if not row.feasible]
+    lines.append(f"Written to {request.directory}: sweep.json, traces, plans. Next: execute sweep {request.directory}")
+    return "\n".join(lines)

@@ -1,0 +1,223 @@
+"""Turn sections of text, tables and charts into one HTML page that opens without a network.
+
+Names of models, modules and ops are other people's text: jinja2 escapes them, and JSON inside a script
+element has its `<` escaped. The page holds one copy of the Vega bundle, whatever the number of charts, and a
+content security policy that forbids it every request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from traces.errors import EnvironmentProblem
+from traces.files import write_text
+
+TEMPLATES: Final = Path(__file__).parent / "templates"
+INSTALL: Final = "install it with `pip install 'lowtide[all]'`"
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def bytes_unit(top_bytes: int) -> tuple[int, str]:
+    """The binary unit in which figures up to `top_bytes` read well: its size in bytes, its name."""
+    for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if top_bytes >= size:
+            return size, name
+    return 1, "B"
+
+
+def show_bytes(nbytes: int | None) -> str:
+    """`5.27 GiB`; a dash for an unknown figure."""
+    if nbytes is None:
+        return "–"
+    size, name = bytes_unit(abs(nbytes))
+    return f"{nbytes} B" if size == 1 else f"{nbytes / size:,.2f} {name}"
+
+
+def show_time(time_ns: int | float | None) -> str:
+    """`12.34 ms`; a dash for an unknown figure."""
+    if time_ns is None:
+        return "–"
+    for size, name in ((1e9, "s"), (1e6, "ms"), (1e3, "µs")):
+        if abs(time_ns) >= size:
+            return f"{time_ns / size:,.2f} {name}"
+    return f"{time_ns:.0f} ns"
+
+
+def show_percent(value: float | None, *, signed: bool = False, digits: int = 2) -> str:
+    """`+0.31 %`; a dash for an unknown figure."""
+    if value is None:
+        return "–"
+    return f"{value:{'+' if signed else ''}.{digits}f} %"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One cell of a table: what is shown, the number to sort by, and a tone (`good`, `bad`, `quiet`)."""
+
+    text: str
+    sort: float | None = None
+    tone: str = ""
+
+
+def bytes_cell(nbytes: int | None) -> Cell:
+    return Cell(text=show_bytes(nbytes), sort=nbytes)
+
+
+def time_cell(time_ns: int | float | None) -> Cell:
+    return Cell(text=show_time(time_ns), sort=time_ns)
+
+
+def percent_cell(value: float | None, *, signed: bool = False, digits: int = 2) -> Cell:
+    return Cell(text=show_percent(value, signed=signed, digits=digits), sort=value)
+
+
+def count_cell(value: int | None) -> Cell:
+    return Cell(text="–" if value is None else f"{value:,}", sort=value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A paragraph; tone `note` sets it apart, `warning` more so."""
+
+    kind: ClassVar[str] = "text"
+    text: str
+    tone: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One headline figure."""
+
+    label: str
+    value: str
+    detail: str = ""
+    tone: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """A row of headline figures."""
+
+    kind: ClassVar[str] = "figures"
+    figures: tuple[Figure, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table; the columns named in `numbers` are aligned right, those in `code` are set as code."""
+
+    kind: ClassVar[str] = "table"
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell | str, ...], ...]
+    numbers: frozenset[int] = frozenset()
+    code: frozenset[int] = frozenset()
+    total: tuple[Cell | str, ...] = ()
+    caption: str = ""
+    folded: str = ""  # when set, the table starts folded under this summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A Vega-Lite specification, with the sentence that says what to see in it."""
+
+    kind: ClassVar[str] = "chart"
+    spec: Mapping[str, Any]
+    caption: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """A choice that sets a named parameter of every chart that has it."""
+
+    kind: ClassVar[str] = "switch"
+    signal: str
+    label: str
+    choices: tuple[tuple[str, str], ...]  # value, label; the first is chosen
+
+
+Block = Text | Figures | Table | Chart | Switch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A heading and what stands under it."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A whole page."""
+
+    title: str
+    subtitle: str
+    sections: Sequence[Section] = field(default_factory=tuple)
+
+
+def paragraphs(text: str, *, tone: str = "") -> tuple[Text, ...]:
+    """One block a paragraph; paragraphs are set apart by empty lines."""
+    return tuple(Text(text=" ".join(p.split()), tone=tone) for p in re.split(r"\n\s*\n", text) if p.strip())
+
+
+def script_json(data: object) -> str:
+    """JSON that cannot end the script element that it stands in."""
+    text = json.dumps(data, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+    for char in "<>&\u2028\u2029":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
+
+
+@cache
+def bundle() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script that asks the network for nothing.
+
+    Links of the libraries to their editor, schemas and issues lose their scheme, so that the only addresses
+    left are the names of the SVG standard's namespaces, which nobody fetches.
+
+    Raises:
+        EnvironmentProblem: vl-convert is not installed.
+    """
+    try:
+        import vl_convert
+    except ImportError:
+        raise EnvironmentProblem(f"a report needs the package vl-convert-python; {INSTALL}.") from None
+    script: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    script = re.sub(r"https?://(?!www\.w3\.org/)", "", script)
+    return re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
+
+
+def render(page: Page) -> str:
+    """The page as HTML.
+
+    Raises:
+        EnvironmentProblem: jinja2 or vl-convert is not installed.
+    """
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError:
+        raise EnvironmentProblem(f"a report needs the package jinja2; {INSTALL}.") from None
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    charts = any(block.kind == "chart" for section in page.sections for block in section.blocks)
+    environment.filters["script_json"] = script_json
+    environment.filters["cell"] = lambda c: c if isinstance(c, Cell) else Cell(text=str(c))
+    return environment.get_template("page.html").render(page=page, bundle=bundle() if charts else "")
+
+
+def write_page(path: str | Path, page: Page) -> Path:
+    """Write the page, whole or not at all; raises EnvironmentProblem like `render`."""
+    return write_text(path, render(page))

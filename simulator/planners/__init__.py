@@ -1,0 +1,77 @@
+"""Turn a planner's name into the function that makes a plan: `(trace, budget_bytes) -> Plan`.
+
+A planner raises `BudgetError` if it finds no plan within the budget; it never returns one over it. Planners are
+imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Final, cast
+
+from traces.errors import SpecError
+from traces.plan import Plan
+from traces.trace import Trace
+
+Planner = Callable[[Trace, int], Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One planner: where its function lives, and what it does in one line."""
+
+    function: str  # "module:function"
+    summary: str
+
+
+REGISTRY: Final[dict[str, Entry]] = {
+    "mu-two": Entry(
+        function="simulator.planners.mu_two:plan",
+        summary="μ-TWO, corrected: release what costs least per byte at the peak until it fits (the default)",
+    ),
+    "mu-two-paper": Entry(
+        function="simulator.planners.mu_two_paper:plan",
+        summary="μ-TWO's recompute half as printed (Purandare et al. 2023), its own memory model included",
+    ),
+    "per-block": Entry(
+        function="simulator.planners.segments:plan_per_block",
+        summary="what torch.utils.checkpoint around each repeated block does; the budget only decides yes or no",
+    ),
+    "sqrt-n": Entry(
+        function="simulator.planners.segments:plan_sqrt_n",
+        summary="√n segments of equal length, their borders kept (Chen et al. 2016)",
+    ),
+    "recompute-all": Entry(
+        function="simulator.planners.constant:plan_recompute_all",
+        summary="keep nothing that can be computed again",
+    ),
+    "keep-all": Entry(
+        function="simulator.planners.constant:plan_keep_all",
+        summary="keep everything that backward needs: the step as it is",
+    ),
+}
+DEFAULT: Final = "mu-two"
+
+
+def find(name: str) -> Planner:
+    """The planner of that name.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if name not in REGISTRY:
+        raise SpecError(f"{name!r} is no planner; there are {', '.join(REGISTRY)}.")
+    module, function = REGISTRY[name].function.split(":")
+    return cast(Planner, getattr(import_module(module), function))
+
+
+def plan_with(name: str, trace: Trace, budget_bytes: int) -> Plan:
+    """The plan that the named planner makes.
+
+    Raises:
+        SpecError: there is no such planner.
+        BudgetError: it finds no plan within the budget.
+    """
+    return find(name)(trace, budget_bytes)

@@ -1,0 +1,309 @@
+"""Turn a trace and a budget into a plan by μ-TWO's greedy, corrected: the default planner.
+
+Start with everything kept. While the simulated peak is over the budget, look at the instant of the peak: among the
+values that are there but idle, recompute the one that frees most bytes per added time, and simulate again. When it
+fits, keep again whatever need not have been released. The differences from the paper are listed in `mu_two_paper`.
+
+Counts: the exact peak and time of every plan tried, as `simulator.engine` counts them; the added time of a choice as
+the exact union of ops that run again beside those that do already. Ignores: that unshared links of a chain may run
+again more than once (the simulation that follows sees it), and reordering of the step itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulator.fast import Evaluator, Result, State
+from simulator.graph import Graph, analyse
+from simulator.planners.outcome import finish, refuse
+from simulator.planners.segments import actions_for
+from traces.plan import SAVE, Action, Plan
+from traces.trace import Trace
+
+# Far from the budget, several values are released between two simulations: as many as cover this share of the excess.
+STRIDE = 4
+# Values smaller than this share of the largest one are looked at only when nothing larger is left.
+NEGLIGIBLE = 4096
+# After this many simulations the search stops where it is; ResNet-152 needs about 1,000.
+MOST_EVALUATIONS = 4000
+
+
+def plan(trace: Trace, budget_bytes: int) -> Plan:
+    """The cheapest plan found within the budget.
+
+    Raises:
+        BudgetError: none was found.
+    """
+    graph = analyse(trace)
+    search = Search(trace, graph, budget_bytes)
+    best = search.run()
+    if best is None:
+        raise refuse(trace, graph, "mu-two", budget_bytes, search.lowest_peak_bytes)
+    return finish(trace, graph, "mu-two", budget_bytes, search.actions(best))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan within the budget, and its time."""
+
+    state: State
+    time_ns: int
+
+
+class Search:
+    """One budget's search over one trace; deterministic."""
+
+    def __init__(self, trace: Trace, graph: Graph, budget_bytes: int) -> None:
+        self.trace, self.graph, self.budget_bytes = trace, graph, budget_bytes
+        self.evaluator = Evaluator(trace, graph)
+        self.lowest_peak_bytes = 1 << 62
+        self.is_candidate = bytearray(len(trace.storages))
+        for s in graph.candidates:
+            self.is_candidate[s] = 1
+        self.large = max((trace.storages.nbytes[s] for s in graph.candidates), default=0) // NEGLIGIBLE
+        self.evaluations = 0
+
+    def run(self) -> Found | None:
+        """Go down from keep-all; where that gets stuck or has to drop rebuilt values, go down from segments too."""
+        state = self.evaluator.state()
+        best = self.keep_again(state) if self.release(state) else None
+        if best is None or best.state.drops:
+            state = segmented(self)
+            if self.release(state):
+                other = self.keep_again(state)
+                if best is None or other.time_ns < best.time_ns:
+                    best = other
+        return best
+
+    def evaluate(self, state: State) -> Result:
+        self.evaluations += 1
+        result = self.evaluator.evaluate(state)
+        self.lowest_peak_bytes = min(self.lowest_peak_bytes, result.peak_bytes)
+        return result
+
+    # Going down: release until it fits.
+
+    def release(self, state: State) -> bool:
+        """Release values in `state`, in place, until the peak is within the budget; False if it does not get there."""
+        nbytes = self.evaluator.nbytes
+        costs = Costs(self.evaluator, state)
+        limit = self.evaluations + MOST_EVALUATIONS // 4
+        while self.evaluations < limit:
+            result = self.evaluate(state)
+            excess = result.peak_bytes - self.budget_bytes
+            if excess <= 0:
+                return True
+            idle = self.idle(state, result)
+            if idle:
+                wanted = max(1, excess // STRIDE)
+                while idle and wanted > 0:
+                    s = min(idle, key=lambda s: ((costs.of(s) + 1) / nbytes[s], s))
+                    idle.remove(s)
+                    state.there[s], state.share[s] = 0, 1
+                    costs.released(s)
+                    wanted -= nbytes[s]
+            elif not self.drop(state, result, excess):
+                return False
+        return False
+
+    def idle(self, state: State, result: Result) -> list[int]:
+        """The kept candidates that are allocated at the instant of the peak, not in use, and needed only later."""
+        ev, there, step = self.evaluator, state.there, result.peak_step
+        if step < ev.forward:
+            return self.sizable([s for s in self.graph.candidates if there[s] and ev.last_forward[s] < step])
+        read = bytearray(len(there))
+        for k in result.seq[: step - ev.forward + 1]:
+            for s in ev.reads[k]:
+                read[s] = 1
+        return self.sizable([s for s in self.graph.candidates if there[s] and not read[s]])
+
+    def drop(self, state: State, result: Result, excess: int) -> bool:
+        """Let values that a chain rebuilt on its way go when the op that demanded the chain has run, those needed last
+        first; they are rebuilt once more for their own sake. False if that leaves nothing to try."""
+        ev, at = self.evaluator, result.peak_step - self.evaluator.forward
+        if at < 0:
+            return False
+        end = next(k for k in range(at, len(result.seq)) if not result.again[k])
+        consumer = result.seq[end]
+        rebuilt = {s for k in range(at + 1) if result.again[k] for s in ev.creates[result.seq[k]]}
+        rebuilt.difference_update(*(ev.reads[k] for k in result.seq[at : end + 1]))
+        rebuilt.difference_update(state.drops.get(consumer, ()))
+        next_use: dict[int, int] = {}
+        for k in range(end + 1, len(result.seq)):
+            for s in ev.reads[result.seq[k]]:
+                if s in rebuilt and state.share[s] and not state.there[s]:
+                    next_use.setdefault(s, k)
+        dropped = []
+        for s in sorted(next_use, key=lambda s: (-next_use[s], s)):
+            if excess <= 0:
+                break
+            dropped.append(s)
+            excess -= ev.nbytes[s]
+        if not dropped:
+            return False
+        state.drops[consumer] = (*state.drops.get(consumer, ()), *dropped)
+        return True
+
+    def sizable(self, storages: list[int]) -> list[int]:
+        nbytes = self.evaluator.nbytes
+        return [s for s in storages if nbytes[s] >= self.large] or storages
+
+    # Going up: keep again what need not be released.
+
+    def keep_again(self, state: State) -> Found:
+        """Keep what can be kept within the budget, dearest first, until nothing changes."""
+        ev = self.evaluator
+        result = self.evaluate(state)
+        time_ns = result.time_ns
+        changed = True
+        while changed:
+            changed = False
+            costs = Costs(ev, state)
+            order = sorted(
+                (s for s in self.graph.candidates if not state.there[s]),
+                key=lambda s: (-costs.saved(s) / ev.nbytes[s], s),
+            )
+            room = self.room(result)
+            for s in order:
+                if ev.nbytes[s] > room[ev.last_forward[s]]:
+                    continue
+                before = state.drops
+                state.there[s] = 1
+                state.drops = without(before, s)
+                tried = self.evaluate(state)
+                if tried.peak_bytes <= self.budget_bytes and tried.time_ns <= time_ns:
+                    result, time_ns, changed = tried, tried.time_ns, True
+                    room = self.room(result)
+                else:
+                    state.there[s], state.drops = 0, before
+        return Found(state=state, time_ns=time_ns)
+
+    def room(self, result: Result) -> list[int]:
+        """For each position in forward, how many bytes fit from after it to the end of forward."""
+        n = self.evaluator.forward
+        room = [self.budget_bytes] * (n + 1)
+        for k in range(n - 1, -1, -1):
+            room[k] = min(room[k + 1], self.budget_bytes - result.peaks[k])
+        return room[1:]
+
+    def actions(self, found: Found) -> list[Action]:
+        dropped_after: dict[int, list[int]] = {}
+        for k, dropped in sorted(found.state.drops.items()):
+            for s in dropped:
+                dropped_after.setdefault(s, []).append(self.evaluator.op_id[k])
+        out = []
+        for s in self.evaluator.made_forward:
+            if self.is_candidate[s] and not found.state.there[s]:
+                after = tuple(dropped_after.get(s, ()))
+                out.append(Action(storage=s, share=bool(found.state.share[s]), drop_after=after))
+            elif found.state.there[s] and not self.graph.wanted[s] and not self.graph.pinned[s]:
+                out.append(Action(storage=s, action=SAVE))
+        return out
+
+
+def without(drops: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[int, ...]]:
+    """The same drops, but for one storage."""
+    if not any(storage in d for d in drops.values()):
+        return drops
+    return {k: tuple(s for s in d if s != storage) for k, d in drops.items()}
+
+
+def segmented(search: Search) -> State:
+    """Keep only the borders of segments, splitting the one whose rebuilding makes the peak until the budget is met.
+
+    Starts with forward as one segment, which rebuilds everything at once. A split lies where least crosses it among
+    the positions that leave at least 30 % of the segment's bytes on either side. If the borders themselves come to
+    exceed the budget first, the state with the lowest peak is returned.
+    """
+    trace, graph, ev = search.trace, search.graph, search.evaluator
+    turn = graph.first_backward_op
+    nbytes = trace.storages.nbytes
+    weight = [sum(nbytes[s] for s in graph.creates[i] if search.is_candidate[s]) for i in range(turn)]
+    crossing = [0] * (turn + 1)  # bytes that a border after each op would keep
+    for s in ev.made_forward:
+        if search.is_candidate[s] or not (graph.pinned[s] or graph.wanted[s]):
+            first, last = trace.storages.producer[s], trace.storages.last_forward_use[s]
+            if last > first:
+                crossing[first] += nbytes[s]
+                crossing[last] -= nbytes[s]
+    for i in range(turn):
+        crossing[i + 1] += crossing[i]
+    segment = [0] * turn
+    lowest: tuple[int, State] | None = None
+    for count in range(1, turn + 2):
+        state = ev.state(actions_for(trace, graph, segment))
+        result = search.evaluate(state)
+        if lowest is None or result.peak_bytes < lowest[0]:
+            lowest = (result.peak_bytes, state)
+        at = result.peak_step - ev.forward
+        chain = [k for k, again in zip(result.seq[: at + 1], result.again, strict=False) if again]
+        if result.peak_bytes <= search.budget_bytes or at < 0 or not chain:
+            break
+        members = [i for i in range(turn) if segment[i] == segment[ev.op_id[chain[-1]]]]
+        border = split(members, weight, crossing)
+        if border < 0:
+            break
+        for i in members:
+            if i > border:
+                segment[i] = count
+    assert lowest is not None
+    return lowest[1]
+
+
+def split(members: list[int], weight: list[int], crossing: list[int]) -> int:
+    """The op of a segment after which to split it; -1 if it cannot be split."""
+    total = sum(weight[i] for i in members)
+    best, seen = (0, 0, -1), 0
+    for i in members[:-1]:
+        seen += weight[i]
+        if 3 * total <= 10 * seen <= 7 * total and total:
+            key = (crossing[i], abs(2 * seen - total), i)
+            if best[2] < 0 or key < best:
+                best = key
+    return best[2]
+
+
+class Costs:
+    """The time that releasing one more value adds, given what is released already.
+
+    A value's chain is its producer and the ops behind it up to values that backward needs anyway; which of those are
+    kept does not matter, since the ops behind released ones run again already.
+    """
+
+    def __init__(self, evaluator: Evaluator, state: State) -> None:
+        self.evaluator, self.there = evaluator, state.there
+        self.used = [0] * evaluator.forward  # op -> how many released values have it in their chain
+        self.chains: dict[int, tuple[int, ...]] = {}
+        for s in evaluator.graph.candidates:
+            if not state.there[s]:
+                self.released(s)
+
+    def chain(self, s: int) -> tuple[int, ...]:
+        known = self.chains.get(s)
+        if known is not None:
+            return known
+        ev, wanted = self.evaluator, self.evaluator.graph.wanted
+        seen = {ev.producer[s]}
+        stack = [ev.producer[s]]
+        while stack:
+            for y in ev.needs[stack.pop()]:
+                p = ev.producer[y]
+                if not wanted[y] and not self.there[y] and p not in seen:
+                    seen.add(p)
+                    stack.append(p)
+        self.chains[s] = tuple(sorted(seen))
+        return self.chains[s]
+
+    def of(self, s: int) -> int:
+        """Added time if s is released too."""
+        time_ns, used = self.evaluator.time_ns, self.used
+        return sum(time_ns[k] for k in self.chain(s) if not used[k])
+
+    def saved(self, s: int) -> int:
+        """Time saved if the released s is kept again."""
+        time_ns, used = self.evaluator.time_ns, self.used
+        return sum(time_ns[k] for k in self.chain(s) if used[k] == 1)
+
+    def released(self, s: int) -> None:
+        for k in self.chain(s):
+            self.used[k] += 1

@@ -1,0 +1,136 @@
+"""Turn the actions that a planner chose into a Plan with its predicted figures, or into a reasoned refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from simulator.engine import run
+from simulator.graph import Graph, floor
+from simulator.page import show_bytes
+from simulator.schedule import Schedule, build
+from simulator.timeline import Timeline
+from traces.errors import BudgetError
+from traces.measurement import RunFigures
+from traces.plan import SAVE, Action, Plan, label_actions
+from traces.trace import Trace
+
+
+class Refusal(BudgetError):
+    """No plan within the budget, with the figures behind the answer.
+
+    `budget_bytes`, `lowest_peak_bytes` (what the planner reached), `floor` (below which no plan can go) and what
+    makes the floor, as plain data in `figures`.
+    """
+
+    def __init__(self, message: str, figures: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.figures = figures
+
+
+def finish(
+    trace: Trace,
+    graph: Graph,
+    planner: str,
+    budget_bytes: int,
+    actions: Iterable[Action],
+) -> Plan:
+    """The plan for these actions, judged by the exact replay, with the actions that change nothing left out.
+
+    Raises:
+        BudgetError: its peak is over the budget.
+    """
+    chosen = tuple(sorted(actions, key=lambda a: a.storage))
+    schedule = build(trace, chosen, graph)
+    kept = tuple(a for a in chosen if a.action != SAVE or _is_read_again(trace, schedule, a.storage))
+    if kept != chosen:
+        chosen, schedule = kept, build(trace, kept, graph)
+    timeline = run(trace, schedule, graph)
+    if timeline.peak_allocated_bytes > budget_bytes:
+        raise refuse(trace, graph, planner, budget_bytes, timeline.peak_allocated_bytes)
+    return Plan(
+        meta=trace.meta,
+        actions=label_actions(trace, chosen),
+        planner=planner,
+        budget_bytes=budget_bytes,
+        predicted=predicted(run(trace, build(trace, (), graph), graph), timeline),
+    )
+
+
+def predicted(baseline: Timeline, planned: Timeline) -> dict[str, Any]:
+    """The figures that a plan carries: of the step with everything kept, and with the plan."""
+    added_ns = planned.step_time_ns - baseline.step_time_ns
+    return {
+        "baseline": figures(baseline).headline(),
+        "plan": {
+            **figures(planned).headline(),
+            "overhead_percent": round(percent(added_ns, baseline.step_time_ns), 4),
+            "recomputed_ops": planned.recomputed_ops,
+        },
+    }
+
+
+def figures(timeline: Timeline) -> RunFigures:
+    """A timeline's headline figures; reserved memory is not predicted yet."""
+    return RunFigures(
+        peak_allocated_bytes=timeline.peak_allocated_bytes, step_time_ns=timeline.step_time_ns
+    )
+
+
+def percent(part: int, whole: int) -> float:
+    return 100.0 * part / whole if whole else 0.0
+
+
+def _is_read_again(trace: Trace, schedule: Schedule, storage: int) -> bool:
+    return any(
+        again and storage in trace.ops.reads[op]
+        for op, again in zip(schedule.op, schedule.recompute, strict=True)
+    )
+
+
+def where(trace: Trace, op: int) -> str:
+    """An op for people: its name, phase and module."""
+    if op < 0:
+        return "the start of the step"
+    module = trace.ops.module[op]
+    return f"{trace.ops.name[op]} ({trace.ops.phase[op]}{', ' + module if module else ''})"
+
+
+def refuse(
+    trace: Trace, graph: Graph, planner: str, budget_bytes: int, lowest_peak_bytes: int, note: str = ""
+) -> Refusal:
+    """The error that says why a budget cannot be met, and what to do."""
+    least = floor(trace, graph)
+    parts = (
+        f"{show_bytes(least.resident_bytes)} resident (parameters, optimizer state, buffers, inputs), "
+        f"{show_bytes(least.gradient_bytes)} gradients and values that must stay, "
+        f"{show_bytes(least.working_bytes)} read, made and used by that op"
+    )
+    if budget_bytes < least.peak_bytes:
+        verdict = f"No plan can stay within {show_bytes(budget_bytes)} ({budget_bytes} bytes)"
+        advice = f"Give a budget of {show_bytes(lowest_peak_bytes)} or more, or use a smaller batch"
+    else:
+        verdict = f"{planner} found no plan within {show_bytes(budget_bytes)} ({budget_bytes} bytes)"
+        other = "" if planner == "mu-two" else ", try --planner mu-two"
+        advice = f"Give a budget of {show_bytes(lowest_peak_bytes)} or more{other}, or use a smaller batch"
+    message = (
+        f"{verdict}: the lowest peak that {planner} reaches is {show_bytes(lowest_peak_bytes)} ({lowest_peak_bytes} bytes), "
+        f"and no plan at all can go below {show_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at "
+        f"{where(trace, least.op)}: {parts}. {note}{advice}."
+    )
+    return Refusal(
+        message,
+        {
+            "budget_bytes": budget_bytes,
+            "lowest_peak_bytes": lowest_peak_bytes,
+            "floor": {
+                "peak_allocated_bytes": least.peak_bytes,
+                "op": trace.ops.name[least.op] if least.op >= 0 else None,
+                "phase": trace.ops.phase[least.op] if least.op >= 0 else None,
+                "module": trace.ops.module[least.op] if least.op >= 0 else None,
+                "resident_bytes": least.resident_bytes,
+                "gradient_bytes": least.gradient_bytes,
+                "working_bytes": least.working_bytes,
+            },
+        },
+    )

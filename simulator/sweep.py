@@ -1,0 +1,242 @@
+"""Turn a model and a list of batch sizes into one table of predictions with and without a plan.
+
+The records are shared: `simulate sweep` fills in what it predicts, `execute sweep` adds what it measured, and the
+report shows both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from simulator.budget import parse_budget
+from traces.errors import TraceError
+from traces.files import write_text
+from traces.measurement import RunFigures
+from traces.plan import Plan
+from traces.trace import PARAMETER, Trace, canonical_json
+
+SWEEP_VERSION: Final = 1
+EAGER, KEEP_ALL, PLAN = "eager", "keep_all", "plan"  # the keys of `SweepRow.measured`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRow:
+    """One batch size: what the step costs with everything kept, and with the plan.
+
+    Where no plan fits, `feasible` is False, `message` says why, and the plan's figures are empty.
+    """
+
+    model: str
+    batch_size: int
+    planner: str
+    budget_bytes: int
+    feasible: bool
+    baseline: RunFigures  # predicted, everything kept
+    plan: RunFigures  # predicted, with the plan
+    overhead_percent: float | None
+    recomputed_ops: int
+    breakdown_baseline: dict[str, int]  # category -> bytes at the peak; they sum to the peak
+    breakdown_plan: dict[str, int]  # empty where no plan fits
+    activation_bytes: int  # all that forward keeps for backward
+    parameter_bytes: int
+    ops: int
+    storages: int
+    flops: int
+    measured: dict[str, RunFigures] = field(
+        default_factory=dict
+    )  # eager, keep_all, plan; empty until measured
+    plan_path: str = ""  # relative to the sweep's own file
+    trace_path: str = ""
+    message: str = ""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SweepRow:
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        for key in ("baseline", "plan"):
+            values[key] = RunFigures.from_json(values[key])
+        values["measured"] = {k: RunFigures.from_json(v) for k, v in values.get("measured", {}).items()}
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """One model over batch sizes, in the order asked for."""
+
+    model: str
+    options: dict[str, Any]  # as the traces record them, the batch size left out
+    target: str
+    rows: tuple[SweepRow, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"record": "sweep", "sweep_version": SWEEP_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Sweep:
+        """Build a sweep from parsed JSON; raises TraceError if it is not one."""
+        if not isinstance(data, dict) or data.get("record") != "sweep":
+            raise TraceError("not a Lowtide sweep; make one with `simulate sweep MODEL --batch-sizes 8,16`.")
+        if data.get("sweep_version") != SWEEP_VERSION:
+            raise TraceError(
+                f"sweep version {data.get('sweep_version')}, and this Lowtide reads {SWEEP_VERSION}; make it "
+                "again with `simulate sweep`."
+            )
+        try:
+            return cls(
+                model=str(data["model"]),
+                options=dict(data["options"]),
+                target=str(data["target"]),
+                rows=tuple(SweepRow.from_json(r) for r in data["rows"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TraceError(
+                f"malformed sweep ({type(error).__name__}: {error}); make it again with `simulate sweep`."
+            ) from None
+
+    def save(self, path: str | Path) -> Path:
+        """Write the sweep as JSON, whole or not at all."""
+        return write_text(path, canonical_json(self.to_json()) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Sweep:
+        """Read a sweep; raises TraceError if the file is not one."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise TraceError(f"{path}: cannot be read as a sweep ({error}).") from None
+        try:
+            return cls.from_json(data)
+        except TraceError as error:
+            raise TraceError(f"{path}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRequest:
+    """What `simulate sweep` was asked for."""
+
+    model: str
+    batch_sizes: tuple[int, ...]
+    budget: str
+    planner: str
+    directory: Path
+    tracer_options: tuple[str, ...] = ()  # further words for `trace`, such as --seq-len 512
+
+
+def predict(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
+    """Trace every batch size that is not traced yet, plan it, and write traces, plans and `sweep.json`.
+
+    Args:
+        request: what to do.
+        progress: told one line about each thing that is done.
+
+    Raises:
+        LowtideError: a batch size could not be traced. (One for which no plan fits is a row, not an error.)
+    """
+    from traces.store import load
+
+    rows, options, target = [], {}, ""
+    for batch_size in request.batch_sizes:
+        directory = request.directory / f"trace-b{batch_size}"
+        ensure_trace(request, batch_size, directory, progress)
+        trace = load(directory)
+        progress(f"batch {batch_size}: planning with {request.planner}")
+        rows.append(_row(request, trace, batch_size, directory))
+        options = {k: v for k, v in trace.meta.options.items() if k != "batch_size"}
+        target = trace.meta.target
+    sweep = Sweep(model=request.model, options=options, target=target, rows=tuple(rows))
+    sweep.save(request.directory / "sweep.json")
+    return sweep
+
+
+def ensure_trace(
+    request: SweepRequest, batch_size: int, directory: Path, progress: Callable[[str], None]
+) -> None:
+    """Run `trace` in a process of its own, unless the same command made the trace that stands there already.
+
+    Raises:
+        LowtideError: `trace` failed; with what it wrote.
+    """
+    words = [request.model, "--batch-size", str(batch_size), *request.tracer_options]
+    stamp = directory.with_name(f"{directory.name}.json")
+    made_by = {"command": words, "source": _source_digest(request.model)}
+    if _same(stamp, directory, made_by):
+        progress(f"batch {batch_size}: using {directory}")
+        return
+    progress(f"batch {batch_size}: tracing")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "tracer", *words, "-o", str(directory), "--force", "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().removeprefix("Error: ") or f"`trace` ended with exit code {done.returncode}"
+        raise LowtideError(f"batch {batch_size} could not be traced: {said}")
+    write_text(stamp, canonical_json({**made_by, "fingerprint": _fingerprint(directory)}) + "\n")
+
+
+def _same(stamp: Path, directory: Path, made_by: dict[str, Any]) -> bool:
+    try:
+        data = json.loads(stamp.read_text(encoding="utf-8"))
+        return bool(data == {**made_by, "fingerprint": _fingerprint(directory)})
+    except (OSError, ValueError, TraceError):
+        return False
+
+
+def _fingerprint(directory: Path) -> str:
+    from traces.store import load
+
+    return load(directory).meta.fingerprint
+
+
+def _source_digest(model: str) -> str:
+    """A digest of the user's own file, so that editing it makes a new trace; empty for a named model."""
+    path = Path(model.rpartition(":")[0])
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
+
+
+def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) -> SweepRow:
+    from simulator.comparison import compare
+    from simulator.engine import breakdown
+    from simulator.planners import plan_with
+    from simulator.planners.outcome import figures
+
+    kept = compare(trace, Plan(meta=trace.meta), None)
+    budget_bytes = parse_budget(request.budget, kept.kept_timeline.peak_allocated_bytes)
+    sts = trace.storages
+    row = SweepRow(
+        model=request.model,
+        batch_size=batch_size,
+        planner=request.planner,
+        budget_bytes=budget_bytes,
+        feasible=False,
+        baseline=figures(kept.kept_timeline),
+        plan=RunFigures(),
+        overhead_percent=None,
+        recomputed_ops=0,
+        breakdown_baseline=breakdown(trace, kept.kept, kept.kept_timeline).at_peak,
+        breakdown_plan={},
+        activation_bytes=sum(n for n, w in zip(sts.nbytes, kept.graph.wanted, strict=True) if w),
+        parameter_bytes=sum(n for n, c in zip(sts.nbytes, sts.category, strict=True) if c == PARAMETER),
+        ops=len(trace.ops),
+        storages=len(sts),
+        flops=sum(trace.ops.flops),
+        trace_path=directory.name,
+    )
+    plan_path = request.directory / f"plan-b{batch_size}.json"
+    try:
+        plan = plan_with(request.planner, trace, budget_bytes)
+    except BudgetError as error:
+        plan_path.unlink(missing_ok=True)  # of an earlier sweep with another budget
+        return replace(row, message=str(error))
+    plan.save(plan_path)
+    c = compare(trace, plan, budget_bytes)
+    return replace(
+        row,
+        feasible=True,
+        plan=figures(c.planned_timeline),
+        overhead_percent=c.overhead_percent,
+        recomputed_ops=c.planned_timeline.recomputed_ops,
+        breakdown_plan=breakdown(trace, c.planned, c.planned_timeline).at_peak,
+        plan_path=plan_path.name,
+    )

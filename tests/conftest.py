@@ -1,0 +1,23 @@
+"""Skip what this machine cannot run."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked gpu, with the reason, where torch finds no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked or _has_gpu():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in marked:
+        item.add_marker(skip)
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()

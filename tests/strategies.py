@@ -1,0 +1,103 @@
+"""Hypothesis strategies: random training steps with every feature that a trace can have, and actions for them."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from simulator.graph import analyse
+from tests.tiny import Op, trace
+from traces.plan import RECOMPUTE, SAVE, Action
+from traces.trace import BACKWARD, EAGER, FORWARD, GRADIENT, OPTIMIZER, RANDOM, Trace
+
+SIZES = st.sampled_from([0, 4, 8, 12, 16, 20, 64])
+
+
+@st.composite
+def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trace:
+    """A valid trace: views, several outputs, random and eager ops, holds, measured events, overwrites, an optimizer."""
+    resident = {f"w{k}": draw(SIZES) for k in range(draw(st.integers(1, 2)))}
+    ops: list[Op] = []
+    readable = list(resident)  # names of values that the next op may read
+    base: dict[str, str] = {w: w for w in resident}  # value -> its storage's name
+    made: dict[str, int] = {}  # storage name -> op
+
+    def add(phase: str, flags: int, k: int) -> None:
+        pool = readable
+        if (phase == BACKWARD and not flags & EAGER) or phase == OPTIMIZER:
+            pool = [v for v in readable if phase == BACKWARD or ops_phase[v] != FORWARD]
+        reads = tuple(draw(st.lists(st.sampled_from(pool), min_size=1, max_size=3, unique=True)))
+        i = len(ops)
+        if phase != OPTIMIZER and draw(st.integers(0, 3)) == 0:
+            name = f"v{i}"
+            ops.append(
+                Op(phase, {}, reads[:1], view=name, time_ns=draw(st.integers(0, 1)), module=f"layer.{k // 3}")
+            )
+            base[name] = base[reads[0]]
+            ops_phase[name] = phase if ops_phase[reads[0]] == FORWARD else ops_phase[reads[0]]
+            readable.append(name)
+            return
+        makes = {f"s{i}_{n}": draw(SIZES) for n in range(draw(st.integers(1, 3)))}
+        events: tuple[int, ...] = ()
+        total = sum(makes.values())
+        if draw(st.booleans()):
+            scratch = draw(SIZES)
+            events = (scratch, total, -scratch) if draw(st.booleans()) else (total + scratch, -scratch)
+        overwritable = [r for r in reads if base[r] not in resident]
+        overwrites = draw(st.sampled_from(overwritable)) if overwritable and draw(st.booleans()) else ""
+        ops.append(
+            Op(
+                phase,
+                makes,
+                reads,
+                time_ns=draw(st.integers(0, 9)),
+                flags=flags,
+                events=events,
+                overwrites=overwrites,
+                module=f"layer.{k // 3}",
+            )
+        )
+        for name in makes:
+            base[name] = name
+            made[name] = i
+            ops_phase[name] = phase
+            readable.append(name)
+
+    ops_phase: dict[str, str] = dict.fromkeys(resident, "")
+    for k in range(draw(st.integers(1, max_forward))):
+        add(FORWARD, draw(st.sampled_from([0, 0, 0, 0, RANDOM])), k)
+    if draw(st.booleans()):
+        add(FORWARD, EAGER, 0)
+    for k in range(draw(st.integers(1, max_backward))):
+        add(BACKWARD, draw(st.sampled_from([0, 0, 0, 0, 0, 0, EAGER])), k)
+    for k in range(draw(st.integers(0, 2))):
+        add(OPTIMIZER, EAGER, k)
+    hold = {}
+    for name, op in made.items():
+        if draw(st.integers(0, 7)) == 0:
+            hold[name] = draw(st.integers(op, len(ops) - 1))
+    gradients = {n: GRADIENT for n, i in made.items() if ops[i].phase == BACKWARD}
+    return trace(ops, resident, hold, gradients)
+
+
+@st.composite
+def actions(draw: st.DrawFn, of: Trace, *, repeats: bool = True) -> tuple[Action, ...]:
+    """Valid actions for a trace: recomputed candidates and links, shared, dropped and not, and saved links."""
+    graph = analyse(of)
+    links = [s for s in range(len(of.storages)) if graph.rebuildable[s] and not graph.wanted[s]]
+    backward = st.integers(graph.first_backward_op, max(graph.first_backward_op, len(of.ops) - 1))
+    out = []
+    for s in (*graph.candidates, *links):
+        kinds = [None, RECOMPUTE] if graph.wanted[s] else [None, None, RECOMPUTE, SAVE]
+        kind = draw(st.sampled_from(kinds))
+        if kind == RECOMPUTE:
+            drops = draw(st.lists(backward, max_size=2, unique=True)) if repeats else []
+            out.append(Action(storage=s, share=draw(st.booleans()), drop_after=tuple(sorted(drops))))
+        elif kind == SAVE:
+            out.append(Action(storage=s, action=SAVE))
+    return tuple(out)
+
+
+@st.composite
+def traces_with_actions(draw: st.DrawFn) -> tuple[Trace, tuple[Action, ...]]:
+    of = draw(traces())
+    return of, draw(actions(of))

@@ -1,0 +1,403 @@
+"""Every known model builds without memory, and a user's build function may say things in many ways."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from torch import nn  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+
+from tracer.models import TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
+from tracer.spec import TrainingStep, load_spec  # noqa: E402
+from tracer.step import capture_step  # noqa: E402
+from tracer.torchvision_shim import import_torchvision  # noqa: E402
+from tracer.vision import IMAGE_SIZES, classification_loss  # noqa: E402
+from traces.errors import CaptureError, EnvironmentProblem, SpecError  # noqa: E402
+
+NAMES = [m.name for m in list_models()]
+# Parameter counts from torchvision's documentation and the publications' checkpoints.
+PUBLISHED = {
+    "resnet152": 60_192_808,
+    "regnet_y_400mf": 4_344_144,
+    "vit_b_16": 86_567_656,
+    "bert-base": 109_514_298,  # with the masked-LM head, whose decoder is tied to the embedding
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama-1b": 1_235_814_400,
+    "llama-8b": 8_030_261_248,
+    "t5-small": 60_506_624,
+    "vit-base": 86_567_656,
+}
+
+
+def fake_step(model: str, **options: Any) -> TrainingStep:
+    with FakeTensorMode():
+        return load_spec(model, options)()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_known_model_builds_on_fake_tensors(name: str) -> None:
+    step = fake_step(name, batch_size=2)
+    assert step.model.training
+    assert step.batch_size == 2
+    assert all(isinstance(p, FakeTensor) for p in step.model.parameters())
+    assert all(isinstance(t, FakeTensor) for t in step.tensors())
+    updated = {id(p) for g in step.optimizer.param_groups for p in g["params"]}  # type: ignore[union-attr]
+    assert updated == {id(p) for p in step.model.parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_sizes_are_the_published_ones(name: str, count: int) -> None:
+    step = fake_step(name, batch_size=1)
+    assert sum(p.numel() for p in step.model.parameters()) == count
+
+
+def test_the_list_is_torchvisions_own_list() -> None:
+    import_torchvision()
+    import torchvision.models
+
+    assert set(torchvision.models.list_models(module=torchvision.models)) == set(TORCHVISION_NAMES)
+
+
+def test_image_sizes_are_those_of_the_published_weights() -> None:
+    import_torchvision()
+    from torchvision import models
+
+    for name in TORCHVISION_NAMES:
+        crop = next(iter(models.get_model_weights(name))).transforms().crop_size[0]
+        # RegNetY-128GF and ViT-H have only weights fine-tuned at a higher resolution than their training's.
+        if name not in ("regnet_y_128gf", "vit_h_14"):
+            assert IMAGE_SIZES.get(name, 224) == crop, name
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("resnet18", {}),
+        ("googlenet", {}),
+        ("inception_v3", {}),
+        ("swin_t", {}),
+        ("vit_b_32", {}),
+        ("maxvit_t", {}),
+        ("densenet121", {"image_size": 64}),
+        ("resnet18", {"dtype": "bf16", "image_size": 64}),
+        ("bert-tiny", {}),
+        ("bert-tiny", {"attention": "eager", "dropout": 0.0}),
+        ("bert-4l", {"dtype": "bfloat16"}),
+        ("gpt2-tiny", {}),
+        ("gpt2-medium", {"seq_len": 1024}),
+        ("llama-tiny", {}),
+        ("llama-1b", {"seq_len": 2048}),
+        ("t5-tiny", {}),
+        ("vit-tiny", {"image_size": 64}),
+    ],
+    ids=str,
+)
+def test_representative_models_can_be_captured(name: str, options: dict[str, Any]) -> None:
+    step = fake_step(name, batch_size=2, **options)
+    captured = capture_step(step)
+    assert len(captured.forward) > 10
+    assert len(captured.backward) > 10
+
+
+@pytest.mark.parametrize("name", ["resnet18", "bert-tiny", "gpt2-tiny", "llama-tiny", "t5-tiny", "vit-tiny"])
+def test_a_real_step_trains_and_repeats(name: str) -> None:
+    options = {
+        "batch_size": 2,
+        **({"image_size": 32} if "seq_len" not in find_model(name).takes else {"seq_len": 16}),
+    }
+    losses = []
+    for _ in range(2):
+        step = load_spec(name, options, seed=3)()
+        loss = step.loss_of(step.model(*step.args, **step.kwargs))
+        loss.backward()
+        assert step.optimizer is not None
+        step.optimizer.step()
+        assert torch.isfinite(loss)
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_auxiliary_classifiers_enter_the_loss_by_their_published_weight() -> None:
+    from collections import namedtuple
+
+    outputs = namedtuple("outputs", "logits aux_logits2 aux_logits1")
+    labels = torch.tensor([0])
+    one = torch.zeros(1, 4)  # cross-entropy: log 4
+    total = classification_loss(labels, 0.3)(outputs(one, one, one))
+    assert total.item() == pytest.approx(1.6 * torch.log(torch.tensor(4.0)).item())
+    assert classification_loss(labels, 0.3)(outputs(one, None, None)).item() == pytest.approx(1.3862944)
+
+
+def test_options_reach_the_model_and_the_optimizer() -> None:
+    step = fake_step("resnet50", optimizer="adamw", optimizer_impl="foreach", image_size=96, batch_size=4)
+    assert isinstance(step.optimizer, torch.optim.AdamW)
+    assert step.optimizer.param_groups[0]["foreach"] is True
+    assert step.args[0].shape == (4, 3, 96, 96)
+    assert fake_step("resnet18", optimizer="none").optimizer is None
+    drops = [m.p for m in fake_step("vgg11", dropout=0.2).model.modules() if isinstance(m, nn.Dropout)]
+    assert drops == [0.2, 0.2]
+    assert fake_step("bert-tiny", dropout=0.0).model.config.hidden_dropout_prob == 0.0
+    assert all(p.dtype == torch.bfloat16 for p in fake_step("gpt2-tiny", dtype="bf16").model.parameters())
+    assert torch.get_default_dtype() == torch.float32
+    widths = {d: fake_step("regnet_x_8gf", dtype=d).model.fc.in_features for d in ("float32", "bfloat16")}
+    assert widths == {"float32": 1920, "bfloat16": 1920}
+
+
+def test_options_can_be_used_to_build_the_same_again() -> None:
+    first = fake_step("ResNet_18", batch_size=3)
+    again = fake_step(first.name, **first.options)
+    assert (again.name, again.options) == (first.name, first.options) == ("resnet18", again.options)
+
+
+def test_an_undecided_optimizer_can_take_the_path_of_a_gpu() -> None:
+    with FakeTensorMode():
+        undecided = load_spec("resnet18", {})(optimizer_as_on="cuda")
+        decided = load_spec("resnet18", {"optimizer_impl": "for-loop"})(optimizer_as_on="cuda")
+    assert undecided.optimizer.param_groups[0]["foreach"] is True  # type: ignore[union-attr]
+    assert decided.optimizer.param_groups[0]["foreach"] is False  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("resnet151", {}, "did you mean .*resnet152"),
+        ("bert-bse", {}, "bert-base"),
+        ("", {}, "unknown"),
+        ("resnet18", {"seq_len": 3}, "takes no --seq-len; it takes --batch-size"),
+        ("bert-base", {"image_size": 3}, "takes no --image-size"),
+        ("bert-base", {"seq_len": 513}, "513 is more than its 512 positions"),
+        ("gpt2", {"batch_size": 0}, "at least 1"),
+        ("gpt2", {"dropout": 1.0}, "less than 1"),
+        ("gpt2", {"dtype": "int8"}, "--dtype 'int8' is unknown"),
+        ("gpt2", {"optimizer": "lion"}, "'lion' is unknown; known are sgd"),
+        ("gpt2", {"optimizer_impl": "magic"}, "'magic' is unknown"),
+        ("gpt2", {"attention": "magic"}, "gpt2 cannot be built"),
+        ("vit-base", {"image_size": 100}, "multiple of its patches"),
+        ("vit_b_16", {"image_size": 100}, "vit_b_16 with --image-size 100"),
+        ("maxvit_t", {"image_size": 100}, "maxvit_t with --image-size 100"),
+        ("nowhere.py:build", {}, "no such file"),
+        ("nowhere.py", {}, "no such file"),
+        ("pyproject.toml:build", {}, "unknown"),
+    ],
+)
+def test_mistakes_are_named(model: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message), FakeTensorMode():
+        load_spec(model, options)()
+
+
+def test_cuda_without_a_gpu_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(EnvironmentProblem, match="--device cuda"):
+        load_spec("resnet18")("cuda")
+    with pytest.raises(SpecError, match="neither cpu nor cuda"):
+        load_spec("resnet18")("tpu")
+
+
+PRELUDE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 3)
+    def forward(self, x, scale=1.0):
+        return self.two(self.one(x).relu()) * scale
+
+class WithLoss(Net):
+    def forward(self, x, y):
+        return {"loss": F.cross_entropy(super().forward(x), y)}
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+x, y = torch.randn(5, 4), torch.randint(3, (5,))
+"""
+
+
+def user_step(
+    tmp_path: Path, body: str, *, fake: bool = True, function: str = "build", **options: Any
+) -> Any:
+    file = tmp_path / "mine.py"
+    file.write_text(PRELUDE + dedent(body))
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        return load_spec(f"{file}:{function}", options)()
+
+
+RETURNS = {
+    "inputs and targets": "m = Net(); return m, (x, y), F.cross_entropy, sgd(m)",
+    "loss module": "m = Net(); return m, [x, y], nn.CrossEntropyLoss(), sgd(m)",
+    "inputs is a tuple": "m = Net(); return m, ((x, 2.0), y), F.cross_entropy, sgd(m)",
+    "inputs is a dict": "m = Net(); return m, ({'x': x, 'scale': 2.0}, y), F.cross_entropy, sgd(m)",
+    "last is the targets": "m = Net(); return m, (x, 2.0, y), F.cross_entropy, sgd(m)",
+    "mapping with labels": "m = Net(); return m, {'x': x, 'labels': y}, F.cross_entropy, sgd(m)",
+    "mapping, two targets": "m = Net(); return m, dict(x=x, a=y, b=y), lambda o, t: F.cross_entropy(o, t['b']), sgd(m)",
+    "loss of the output": "m = Net(); return m, (x, y), lambda o: F.cross_entropy(o, y.clone()), sgd(m)",
+    "tensor": "m = Net(); return m, x, lambda o: o.square().mean(), sgd(m)",
+    "loss of one element": "m = Net(); return m, x, lambda o: o.square().mean().reshape(1), sgd(m)",
+    "loss inside": "m = WithLoss(); return m, (x, y), None, sgd(m)",
+    "three values": "m = WithLoss(); return m, {'x': x, 'y': y}, sgd(m)",
+    "dict": "m = WithLoss(); return {'model': m, 'batch': (x, y), 'optimizer': sgd(m)}",
+    "optimizer class": "return WithLoss(), (x, y), torch.optim.AdamW",
+    "optimizer function": "return WithLoss(), (x, y), None, lambda ps: torch.optim.SGD(ps, lr=0.5)",
+    "moved": "m = Net().to('cpu'); return m, (x, y), F.cross_entropy, sgd(m)",
+    "converted": "m = Net().to(torch.float64); return m, (x.double(), y), F.cross_entropy, sgd(m)",
+    "converted late": "m = Net(); o = sgd(m); m.double(); return m, (x.double(), y), F.cross_entropy, o",
+}
+
+
+@pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
+@pytest.mark.parametrize("body", RETURNS.values(), ids=RETURNS.keys())
+def test_build_may_return(tmp_path: Path, body: str, fake: bool) -> None:
+    source = "def build():\n" + PRELUDE.splitlines()[-1].join(["    ", "\n"]) + f"    {body}\n"
+    step = user_step(tmp_path, source, fake=fake)
+    assert step.batch_size == 5
+    params = {id(p) for p in step.model.parameters()}
+    assert {id(p) for g in step.optimizer.param_groups for p in g["params"]} == params
+    if fake:
+        mode = next(iter(step.model.parameters())).fake_mode
+        assert all(isinstance(t, FakeTensor) for t in step.tensors())
+    with mode if fake else contextlib.nullcontext():
+        loss = step.loss_of(step.model(*step.args, **step.kwargs))
+        loss.backward()
+        step.optimizer.step()
+    assert loss.dim() == 0
+
+
+def test_what_was_made_at_import_becomes_fake(tmp_path: Path) -> None:
+    body = """
+    from torch.utils.data import DataLoader, TensorDataset
+    m = nn.Sequential(Net(), nn.BatchNorm1d(3))
+    o = sgd(m)
+    batch = next(iter(DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)))
+    def build(): return m, batch, F.cross_entropy, o
+    """
+    step = user_step(tmp_path, body)
+    held = (*step.tensors(), *step.model.parameters(), *step.model.buffers())
+    assert all(isinstance(t, FakeTensor) for t in held)
+    assert {id(p) for p in step.model.parameters()} == {
+        id(p) for p in step.optimizer.param_groups[0]["params"]
+    }
+    captured = capture_step(step)
+    assert len(captured.backward) > 5
+
+
+def test_shared_parameters_stay_shared_through_fake_conversions(tmp_path: Path) -> None:
+    body = """
+    def build():
+        m = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        m[1].weight = m[0].weight
+        m.bfloat16()
+        return m, torch.randn(2, 4).bfloat16(), lambda o: o.sum(), sgd(m)
+    """
+    step = user_step(tmp_path, body)
+    assert step.model[1].weight is step.model[0].weight
+    assert step.model[0].weight.dtype == torch.bfloat16
+
+
+def test_build_gets_the_options_that_it_names(tmp_path: Path) -> None:
+    body = """
+    def build(batch_size=7, *, device="?", seq_len=None):
+        assert device == "cpu" and seq_len is None
+        m = Net()
+        return m, (torch.randn(batch_size, 4), torch.randint(3, (batch_size,))), F.cross_entropy, sgd(m)
+    """
+    assert user_step(tmp_path, body).batch_size == 7
+    assert user_step(tmp_path, body, batch_size=9).args[0].shape == (9, 4)
+    with pytest.raises(SpecError, match=r"--image-size was given, but build.. has no parameter 'image_size'"):
+        user_step(tmp_path, body, image_size=3)
+
+
+def test_modules_beside_the_file_are_found_and_the_path_is_left_clean(tmp_path: Path) -> None:
+    before = list(sys.path)
+    sizes = []
+    for size in (2, 3):
+        place = tmp_path / str(size)
+        place.mkdir()
+        (place / "net_beside.py").write_text(
+            f"from torch import nn\ndef net(): return nn.Linear({size}, 1)\n"
+        )
+        body = f"""
+        from net_beside import net
+        def build():
+            m = net()
+            return m, torch.randn(5, {size}), lambda o: o.sum(), sgd(m)
+        """
+        sizes.append(user_step(place, body).model.in_features)
+    assert sizes == [2, 3]
+    assert sys.path == before
+
+
+MISTAKES = [
+    ("def make(): pass", "no function 'build' in this file; it defines sgd, make"),
+    ("build = 3", "is a int, not a function"),
+    ("def build(): return 3", "it returned a int; return .model, batch"),
+    ("def build(): return Net(), 2", "tuple of 2 values"),
+    ("def build(): return {'model': Net()}", "lacks 'batch'"),
+    ("def build(): return {'model': Net(), 'batch': x, 'los': None}", "unknown key 'los'"),
+    ("def build(): return Net, x, None, None", "the model is a type"),
+    ("def build(): return Net(), x, 'mse', None", "the loss is a str"),
+    ("def build(): return Net(), x, None, 'adam'", "the optimizer is a str"),
+    ("def build(): return Net(), x, None, lambda ps: 3", "function returned a int"),
+    (
+        "def build(): return Net().requires_grad_(False), x, None, None",
+        "no parameter of the model is trainable",
+    ),
+    ("def build(): return Net(), x, None, sgd(Net())", "4 of the optimizer's parameters are not parameters"),
+    ("def build(): return Net(), 'batch', None, None", "the batch is a str"),
+    ("def build(): return Net(), (), None, None", "the batch is empty"),
+    ("def build(): return Net(), {'q': x}, F.mse_loss, None", "is an argument of Net.forward"),
+    ("def build(): return Net(), x, F.mse_loss, None", "only the model's output, no targets"),
+    ("def build(q): return 3", "needs a value for q"),
+    ("def build(): raise KeyError('oh')", r"mine.py line 21: build.. failed: KeyError: 'oh'"),
+    ("def build(): exit(3)", r"mine.py line 21: build.. failed: SystemExit: 3"),
+    ("import nowhere_at_all", "mine.py line 21: importing the file failed: ModuleNotFoundError"),
+    ("def build(:", "mine.py line 21: not valid Python"),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), MISTAKES, ids=[m[1][:30] for m in MISTAKES])
+def test_mistakes_of_a_build_function_are_named(tmp_path: Path, source: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        user_step(tmp_path, source)
+
+
+def test_reading_values_without_having_them_is_explained(tmp_path: Path) -> None:
+    body = """
+    def build():
+        m = Net()
+        if m.one.weight.sum() > 0: pass
+        return m, x, None, None
+    """
+    with pytest.raises(CaptureError, match=r"mine.py line 24: build\(\) failed: it reads the values"):
+        user_step(tmp_path, body)
+
+
+def test_a_loss_that_is_no_scalar_is_named(tmp_path: Path) -> None:
+    for body, message in [
+        ("lambda o: o", "shape .5, 3."),
+        ("lambda o: 3", "is a int"),
+        ("None", "without a loss"),
+    ]:
+        step = user_step(tmp_path, f"def build(): return Net(), x, {body}, None")
+        with pytest.raises(SpecError, match=message), next(iter(step.model.parameters())).fake_mode:
+            step.loss_of(step.model(*step.args))
+
+
+def test_known_models_name_their_family() -> None:
+    assert find_model("regnet-x-16gf").name == "regnet_x_16gf"
+    assert find_model("RESNET-152").family == TORCHVISION
+    assert "seq_len" in find_model("llama_1b").takes
+    assert len(set(NAMES)) == len(NAMES)

@@ -1,0 +1,444 @@
+"""Reports: complete in themselves, safe against hostile names, and true to the byte."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator import charts
+from simulator.activations import activations, by_module, recomputations
+from simulator.comparison import compare
+from simulator.engine import breakdown, run
+from simulator.graph import analyse
+from simulator.page import Page, Section, Text, paragraphs, render, script_json, show_bytes, show_time
+from simulator.schedule import build
+from simulator.sweep import Sweep, SweepRow
+from tests import tiny
+from traces import store
+from traces.errors import EnvironmentProblem, PlanError
+from traces.measurement import Measurement, RunFigures
+from traces.plan import RECOMPUTE, Action, Plan
+from traces.trace import CATEGORIES, Trace
+
+HOSTILE = "</script><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>&\"'"
+
+
+def planned(trace: Trace, *storages: int) -> Plan:
+    return Plan(meta=trace.meta, planner="by hand", actions=tuple(Action(storage=s) for s in storages))
+
+
+def names_replaced(trace: Trace, name: str) -> Trace:
+    n, m = len(trace.ops), len(trace.storages)
+    return replace(
+        trace,
+        meta=replace(trace.meta, model=name, optimizer=name, options={name: name}),
+        ops=replace(trace.ops, name=(name,) * n, target=(name,) * n, module=(name,) * n),
+        storages=replace(trace.storages, name=(name,) * m, dtype=(name,) * m),
+    )
+
+
+class Elements(HTMLParser):
+    """Tags with their attributes, as a browser would meet them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def specifications(html: str) -> list[dict[str, object]]:
+    found = re.findall(r'<script type="application/json" id="spec\d+">(.*?)</script>', html, re.DOTALL)
+    return [json.loads(text) for text in found]
+
+
+@pytest.fixture
+def reporting() -> None:
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
+
+
+@pytest.fixture
+def page(tmp_path: Path, reporting: None) -> str:
+    from simulator.report import write_simulation
+
+    trace = tiny.chain(60, size=2**20, time_ns=1000)
+    return write_simulation(
+        tmp_path / "r.html", trace, planned(trace, *range(3, 50, 2)), 45 * 2**20
+    ).read_text("utf-8")
+
+
+def test_the_page_loads_nothing(page: str) -> None:
+    # The names of the SVG standard's namespaces look like addresses; nobody fetches them.
+    assert not re.findall(r"https?://(?!www\.w3\.org/)[^\"' ]*", page)
+    for tag, attributes in Elements(page).tags:
+        assert tag not in {"link", "img", "iframe", "object", "embed", "base", "form"}
+        assert "src" not in attributes
+        assert (attributes.get("href") or "#").startswith("#")
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    assert "default-src 'none'" in policy[1]
+    assert "connect-src" not in policy[1]
+    assert page.count("window.vegaEmbed=") == 1
+    assert len(page) < 1_400_000
+
+
+def test_every_chart_can_be_compiled(page: str) -> None:
+    import vl_convert
+
+    specs = specifications(page)
+    assert len(specs) == 6
+    for spec in specs:
+        vl_convert.vegalite_to_vega(spec)
+
+
+def test_hostile_names_stay_text(tmp_path: Path, reporting: None) -> None:
+    from simulator.report import write_simulation
+
+    trace = names_replaced(tiny.chain(10, size=1000, time_ns=5), HOSTILE)
+    plan = replace(planned(trace, 3, 5), meta=trace.meta, planner=HOSTILE)
+    html = write_simulation(tmp_path / "r.html", trace, plan, None).read_text("utf-8")
+    harmless = write_simulation(
+        tmp_path / "s.html", names_replaced(trace, "name"), replace(plan, planner="p"), None
+    ).read_text("utf-8")
+    assert [t for t, _ in Elements(html).tags] == [t for t, _ in Elements(harmless).tags]
+    assert HOSTILE[:30] not in html
+    assert "&lt;/script&gt;" in html
+    assert any(HOSTILE in json.dumps(s, ensure_ascii=False).replace('\\"', '"') for s in specifications(html))
+
+
+def test_json_cannot_end_its_script() -> None:
+    text = script_json({"a": HOSTILE + "<!--\u2028"})
+    assert "<" not in text
+    assert "\u2028" not in text
+    assert json.loads(text) == {"a": HOSTILE + "<!--\u2028"}
+
+
+def test_paragraphs_are_text() -> None:
+    html = render(
+        Page(title="t", subtitle="", sections=(Section(title="A", blocks=paragraphs("<b>x</b>\n\n y\nz ")),))
+    )
+    assert "&lt;b&gt;x&lt;/b&gt;" in html
+    assert "<p>y z</p>" in html
+
+
+def test_a_page_without_charts_has_no_bundle() -> None:
+    html = render(Page(title="t", subtitle="s", sections=(Section(title="A", blocks=(Text(text="b"),)),)))
+    assert len(html) < 20_000
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    totals=st.lists(st.integers(0, 10**12), min_size=1, max_size=400),
+    gaps=st.lists(st.integers(0, 10**9), min_size=400, max_size=400),
+    points=st.integers(6, 120),
+)
+def test_thinning_keeps_the_extremes(totals: list[int], gaps: list[int], points: int) -> None:
+    clock = [0]
+    for gap in gaps[: len(totals) - 1]:
+        clock.append(clock[-1] + gap)
+    kept = charts.thin(totals, clock, points)
+    assert len(kept) <= max(points, 2)
+    assert list(kept) == sorted(set(kept))
+    assert max(totals[k] for k in kept) == max(totals)
+    assert min(totals[k] for k in kept) == min(totals)
+    assert kept[0] == 0
+    assert kept[-1] == len(totals) - 1
+
+
+def test_the_first_peak_survives_thinning() -> None:
+    # The peak's marker names the first step that reaches it, so that one must be drawn.
+    totals = [5, 1, 9, 9, 2] * 1000
+    kept = charts.thin(totals, range(5000))
+    assert totals.index(max(totals)) in kept
+
+
+def test_drawn_categories_sum_to_what_is_allocated() -> None:
+    ops = [
+        tiny.fwd({"a": 100}, "w", events=(300, -200)),  # 200 bytes of workspace
+        tiny.fwd({"b": 100}, "a", overwrites="a"),
+        tiny.fwd({"c": 60}, "b"),
+        tiny.bwd({"g": 40}, "c", "b"),
+        tiny.bwd({"h": 10}, "g", "b", "w"),
+    ]
+    trace = tiny.trace(ops, {"w": 7})
+    for actions in ((), (Action(storage=3),)):
+        schedule = build(trace, actions)
+        timeline = run(trace, schedule)
+        columns = charts.while_running(trace, schedule, timeline)
+        for k, peak in enumerate(timeline.peak_bytes):
+            assert sum(columns[c][k] for c in CATEGORIES) == peak
+            assert all(columns[c][k] >= 0 for c in CATEGORIES)
+        at_peak = breakdown(trace, schedule, timeline).at_peak
+        assert {c: columns[c][timeline.peak_step] for c in CATEGORIES} == at_peak
+
+
+def test_the_peak_shown_sums_to_the_peak(page: str) -> None:
+    trace = tiny.chain(60, size=2**20, time_ns=1000)
+    c = compare(trace, planned(trace, *range(3, 50, 2)), None)
+    bars = next(s for s in specifications(page) if '"band":0.72' in json.dumps(s, separators=(",", ":")))
+    data = list(bars["datasets"].values())  # type: ignore[attr-defined]
+    rows = [
+        line.split(",") for text in data if text.startswith("bar,category") for line in text.splitlines()[1:]
+    ]
+    for name, timeline in (("keep-all", c.kept_timeline), ("plan", c.planned_timeline)):
+        assert sum(float(r[2]) for r in rows if r[0] == name) * 2**20 == timeline.peak_allocated_bytes
+    assert f'<td>peak</td><td class="n">{show_bytes(c.kept_timeline.peak_allocated_bytes)}</td>' in page
+
+
+def test_recomputations_sum_to_the_overhead() -> None:
+    # x3's own op and, where x2 was released too, x2's as a link or as its own.
+    trace = tiny.chain(12, size=8, time_ns=10)
+    c = compare(trace, planned(trace, 3, 4, 5, 9), None)
+    found = recomputations(trace, c.planned, c.planned_timeline, c.plan.recomputed)
+    assert sum(r.time_ns for r in found) == c.planned_timeline.step_time_ns - c.kept_timeline.step_time_ns
+    assert sum(t for t, _ in by_module(trace, found).values()) == sum(r.time_ns for r in found)
+    assert not any(r.link for r in found)
+
+
+def test_links_are_told_from_evicted_storages() -> None:
+    # a is not read by backward, so rebuilding b runs a's op as a link.
+    ops = [
+        tiny.fwd({"a": 8}, "w", time_ns=3),
+        tiny.fwd({"b": 8}, "a", time_ns=5),
+        tiny.bwd({"g": 8}, "w"),
+        tiny.bwd({"h": 8}, "g", "b"),
+    ]
+    trace = tiny.trace(ops, {"w": 8})
+    (row,) = activations(trace)
+    assert (row.storage, row.recompute_ns, row.links) == (2, 3 + 5, 1)
+    assert row.idle_ns == 1  # op 2 runs between b's end and op 3
+    c = compare(trace, planned(trace, 2), None)
+    found = recomputations(trace, c.planned, c.planned_timeline, c.plan.recomputed)
+    assert [(r.op, r.link, r.time_ns) for r in found] == [(1, False, 5), (0, True, 3)]
+
+
+def test_modules_are_cut_to_a_readable_number() -> None:
+    ops = [tiny.fwd({f"x{i}": 8}, "w", module=f"net.layer{i % 7}.part{i}", time_ns=2) for i in range(60)]
+    ops += [tiny.bwd({f"g{i}": 8}, f"x{i}") for i in range(60)]
+    trace = tiny.trace(ops, {"w": 8})
+    c = compare(trace, planned(trace, *range(1, 61)), None)
+    groups = by_module(trace, recomputations(trace, c.planned, c.planned_timeline, c.plan.recomputed))
+    assert set(groups) == {f"net.layer{i}" for i in range(7)}
+    assert sum(t for t, _ in groups.values()) == 120
+
+
+def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
+    from simulator.report import write_simulation
+
+    trace = tiny.chain(2000, size=1_234_567, time_ns=987)
+    path = write_simulation(tmp_path / "r.html", trace, planned(trace, *range(3, 2000, 3)), 10**9)
+    assert path.stat().st_size < 1_600_000
+    peak = compare(trace, planned(trace, *range(3, 2000, 3)), None).planned_timeline.peak_allocated_bytes
+    drawn = [s for s in specifications(path.read_text("utf-8")) if "hover_plan" in json.dumps(s)]
+    csv = next(t for t in drawn[0]["datasets"].values() if t.startswith("ms,step,total"))  # type: ignore[attr-defined]
+    totals = [int(line.split(",")[2]) for line in csv.splitlines()[1:]]
+    assert len(totals) <= 1500
+    assert max(totals) == peak
+
+
+def test_a_foreign_plan_leaves_no_file(tmp_path: Path, reporting: None) -> None:
+    from simulator.report import write_simulation
+
+    trace = tiny.chain(3)
+    with pytest.raises(PlanError):
+        write_simulation(tmp_path / "r.html", trace, planned(trace, 999), None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_plan_and_no_times(tmp_path: Path, reporting: None) -> None:
+    from simulator.report import write_simulation
+
+    trace = tiny.chain(3, time_ns=0)
+    assert "recomputes nothing" in write_simulation(
+        tmp_path / "r.html", trace, planned(trace), None
+    ).read_text("utf-8")
+
+
+GIB = 2**30
+
+
+def figures(peak_gib: float, time_ns: int = 5_000_000, **more: object) -> RunFigures:
+    return RunFigures(peak_allocated_bytes=int(peak_gib * GIB), step_time_ns=time_ns, **more)  # type: ignore[arg-type]
+
+
+def sweep_row(batch: int, *, feasible: bool = True, **more: object) -> SweepRow:
+    values: dict[str, object] = {
+        "model": "m",
+        "batch_size": batch,
+        "planner": "mu-two",
+        "budget_bytes": batch * GIB * 3 // 4,
+        "feasible": feasible,
+        "baseline": figures(batch),
+        "plan": figures(batch * 0.7) if feasible else RunFigures(),
+        "overhead_percent": 12.5 if feasible else None,
+        "recomputed_ops": 3,
+        "breakdown_baseline": {"parameter": GIB // 2, "activation": batch * GIB - GIB // 2},
+        "breakdown_plan": {"parameter": GIB // 2, "activation": batch * GIB // 2} if feasible else {},
+        "activation_bytes": batch * GIB,
+        "parameter_bytes": GIB // 2,
+        "ops": 10,
+        "storages": 20,
+        "flops": 10**9,
+        "message": "" if feasible else "the floor is <b>9 GiB</b>",
+    }
+    return SweepRow(**(values | more))  # type: ignore[arg-type]
+
+
+def series_of(spec: dict[str, object]) -> set[str]:
+    """The series of a grouped bar chart; empty for other charts."""
+    out: set[str] = set()
+    for text in spec["datasets"].values():  # type: ignore[attr-defined]
+        lines = list(csv.reader(io.StringIO(text)))
+        if "series" in lines[0]:
+            out |= {line[lines[0].index("series")] for line in lines[1:]}
+    return out
+
+
+def test_a_predicted_sweep_shows_nothing_as_measured(tmp_path: Path, reporting: None) -> None:
+    from simulator.report import write_sweep
+
+    sweep = Sweep(model="m", options={}, target="H200", rows=(sweep_row(2), sweep_row(4, feasible=False)))
+    html = write_sweep(tmp_path / "s.html", sweep, analysis="One <i>word</i>.\n\nAnother.").read_text("utf-8")
+    assert "Every figure on this page is predicted" in html
+    assert "<p>One &lt;i&gt;word&lt;/i&gt;.</p>" in html
+    assert "the floor is &lt;b&gt;9 GiB&lt;/b&gt;" in html
+    assert "No trace of this sweep was kept" in html
+    assert set().union(*map(series_of, specifications(html))) == {"keep-all, predicted", "plan, predicted"}
+
+
+def test_a_measured_sweep_names_the_device(tmp_path: Path, reporting: None) -> None:
+    from simulator.report import write_sweep
+
+    trace = tiny.chain(9, size=1000, time_ns=10)
+    store.save(trace, tmp_path / "traces" / "t")
+    planned(trace, 3).save(tmp_path / "plan.json")
+    (tmp_path / "broken").mkdir()
+    measured = {"eager": figures(2.0), "keep_all": figures(2.0), "plan": figures(1.6)}
+    rows = (sweep_row(2, measured=measured, trace_path="traces/t", plan_path="plan.json"), sweep_row(4))
+    sweep = Sweep(model="m", options={}, target="H200", rows=rows)
+    html = write_sweep(tmp_path / "s.html", sweep, measured_on="CPU").read_text("utf-8")
+    specs = specifications(html)
+    latency = [series_of(s) for s in specs if "step time" in json.dumps(s)]
+    real = {"eager, measured on CPU", "keep-all, measured on CPU", "plan, measured on CPU"}
+    assert latency == [{"keep-all, predicted", "plan, predicted"}, real]
+    assert real < set().union(*map(series_of, specs))
+    assert "-12.50 %" in html  # 1.4 GiB predicted, 1.6 measured
+    assert "At batch size 2, the largest whose trace is at hand" in html
+    assert ">recomputed</td>" in html
+
+    broken = replace(sweep, rows=(sweep_row(8, trace_path="broken"),))
+    assert "cannot be shown" in write_sweep(tmp_path / "b.html", broken).read_text("utf-8")
+
+
+def measurement(trace: Trace, **more: object) -> Measurement:
+    values: dict[str, object] = {
+        "model": trace.meta.model,
+        "options": {},
+        "planner": "by hand",
+        "budget_bytes": 2 * GIB,
+        "fingerprint": trace.meta.fingerprint,
+        "device": "cpu",
+        "provenance": "measured-cpu",
+        "environment": {"torch": HOSTILE},
+        "predicted": figures(1.5),
+        "measured": figures(1.6, peaks_bytes=(5, 6), times_ns=(7, 8)),
+        "keep_all_predicted": figures(2.0),
+        "keep_all": figures(2.0),
+        "eager": figures(2.0),
+        "verified": True,
+        "max_abs_difference": {"loss": 0.0},
+        "steps": 10,
+    }
+    return Measurement(**(values | more))  # type: ignore[arg-type]
+
+
+def test_a_measurement_shows_signed_errors(tmp_path: Path, reporting: None) -> None:
+    from executor.report import write_measurement
+
+    trace = tiny.chain(20, size=2**20, time_ns=1000)
+    plan = planned(trace, 3, 5)
+    curve = [(k * 77, k % 5 * 2**20) for k in range(50_000)]
+    html = write_measurement(tmp_path / "m.html", measurement(trace), trace, plan, curve).read_text("utf-8")
+    assert "-6.250 %" in html  # 1.5 against 1.6
+    assert "measured on CPU" in html
+    assert "roofline" in html  # the trace was not measured, and the page says so
+    assert "The black line" in html
+    assert "the measured peak is within" in html
+    assert HOSTILE[:30] not in html
+    assert len(html) < 1_300_000
+    specs = specifications(html)
+    assert {"eager, measured on CPU", "plan, predicted"} < set().union(*map(series_of, specs))
+
+
+def test_an_unverified_measurement_says_so(tmp_path: Path, reporting: None) -> None:
+    from executor.report import write_measurement
+
+    trace = tiny.chain(5)
+    for verified, words in ((False, "did NOT train"), (None, "was not compared")):
+        m = measurement(
+            trace,
+            verified=verified,
+            budget_bytes=None,
+            provenance="measured-cuda",
+            environment={"gpu": "H200"},
+        )
+        html = write_measurement(tmp_path / "m.html", m, trace, planned(trace)).read_text("utf-8")
+        assert words in html
+        assert "measured on GPU (H200)" in html
+        assert "The black line" not in html
+
+
+@pytest.mark.parametrize("missing", ["altair", "vl_convert", "jinja2"])
+def test_a_missing_package_is_named(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reporting: None
+) -> None:
+    from simulator import page
+    from simulator.report import write_simulation
+
+    page.bundle.cache_clear()
+    monkeypatch.setitem(sys.modules, missing, None)
+    trace = tiny.chain(3)
+    with pytest.raises(EnvironmentProblem, match=re.escape("pip install 'lowtide[all]'")):
+        write_simulation(tmp_path / "r.html", trace, planned(trace), None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importing_the_report_is_light() -> None:
+    code = (
+        "import sys, simulator.report, simulator.sweep_report; "
+        "print(sorted({'altair', 'pandas', 'vl_convert', 'torch', 'jinja2'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_figures_read_well() -> None:
+    assert [show_bytes(b) for b in (None, 0, 1023, 2**20, 5 * 2**30, -(2**21))] == [
+        "–", "0 B", "1023 B", "1.00 MiB", "5.00 GiB", "-2.00 MiB",
+    ]  # fmt: skip
+    assert [show_time(t) for t in (None, 0, 999, 1500, 2_500_000, 3e9)] == [
+        "–", "0 ns", "999 ns", "1.50 µs", "2.50 ms", "3.00 s",
+    ]  # fmt: skip
+
+
+def test_candidates_and_actions_agree() -> None:
+    trace = tiny.chain(6)
+    graph = analyse(trace)
+    assert all(
+        (a.recompute_ns is not None) == (a.storage in graph.candidates) for a in activations(trace, graph)
+    )
+    assert RECOMPUTE == "recompute"

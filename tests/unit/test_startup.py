@@ -1,0 +1,85 @@
+"""Starting a command imports no more than it needs, seen from outside in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCH = {"torch", "torchvision", "transformers"}
+HEAVY = TORCH | {"pandas", "altair", "vl_convert", "numpy", "pyarrow"}
+COMMANDS = {"trace": "tracer", "simulate": "simulator", "execute": "executor"}
+
+
+def run(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules that a fresh process holds after running `code`; it may end in SystemExit."""
+    wrapper = (
+        "import sys, json\n"
+        "try:\n    exec(sys.argv[1])\nexcept SystemExit as done:\n    assert not done.code, done.code\n"
+        "sys.stderr.write('\\n' + json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
+    )
+    done = run(wrapper, code)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("package", COMMANDS.values())
+def test_help_works_and_imports_nothing_heavy(package: str) -> None:
+    code = (
+        f"import runpy; sys.argv[:] = ['{package}', '--help']\n"
+        f"runpy.run_module('{package}', run_name='__main__')"
+    )
+    assert not loaded_by(code) & HEAVY
+
+
+@pytest.mark.parametrize("package", COMMANDS.values())
+def test_python_dash_m_prints_its_usage(package: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", package, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Usage:" in done.stdout
+    assert not done.stderr
+
+
+def test_no_module_of_traces_or_simulator_imports_torch() -> None:
+    names = []
+    for package in ("traces", "simulator"):
+        names += [package, *(m.name for m in pkgutil.walk_packages([str(ROOT / package)], f"{package}."))]
+    names = [n for n in names if not n.endswith("__main__")]
+    assert {"simulator.cli", "simulator.engine", "traces.trace"} <= set(names)
+    code = "import importlib\n" + "\n".join(f"importlib.import_module({n!r})" for n in names)
+    assert not loaded_by(code) & (TORCH | {"pandas", "altair"})
+
+
+def test_listing_the_models_needs_no_torch() -> None:
+    code = "from tracer.models import list_models; assert any(m.name == 'resnet152' for m in list_models())"
+    assert not loaded_by(code) & HEAVY
+
+
+def test_the_device_table_needs_no_torch() -> None:
+    assert not loaded_by("from tracer.devices import device; assert device('h200').kind == 'cuda'") & HEAVY
+
+
+def test_a_missing_torch_is_explained() -> None:
+    # None in sys.modules makes `import torch` fail as if it were not installed.
+    code = (
+        "import sys\nsys.modules['torch'] = None\n"
+        "from traces.errors import EnvironmentProblem\nfrom tracer.spec import load_spec\n"
+        "try:\n    load_spec('resnet18')\n"
+        "except EnvironmentProblem as error:\n    assert 'pip install' in str(error), error\n"
+        "else:\n    raise AssertionError('no error')\n"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stderr

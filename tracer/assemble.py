@@ -1,0 +1,220 @@
+"""Record the loss code and the optimizer around a captured model, and put all ops of the step into one Trace.
+
+The ordinary loop runs twice on fake tensors with a stand-in for the model that returns outputs and gradients of the
+right layout; the second round is recorded, when the optimizer has its state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tracer.builder import OpRow
+from tracer.capture import Captured
+from tracer.cost import op_time_ns, uses_tf32
+from tracer.devices import Device
+from tracer.eager import EagerRecorder, tensor_row
+from tracer.loop import fit_tangent, run_step
+from tracer.program import Program
+from tracer.spec import TrainingStep
+from traces.trace import FORWARD, INPUT, OPTIMIZER_STATE, PARAMETER, VIEW, Trace, TraceMeta
+
+
+def assemble(
+    step: TrainingStep,
+    program: Program,
+    mode: FakeTensorMode,
+    target: Device,
+    meta: TraceMeta,
+) -> tuple[Trace, tuple[int, ...]]:
+    """Record the code around the model and put all rows in order: forward, loss, loss's backward, backward, rest.
+
+    Returns the trace, and for each op of the program its id there.
+    """
+    builder = program.builder()
+    recorder = EagerRecorder(builder)
+    captured = program.captured
+    parameters = dict(step.model.named_parameters())
+    buffers = dict(step.model.named_buffers())
+    for k, name in enumerate(captured.parameters):
+        recorder.know(parameters[name], k)
+    for k, name in enumerate(captured.buffers):
+        recorder.know(buffers[name], len(captured.parameters) + k)
+    first_argument = len(captured.parameters) + len(captured.buffers)
+    arguments = [x for x in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(x, torch.Tensor)]
+    for k, x in enumerate(arguments):
+        recorder.know(x, program.storage_of[captured.placeholders[first_argument + k]][0])
+    for x in step.tensors():
+        recorder.id_of(x, tensor_row(x, "batch", INPUT))
+    for name, p in parameters.items():
+        recorder.id_of(p, tensor_row(p, name, PARAMETER))
+
+    stub = _Stub(program, recorder, parameters)
+    with mode:
+        with recorder.paused():
+            run_step(step, stub, step.optimizer)
+            for number, x in enumerate(_optimizer_tensors(step.optimizer)):
+                recorder.id_of(x, tensor_row(x, f"optimizer state {number}", OPTIMIZER_STATE))
+        recorder.rows.clear()
+        recorder.died_after.clear()
+        with recorder:
+            run_step(step, stub, step.optimizer, recorder.begin)
+            recorder.look()
+    return _arrange(program, recorder, stub, target, meta)
+
+
+class _Stub:
+    """Stands for the captured model: outputs and gradients with the right layout, and no ops of its own."""
+
+    def __init__(
+        self, program: Program, recorder: EagerRecorder, parameters: dict[str, torch.Tensor]
+    ) -> None:
+        self.program = program
+        self.recorder = recorder
+        captured = program.captured
+        self.inputs = [parameters[n] for n in captured.parameters]
+        self.tangents: list[int] = []  # storages that the model's backward reads as its tangents
+        self.rows_before_backward = 0  # eager rows recorded before the model's backward begins
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        captured, program, recorder = self.program.captured, self.program, self.recorder
+        outer = self
+
+        class Model(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *inputs: torch.Tensor) -> Any:
+                with recorder.paused():
+                    outs = [_empty_like(n.meta["val"]) for n in captured.outputs]
+                for x, s in zip(outs, program.output_storages, strict=True):
+                    recorder.know(x, s, watch=True)
+                ctx.mark_non_differentiable(
+                    *(x for k, x in enumerate(outs) if k not in captured.grad_outputs)
+                )
+                ctx.set_materialize_grads(False)
+                return tuple(outs)
+
+            @staticmethod
+            def backward(ctx: Any, *tangents: Any) -> Any:
+                recorder.look()
+                holders = [n for n in captured.placeholders if "tangent_of" in n.meta]
+                for k, n in zip(captured.grad_outputs, holders, strict=True):
+                    given = tangents[k]
+                    fitting = fit_tangent(given, n.meta["val"])
+                    if recorder.active:
+                        outer.tangents.append(recorder.id_of(fitting, tensor_row(fitting, "tangent", INPUT)))
+                outer.rows_before_backward = len(recorder.rows)
+                del tangents, given, fitting
+                with recorder.paused():
+                    grads = [
+                        None if g is None else _empty_like(g.meta["val"]) for g in captured.parameter_grads
+                    ]
+                for x, g in zip(grads, captured.parameter_grads, strict=True):
+                    if x is not None:
+                        recorder.know(x, program.storage_of[g][0], watch=True)
+                return tuple(grads)
+
+        self.tangents: list[int] = []
+        flat = iter(Model.apply(*self.inputs))
+        leaves = [next(flat) if n is None else n for n in _template(captured)]
+        return pytree.tree_unflatten(leaves, captured.output_spec)
+
+
+def _template(captured: Captured) -> list[Any]:
+    return list(captured.output_template)
+
+
+def _empty_like(val: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    if optimizer is None:
+        return []
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    leaves = pytree.tree_leaves((list(optimizer.state.values()), groups))
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _arrange(
+    program: Program,
+    recorder: EagerRecorder,
+    stub: _Stub,
+    target: Device,
+    meta: TraceMeta,
+) -> tuple[Trace, tuple[int, ...]]:
+    """Put the rows of graph and recorder into one order and renumber what refers to op ids."""
+    builder, eager = recorder.builder, recorder.rows
+    n_forward, n_graph = program.forward_ops, len(program.ops)
+    loss_forward = [k for k, r in enumerate(eager) if r.phase == FORWARD]
+    loss_backward = list(range(len(loss_forward), stub.rows_before_backward))
+    after = list(range(stub.rows_before_backward, len(eager)))
+    order: list[tuple[str, int]] = [("graph", i) for i in range(n_forward)]
+    order += [("eager", k) for k in (*loss_forward, *loss_backward)]
+    order += [("graph", i) for i in range(n_forward, n_graph)]
+    order += [("eager", k) for k in after]
+    new_id = {key: i for i, key in enumerate(order)}
+    graph_id = [new_id["graph", i] for i in range(n_graph)]
+    eager_id = [new_id["eager", k] for k in range(len(eager))]
+    n_ops = len(order)
+
+    rows: list[OpRow] = []
+    for kind, k in order:
+        row = builder.ops[k] if kind == "graph" else eager[k]
+        rows.append(
+            replace(
+                row,
+                inputs=tuple(graph_id[j] for j in row.inputs) if kind == "graph" else (),
+                time_ns=0 if row.flags & VIEW else _time_ns(row, target),
+            )
+        )
+    n_program_storages = len(program.storages)
+    for s, storage in enumerate(builder.storages):
+        if storage.producer >= 0:
+            ids = graph_id if s < n_program_storages else eager_id
+            storage.producer = ids[storage.producer]
+
+    def hold(s: int, op: int) -> None:
+        builder.storages[s].hold = max(builder.storages[s].hold, op)
+
+    last_forward_graph = n_forward - 1
+    for s, k in recorder.died_after.items():
+        if s in program.output_storages and k < len(loss_forward):
+            hold(s, eager_id[k] if k >= 0 else last_forward_graph)
+        else:
+            hold(s, eager_id[k])
+    still_there = {s for s in recorder._watched if s not in recorder.died_after}
+    for s in still_there:
+        hold(s, n_ops - 1)
+    for placeholder, seen in zip(program.tangent_storages, stub.tangents, strict=True):
+        _merge_tangent(rows, builder.storages, placeholder, seen)
+    for s in program.gradient_storages:
+        if builder.storages[s].producer >= 0 and s not in recorder.died_after:
+            hold(s, n_ops - 1)
+    for s in program.output_storages:
+        if builder.storages[s].producer >= 0:
+            hold(s, last_forward_graph)
+
+    builder.ops = rows
+    meta = replace(
+        meta,
+        forward_ops=n_forward,
+        first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
+    )
+    return builder.freeze(meta), tuple(graph_id)
+
+
+def _time_ns(row: OpRow, target: Device) -> int:
+    return op_time_ns(row.flops, row.bytes_moved, row.dtype, target, tf32=uses_tf32(row.target))
+
+
+def _merge_tangent(rows: list[OpRow], storages: list[Any], placeholder: int, seen: int) -> None:
+    """Let the backward ops read the storage in which the tangent really comes; the placeholder's row becomes empty."""
+    storages[placeholder].nbytes = 0
+    storages[placeholder].shape = (0,)
+    for row in rows:
+        if placeholder in row.reads:
+            row.reads = tuple(dict.fromkeys(seen if s == placeholder else s for s in row.reads))

@@ -1,0 +1,172 @@
+"""Turn whatever a user calls a batch into the model's arguments and a loss of the model's output.
+
+With a loss function:
+    mapping: `model(**batch)`. Keys that `forward` does not name (labels, targets) go to the loss alone: one of
+        them as `loss(output, value)`, several as `loss(output, {key: value})`.
+    (inputs, targets): `loss(model(inputs), targets)`; inputs may be a tuple (`model(*inputs)`) or a mapping
+        (`model(**inputs)`). Of a longer tuple the last is the targets: `model(*batch[:-1])`.
+    tensor: `loss(model(batch))`.
+    A loss function of one argument gets the output alone.
+Without one (the model computes its loss):
+    mapping: `model(**batch)`; tuple: `model(*batch)`; tensor: `model(batch)`. The loss is `output.loss`,
+    `output["loss"]`, the output itself if it is a scalar, or `output[0]` if that is a scalar.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from traces.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitBatch:
+    """A batch, divided between the model and the loss."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], Any]
+    loss_inputs: tuple[Any, ...]
+
+
+def split_batch(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> SplitBatch:
+    """Divide a batch between the model and the loss, as the module's docstring says.
+
+    Raises:
+        SpecError: the batch is of an unknown kind, or the loss takes more than there is.
+    """
+    if isinstance(batch, Mapping):
+        return _split_mapping(model, batch, loss)
+    if isinstance(batch, (tuple, list)):
+        if not batch:
+            raise SpecError("the batch is empty.")
+        if loss is None or len(batch) == 1:
+            return _split(tuple(batch), {}, loss, ())
+        inputs = batch[0] if len(batch) == 2 else tuple(batch[:-1])
+        if isinstance(inputs, Mapping):
+            return _split((), _named(inputs), loss, (batch[-1],))
+        args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        return _split(args, {}, loss, (batch[-1],))
+    if isinstance(batch, torch.Tensor):
+        return _split((batch,), {}, loss, ())
+    raise SpecError(
+        f"the batch is a {type(batch).__name__}; return a tensor, a tuple such as (inputs, targets), or a "
+        "mapping of the model's keyword arguments (of a DataLoader: next(iter(loader)))."
+    )
+
+
+def _split_mapping(model: nn.Module, batch: Mapping[Any, Any], loss: Callable[..., Any] | None) -> SplitBatch:
+    kwargs = _named(batch)
+    if loss is None:
+        return _split((), kwargs, None, ())
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        left: dict[str, Any] = {}
+    else:
+        left = {k: v for k, v in kwargs.items() if k not in parameters}
+    kwargs = {k: v for k, v in kwargs.items() if k not in left}
+    if not kwargs:
+        names = ", ".join(left)
+        raise SpecError(
+            f"none of the batch's keys ({names}) is an argument of {type(model).__name__}.forward."
+        )
+    if not left:
+        # forward takes everything; a loss of two arguments can then only mean the batch itself.
+        targets: tuple[Any, ...] = () if _takes(loss, 1) else (kwargs,)
+    else:
+        targets = (next(iter(left.values())) if len(left) == 1 else left,)
+    return _split((), kwargs, loss, targets)
+
+
+def _named(values: Mapping[Any, Any]) -> dict[str, Any]:
+    wrong = [k for k in values if not isinstance(k, str)]
+    if wrong:
+        raise SpecError(f"the batch has the key {wrong[0]!r}; the keys must be names of arguments.")
+    return dict(values)
+
+
+def _split(
+    args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[..., Any] | None, targets: tuple[Any, ...]
+) -> SplitBatch:
+    if loss is None:
+        return SplitBatch(args=args, kwargs=kwargs, loss=loss_in_outputs, loss_inputs=())
+    function = loss
+    if targets and _takes(loss, 2):
+
+        def with_targets(outputs: Any) -> Any:
+            return function(outputs, *targets)
+
+        return SplitBatch(args=args, kwargs=kwargs, loss=with_targets, loss_inputs=targets)
+    if not _takes(loss, 1):
+        has = "the model's output and the targets" if targets else "only the model's output, no targets"
+        raise SpecError(f"the loss function cannot be called with what there is: {has}.")
+    return SplitBatch(args=args, kwargs=kwargs, loss=loss, loss_inputs=())
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many positional arguments; yes if it does not say."""
+    try:
+        inspect.signature(function.forward if isinstance(function, nn.Module) else function).bind(
+            *[None] * count
+        )
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def loss_in_outputs(outputs: Any) -> Any:
+    """The loss that a model has computed itself.
+
+    Raises:
+        SpecError: the output holds no loss.
+    """
+    if isinstance(outputs, torch.Tensor) and outputs.dim() == 0:
+        return outputs
+    found = getattr(outputs, "loss", None)
+    if found is None and isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    if found is None and isinstance(outputs, (tuple, list)) and outputs:
+        first = outputs[0]
+        found = first if isinstance(first, torch.Tensor) and first.dim() == 0 else None
+    if found is None:
+        shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, torch.Tensor) else ""
+        raise SpecError(
+            f"no loss function was given and the model returned a {type(outputs).__name__}{shape} without a "
+            "loss; return a scalar, something with a .loss, or give build() a loss function to return."
+        )
+    return found
+
+
+def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
+    """The batch with its tensors on `device`, made fake if `fake_mode` is given. Mappings become dicts."""
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if fake_mode is not None:
+            from torch._subclasses.fake_tensor import FakeTensor
+
+            if not isinstance(leaf, FakeTensor):
+                leaf = fake_mode.from_tensor(leaf)
+        return leaf.to(device)
+
+    return _pytree.tree_map(move, batch)
+
+
+def example_count(batch: Any) -> int:
+    """The first dimension of the batch's first tensor that has one; 1 if there is none."""
+    for leaf in _pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return int(leaf.shape[0])
+    return 1

@@ -1,0 +1,300 @@
+"""Turn the user's own `build()` into a training step.
+
+What `build()` may return
+-------------------------
+`(model, batch, loss, optimizer)`, `(model, batch, optimizer)` with the loss inside the model, or a mapping with
+the keys `model`, `batch` and, where there is one, `loss` and `optimizer`. The loss may be None, and so may the
+optimizer: the step then ends with the backward pass. An optimizer class, or any callable that makes an
+optimizer from parameters, will do as well as an optimizer.
+
+`build()` may name any of these parameters and gets what the command line says, else its own default:
+batch_size, seq_len, image_size, dtype, dropout, attention, optimizer, optimizer_impl, device.
+
+How the batch is given to the model: see `tracer.batch`. The model is used in the mode that `build()` left it in.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+
+from tracer.batch import example_count, split_batch, to_device
+from tracer.spec import TrainingStep
+from tracer.surroundings import (
+    active_fake_mode,
+    fake_conversions,
+    initialisers_without_values,
+    is_fake,
+    make_fake,
+    outside_fake_mode,
+)
+from traces.errors import CaptureError, LowtideError, SpecError
+
+DEFAULT_FUNCTION: Final = "build"
+RETURNS: Final = (
+    "return (model, batch, loss, optimizer), (model, batch, optimizer) with the loss inside the model, or a "
+    "dict with these keys"
+)
+# Modules beside a user's file that an earlier load imported: name -> directory.
+_siblings: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildFunction:
+    """A function in a Python file that builds a training step."""
+
+    path: Path
+    function: str
+
+    @classmethod
+    def parse(cls, reference: str) -> BuildFunction:
+        """Split "path/to/file.py:function"; SpecError if the file is missing or is not Python."""
+        path_text, _, function = reference.rpartition(":")
+        if reference.endswith(".py"):
+            path_text, function = reference, DEFAULT_FUNCTION
+        path = Path(path_text).expanduser()
+        if not function.isidentifier():
+            raise SpecError(f"{reference}: {function!r} is not a function's name; write {path_text}:build.")
+        if not path.is_file():
+            raise SpecError(f"{path_text}: there is no such file (looked in {path.absolute().parent}).")
+        try:
+            compile(path.read_bytes(), str(path), "exec")
+        except (SyntaxError, ValueError) as error:
+            line = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+            reason = error.msg if isinstance(error, SyntaxError) else error
+            raise SpecError(f"{path_text}{line}: not valid Python: {reason}.") from None
+        return cls(path=path.resolve(), function=function)
+
+    @property
+    def label(self) -> str:
+        return f"{self.path.name}:{self.function}"
+
+    def step(self, options: dict[str, Any], device: str) -> TrainingStep:
+        """Import the file, call the function, and make a training step of what it returns.
+
+        Raises:
+            SpecError: the file or function fails, or returns something else.
+            CaptureError: it needs the values of tensors while nothing may be allocated.
+        """
+        with _importable_from(self.path.parent):
+            build = self._function()
+            # Fake CUDA tensors cannot be moved like real ones, so they are made in place.
+            place = torch.device(device) if is_fake() and device != "cpu" else torch.device("cpu")
+            accepted = self._accepted(build, options, device)
+            with (
+                self._explained(f"{self.function}() failed"),
+                initialisers_without_values(),
+                fake_conversions() as conversions,
+                place,
+            ):
+                returned = build(**accepted)
+            model, batch, loss, optimizer = self._unpack(returned)
+            if (mode := active_fake_mode()) is not None and isinstance(model, nn.Module):
+                make_fake(model, mode, conversions)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                for group in optimizer.param_groups:
+                    group["params"] = [conversions.latest(p) for p in group["params"]]
+            return self._assemble(model, batch, loss, optimizer, options, device)
+
+    def _function(self) -> Callable[..., Any]:
+        with outside_fake_mode(), self._explained("importing the file failed"):
+            _make_torchvision_importable()
+            module = _import_file(self.path)
+        function = getattr(module, self.function, None)
+        if function is None:
+            known = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
+            listing = f"; it defines {', '.join(known)}" if known else ""
+            raise SpecError(
+                f"{self.path.name}: there is no function {self.function!r} in this file{listing}."
+            )
+        if not callable(function):
+            raise SpecError(f"{self.label}: this is a {type(function).__name__}, not a function.")
+        return cast(Callable[..., Any], function)
+
+    def _accepted(self, build: Callable[..., Any], options: dict[str, Any], device: str) -> dict[str, Any]:
+        parameters = inspect.signature(build).parameters
+        anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        named = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        refused = [] if anything else [k for k in options if k not in named]
+        if refused:
+            flag = "--" + refused[0].replace("_", "-")
+            raise SpecError(
+                f"{self.label}: {flag} was given, but {self.function}() has no parameter {refused[0]!r}; add "
+                f"it to the signature, or leave {flag} out."
+            )
+        needed = [
+            n
+            for n in named
+            if parameters[n].default is inspect.Parameter.empty and n not in (*options, "device")
+        ]
+        if needed:
+            listing = ", ".join(sorted(needed))
+            raise SpecError(
+                f"{self.label}: {self.function}() needs a value for {listing}; give it a default."
+            )
+        return {**options, **({"device": device} if anything or "device" in named else {})}
+
+    def _unpack(self, returned: Any) -> tuple[Any, Any, Any, Any]:
+        if isinstance(returned, Mapping):
+            unknown = sorted(str(k) for k in returned if k not in ("model", "batch", "loss", "optimizer"))
+            missing = [k for k in ("model", "batch") if k not in returned]
+            if unknown or missing:
+                what = f"lacks {missing[0]!r}" if missing else f"has the unknown key {unknown[0]!r}"
+                raise SpecError(f"{self.label}: the dict that it returned {what}; {RETURNS}.")
+            return returned["model"], returned["batch"], returned.get("loss"), returned.get("optimizer")
+        if isinstance(returned, (tuple, list)) and len(returned) == 4:
+            model, batch, loss, optimizer = returned
+            return model, batch, loss, optimizer
+        if isinstance(returned, (tuple, list)) and len(returned) == 3:
+            model, batch, optimizer = returned
+            return model, batch, None, optimizer
+        size = f" of {len(returned)} values" if isinstance(returned, (tuple, list)) else ""
+        raise SpecError(f"{self.label}: it returned a {type(returned).__name__}{size}; {RETURNS}.")
+
+    def _assemble(
+        self, model: Any, batch: Any, loss: Any, optimizer: Any, options: dict[str, Any], device: str
+    ) -> TrainingStep:
+        if not isinstance(model, nn.Module):
+            raise SpecError(f"{self.label}: the model is a {type(model).__name__}, not a torch.nn.Module.")
+        if loss is not None and not callable(loss):
+            raise SpecError(
+                f"{self.label}: the loss is a {type(loss).__name__}, not a function of the model's output; if "
+                "the model computes it, return None in its place."
+            )
+        if not any(p.requires_grad for p in model.parameters()):
+            raise SpecError(f"{self.label}: no parameter of the model is trainable (requires_grad).")
+        mode = active_fake_mode()
+        if mode is None:
+            model.to(device)
+            if isinstance(loss, nn.Module):
+                loss.to(device)
+        with self._explained("the batch could not be prepared"):
+            batch = to_device(batch, device, mode)
+        made = self._optimizer(model, loss, optimizer)
+        try:
+            given = split_batch(model, batch, loss)
+        except SpecError as error:
+            raise SpecError(f"{self.label}: {error}") from None
+        return TrainingStep(
+            model=model,
+            args=given.args,
+            kwargs=given.kwargs,
+            loss=given.loss,
+            loss_inputs=given.loss_inputs,
+            optimizer=made,
+            batch_size=int(options.get("batch_size") or example_count(batch)),
+            name=self.label,
+            options=dict(options),
+        )
+
+    def _optimizer(self, model: nn.Module, loss: Any, optimizer: Any) -> torch.optim.Optimizer | None:
+        if optimizer is None:
+            return None
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            if not callable(optimizer):
+                raise SpecError(
+                    f"{self.label}: the optimizer is a {type(optimizer).__name__}; return a "
+                    "torch.optim.Optimizer, or a class or function that makes one from parameters."
+                )
+            with self._explained("making the optimizer failed"):
+                optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise SpecError(
+                    f"{self.label}: the optimizer's function returned a {type(optimizer).__name__}."
+                )
+        known = {id(p) for p in model.parameters()}
+        if isinstance(loss, nn.Module):
+            known |= {id(p) for p in loss.parameters()}
+        strangers = sum(id(p) not in known for g in optimizer.param_groups for p in g["params"])
+        if strangers:
+            raise SpecError(
+                f"{self.label}: {strangers} of the optimizer's parameters are not parameters of the returned "
+                "model; make the optimizer from model.parameters() after the model is complete."
+            )
+        return optimizer
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Turn whatever the user's code raises into one message that names its line."""
+        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+        try:
+            yield
+        except LowtideError:
+            raise
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise CaptureError(
+                f"{self._where(error)}: {what}: it reads the values of tensors ({error}), which a fake trace "
+                "does not have; move that out of the function, or trace with --device cpu."
+            ) from error
+        except (Exception, SystemExit) as error:
+            raise SpecError(f"{self._where(error)}: {what}: {type(error).__name__}: {error}") from error
+
+    def _where(self, error: BaseException) -> str:
+        """The last line of the user's own directory on the way to the error."""
+        root = str(self.path.parent)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if f.filename.startswith(root) and "site-packages" not in f.filename]
+        exact = [f for f in frames if f.filename == str(self.path)]
+        if not (exact or own):
+            return self.label
+        frame = (exact or own)[-1] if not own else own[-1]
+        name = Path(frame.filename).relative_to(root)
+        return f"{name} line {frame.lineno}"
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Run a Python file as a module of its own, anew each time."""
+    name = f"_lowtide_build_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def _importable_from(directory: Path) -> Iterator[None]:
+    """Put a directory first on sys.path while the body runs, hiding what other directories brought."""
+    place = str(directory)
+    for name in [n for n, d in _siblings.items() if d != place]:
+        sys.modules.pop(name, None)
+        del _siblings[name]
+    before = set(sys.modules)
+    sys.path.insert(0, place)
+    try:
+        yield
+    finally:
+        if place in sys.path:
+            sys.path.remove(place)
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and file.startswith(place) and "site-packages" not in file:
+                _siblings[name] = place
+
+
+@functools.cache
+def _make_torchvision_importable() -> None:
+    """The user's file may import torchvision, which needs help beside a CPU-only torch."""
+    if importlib.util.find_spec("torchvision") is not None:
+        from tracer.torchvision_shim import import_torchvision
+
+        import_torchvision()

@@ -1,0 +1,102 @@
+"""Collect ops and storages row by row and freeze them into a Trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from traces.trace import (
+    ACTIVATION,
+    BACKWARD,
+    FORWARD,
+    VIEW,
+    Ops,
+    Storages,
+    Trace,
+    TraceMeta,
+    fingerprint,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class OpRow:
+    """One op, while the trace is being collected."""
+
+    name: str
+    target: str
+    phase: str
+    module: str = ""
+    time_ns: int = 0
+    flops: int = 0
+    bytes_moved: int = 0
+    inputs: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    events: tuple[int, ...] = ()
+    overwrites: int = -1
+    flags: int = 0
+    dtype: str = "float32"  # what the roofline looks up; not stored
+
+
+@dataclass(slots=True, kw_only=True)
+class StorageRow:
+    """One storage, while the trace is being collected."""
+
+    name: str
+    nbytes: int
+    category: str = ACTIVATION
+    producer: int = -1
+    hold: int = -1
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class TraceBuilder:
+    """A growing trace. Ids are positions in the two lists."""
+
+    ops: list[OpRow] = field(default_factory=list)
+    storages: list[StorageRow] = field(default_factory=list)
+
+    def add_storage(self, row: StorageRow) -> int:
+        self.storages.append(row)
+        return len(self.storages) - 1
+
+    def add_op(self, row: OpRow) -> int:
+        self.ops.append(row)
+        return len(self.ops) - 1
+
+    def freeze(self, meta: TraceMeta) -> Trace:
+        """Derive first and last uses and the fingerprint, and validate.
+
+        Raises:
+            TraceError: what was collected contradicts itself (a defect of the tracer).
+        """
+        n = len(self.storages)
+        first = {FORWARD: [-1] * n, BACKWARD: [-1] * n}
+        last = {FORWARD: [-1] * n, BACKWARD: [-1] * n}
+        aliases: list[list[int]] = [[] for _ in range(n)]
+        for i, op in enumerate(self.ops):
+            if op.flags & VIEW:
+                for s in op.reads:
+                    aliases[s].append(i)
+            if op.phase in first:
+                for s in op.reads:
+                    if first[op.phase][s] < 0:
+                        first[op.phase][s] = i
+                    last[op.phase][s] = i
+        ops = Ops(**{c: tuple(getattr(r, c) for r in self.ops) for c in Ops.__dataclass_fields__})
+        plain = ("name", "nbytes", "category", "producer", "hold", "dtype", "shape")
+        columns: dict[str, Iterable[object]] = {c: tuple(getattr(r, c) for r in self.storages) for c in plain}
+        storages = Storages(
+            **columns,  # type: ignore[arg-type]
+            first_forward_use=tuple(first[FORWARD]),
+            last_forward_use=tuple(last[FORWARD]),
+            first_backward_use=tuple(first[BACKWARD]),
+            last_backward_use=tuple(last[BACKWARD]),
+            aliases=tuple(tuple(a) for a in aliases),
+        )
+        meta = replace(meta, fingerprint=fingerprint(ops, storages))
+        trace = Trace(meta=meta, ops=ops, storages=storages)
+        trace.validate()
+        return trace

@@ -1,0 +1,137 @@
+"""Estimate what an op costs: floating-point operations, bytes moved, and from both its time on a device.
+
+The time is a roofline: an op takes as long as its arithmetic at the device's peak rate or its memory traffic at
+the device's bandwidth, whichever is longer, each reduced by a fixed efficiency, plus one kernel launch.
+
+Counts: matrix products, convolutions and attention by torch's own FLOP formulas; every byte of the tensors that
+an op reads and writes, once; one launch an op.
+Ignores: arithmetic of all other ops (their traffic decides); caches; overlap between kernels; how well a shape
+fits the hardware; the kernels that one op may consist of; the causal half of attention (torch's formulas count
+the full square).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+from tracer.devices import Device
+
+if TYPE_CHECKING:
+    import torch
+
+# What well-shaped kernels reach of the datasheet's peaks: large matrix products about seven tenths of the
+# arithmetic, streaming kernels about eight tenths of the bandwidth.
+COMPUTE_EFFICIENCY: Final = 0.7
+BANDWIDTH_EFFICIENCY: Final = 0.8
+
+# torch's defaults for float32 on CUDA (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32).
+MATMUL_TF32: Final = False
+CONVOLUTION_TF32: Final = True
+
+# Attention on the CPU takes the same arguments as flash attention, but torch has no formula under its name.
+SAME_FORMULA: Final = {
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_fused_attention_overrideable": "_scaled_dot_product_flash_attention",
+}
+
+
+def op_time_ns(
+    flops: int, bytes_moved: int, dtype: str, device: Device, *, tf32: bool = False, view: bool = False
+) -> int:
+    """Nanoseconds that an op takes on a device.
+
+    Args:
+        flops: floating-point operations, a multiplication and an addition counted as two.
+        bytes_moved: bytes read plus bytes written.
+        dtype: what it computes in, as torch names it ("float32").
+        device: see `tracer.devices`.
+        tf32: whether float32 is computed on TF32 tensor cores where the device has them; see `uses_tf32`.
+        view: whether the op only makes a view: it then costs nothing.
+
+    Counts: max(flops / (0.7 * peak), bytes / (0.8 * bandwidth)) + launch. Ignores: see the module's docstring.
+    """
+    if view:
+        return 0
+    compute_s = flops / (COMPUTE_EFFICIENCY * device.peak_flops_per_s(dtype, tf32=tf32))
+    memory_s = bytes_moved / (BANDWIDTH_EFFICIENCY * device.bandwidth_bytes_per_s)
+    return round(max(compute_s, memory_s) * 1e9) + device.launch_ns
+
+
+def uses_tf32(
+    target: str, *, matmul_tf32: bool = MATMUL_TF32, convolution_tf32: bool = CONVOLUTION_TF32
+) -> bool:
+    """Whether a float32 op runs on TF32 tensor cores on CUDA: by default convolutions do, matrix products not.
+
+    Args:
+        target: the op's name, e.g. "aten.convolution_backward.default".
+        matmul_tf32, convolution_tf32: torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32.
+    """
+    return convolution_tf32 if "convolution" in target else matmul_tf32
+
+
+def op_flops(target: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of one call of an op.
+
+    Args:
+        target: an `OpOverload` (or its packet).
+        args, kwargs, out: what it took and gave; tensors may be fake.
+
+    Counts: what `torch.utils.flop_counter` counts, also for attention on the CPU. Ignores: all other ops, and
+    calls that torch's formula refuses; these return 0.
+    """
+    formula = _formulas().get(getattr(target, "_overloadpacket", target))
+    if formula is None:
+        return 0
+    try:
+        return int(formula(*args, **kwargs, out_val=out))
+    except (AssertionError, TypeError, ValueError):  # e.g. nested or zero-dimensional tensors
+        return 0
+
+
+@cache
+def _formulas() -> dict[Any, Callable[..., int]]:
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    formulas = dict(flop_registry)
+    for name, like in SAME_FORMULA.items():
+        if hasattr(torch.ops.aten, name):
+            formulas.setdefault(getattr(torch.ops.aten, name), formulas[getattr(torch.ops.aten, like)])
+    return formulas
+
+
+# Ops that read only as much of their (first) input as they write.
+GATHERS: Final = frozenset({"embedding", "index", "gather", "index_select"})
+
+
+def op_bytes(
+    inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor], target: Any | None = None
+) -> int:
+    """Bytes that an op reads and writes.
+
+    Args:
+        inputs: the tensors that it reads, each counted once; outputs: those that it writes.
+        target: the op, if lookups are to be counted by the rows that they fetch and not by the whole table.
+
+    Counts: the elements of each tensor, an expanded one by what it has in memory. Ignores: caches, and what a
+    kernel reads twice.
+    """
+    written = sum(_touched_bytes(t) for t in _distinct(outputs))
+    packet = getattr(target, "_overloadpacket", target)
+    gathers = packet is not None and str(packet).rpartition(".")[2] in GATHERS
+    read = sum(min(_touched_bytes(t), written) if gathers else _touched_bytes(t) for t in _distinct(inputs))
+    return read + written
+
+
+def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride or size == 0 else 1
+    return elements * tensor.element_size()

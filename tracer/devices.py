@@ -1,0 +1,165 @@
+"""Turn a device's name into what the cost model needs to know of it: memory, bandwidth, peak rates.
+
+Peak rates are dense (without structured sparsity) and at boost clock, from the makers' datasheets; tensor-core
+rates accumulate in float32. How much of them a real kernel reaches is the business of `tracer.cost`.
+Memory is about what the driver reports for a whole board; it differs a little between boards and drivers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Final
+
+from traces.errors import SpecError
+
+GIB: Final = 2**30
+MIB: Final = 2**20
+TERA: Final = 10**12
+GIGA: Final = 10**9
+TF32: Final = "tf32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One kind of device."""
+
+    name: str
+    kind: str  # "cuda" or "cpu"
+    memory_bytes: int  # all of it; a process gets less
+    bandwidth_bytes_per_s: int
+    flops_per_s: dict[str, int]  # dtype (as torch names it, or "tf32") -> dense peak
+    launch_ns: int  # least time between the starts of two dependent kernels
+    source: str
+
+    def peak_flops_per_s(self, dtype: str, *, tf32: bool = False) -> int:
+        """The dense peak for a dtype. tf32: for float32, the rate of TF32 tensor cores if there are any.
+
+        A dtype that the device has no rate for is computed at the rate of float32.
+        """
+        if dtype == "float32" and tf32:
+            return self.flops_per_s.get(TF32, self.flops_per_s["float32"])
+        return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+
+
+def _rates(fp64: float, fp32: float, tf32: float | None, bf16: float | None, fp16: float) -> dict[str, int]:
+    """Peak rates from TFLOP/s."""
+    named = {"float64": fp64, "float32": fp32, TF32: tf32, "bfloat16": bf16, "float16": fp16}
+    return {k: int(v * TERA) for k, v in named.items() if v is not None}
+
+
+GPU_LAUNCH_NS: Final = 4_000  # an eager kernel launch; small kernels of a stream start about this far apart
+
+DEVICES: Final = (
+    Device(
+        name="H200",
+        kind="cuda",
+        memory_bytes=143_771 * MIB,
+        bandwidth_bytes_per_s=4_800 * GIGA,
+        flops_per_s=_rates(33.5, 66.9, 494.7, 989.4, 989.4),
+        launch_ns=GPU_LAUNCH_NS,
+        source="NVIDIA H200 datasheet (SXM), sparse rates halved",
+    ),
+    Device(
+        name="H100",
+        kind="cuda",
+        memory_bytes=81_559 * MIB,
+        bandwidth_bytes_per_s=3_350 * GIGA,
+        flops_per_s=_rates(33.5, 66.9, 494.7, 989.4, 989.4),
+        launch_ns=GPU_LAUNCH_NS,
+        source="NVIDIA H100 datasheet (SXM5 80 GB), sparse rates halved",
+    ),
+    Device(
+        name="A100-80",
+        kind="cuda",
+        memory_bytes=81_920 * MIB,
+        bandwidth_bytes_per_s=2_039 * GIGA,
+        flops_per_s=_rates(9.7, 19.5, 156, 312, 312),
+        launch_ns=GPU_LAUNCH_NS,
+        source="NVIDIA A100 datasheet (80 GB SXM)",
+    ),
+    Device(
+        name="A100-40",
+        kind="cuda",
+        memory_bytes=40_960 * MIB,
+        bandwidth_bytes_per_s=1_555 * GIGA,
+        flops_per_s=_rates(9.7, 19.5, 156, 312, 312),
+        launch_ns=GPU_LAUNCH_NS,
+        source="NVIDIA A100 datasheet (40 GB)",
+    ),
+    Device(
+        name="L40S",
+        kind="cuda",
+        memory_bytes=46_068 * MIB,
+        bandwidth_bytes_per_s=864 * GIGA,
+        flops_per_s=_rates(1.43, 91.6, 183, 362, 362),
+        launch_ns=GPU_LAUNCH_NS,
+        source="NVIDIA L40S datasheet; float64 is 1/64 of float32; memory with ECC on",
+    ),
+    Device(
+        name="RTX-4090",
+        kind="cuda",
+        memory_bytes=24_564 * MIB,
+        bandwidth_bytes_per_s=1_008 * GIGA,
+        flops_per_s=_rates(1.29, 82.6, 82.6, 165.2, 165.2),
+        launch_ns=GPU_LAUNCH_NS,
+        source="NVIDIA Ada GPU architecture whitepaper, appendix on the GeForce RTX 4090",
+    ),
+    Device(
+        name="RTX-3090",
+        kind="cuda",
+        memory_bytes=24_576 * MIB,
+        bandwidth_bytes_per_s=936 * GIGA,
+        flops_per_s=_rates(0.556, 35.6, 35.6, 71.2, 71.2),
+        launch_ns=GPU_LAUNCH_NS,
+        source="NVIDIA GA102 GPU architecture whitepaper, table on the GeForce RTX 3090",
+    ),
+    Device(
+        name="T4",
+        kind="cuda",
+        memory_bytes=15_360 * MIB,
+        bandwidth_bytes_per_s=320 * GIGA,
+        flops_per_s=_rates(0.254, 8.1, None, None, 65),
+        launch_ns=GPU_LAUNCH_NS,
+        source="NVIDIA T4 datasheet; no TF32 and no bfloat16 units; memory with ECC on",
+    ),
+    Device(
+        name="cpu",
+        kind="cpu",
+        memory_bytes=16 * GIB,
+        bandwidth_bytes_per_s=32 * GIGA,
+        flops_per_s=_rates(0.3, 0.6, None, 2.8, 0.6),
+        launch_ns=4_000,
+        source=(
+            "a nominal small server: two cores with AVX-512 and AMX, set so that the efficiencies of tracer.cost "
+            "give the 0.42 and 2.0 TFLOP/s (float32, bfloat16 2048^3 matmul), 26 GB/s and 4-5 us an op measured "
+            "on one; the memory is nominal. Trace with --device cpu for the times of your own machine"
+        ),
+    ),
+)
+
+
+def device(name: str) -> Device:
+    """The device of that name, whatever its case and punctuation: "h200", "RTX 4090", "a100_40gb".
+
+    Raises:
+        SpecError: there is none, or the name fits several (a100); names the close ones.
+    """
+    known = {_key(d.name): d for d in DEVICES}
+    key = _key(name)
+    for prefix in ("nvidia", "geforce"):
+        key = key.removeprefix(prefix)
+    for candidate in (key, key.removesuffix("gb"), "rtx" + key):
+        if candidate in known:
+            return known[candidate]
+    names = ", ".join(d.name for d in DEVICES)
+    starting = [d.name for k, d in known.items() if len(key) > 1 and k.startswith(key)]
+    if len(starting) > 1:
+        raise SpecError(f"device {name!r} may be {' or '.join(starting)}; say which.")
+    close = [known[k].name for k in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    raise SpecError(f"device {name!r} is unknown; {hint}Known are {names}.")
+
+
+def _key(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())

@@ -1,0 +1,49 @@
+"""Split dropout into its random mask and the deterministic rest, so that its output can be recomputed from the mask.
+
+`aten.native_dropout` returns output and mask from one random op; nothing that it makes could ever run again. On the
+CPU its kernel is `mask = empty.bernoulli_(1 - p); output = input.mul(mask).mul_(1 / (1 - p))`; written as three ops,
+the same numbers come out, bit by bit, and only the first of them is random.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("lowtide::dropout_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def dropout_mask(x: torch.Tensor, p: float) -> torch.Tensor:
+    """The bool mask that `aten.native_dropout(x, p, True)` would draw, from the same random stream."""
+    if x.device.type == "cpu":
+        return torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - p)
+    # Other devices draw the mask inside a fused kernel; its output is dropped here.
+    return torch.ops.aten.native_dropout(x, p, True)[1]
+
+
+@dropout_mask.register_fake
+def _(x: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.empty_like(x, dtype=torch.bool)
+
+
+def split_dropout(graph: fx.Graph) -> None:
+    """Replace every training `native_dropout` whose probability lies strictly between 0 and 1."""
+    for n in list(graph.nodes):
+        if n.op != "call_function" or n.target is not aten.native_dropout.default:
+            continue
+        x, p, train = n.args
+        if train is not True or not 0.0 < p < 1.0:
+            continue
+        with graph.inserting_before(n):
+            mask = graph.call_function(torch.ops.lowtide.dropout_mask.default, (x, p))
+            kept = graph.call_function(aten.mul.Tensor, (x, mask))
+            out = graph.call_function(aten.mul.Scalar, (kept, 1.0 / (1.0 - p)))
+        val_out, val_mask = n.meta["val"]
+        for new, val in ((mask, val_mask), (kept, val_out), (out, val_out)):
+            new.meta = {k: v for k, v in n.meta.items() if k in ("custom", "seq_nr", "partitioner_tag")}
+            new.meta["val"] = val
+        for part in list(n.users):
+            part.replace_all_uses_with((out, mask)[part.args[1]])
+            graph.erase_node(part)
+        graph.erase_node(n)

@@ -1,0 +1,181 @@
+"""Record what runs around the captured model (the loss code, autograd's own ops, the optimizer) as trace rows.
+
+These ops run eagerly, so the lifetime of what they allocate is decided by Python references and by autograd. The
+recorder watches each storage and notes after which op it is gone; that becomes the storage's hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tracer.builder import OpRow, StorageRow, TraceBuilder
+from tracer.cost import op_bytes, op_flops
+from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OTHER, RANDOM, VIEW
+
+aten = torch.ops.aten
+
+
+class EagerRecorder(TorchDispatchMode):
+    """A dispatch mode that appends a row for each op to `builder`, with op ids of its own.
+
+    Register storages that exist already with `know`. Set `phase` as the step goes on. Under fake tensors, a question
+    for a scalar's value (`.item()`) is answered with 1: the optimizers ask for their step counter, whose value does
+    not change what is allocated.
+    """
+
+    def __init__(self, builder: TraceBuilder) -> None:
+        super().__init__()
+        self.builder = builder
+        self.rows: list[OpRow] = []
+        self.phase = FORWARD
+        self._ids: dict[int, int] = {}
+        self._watched: dict[int, StorageWeakRef] = {}  # storage id -> weak reference
+        self._paused = 0
+        self._on = False
+        self.died_after: dict[
+            int, int
+        ] = {}  # storage id -> row after which it was gone (-1: before the first)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def begin(self, phase: str) -> None:
+        """Ops from here on belong to `phase`."""
+        self.phase = phase
+
+    @property
+    def active(self) -> bool:
+        """Whether ops are being recorded."""
+        return self._on and not self._paused
+
+    def __enter__(self) -> EagerRecorder:
+        self._on = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        super().__exit__(*reason)
+        self._on = False
+
+    def know(self, x: torch.Tensor, storage: int, *, watch: bool = False) -> None:
+        """Say which storage row stands for a tensor's storage, and whether to note when it is gone.
+
+        What is to be watched counts only while the recorder is active: a warm-up's tensors are gone later, and
+        their addresses come back.
+        """
+        if watch and not self.active:
+            return
+        self._ids[_key(x)] = storage
+        if watch:
+            self._watched[storage] = StorageWeakRef(x.untyped_storage())
+
+    def id_of(self, x: torch.Tensor, row: StorageRow) -> int:
+        """The storage row of a tensor; `row` is added if its storage is new."""
+        key = _key(x)
+        if key not in self._ids:
+            self._ids[key] = self.builder.add_storage(row)
+        return self._ids[key]
+
+    def look(self) -> None:
+        """Note which watched storages are gone by now."""
+        for s, ref in list(self._watched.items()):
+            if ref.expired():
+                self.died_after[s] = len(self.rows) - 1
+                del self._watched[s]
+                # The address may come back for another storage.
+                self._ids = {k: v for k, v in self._ids.items() if v != s}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else 1
+        if self._paused or not is_op(func):
+            return func(*args, **kwargs)
+        self.look()
+        out = func(*args, **kwargs)
+        self._record(func, args, kwargs, out)
+        return out
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(out))
+        reads = [self.id_of(x, _row(x, "constant", OTHER, -1)) for x in inputs]
+        i = len(self.rows)
+        name = f"{str(func).removeprefix('aten.').split('.')[0]}_{i}"
+        created = []
+        for x in outputs:
+            if _key(x) not in self._ids:
+                s = self.id_of(x, _row(x, name, ACTIVATION, i))
+                self._watched[s] = StorageWeakRef(x.untyped_storage())
+                created.append(s)
+        mutated = [self._ids[_key(x)] for x in _mutated(func, args, kwargs)]
+        flags = EAGER
+        if outputs and not created and not mutated:
+            flags |= VIEW
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            flags |= RANDOM
+        if mutated:
+            flags |= MUTATES
+        if not func._schema.returns:
+            flags |= EFFECT
+        view = bool(flags & VIEW)
+        self.rows.append(
+            OpRow(
+                name=name,
+                target=str(func),
+                phase=self.phase,
+                flops=0 if view else op_flops(func, args, kwargs, out),
+                bytes_moved=0 if view else op_bytes(inputs, outputs, func),
+                reads=tuple(dict.fromkeys(reads)),
+                writes=tuple(dict.fromkeys(created + mutated)),
+                flags=flags,
+            )
+        )
+
+
+def is_op(func: Any) -> bool:
+    """Whether a dispatched function counts as an op: questions about a tensor and profiler marks do not."""
+    return func.namespace not in ("prim", "prims", "profiler")
+
+
+def _key(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _row(x: torch.Tensor, name: str, category: str, producer: int) -> StorageRow:
+    return StorageRow(
+        name=name,
+        nbytes=x.untyped_storage().nbytes(),
+        category=category,
+        producer=producer,
+        dtype=str(x.dtype).removeprefix("torch."),
+        shape=tuple(int(d) for d in x.shape),
+    )
+
+
+def tensor_row(x: torch.Tensor, name: str, category: str) -> StorageRow:
+    """A row for a tensor that exists before the step."""
+    return _row(x, name, category, -1)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    for k, arg in enumerate(func._schema.arguments):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            value = args[k] if k < len(args) else kwargs.get(arg.name)
+            yield from _tensors(value)

@@ -1,0 +1,46 @@
+"""Run one iteration of the ordinary training loop: the one that is traced, measured and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tracer.spec import TrainingStep
+from traces.trace import BACKWARD, FORWARD, OPTIMIZER
+
+
+def run_step(
+    step: TrainingStep,
+    model: Callable[..., Any],
+    optimizer: torch.optim.Optimizer | None,
+    on_phase: Callable[[str], None] = lambda phase: None,
+) -> torch.Tensor:
+    """One iteration of the ordinary loop; returns the loss.
+
+    Args:
+        step: what to run.
+        model: `step.model`, or what stands in for it.
+        optimizer: None leaves the parameters as they are.
+        on_phase: told when forward, backward and the optimizer begin.
+    """
+    for p in step.model.parameters():
+        p.grad = None
+    on_phase(FORWARD)
+    loss = step.loss_of(model(*step.args, **step.kwargs))
+    on_phase(BACKWARD)
+    loss.backward()
+    on_phase(OPTIMIZER)
+    if optimizer is not None:
+        optimizer.step()
+    return loss
+
+
+def fit_tangent(given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """An incoming gradient in the layout that the backward graph was captured for; zeros if there is none."""
+    if given is None:
+        return torch.zeros_like(like, device=like.device)
+    if given.stride() == like.stride():
+        return given
+    return torch.empty_strided(like.shape, like.stride(), dtype=given.dtype, device=given.device).copy_(given)

@@ -1,0 +1,67 @@
+"""Turn an optimizer's name and a choice of implementation into a torch optimizer over parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+
+from traces.errors import SpecError
+
+# Learning rates that keep random labels on random weights finite; no figure of Lowtide depends on them.
+OPTIMIZERS: Final[dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 1e-4}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-4}),
+}
+NO_OPTIMIZER: Final = "none"
+IMPLEMENTATIONS: Final[dict[str, dict[str, bool]]] = {
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "for-loop": {"foreach": False, "fused": False},
+}
+
+
+def make_optimizer(
+    name: str, parameters: Iterable[torch.Tensor], implementation: str | None = None
+) -> torch.optim.Optimizer | None:
+    """An optimizer over `parameters`.
+
+    Args:
+        name: sgd (momentum 0.9), adam, adamw, or none (the step ends with the backward pass).
+        parameters: what it updates; those without requires_grad are left out.
+        implementation: foreach, fused or for-loop; None leaves the choice to torch, which takes foreach on
+            CUDA and the loop on the CPU.
+
+    Raises:
+        SpecError: unknown name or implementation.
+    """
+    check_optimizer(name, implementation)
+    if name == NO_OPTIMIZER:
+        return None
+    cls, settings = OPTIMIZERS[name]
+    chosen = IMPLEMENTATIONS[implementation] if implementation else {}
+    return cls([p for p in parameters if p.requires_grad], **settings, **chosen)
+
+
+def check_optimizer(name: str, implementation: str | None) -> None:
+    """Raise SpecError for an unknown optimizer or implementation."""
+    if name not in OPTIMIZERS and name != NO_OPTIMIZER:
+        raise SpecError(f"optimizer {name!r} is unknown; known are {', '.join([*OPTIMIZERS, NO_OPTIMIZER])}.")
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise SpecError(
+            f"optimizer implementation {implementation!r} is unknown; known are {', '.join(IMPLEMENTATIONS)}."
+        )
+
+
+def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer that leaves the implementation to torch take what torch takes on CUDA: foreach.
+
+    Groups in which the user has chosen foreach or fused, or asked for what foreach excludes
+    (differentiable), stay as they are.
+    """
+    for group in optimizer.param_groups:
+        undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        if undecided and not group.get("differentiable"):
+            group["foreach"] = True

@@ -1,0 +1,353 @@
+"""Measure a training step op by op on the real device: the time of each, and what it allocates while it runs.
+
+The captured model runs node by node as the graph has it, every value dropped after its last use, inside the ordinary
+training loop; the loss code and the optimizer run under a dispatch mode. So each op of the fake trace is measured once
+per round, in the same order, and its row gets the median time and the allocations.
+
+On the CPU the allocations are the allocator's own events as the profiler reports them. On CUDA they come from the
+caching allocator's counters of requested bytes: an op's peak above what it leaves behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tracer.eager import is_op
+from tracer.loop import fit_tangent, run_step
+from tracer.program import Program
+from tracer.spec import BuildStep, TrainingStep
+from tracer.step import Recorded
+from traces.errors import TraceError
+from traces.trace import Trace
+
+MARK = "#lowtide "
+
+
+class _Probe:
+    """Called around every op of a round; subclasses measure."""
+
+    def __init__(self) -> None:
+        self.targets: list[str] = []
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        raise NotImplementedError
+
+
+class _CpuTimer(_Probe):
+    def __init__(self) -> None:
+        super().__init__()
+        self.times_ns: list[int] = []
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        self.targets.append(str(target))
+        begin = time.perf_counter_ns()
+        out = call()
+        self.times_ns.append(time.perf_counter_ns() - begin)
+        return out
+
+    def finish(self) -> list[int]:
+        return self.times_ns
+
+
+class _CudaTimer(_Probe):
+    """CUDA events around every op; they are read after the round, so that nothing waits in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[Any, Any]] = []
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        self.targets.append(str(target))
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        out = call()
+        end.record()
+        self.events.append((begin, end))
+        return out
+
+    def finish(self) -> list[int]:
+        torch.cuda.synchronize()
+        return [int(begin.elapsed_time(end) * 1e6) for begin, end in self.events]
+
+
+class _CpuMarker(_Probe):
+    """Marks every op for the profiler, under which the round must run."""
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        # The public `record_function` is itself dispatched, which would put the mark beside the op, not around it.
+        with torch._C._profiler._RecordFunctionFast(f"{MARK}{len(self.targets)}"):
+            out = call()
+        self.targets.append(str(target))
+        return out
+
+
+class _CudaCounter(_Probe):
+    """Reads the caching allocator's requested bytes around every op: [+peak, -(peak - left)]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[int, ...]] = []
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        out = call()
+        stats = torch.cuda.memory_stats()
+        peak = stats["requested_bytes.all.peak"] - before
+        left = stats["requested_bytes.all.current"] - before
+        self.targets.append(str(target))
+        self.events.append(tuple(e for e in (peak, left - peak) if e))
+        return out
+
+
+def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 5, warmup: int = 2) -> Trace:
+    """The recorded trace with measured times and allocations.
+
+    Args:
+        recorded: the fake trace of the same step on the same device.
+        build: makes the step; here it makes it for real.
+        device: "cpu" or "cuda".
+        rounds: timed rounds, of which the median counts.
+        warmup: rounds before the first timed one.
+
+    Raises:
+        TraceError: the real step ran other ops than the recorded one.
+    """
+    cuda = device.startswith("cuda")
+    step = build(device)
+    runner = GraphRunner(recorded.program, step)
+    for _ in range(max(warmup, 1)):
+        runner.round(_CpuTimer())
+    samples: list[list[int]] = []
+    targets: list[str] = []
+    for k in range(rounds):
+        timer: Any = _CudaTimer() if cuda else _CpuTimer()
+        runner.round(timer)
+        samples.append(timer.finish())
+        targets = timer.targets
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\rmeasuring: round {k + 1} of {rounds}")
+    if sys.stderr.isatty():
+        sys.stderr.write("\r" + " " * 40 + "\r")
+    expected = list(recorded.trace.ops.target)
+    _compare(expected, targets)
+    events = _cuda_events(runner) if cuda else _cpu_events(runner, len(expected))
+    times = [int(statistics.median(column)) for column in zip(*samples, strict=True)]
+    return _filled(recorded.trace, times, events, device)
+
+
+def _compare(expected: list[str], real: list[str]) -> None:
+    if expected == real:
+        return
+    k = next(
+        (k for k, (a, b) in enumerate(zip(expected, real, strict=False)) if a != b),
+        min(len(expected), len(real)),
+    )
+    a = expected[k] if k < len(expected) else "nothing"
+    b = real[k] if k < len(real) else "nothing"
+    raise TraceError(
+        f"the real step differs from the captured one: op {k} is {b} and was to be {a} ({len(real)} ops, "
+        f"{len(expected)} captured). Code outside the model that branches on data cannot be traced in real mode."
+    )
+
+
+def _filled(trace: Trace, times: list[int], events: list[tuple[int, ...]], device: str) -> Trace:
+    ops, sts = trace.ops, trace.storages
+    fixed = []
+    for i in range(len(ops)):
+        created = sum(sts.nbytes[s] for s in ops.writes[i] if sts.producer[s] == i)
+        fixed.append(_settle(events[i], created))
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
+    return replace(
+        trace,
+        ops=replace(ops, time_ns=tuple(times), events=tuple(fixed)),
+        meta=replace(trace.meta, mode="real", device=device, target=name),
+    )
+
+
+def _settle(events: tuple[int, ...], created: int) -> tuple[int, ...]:
+    """Make an op's events end at the bytes of the storages that it creates.
+
+    What an op leaves beyond them (a library's cache, an output that is dropped as the op returns) counts as
+    workspace: it is part of the peak inside the op and gone afterwards.
+    """
+    left = sum(events)
+    if left > created:
+        return (*events, created - left)
+    if left < created:
+        # Outputs that live in memory which the op did not allocate itself, such as a constant.
+        return (created - left, *events)
+    return events
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running the graph node by node
+
+
+class GraphRunner:
+    """Runs training steps in which the captured model is executed op by op under a probe."""
+
+    def __init__(self, program: Program, step: TrainingStep) -> None:
+        self.program = program
+        self.step = step
+        captured = program.captured
+        self._position = {op.node: k for k, op in enumerate(program.ops)}
+        last: dict[fx.Node, fx.Node] = {}
+        for op in program.ops:
+            for a in op.node.all_input_nodes:
+                last[a] = op.node
+        # What backward returns is needed to the end.
+        finals = {g for g in (*captured.parameter_grads, *captured.argument_grads) if g is not None}
+        self._dies: dict[fx.Node, list[fx.Node]] = {}
+        for n, user in last.items():
+            if n not in finals and n.op != "get_attr":
+                self._dies.setdefault(user, []).append(n)
+        self._unused = {m for op in program.ops for m in (op.node, *op.parts) if m not in last} - finals
+        self._outputs = set(captured.outputs)
+        self._crossing = {
+            n for n, user in last.items()
+            if self._position[user] >= program.forward_ops
+        }  # fmt: skip
+
+    def round(self, probe: _Probe) -> None:
+        """One training step."""
+        with _EagerProbe(probe) as eager:
+            run_step(self.step, _Callable(self, probe, eager), self.step.optimizer)
+
+    def execute(self, env: dict[fx.Node, Any], ops: Any, probe: _Probe, keep: set[fx.Node]) -> None:
+        gm = self.program.captured.graph_module
+
+        def value(n: fx.Node) -> Any:
+            return getattr(gm, str(n.target)) if n.op == "get_attr" else env[n]
+
+        for op in ops:
+            args, kwargs = fx.node.map_arg((op.node.args, op.node.kwargs), value)
+            target = op.node.target
+            out = probe.run(target, lambda t=target, a=args, k=kwargs: t(*a, **k))
+            del args, kwargs
+            values = {op.node: out}
+            for part in op.parts:
+                values[part] = operator.getitem(values[part.args[0]], part.args[1])
+            del out
+            for n, x in values.items():
+                if n not in self._unused or n in keep:
+                    env[n] = x
+            del values
+            if op.parts and op.node in env:
+                del env[op.node]
+            for n in self._dies.get(op.node, ()):
+                if n not in keep:
+                    env.pop(n, None)
+
+
+class _Callable:
+    """Called as the model is; runs the graph under the probe."""
+
+    def __init__(self, runner: GraphRunner, probe: _Probe, eager: _EagerProbe) -> None:
+        self.runner, self.probe, self.eager = runner, probe, eager
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        runner, probe, eager = self.runner, self.probe, self.eager
+        program, captured, model = runner.program, runner.program.captured, runner.step.model
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        inputs = (
+            [parameters[n] for n in captured.parameters] + [buffers[n] for n in captured.buffers] + tensors
+        )
+        placeholders = captured.placeholders
+        holders = [n for n in placeholders if "tangent_of" in n.meta]
+
+        class Model(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *values: torch.Tensor) -> Any:
+                env = dict(zip(placeholders, values, strict=False))
+                with eager.paused():
+                    runner.execute(env, program.ops[: program.forward_ops], probe, runner._outputs)
+                outs = tuple(env[n] for n in captured.outputs)
+                ctx.env = {n: x for n, x in env.items() if n in runner._crossing}
+                ctx.mark_non_differentiable(
+                    *(x for k, x in enumerate(outs) if k not in captured.grad_outputs)
+                )
+                ctx.set_materialize_grads(False)
+                return outs
+
+            @staticmethod
+            def backward(ctx: Any, *tangents: Any) -> Any:
+                env, ctx.env = ctx.env, None
+                for k, n in zip(captured.grad_outputs, holders, strict=True):
+                    env[n] = fit_tangent(tangents[k], n.meta["val"])
+                with eager.paused():
+                    runner.execute(env, program.ops[program.forward_ops :], probe, set())
+                grads = [
+                    None if g is None else env[g]
+                    for g in (*captured.parameter_grads, *captured.argument_grads)
+                ]
+                n_parameters = len(captured.parameters)
+                return (*grads[:n_parameters], *(None for _ in captured.buffers), *grads[n_parameters:])
+
+        flat = iter(Model.apply(*inputs))
+        leaves = [next(flat) if c is None else c for c in captured.output_template]
+        return pytree.tree_unflatten(leaves, captured.output_spec)
+
+
+class _EagerProbe(TorchDispatchMode):
+    """Puts the probe around the ops outside the captured model."""
+
+    def __init__(self, probe: _Probe) -> None:
+        super().__init__()
+        self.probe = probe
+
+    def paused(self) -> contextlib.AbstractContextManager[Any]:
+        """A context without this mode, in which ops take their usual path."""
+        return _disable_current_modes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default or not is_op(func):
+            return func(*args, **kwargs)
+        return self.probe.run(func, lambda: func(*args, **kwargs))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Allocations
+
+
+def _cpu_events(runner: GraphRunner, n_ops: int) -> list[tuple[int, ...]]:
+    """One round under the profiler; the allocator's events inside each op's mark, in order of time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    marker = _CpuMarker()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        runner.round(marker)
+    assert prof.profiler is not None
+    results: Any = prof.profiler.kineto_results
+    events: list[list[tuple[int, int]]] = [[] for _ in range(n_ops)]
+    stack: list[tuple[Any, int]] = [(e, -1) for e in results.experimental_event_tree()]
+    while stack:
+        event, inside = stack.pop()
+        name = event.name
+        if name.startswith(MARK):
+            inside = int(name.removeprefix(MARK))
+        if inside >= 0 and event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            events[inside].append((event.start_time_ns, event.extra_fields.alloc_size))
+        stack.extend((child, inside) for child in event.children)
+    return [tuple(size for _, size in sorted(found, key=lambda e: e[0])) for found in events]
+
+
+def _cuda_events(runner: GraphRunner) -> list[tuple[int, ...]]:
+    counter = _CudaCounter()
+    runner.round(counter)
+    return counter.events

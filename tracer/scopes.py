@@ -1,0 +1,136 @@
+"""Put around a capture what it needs: fake parameters, module paths on the nodes, library code in its plain path."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import traceback as fx_traceback
+
+
+def fake_mode_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> FakeTensorMode | None:
+    for x in (*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))):
+        if isinstance(x, FakeTensor):
+            return x.fake_mode
+    return None
+
+
+@contextlib.contextmanager
+def fake_parameters(
+    flat: nn.Module, mode: FakeTensorMode
+) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Swap real parameters and buffers for fake ones while the body runs; yields the converter."""
+    converted: dict[int, torch.Tensor] = {}
+    keep: list[torch.Tensor] = []
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, FakeTensor):
+            return x
+        if id(x) not in converted:
+            y = mode.from_tensor(x, static_shapes=True)
+            if isinstance(x, nn.Parameter) and not isinstance(y, nn.Parameter):
+                y = nn.Parameter(y, requires_grad=x.requires_grad)
+            converted[id(x)] = y
+            keep.append(x)
+        return converted[id(x)]
+
+    swapped: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in flat.modules():
+            for slots in (module._parameters, module._buffers):
+                for name, x in slots.items():
+                    if x is not None and not isinstance(x, FakeTensor):
+                        swapped.append((slots, name, x))
+                        slots[name] = fake(x)
+        yield fake
+    finally:
+        for slots, name, x in swapped:
+            slots[name] = x
+
+
+def tied_slots(model: nn.Module) -> list[tuple[dict[str, Any], str, dict[str, Any], str]]:
+    """Slots that hold the same parameter as an earlier slot: (slots, name, first slots, first name)."""
+    first: dict[int, tuple[dict[str, Any], str]] = {}
+    ties = []
+    for kind in ("_parameters", "_buffers"):
+        for module in model.modules():
+            slots = getattr(module, kind)
+            for name, x in slots.items():
+                if x is None:
+                    continue
+                if id(x) in first:
+                    ties.append((slots, name, *first[id(x)]))
+                else:
+                    first[id(x)] = (slots, name)
+    return ties
+
+
+@contextlib.contextmanager
+def retied(ties: list[tuple[dict[str, Any], str, dict[str, Any], str]]) -> Iterator[None]:
+    """Inside the export only the first slot of a shared parameter holds the traced one: copy it to the others."""
+    saved = [(slots, name, slots[name]) for slots, name, _, _ in ties]
+    for slots, name, first_slots, first_name in ties:
+        slots[name] = first_slots[first_name]
+    try:
+        yield
+    finally:
+        for slots, name, x in saved:
+            slots[name] = x
+
+
+@contextlib.contextmanager
+def module_scopes(model: nn.Module) -> Iterator[None]:
+    """Annotate every node with the path of the innermost module that ran it (`meta["custom"]["module"]`)."""
+    open_scopes: list[Any] = []
+    handles = []
+    for path, module in model.named_modules():
+
+        def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+            scope = fx_traceback.annotate({"module": path})
+            scope.__enter__()
+            open_scopes.append(scope)
+
+        def leave(_module: nn.Module, _args: Any, _outputs: Any) -> None:
+            open_scopes.pop().__exit__(None, None, None)
+
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        while open_scopes:
+            open_scopes.pop().__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def as_compiled() -> Iterator[None]:
+    compiler: Any = torch.compiler
+    saved = compiler._is_compiling_flag
+    compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = saved
+
+
+@contextlib.contextmanager
+def unpacked_sequences() -> Iterator[None]:
+    """transformers looks into the position ids for packed sequences; without any (the eager answer here), None."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
+        yield
+        return
+    saved = masking.find_packed_sequence_indices
+    masking.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = saved

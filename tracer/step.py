@@ -1,0 +1,181 @@
+"""Assemble the Trace of one whole training step: the captured model, and around it the loss code and the optimizer.
+
+The step that is recorded is the ordinary loop's steady state:
+
+    optimizer.zero_grad(set_to_none=True)             # or: p.grad = None
+    loss = loss_of(model(*args, **kwargs))
+    loss.backward()
+    optimizer.step()
+
+The model's own ops come from the captured graph, the rest is recorded around a stand-in for it (`tracer.assemble`).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tracer.assemble import assemble
+from tracer.batch import loss_in_outputs
+from tracer.capture import Captured, capture
+from tracer.devices import Device
+from tracer.program import Program, program_of
+from tracer.spec import BuildStep, TrainingStep
+from traces.errors import CaptureError
+from traces.trace import Trace, TraceMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A trace, and the program whose ops its rows stand for."""
+
+    trace: Trace
+    program: Program
+    graph_ops: tuple[int, ...]  # program op -> op id in the trace
+
+
+def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:
+    """Which of the model's outputs the loss differentiates, as `capture` asks for it.
+
+    If only one output can have a gradient, it is that one; if the model computes the loss, it is the loss. Otherwise
+    the step runs once, forward only, and autograd is asked.
+    """
+    answer: list[Sequence[bool]] = []
+
+    def differentiable(outputs: Any) -> list[bool]:
+        return [
+            isinstance(x, torch.Tensor) and x.requires_grad and (x.is_floating_point() or x.is_complex())
+            for x in pytree.tree_leaves(outputs)
+        ]
+
+    def ask(outputs: Any) -> Sequence[bool]:
+        could = differentiable(outputs)
+        if sum(could) <= 1:
+            return could
+        if step.loss is loss_in_outputs:
+            loss = step.loss(outputs)
+            return [x is loss for x in pytree.tree_leaves(outputs)]
+        if not answer:
+            raise _NeedsRun
+        return answer[0]
+
+    def run() -> None:
+        outputs = step.model(*step.args, **step.kwargs)
+        leaves = pytree.tree_leaves(outputs)
+        could = differentiable(outputs)
+        loss = step.loss_of(outputs)
+        chosen = [x for x, c in zip(leaves, could, strict=True) if c]
+        grads = iter(torch.autograd.grad(loss, chosen, allow_unused=True))
+        answer.append([c and next(grads) is not None for c in could])
+
+    ask.run = run  # type: ignore[attr-defined]
+    return ask
+
+
+class _NeedsRun(Exception):
+    """Several outputs could have a gradient: the step must run once to see which do."""
+
+
+def capture_step(step: TrainingStep) -> Captured:
+    """Capture the model of a training step, with the outputs that its loss differentiates."""
+    if not any(p.requires_grad for p in step.model.parameters()):
+        raise CaptureError(f"{step.name}: no parameter requires a gradient, so there is no backward to plan.")
+    ask: Any = wants_gradient(step)
+    try:
+        return capture(step.model, step.args, step.kwargs, ask)
+    except (_NeedsRun, CaptureError) as error:
+        cause = error.__cause__
+        if not isinstance(error, _NeedsRun) and not isinstance(cause, _NeedsRun):
+            raise
+    from tracer.capture import forward_once
+
+    forward_once(step.model, ask.run)
+    return capture(step.model, step.args, step.kwargs, ask)
+
+
+def trace_step(
+    build: BuildStep, target: Device, *, device: str = "cpu", meta: TraceMeta | None = None
+) -> Recorded:
+    """Record the step that `build` makes on fake tensors: sizes from torch, times from the target's roofline.
+
+    Args:
+        build: makes the training step.
+        target: the device-table entry whose roofline gives the times.
+        device: the device of the fake tensors; anything but "cpu" needs a build of torch for it.
+        meta: more for the header.
+
+    Raises:
+        CaptureError, SpecError: the step cannot be built or captured.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        # A laptop trace for a GPU needs the optimizer that torch would choose there.
+        step = build(device, optimizer_as_on=target.kind if device == "cpu" else "")
+        captured = capture_step(step)
+        program = program_of(captured)
+        trace, graph_ops = assemble(
+            step, program, mode, target, header(step, program, build, device, target, meta)
+        )
+    return Recorded(trace=trace, program=program, graph_ops=graph_ops)
+
+
+def header(
+    step: TrainingStep,
+    program: Program,
+    build: BuildStep,
+    device: str,
+    target: Device,
+    meta: TraceMeta | None = None,
+) -> TraceMeta:
+    """What the trace says about itself."""
+    return replace(
+        meta or TraceMeta(model=build.model),
+        model=build.model,
+        options=dict(step.options),
+        batch_size=step.batch_size,
+        dtype=_dtype(step),
+        optimizer=describe_optimizer(step.optimizer),
+        seed=build.seed,
+        mode="fake",
+        device=device,
+        target=target.name,
+        torch_version=torch.__version__,
+        versions=versions(),
+        grad_outputs=program.captured.grad_outputs,
+        graph_fingerprint=program.fingerprint(),
+        structure_fingerprint=program.fingerprint(sizes=False),
+    )
+
+
+def _dtype(step: TrainingStep) -> str:
+    return str(next(p for p in step.model.parameters() if p.requires_grad).dtype).removeprefix("torch.")
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> str:
+    """The optimizer's class and the settings that decide its memory, as in "AdamW(foreach)"."""
+    if optimizer is None:
+        return "none"
+    group = optimizer.param_groups[0]
+    marks = [k for k in ("foreach", "fused", "capturable", "amsgrad", "nesterov") if group.get(k)]
+    if group.get("foreach") is False and not group.get("fused"):
+        marks.insert(0, "for-loop")
+    if group.get("momentum"):
+        marks.append(f"momentum={group['momentum']}")
+    return type(optimizer).__name__ + (f"({', '.join(marks)})" if marks else "")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the graph."""
+    out = {"python": platform.python_version()}
+    for name in ("torch", "torchvision", "transformers", "lowtide"):
+        try:
+            out[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return out

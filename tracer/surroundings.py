@@ -1,0 +1,141 @@
+"""Set up what surrounds the building of a model: real or fake tensors, a device, a floating type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def active_fake_mode() -> Any | None:
+    """The FakeTensorMode that is on at this moment, or None."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode()
+
+
+def is_fake() -> bool:
+    """Whether tensors made now would be fake."""
+    return active_fake_mode() is not None
+
+
+def outside_fake_mode() -> Any:
+    """A context that switches the fake mode off: for imports, whose constants outlive the mode."""
+    if not is_fake():
+        return nullcontext()
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+@contextmanager
+def made_on(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """What is made in the body is made on `device`, and floating tensors as `dtype` unless they say otherwise.
+
+    Converting a finished model would take both copies' memory, and fails for fake parameters.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device), initialisers_without_values():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def initialisers_without_values() -> Iterator[None]:
+    """Under a fake mode, skip torch's truncated normal initialiser, which asks tensors for their values.
+
+    A fake tensor has no values to truncate, so nothing is lost. Without a fake mode nothing changes.
+    """
+    if not is_fake():
+        yield
+        return
+    original = nn.init._no_grad_trunc_normal_
+
+    def skip(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    nn.init._no_grad_trunc_normal_ = skip
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+class Conversions:
+    """Which parameters `Module.to` and the like have replaced while fake, and by what."""
+
+    def __init__(self) -> None:
+        self._new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one is kept, for its id
+
+    def latest(self, parameter: Any) -> Any:
+        """What stands in a parameter's place now; the parameter itself if it was not converted."""
+        while id(parameter) in self._new:
+            parameter = self._new[id(parameter)][1]
+        return parameter
+
+    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        self._new[id(old)] = (old, new)
+
+
+@contextmanager
+def fake_conversions() -> Iterator[Conversions]:
+    """Under a fake mode, let `module.to(...)`, `.half()`, `.cpu()` work in the body.
+
+    torch converts a parameter in place by swapping two tensors, which it refuses for fake ones. Here a changed
+    parameter is replaced by a new one in all modules that share it, and an unchanged one stays.
+    """
+    conversions = Conversions()
+    if not is_fake():
+        yield conversions
+        return
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        for module in self.children() if recurse else ():
+            module._apply(fn)
+        for key, parameter in self._parameters.items():
+            if parameter is None:
+                continue
+            current = conversions.latest(parameter)
+            with torch.no_grad():
+                changed = fn(current)
+            if changed is not current and (changed.dtype, changed.device) != (current.dtype, current.device):
+                new = nn.Parameter(changed, requires_grad=current.requires_grad)
+                conversions.replace(current, new)
+                current = new
+            self._parameters[key] = current
+        for key, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[key] = fn(buffer)
+        return self
+
+    nn.Module._apply = apply
+    try:
+        yield conversions
+    finally:
+        nn.Module._apply = original
+
+
+def make_fake(model: nn.Module, mode: Any, conversions: Conversions) -> None:
+    """Replace the real parameters and buffers of a model by fake ones, where it was made outside the mode."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            current = conversions.latest(parameter)
+            if not isinstance(current, FakeTensor):
+                new = mode.from_tensor(current)  # a parameter again, with the same requires_grad
+                conversions.replace(current, new)
+                current = new
+            module._parameters[key] = current
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not isinstance(buffer, FakeTensor):
+                module._buffers[key] = mode.from_tensor(buffer)
