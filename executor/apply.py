@@ -92,6 +92,17 @@ def apply_plan(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     return planned
 
 
+def capture_now(planned: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Engine:
+    """Capture and rewrite for these arguments without running anything, as the first training call would.
+
+    Raises:
+        PlanError, CaptureError: as that call would.
+    """
+    assert isinstance(planned, PlannedModule)
+    leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+    return engine_for(planned._lowtide, planned, leaves, spec)
+
+
 def engine_for(state: _State, module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Engine:
     """The engine for these arguments, made at their first use."""
     key = (

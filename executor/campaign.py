@@ -44,6 +44,8 @@ class Outcome:
     plan_path: str
     plan: Plan
     measurement: Measurement
+    bit_equal: bool | None
+    control_difference: dict[str, float]
     first_difference: str
     curve: tuple[tuple[int, int], ...]
 
@@ -114,6 +116,8 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         plan_path=str(path),
         plan=plan,
         measurement=measurement,
+        bit_equal=None if verification is None else bool(verification["bit_equal"]),
+        control_difference={} if verification is None else verification["control_difference"],
         first_difference="" if verification is None else verification["first_difference"],
         curve=results[PLAN].curve,
     )

@@ -103,8 +103,6 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
 
 def perform(job: Job) -> JobResult:
     """Do a job in this process (which should be fresh)."""
-    import torch
-
     from executor.apply import apply_plan
     from executor.verify import verify
     from tracer.loop import run_step
@@ -114,8 +112,6 @@ def perform(job: Job) -> JobResult:
     build = load_spec(job.model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
     cuda = job.device.startswith("cuda")
     if job.variant == VERIFY:
-        if cuda:
-            torch.use_deterministic_algorithms(True, warn_only=True)
         outcome = verify(build, plan, job.device, job.steps)
         return JobResult(
             figures=RunFigures(), environment=environment(job.device), verification=asdict(outcome)

@@ -10,7 +10,6 @@ FX's generated code drops each value after its last use, which is when the sched
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,9 @@ import torch
 from torch import fx
 
 from simulator.schedule import Schedule
-from tracer.program import GraphOp, Program, inplace_twin
+from tracer.program import Program, inplace_twin
 from traces.errors import PlanError
+from traces.trace import VIEW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def rewrite(program: Program, schedule: Schedule) -> Rewritten:
         if copy not in crossing:
             assert graph is backward, "a forward op takes a value of backward"
             with backward.inserting_before(first_tangent):
-                twin = backward.placeholder(copy.name)
+                twin = backward.placeholder(f"saved_{copy.name}")
             twin.meta = dict(copy.meta)
             crossing[copy] = twin
             crossing_of[copy] = n
@@ -110,14 +110,16 @@ def rewrite(program: Program, schedule: Schedule) -> Rewritten:
             assert twin is not None
             copy.target = twin
         side[copy] = graph
-        whole = not op.parts
-        if whole or _binds(op, op.node, schedule.binds[step], schedule.recompute[step]):
+        # A view that runs again looks at its base's new copy with all its parts; another op may run again for some
+        # of its outputs only, while the others are still there.
+        partial = schedule.recompute[step] and not program.rows[op_id].flags & VIEW
+        if not op.parts or not partial:
             current[op.node] = copy
         parts: dict[fx.Node, fx.Node] = {op.node: copy}
         for part in op.parts:
-            if schedule.recompute[step] and not _binds(op, part, schedule.binds[step], True):
+            if partial and not any(s in schedule.binds[step] for s in op.storage_of[part]):
                 continue
-            pick = graph.call_function(operator.getitem, (parts[part.args[0]], part.args[1]))
+            pick = _copy(graph, part, parts.__getitem__, again=schedule.recompute[step])
             pick.meta = dict(part.meta)
             parts[part] = current[part] = pick
             side[pick] = graph
@@ -132,6 +134,9 @@ def rewrite(program: Program, schedule: Schedule) -> Rewritten:
     forward.output((tuple(outputs), tuple(saved)))
     backward.output((tuple(grads[0]), tuple(grads[1])))
     for graph in (forward, backward):
+        # FX calls an argument by its target and everything else by its name; if the two differed for one placeholder,
+        # another value could bear the name of that argument.
+        assert all(n.name == n.target for n in graph.nodes if n.op == "placeholder")
         graph.set_codegen(fx.graph._BoxedCodeGen())
         graph.lint()
     fixed = set(range(len(program.storages))) - {s for s, r in enumerate(program.storages) if r.producer >= 0}
@@ -144,12 +149,6 @@ def rewrite(program: Program, schedule: Schedule) -> Rewritten:
         saved_storages=tuple(kept),
         recomputed=tuple(recomputed),
     )
-
-
-def _binds(op: GraphOp, node: fx.Node, binds: tuple[int, ...], recompute: bool) -> bool:
-    """Whether a step makes `node`'s value anew: always the first time, else if it binds one of its storages."""
-    made = op.storage_of[node]
-    return not recompute or not made or any(s in binds for s in made)
 
 
 def _copy(graph: fx.Graph, node: fx.Node, resolve: Any, *, again: bool) -> fx.Node:

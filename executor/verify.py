@@ -6,31 +6,40 @@ random generators. Each side keeps its own generator state, so dropout draws the
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-from executor.apply import apply_plan
+from executor.apply import apply_plan, capture_now
 from tracer.loop import run_step
 from tracer.spec import BuildStep, TrainingStep
 from traces.plan import Plan
 
+NOISE_FACTOR = 10.0
 KINDS = ("loss", "gradients", "parameters", "optimizer_state", "buffers", "rng_state")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The outcome: `equal` means bit for bit, in every tensor after every step."""
+    """The outcome: `bit_equal` means every bit of every tensor after every step.
+
+    `equal` is the verdict: bit-equal, or within the noise of an untouched model that differs from itself.
+    """
 
     equal: bool
+    bit_equal: bool
     steps: int
     max_abs_difference: dict[str, float] = field(default_factory=dict)  # by kind; NaN against NaN is equal
     first_difference: str = ""  # where the first bit differed
     losses: tuple[float, ...] = ()
+    control_difference: dict[str, float] = field(
+        default_factory=dict
+    )  # eager against itself; empty: not needed
 
 
 class _Side:
@@ -74,25 +83,70 @@ class _Side:
 def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -> Verification:
     """Train both sides for `steps` steps and compare.
 
+    Deterministic algorithms are switched on while the steps run. Where the untouched model still differs from itself
+    (a kernel that adds in the order in which threads finish), bits cannot be compared; then a second untouched model
+    runs as a control, and the plan must stay within `NOISE_FACTOR` times the control's own difference.
+
     Args:
         build: makes the training step; it is called twice with the same seed.
         plan: what the second side trains by.
         device: "cpu" or "cuda".
         steps: how many.
     """
-    eager, planned = build(device), build(device)
-    start = torch.get_rng_state()
-    a = _Side(eager, eager.model, device)
-    b = _Side(planned, apply_plan(planned.model, plan), device)
-    torch.set_rng_state(start)
+    _warm_up(build, device)
+    outcome = _compare(build, plan, device, steps)
+    if outcome.bit_equal:
+        return outcome
+    control = _compare(build, None, device, steps)
+    if control.bit_equal:
+        return outcome
+    within = all(outcome.max_abs_difference[k] <= NOISE_FACTOR * control.max_abs_difference[k] for k in KINDS)
+    return replace(outcome, equal=within, control_difference=control.max_abs_difference)
+
+
+def _warm_up(build: BuildStep, device: str) -> None:
+    """Two steps of a model that is thrown away: the first steps of a process were seen to differ from later ones in
+    the last bit, planned or not, while libraries set themselves up."""
+    step = build(device)
+    side = _Side(step, step.model, device)
+    with _deterministic():
+        for _ in range(2):
+            side.run()
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _compare(build: BuildStep, plan: Plan | None, device: str, steps: int) -> Verification:
+    """Train an untouched model beside a planned one, or beside another untouched one, and compare."""
+    left, right = build(device), build(device)
+    other = right.model if plan is None else apply_plan(right.model, plan)
+    if plan is not None:
+        capture_now(other, right.args, right.kwargs)
+    a, b = _Side(left, left.model, device), _Side(right, other, device)
     b.rng = [x.clone() for x in a.rng]
+    with _deterministic():
+        return _train(a, b, steps)
+
+
+def _train(a: _Side, b: _Side, steps: int) -> Verification:
     worst = dict.fromkeys(KINDS, 0.0)
     first = ""
     losses = []
     for k in range(steps):
         left, right = a.run(), b.run()
-        losses.append(float(left))
-        pairs = [("loss", "", left, right)]
+        losses.append(float(left.detach()))
+        pairs = [("loss", "", left.detach(), right.detach())]
         pairs += [
             (kind, name, x, y)
             for (kind, name, x), (_, other, y) in zip(a.tensors(), b.tensors(), strict=True)
@@ -108,7 +162,12 @@ def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -
     if sys.stderr.isatty():
         sys.stderr.write("\r" + " " * 40 + "\r")
     return Verification(
-        equal=not first, steps=steps, max_abs_difference=worst, first_difference=first, losses=tuple(losses)
+        equal=not first,
+        bit_equal=not first,
+        steps=steps,
+        max_abs_difference=worst,
+        first_difference=first,
+        losses=tuple(losses),
     )
 
 

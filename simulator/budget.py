@@ -17,7 +17,7 @@ UNITS: Final = {
     **{p: 1024**k for k, p in enumerate("kmgt", 1)},
 }
 MEANING: Final = "give bytes (8589934592), a size (8GiB, 8GB, 512MiB), or a share of the keep-all peak (60%)"
-_NUMBER: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-zA-Z%]*)")
+_NUMBER: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-zA-Z%]*)", re.ASCII)
 
 
 def parse_budget(text: str, keep_all_peak_bytes: int) -> int:

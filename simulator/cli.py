@@ -28,7 +28,7 @@ class Refused(click.ClickException):
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code = exit_code  # type: ignore[misc]  # click declares it on the class
 
 
 def no_traceback(command: Callable[P, None]) -> Callable[P, None]:
@@ -74,6 +74,7 @@ class DefaultGroup(click.Group):
 
 
 @click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
+@click.version_option(package_name="lowtide")
 def main() -> None:
     """Find the cheapest way to make a training step fit into a memory budget.
 
@@ -161,7 +162,9 @@ def plan_command(
 @main.command("sweep")
 @click.argument("model")
 @click.option("--batch-sizes", required=True, help="For example 8,16,32,64.")
-@click.option("--budget", required=True, help="As in `simulate TRACE --budget`; a share is of each batch's own peak.")
+@click.option(
+    "--budget", required=True, help="As in `simulate TRACE --budget`; a share is of each batch's own peak."
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-sweep).")
 @click.option("--planner", help="Which planner (default: mu-two).")
 @click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
@@ -201,7 +204,9 @@ def sweep_command(
     for text in trace_option:
         key, separator, value = text.lstrip("-").partition("=")
         if not key:
-            raise SpecError(f"--trace-option {text!r} names no option; give KEY=VALUE, such as image-size=256.")
+            raise SpecError(
+                f"--trace-option {text!r} names no option; give KEY=VALUE, such as image-size=256."
+            )
         words += [f"--{key}", value] if separator else [f"--{key}"]
     name = Path(model.rpartition(":")[0]).stem if ".py:" in model else model
     request = SweepRequest(
@@ -281,7 +286,9 @@ def sweep_table(sweep: Sweep, request: SweepRequest) -> str:
     """The sweep to read: one line a batch size."""
     from simulator.page import show_bytes, show_percent, show_time
 
-    table: list[tuple[Any, ...]] = [("batch", "peak", "with plan", "step", "with plan", "overhead", "recomputed ops")]
+    table: list[tuple[Any, ...]] = [
+        ("batch", "peak", "with plan", "step", "with plan", "overhead", "recomputed ops")
+    ]
     for row in sweep.rows:
         before = (row.batch_size, show_bytes(row.baseline.peak_allocated_bytes))
         step = show_time(row.baseline.step_time_ns)
@@ -301,5 +308,7 @@ def sweep_table(sweep: Sweep, request: SweepRequest) -> str:
     widths = [max(len(str(line[k])) for line in table) for k in range(len(table[0]))]
     lines = ["  ".join(f"{cell!s:>{w}}" for cell, w in zip(line, widths, strict=True)) for line in table]
     lines += [f"batch {row.batch_size}: {row.message}" for row in sweep.rows if not row.feasible]
-    lines.append(f"Written to {request.directory}: sweep.json, traces, plans. Next: execute sweep {request.directory}")
+    lines.append(
+        f"Written to {request.directory}: sweep.json, traces, plans. Next: execute sweep {request.directory}"
+    )
     return "\n".join(lines)

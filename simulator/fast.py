@@ -296,9 +296,7 @@ class Evaluator:
                     f"op {self.op_id[c]} needs op {self.op_id[b]} again, which may not run a second time."
                 )
             stack.append(~b)
-            for s in needs_reversed[b]:
-                if not there[s]:
-                    stack.append(s)
+            stack.extend(s for s in needs_reversed[b] if not there[s])
         return order, demanded
 
 

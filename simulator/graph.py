@@ -93,7 +93,7 @@ def _read_without_their_maker(
     """
     ops, producer = trace.ops, trace.storages.producer
     behind: list[set[int]] = []  # op -> the storages that its value stands for
-    out = set()
+    out: set[int] = set()
     for i in range(len(ops)):
         taken: set[int] = set()
         for j in ops.inputs[i]:

@@ -6,14 +6,17 @@ report shows both.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 from simulator.budget import parse_budget
-from traces.errors import TraceError
+from traces.errors import BudgetError, LowtideError, TraceError
 from traces.files import write_text
 from traces.measurement import RunFigures
 from traces.plan import Plan
@@ -166,11 +169,12 @@ def ensure_trace(
         progress(f"batch {batch_size}: using {directory}")
         return
     progress(f"batch {batch_size}: tracing")
-    directory.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tracer", *words, "-o", str(directory), "--force", "-q"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip().removeprefix("Error: ") or f"`trace` ended with exit code {done.returncode}"
+        said = (
+            done.stderr.strip().removeprefix("Error: ") or f"`trace` ended with exit code {done.returncode}"
+        )
         raise LowtideError(f"batch {batch_size} could not be traced: {said}")
     write_text(stamp, canonical_json({**made_by, "fingerprint": _fingerprint(directory)}) + "\n")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.tiny import Op, trace
+import random
+
+from tests.tiny import Op, bwd, fwd, trace
 from traces.trace import ACTIVATION, BACKWARD, EAGER, FORWARD, GRADIENT, OPTIMIZER, PARAMETER, Trace
 
 FLOPS_PER_NS = 40_000  # 40 TFLOP/s
@@ -177,3 +179,19 @@ def resnet(blocks: tuple[int, ...] = (3, 8, 36, 3), batch: int = 32, side: int =
             categories[made] = GRADIENT if op.phase == BACKWARD else ACTIVATION
     categories.update(dict.fromkeys(resident, PARAMETER))
     return trace(ops, resident, dict.fromkeys(gradients, end), categories)
+
+
+def ladder(n: int, *, seed: int) -> Trace:
+    """A chain in which every value also reads an earlier one, of uneven sizes and times."""
+    draw = random.Random(seed)
+    ops = [fwd({"x0": 100}, "w", time_ns=7)]
+    for k in range(1, n):
+        far = f"x{max(0, k - 2 - draw.randrange(3))}"
+        size = draw.choice([50, 100, 200])
+        ops.append(fwd({f"x{k}": size}, *dict.fromkeys((f"x{k - 1}", far)), time_ns=draw.randrange(1, 20)))
+    ops.append(bwd({f"g{n}": 4}, f"x{n - 1}"))
+    ops += [
+        bwd({f"g{k}": 4}, f"g{k + 1}", *dict.fromkeys((f"x{k}", f"x{max(0, k - 3)}")))
+        for k in range(n - 1, -1, -1)
+    ]
+    return trace(ops, {"w": 4})

@@ -242,9 +242,7 @@ class GraphRunner:
             for part in op.parts:
                 values[part] = operator.getitem(values[part.args[0]], part.args[1])
             del out
-            for n, x in values.items():
-                if n not in self._unused or n in keep:
-                    env[n] = x
+            env.update((n, x) for n, x in values.items() if n not in self._unused or n in keep)
             del values
             if op.parts and op.node in env:
                 del env[op.node]

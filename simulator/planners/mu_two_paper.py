@@ -61,7 +61,7 @@ class Options:
     share: bool = True
 
 
-def plan(trace: Trace, budget_bytes: int, options: Options = Options()) -> Plan:  # noqa: B008 (frozen)
+def plan(trace: Trace, budget_bytes: int, options: Options = Options()) -> Plan:
     """The plan of Algorithm B.
 
     Raises:
@@ -106,7 +106,9 @@ class Greedy:
         timeline = run(trace, build(trace, (), graph), graph)
         self.kept_peaks = timeline.peak_bytes  # one step an op
         self.static_bytes = trace.resident_bytes if options.subtract_static else 0
-        self.relief = [0] * (len(trace.ops) + 1)  # differences: bytes that the chosen free while they are idle
+        self.relief = [0] * (
+            len(trace.ops) + 1
+        )  # differences: bytes that the chosen free while they are idle
 
     def _last_forward(self, s: int) -> int:
         return max(self.trace.storages.last_forward_use[s], self.trace.storages.producer[s])
@@ -140,7 +142,9 @@ class Greedy:
             # largest bytes per added time, ties by id; compared as time per byte, so that zero time wins
             r = min(pool, key=lambda s: (self.total[s] / nbytes[s], s))
             new = r not in self.chosen
-            self.pool.discard(max(self.pool, key=lambda s: (self.idle_ns[s], -s)) if self.options.remove_longest_idle else r)
+            self.pool.discard(
+                max(self.pool, key=lambda s: (self.idle_ns[s], -s)) if self.options.remove_longest_idle else r
+            )
             if new:
                 count = self._update_chosen(r)
                 self.chosen[r] = None

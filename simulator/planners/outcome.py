@@ -72,9 +72,7 @@ def predicted(baseline: Timeline, planned: Timeline) -> dict[str, Any]:
 
 def figures(timeline: Timeline) -> RunFigures:
     """A timeline's headline figures; reserved memory is not predicted yet."""
-    return RunFigures(
-        peak_allocated_bytes=timeline.peak_allocated_bytes, step_time_ns=timeline.step_time_ns
-    )
+    return RunFigures(peak_allocated_bytes=timeline.peak_allocated_bytes, step_time_ns=timeline.step_time_ns)
 
 
 def percent(part: int, whole: int) -> float:
@@ -114,7 +112,8 @@ def refuse(
         other = "" if planner == "mu-two" else ", try --planner mu-two"
         advice = f"Give a budget of {show_bytes(lowest_peak_bytes)} or more{other}, or use a smaller batch"
     message = (
-        f"{verdict}: the lowest peak that {planner} reaches is {show_bytes(lowest_peak_bytes)} ({lowest_peak_bytes} bytes), "
+        f"{verdict}: the lowest peak that {planner} reaches is {show_bytes(lowest_peak_bytes)} "
+        f"({lowest_peak_bytes} bytes), "
         f"and no plan at all can go below {show_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at "
         f"{where(trace, least.op)}: {parts}. {note}{advice}."
     )

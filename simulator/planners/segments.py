@@ -35,11 +35,12 @@ def actions_for(trace: Trace, graph: Graph, segment: Sequence[int]) -> tuple[Act
     out = [
         Action(storage=s) for s in graph.candidates if segment[sts.producer[s]] != OUTSIDE and not crosses[s]
     ]
-    for i in range(graph.first_backward_op):
-        if not graph.is_view[i]:
-            for s in graph.creates[i]:
-                if not graph.wanted[s] and not graph.pinned[s] and (crosses[s] or segment[i] == OUTSIDE):
-                    out.append(Action(storage=s, action=SAVE))
+    out += [
+        Action(storage=s, action=SAVE)
+        for i in range(graph.first_backward_op)
+        for s in graph.creates[i]
+        if not graph.wanted[s] and not graph.pinned[s] and (crosses[s] or segment[i] == OUTSIDE)
+    ]
     return tuple(out)
 
 
@@ -90,7 +91,7 @@ def block_segments(modules: Sequence[str]) -> list[int]:
     `features.denseblock1.denselayer2`. Of nested ones the first unbroken run of numbered names counts, so that
     `encoder.block.0.layer.1` belongs to `encoder.block.0` and `features.1.0.block.2` to `features.1.0`.
     """
-    parents = set()
+    parents: set[str] = set()
     for path in set(modules):
         parts = path.split(".")
         parents.update(".".join(parts[:k]) for k in range(1, len(parts)))

@@ -1,0 +1,189 @@
+"""Bytes and time at every step, by hand and against the oracle."""
+
+from __future__ import annotations
+
+from hypothesis import given
+
+from simulator.engine import breakdown, holdings, run
+from simulator.fast import Evaluator
+from simulator.graph import analyse, floor
+from simulator.schedule import build
+from tests import oracle
+from tests.strategies import traces_with_actions
+from tests.tiny import bwd, chain, fwd, opt, trace
+from traces.plan import SAVE, Action
+from traces.trace import GRADIENT, OPTIMIZER_STATE, Trace
+
+
+def peaks(of: Trace, *actions: Action) -> list[int]:
+    return list(run(of, build(of, actions)).peak_bytes)
+
+
+def live(of: Trace, *actions: Action) -> list[int]:
+    return list(run(of, build(of, actions)).live_bytes)
+
+
+def test_outputs_are_allocated_before_inputs_are_released() -> None:
+    # w 100 stays; x 10; y 20 while x is still there; then x goes
+    of = trace([fwd({"x": 10}, "w"), fwd({"y": 20}, "x"), bwd({"g": 5}, "y")], {"w": 100})
+    assert peaks(of) == [110, 130, 125]
+    # y stays for backward; after g nothing needs y or g
+    assert live(of) == [110, 120, 100]
+
+
+def test_an_output_that_nobody_reads_counts_while_its_op_runs() -> None:
+    of = trace([fwd({"x": 10, "dead": 50}, "w"), bwd({"g": 5}, "x")], {"w": 0})
+    assert peaks(of) == [60, 15]
+    assert live(of) == [10, 0]
+
+
+def test_a_view_adds_nothing_and_keeps_its_base() -> None:
+    of = trace(
+        [fwd({"x": 10}, "w"), fwd({}, "x", view="v"), fwd({"y": 1}, "v"), bwd({"g": 1}, "v")], {"w": 0}
+    )
+    assert peaks(of) == [10, 10, 11, 11]
+
+
+def test_workspace_counts_while_the_op_runs_and_never_below_its_outputs() -> None:
+    # 30 of scratch, then the output of 10, then the scratch goes: 40 at most
+    of = trace([fwd({"x": 10}, "w", events=(30, 10, -30)), bwd({"g": 4}, "x", events=(4,))], {"w": 0})
+    assert peaks(of) == [40, 14]
+    assert analyse(of).rise_bytes == (40, 4)
+
+
+def test_an_op_that_takes_over_its_input_allocates_nothing() -> None:
+    of = trace([fwd({"x": 10}, "w"), fwd({"y": 10}, "x", overwrites="x"), bwd({"g": 1}, "y")], {"w": 0})
+    assert peaks(of) == [10, 10, 11]
+
+
+def test_a_hold_counts_until_its_op_has_ended() -> None:
+    ops = [fwd({"x": 10}, "w"), bwd({"g": 7}, "x"), opt({"m": 1}, "w"), opt({"n": 1}, "w")]
+    assert peaks(trace(ops, {"w": 0})) == [10, 17, 1, 1]
+    assert peaks(trace(ops, {"w": 0}, {"g": 2})) == [10, 17, 8, 1]
+
+
+def test_recomputation_is_charged_with_all_that_its_chain_holds() -> None:
+    # w 1; x0, x1, x2 of 10; backward reads x2, x1, x0 and makes gradients of 10
+    of = chain(2, size=10, time_ns=3)
+    # w 10 resident: 20 30 40, g2 50, then x2 gone: 40+10, then x1 and g2 gone
+    assert peaks(of) == [20, 30, 40, 50, 50, 40]
+    x1, x2 = of.storages.name.index("x1"), of.storages.name.index("x2")
+    # x1 and x2 gone after forward: x0 and w are left (20); x1 rebuilt 30, x2 rebuilt 40, g2 50;
+    # x1 shared: after g2 x2 goes (w, x0, x1, g2 = 40), g1 50, then w, x0, g1 (30), g0 40
+    both = (Action(storage=x1), Action(storage=x2))
+    assert peaks(of, *both) == [20, 30, 40, 30, 40, 50, 50, 40]
+    # not shared: x1 goes as soon as x2 has been rebuilt (its last reader on behalf of g2): w, x0, x2 30, g2 40;
+    # then w, x0, g2 30: x1 again 40, g1 50, and w, x0, g1 30, g0 40
+    alone = (Action(storage=x1, share=False), Action(storage=x2))
+    assert peaks(of, *alone) == [20, 30, 40, 30, 40, 40, 40, 50, 40]
+    assert run(of, build(of, both)).step_time_ns == run(of, build(of)).step_time_ns + 6
+    assert run(of, build(of, alone)).step_time_ns == run(of, build(of)).step_time_ns + 9
+
+
+def test_a_recompute_step_makes_all_outputs_of_its_op_and_keeps_those_bound() -> None:
+    of = trace([fwd({"s": 10, "t": 70}, "w"), bwd({"g": 1}, "s"), bwd({"h": 1}, "g", "t")], {"w": 0})
+    # s gone after forward, t kept: 70; the op makes both again (150), s stays: 80, g 81
+    assert peaks(of, Action(storage=1)) == [80, 150, 81, 72]
+
+
+def test_a_saved_link_counts_until_its_last_chain_has_run() -> None:
+    of = trace([fwd({"y": 10}, "w"), fwd({"z": 1}, "y"), bwd({"g": 1}, "z"), bwd({"h": 1}, "g")], {"w": 0})
+    assert live(of) == [10, 1, 1, 0]
+    assert live(of, Action(storage=1, action=SAVE), Action(storage=2)) == [10, 10, 1, 1, 0]
+
+
+def test_views_run_again_cost_no_time_and_are_not_counted() -> None:
+    ops = [fwd({"x": 4}, "w", time_ns=5), fwd({}, "x", view="v", time_ns=2), bwd({"g": 4}, "v", time_ns=1)]
+    of = trace(ops, {"w": 4})
+    timeline = run(of, build(of, [Action(storage=1)]))
+    assert timeline.step_time_ns == 5 + 2 + 1 + 5
+    assert timeline.recomputed_ops == 1
+
+
+def test_breakdown_names_categories_and_the_workspace_of_the_running_op() -> None:
+    of = trace(
+        [fwd({"x": 10}, "w", "m"), bwd({"g": 7}, "x", events=(9, 7, -9))],
+        {"w": 100, "m": 50},
+        categories={"g": GRADIENT, "m": OPTIMIZER_STATE},
+    )
+    schedule = build(of)
+    timeline = run(of, schedule)
+    assert timeline.peak_allocated_bytes == 100 + 50 + 10 + 16
+    parts = {c: n for c, n in breakdown(of, schedule, timeline).at_peak.items() if n}
+    assert parts == {"parameter": 100, "optimizer state": 50, "activation": 10, "gradient": 7, "workspace": 9}
+    assert [(of.storages.name[h.storage], h.nbytes) for h in holdings(of, schedule, 1)] == [
+        ("w", 100),
+        ("m", 50),
+        ("x", 10),
+        ("g", 7),
+    ]
+
+
+def test_an_empty_step_peaks_at_what_is_resident() -> None:
+    of = trace([], {"w": 12})
+    timeline = run(of, build(of))
+    assert (timeline.peak_allocated_bytes, timeline.peak_step, timeline.step_time_ns) == (12, -1, 0)
+    assert Evaluator(of).evaluate(Evaluator(of).state()).peak_bytes == 12
+    assert floor(of).peak_bytes == 12
+
+
+def test_the_floor_counts_what_no_plan_can_release() -> None:
+    # at g: w 100, x 10 (read now), g 7, and r 30, which is random and needed later; y 50 need not be there
+    of = trace(
+        [
+            fwd({"r": 30}, "w", flags=1),
+            fwd({"y": 50}, "w"),
+            fwd({"x": 10}, "y"),
+            bwd({"g": 7}, "x"),
+            bwd({"h": 1}, "g", "r"),
+            bwd({"k": 1}, "h", "y"),
+        ],
+        {"w": 100},
+    )
+    least = floor(of)
+    # in forward x is made while y and r are there: 100 + 30 + 50 + 10 = 190
+    assert (least.peak_bytes, least.op) == (190, 2)
+    assert (least.resident_bytes, least.gradient_bytes, least.working_bytes) == (100, 30, 60)
+
+
+@given(traces_with_actions())
+def test_the_engine_agrees_with_the_oracle(case: tuple[Trace, tuple[Action, ...]]) -> None:
+    of, actions = case
+    schedule = build(of, actions)
+    timeline = run(of, schedule)
+    truth = oracle.replay(of, schedule)
+    assert list(timeline.peak_bytes) == truth.peak_bytes
+    assert list(timeline.live_bytes) == truth.live_bytes
+    assert timeline.step_time_ns == truth.time_ns
+
+
+@given(traces_with_actions())
+def test_the_fast_evaluation_equals_the_engine(case: tuple[Trace, tuple[Action, ...]]) -> None:
+    of, actions = case
+    timeline = run(of, build(of, actions))
+    evaluator = Evaluator(of)
+    result = evaluator.evaluate(evaluator.state(actions))
+    assert result.peak_bytes == timeline.peak_allocated_bytes
+    assert result.time_ns == timeline.step_time_ns
+
+
+@given(traces_with_actions())
+def test_the_breakdown_sums_to_the_peak_and_to_the_live_bytes(case: tuple[Trace, tuple[Action, ...]]) -> None:
+    of, actions = case
+    schedule = build(of, actions)
+    timeline = run(of, schedule)
+    parts = breakdown(of, schedule, timeline)
+    assert sum(parts.at_peak.values()) == timeline.peak_allocated_bytes
+    assert min(parts.at_peak.values()) >= 0
+    for step, n in enumerate(timeline.live_bytes):
+        assert sum(column[step] for column in parts.by_category.values()) == n
+
+
+@given(traces_with_actions())
+def test_no_plan_goes_below_the_floor(case: tuple[Trace, tuple[Action, ...]]) -> None:
+    of, actions = case
+    timeline = run(of, build(of, actions))
+    assert timeline.peak_allocated_bytes >= floor(of).peak_bytes
+    assert min(timeline.live_bytes) >= of.resident_bytes
+    assert timeline.live_bytes[-1] == of.resident_bytes
+    assert timeline.step_time_ns >= of.time_ns

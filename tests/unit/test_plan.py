@@ -1,0 +1,107 @@
+"""Plans on disk: they come back as they were, and what is no plan is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from simulator.planners import plan_with
+from tests.strategies import traces_with_actions
+from tests.tiny import chain
+from traces.errors import PlanError
+from traces.plan import SAVE, Action, Plan, label_actions
+from traces.trace import Trace
+
+SMALL = Plan(
+    meta=chain(2).meta,
+    actions=(Action(storage=1, share=False, drop_after=(4,)), Action(storage=2, action=SAVE)),
+    planner="mu-two",
+    budget_bytes=7,
+    predicted={"plan": {"peak_allocated_bytes": 6}},
+)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=traces_with_actions())
+def test_a_plan_comes_back_as_it_was(case: tuple[Trace, tuple[Action, ...]], tmp_path: Path) -> None:
+    of, actions = case
+    plan = Plan(meta=of.meta, actions=label_actions(of, actions), planner="p", budget_bytes=None)
+    assert Plan.load(plan.save(tmp_path / "p.json")) == plan
+
+
+def test_the_same_plan_makes_the_same_bytes(tmp_path: Path) -> None:
+    of = chain(6)
+    first = plan_with("mu-two", of, 20).save(tmp_path / "a.json").read_bytes()
+    assert plan_with("mu-two", of, 20).save(tmp_path / "b.json").read_bytes() == first
+
+
+def test_a_failed_save_leaves_the_old_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = SMALL.save(tmp_path / "p.json")
+
+    def broken(*args: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", broken)
+    with pytest.raises(OSError, match="disk full"):
+        Plan(meta=SMALL.meta).save(path)
+    monkeypatch.undo()
+    assert Plan.load(path) == SMALL
+    assert [p.name for p in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_labels_come_from_the_trace_in_storage_order() -> None:
+    of = chain(2)
+    first, second = label_actions(of, [Action(storage=2), Action(storage=1)])
+    assert (first.storage, first.op, first.nbytes) == (1, "x0", 4)
+    assert (second.storage, second.op) == (2, "x1")
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="no such plan"):
+        Plan.load(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "plan", "\x00"])
+def test_what_is_not_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(PlanError, match="not a JSON file"):
+        Plan.load(tmp_path / "p.json")
+
+
+def test_what_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_bytes(b"\xff\xfe\x00PAR1")
+    with pytest.raises(PlanError, match="not a JSON file"):
+        Plan.load(tmp_path / "p.json")
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    return {**SMALL.to_json(), **values}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "not a Lowtide plan"),
+        ({}, "not a Lowtide plan"),
+        (changed(record="measurement"), "not a Lowtide plan"),
+        (changed(plan_version=99), "plan version 99"),
+        (changed(actions=[{"storage": 1, "action": "burn"}]), "malformed plan"),
+        (changed(actions=[{"action": "recompute"}]), "malformed plan"),
+        (changed(actions=[7]), "malformed plan"),
+        (changed(actions=None), "malformed plan"),
+        (changed(budget_bytes="much"), "malformed plan"),
+        (changed(trace={}), "malformed plan"),
+        (changed(trace=None), "malformed plan"),
+        ({k: v for k, v in SMALL.to_json().items() if k != "planner"}, "malformed plan"),
+    ],
+)
+def test_what_is_no_plan(tmp_path: Path, data: object, message: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=message) as caught:
+        Plan.load(path)
+    assert str(path) in str(caught.value)

@@ -1,0 +1,268 @@
+"""What a plan means, step by step, on traces whose every step is worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+from simulator.graph import analyse
+from simulator.schedule import build
+from tests import oracle
+from tests.strategies import traces_with_actions
+from tests.tiny import bwd, chain, fwd, opt, trace
+from traces.errors import PlanError
+from traces.plan import SAVE, Action
+from traces.trace import COLLECTIVE, EAGER, EFFECT, MUTATES, RANDOM, Trace
+
+
+def named(of: Trace, name: str) -> int:
+    return of.storages.name.index(name)
+
+
+def shown(of: Trace, *actions: Action) -> str:
+    """The schedule as text: a recomputed op has a prime, what is bound again stands in brackets."""
+    schedule = build(of, actions)
+    words = []
+    for op, again, binds in zip(schedule.op, schedule.recompute, schedule.binds, strict=True):
+        word = of.ops.name[op] + ("'" if again else "")
+        if again and binds:
+            word += "[" + ",".join(of.storages.name[s] for s in binds) + "]"
+        words.append(word)
+    return " ".join(words)
+
+
+def freed(of: Trace, *actions: Action) -> list[set[str]]:
+    return [{of.storages.name[s] for s in f} for f in build(of, actions).frees]
+
+
+def test_nothing_planned_runs_the_trace_as_it_is() -> None:
+    of = chain(2)
+    assert shown(of) == "x0 x1 x2 g2 g1 g0"
+    # x2 is last read by g2, x1 and g2 by g1, and so on; nothing reads g0
+    assert freed(of) == [set(), set(), set(), {"x2"}, {"x1", "g2"}, {"x0", "g1", "g0"}]
+
+
+def test_a_recomputed_value_goes_after_forward_and_returns_just_before_its_reader() -> None:
+    of = chain(2)
+    action = Action(storage=named(of, "x1"))
+    assert shown(of, action) == "x0 x1 x2 g2 x1'[x1] g1 g0"
+    # x1's forward instance dies with its last forward reader x2
+    assert freed(of, action)[2] == {"x1"}
+    assert "x1" in freed(of, action)[5]
+
+
+def diamond() -> Trace:
+    """a feeds b and c; backward reads c, b, a in turn, and a twice."""
+    return trace(
+        [
+            fwd({"a": 4}, "w"),
+            fwd({"b": 4}, "a"),
+            fwd({"c": 4}, "a", "b"),
+            bwd({"gc": 4}, "c"),
+            bwd({"gb": 4}, "gc", "b"),
+            bwd({"ga": 4}, "gb", "a"),
+            bwd({"gw": 4}, "ga", "a"),
+        ],
+        {"w": 4},
+    )
+
+
+def test_a_shared_value_is_rebuilt_once_for_all() -> None:
+    of = diamond()
+    actions = [Action(storage=named(of, n)) for n in "abc"]
+    # c needs a and b; both stay for gb, ga and gw
+    assert shown(of, *actions) == "a b c a'[a] b'[b] c'[c] gc gb ga gw"
+
+
+def test_an_unshared_value_is_rebuilt_for_every_op_that_demands_it() -> None:
+    of = diamond()
+    actions = [Action(storage=named(of, n), share=False) for n in "abc"]
+    assert shown(of, *actions) == "a b c a'[a] b'[b] c'[c] gc a'[a] b'[b] gb a'[a] ga a'[a] gw"
+
+
+def test_drop_after_releases_a_shared_value_in_between() -> None:
+    of = diamond()
+    a = Action(storage=named(of, "a"), drop_after=(3,))  # after gc
+    # rebuilt on the way to c, dropped after gc, rebuilt for ga and then kept for gw
+    others = [Action(storage=named(of, n)) for n in "bc"]
+    assert shown(of, a, *others) == "a b c a'[a] b'[b] c'[c] gc gb a'[a] ga gw"
+
+
+def link() -> Trace:
+    """x and z are read by backward; y lies between them and is not."""
+    return trace(
+        [
+            fwd({"x": 4}, "w"),
+            fwd({"y": 4}, "x"),
+            fwd({"z": 4}, "y"),
+            fwd({"out": 4}, "y", "z"),
+            bwd({"g1": 4}, "z"),
+            bwd({"g2": 4}, "g1", "out"),
+            bwd({"g3": 4}, "g2", "x"),
+        ],
+        {"w": 4},
+    )
+
+
+def test_a_link_is_rebuilt_on_the_way_and_goes_with_the_op_that_demanded_it() -> None:
+    of = link()
+    actions = [Action(storage=named(of, n)) for n in ("z", "out")]
+    # z has an action and is shared, so out's chain finds it; y has none and is rebuilt twice
+    assert shown(of, *actions) == "x y z out y'[y] z'[z] g1 y'[y] out'[out] g2 g3"
+
+
+def test_a_shared_link_stays_for_the_next_chain() -> None:
+    of = link()
+    actions = [Action(storage=named(of, n)) for n in ("y", "z", "out")]
+    assert shown(of, *actions) == "x y z out y'[y] z'[z] g1 out'[out] g2 g3"
+
+
+def test_a_saved_link_is_kept_from_forward_until_its_last_chain() -> None:
+    of = link()
+    save = Action(storage=named(of, "y"), action=SAVE)
+    actions = [save, Action(storage=named(of, "z")), Action(storage=named(of, "out"))]
+    assert shown(of, *actions) == "x y z out z'[z] g1 out'[out] g2 g3"
+    assert "y" in freed(of, *actions)[6]
+
+
+def test_views_are_rebuilt_with_their_base_and_again_when_the_base_is_a_new_one() -> None:
+    of = trace(
+        [
+            fwd({"x": 4}, "w"),
+            fwd({}, "x", view="v"),
+            fwd({"y": 4}, "v"),
+            bwd({"g": 4}, "v"),
+            bwd({"h": 4}, "g", "v"),
+        ],
+        {"w": 4},
+    )
+    x = named(of, "x")
+    assert shown(of) == "x v y g h"
+    assert shown(of, Action(storage=x)) == "x v y x'[x] v' g h"
+    assert shown(of, Action(storage=x, share=False)) == "x v y x'[x] v' g x'[x] v' h"
+
+
+def several_outputs() -> Trace:
+    """One op makes s and t; backward's first op reads s itself and, through y, t."""
+    return trace(
+        [
+            fwd({"s": 4, "t": 8}, "w", name="pair"),
+            fwd({"y": 4}, "t"),
+            bwd({"g": 4}, "s", "y"),
+            bwd({"h": 4}, "g", "t"),
+        ],
+        {"w": 4},
+    )
+
+
+def test_an_op_from_which_two_values_are_wanted_runs_once() -> None:
+    of = several_outputs()
+    actions = [Action(storage=named(of, n), share=False) for n in ("s", "t", "y")]
+    assert shown(of, *actions) == "pair y pair'[s,t] y'[y] g pair'[t] h"
+
+
+def test_outputs_that_nobody_wants_are_not_bound() -> None:
+    of = several_outputs()
+    assert shown(of, Action(storage=named(of, "s"))) == "pair y pair'[s] g h"
+    # t is shared and has a later reader: it is bound along with s
+    both = [Action(storage=named(of, n)) for n in ("s", "t")]
+    assert shown(of, *both) == "pair y pair'[s,t] g h"
+
+
+def test_a_hold_keeps_a_storage_beyond_its_last_reader() -> None:
+    of = trace(
+        [fwd({"x": 4}, "w"), bwd({"g": 4}, "x"), opt({"n": 4}, "w"), opt({"m": 4}, "w")], {"w": 4}, {"g": 2}
+    )
+    assert freed(of) == [set(), {"x"}, {"g", "n"}, {"m"}]
+
+
+def test_the_memory_of_an_input_is_taken_over_only_at_its_last_use() -> None:
+    ops = [fwd({"x": 4}, "w"), fwd({"y": 4}, "x", overwrites="x"), bwd({"g": 4}, "y")]
+    of = trace(ops, {"w": 4})
+    assert build(of).takes == (-1, named(of, "x"), -1)
+    of = trace([*ops, bwd({"h": 4}, "g", "x")], {"w": 4})  # backward needs x: it is kept
+    assert build(of).takes == (-1, -1, -1, -1)
+    # released, and rebuilt later: then y may take it over after all
+    assert build(of, [Action(storage=named(of, "x"))]).takes[1] == named(of, "x")
+
+
+@pytest.mark.parametrize("flag", [RANDOM, MUTATES, COLLECTIVE, EFFECT, EAGER])
+def test_ops_that_may_not_run_twice_make_no_candidates(flag: int) -> None:
+    of = trace([fwd({"x": 4}, "w", flags=flag), fwd({"y": 4}, "x"), bwd({"g": 4}, "x", "y")], {"w": 4})
+    assert [of.storages.name[s] for s in analyse(of).candidates] == ["y"]
+    with pytest.raises(PlanError, match=r"cannot be recomputed.*marked"):
+        build(of, [Action(storage=named(of, "x"))])
+
+
+def test_a_value_that_hangs_on_a_random_one_which_is_not_kept_is_no_candidate() -> None:
+    of = trace([fwd({"r": 4}, "w", flags=RANDOM), fwd({"y": 4}, "r"), bwd({"g": 4}, "y")], {"w": 4})
+    assert analyse(of).candidates == ()
+    with pytest.raises(PlanError, match="random"):
+        build(of, [Action(storage=named(of, "y"))])
+
+
+def test_a_value_that_eager_code_reads_in_backward_is_no_candidate() -> None:
+    of = trace([fwd({"x": 4}, "w"), bwd({"g": 4}, "x", flags=EAGER)], {"w": 4})
+    assert analyse(of).candidates == ()
+
+
+def test_a_value_held_beyond_forward_is_no_candidate() -> None:
+    ops = [fwd({"x": 4}, "w"), bwd({"g": 4}, "x")]
+    assert analyse(trace(ops, {"w": 4})).candidates
+    assert not analyse(trace(ops, {"w": 4}, {"x": 1})).candidates
+
+
+def without_inputs(of: Trace, op: int) -> Trace:
+    inputs = list(of.ops.inputs)
+    inputs[op] = ()
+    return replace(of, ops=replace(of.ops, inputs=tuple(inputs)))
+
+
+def test_a_value_read_without_its_maker_is_no_candidate() -> None:
+    """Nothing would say how to rebuild it: an op may read a storage through another op that overwrote it."""
+    of = chain(1)
+    assert named(of, "x1") in analyse(of).candidates
+    assert named(of, "x1") not in analyse(without_inputs(of, 2)).candidates
+
+
+def test_a_read_of_what_is_not_there_is_an_error_and_not_a_wrong_figure() -> None:
+    of = chain(1)
+    graph = analyse(of)
+    with pytest.raises(PlanError, match="reads storage"):
+        build(without_inputs(of, 2), [Action(storage=named(of, "x1"))], graph)
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (Action(storage=99), "belongs to another trace"),
+        (Action(storage=-1), "belongs to another trace"),
+        (Action(storage=0), "throughout the step"),
+        (Action(storage=0, action=SAVE), "cannot be saved"),
+        (Action(storage=4), "backward makes it"),
+        (Action(storage=4, action=SAVE), "cannot be saved"),
+        (Action(storage=1, action="burn"), "unknown action"),
+    ],
+)
+def test_impossible_actions(action: Action, message: str) -> None:
+    # storages: w 0, x0 1, x1 2, g1 3, g0 4
+    with pytest.raises(PlanError, match=message):
+        build(chain(1), [action])
+
+
+def test_a_storage_may_have_one_action_only() -> None:
+    with pytest.raises(PlanError, match="twice"):
+        build(chain(1), [Action(storage=1), Action(storage=1, share=False)])
+
+
+@given(traces_with_actions())
+def test_every_schedule_keeps_the_order_and_reads_only_what_is_there(
+    case: tuple[Trace, tuple[Action, ...]],
+) -> None:
+    of, actions = case
+    schedule = build(of, actions)
+    oracle.check_order(of, schedule)
+    oracle.check_policy(of, schedule, actions)
+    oracle.instances(of, schedule)

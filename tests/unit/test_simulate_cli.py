@@ -1,0 +1,410 @@
+"""`simulate` as a user types it: what stands on stdout and stderr, the exit code, and what is left on disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from simulator import sweep as sweep_module
+from simulator.cli import main
+from simulator.planners import REGISTRY
+from simulator.sweep import Sweep, SweepRequest, SweepRow, ensure_trace, predict
+from tests.synthetic import resnet
+from tests.tiny import chain
+from traces.errors import LowtideError, TraceError
+from traces.measurement import RunFigures
+from traces.plan import Plan
+from traces.store import load, save
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def simulate(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(w) for w in words], prog_name="simulate")
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(resnet((1, 2, 2, 1), batch=64, side=64), tmp_path_factory.mktemp("traces") / "small")
+
+
+def no_traceback(result: Result) -> None:
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+
+
+def test_a_plan_within_the_budget_as_json(network: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    result = simulate(network, "--budget", "60%", "-o", output, "--json")
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)  # one object and nothing else
+    baseline, planned = answer["baseline"], answer["plan"]
+    for run in (baseline, planned):
+        assert {"peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns"} <= set(run)
+        assert sum(run["peak_by_category"].values()) == run["peak_allocated_bytes"]
+    assert answer["trace"] == str(network)
+    assert (answer["planner"], answer["feasible"]) == ("mu-two", True)
+    assert answer["budget_bytes"] == baseline["peak_allocated_bytes"] * 60 // 100
+    assert planned["peak_allocated_bytes"] <= answer["budget_bytes"]
+    added = planned["step_time_ns"] - baseline["step_time_ns"]
+    assert planned["overhead_percent"] == pytest.approx(100 * added / baseline["step_time_ns"])
+    assert planned["recomputed_ops"] > 0
+    assert answer["solve_seconds"] >= 0
+    assert answer["bound"]["overhead_percent"] is None
+    assert answer["bound"]["reason"]
+    assert answer["gap_points"] is None
+    plan = Plan.load(output)
+    assert plan.budget_bytes == answer["budget_bytes"]
+    assert plan.meta == load(network).meta
+    assert plan.predicted["plan"]["peak_allocated_bytes"] == planned["peak_allocated_bytes"]
+
+
+def test_a_plan_to_read(network: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    result = simulate(network, "--budget", "60%", "-o", output)
+    assert result.exit_code == 0
+    for part in ("peak", "time", "activation", "sum", "Largest there", f"Next: execute {output}"):
+        assert part in result.stdout
+    assert "planning" in result.stderr
+    assert not simulate(network, "--budget", "60%", "-q").stderr
+
+
+def test_without_a_budget_the_step_is_simulated_as_it_is(network: Path) -> None:
+    answer = json.loads(simulate(network, "--json").stdout)
+    assert (answer["planner"], answer["budget_bytes"], answer["feasible"]) == ("keep-all", None, True)
+    assert answer["plan"]["peak_allocated_bytes"] == answer["baseline"]["peak_allocated_bytes"]
+    assert answer["plan"]["overhead_percent"] == 0
+    assert "with everything kept" in simulate(network).stdout
+
+
+def test_options_may_stand_before_the_trace(network: Path) -> None:
+    assert simulate("--budget", "90%", network).exit_code == 0
+
+
+@pytest.mark.parametrize("planner", REGISTRY)
+def test_every_planner_by_name(network: Path, planner: str) -> None:
+    answer = json.loads(simulate(network, "--budget", "500%", "--planner", planner, "--json").stdout)
+    assert answer["planner"] == planner
+    assert answer["feasible"]
+
+
+def test_a_budget_that_cannot_be_met(network: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    result = simulate(network, "--budget", "1%", "-o", output, "--json")
+    assert result.exit_code == 1
+    answer = json.loads(result.stdout)
+    assert answer["feasible"] is False
+    assert answer["plan"]["peak_allocated_bytes"] is None
+    least = answer["floor"]
+    assert answer["budget_bytes"] < least["peak_allocated_bytes"] <= answer["lowest_peak_bytes"]
+    parts = least["resident_bytes"] + least["gradient_bytes"] + least["working_bytes"]
+    assert parts == least["peak_allocated_bytes"]
+    assert least["op"]
+    assert result.stderr.count("Error: ") == 1
+    assert not output.exists()
+    to_read = simulate(network, "--budget", "1%")
+    assert (to_read.exit_code, to_read.stdout) == (1, "")
+    assert "no plan at all can go below" in to_read.stderr
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "abc", "-5%", "nan", "inf", "", "0.6", "8XB"])
+def test_what_is_no_budget(network: Path, budget: str) -> None:
+    result = simulate(network, "--budget", budget)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"budget {budget!r}" in result.stderr
+    no_traceback(result)
+
+
+def test_a_bad_budget_is_refused_before_the_trace_is_opened() -> None:
+    assert "budget 'abc'" in simulate("nowhere", "--budget", "abc").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "no such trace directory"),
+        (["nowhere", "--budget", "60%"], "no such trace directory"),
+        (["T", "--planner", "magic"], "no such planner"),
+        (["T", "--bugdet", "60%"], "No such option"),
+        (["T", "more"], "unexpected extra argument"),
+        (["--json"], "Missing argument"),
+        ([""], "Missing argument"),
+    ],
+)
+def test_wrong_words(words: Sequence[str], message: str, network: Path) -> None:
+    result = simulate(*(str(network) if w == "T" else w for w in words))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not result.stdout
+    no_traceback(result)
+
+
+def test_a_damaged_trace(tmp_path: Path) -> None:
+    directory = save(chain(2), tmp_path / "t")
+    (directory / "ops.parquet").write_bytes(b"PAR1 was here")
+    result = simulate(directory, "--budget", "60%")
+    assert result.exit_code == 2
+    assert "cannot be read as Parquet" in result.stderr
+    no_traceback(result)
+
+
+def test_an_existing_plan_is_replaced_only_by_force(
+    network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "plan.json"
+    output.write_text("mine")
+
+    def planned(*args: object) -> None:
+        raise AssertionError("planned before looking at -o")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("simulator.planners.plan_with", planned)
+        result = simulate(network, "--budget", "60%", "-o", output)
+    assert result.exit_code == 2
+    assert "--force" in result.stderr
+    assert output.read_text() == "mine"
+    assert simulate(network, "--budget", "60%", "-o", output, "--force").exit_code == 0
+    assert Plan.load(output).planner == "mu-two"
+
+
+def test_an_output_that_cannot_be_written(network: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path, tmp_path / "file" / "plan.json"):
+        result = simulate(network, "--budget", "60%", "-o", output)
+        assert result.exit_code == 2
+        no_traceback(result)
+
+
+def test_report_is_handed_trace_plan_and_budget(
+    network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("simulator.report.write_simulation", lambda *args: seen.append(args))
+    page = tmp_path / "page.html"
+    assert simulate(network, "--budget", "60%", "--report", page).exit_code == 0
+    ((path, of, plan, budget_bytes),) = seen
+    assert (path, of) == (page, load(network))
+    assert plan.budget_bytes == budget_bytes
+
+
+def test_planners_are_listed() -> None:
+    result = simulate("planners")
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()] == list(REGISTRY)
+    assert list(json.loads(simulate("planners", "--json").stdout)) == list(REGISTRY)
+
+
+def test_help_documents_the_main_form_and_the_commands() -> None:
+    text = simulate("--help").stdout
+    for part in ("TRACE", "--budget", "--planner", "--force", "sweep", "planners", "Exit code"):
+        assert part in text
+    assert "--batch-sizes" in simulate("sweep", "--help").stdout
+
+
+def test_help_starts_without_arrays_or_tables() -> None:
+    code = (
+        "import sys\nfrom simulator.cli import main\n"
+        "try:\n    main(['--help'], prog_name='simulate')\nexcept SystemExit:\n    pass\n"
+        "heavy = {'numpy', 'pyarrow', 'pandas', 'altair', 'torch', 'jinja2'}\n"
+        "print('heavy:', sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+# Sweeps. `trace` is replaced by a function that writes a small network's trace.
+
+
+class Tracer:
+    """Stands for the `trace` process; remembers its command lines."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.commands: list[list[str]] = []
+        self.failing = failing
+
+    def __call__(self, command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        self.commands.append(command[3:])
+        assert command[:3] == [sys.executable, "-m", "tracer"]
+        batch_size = int(command[command.index("--batch-size") + 1])
+        if batch_size == self.failing:
+            return subprocess.CompletedProcess(command, 2, "", "Error: no such model.\n")
+        of = resnet((1, 1), batch=16 * batch_size, side=32)
+        save(of, command[command.index("-o") + 1], force=True)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+
+@pytest.fixture
+def tracer(monkeypatch: pytest.MonkeyPatch) -> Tracer:
+    tracer = Tracer()
+    monkeypatch.setattr(sweep_module.subprocess, "run", tracer)
+    return tracer
+
+
+def request_for(directory: Path, **values: Any) -> SweepRequest:
+    given = {
+        "model": "m",
+        "batch_sizes": (4, 8),
+        "budget": "80%",
+        "planner": "mu-two",
+        "directory": directory,
+    }
+    return SweepRequest(**{**given, **values})
+
+
+def test_a_sweep_traces_and_plans_every_batch_size(tracer: Tracer, tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    words = ["sweep", "m", "--batch-sizes", "32,64", "--budget", "85%", "-o", directory, "--seq-len", 7]
+    result = simulate(
+        *words, "--target", "h200", "--optimizer", "adam", "--trace-option", "image-size=32", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    options = ["--seq-len", "7", "--target", "h200", "--optimizer", "adam", "--image-size", "32"]
+    out = ["-o", str(directory / "trace-b32"), "--force", "-q"]
+    assert tracer.commands[0] == ["m", "--batch-size", "32", *options, *out]
+    sweep = Sweep.load(directory / "sweep.json")
+    assert json.loads(result.stdout) == json.loads(json.dumps(sweep.to_json()))
+    assert [row.batch_size for row in sweep.rows] == [32, 64]
+    for row in sweep.rows:
+        of = load(directory / row.trace_path)
+        plan = Plan.load(directory / row.plan_path)
+        assert row.feasible
+        assert plan.meta == of.meta
+        assert row.plan.peak_allocated_bytes is not None
+        assert row.plan.peak_allocated_bytes <= row.budget_bytes
+        assert sum(row.breakdown_plan.values()) == row.plan.peak_allocated_bytes
+        assert sum(row.breakdown_baseline.values()) == row.baseline.peak_allocated_bytes
+        assert (row.ops, row.storages) == (len(of.ops), len(of.storages))
+    assert "32" in simulate(*words).stdout
+
+
+def test_a_trace_is_used_again_only_if_the_same_command_made_it(tracer: Tracer, tmp_path: Path) -> None:
+    directory = tmp_path / "trace-b4"
+
+    def ensure(request: SweepRequest) -> int:
+        before = len(tracer.commands)
+        ensure_trace(request, 4, directory, lambda line: None)
+        return len(tracer.commands) - before
+
+    request = request_for(tmp_path)
+    assert ensure(request) == 1
+    assert ensure(request) == 0
+    assert ensure(request_for(tmp_path, tracer_options=("--seq-len", "8"))) == 1
+    assert ensure(request) == 1
+    save(chain(2), directory, force=True)  # someone put another trace there
+    assert ensure(request) == 1
+    (directory / "ops.parquet").write_bytes(b"")
+    assert ensure(request) == 1
+
+
+def test_editing_the_build_function_makes_a_new_trace(tracer: Tracer, tmp_path: Path) -> None:
+    source = tmp_path / "train.py"
+    source.write_text("one")
+    request = request_for(tmp_path, model=f"{source}:build")
+    for text, runs in (("one", 1), ("one", 1), ("two", 2)):
+        source.write_text(text)
+        ensure_trace(request, 4, tmp_path / "trace-b4", lambda line: None)
+        assert len(tracer.commands) == runs
+
+
+def test_a_batch_size_that_does_not_fit_is_a_row(tracer: Tracer, tmp_path: Path) -> None:
+    enough_for_4 = "40MiB"
+    sweep = predict(request_for(tmp_path, batch_sizes=(4, 64), budget=enough_for_4), lambda line: None)
+    small, large = sweep.rows
+    assert small.feasible
+    assert not large.feasible
+    assert "No plan can stay within" in large.message or "found no plan" in large.message
+    assert large.plan == RunFigures()
+    words = ["sweep", "m", "--batch-sizes", "4,64", "--budget", enough_for_4, "-o", tmp_path]
+    result = simulate(*words)
+    assert result.exit_code == 0
+    assert "does not fit" in result.stdout
+
+
+def test_a_plan_of_an_earlier_sweep_does_not_survive_a_budget_that_fails(
+    tracer: Tracer, tmp_path: Path
+) -> None:
+    predict(request_for(tmp_path), lambda line: None)
+    assert (tmp_path / "plan-b4.json").exists()
+    predict(request_for(tmp_path, budget="1%"), lambda line: None)
+    assert not (tmp_path / "plan-b4.json").exists()
+
+
+def test_a_sweep_of_which_nothing_fits_exits_with_1(tracer: Tracer, tmp_path: Path) -> None:
+    result = simulate("sweep", "m", "--batch-sizes", "4,8", "--budget", "1%", "-o", tmp_path, "--json")
+    assert result.exit_code == 1
+    assert [row["feasible"] for row in json.loads(result.stdout)["rows"]] == [False, False]
+    assert "no batch size fits" in result.stderr
+
+
+def test_a_tracer_that_fails_is_quoted(tracer: Tracer, tmp_path: Path) -> None:
+    tracer.failing = 8
+    result = simulate("sweep", "m", "--batch-sizes", "4,8", "--budget", "90%", "-o", tmp_path)
+    assert result.exit_code == 2
+    assert "batch 8 could not be traced: no such model." in result.stderr
+    tracer.failing = 4
+    assert simulate("sweep", "m", "--batch-sizes", "4", "--budget", "90%", "-o", tmp_path / "new").exit_code == 2
+    assert not (tmp_path / "new").exists()
+    tracer.failing = 8
+    no_traceback(result)
+    with pytest.raises(LowtideError):
+        predict(request_for(tmp_path), lambda line: None)
+
+
+@pytest.mark.parametrize("sizes", ["", "8,", "0", "-4", "8,x", "8,8", "8.5"])
+def test_bad_batch_sizes(sizes: str) -> None:
+    result = simulate("sweep", "m", "--batch-sizes", sizes, "--budget", "60%")
+    assert result.exit_code == 2
+    assert "--batch-sizes" in result.stderr
+
+
+def test_a_sweep_report_is_handed_the_sweep(
+    tracer: Tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("simulator.report.write_sweep", lambda *args: seen.append(args))
+    page = tmp_path / "page.html"
+    words = ["sweep", "m", "--batch-sizes", "4", "--budget", "90%", "-o", tmp_path / "o", "--report", page]
+    assert simulate(*words).exit_code == 0
+    assert seen[0][0] == page
+    assert seen[0][1] == Sweep.load(tmp_path / "o" / "sweep.json")
+
+
+def test_a_sweep_comes_back_as_it_was(tmp_path: Path) -> None:
+    figures = RunFigures(peak_allocated_bytes=5, step_time_ns=7, peaks_bytes=(5, 5), times_ns=(7,))
+    row = SweepRow(
+        model="m",
+        batch_size=4,
+        planner="p",
+        budget_bytes=6,
+        feasible=True,
+        baseline=figures,
+        plan=figures,
+        overhead_percent=0.5,
+        recomputed_ops=1,
+        breakdown_baseline={"activation": 5},
+        breakdown_plan={"activation": 5},
+        activation_bytes=5,
+        parameter_bytes=0,
+        ops=1,
+        storages=1,
+        flops=9,
+        measured={"eager": figures},
+    )
+    sweep = Sweep(model="m", options={"seq_len": 7}, target="H200", rows=(row,))
+    assert Sweep.load(sweep.save(tmp_path / "sweep.json")) == sweep
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"record": "sweep"}', '{"record": "sweep", "sweep_version": 1}']
+)
+def test_what_is_no_sweep(tmp_path: Path, text: str) -> None:
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(TraceError, match=r"s\.json"):
+        Sweep.load(tmp_path / "s.json")

@@ -1,0 +1,214 @@
+"""Traces on disk: what is written is read back, and what is damaged or foreign is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.strategies import traces
+from tests.tiny import chain
+from traces.errors import TraceError
+from traces.store import META_KEY, OPS_FILE, STORAGES_FILE, find, load, save
+from traces.trace import TraceMeta
+
+STORED = chain(3)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    return save(STORED, tmp_path / "t")
+
+
+def rewrite(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+    with pq.ParquetFile(path) as file:
+        table = file.read()
+    pq.write_table(change(table), path)
+
+
+def with_header(table: pa.Table, **values: object) -> pa.Table:
+    header = json.loads(table.schema.metadata[META_KEY])
+    header.update(values)
+    return table.replace_schema_metadata({META_KEY: json.dumps(header).encode()})
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(of=traces())
+def test_a_trace_comes_back_as_it_was(of: object, tmp_path: Path) -> None:
+    assert load(save(of, tmp_path / "t", force=True)) == of  # type: ignore[arg-type]
+
+
+def test_nothing_is_left_beside_a_saved_trace(stored: Path) -> None:
+    assert sorted(p.name for p in stored.iterdir()) == [OPS_FILE, STORAGES_FILE]
+    assert [p.name for p in stored.parent.iterdir()] == ["t"]
+
+
+def test_an_existing_trace_is_replaced_only_by_force(stored: Path) -> None:
+    with pytest.raises(TraceError, match="--force"):
+        save(chain(2), stored)
+    assert load(stored) == STORED
+    save(chain(2), stored, force=True)
+    assert load(stored) == chain(2)
+
+
+def test_a_directory_that_is_no_trace_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(TraceError, match="not a trace"):
+        save(STORED, tmp_path, force=True)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(pq, "write_table", broken)
+    with pytest.raises(OSError, match="disk full"):
+        save(STORED, tmp_path / "t")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", [OPS_FILE, STORAGES_FILE])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_truncated_file(stored: Path, file: str, share: float) -> None:
+    data = (stored / file).read_bytes()
+    (stored / file).write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(TraceError, match=rf"{file}: cannot be read as Parquet"):
+        load(stored)
+
+
+def test_a_file_that_is_no_parquet(stored: Path) -> None:
+    (stored / OPS_FILE).write_text("name,target\n")
+    with pytest.raises(TraceError, match="cannot be read as Parquet"):
+        load(stored)
+
+
+def test_a_missing_file(stored: Path) -> None:
+    (stored / STORAGES_FILE).unlink()
+    with pytest.raises(TraceError, match=f"{STORAGES_FILE}: missing"):
+        load(stored)
+
+
+def test_a_foreign_parquet_file(stored: Path) -> None:
+    pq.write_table(pa.table({"a": [1, 2]}), stored / OPS_FILE)
+    with pytest.raises(TraceError, match="not one of Lowtide's"):
+        load(stored)
+
+
+def test_a_header_of_another_record(stored: Path) -> None:
+    rewrite(stored / OPS_FILE, lambda t: with_header(t, record="recipe"))
+    with pytest.raises(TraceError, match="does not describe a trace"):
+        load(stored)
+
+
+def test_another_schema_version(stored: Path) -> None:
+    rewrite(stored / OPS_FILE, lambda t: with_header(t, schema_version=99))
+    with pytest.raises(TraceError, match="schema version 99"):
+        load(stored)
+
+
+def test_a_header_that_lacks_the_model(stored: Path) -> None:
+    def strip(table: pa.Table) -> pa.Table:
+        header = json.loads(table.schema.metadata[META_KEY])
+        del header["model"]
+        return table.replace_schema_metadata({META_KEY: json.dumps(header).encode()})
+
+    rewrite(stored / OPS_FILE, strip)
+    with pytest.raises(TraceError, match="header is malformed"):
+        load(stored)
+
+
+def test_a_missing_column(stored: Path) -> None:
+    rewrite(stored / OPS_FILE, lambda t: t.drop_columns(["time_ns"]))
+    with pytest.raises(TraceError, match="column 'time_ns' is missing"):
+        load(stored)
+
+
+def test_a_column_of_another_type(stored: Path) -> None:
+    def change(table: pa.Table) -> pa.Table:
+        k = table.schema.get_field_index("time_ns")
+        return table.set_column(k, "time_ns", table.column("time_ns").cast(pa.string()))
+
+    rewrite(stored / OPS_FILE, change)
+    with pytest.raises(TraceError, match="column 'time_ns' is string, not int64"):
+        load(stored)
+
+
+def test_an_empty_cell(stored: Path) -> None:
+    def change(table: pa.Table) -> pa.Table:
+        k = table.schema.get_field_index("nbytes")
+        values = [None, *table.column("nbytes").to_pylist()[1:]]
+        return table.set_column(k, "nbytes", pa.array(values, pa.int64()))
+
+    rewrite(stored / STORAGES_FILE, change)
+    with pytest.raises(TraceError, match="column 'nbytes' has empty cells"):
+        load(stored)
+
+
+def test_files_of_two_traces(stored: Path, tmp_path: Path) -> None:
+    other = save(chain(2), tmp_path / "other")
+    (stored / OPS_FILE).write_bytes((other / OPS_FILE).read_bytes())
+    with pytest.raises(TraceError, match="belong to different traces"):
+        load(stored)
+
+
+def test_tables_that_contradict_each_other(stored: Path) -> None:
+    def change(table: pa.Table) -> pa.Table:
+        k = table.schema.get_field_index("producer")
+        producers = table.column("producer").to_pylist()
+        producers[1] = 2
+        return table.set_column(k, "producer", pa.array(producers, pa.int32()))
+
+    rewrite(stored / STORAGES_FILE, change)
+    with pytest.raises(TraceError, match=r"storage 1 says that op 2 produced it"):
+        load(stored)
+
+
+def test_names_that_lead_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="no such trace directory"):
+        find(tmp_path / "nothing")
+    with pytest.raises(TraceError, match="holds no trace"):
+        find(tmp_path)
+
+
+def test_the_header_survives_fields_that_this_version_does_not_know(stored: Path) -> None:
+    for file in (OPS_FILE, STORAGES_FILE):
+        rewrite(stored / file, lambda t: with_header(t, from_the_future=1))
+    assert load(stored) == STORED
+    assert TraceMeta.from_json({**STORED.meta.to_json(), "from_the_future": 1}) == STORED.meta
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "row", "value", "message"),
+    [
+        ("storages", "nbytes", 1, -4, "negative size"),
+        ("storages", "category", 1, "treasure", "unknown category"),
+        ("storages", "producer", 1, 99, "does not exist"),
+        ("storages", "hold", 1, 99, "held by op 99"),
+        ("ops", "phase", 0, "sideways", "unknown phase"),
+        ("ops", "phase", 0, "backward", "after an op of a later phase"),
+        ("ops", "time_ns", 0, -1, "negative time"),
+        ("ops", "inputs", 0, (3,), "does not run before it"),
+        ("ops", "reads", 0, (99,), "reads storage 99"),
+        ("ops", "reads", 0, (3,), "produces only later"),
+        ("ops", "writes", 7, (99,), "writes storage 99"),
+        ("ops", "events", 0, (1,), "by its events"),
+        ("ops", "overwrites", 0, 99, "overwrites storage 99"),
+    ],
+)
+def test_validate_names_the_row(table: str, column: str, row: int, value: object, message: str) -> None:
+    part = getattr(STORED, table)
+    values = list(getattr(part, column))
+    values[row] = value
+    wrong = replace(STORED, **{table: replace(part, **{column: tuple(values)})})
+    if (table, column) == ("ops", "writes"):  # what op 7 made must not be missed first
+        producers = tuple(-1 if p == 7 else p for p in STORED.storages.producer)
+        wrong = replace(wrong, storages=replace(STORED.storages, producer=producers))
+    with pytest.raises(TraceError, match=message):
+        wrong.validate()
