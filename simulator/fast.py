@@ -172,7 +172,6 @@ class Evaluator:
         gained: list[int] = []
         step_of = [-1] * len(self.op_id)
         ended: set[tuple[int, int]] = set()
-        replaced: list[tuple[int, int]] = []  # instances from forward that were dropped: storage, last read
         added_ns = 0
         for s in drops.get(n_forward - 1, ()):
             there[s] = 0
@@ -200,8 +199,6 @@ class Evaluator:
                             freed[last[x]] += nbytes[x]
                             if taken_over[x]:
                                 ended.add((last[x], x))
-                        elif instance[x]:
-                            replaced.append((x, last[x]))
                         instance[x] = 2
                         last[x] = step
                         there[x] = 1
@@ -228,16 +225,17 @@ class Evaluator:
 
         ends = [0] * n_forward  # bytes that each op of forward releases
         take = [0] * n_forward  # bytes that it takes over
+        first: list[tuple[int, int]] = []  # instances from forward: storage, last read after forward
         for s in self.made_forward:
             if instance[s] == 2:
                 freed[last[s]] += nbytes[s]
                 if taken_over[s]:
                     ended.add((last[s], s))
             elif instance[s]:
-                replaced.append((s, last[s]))
+                first.append((s, last[s]))
             if not state.there[s]:
-                replaced.append((s, -1))
-        for s, end in replaced:
+                first.append((s, -1))
+        for s, end in first:
             takeable = True
             if self.hold[s] >= 0:
                 held = step_of[self.hold[s]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from traces.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, VIEW, Trace
+from traces.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,15 @@ def analyse(trace: Trace) -> Graph:
     wanted = tuple(
         0 <= sts.producer[s] < first_backward and sts.last_backward_use[s] >= 0 for s in range(n_st)
     )
-    eager_reader = [False] * n_st
+    outside_reader = [False] * n_st
     for i in range(first_backward, n_ops):
-        if ops.flags[i] & EAGER:
+        if ops.flags[i] & EAGER or ops.phase[i] == OPTIMIZER:
             for s in ops.reads[i]:
-                eager_reader[s] = True
+                outside_reader[s] = True
     unreachable = _read_without_their_maker(trace, creates, is_view)
-    pinned = tuple(eager_reader[s] or sts.hold[s] >= first_backward or s in unreachable for s in range(n_st))
+    pinned = tuple(
+        outside_reader[s] or sts.hold[s] >= first_backward or s in unreachable for s in range(n_st)
+    )
     rebuildable = [False] * n_st
     for i in range(first_backward):
         if may_rerun[i] and not is_view[i]:

@@ -51,7 +51,7 @@ def check_actions(trace: Trace, graph: Graph, actions: Iterable[Action]) -> dict
         name = trace.storages.name[a.storage]
         if a.storage in by_storage:
             raise PlanError(f"the plan names storage {a.storage} ({name}) twice.")
-        link = graph.rebuildable[a.storage] and not graph.wanted[a.storage]
+        link = graph.rebuildable[a.storage] and not graph.wanted[a.storage] and not graph.pinned[a.storage]
         if a.action == RECOMPUTE and a.storage not in candidates and not link:
             raise PlanError(
                 f"storage {a.storage} ({name}) cannot be recomputed: {why_not(trace, graph, a.storage)}."
@@ -60,6 +60,8 @@ def check_actions(trace: Trace, graph: Graph, actions: Iterable[Action]) -> dict
             graph.resident[a.storage] or trace.storages.producer[a.storage] >= graph.first_backward_op
         ):
             raise PlanError(f"storage {a.storage} ({name}) cannot be saved: forward does not make it.")
+        if a.action == SAVE and a.drop_after:
+            raise PlanError(f"storage {a.storage} ({name}) is saved and cannot be dropped in between.")
         if a.action not in (RECOMPUTE, SAVE):
             raise PlanError(f"storage {a.storage} ({name}): unknown action {a.action!r}.")
         by_storage[a.storage] = a
@@ -73,8 +75,6 @@ def why_not(trace: Trace, graph: Graph, storage: int) -> str:
         return "it exists throughout the step"
     if producer >= graph.first_backward_op:
         return "backward makes it"
-    if not graph.wanted[storage]:
-        return "backward does not read it"
     if graph.pinned[storage]:
         return "code outside the captured graph holds it"
     flags = trace.ops.flags[producer] & FORBIDS_RECOMPUTE
@@ -82,7 +82,7 @@ def why_not(trace: Trace, graph: Graph, storage: int) -> str:
         return f"its op {trace.ops.name[producer]} is marked " + ", ".join(
             n for b, n in FLAG_NAMES.items() if flags & b
         )
-    if trace.storages.nbytes[storage] == 0:
+    if trace.storages.nbytes[storage] == 0 and graph.wanted[storage]:
         return "it is empty"
     return f"its op {trace.ops.name[producer]} depends on a value that is random and not kept"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from simulator.schedule import Schedule
 from traces.plan import RECOMPUTE, SAVE, Action
-from traces.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, VIEW, Trace
+from traces.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def check_policy(trace: Trace, schedule: Schedule, actions: Sequence[Action]) ->
     for x in instances(trace, schedule):
         action = by_storage.get(x.storage)
         pinned = sts.hold[x.storage] >= forward or any(
-            trace.ops.flags[i] & EAGER and x.storage in trace.ops.reads[i]
+            (trace.ops.flags[i] & EAGER or trace.ops.phase[i] == OPTIMIZER)
+            and x.storage in trace.ops.reads[i]
             for i in range(forward, len(trace.ops))
         )
         if x.born < forward and trace.ops.phase[sts.producer[x.storage]] == FORWARD and not pinned:

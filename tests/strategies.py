@@ -22,10 +22,7 @@ def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trac
     made: dict[str, int] = {}  # storage name -> op
 
     def add(phase: str, flags: int, k: int) -> None:
-        pool = readable
-        if (phase == BACKWARD and not flags & EAGER) or phase == OPTIMIZER:
-            pool = [v for v in readable if phase == BACKWARD or ops_phase[v] != FORWARD]
-        reads = tuple(draw(st.lists(st.sampled_from(pool), min_size=1, max_size=3, unique=True)))
+        reads = tuple(draw(st.lists(st.sampled_from(readable), min_size=1, max_size=3, unique=True)))
         i = len(ops)
         if phase != OPTIMIZER and draw(st.integers(0, 3)) == 0:
             name = f"v{i}"
@@ -33,7 +30,6 @@ def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trac
                 Op(phase, {}, reads[:1], view=name, time_ns=draw(st.integers(0, 1)), module=f"layer.{k // 3}")
             )
             base[name] = base[reads[0]]
-            ops_phase[name] = phase if ops_phase[reads[0]] == FORWARD else ops_phase[reads[0]]
             readable.append(name)
             return
         makes = {f"s{i}_{n}": draw(SIZES) for n in range(draw(st.integers(1, 3)))}
@@ -59,10 +55,8 @@ def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trac
         for name in makes:
             base[name] = name
             made[name] = i
-            ops_phase[name] = phase
             readable.append(name)
 
-    ops_phase: dict[str, str] = dict.fromkeys(resident, "")
     for k in range(draw(st.integers(1, max_forward))):
         add(FORWARD, draw(st.sampled_from([0, 0, 0, 0, RANDOM])), k)
     if draw(st.booleans()):
@@ -70,7 +64,7 @@ def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trac
     for k in range(draw(st.integers(1, max_backward))):
         add(BACKWARD, draw(st.sampled_from([0, 0, 0, 0, 0, 0, EAGER])), k)
     for k in range(draw(st.integers(0, 2))):
-        add(OPTIMIZER, EAGER, k)
+        add(OPTIMIZER, draw(st.sampled_from([0, EAGER])), k)
     hold = {}
     for name, op in made.items():
         if draw(st.integers(0, 7)) == 0:
@@ -89,6 +83,8 @@ def actions(draw: st.DrawFn, of: Trace, *, repeats: bool = True) -> tuple[Action
     for s in (*graph.candidates, *links):
         kinds = [None, RECOMPUTE] if graph.wanted[s] else [None, None, RECOMPUTE, SAVE]
         kind = draw(st.sampled_from(kinds))
+        if graph.pinned[s] and kind == RECOMPUTE:
+            kind = None
         if kind == RECOMPUTE:
             drops = draw(st.lists(backward, max_size=2, unique=True)) if repeats else []
             out.append(Action(storage=s, share=draw(st.booleans()), drop_after=tuple(sorted(drops))))

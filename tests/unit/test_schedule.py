@@ -144,6 +144,13 @@ def test_views_are_rebuilt_with_their_base_and_again_when_the_base_is_a_new_one(
     assert shown(of, Action(storage=x, share=False)) == "x v y x'[x] v' g x'[x] v' h"
 
 
+def test_a_view_of_the_old_instance_is_rebuilt_although_its_base_is_there() -> None:
+    of = trace(
+        [fwd({"x": 4}, "w"), fwd({}, "x", view="v"), bwd({"g": 4}, "x"), bwd({"h": 4}, "g", "v")], {"w": 4}
+    )
+    assert shown(of, Action(storage=1)) == "x v x'[x] g v' h"
+
+
 def several_outputs() -> Trace:
     """One op makes s and t; backward's first op reads s itself and, through y, t."""
     return trace(
@@ -169,6 +176,12 @@ def test_outputs_that_nobody_wants_are_not_bound() -> None:
     # t is shared and has a later reader: it is bound along with s
     both = [Action(storage=named(of, n)) for n in ("s", "t")]
     assert shown(of, *both) == "pair y pair'[s,t] g h"
+
+
+def test_a_shared_output_that_backward_needs_no_more_is_not_bound() -> None:
+    of = trace([fwd({"s": 4, "t": 8}, "w", name="pair"), bwd({"g": 4}, "t"), bwd({"h": 4}, "s")], {"w": 4})
+    both = [Action(storage=s, drop_after=(1,)) for s in (1, 2)]  # after g
+    assert shown(of, *both) == "pair pair'[s,t] g pair'[s] h"
 
 
 def test_a_hold_keeps_a_storage_beyond_its_last_reader() -> None:
@@ -208,6 +221,20 @@ def test_a_value_that_eager_code_reads_in_backward_is_no_candidate() -> None:
     assert analyse(of).candidates == ()
 
 
+def test_a_value_that_the_optimizer_reads_is_kept() -> None:
+    of = trace([fwd({"x": 4}, "w", flags=RANDOM), bwd({"g": 4}, "w"), opt({"n": 4}, "x")], {"w": 4})
+    assert shown(of) == "x g n"
+    of = trace([fwd({"x": 4}, "w"), bwd({"g": 4}, "x"), opt({"n": 4}, "x")], {"w": 4})
+    assert analyse(of).candidates == ()
+
+
+def test_a_chain_never_runs_what_may_not_run_twice() -> None:
+    of = chain(1)
+    graph = analyse(of)
+    with pytest.raises(PlanError, match="again, which is marked"):
+        build(of, [Action(storage=1)], replace(graph, may_rerun=(False,) * len(of.ops)))
+
+
 def test_a_value_held_beyond_forward_is_no_candidate() -> None:
     ops = [fwd({"x": 4}, "w"), bwd({"g": 4}, "x")]
     assert analyse(trace(ops, {"w": 4})).candidates
@@ -244,6 +271,7 @@ def test_a_read_of_what_is_not_there_is_an_error_and_not_a_wrong_figure() -> Non
         (Action(storage=4), "backward makes it"),
         (Action(storage=4, action=SAVE), "cannot be saved"),
         (Action(storage=1, action="burn"), "unknown action"),
+        (Action(storage=1, action=SAVE, drop_after=(2,)), "cannot be dropped"),
     ],
 )
 def test_impossible_actions(action: Action, message: str) -> None:

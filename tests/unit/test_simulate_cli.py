@@ -175,6 +175,7 @@ def test_an_existing_plan_is_replaced_only_by_force(
 
 
 def test_an_output_that_cannot_be_written(network: Path, tmp_path: Path) -> None:
+    assert "is a directory" in simulate(network, "--budget", "60%", "-o", tmp_path, "--force").stderr
     (tmp_path / "file").write_text("")
     for output in (tmp_path, tmp_path / "file" / "plan.json"):
         result = simulate(network, "--budget", "60%", "-o", output)
@@ -349,7 +350,9 @@ def test_a_tracer_that_fails_is_quoted(tracer: Tracer, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "batch 8 could not be traced: no such model." in result.stderr
     tracer.failing = 4
-    assert simulate("sweep", "m", "--batch-sizes", "4", "--budget", "90%", "-o", tmp_path / "new").exit_code == 2
+    assert (
+        simulate("sweep", "m", "--batch-sizes", "4", "--budget", "90%", "-o", tmp_path / "new").exit_code == 2
+    )
     assert not (tmp_path / "new").exists()
     tracer.failing = 8
     no_traceback(result)
