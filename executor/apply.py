@@ -61,7 +61,8 @@ class PlannedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._lowtide
         if not (self.training and torch.is_grad_enabled()):
-            return state.original.forward(*args, **kwargs)
+            # The model's own code, but on this module: the original's mode is another one.
+            return super().forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         engine = engine_for(state, self, leaves, spec)
         return _run(engine, self, [x for x in leaves if isinstance(x, torch.Tensor)])
@@ -109,7 +110,8 @@ def engine_for(state: _State, module: nn.Module, leaves: Sequence[Any], spec: py
         spec,
         tuple((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x)
               for x in leaves),
-        tuple(p.requires_grad for p in module.parameters()),
+        tuple((p.requires_grad, p.dtype) for p in module.parameters()),
+        tuple(m.training for m in module.modules()),
         next((p.device for p in module.parameters()), None),
         torch.is_autocast_enabled(leaves_device(leaves)),
     )  # fmt: skip

@@ -64,8 +64,11 @@ class _Side:
         self.rng = self._get()
         return loss
 
-    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor | None]]:
-        """(kind, name, tensor) of all that training changes."""
+    def tensors(self) -> dict[tuple[str, str], torch.Tensor | None]:
+        """All that training changes, by (kind, name)."""
+        return {(kind, name): x for kind, name, x in self._tensors()}
+
+    def _tensors(self) -> Iterator[tuple[str, str, torch.Tensor | None]]:
         model = self.step.model
         for name, p in model.named_parameters():
             yield "gradients", name, p.grad
@@ -145,11 +148,9 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
         left, right = a.run(), b.run()
         losses.append(float(left.detach()))
         pairs = [("loss", "", left.detach(), right.detach())]
-        pairs += [
-            (kind, name, x, y)
-            for (kind, name, x), (_, other, y) in zip(a.tensors(), b.tensors(), strict=True)
-            if name == other
-        ]
+        mine, theirs = a.tensors(), b.tensors()
+        # What only one side has, such as the optimizer's state of a parameter, is a difference too.
+        pairs += [(*key, mine.get(key), theirs.get(key)) for key in {**mine, **theirs}]
         for kind, name, x, y in pairs:
             difference = _difference(x, y)
             worst[kind] = max(worst[kind], difference)

@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tracer.blame import explained
 from tracer.builder import OpRow
 from tracer.capture import Captured
 from tracer.cost import op_time_ns, uses_tf32
@@ -34,6 +35,9 @@ def assemble(
     """Record the code around the model and put all rows in order: forward, loss, loss's backward, backward, rest.
 
     Returns the trace, and for each op of the program its id there.
+
+    Raises:
+        CaptureError: the loss code or the optimizer fails, or looks at the data of a tensor.
     """
     builder = program.builder()
     recorder = EagerRecorder(builder)
@@ -54,7 +58,7 @@ def assemble(
         recorder.id_of(p, tensor_row(p, name, PARAMETER))
 
     stub = _Stub(program, recorder, parameters)
-    with mode:
+    with mode, explained(step.name):
         with recorder.paused():
             run_step(step, stub, step.optimizer)
             for number, x in enumerate(_optimizer_tensors(step.optimizer)):

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from traces.errors import CaptureError
+from traces.errors import CaptureError, LowtideError
+
+# Directories whose frames are not the user's: torch's, and Lowtide's own rooms.
+_ROOT: Final = Path(__file__).resolve().parent.parent
+_FOREIGN: Final = tuple(
+    f"{directory}{os.sep}"
+    for directory in (Path(torch.__file__).resolve().parent, *(_ROOT / r for r in ("tracer", "executor", "traces")))
+)
 
 
 def is_data_dependent(error: BaseException) -> bool:
     return isinstance(error, DataDependentOutputException) or "data-dependent" in str(error).lower()
 
 
+@contextlib.contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Turn what the user's loss or optimizer raises in the body into a CaptureError that names its line."""
+    try:
+        yield
+    except LowtideError:
+        raise
+    except Exception as error:
+        raise _in_words(error, name) from error
+
+
 def explain(error: BaseException, model: nn.Module) -> BaseException:
     """A CaptureError that names the op and the line of the user's code; foreign errors keep their text."""
     if isinstance(error, CaptureError):
         return error
+    return _in_words(error, type(model).__name__)
+
+
+def _in_words(error: BaseException, name: str) -> CaptureError:
     line = blame(error)
-    name = type(model).__name__
     if is_data_dependent(error) or isinstance(error, DynamicOutputShapeException):
         op = getattr(error, "func", None)
         return CaptureError(
@@ -34,8 +61,7 @@ def explain(error: BaseException, model: nn.Module) -> BaseException:
 def blame(error: BaseException) -> str:
     """ " at file:line, in function" for the innermost frame outside torch and Lowtide; "" if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = ("/torch/", "\\torch\\", "/tracer/", "/executor/", "/traces/", "<")
     for frame in reversed(frames):
-        if not any(part in frame.filename for part in own):
+        if not frame.filename.startswith(("<", *_FOREIGN)):
             return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
     return ""

@@ -24,6 +24,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tracer.blame import explained
 from tracer.eager import is_op
 from tracer.loop import fit_tangent, run_step
 from tracer.program import Program
@@ -125,6 +126,7 @@ def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 
 
     Raises:
         TraceError: the real step ran other ops than the recorded one.
+        CaptureError: the real step's loss code or optimizer failed.
     """
     cuda = device.startswith("cuda")
     step = build(device)
@@ -224,7 +226,7 @@ class GraphRunner:
 
     def round(self, probe: _Probe) -> None:
         """One training step."""
-        with _EagerProbe(probe) as eager:
+        with explained(self.step.name), _EagerProbe(probe) as eager:
             run_step(self.step, _Callable(self, probe, eager), self.step.optimizer)
 
     def execute(self, env: dict[fx.Node, Any], ops: Any, probe: _Probe, keep: set[fx.Node]) -> None:

@@ -87,6 +87,16 @@ def capture_step(step: TrainingStep) -> Captured:
     """Capture the model of a training step, with the outputs that its loss differentiates."""
     if not any(p.requires_grad for p in step.model.parameters()):
         raise CaptureError(f"{step.name}: no parameter requires a gradient, so there is no backward to plan.")
+    captured = _captured(step)
+    if not captured.grad_outputs:
+        raise CaptureError(
+            f"{step.name}: no output of the model depends on a parameter that requires a gradient, so there is no "
+            "backward to plan."
+        )
+    return captured
+
+
+def _captured(step: TrainingStep) -> Captured:
     ask: Any = wants_gradient(step)
     try:
         return capture(step.model, step.args, step.kwargs, ask)

@@ -20,7 +20,7 @@ from tests.strategies import traces
 from tests.synthetic import ladder, resnet
 from tests.tiny import bwd, chain, fwd, trace
 from traces.errors import BudgetError, SpecError
-from traces.plan import SAVE, Plan
+from traces.plan import SAVE, Action, Plan
 from traces.trace import RANDOM, Trace
 
 UNLIMITED = 1 << 62
@@ -273,15 +273,39 @@ def test_mu_two_goes_below_what_greedy_releases_by_segments_and_drops() -> None:
 
 
 def test_a_value_that_is_kept_again_is_dropped_no_more() -> None:
+    of = chain(5)
+    search = Search(of, analyse(of), UNLIMITED)
+    x1, x2 = (of.storages.name.index(n) for n in ("x1", "x2"))
+    g5 = search.evaluator.forward
+    state = search.evaluator.state(
+        [Action(storage=x1, drop_after=(g5,)), Action(storage=x2, drop_after=(g5,))]
+    )
+    found = search.keep_again(state)
+    assert found.state.drops == {g5: ()}
+    assert found.time_ns == of.time_ns
+    assert search.actions(found) == []
+
+
+def test_the_state_of_a_search_means_the_same_as_its_actions() -> None:
     of = chain(40, size=100)
     search = Search(of, analyse(of), peak(of) * 22 // 100)
     found = search.run()
     assert found is not None
-    assert found.state.drops
-    assert not any(found.state.there[s] for dropped in found.state.drops.values() for s in dropped)
+    assert any(found.state.drops.values())
     timeline = run(of, build(of, search.actions(found)))
     result = search.evaluator.evaluate(found.state)
     assert (timeline.peak_allocated_bytes, timeline.step_time_ns) == (result.peak_bytes, found.time_ns)
+
+
+def test_the_search_ends_after_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = chain(60, size=100)
+    monkeypatch.setattr("simulator.planners.mu_two.MOST_EVALUATIONS", 12)
+    search = Search(of, analyse(of), peak(of) // 10)
+    assert not search.release(search.evaluator.state())
+    assert search.evaluations == 3
+    search = Search(of, analyse(of), peak(of) * 9 // 10)
+    search.keep_again(search.evaluator.state([Action(storage=s) for s in search.graph.candidates]))
+    assert search.evaluations == 6
 
 
 def test_mu_two_meets_any_budget_of_a_long_chain_down_to_a_quarter() -> None:

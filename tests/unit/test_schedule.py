@@ -247,6 +247,12 @@ def without_inputs(of: Trace, op: int) -> Trace:
     return replace(of, ops=replace(of.ops, inputs=tuple(inputs)))
 
 
+def test_a_link_that_is_held_beyond_forward_cannot_be_recomputed() -> None:
+    of = trace([fwd({"x": 4}, "w"), bwd({"g": 4}, "w")], {"w": 4}, {"x": 1})
+    with pytest.raises(PlanError, match="outside the captured graph holds it"):
+        build(of, [Action(storage=1)])
+
+
 def test_a_value_read_without_its_maker_is_no_candidate() -> None:
     """Nothing would say how to rebuild it: an op may read a storage through another op that overwrote it."""
     of = chain(1)

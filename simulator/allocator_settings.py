@@ -1,0 +1,165 @@
+"""Turn the text of PYTORCH_ALLOC_CONF into the settings that the simulated allocator obeys.
+
+Source: c10/core/AllocatorConfig.h and the notes on memory management in torch's documentation.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Final
+
+from traces.errors import SpecError
+
+MIB: Final = 1 << 20
+UNLIMITED: Final = 1 << 63  # no max_split_size: larger than any request
+INTERVALS: Final = 16  # sizes of 1 MiB, 2 MiB, ... 32 GiB and more may be rounded differently
+
+# Options that change how memory is asked for, but not how much of it, nor where. They are accepted and do nothing.
+WITHOUT_EFFECT: Final = frozenset(
+    {
+        "release_lock_on_cudamalloc",
+        "release_lock_on_hipmalloc",
+        "pinned_use_cuda_host_register",
+        "pinned_use_hip_host_register",
+        "pinned_num_register_threads",
+        "pinned_use_background_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_max_power2_size_mb",
+        "pinned_max_cached_size_mb",
+        "pinned_max_round_threshold_mb",
+        "graph_capture_record_stream_reuse",
+        "throw_on_cudamalloc_oom",
+        "use_uvm",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorSettings:
+    """What decides how the allocator rounds, splits, grows and gives back. Sizes in bytes."""
+
+    max_split_bytes: int = UNLIMITED
+    max_non_split_rounding_bytes: int = 20 * MIB
+    large_segment_bytes: int = 20 * MIB
+    garbage_collection_threshold: float = 0.0
+    # Divisions per power of two, for requests of 1 MiB, 2 MiB, ...; the first entry also for all smaller ones.
+    roundup_divisions: tuple[int, ...] = (0,) * INTERVALS
+    expandable_segments: bool = False
+    memory_fraction: float | None = None  # None: never set, which is not the same as 1 for garbage collection
+
+
+def parse_alloc_conf(text: str, base: AllocatorSettings | None = None) -> AllocatorSettings:
+    """Settings from text such as `expandable_segments:True,max_split_size_mb:128`, on top of `base`.
+
+    Raises:
+        SpecError: an option that does not exist, or a value that it cannot have.
+    """
+    out = base or AllocatorSettings()
+    for key, value in _pairs(text):
+        if key == "max_split_size_mb":
+            least = out.large_segment_bytes // MIB
+            out = replace(out, max_split_bytes=_whole(key, value, more_than=least) * MIB)
+        elif key == "max_non_split_rounding_mb":
+            out = replace(out, max_non_split_rounding_bytes=_whole(key, value, more_than=20) * MIB)
+        elif key == "large_segment_size_mb":
+            out = replace(out, large_segment_bytes=_whole(key, value, more_than=1) * MIB)
+        elif key == "garbage_collection_threshold":
+            out = replace(out, garbage_collection_threshold=_share(key, value))
+        elif key == "per_process_memory_fraction":
+            out = replace(out, memory_fraction=_share(key, value, closed=True))
+        elif key == "roundup_power2_divisions":
+            out = replace(out, roundup_divisions=_divisions(value))
+        elif key == "expandable_segments":
+            out = replace(out, expandable_segments=_truth(key, value))
+        elif key == "backend":
+            if value != "native":
+                raise SpecError(f"backend:{value}: only torch's own allocator (backend:native) is simulated.")
+        elif key not in WITHOUT_EFFECT:
+            raise SpecError(
+                f"allocator settings: there is no option {key!r}; those with an effect are max_split_size_mb, "
+                "max_non_split_rounding_mb, large_segment_size_mb, roundup_power2_divisions, "
+                "garbage_collection_threshold, per_process_memory_fraction and expandable_segments."
+            )
+    return out
+
+
+def round_up(size_bytes: int, settings: AllocatorSettings) -> int:
+    """The bytes that a request takes in a block: a multiple of 512, or of a part of a power of two."""
+    if size_bytes < 512:
+        return 512
+    interval = min(max(size_bytes.bit_length() - 21, 0), INTERVALS - 1)
+    divisions = settings.roundup_divisions[interval]
+    if divisions > 1 and size_bytes > 512 * divisions:
+        if size_bytes & (size_bytes - 1) == 0:
+            return size_bytes
+        part = 1 << (size_bytes.bit_length() - 1) >> (divisions.bit_length() - 1)
+        return -(-size_bytes // part) * part
+    return -(-size_bytes // 512) * 512
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    out: list[tuple[str, str]] = []
+    for part in re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text)):
+        if not part:
+            continue
+        key, colon, value = part.partition(":")
+        if not colon or not value:
+            raise SpecError(
+                f"allocator settings: {part!r} is not KEY:VALUE; write them as in "
+                "expandable_segments:True,max_split_size_mb:128."
+            )
+        out.append((key, value))
+    return out
+
+
+def _whole(key: str, value: str, more_than: int = 0) -> int:
+    # torch refuses max_split_size_mb of 20 and less; an equal value would split what it must not.
+    if not (value.isascii() and value.isdigit()) or not more_than < int(value) < 1 << 40:
+        raise SpecError(f"{key}:{value}: give a whole number of MiB above {more_than}.")
+    return int(value)
+
+
+def _share(key: str, value: str, closed: bool = False) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not (0.0 < number < 1.0 or (closed and number == 1.0)):
+        raise SpecError(f"{key}:{value}: give a number between 0 and 1.")
+    return number
+
+
+def _truth(key: str, value: str) -> bool:
+    if value.lower() not in ("true", "false"):
+        raise SpecError(f"{key}:{value}: give True or False.")
+    return value.lower() == "true"
+
+
+def _divisions(value: str) -> tuple[int, ...]:
+    """One number for all sizes, or [256:1,512:2,>:4]: the division from that power of two, in MiB, up to its double."""
+    if not value.startswith("["):
+        return (_power(value, none=True),) * INTERVALS
+    if not value.endswith("]"):
+        raise SpecError(f"roundup_power2_divisions:{value}: the bracket is not closed.")
+    out = [0] * INTERVALS
+    last, first = 0, True
+    for part in value[1:-1].split(","):
+        bound, _, number = part.partition(":")
+        divisions = _power(number, none=True)
+        if bound == ">":
+            out[last + 1 :] = [divisions] * (INTERVALS - last - 1)
+            continue
+        last = min(_power(bound).bit_length() - 1, INTERVALS - 1)
+        if first:
+            out[:last] = [divisions] * last
+        out[last] = divisions
+        first = False
+    return tuple(out)
+
+
+def _power(text: str, none: bool = False) -> int:
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+    if (number == 0 and none) or (number > 0 and number & (number - 1) == 0):
+        return number
+    raise SpecError(f"roundup_power2_divisions: {text!r} is not a power of two.")
