@@ -191,18 +191,10 @@ def _run(engine: Engine, module: nn.Module, tensors: list[torch.Tensor]) -> Any:
     results = list(_Outputs.apply(passing, token, *outputs))
     del outputs
     anchor = results[captured.grad_outputs[0]]
-    leaves: list[Any] = []
-    number = 0
-    for constant in captured.output_template:
-        if constant is not None:
-            leaves.append(constant)
-            continue
-        x = results[number]
-        if number not in captured.grad_outputs and (x.is_floating_point() or x.is_complex()):
-            x = _Unplanned.apply(x, anchor, number)
-        leaves.append(x)
-        number += 1
-    return pytree.tree_unflatten(leaves, captured.output_spec)
+    for k, x in enumerate(results):
+        if k not in captured.grad_outputs and (x.is_floating_point() or x.is_complex()):
+            results[k] = _Unplanned.apply(x, anchor, k)
+    return captured.outputs_from(results)
 
 
 @dataclass(slots=True)
@@ -232,7 +224,7 @@ class _Model(torch.autograd.Function):
         return inputs[0].new_empty(0) if inputs[0].is_floating_point() else torch.empty(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _token: torch.Tensor) -> Any:
         passing: _Passing = ctx.passing
         values, passing.saved = passing.saved, None
@@ -261,7 +253,7 @@ class _Outputs(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *tangents: Any) -> Any:
         passing: _Passing = ctx.passing
         captured = passing.engine.program.captured

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from traces.commands import DefaultGroup, gib, milliseconds, print_json, run, say
+from traces.commands import DefaultGroup, gib, milliseconds, print_json, say
 
 
 def _measuring(command: Any) -> Any:
@@ -238,7 +238,7 @@ def _verdict(outcome: Any) -> str:
 
 def main() -> None:
     """Entry point of `execute`."""
-    run(execute)
+    execute()
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ class Verification:
     max_abs_difference: dict[str, float] = field(default_factory=dict)  # by kind; NaN against NaN is equal
     first_difference: str = ""  # where the first bit differed
     losses: tuple[float, ...] = ()
-    threads: int = 0  # 1: compared with one thread, after a difference with several; 0: as many as torch chose
+    threads: int = (
+        0  # 1: compared with one thread, after a difference with several; 0: as many as torch chose
+    )
     control_difference: dict[str, float] = field(
         default_factory=dict
     )  # eager against itself; empty: not needed

@@ -2,60 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from traces.errors import BudgetError, LowtideError, SpecError
+from traces.commands import DefaultGroup
+from traces.errors import BudgetError, SpecError
 
 if TYPE_CHECKING:
     from simulator.sweep import Sweep, SweepRequest
-
-P = ParamSpec("P")
 
 DEFAULT_COMMAND = ""  # a name that no trace can have
 WITHOUT_BUDGET = "keep-all"  # the planner when no budget is given
 UNLIMITED_BYTES = 1 << 62
 
 
-class Refused(click.ClickException):
-    """A LowtideError on its way to stderr, with its own exit code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code  # type: ignore[misc]  # click declares it on the class
-
-
-def no_traceback(command: Callable[P, None]) -> Callable[P, None]:
-    """Show what went wrong for a reason outside the program as one line on stderr."""
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except LowtideError as error:
-            raise Refused(str(error), error.exit_code) from None
-        except BrokenPipeError:
-            raise  # click ends quietly when the reader of stdout has gone
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            raise Refused(f"{where}{error.strerror or error}; name another path.", 2) from None
-
-    return wrapped
-
-
-class DefaultGroup(click.Group):
-    """A group whose first word may also be a trace: then its default command is meant."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ("--help", "-h", "--version"):
-            args = [DEFAULT_COMMAND, *args]
-        return super().parse_args(ctx, args)
+class SimulateGroup(DefaultGroup):
+    """Shows the options of the default command, a simulation, as its own."""
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_usage(ctx.command_path, "TRACE [--budget BUDGET] [OPTIONS]")
@@ -73,7 +40,12 @@ class DefaultGroup(click.Group):
             formatter.write_dl(rows)
 
 
-@click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
+@click.group(
+    cls=SimulateGroup,
+    default=DEFAULT_COMMAND,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True,
+)
 @click.version_option(package_name="lowtide")
 def main() -> None:
     """Find the cheapest way to make a training step fit into a memory budget.
@@ -100,7 +72,6 @@ def main() -> None:
 @click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a summary.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
-@no_traceback
 def plan_command(
     trace_name: str,
     budget: str | None,
@@ -174,7 +145,6 @@ def plan_command(
 @click.option("--optimizer", help="The optimizer, for `trace`.")
 @click.option("--trace-option", multiple=True, metavar="KEY=VALUE", help="Any other option of `trace`.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
-@no_traceback
 def sweep_command(
     model: str,
     batch_sizes: str,

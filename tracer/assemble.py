@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tracer.blame import explained
 from tracer.builder import OpRow
-from tracer.capture import Captured
 from tracer.cost import op_time_ns, uses_tf32
 from tracer.devices import Device
 from tracer.eager import EagerRecorder, tensor_row
@@ -121,14 +120,8 @@ class _Stub:
                         recorder.know(x, program.storage_of[g][0], watch=True)
                 return tuple(grads)
 
-        self.tangents: list[int] = []
-        flat = iter(Model.apply(*self.inputs))
-        leaves = [next(flat) if n is None else n for n in _template(captured)]
-        return pytree.tree_unflatten(leaves, captured.output_spec)
-
-
-def _template(captured: Captured) -> list[Any]:
-    return list(captured.output_template)
+        self.tangents = []
+        return captured.outputs_from(Model.apply(*self.inputs))
 
 
 def _empty_like(val: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,10 @@ from traces.errors import CaptureError, LowtideError
 _ROOT: Final = Path(__file__).resolve().parent.parent
 _FOREIGN: Final = tuple(
     f"{directory}{os.sep}"
-    for directory in (Path(torch.__file__).resolve().parent, *(_ROOT / r for r in ("tracer", "executor", "traces")))
+    for directory in (
+        Path(torch.__file__).resolve().parent,
+        *(_ROOT / r for r in ("tracer", "executor", "traces")),
+    )
 )
 
 

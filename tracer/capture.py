@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
@@ -43,6 +43,7 @@ from tracer.scopes import (
 from traces.errors import CaptureError
 
 aten = torch.ops.aten
+TENSOR: Final = object()  # marks a tensor's place among a model's flat outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,13 @@ class Captured:
     parameter_grads: tuple[fx.Node | None, ...]
     argument_grads: tuple[fx.Node | None, ...]
     output_spec: pytree.TreeSpec
-    output_template: tuple[Any, ...]  # flat outputs: None where a tensor stands, else the constant
+    output_template: tuple[Any, ...]  # flat outputs: TENSOR where a tensor stands, else the constant
+
+    def outputs_from(self, tensors: Iterable[Any]) -> Any:
+        """What the model returns, with `tensors` in the places of its tensor outputs."""
+        rest = iter(tensors)
+        leaves = [next(rest) if x is TENSOR else x for x in self.output_template]
+        return pytree.tree_unflatten(leaves, self.output_spec)
 
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:
@@ -140,8 +147,7 @@ def _capture(
                 outputs = self.model(*a, **kw)
             flat, notes["spec"] = pytree.tree_flatten(outputs)
             wanted = list(wants_gradient(outputs))
-            notes["template"] = tuple(None if isinstance(x, torch.Tensor) else x for x in flat)
-            notes["is_tensor"] = tuple(isinstance(x, torch.Tensor) for x in flat)
+            notes["template"] = tuple(TENSOR if isinstance(x, torch.Tensor) else x for x in flat)
             # An output that is itself an argument or a parameter still needs a node of its own.
             return tuple(
                 x if w else x.detach()
@@ -250,7 +256,8 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
     _drop_unused(graph)
     graph.lint()
     gm.recompile()
-    forward, backward = [], []
+    forward: list[fx.Node] = []
+    backward: list[fx.Node] = []
     for n in graph.nodes:
         if n.op == "call_function":
             (backward if n.meta.get("partitioner_tag") == "is_backward" else forward).append(n)
@@ -275,10 +282,7 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
         parameter_grads=tuple(param_grads),
         argument_grads=tuple(input_grads),
         output_spec=notes["spec"],
-        output_template=tuple(
-            None if tensor else constant
-            for tensor, constant in zip(notes["is_tensor"], notes["template"], strict=True)
-        ),
+        output_template=notes["template"],
     )
 
 

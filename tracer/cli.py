@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from traces.commands import DefaultGroup, gib, milliseconds, print_json, run, say
+from traces.commands import DefaultGroup, gib, milliseconds, print_json, say
 
 
 @click.group(cls=DefaultGroup, default="run", context_settings={"help_option_names": ["-h", "--help"]})
@@ -135,7 +135,7 @@ def models(as_json: bool) -> None:
     """List the models that are known by name."""
     from tracer.models import list_models
 
-    names = list(list_models())
+    names = [m.name for m in list_models()]
     if as_json:
         print_json({"models": names})
     else:
@@ -230,7 +230,7 @@ def print_summary(name: str, record: Any, *, top: int) -> None:
 
 def main() -> None:
     """Entry point of `trace`."""
-    run(trace)
+    trace()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ caching allocator's counters of requested bytes: an op's peak above what it leav
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import statistics
 import sys
@@ -238,7 +239,7 @@ class GraphRunner:
         for op in ops:
             args, kwargs = fx.node.map_arg((op.node.args, op.node.kwargs), value)
             target = op.node.target
-            out = probe.run(target, lambda t=target, a=args, k=kwargs: t(*a, **k))
+            out = probe.run(target, functools.partial(target, *args, **kwargs))
             del args, kwargs
             values = {op.node: out}
             for part in op.parts:
@@ -298,9 +299,7 @@ class _Callable:
                 n_parameters = len(captured.parameters)
                 return (*grads[:n_parameters], *(None for _ in captured.buffers), *grads[n_parameters:])
 
-        flat = iter(Model.apply(*inputs))
-        leaves = [next(flat) if c is None else c for c in captured.output_template]
-        return pytree.tree_unflatten(leaves, captured.output_spec)
+        return captured.outputs_from(Model.apply(*inputs))
 
 
 class _EagerProbe(TorchDispatchMode):

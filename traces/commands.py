@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import click
@@ -11,10 +10,19 @@ import click
 from traces.errors import LowtideError
 
 
+class Refused(click.ClickException):
+    """A LowtideError on its way to stderr, with its own exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]  # click declares it on the class
+
+
 class DefaultGroup(click.Group):
     """A group whose first word may be left out: what is no subcommand goes to the default one.
 
-    So `trace resnet18 -o x` means `trace run resnet18 -o x`, while `trace show x` is itself.
+    So `trace resnet18 -o x` means `trace run resnet18 -o x`, while `trace show x` is itself. What went wrong for a
+    reason outside the program is shown as one line on stderr, never as a traceback.
     """
 
     def __init__(self, *args: Any, default: str, **kwargs: Any) -> None:
@@ -27,22 +35,16 @@ class DefaultGroup(click.Group):
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
-
-def run(command: click.Command) -> None:
-    """Run a command line: LowtideError becomes its message on stderr and its exit code, never a traceback."""
-    try:
-        command.main(standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
-    except click.Abort:
-        click.echo("Stopped.", err=True)
-        sys.exit(130)
-    except LowtideError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(error.exit_code)
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LowtideError as error:
+            raise Refused(str(error), error.exit_code) from None
+        except BrokenPipeError:
+            raise  # click ends quietly when the reader of stdout has gone
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            raise Refused(f"{where}{error.strerror or error}; name another path.", 2) from None
 
 
 def say(text: str, *, quiet: bool = False) -> None:
