@@ -45,6 +45,7 @@ class Outcome:
     plan: Plan
     measurement: Measurement
     bit_equal: bool | None
+    note: str
     control_difference: dict[str, float]
     first_difference: str
     curve: tuple[tuple[int, int], ...]
@@ -116,6 +117,7 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         plan_path=str(path),
         plan=plan,
         measurement=measurement,
+        note="" if verification is None else str(verification["note"]),
         bit_equal=None if verification is None else bool(verification["bit_equal"]),
         control_difference={} if verification is None else verification["control_difference"],
         first_difference="" if verification is None else verification["first_difference"],

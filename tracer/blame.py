@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import traceback
 from collections.abc import Iterator
@@ -34,11 +35,24 @@ def is_data_dependent(error: BaseException) -> bool:
 def explained(name: str) -> Iterator[None]:
     """Turn what the user's loss or optimizer raises in the body into a CaptureError that names its line."""
     try:
-        yield
+        with without_torch_log():
+            yield
     except LowtideError:
         raise
     except Exception as error:
         raise _in_words(error, name) from error
+
+
+@contextlib.contextmanager
+def without_torch_log() -> Iterator[None]:
+    """Keep torch from logging a traceback of an error on fake tensors, which is explained here in a sentence."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def explain(error: BaseException, model: nn.Module) -> BaseException:
@@ -57,7 +71,7 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
             f"output whose shape depends on data{line}. Only one fixed sequence of ops can be planned; replace the "
             "branch by torch.where or by a Python value that is known beforehand."
         )
-    text = (str(error).strip().splitlines() or [""])[0][:400]
+    text = (str(error).strip().splitlines() or [""])[0][:400].rstrip(".")
     return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {text}{line}.")
 
 

@@ -29,7 +29,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 
-from tracer.blame import explain, is_data_dependent
+from tracer.blame import explain, is_data_dependent, without_torch_log
 from tracer.dropout import split_dropout
 from tracer.scopes import (
     as_compiled,
@@ -162,6 +162,7 @@ def _capture(
         swapped = stack.enter_context(fake_parameters(flat_model, fake_mode))
         fakes = tuple(swapped(x) for x in tensors)
         for context in (
+            without_torch_log(),
             fake_mode,
             fx_traceback.preserve_node_meta(),
             unpacked_sequences(),
@@ -178,13 +179,13 @@ def _capture(
 def forward_once(model: nn.Module, run: Callable[[], None]) -> None:
     """Call `run`, which runs the model eagerly on fake tensors, under what the capture would use around it."""
     try:
-        with unpacked_sequences():
+        with without_torch_log(), unpacked_sequences():
             run()
     except Exception as error:
         if not is_data_dependent(error):
             raise explain(error, model) from error
         try:
-            with unpacked_sequences(), as_compiled():
+            with without_torch_log(), unpacked_sequences(), as_compiled():
                 run()
         except Exception as again:
             raise explain(again, model) from again

@@ -12,8 +12,10 @@ The model's own ops come from the captured graph, the rest is recorded around a 
 
 from __future__ import annotations
 
+import contextlib
 import platform
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -124,7 +126,7 @@ def trace_step(
     Raises:
         CaptureError, SpecError: the step cannot be built or captured.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with fake_mode() as mode:
         # A laptop trace for a GPU needs the optimizer that torch would choose there.
         step = build(device, optimizer_as_on=target.kind if device == "cpu" else "")
         captured = capture_step(step)
@@ -133,6 +135,17 @@ def trace_step(
             step, program, mode, target, header(step, program, build, device, target, meta)
         )
     return Recorded(trace=trace, program=program, graph_ops=graph_ops)
+
+
+@contextlib.contextmanager
+def fake_mode() -> Iterator[FakeTensorMode]:
+    """A fake mode that survives `copy.deepcopy` of its tensors (torch's own transformer stacks copy their layers)."""
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.__deepcopy__ = lambda memo: mode
+    with mode, warnings.catch_warnings():
+        # The copy looks at a data pointer, which fake tensors answer with a warning.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield mode
 
 
 def header(
