@@ -125,8 +125,28 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
     )
 
 
-def trace_of(plan: Plan, model: str, device: str) -> Trace:
-    """Record the plan's step again, with the roofline that it was planned with, for the report's pictures."""
+def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Trace:
+    """The trace behind a plan, for the report's pictures.
+
+    Args:
+        plan: whose trace.
+        model: build this instead of what the plan names.
+        device: for which the step is recorded again.
+        name: a trace directory; without it the step is recorded again on fake tensors.
+
+    Raises:
+        PlanError: the trace in the directory is another one.
+    """
+    if name is not None:
+        from traces.store import load
+
+        trace = load(name)
+        if trace.meta.fingerprint != plan.meta.fingerprint:
+            raise PlanError(
+                f"{name}: this trace ({trace.meta.fingerprint}) is not the plan's ({plan.meta.fingerprint}); leave "
+                "--trace out, and the step is recorded again."
+            )
+        return trace
     from tracer.devices import device as device_entry
     from tracer.spec import load_spec
     from tracer.step import trace_step

@@ -54,11 +54,13 @@ def execute() -> None:
     "--model", default="", help="Build this instead of what the plan names (the same step elsewhere)."
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Save the measurement as JSON.")
+@click.option("--trace", "trace_name", help="The trace behind the plan, for the report's pictures.")
 @_measuring
 def run_plan(
     plan: Path,
     model: str,
     output: Path | None,
+    trace_name: str | None,
     device: str,
     steps: int,
     memory_steps: int,
@@ -92,8 +94,13 @@ def run_plan(
         from executor.campaign import trace_of
         from executor.report import write_measurement
 
+        if trace_name is None and outcome.plan.meta.mode == "real":
+            say(
+                "The report's curves are drawn without measured workspaces; give --trace for those.",
+                quiet=quiet,
+            )
         say("Writing the report ...", quiet=quiet)
-        recorded = trace_of(outcome.plan, model, device)
+        recorded = trace_of(outcome.plan, model, device, trace_name)
         write_measurement(report, measurement, recorded, outcome.plan, measured_curve=outcome.curve or None)
     if as_json:
         print_json(answer(outcome))

@@ -66,6 +66,9 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
     # Child processes find the packages where this one found them.
     root = str(Path(__file__).resolve().parent.parent)
     env = {
+        # torch's C++ parts and its profiler write to stderr by themselves.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "KINETO_LOG_LEVEL": "99",
         **os.environ,
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }

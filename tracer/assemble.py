@@ -17,7 +17,7 @@ from tracer.blame import explained
 from tracer.builder import OpRow
 from tracer.cost import op_time_ns, uses_tf32
 from tracer.devices import Device
-from tracer.eager import EagerRecorder, tensor_row
+from tracer.eager import EagerRecorder
 from tracer.loop import fit_tangent, run_step
 from tracer.program import Program
 from tracer.spec import TrainingStep
@@ -39,7 +39,7 @@ def assemble(
         CaptureError: the loss code or the optimizer fails, or looks at the data of a tensor.
     """
     builder = program.builder()
-    recorder = EagerRecorder(builder)
+    recorder = EagerRecorder(builder, meta.device)
     captured = program.captured
     parameters = dict(step.model.named_parameters())
     buffers = dict(step.model.named_buffers())
@@ -52,16 +52,16 @@ def assemble(
     for k, x in enumerate(arguments):
         recorder.know(x, program.storage_of[captured.placeholders[first_argument + k]][0])
     for x in step.tensors():
-        recorder.id_of(x, tensor_row(x, "batch", INPUT))
+        recorder.id_of(x, recorder.row(x, "batch", INPUT))
     for name, p in parameters.items():
-        recorder.id_of(p, tensor_row(p, name, PARAMETER))
+        recorder.id_of(p, recorder.row(p, name, PARAMETER))
 
     stub = _Stub(program, recorder, parameters)
     with mode, explained(step.name):
         with recorder.paused():
             run_step(step, stub, step.optimizer)
             for number, x in enumerate(_optimizer_tensors(step.optimizer)):
-                recorder.id_of(x, tensor_row(x, f"optimizer state {number}", OPTIMIZER_STATE))
+                recorder.id_of(x, recorder.row(x, f"optimizer state {number}", OPTIMIZER_STATE))
         recorder.rows.clear()
         recorder.died_after.clear()
         with recorder:
@@ -108,7 +108,9 @@ class _Stub:
                     given = tangents[k]
                     fitting = fit_tangent(given, n.meta["val"])
                     if recorder.active:
-                        outer.tangents.append(recorder.id_of(fitting, tensor_row(fitting, "tangent", INPUT)))
+                        outer.tangents.append(
+                            recorder.id_of(fitting, recorder.row(fitting, "tangent", INPUT))
+                        )
                 outer.rows_before_backward = len(recorder.rows)
                 del tangents, given, fitting
                 with recorder.paused():

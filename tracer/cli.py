@@ -67,8 +67,12 @@ def run_model(
     **options: Any,
 ) -> None:
     """Record one training step of MODEL: a name from `trace models`, or path/to/file.py:build."""
+    import os
     import time
 
+    # torch's C++ parts and its profiler write to stderr by themselves; what matters reaches the user as an error.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from tracer.devices import device as device_entry
     from tracer.spec import check_device, load_spec, require_torch
     from traces import store

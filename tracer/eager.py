@@ -31,9 +31,10 @@ class EagerRecorder(TorchDispatchMode):
     not change what is allocated.
     """
 
-    def __init__(self, builder: TraceBuilder) -> None:
+    def __init__(self, builder: TraceBuilder, device: str = "cpu") -> None:
         super().__init__()
         self.builder = builder
+        self.device = device.partition(":")[0]
         self.rows: list[OpRow] = []
         self.phase = FORWARD
         self._ids: dict[int, int] = {}
@@ -82,6 +83,18 @@ class EagerRecorder(TorchDispatchMode):
         if watch:
             self._watched[storage] = StorageWeakRef(x.untyped_storage())
 
+    def row(self, x: torch.Tensor, name: str, category: str, producer: int = -1) -> StorageRow:
+        """A row for a tensor's storage. Memory of another device is not this trace's: it counts as 0 bytes (the
+        optimizers keep their step counters on the CPU)."""
+        return StorageRow(
+            name=name,
+            nbytes=x.untyped_storage().nbytes() if x.device.type == self.device else 0,
+            category=category,
+            producer=producer,
+            dtype=str(x.dtype).removeprefix("torch."),
+            shape=tuple(int(d) for d in x.shape),
+        )
+
     def id_of(self, x: torch.Tensor, row: StorageRow) -> int:
         """The storage row of a tensor; `row` is added if its storage is new."""
         key = _key(x)
@@ -111,13 +124,13 @@ class EagerRecorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(out))
-        reads = [self.id_of(x, _row(x, "constant", OTHER, -1)) for x in inputs]
+        reads = [self.id_of(x, self.row(x, "constant", OTHER)) for x in inputs]
         i = len(self.rows)
         name = f"{str(func).removeprefix('aten.').split('.')[0]}_{i}"
         created = []
         for x in outputs:
             if _key(x) not in self._ids:
-                s = self.id_of(x, _row(x, name, ACTIVATION, i))
+                s = self.id_of(x, self.row(x, name, ACTIVATION, i))
                 self._watched[s] = StorageWeakRef(x.untyped_storage())
                 created.append(s)
         mutated = [self._ids[_key(x)] for x in _mutated(func, args, kwargs)]
@@ -152,22 +165,6 @@ def is_op(func: Any) -> bool:
 
 def _key(x: torch.Tensor) -> int:
     return int(x.untyped_storage()._cdata)
-
-
-def _row(x: torch.Tensor, name: str, category: str, producer: int) -> StorageRow:
-    return StorageRow(
-        name=name,
-        nbytes=x.untyped_storage().nbytes(),
-        category=category,
-        producer=producer,
-        dtype=str(x.dtype).removeprefix("torch."),
-        shape=tuple(int(d) for d in x.shape),
-    )
-
-
-def tensor_row(x: torch.Tensor, name: str, category: str) -> StorageRow:
-    """A row for a tensor that exists before the step."""
-    return _row(x, name, category, -1)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
