@@ -30,7 +30,7 @@ WITHOUT_EFFECT: Final = frozenset(
         "pinned_max_round_threshold_mb",
         "graph_capture_record_stream_reuse",
         "throw_on_cudamalloc_oom",
-        "use_uvm",
+        "pinned_free_catch_all",
     }
 )
 
@@ -59,11 +59,11 @@ def parse_alloc_conf(text: str, base: AllocatorSettings | None = None) -> Alloca
     for key, value in _pairs(text):
         if key == "max_split_size_mb":
             least = out.large_segment_bytes // MIB
-            out = replace(out, max_split_bytes=_whole(key, value, more_than=least) * MIB)
+            out = replace(out, max_split_bytes=_whole(key, value, least) * MIB)
         elif key == "max_non_split_rounding_mb":
-            out = replace(out, max_non_split_rounding_bytes=_whole(key, value, more_than=20) * MIB)
+            out = replace(out, max_non_split_rounding_bytes=_whole(key, value, 21) * MIB)
         elif key == "large_segment_size_mb":
-            out = replace(out, large_segment_bytes=_whole(key, value, more_than=1) * MIB)
+            out = replace(out, large_segment_bytes=_whole(key, value, 11) * MIB)
         elif key == "garbage_collection_threshold":
             out = replace(out, garbage_collection_threshold=_share(key, value))
         elif key == "per_process_memory_fraction":
@@ -113,10 +113,9 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     return out
 
 
-def _whole(key: str, value: str, more_than: int = 0) -> int:
-    # torch refuses max_split_size_mb of 20 and less; an equal value would split what it must not.
-    if not (value.isascii() and value.isdigit()) or not more_than < int(value) < 1 << 40:
-        raise SpecError(f"{key}:{value}: give a whole number of MiB above {more_than}.")
+def _whole(key: str, value: str, least: int) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) < 13) or int(value) < least:
+        raise SpecError(f"{key}:{value}: give a whole number of MiB, {least} or more.")
     return int(value)
 
 

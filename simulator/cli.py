@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from simulator.cli_replay import replay_command
 from traces.commands import DefaultGroup
 from traces.errors import BudgetError, SpecError
 
@@ -58,6 +59,7 @@ def main() -> None:
     simulate resnet152-b32 --budget 60% -o plan.json          make it fit
     simulate sweep resnet152 --batch-sizes 8,16,32 --budget 60%
     simulate planners                                         list the planners
+    simulate replay snapshot.pickle                           a GPU's recorded allocations
 
     Exit code: 0 done, 1 the budget cannot be met, 2 the input is wrong.
     """
@@ -209,6 +211,9 @@ def planners_command(as_json: bool) -> None:
     width = max(len(name) for name in REGISTRY)
     for name, entry in REGISTRY.items():
         click.echo(f"{name:<{width}}  {entry.summary}")
+
+
+main.add_command(replay_command)
 
 
 def progress(quiet: bool) -> Callable[[str], None]:

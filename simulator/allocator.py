@@ -1,0 +1,310 @@
+"""Turn a stream of allocations and frees into the memory that CUDA's caching allocator reserves, block by block.
+
+The rules are those of torch's c10/cuda/CUDACachingAllocator.cpp, which have been the same from 2024 to 2026. Memory is
+got from the driver in *segments* and handed out in *blocks*, which are split and merged again. Blocks of up to 1 MiB
+live in the small pool, all others in the large one; a free block serves only the stream that it was made for.
+
+Counts: rounding, best fit, splits and merges, segments, expandable segments, blocks that other streams still use,
+retries when memory runs out, garbage collection. Ignores: the private pools of CUDA graphs and MemPool, callbacks that
+free memory, and memory that others hold on the device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from simulator.allocator_settings import MIB, UNLIMITED, AllocatorSettings, round_up
+from simulator.blocks import Block, Pool
+from simulator.segments import Segments
+from traces.errors import LowtideError
+
+MIN_BLOCK_BYTES: Final = 512
+SMALL_BYTES: Final = MIB  # requests up to this size come from the small pool
+
+
+class OutOfMemory(LowtideError):
+    """The simulated device cannot serve a request, even with every cached block given back."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorFigures:
+    """What torch.cuda.memory_stats() would say."""
+
+    allocated_bytes: int
+    requested_bytes: int
+    active_bytes: int
+    reserved_bytes: int
+    peak_allocated_bytes: int
+    peak_requested_bytes: int
+    peak_active_bytes: int
+    peak_reserved_bytes: int
+    num_alloc_retries: int
+    num_ooms: int
+
+
+class Allocator(Segments):
+    """One device's caching allocator: hands out blocks of its segments."""
+
+    def __init__(
+        self,
+        settings: AllocatorSettings | None = None,
+        device_memory_bytes: int | None = None,
+        place: Callable[[int, int, bool], int] | None = None,
+    ) -> None:
+        super().__init__(settings, device_memory_bytes, place)
+        self._collects = self.limit_bytes is not None and self.settings.garbage_collection_threshold > 0
+        self._waiting: dict[int, deque[Block]] = {}  # stream -> freed blocks whose event it has not passed
+        self._ready: dict[int, int] = {}  # stream -> how many of these it has passed meanwhile
+        self._held: dict[int, Block] = {}  # address -> block between request_free and complete_free
+        self.allocated = self.requested = self.active = 0
+        self.peak_allocated = self.peak_requested = self.peak_active = 0
+        self.num_alloc_retries = self.num_ooms = 0
+
+    def malloc(self, size_bytes: int, stream: int = 0) -> Block:
+        """A block for a request.
+
+        Raises:
+            OutOfMemory: the device has no room, and giving back cached blocks did not help.
+        """
+        if self._ready:
+            self._collect_passed_events()
+        size = round_up(size_bytes, self.settings)
+        pool = self.small if size <= SMALL_BYTES else self.large
+        block = self._find(pool, size, stream)
+        if block is None:
+            if self._collects:
+                self._collect_garbage()
+            block = self._extend(pool, size, stream)
+            if block is None and self._release_oversize(pool, size, stream):
+                block = self._extend(pool, size, stream)
+            if block is None:
+                self.release_cached()
+                self.num_alloc_retries += 1
+                block = self._extend(pool, size, stream)
+            if block is None:
+                self.num_ooms += 1
+                raise OutOfMemory(self._refusal(size_bytes))
+        rest = block.size - size
+        if (
+            rest >= MIN_BLOCK_BYTES
+            if pool.small or self.settings.expandable_segments
+            else size < self.settings.max_split_bytes and rest > SMALL_BYTES
+        ):
+            pool.insert(block.cut(size))
+        self.adopt(block, size_bytes)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.peak_active = max(self.peak_active, self.active)
+        self.peak_requested = max(self.peak_requested, self.requested)
+        return block
+
+    def adopt(self, block: Block, requested_bytes: int) -> None:
+        """Count a block that is in no pool as allocated."""
+        block.allocated = True
+        block.requested = requested_bytes
+        self.allocated += block.size
+        self.active += block.size
+        self.requested += requested_bytes
+
+    def record_stream(self, block: Block, stream: int) -> None:
+        """Say that `stream` uses the block too: once freed, it waits until that stream is done with it."""
+        if stream != block.stream:
+            block.users.add(stream)
+
+    def free(self, block: Block) -> None:
+        """Give a block back; it can be used again at once unless another stream was recorded."""
+        self._leave(block)
+        if block.users:
+            block.pending = len(block.users)
+            for stream in sorted(block.users):
+                self._waiting.setdefault(stream, deque()).append(block)
+            block.users = set()
+        else:
+            self._free_block(block)
+
+    def stream_done(self, stream: int) -> None:
+        """The stream has passed all that was queued on it; the next malloc notices."""
+        if self._waiting.get(stream):
+            self._ready[stream] = len(self._waiting[stream])
+
+    def request_free(self, block: Block) -> None:
+        """The first half of a free whose second half is known from a recording."""
+        self._leave(block)
+        block.pending = 1
+        self._held[block.address] = block
+
+    def complete_free(self, block: Block) -> None:
+        """The second half; nothing happens if a retry has freed the block meanwhile."""
+        if self._held.get(block.address) is block:
+            del self._held[block.address]
+            block.pending = 0
+            self._free_block(block)
+
+    def release_cached(self) -> None:
+        """torch.cuda.empty_cache(): wait for all streams, give every unsplit free block and whole free page back."""
+        for block in list(self._held.values()):
+            self.complete_free(block)
+        self._ready = {stream: len(queue) for stream, queue in self._waiting.items() if queue}
+        self._collect_passed_events()
+        for pool in (self.large, self.small):
+            pages: list[Block] = []
+            for block in list(pool.blocks()):
+                if block.expandable:
+                    pages.append(block)
+                elif not block.is_split:
+                    self._release(block)
+            for block in pages:
+                self._unmap(block)
+
+    def release_at(self, address: int, size_bytes: int) -> bool:
+        """Give back one segment, or the whole pages of one free block; False if nothing there can be given back."""
+        for pool in (self.large, self.small):
+            for block in pool.blocks():
+                if block.expandable and block.address <= address < block.address + block.size:
+                    return self._unmap(block)
+                if block.address == address and block.size == size_bytes and not block.is_split:
+                    self._release(block)
+                    return True
+        return False
+
+    def reset_peaks(self) -> None:
+        """torch.cuda.reset_peak_memory_stats()."""
+        self.peak_allocated, self.peak_requested = self.allocated, self.requested
+        self.peak_active, self.peak_reserved = self.active, self.reserved
+
+    def figures(self) -> AllocatorFigures:
+        return AllocatorFigures(
+            allocated_bytes=self.allocated,
+            requested_bytes=self.requested,
+            active_bytes=self.active,
+            reserved_bytes=self.reserved,
+            peak_allocated_bytes=self.peak_allocated,
+            peak_requested_bytes=self.peak_requested,
+            peak_active_bytes=self.peak_active,
+            peak_reserved_bytes=self.peak_reserved,
+            num_alloc_retries=self.num_alloc_retries,
+            num_ooms=self.num_ooms,
+        )
+
+    def _find(self, pool: Pool, size: int, stream: int) -> Block | None:
+        """Take the best fitting free block of the stream from the pool."""
+        if self._collects:
+            pool.searches += 1
+        blocks = pool.free.get(stream)
+        if not blocks:
+            return None
+        at = bisect_left(blocks, (size,))
+        if at == len(blocks):
+            return None
+        block = blocks[at][2]
+        settings = self.settings
+        if block.expandable:
+            if settings.expandable_segments:
+                # A block that can grow counts with what it can grow to, so that it is taken last.
+                while block.expandable and at + 1 < len(blocks) and _grown(blocks[at + 1][2]) < _grown(block):
+                    at += 1
+                    block = blocks[at][2]
+            else:
+                while at < len(blocks) and blocks[at][2].expandable:
+                    at += 1
+                if at == len(blocks):
+                    return None
+                block = blocks[at][2]
+        largest = settings.max_split_bytes
+        if size < largest:
+            if block.size >= largest:
+                return None
+        elif block.size >= size + settings.max_non_split_rounding_bytes:
+            return None
+        del blocks[at]
+        return block
+
+    def _leave(self, block: Block) -> None:
+        if not block.allocated:
+            raise ValueError(f"the block at {block.address} is freed twice")
+        block.allocated = False
+        self.allocated -= block.size
+
+    def _free_block(self, block: Block) -> None:
+        self.active -= block.size
+        self.requested -= block.requested
+        self._merge(block)
+        block.pool.insert(block)
+
+    def _collect_passed_events(self) -> None:
+        for stream in sorted(self._ready):
+            queue = self._waiting[stream]
+            for _ in range(self._ready[stream]):
+                block = queue.popleft()
+                block.pending -= 1
+                if not block.pending:
+                    self._free_block(block)
+        self._ready = {}
+
+    def _release_oversize(self, pool: Pool, size: int, stream: int) -> bool:
+        """With a max_split_size: give back blocks too large to be split, largest first, until the request fits."""
+        largest = self.settings.max_split_bytes
+        if largest == UNLIMITED:
+            return False
+        wanted = max(size, largest)
+        blocks = pool.free.get(stream, [])
+        at = bisect_left(blocks, (wanted,))
+        if at < len(blocks) and not blocks[at][2].expandable:
+            # A split block cannot go back to the driver by itself.
+            if blocks[at][2].is_split:
+                return False
+            self._release(blocks[at][2])
+            return True
+        released = 0
+        for _, _, block in reversed(blocks[:at]):
+            if released >= wanted or block.size < largest:
+                break
+            if not block.expandable and not block.is_split:
+                released += block.size
+                self._release(block)
+        return released >= wanted
+
+    def _collect_garbage(self) -> None:
+        """Give back the unsplit large blocks that have waited longest until the threshold is met."""
+        assert self.limit_bytes is not None
+        threshold = int(self.settings.garbage_collection_threshold * self.limit_bytes)
+        wanted = self.reserved - threshold
+        if wanted <= 0:
+            return
+        clock = self.large.searches
+        candidates = [b for b in self.large.blocks() if not b.is_split and not b.expandable]
+        age = sum(clock - b.born for b in candidates)
+        freed = 0
+        progress = True
+        while freed < wanted and progress and candidates:
+            oldest = age / len(candidates)
+            progress = False
+            left: list[Block] = []
+            for block in candidates:
+                if freed < wanted and clock - block.born >= oldest:
+                    progress = True
+                    freed += block.size
+                    self._release(block)
+                    age -= clock - block.born
+                else:
+                    left.append(block)
+            candidates = left
+
+    def _refusal(self, size_bytes: int) -> str:
+        limit = self.device_memory_bytes if self.limit_bytes is None else self.limit_bytes
+        return (
+            f"out of memory: a request of {size_bytes:,} bytes does not fit; {self.allocated:,} bytes are allocated "
+            f"and {self.reserved:,} reserved of {limit or 0:,}. Allow more memory, or need less."
+        )
+
+
+def _grown(block: Block) -> int:
+    """What a block can grow to: its own size and the unmapped pages behind it."""
+    if block.next is not None and not block.next.mapped:
+        return block.size + block.next.size
+    return block.size

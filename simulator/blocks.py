@@ -1,0 +1,115 @@
+"""Blocks, the pools that list the free ones, and segments as a snapshot shows them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+class Pool:
+    """The free blocks of one size class, by stream: sorted lists, so that best fit is one bisection."""
+
+    __slots__ = ("free", "searches", "small", "unmapped")
+
+    def __init__(self, small: bool) -> None:
+        self.small = small
+        self.free: dict[int, list[tuple[int, int, Block]]] = {}  # stream -> (size, address, block), sorted
+        self.unmapped: dict[int, list[tuple[int, Block]]] = {}  # stream -> (address, block), sorted
+        self.searches = 0  # the clock of garbage collection
+
+    def insert(self, block: Block) -> None:
+        block.born = self.searches
+        insort(self.free.setdefault(block.stream, []), (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        blocks = self.free[block.stream]
+        del blocks[bisect_left(blocks, (block.size, block.address))]
+
+    def insert_unmapped(self, block: Block) -> None:
+        insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
+
+    def remove_unmapped(self, block: Block) -> None:
+        blocks = self.unmapped[block.stream]
+        del blocks[bisect_left(blocks, (block.address,))]
+
+    def blocks(self) -> Iterator[Block]:
+        """The free blocks by stream, size, address."""
+        for stream in sorted(self.free):
+            for _, _, block in self.free[stream]:
+                yield block
+
+
+class Block:
+    """A piece of a segment. Changes hands and size; only the allocator changes it."""
+
+    __slots__ = (
+        "address", "allocated", "born", "expandable", "mapped", "next", "origin", "pending", "pool", "prev",
+        "requested", "size", "stream", "users",
+    )  # fmt: skip
+
+    def __init__(self, address: int, size: int, stream: int, pool: Pool) -> None:
+        self.address = address
+        self.size = size
+        self.stream = stream
+        self.pool = pool
+        self.requested = 0
+        self.allocated = False
+        self.mapped = True
+        self.expandable = False
+        self.origin = address  # of the expandable range, whose pages are counted from there
+        self.pending = 0  # events that must pass before a freed block can be used again
+        self.users: set[int] = set()  # other streams that were recorded
+        self.born = 0
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    @property
+    def is_split(self) -> bool:
+        return self.prev is not None or self.next is not None
+
+    @property
+    def usable(self) -> bool:
+        return not self.allocated and not self.pending
+
+    def cut(self, size: int) -> Block:
+        """Make this block `size` bytes long; returns the rest, linked in behind it."""
+        rest = Block(self.address + size, self.size - size, self.stream, self.pool)
+        rest.mapped, rest.expandable, rest.origin = self.mapped, self.expandable, self.origin
+        rest.prev, rest.next = self, self.next
+        if self.next is not None:
+            self.next.prev = rest
+        self.next = rest
+        self.size = size
+        return rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentEvent:
+    """The allocator asked the driver for memory, or gave some back."""
+
+    action: str  # segment_alloc, segment_free, segment_map, segment_unmap
+    address: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockState:
+    """A block as a snapshot shows it."""
+
+    address: int
+    size_bytes: int
+    requested_bytes: int
+    pending: bool = False  # freed, but another stream still uses it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentState:
+    """A segment as a snapshot shows it; what its blocks do not cover is free."""
+
+    address: int
+    size_bytes: int
+    small: bool
+    stream: int = 0
+    expandable: bool = False
+    blocks: tuple[BlockState, ...] = ()

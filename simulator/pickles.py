@@ -1,0 +1,80 @@
+"""Turn a pickle from anywhere into plain containers, numbers and text, and into nothing else.
+
+A pickle is a program, and its one way to do harm is to name something to import and call. Here no name is resolved, so
+nothing is called; what remains is the size of what it builds, which is bounded while it loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from traces.errors import TraceError
+
+MAX_FILE_BYTES: Final = 4 << 30
+# What a pickle may take while it loads. The stacks of a snapshot are shared objects and expand about tenfold.
+SPARE_BYTES: Final = 2 << 30
+BYTES_PER_FILE_BYTE: Final = 24
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and a snapshot holds plain data only")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to an object outside the file")
+
+
+def load_plain(path: Path) -> Any:
+    """What the file holds: dicts, lists, tuples, sets, numbers, text, bytes, True, False, None.
+
+    Raises:
+        TraceError: the file is not a pickle, is cut off, asks for anything else, or is too large.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise TraceError(
+                f"{path}: {size / 2**30:.1f} GiB are more than can be read; record with a smaller max_entries, or "
+                "with _record_memory_history(context=None)."
+            )
+        with path.open("rb") as file, _bounded_memory(SPARE_BYTES + BYTES_PER_FILE_BYTE * size):
+            return _PlainUnpickler(file).load()
+    except (OSError, TraceError) as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(f"{path}: cannot be read ({error.strerror or error}); name another file.") from None
+    except MemoryError:
+        raise TraceError(
+            f"{path}: asks for more memory than a snapshot of its size needs; it is damaged, or too large for here."
+        ) from None
+    # A damaged pickle can make the unpickler raise almost anything; no code of the file's own can have run.
+    except Exception as error:
+        detail = str(error) or type(error).__name__
+        raise TraceError(
+            f"{path}: not a memory snapshot ({detail}); make one with torch.cuda.memory._dump_snapshot(path)."
+        ) from None
+
+
+@contextlib.contextmanager
+def _bounded_memory(more_bytes: int) -> Iterator[None]:
+    """Let the process grow by so much and no more, where the system can do that (Linux)."""
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        bound = pages * resource.getpagesize() + more_bytes
+        if soft != resource.RLIM_INFINITY:
+            bound = min(bound, soft)
+        resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
+    except (ImportError, OSError, ValueError, IndexError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

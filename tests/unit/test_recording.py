@@ -1,0 +1,337 @@
+"""Recordings of real GPUs, snapshots made up for the purpose, and files that are not what they claim to be."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from simulator.allocator import Allocator
+from simulator.allocator_settings import AllocatorSettings, parse_alloc_conf
+from simulator.blocks import Block
+from simulator.cli import main
+from simulator.recording import read_recording
+from simulator.replay import replay
+from traces.errors import TraceError
+
+MIB = 1 << 20
+DATA = Path(__file__).parents[1] / "data" / "allocator"
+NAMES = sorted(p.name.removesuffix(".events.parquet") for p in DATA.glob("*.events.parquet"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_real_recordings_replay_to_the_byte(name: str) -> None:
+    recording = read_recording(DATA / name)
+    result = replay(recording)
+    assert result.figures.peak_reserved_bytes == recording.peak_reserved_bytes
+    assert result.figures.reserved_bytes == recording.final_reserved_bytes
+    assert result.segment_requests == recording.segment_requests
+    assert result.unknown_frees == 0
+    assert result.same_addresses == result.allocations
+
+
+def test_all_five_recordings_are_here() -> None:
+    assert len(NAMES) == 5
+
+
+@pytest.mark.bench
+def test_speed() -> None:
+    recording = read_recording(DATA / "transformer-medium-ctx512-training")
+    assert min(replay(recording).microseconds_per_pair for _ in range(5)) < 50
+
+
+# Snapshots --------------------------------------------------------------------------------------------------------
+
+
+class Program:
+    """A program whose allocator keeps a history, as torch's does, from `record()` on."""
+
+    def __init__(self, conf: str = "", base: int = 0x7F0000000000) -> None:
+        self.conf = conf
+        self.next = base
+        self.allocator = Allocator(parse_alloc_conf(conf), None, self.place)
+        self.live: list[Block] = []
+        self.pending: list[Block] = []
+        self.events: list[dict[str, Any]] = []
+        self.seen = 0
+
+    def place(self, size: int, stream: int, expandable: bool) -> int:
+        self.next += size + 4 * MIB
+        return self.next - size - 4 * MIB
+
+    def record(self) -> None:
+        self.events.clear()
+
+    def flush(self) -> None:
+        for e in self.allocator.segment_events[self.seen :]:
+            self.note(e.action, e.address, e.size_bytes, 0)
+        self.seen = len(self.allocator.segment_events)
+
+    def note(self, action: str, address: int, size: int, stream: int) -> None:
+        self.events.append({"action": action, "addr": address, "size": size, "stream": stream, "frames": []})
+
+    def malloc(self, size: int) -> None:
+        block = self.allocator.malloc(size)
+        self.flush()
+        self.note("alloc", block.address, size, 0)
+        self.live.append(block)
+
+    def free(self, k: int, wait: bool = False) -> None:
+        block = self.live.pop(k)
+        self.note("free_requested", block.address, block.requested, 0)
+        self.allocator.request_free(block)
+        self.pending.append(block)
+        if not wait:
+            self.complete()
+
+    def complete(self) -> None:
+        for block in self.pending:
+            self.note("free_completed", block.address, block.requested, 0)
+            self.allocator.complete_free(block)
+        self.pending.clear()
+
+    def empty_cache(self) -> None:
+        self.complete()
+        self.allocator.release_cached()
+        self.flush()
+
+    def snapshot(self) -> dict[str, Any]:
+        a = self.allocator
+        heads: dict[int, Block] = {}
+        for start in [*self.live, *self.pending, *a.small.blocks(), *a.large.blocks()]:
+            while start.prev is not None:
+                start = start.prev
+            heads[start.address] = start
+        rows: list[dict[str, Any]] = []
+        for head in heads.values():
+            block: Block | None = head
+            row: dict[str, Any] | None = None
+            while block is not None:
+                if not block.mapped:
+                    row = None
+                else:
+                    if row is None:
+                        row = {
+                            "device": 0,
+                            "address": block.address,
+                            "total_size": 0,
+                            "stream": block.stream,
+                            "segment_type": "small" if block.pool.small else "large",
+                            "segment_pool_id": (0, 0),
+                            "is_expandable": block.expandable,
+                            "blocks": [],
+                        }
+                        rows.append(row)
+                    state = "active_allocated" if block.allocated else "active_pending_free"
+                    row["blocks"].append(
+                        {
+                            "address": block.address,
+                            "size": block.size,
+                            "requested_size": block.requested,
+                            "state": "inactive" if block.usable else state,
+                        }
+                    )
+                    row["total_size"] += block.size
+                block = block.next
+        return {
+            "segments": rows,
+            "device_traces": [[*self.events, {"action": "snapshot", "size": 0, "frames": []}]],
+            "allocator_settings": {
+                "PYTORCH_CUDA_ALLOC_CONF": self.conf,
+                "max_split_size": -1,
+                "garbage_collection_threshold": 0.0,
+                "expandable_segments": a.settings.expandable_segments,
+                "roundup_power2_divisions": {str(1 << k): 0 for k in range(16)},
+            },
+        }
+
+
+def random_program(seed: int, conf: str) -> Program:
+    rng = random.Random(seed)
+    p = Program(conf)
+    for k in range(500):
+        if k == 200:
+            p.record()
+        choice = rng.random()
+        if choice < 0.52 or not p.live:
+            top = rng.choice([2000, MIB, 9 * MIB, 60 * MIB])
+            p.malloc(rng.randint(1, top))
+        elif choice < 0.95:
+            p.free(rng.randrange(len(p.live)), wait=rng.random() < 0.2)
+        elif choice < 0.98:
+            p.complete()
+        else:
+            p.empty_cache()
+    return p
+
+
+def write(path: Path, data: object) -> Path:
+    path.write_bytes(pickle.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_history_that_begins_midway_replays_to_the_byte(seed: int, conf: str, tmp_path: Path) -> None:
+    p = random_program(seed, conf)
+    recording = read_recording(write(tmp_path / "s.pickle", p.snapshot()))
+    assert recording.settings.expandable_segments == (conf != "")
+    result = replay(recording)
+    assert recording.final_reserved_bytes == p.allocator.reserved
+    assert result.figures.reserved_bytes == p.allocator.reserved
+    assert result.figures.peak_reserved_bytes == recording.peak_reserved_bytes
+    assert result.figures.allocated_bytes == recording.final_allocated_bytes == p.allocator.allocated
+    assert result.segment_requests == recording.segment_requests
+    assert result.same_addresses == result.allocations
+    assert result.unknown_frees == 0
+
+
+def test_what_if_with_expandable_segments() -> None:
+    # 30 and 30 are freed, then 60 is wanted: 120 MiB in fixed segments, 60 in one that grows.
+    p = Program()
+    p.malloc(30 * MIB)
+    p.malloc(30 * MIB)
+    p.free(0)
+    p.free(0)
+    p.malloc(60 * MIB)
+    from simulator.snapshot import recording_from_snapshot
+
+    recording = recording_from_snapshot(p.snapshot(), "made up")
+    assert recording.peak_reserved_bytes == 120 * MIB
+    assert replay(recording).figures.peak_reserved_bytes == 120 * MIB
+    grown = replay(recording, AllocatorSettings(expandable_segments=True))
+    assert grown.figures.peak_reserved_bytes == 60 * MIB
+    tight = replay(recording, device_memory_bytes=64 * MIB)
+    assert tight.figures.num_alloc_retries == 1
+    assert replay(recording, device_memory_bytes=32 * MIB).out_of_memory is not None
+
+
+# The command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_answers_as_json(tmp_path: Path) -> None:
+    p = Program()
+    for _ in range(2):
+        p.malloc(30 * MIB)
+        p.malloc(30 * MIB)
+        p.free(0)
+        p.free(0)
+        p.malloc(60 * MIB)
+        p.free(0)
+    path = write(tmp_path / "s.pickle", p.snapshot())
+    result = CliRunner().invoke(
+        main, ["replay", str(path), "--alloc-conf", "expandable_segments:True", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["reserved_error_bytes"] == 0
+    assert answer["same_segment_requests"] is True
+    assert answer["replayed"]["peak_reserved_bytes"] == 120 * MIB
+    assert answer["what_if"]["peak_reserved_bytes"] == 60 * MIB
+
+
+def test_the_command_prints_a_table() -> None:
+    result = CliRunner().invoke(main, ["replay", str(DATA / "transformer-b.events.parquet"), "-q"])
+    assert result.exit_code == 0, result.output
+    assert "+0 bytes reserved; the same segment requests; 100.0 % of 2162 blocks" in result.stdout
+    assert result.stderr == ""
+
+
+def test_the_command_says_when_it_would_not_fit() -> None:
+    result = CliRunner().invoke(main, ["replay", str(DATA / "transformer-b"), "--device-memory", "3GiB"])
+    assert result.exit_code == 1
+    assert "out of memory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nothing.pickle"],
+        [str(DATA)],
+        [str(DATA / "transformer-b"), "--device", "1"],
+        [str(DATA / "transformer-b"), "--alloc-conf", "max_split:1"],
+        [str(DATA / "transformer-b"), "--device-memory", "much"],
+        [str(DATA / "transformer-b"), "--device-memory", "50%"],
+    ],
+)
+def test_wrong_input_is_refused(words: list[str]) -> None:
+    result = CliRunner().invoke(main, ["replay", *words])
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+
+
+# Hostile and damaged files ----------------------------------------------------------------------------------------
+
+
+class Hostile:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_hostile_pickle_does_not_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    path = write(tmp_path / "s.pickle", {"segments": [], "device_traces": [[Hostile(mark)]]})
+    with pytest.raises(TraceError, match=r"mkdir.*plain data only"):
+        read_recording(path)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"not a pickle at all",
+        b"\x80\x04",
+        pickle.dumps({"segments": []})[:-3],
+        pickle.dumps([1, 2, 3]),
+        pickle.dumps({"segments": 3, "device_traces": []}),
+        pickle.dumps({"segments": []}),
+        pickle.dumps({"segments": [], "device_traces": [[]]}),
+        pickle.dumps({"segments": [5], "device_traces": [[{"action": "alloc", "addr": 0, "size": 1}]]}),
+        pickle.dumps({"segments": [], "device_traces": [[7]]}),
+        pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "addr": "x", "size": 1}]]}),
+        pickle.dumps(
+            {"segments": [], "device_traces": [[{"action": "free_requested", "addr": 5, "size": 1}]]}
+        ),
+        pickle.dumps(
+            {"segments": [], "device_traces": [[{"action": ["alloc"], "addr": 1 << 70, "size": -1}]]}
+        ),
+        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x",  # bytes of 2**62
+        b"\x80\x04]r\xff\xff\xff\xff.",  # a memo of 2**32 entries: 64 GiB
+        b"\x80\x04\x82\x01.",  # an extension code
+        b"P1\n.",  # a persistent id
+        b"\x80\x04}]]s.",  # an unhashable key
+        b"\x80\x04K\x01)R.",  # calls the number 1
+        b"(" * 100_000 + b"t" * 100_000 + b".",  # deep
+        b"I" + b"9" * 100_000 + b"\n.",
+    ],
+)
+def test_damaged_files_give_a_reason(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "s.pickle"
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match=r"s\.pickle"):
+        read_recording(path)
+
+
+@pytest.mark.parametrize("part", [".events.parquet", ".start_segments.parquet", ".start_blocks.parquet"])
+@pytest.mark.parametrize("keep", [0, 0.5, None])
+def test_damaged_parquet_gives_a_reason(part: str, keep: float | None, tmp_path: Path) -> None:
+    for source in DATA.glob("transformer-b.*"):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    victim = tmp_path / f"transformer-b{part}"
+    if keep is None:
+        victim.write_bytes((DATA / "transformer-b.start_blocks.parquet").read_bytes()[::-1])
+    else:
+        victim.write_bytes(victim.read_bytes()[: int(victim.stat().st_size * keep)])
+    with pytest.raises(TraceError, match="transformer-b"):
+        read_recording(tmp_path / "transformer-b.events.parquet")

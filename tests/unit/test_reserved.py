@@ -1,0 +1,104 @@
+"""Schedules through the allocator: every byte worked out in a comment."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from simulator.allocator import OutOfMemory
+from simulator.allocator_settings import AllocatorSettings
+from simulator.engine import run
+from simulator.reserved import reserved_peak
+from simulator.schedule import build
+from tests.strategies import traces_with_actions
+from tests.tiny import bwd, chain, fwd, trace
+
+MIB = 1 << 20
+
+
+def test_a_chain_of_small_tensors_lives_in_one_segment() -> None:
+    # chain(3, 1000): w is resident; x0..x3 live, then g3 with x3, g2 with g3 and x2, ...
+    # At g3: w, x0, x1, x2, x3, g3 = 6 tensors of 1000 bytes -> 6 blocks of 1024; g2 takes x3's place: 6 again.
+    t = chain(3, 1000)
+    figures = reserved_peak(t, build(t))
+    assert figures.peak_requested_bytes == 6000
+    assert figures.peak_allocated_bytes == 6 * 1024
+    assert figures.peak_reserved_bytes == 2 * MIB
+    assert figures.segment_requests == 1
+
+
+def test_large_tensors_round_to_segments() -> None:
+    # w of 11 MiB: a segment of 12 MiB, whose rest of 1 MiB is too small to split off: allocated 12.
+    # x0, x1 the same: 24 more; g1 with x1: 12 more: allocated 48 in 4 segments of 12. g0 takes x1's, freed by then.
+    t = chain(1, 11 * MIB)
+    figures = reserved_peak(t, build(t))
+    assert figures.peak_requested_bytes == 44 * MIB
+    assert figures.peak_allocated_bytes == 48 * MIB
+    assert figures.peak_reserved_bytes == 48 * MIB
+    assert figures.fragmentation == 0
+
+
+def test_measured_temporaries_count_and_outputs_stay() -> None:
+    # The op allocates a 30 MiB scratch, its 2 MiB output, frees the scratch. w: 2 MiB in a 20 MiB segment.
+    # Peak allocated: 2 (w) + 30 + 2. Reserved: 20 (w and the output) + 30 (scratch, cached afterwards).
+    ops = [
+        fwd({"x": 2 * MIB}, "w", events=(30 * MIB, 2 * MIB, -30 * MIB)),
+        bwd({"g": 2 * MIB}, "x"),
+    ]
+    t = trace(ops, {"w": 2 * MIB})
+    figures = reserved_peak(t, build(t))
+    assert figures.peak_allocated_bytes == 34 * MIB
+    assert figures.peak_reserved_bytes == 50 * MIB
+    assert figures.segment_requests == 2  # the second and third iteration find all they need
+
+
+def test_an_output_taken_over_in_place_needs_no_block() -> None:
+    # x1 takes over x0's 20 MiB: w 20 + one 20 in forward; then g beside it: 60 in 3 segments.
+    ops = [
+        fwd({"x0": 20 * MIB}, "w"),
+        fwd({"x1": 20 * MIB}, "x0", overwrites="x0"),
+        bwd({"g": 20 * MIB}, "x1"),
+    ]
+    t = trace(ops, {"w": 20 * MIB})
+    assert build(t).takes == (-1, 1, -1)
+    figures = reserved_peak(t, build(t))
+    assert figures.peak_allocated_bytes == figures.peak_reserved_bytes == 60 * MIB
+
+
+def test_expandable_segments_reuse_what_fixed_segments_cannot() -> None:
+    # x (30) and y (30) are freed, then z (60) is wanted: two free segments of 30 do not serve it, one range does.
+    ops = [
+        fwd({"x": 30 * MIB}, "w"),
+        fwd({"y": 30 * MIB}, "x"),
+        fwd({"a": 512}, "x", "y"),
+        fwd({"z": 60 * MIB}, "a"),
+        bwd({"g": 512}, "z"),
+    ]
+    t = trace(ops, {"w": 512})
+    # Fixed: 2 (small) + 30 + 30 + 60. Expandable: 2 + pages of 20: 30 -> 40 mapped, 60 -> 60.
+    assert reserved_peak(t, build(t)).peak_reserved_bytes == 122 * MIB
+    grown = reserved_peak(t, build(t), AllocatorSettings(expandable_segments=True))
+    assert grown.peak_reserved_bytes == 62 * MIB
+    assert grown.peak_allocated_bytes == 60 * MIB + 1024  # z, w and a
+
+
+def test_a_device_that_is_too_small_says_so() -> None:
+    t = chain(1, 11 * MIB)
+    with pytest.raises(OutOfMemory, match="11,534,336 bytes"):
+        reserved_peak(t, build(t), device_memory_bytes=40 * MIB)  # the fourth segment of 12 MiB does not fit
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces_with_actions())
+def test_requested_bytes_are_those_of_the_engine(case) -> None:
+    of, actions = case
+    schedule = build(of, actions)
+    figures = reserved_peak(of, schedule, iterations=2)
+    engine = run(of, schedule).peak_allocated_bytes
+    assert figures.iterations[0].requested_bytes == of.resident_bytes
+    # Memory taken over in place is there before the op, so an op's own temporaries come on top of it.
+    if all(s < 0 for s in schedule.takes):
+        assert figures.peak_requested_bytes == engine
+    else:
+        assert figures.peak_requested_bytes >= engine
+    assert figures.peak_requested_bytes <= figures.peak_allocated_bytes <= figures.peak_reserved_bytes
