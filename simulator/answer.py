@@ -13,16 +13,19 @@ from simulator.timeline import Timeline
 from traces.measurement import RunFigures
 from traces.trace import Trace
 
-NO_BOUND = "no certified lower bound is computed yet"
+NO_BUDGET = "without a budget nothing bounds the added time from below"
 TOP_HOLDERS = 5
 
 
-def answer(c: Comparison, trace_name: str, solve_seconds: float) -> dict[str, Any]:
-    """What `simulate --json` prints for a plan that fits."""
+def answer(
+    c: Comparison, trace_name: str, solve_seconds: float, bound: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What `simulate --json` prints for a plan that fits; `bound` is what `bound_answer` says of the budget."""
     return {
-        **_question(c.trace, trace_name, c.plan.planner, solve_seconds),
+        **_question(c.trace, trace_name, c.plan.planner, solve_seconds, bound),
         "feasible": True,
         "budget_bytes": c.budget_bytes,
+        "gap_points": gap_points(c, bound),
         "baseline": _run(c.trace, c.kept, c.kept_timeline),
         "plan": {
             **_run(c.trace, c.planned, c.planned_timeline),
@@ -34,11 +37,17 @@ def answer(c: Comparison, trace_name: str, solve_seconds: float) -> dict[str, An
 
 
 def refusal(
-    trace: Trace, trace_name: str, kept: Comparison, planner: str, error: Refusal, solve_seconds: float
+    trace: Trace,
+    trace_name: str,
+    kept: Comparison,
+    planner: str,
+    error: Refusal,
+    solve_seconds: float,
+    bound: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What `simulate --json` prints when no plan fits: the same keys, the plan's figures empty, and why."""
     return {
-        **_question(trace, trace_name, planner, solve_seconds),
+        **_question(trace, trace_name, planner, solve_seconds, bound),
         "feasible": False,
         "baseline": _run(trace, kept.kept, kept.kept_timeline),
         "plan": {**RunFigures().headline(), "overhead_percent": None, "recomputed_ops": None},
@@ -47,7 +56,19 @@ def refusal(
     }
 
 
-def _question(trace: Trace, trace_name: str, planner: str, solve_seconds: float) -> dict[str, Any]:
+def gap_points(c: Comparison, bound: dict[str, Any] | None) -> float | None:
+    """The plan's overhead minus the certified bound, in percent of the keep-all step; None where there is no bound."""
+    step_ns = c.kept_timeline.step_time_ns
+    if bound is None or bound["added_time_ns"] is None or not step_ns:
+        return None
+    added_ns = c.planned_timeline.step_time_ns - step_ns
+    bound_ns = int(bound["added_time_ns"])
+    return round(100 * (added_ns - bound_ns) / step_ns, 4)
+
+
+def _question(
+    trace: Trace, trace_name: str, planner: str, solve_seconds: float, bound: dict[str, Any] | None
+) -> dict[str, Any]:
     return {
         "trace": trace_name,
         "model": trace.meta.model,
@@ -56,7 +77,7 @@ def _question(trace: Trace, trace_name: str, planner: str, solve_seconds: float)
         "fingerprint": trace.meta.fingerprint,
         "planner": planner,
         "solve_seconds": round(solve_seconds, 3),
-        "bound": {"overhead_percent": None, "reason": NO_BOUND},
+        "bound": bound or {"overhead_percent": None, "reason": NO_BUDGET},
         "gap_points": None,
     }
 
@@ -68,7 +89,13 @@ def _run(trace: Trace, schedule: Schedule, timeline: Timeline) -> dict[str, Any]
     }
 
 
-def summary(c: Comparison, trace_name: str, solve_seconds: float, plan_path: str | None) -> str:
+def summary(
+    c: Comparison,
+    trace_name: str,
+    solve_seconds: float,
+    plan_path: str | None,
+    bound: dict[str, Any] | None = None,
+) -> str:
     """The answer to read."""
     trace, plan, timeline = c.trace, c.plan, c.planned_timeline
     peak = timeline.peak_allocated_bytes
@@ -84,6 +111,12 @@ def summary(c: Comparison, trace_name: str, solve_seconds: float, plan_path: str
             f"plan    {plan.planner}: {len(plan.recomputed)} values recomputed by {timeline.recomputed_ops} op "
             f"runs, found in {solve_seconds:.2f} s",
         ]
+        gap = gap_points(c, bound)
+        if bound is not None and gap is not None:
+            lines.append(
+                f"bound   no plan for this budget adds less than {show_percent(bound['overhead_percent'])}; "
+                f"this one is within {gap:.2f} points of it"
+            )
     else:
         lines += [
             f"peak    {show_bytes(peak)} with everything kept, {limit}",

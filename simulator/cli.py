@@ -107,6 +107,11 @@ def plan_command(
     budget_bytes = None
     if budget is not None:
         budget_bytes = parse_budget(budget, kept.kept_timeline.peak_allocated_bytes)
+    bound = None
+    if budget_bytes is not None:
+        from simulator.bound import bound_answer
+
+        bound = bound_answer(trace, budget_bytes)
     say(f"planning with {planner}")
     start = time.perf_counter()
     try:
@@ -114,7 +119,7 @@ def plan_command(
     except Refusal as error:
         if as_json:
             seconds = time.perf_counter() - start
-            click.echo(json.dumps(refusal(trace, trace_name, kept, planner, error, seconds)))
+            click.echo(json.dumps(refusal(trace, trace_name, kept, planner, error, seconds, bound)))
         raise
     seconds = time.perf_counter() - start
     plan = replace(plan, budget_bytes=budget_bytes)
@@ -127,9 +132,9 @@ def plan_command(
         say(f"writing {report}")
         write_simulation(report, trace, plan, budget_bytes)
     if as_json:
-        click.echo(json.dumps(answer(c, trace_name, seconds)))
+        click.echo(json.dumps(answer(c, trace_name, seconds, bound)))
     else:
-        click.echo(summary(c, trace_name, seconds, None if output is None else str(output)))
+        click.echo(summary(c, trace_name, seconds, None if output is None else str(output), bound))
 
 
 @main.command("sweep")

@@ -145,10 +145,19 @@ class TraceMeta:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TraceMeta:
-        known = {f.name for f in fields(cls)}
+        """Build a header from parsed JSON; raises TypeError if it is not one."""
+        known = {f.name: f for f in fields(cls)}
         values = {k: v for k, v in data.items() if k in known}
         values["grad_outputs"] = tuple(values.get("grad_outputs", ()))
-        return cls(**values)
+        meta = cls(**values)
+        example = cls(model="")
+        for k in known:
+            value, kind = getattr(meta, k), type(getattr(example, k))
+            if type(value) is not kind:
+                raise TypeError(f"{k} is a {type(value).__name__} and should be a {kind.__name__}")
+        if not all(type(k) is int for k in meta.grad_outputs):
+            raise TypeError("grad_outputs holds something else than numbers of outputs")
+        return meta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,191 @@
+"""Turn a Trace and a budget into a lower bound, certified, on the time that any plan within the budget adds.
+
+The argument
+------------
+Take any plan that `schedule.build` accepts and whose peak is at most the budget B, and look at one instant t: while
+op t of the trace runs for the first time ("the turn" is the instant when forward has ended). Let A be the storages
+that were made before t and are not released before t runs. What do we know of A?
+
+1. Some storages are in A whatever the plan says (*forced*): those that t reads; those whose hold has not ended;
+   those that forward still reads (nothing runs again during forward); and, read by a later op, what backward made,
+   what is pinned, and what is kept but is no candidate. If t may take over the memory of one of them, and nothing
+   forces that one to survive t, it counts nothing by itself.
+2. The engine's peak at t is the residents, and A, and what t adds, less what t takes over. So the bytes of A that
+   are not forced are at most  C = B − residents − forced − rise(t). (At the turn rise is 0: what an op leaves
+   behind is never more than its peak.)
+3. A storage from forward that an op after t reads (*wanted* at t) is in A, or the op that made it runs again after t.
+   When an op runs again, the same is true of each storage that it reads. Storages made at t or later cost nothing
+   here. Views make no storage: whoever uses a view reads the storage itself. An op that may not run again does not.
+4. The plan therefore adds at least  min { Σ time of R : (A, R) closed as in 3, Σ bytes of A not forced <= C },  where
+   each op of R counts once, however many outputs it has and however often it runs. Which copy of a storage is
+   in A does not matter: the first, one recomputed before t, shared or not, saved as a link, dropped later.
+
+For a price λ >= 0 per byte, min { Σ time(R) + λ Σ bytes(A) } − λ C  is no more than that (weak duality), and the best
+price gives the bound at t. For one price the minimum is a minimum cut with, for each op p that may be needed again,
+a node r_p, and for each storage y that is read only by such ops (a *link*), a node n_y:
+
+    source -> r_p   λ · bytes of p's wanted outputs (kept)     r_p -> sink      time(p), infinite if p may not run again
+    r_q -> n_y      infinite, if q reads the link y            n_y -> r_p       λ · bytes(y), p makes y (saved)
+
+A wanted storage needs no node: it is wanted anyway, so an op that reads it adds no edge. Hence the network falls
+apart into many small components that only the price connects, and the minimum of the sum is the sum of the minima.
+Each component's (time, bytes) corners are found once, by cuts at the rational prices between known corners; all
+corners of an instant merged by price per byte give its bound for every budget at once.
+
+Everything is an int or a ratio of ints: λ = time/bytes, with each capacity multiplied by that denominator. The
+fraction of a nanosecond that is left is dropped. So nothing can lift the bound above the truth.
+
+Each instant is a valid bound alone; the best of those looked at is reported, and which ones are looked at changes
+how tight it is, not whether it holds.
+
+Assumed of a plan, and true of all that `schedule.build` makes: ops run first in the order of the trace, only ops of
+forward run again and only after the turn, and nothing is copied elsewhere. A plan that reorders or offloads is not
+bound by this.
+
+Counts: at each instant, all that is in memory whatever the plan (parameters, gradients, temporaries of eager code,
+the op's own reads, outputs and workspace), and each op that must then run again, once. Ignores: the memory that
+recomputations themselves take, recomputations before the instant, running one op twice, and that a storage is kept
+whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from simulator.graph import Graph, analyse, floor
+from simulator.instants import TURN, Instants
+from traces.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """What every plan within a budget must add at least."""
+
+    budget_bytes: int
+    feasible: bool  # False: certainly no plan fits; True: none of the instants looked at rules one out
+    added_time_ns: int  # rounded down; 0 if not feasible
+    overhead_percent: float  # of the step time with everything kept
+    op: int  # the op whose run gave it; TURN: the end of forward; also TURN if nothing needs to be added
+    price_ns: int  # the price there is price_ns / price_bytes: what the last byte costs
+    price_bytes: int
+    reason: str  # in words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """The bound as a function of the budget, for one trace."""
+
+    bounds: tuple[Bound, ...]  # by rising budget
+
+    @property
+    def budgets_bytes(self) -> tuple[int, ...]:
+        return tuple(b.budget_bytes for b in self.bounds)
+
+    @property
+    def overheads_percent(self) -> tuple[float | None, ...]:
+        """None where no plan fits."""
+        return tuple(b.overhead_percent if b.feasible else None for b in self.bounds)
+
+
+def lower_bound(trace: Trace, budget_bytes: int, graph: Graph | None = None) -> Bound:
+    """The certified bound for one budget; see the module's text for what it counts and ignores."""
+    return bound_curve(trace, (budget_bytes,), graph).bounds[0]
+
+
+def bound_curve(trace: Trace, budgets: Iterable[int], graph: Graph | None = None) -> Envelope:
+    """The certified bound for each budget, by rising budget; work is shared among them.
+
+    A plan that keeps to a budget also keeps to every larger one, so what holds for a larger budget holds for a
+    smaller one, and the curve never rises with the budget.
+    """
+    bounder = Bounder(trace, graph)
+    best: Bound | None = None
+    out: list[Bound] = []
+    for budget in sorted(set(budgets), reverse=True):
+        bound = bounder.bound(budget)
+        if best is not None and (best.feasible, -best.added_time_ns) < (bound.feasible, -bound.added_time_ns):
+            bound = bounder.carry(best, budget)
+        out.append(bound)
+        best = bound
+    return Envelope(bounds=tuple(reversed(out)))
+
+
+def bound_answer(trace: Trace, budget_bytes: int, graph: Graph | None = None) -> dict[str, Any]:
+    """The `bound` of `simulate --json`."""
+    bound = lower_bound(trace, budget_bytes, graph)
+    return {
+        "overhead_percent": bound.overhead_percent if bound.feasible else None,
+        "added_time_ns": bound.added_time_ns if bound.feasible else None,
+        "feasible": bound.feasible,
+        "op": bound.op,
+        "price_ns_per_gib": round(bound.price_ns * 2**30 / bound.price_bytes),
+        "reason": bound.reason,
+    }
+
+
+class Bounder:
+    """Bounds for one trace and any number of budgets."""
+
+    def __init__(self, trace: Trace, graph: Graph | None = None) -> None:
+        graph = graph or analyse(trace)
+        self.trace = trace
+        self.floor = floor(trace, graph)
+        self.instants = Instants(trace, graph)
+
+    def bound(self, budget_bytes: int) -> Bound:
+        """The best over the turn and the instants worth a look."""
+        if budget_bytes < self.floor.peak_bytes:
+            return self._infeasible(budget_bytes, self.floor.op, self.floor.peak_bytes)
+        best, at = (0, 0, 1), TURN
+        for op in self.instants.overfull(budget_bytes):
+            instant = self.instants.at(op)
+            found = instant.added(budget_bytes)
+            if found is None:
+                least = instant.unavoidable_bytes + instant.most_bytes - sum(b for _, b in instant.steps)
+                return self._infeasible(budget_bytes, op, least)
+            if found[0] > best[0]:
+                best, at = found, op
+        return self._bound(budget_bytes, at, *best)
+
+    def carry(self, bound: Bound, budget_bytes: int) -> Bound:
+        """A bound for a larger budget, as one for a smaller budget."""
+        if not bound.feasible:
+            return self._infeasible(budget_bytes, bound.op, budget_bytes + 1)
+        return self._bound(budget_bytes, bound.op, bound.added_time_ns, bound.price_ns, bound.price_bytes)
+
+    def _bound(
+        self, budget_bytes: int, op: int, added_time_ns: int, price_ns: int, price_bytes: int
+    ) -> Bound:
+        trace = self.trace
+        if added_time_ns:
+            where = "when forward has ended" if op == TURN else f"while {trace.ops.name[op]} (op {op}) runs"
+            reason = (
+                f"what must be in memory {where} leaves too little for the rest, which must be computed again"
+            )
+        else:
+            reason = "no instant shows that anything must be computed again"
+        return Bound(
+            budget_bytes=budget_bytes,
+            feasible=True,
+            added_time_ns=added_time_ns,
+            overhead_percent=100 * added_time_ns / trace.time_ns if trace.time_ns else 0.0,
+            op=op,
+            price_ns=price_ns,
+            price_bytes=price_bytes,
+            reason=reason,
+        )
+
+    def _infeasible(self, budget_bytes: int, op: int, least_bytes: int) -> Bound:
+        where = "when forward has ended" if op == TURN else f"while {self.trace.ops.name[op]} (op {op}) runs"
+        return Bound(
+            budget_bytes=budget_bytes,
+            feasible=False,
+            added_time_ns=0,
+            overhead_percent=0.0,
+            op=op,
+            price_ns=0,
+            price_bytes=1,
+            reason=f"no plan fits: {where} at least {least_bytes} bytes are in memory, whatever is computed again",
+        )

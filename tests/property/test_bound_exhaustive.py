@@ -1,0 +1,164 @@
+"""The certified bound is never above the true optimum, found by building and replaying every plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+from simulator import instants as instants_module
+from simulator.bound import Bounder, bound_curve
+from simulator.graph import analyse
+from simulator.instants import Instants
+from simulator.mincut import Rerun
+from tests.exhaust import budgets, draw_trace, frontier, optimum
+from tests.strategies import traces
+from traces.trace import Trace
+
+
+@dataclass
+class Tally:
+    """What a run of the comparison has seen."""
+
+    traces: int = 0
+    skipped: int = 0  # too many plans
+    budgets: int = 0
+    positive: int = 0  # budgets at which the bound is above zero
+    tight: int = 0  # of these, equal to the optimum
+    infeasible: int = 0  # budgets that the bound rules out
+
+
+def compare(of: Trace, tally: Tally, *, drops: int = 0, most: int = 4_000) -> str | None:
+    """What is wrong with the bound on one trace, at every budget of interest; None if nothing is."""
+    graph = analyse(of)
+    front = frontier(of, graph, drops=drops, most=most)
+    if front is None:
+        tally.skipped += 1
+        return None
+    tally.traces += 1
+    assert front, "keeping everything is always a plan"
+    bounder = Bounder(of, graph)
+    for budget in budgets(front):
+        tally.budgets += 1
+        truth, found = optimum(front, budget), bounder.bound(budget)
+        if not found.feasible:
+            tally.infeasible += 1
+            if truth is not None:
+                return f"budget {budget}: {found.reason}, and a plan adds {truth} ns"
+        elif truth is not None and found.added_time_ns > truth:
+            return f"budget {budget}: bound {found.added_time_ns} ns at op {found.op}, and a plan adds {truth} ns"
+        tally.positive += found.added_time_ns > 0
+        tally.tight += found.added_time_ns == truth and truth > 0
+        # Every single instant is a bound, also those that are not worth a look.
+        for op in range(-1, len(of.ops)):
+            alone = bounder.instants.at(op).added(budget)
+            if truth is not None and (alone is None or alone[0] > truth):
+                return f"budget {budget}: instant {op} says {alone}, and a plan adds {truth} ns"
+    curve = bound_curve(of, budgets(front), graph)
+    for b in curve.bounds:
+        truth = optimum(front, b.budget_bytes)
+        if truth is not None and (not b.feasible or b.added_time_ns > truth):
+            return f"curve at {b.budget_bytes}: {b}, and a plan adds {truth} ns"
+    return None
+
+
+def sweep(seeds: range, **options: int) -> Tally:
+    tally = Tally()
+    for seed in seeds:
+        wrong = compare(draw_trace(seed), tally, **options)
+        assert wrong is None, f"seed {seed}: {wrong}"
+    return tally
+
+
+def test_bound_holds_on_seeded_traces() -> None:
+    tally = sweep(range(300), most=300)
+    assert tally.traces >= 200
+    assert tally.positive >= 100  # or the comparison says little
+    assert tally.tight >= 30
+
+
+def test_bound_holds_with_values_dropped_in_between() -> None:
+    assert sweep(range(10_000_000, 10_000_060), drops=2, most=500).traces >= 20
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(of=traces(max_forward=4, max_backward=5))
+def test_bound_holds_on_any_trace(of: Trace) -> None:
+    tally = Tally()
+    wrong = compare(of, tally, most=300)
+    assume(not tally.skipped)
+    assert wrong is None, wrong
+
+
+@pytest.mark.slow
+def test_bound_holds_on_ten_thousand_traces() -> None:
+    tally = sweep(range(1_000_000, 1_014_000), most=500)
+    assert tally.traces >= 10_000, tally
+
+
+@pytest.mark.slow
+@settings(max_examples=1_500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(of=traces(max_forward=5, max_backward=5))
+def test_bound_holds_on_any_trace_at_length(of: Trace) -> None:
+    tally = Tally()
+    wrong = compare(of, tally, drops=1, most=1_000)
+    assume(not tally.skipped)
+    assert wrong is None, wrong
+
+
+MUTATIONS = ("reads twice", "no takeover", "links never saved", "outputs paid each", "nothing forced is free")
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_comparison_catches_a_bound_that_claims_too_much(
+    mutation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each mutation is a plausible mistake that lifts the bound; the exhaustive search must see it."""
+    mutate(mutation, monkeypatch)
+    assert any(compare(draw_trace(seed), Tally(), most=300) for seed in range(1_500)), mutation
+
+
+def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_instant = Instants._instant
+    true_corners = instants_module.corners
+
+    if mutation == "reads twice":
+
+        def instant(self: Instants, op: int) -> instants_module.Instant:
+            found = true_instant(self, op)
+            reads = self.trace.ops.reads[op] if op >= 0 else ()
+            extra = sum(self.trace.storages.nbytes[s] for s in reads if s in self.made)
+            return replace(found, unavoidable_bytes=found.unavoidable_bytes + extra)
+
+        monkeypatch.setattr(Instants, "_instant", instant)
+    elif mutation == "no takeover":
+
+        def instant_without(self: Instants, op: int) -> instants_module.Instant:
+            found = true_instant(self, op)
+            s = self.trace.ops.overwrites[op] if op >= 0 else -1
+            takes = s >= 0 and not self.graph.resident[s] and self.forced_until[s] <= op
+            extra = self.trace.storages.nbytes[s] if takes else 0
+            return replace(found, unavoidable_bytes=found.unavoidable_bytes + extra)
+
+        monkeypatch.setattr(Instants, "_instant", instant_without)
+    elif mutation == "links never saved":
+        monkeypatch.setattr(
+            instants_module,
+            "corners",
+            lambda ops, links: true_corners(ops, tuple(replace(x, nbytes=10**9) for x in links)),
+        )
+    elif mutation == "outputs paid each":
+        monkeypatch.setattr(
+            instants_module,
+            "Rerun",
+            lambda time_ns, kept: Rerun(2 * time_ns if time_ns > 0 else time_ns, kept),
+        )
+    else:
+        # What t reads is in memory and paid for; forgetting that makes it cost time again.
+        true_components = Instants._components
+
+        def components(self: Instants, wanted: set[int], forced: set[int], at: int):  # type: ignore[no-untyped-def]
+            return true_components(self, wanted, set(), at)
+
+        monkeypatch.setattr(Instants, "_components", components)

@@ -1,0 +1,281 @@
+"""The manuals say what the code does: names of the format, options, keys, commands, and the README's own example."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.tiny import bwd, fwd, opt, trace
+from traces.measurement import Measurement, RunFigures
+from traces.plan import SAVE, Action, Plan
+from traces.store import OPS_COLUMNS, STORAGES_COLUMNS, header_fields
+from traces.trace import CATEGORIES, FLAG_NAMES, FORBIDS_RECOMPUTE, PHASES, Trace
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FORMATS = (ROOT / "traces" / "README.md").read_text(encoding="utf-8")
+
+
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def section(text: str, title: str) -> str:
+    """What stands under a heading, up to the next one of its level or above."""
+    inside = level = 0
+    fenced = False
+    out = []
+    for line in text.splitlines(keepends=True):
+        fenced ^= line.startswith("```")
+        heading = re.match(r"(#+) (.+)$", line)
+        if heading and not fenced:
+            if inside and len(heading[1]) <= level:
+                break
+            if heading[2] == title:
+                inside, level = 1, len(heading[1])
+                continue
+        if inside:
+            out.append(line)
+    assert inside, f"no section {title!r}"
+    return "".join(out)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return [body for word, body in FENCED.findall(text) if word == language]
+
+
+def quoted(text: str) -> set[str]:
+    """Everything in backticks outside fenced blocks."""
+    return set(re.findall(r"`([^`\n]+)`", FENCED.sub("", text)))
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The tables' rows by the first cell without its backticks; a cell that names several makes several."""
+    out: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("|"):
+            cells = [c.strip() for c in line.strip("|").split("|")]
+            out.update((name, cells[1:]) for name in re.findall(r"`([^`]+)`", cells[0]))
+    return out
+
+
+def small_trace() -> Trace:
+    return trace([fwd({"a": 8}, "w"), fwd({"b": 4}, "a"), bwd({"g": 8}, "a", "b"), opt({}, "g")], {"w": 8})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# traces/README.md
+
+
+@pytest.mark.parametrize(
+    ("title", "columns"),
+    [
+        ("`ops.parquet`: one row an op, in execution order", OPS_COLUMNS),
+        ("`storages.parquet`: one row a storage", STORAGES_COLUMNS),
+    ],
+)
+def test_every_column_is_documented_with_its_type(title: str, columns: dict[str, str]) -> None:
+    words = {
+        "text": "string",
+        "int64": "int64",
+        "int32": "int32",
+        "list<int32>": "list of int32",
+        "list<int64>": "list of int64",
+    }
+    table = {name: cells[0] for name, cells in rows(section(FORMATS, title)).items() if name in columns}
+    assert table == {name: words[kind] for name, kind in columns.items()}
+
+
+def test_every_field_of_the_header_is_documented_and_no_other() -> None:
+    assert tuple(rows(section(FORMATS, "The header"))) == header_fields()
+
+
+def test_flags_phases_and_categories_are_documented() -> None:
+    text = section(FORMATS, "`ops.parquet`: one row an op, in execution order")
+    for bit, name in FLAG_NAMES.items():
+        again = "no" if bit & FORBIDS_RECOMPUTE else "yes"
+        assert re.search(rf"^\| {bit} \| `{name}` \|.*\| {again} \|$", text, re.MULTILINE), name
+    assert {*PHASES} <= quoted(text)
+    assert {*CATEGORIES} <= quoted(section(FORMATS, "`storages.parquet`: one row a storage"))
+
+
+def test_every_key_of_a_plan_is_documented() -> None:
+    text = section(FORMATS, "A plan")
+    plan = Plan(
+        meta=small_trace().meta, actions=(Action(storage=1, drop_after=(3,)), Action(storage=2, action=SAVE))
+    )
+    data = plan.to_json()
+    assert {*data} | {k for a in data["actions"] for k in a} <= {*rows(text)}
+
+
+def measurement() -> Measurement:
+    figures = RunFigures(peak_allocated_bytes=2, step_time_ns=3)
+    return Measurement(
+        model="m",
+        options={},
+        planner="keep-all",
+        budget_bytes=None,
+        fingerprint="f",
+        device="cpu",
+        provenance="measured-cpu",
+        environment={},
+        predicted=figures,
+        measured=figures,
+        keep_all_predicted=figures,
+        keep_all=figures,
+        eager=figures,
+    )
+
+
+def test_every_key_of_a_measurement_is_documented() -> None:
+    data = measurement().to_json()
+    assert {*data, *(f.name for f in fields(RunFigures))} <= {*rows(section(FORMATS, "A measurement"))}
+
+
+def test_every_key_of_a_sweep_is_documented() -> None:
+    from simulator.sweep import Sweep, SweepRow
+
+    text = section(FORMATS, "A sweep")
+    assert {f.name for f in fields(SweepRow)} <= {*rows(text)}
+    assert {*Sweep(model="m", options={}, target="").to_json()} <= quoted(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# README.md: commands, options, keys
+
+
+def groups() -> dict[str, click.Group]:
+    import executor.cli
+    import simulator.cli
+    import tracer.cli
+
+    return {"trace": tracer.cli.trace, "simulate": simulator.cli.main, "execute": executor.cli.execute}
+
+
+def default_command(group: click.Group) -> click.Command:
+    """The command that is meant when the first word is no subcommand."""
+    name = getattr(group, "default", None)
+    return group.commands[name if name in group.commands else ""]
+
+
+def shown_commands() -> list[list[str]]:
+    """Every call of one of the three commands in the README's shell blocks."""
+    out = []
+    for block in blocks(README, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in line.split("&&"):
+                words = shlex.split(part, comments=True)
+                if words and words[0] in ("trace", "simulate", "execute"):
+                    out.append(words)
+    return out
+
+
+def test_the_readme_shows_each_command() -> None:
+    assert {words[0] for words in shown_commands()} == {"trace", "simulate", "execute"}
+
+
+@pytest.mark.parametrize("words", shown_commands(), ids=" ".join)
+def test_shown_commands_parse(words: list[str]) -> None:
+    group, args = groups()[words[0]], words[1:]
+    if args[0] in group.commands:
+        command, args = group.commands[args[0]], args[1:]
+    else:
+        command = default_command(group)
+    with command.make_context(words[0], list(args)) as context:
+        assert context.params
+
+
+@pytest.mark.parametrize("name", ["trace", "simulate", "execute"])
+def test_every_option_and_subcommand_is_in_the_readme(name: str) -> None:
+    group = groups()[name]
+    words = set(re.findall(r"--?[a-z][a-z-]*", README))
+    default = default_command(group)
+    for key, command in group.commands.items():
+        if command is not default:
+            assert f"{name} {key}" in README
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert any(o in words for o in (*parameter.opts, *parameter.secondary_opts)), parameter.opts
+
+
+def test_the_table_of_planners_is_the_registry() -> None:
+    from simulator.planners import DEFAULT, REGISTRY
+
+    table = rows(section(README, "Planners"))
+    assert [*table] == [*REGISTRY]
+    assert table[DEFAULT][0].startswith("The default")
+
+
+def test_every_key_of_simulates_json_is_documented() -> None:
+    from simulator.answer import answer, refusal
+    from simulator.comparison import compare
+    from simulator.planners import plan_with
+    from simulator.planners.outcome import Refusal
+
+    record = small_trace()
+    kept = compare(record, Plan(meta=record.meta), None)
+    data = answer(kept, "t", 0.0)
+    keys = {*data, *data["plan"]}
+    with pytest.raises(Refusal) as refused:
+        plan_with("mu-two", record, 1)
+    keys |= {*refusal(record, "t", kept, "mu-two", refused.value, 0.0)}
+    assert keys <= quoted(section(README, "JSON and exit codes"))
+
+
+def test_every_key_of_executes_json_is_documented() -> None:
+    pytest.importorskip("torch")
+    from executor.campaign import Outcome
+    from executor.cli import answer
+
+    known = {f.name: "" for f in fields(Outcome)}
+    known |= {"plan": Plan(meta=small_trace().meta), "measurement": measurement()}
+    outcome = Outcome(**known)
+    assert {*answer(outcome)} <= quoted(section(README, "JSON and exit codes"))
+
+
+def test_links_and_contents_lead_somewhere() -> None:
+    headings = {
+        re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-")
+        for h in re.findall(r"^#+ (.+)$", README, re.MULTILINE)
+    }
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        if target.startswith("#"):
+            assert target[1:] in headings, target
+        else:
+            assert (ROOT / target).exists(), target
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# README.md: the example of a model of one's own, and of apply_plan
+
+
+def test_the_example_runs_as_shown(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    for block in blocks(README, "python"):
+        name = block.splitlines()[0].removeprefix("# ")
+        assert name.endswith(".py")
+        (tmp_path / name).write_text(block, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("-m", "tracer", "my_training.py:build", "--batch-size", "16", "-o", "my-trace")
+    run("-m", "simulator", "my-trace", "--budget", "60%", "-o", "my-plan.json")
+    assert '"recompute"' in (tmp_path / "my-plan.json").read_text(encoding="utf-8")
+    lines = run("train.py").splitlines()
+    shown = blocks(section(README, "In your own loop"), "")[0].splitlines()
+    # The losses' digits belong to a machine; all else does not.
+    digits = re.compile(r"\d+\.\d+")
+    assert [digits.sub("", line) for line in lines] == [digits.sub("", line) for line in shown]
