@@ -156,7 +156,10 @@ def sweep(
                 f"{k} {gib(f.peak_allocated_bytes or 0)} {milliseconds(f.step_time_ns or 0)}"
                 for k, f in row.measured.items()
             )
-            click.echo(f"batch size {row.batch_size:5}: {measured or row.message or 'not measured'}")
+            plan_peak = row.measured["plan"].peak_allocated_bytes if "plan" in row.measured else None
+            over = plan_peak is not None and plan_peak > row.budget_bytes
+            note = f"; budget {gib(row.budget_bytes)} EXCEEDED" if over else ""
+            click.echo(f"batch size {row.batch_size:5}: {measured or row.message or 'not measured'}{note}")
     if failures:
         raise VerificationError("; ".join(failures))
 

@@ -284,4 +284,12 @@ def predicted_figures(plan: Plan, which: str) -> RunFigures:
     data = plan.predicted.get(which)
     if not isinstance(data, dict):
         raise PlanError("the plan carries no prediction; make it again with `simulate`.")
-    return RunFigures.from_json(data)
+    figures = ("peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns")
+    wrong = [k for k in figures if not isinstance(data.get(k), int | None)]
+    if wrong:
+        raise PlanError(f"the plan's predicted {wrong[0]} is no number; make it again with `simulate`.")
+    return RunFigures(
+        peak_allocated_bytes=data.get("peak_allocated_bytes"),
+        peak_reserved_bytes=data.get("peak_reserved_bytes"),
+        step_time_ns=data.get("step_time_ns"),
+    )

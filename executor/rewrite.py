@@ -120,7 +120,6 @@ def rewrite(program: Program, schedule: Schedule) -> Rewritten:
             if partial and not any(s in schedule.binds[step] for s in op.storage_of[part]):
                 continue
             pick = _copy(graph, part, parts.__getitem__, again=schedule.recompute[step])
-            pick.meta = dict(part.meta)
             parts[part] = current[part] = pick
             side[pick] = graph
         if graph is forward:

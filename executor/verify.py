@@ -38,7 +38,7 @@ class Verification:
     max_abs_difference: dict[str, float] = field(default_factory=dict)  # by kind; NaN against NaN is equal
     first_difference: str = ""  # where the first bit differed
     losses: tuple[float, ...] = ()
-    first_step_relative: float = 0.0  # of the first step's gradients: largest difference / largest gradient
+    first_step_relative: float = 0.0  # of the first step: largest difference / largest value, by kind
     note: str = ""  # how the verdict was reached, where it was not at the first comparison
     control_difference: dict[str, float] = field(
         default_factory=dict
@@ -117,8 +117,9 @@ def _alone(build: BuildStep, plan: Plan, device: str, steps: int) -> Verificatio
 
     Eager runs `nn.LSTM` and its kind as one fused kernel that no graph of aten ops contains; the elementary ops of the
     captured graph round differently. If the plan is bit-equal to the same graph without a plan, the plan is exact, and
-    the graph itself must agree with eager to `ROUNDING` in the first step's gradients. (One tensor alone is no measure:
-    the true gradient of a bias before a batch norm is zero, and what is left of it is rounding.)
+    the graph itself must agree with eager to `ROUNDING` in the first step's loss, gradients and buffers, and in every
+    bit of counters and random states. (One tensor alone is no measure: the true gradient of a bias before a batch norm
+    is zero, and what is left of it is rounding.)
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -132,7 +133,7 @@ def _alone(build: BuildStep, plan: Plan, device: str, steps: int) -> Verificatio
             outcome,
             equal=True,
             note="bit-equal to the captured graph without a plan, which runs other kernels than eager and agrees with "
-            f"it to {outcome.first_step_relative:.1e} in the first step's gradients",
+            f"it to {outcome.first_step_relative:.1e} in the first step",
         )
     finally:
         torch.set_num_threads(threads)
@@ -173,7 +174,7 @@ def _side(build: BuildStep, plan: Plan | None, device: str) -> _Side:
 def _train(a: _Side, b: _Side, steps: int) -> Verification:
     worst = dict.fromkeys(KINDS, 0.0)
     first = ""
-    largest = 0.0
+    largest = dict.fromkeys(("loss", "gradients", "buffers"), 0.0)
     relative = 0.0
     losses = []
     for k in range(steps):
@@ -186,12 +187,16 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
         for kind, name, x, y in pairs:
             difference = _difference(x, y)
             worst[kind] = max(worst[kind], difference)
-            if k == 0 and kind == "gradients" and x is not None:
-                largest = max(largest, float(x.abs().max()) if x.numel() else 0.0)
+            if k == 0 and kind in largest and x is not None and x.is_floating_point():
+                largest[kind] = max(largest[kind], float(x.abs().max()) if x.numel() else 0.0)
+            elif difference > 0 and (kind == "rng_state" or x is None or not x.is_floating_point()):
+                relative = float("inf")  # counters and random states are never rounded
             if difference > 0 and not first:
                 first = f"step {k + 1}: {kind} {name} differs by {difference:.3g}"
-        if k == 0 and worst["gradients"] > 0:
-            relative = worst["gradients"] / largest if largest else float("inf")
+        if k == 0:
+            for kind, size in largest.items():
+                if worst[kind] > 0:
+                    relative = max(relative, worst[kind] / size if size else float("inf"))
         if sys.stderr.isatty():
             sys.stderr.write(f"\rverifying: step {k + 1} of {steps}")
     if sys.stderr.isatty():
@@ -208,7 +213,7 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
 
 
 def _difference(x: torch.Tensor | None, y: torch.Tensor | None) -> float:
-    """The largest absolute difference; 0 only if all bits are equal or both are NaN; infinite for another layout."""
+    """The largest absolute difference; 0 only if all values are equal or both are NaN; infinite for another layout."""
     if x is None or y is None:
         return 0.0 if x is y else float("inf")
     if x.shape != y.shape or x.dtype != y.dtype:
@@ -216,5 +221,6 @@ def _difference(x: torch.Tensor | None, y: torch.Tensor | None) -> float:
     if torch.equal(x, y):
         return 0.0
     a, b = x.double(), y.double()
-    gap = torch.where(a.isnan() & b.isnan(), torch.zeros_like(a), (a - b).abs())
+    equal = (a == b) | (a.isnan() & b.isnan())
+    gap = torch.where(equal, torch.zeros_like(a), (a - b).abs())
     return float("inf") if bool(gap.isnan().any()) else float(gap.max())

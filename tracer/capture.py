@@ -156,7 +156,7 @@ def _capture(
             )
 
     flat_model = Flat()
-    flat_model.train(model.training)
+    flat_model.training = model.training  # not train(), which would switch frozen batch norms on again
     tensors = tuple(leaves[k] for k in where)
     with contextlib.ExitStack() as stack:
         swapped = stack.enter_context(fake_parameters(flat_model, fake_mode))

@@ -103,6 +103,21 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     return formulas
 
 
+# Losses that allocate one element a prediction and then resize that to the reduced result, which keeps the memory.
+RESIZED: Final = frozenset({"aten.mse_loss.default", "aten.smooth_l1_loss.default"})
+
+
+def result_bytes(func: Any, args: Sequence[Any], result: torch.Tensor) -> int:
+    """Bytes of the storage behind an op's result as the real kernel leaves it; a fake tensor may say less."""
+    nbytes = int(result.untyped_storage().nbytes())
+    if str(func) in RESIZED and (len(args) < 3 or args[2] != 0):  # 0: not reduced
+        import torch
+
+        rows = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+        nbytes = max(nbytes, int(rows) * result.element_size())
+    return nbytes
+
+
 # Ops that read only as much of their (first) input as they write.
 GATHERS: Final = frozenset({"embedding", "index", "gather", "index_select"})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 aten = torch.ops.aten
 
@@ -27,6 +28,18 @@ def _(x: torch.Tensor, p: float) -> torch.Tensor:
     return torch.empty_like(x, dtype=torch.bool)
 
 
+def _scale(p: float, x: torch.Tensor) -> float:
+    """What a kept element is multiplied by.
+
+    Eager dropout on the CPU multiplies by a tensor of `1 / (1 - p)` in the input's own precision, so in bfloat16 the
+    factor itself is rounded; the fused kernels of other devices take it in full.
+    """
+    if x.device.type != "cpu":
+        return 1.0 / (1.0 - p)
+    with unset_fake_temporarily():
+        return float(torch.ones((), dtype=x.dtype).div_(1.0 - p))
+
+
 def split_dropout(graph: fx.Graph) -> None:
     """Replace every training `native_dropout` whose probability lies strictly between 0 and 1."""
     for n in list(graph.nodes):
@@ -35,15 +48,19 @@ def split_dropout(graph: fx.Graph) -> None:
         x, p, train = n.args
         if train is not True or not 0.0 < p < 1.0:
             continue
+        val_out, val_mask = n.meta["val"]
+        scale = _scale(p, val_out)
         with graph.inserting_before(n):
             mask = graph.call_function(torch.ops.lowtide.dropout_mask.default, (x, p))
             kept = graph.call_function(aten.mul.Tensor, (x, mask))
-            out = graph.call_function(aten.mul.Scalar, (kept, 1.0 / (1.0 - p)))
-        val_out, val_mask = n.meta["val"]
+            out = graph.call_function(aten.mul.Scalar, (kept, scale))
         for new, val in ((mask, val_mask), (kept, val_out), (out, val_out)):
             new.meta = {k: v for k, v in n.meta.items() if k in ("custom", "seq_nr", "partitioner_tag")}
             new.meta["val"] = val
         for part in list(n.users):
+            for user in list(part.users):
+                if user.target is aten.native_dropout_backward.default and user.args[1] is part:
+                    user.update_arg(2, scale)
             part.replace_all_uses_with((out, mask)[part.args[1]])
             graph.erase_node(part)
         graph.erase_node(n)

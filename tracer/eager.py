@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracer.builder import OpRow, StorageRow, TraceBuilder
-from tracer.cost import op_bytes, op_flops
+from tracer.cost import op_bytes, op_flops, result_bytes
 from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OTHER, RANDOM, VIEW
 
 aten = torch.ops.aten
@@ -130,7 +131,8 @@ class EagerRecorder(TorchDispatchMode):
         created = []
         for x in outputs:
             if _key(x) not in self._ids:
-                s = self.id_of(x, self.row(x, name, ACTIVATION, i))
+                row = self.row(x, name, ACTIVATION, i)
+                s = self.id_of(x, replace(row, nbytes=result_bytes(func, args, x)))
                 self._watched[s] = StorageWeakRef(x.untyped_storage())
                 created.append(s)
         mutated = [self._ids[_key(x)] for x in _mutated(func, args, kwargs)]

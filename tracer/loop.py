@@ -40,7 +40,8 @@ def run_step(
 def fit_tangent(given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """An incoming gradient in the layout that the backward graph was captured for; zeros if there is none."""
     if given is None:
-        return torch.zeros_like(like, device=like.device)
+        # Not zeros_like: `like` is the capture's fake tensor, and so would its zeros be.
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
     if given.stride() == like.stride():
         return given
     return torch.empty_strided(like.shape, like.stride(), dtype=given.dtype, device=given.device).copy_(given)

@@ -35,6 +35,7 @@ from traces.errors import TraceError
 from traces.trace import Trace
 
 MARK = "#lowtide "
+SPREAD = 1.5  # slowest over fastest round from which a warning is due
 
 
 class _Probe:
@@ -145,6 +146,12 @@ def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 
             sys.stderr.write(f"\rmeasuring: round {k + 1} of {rounds}")
     if sys.stderr.isatty():
         sys.stderr.write("\r" + " " * 40 + "\r")
+    totals = [sum(s) for s in samples]
+    if max(totals) > SPREAD * min(totals):
+        sys.stderr.write(
+            f"warning: the rounds took between {min(totals) / 1e6:.0f} and {max(totals) / 1e6:.0f} ms; the machine is "
+            "busy, and the times of this trace are not reliable (its sizes are).\n"
+        )
     expected = list(recorded.trace.ops.target)
     _compare(expected, targets)
     events = _cuda_events(runner) if cuda else _cpu_events(runner, len(expected))

@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tracer.builder import OpRow, StorageRow, TraceBuilder
 from tracer.capture import Captured
-from tracer.cost import op_bytes, op_flops
+from tracer.cost import op_bytes, op_flops, result_bytes
 from traces.trace import (
+    ACTIVATION,
     BACKWARD,
     BUFFER,
     COLLECTIVE,
@@ -112,6 +113,9 @@ def program_of(captured: Captured) -> Program:
             shape=tuple(int(d) for d in x.shape),
         )
 
+    def made_by(n: fx.Node, args: Any, x: torch.Tensor, op: int) -> StorageRow:
+        return replace(row_of(x, n.name, ACTIVATION, op), nbytes=result_bytes(n.target, args, x))
+
     mode = next(
         (n.meta["val"].fake_mode for n in nodes if isinstance(n.meta.get("val"), FakeTensor)), None
     ) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -160,7 +164,7 @@ def program_of(captured: Captured) -> Program:
                 env[n] = out
                 i = len(rows)
                 before = len(storages)
-                outs = [storage_id(x, row_of(x, n.name, "activation", i)) for x in _tensors(out)]
+                outs = [storage_id(x, made_by(n, args, x, i)) for x in _tensors(out)]
                 storage_of[n] = tuple(dict.fromkeys(outs))
                 created = list(range(before, len(storages)))
                 reads = list(dict.fromkeys(s for a in n.all_input_nodes for s in storage_of.get(a, ())))

@@ -1,0 +1,146 @@
+"""Build functions of small nets, for tests that need a training step which a fresh process can build again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+Built = tuple[nn.Module, Any, Callable[..., Any] | None, torch.optim.Optimizer | None]
+HERE = Path(__file__).resolve()
+
+
+def spec(function: str) -> str:
+    """What to give to `load_spec` or `trace` for one of these functions."""
+    return f"{HERE}:{function}"
+
+
+def mlp(optimizer: str = "sgd") -> Built:
+    """Linear 8 -> 16, ReLU, Linear 16 -> 4, mean squared error, batch of 32."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    batch = torch.randn(32, 8), torch.randn(32, 4)
+    if optimizer == "none":
+        return model, batch, functional.mse_loss, None
+    return model, batch, functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Residual(nn.Module):
+    """conv -> batch norm -> in-place ReLU -> dropout, added in place to its input, then a head."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.drop = nn.Dropout(0.25)
+        self.head = nn.Linear(channels, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        y = self.drop(functional.relu(self.norm(self.conv(x)), inplace=True))
+        y += x
+        return self.head(functional.relu(y).mean((2, 3)))
+
+
+def residual(batch_size: int = 4) -> Built:
+    model = Residual()
+    batch = torch.randn(batch_size, 3, 16, 16), torch.randint(5, (batch_size,))
+    return model, batch, functional.cross_entropy, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+class Branching(nn.Module):
+    """Looks at its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:  # the line that errors must name
+            y = y * 2
+        return y
+
+
+def branching() -> Built:
+    return Branching(), torch.randn(2, 4), lambda y: y.sum(), None
+
+
+class Nonzero(nn.Module):
+    """Has an op whose output's shape depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.sum(1).nonzero()  # the line that errors must name
+        return self.linear(x)[rows]
+
+
+def nonzero() -> Built:
+    return Nonzero(), torch.randn(2, 4), lambda y: y.sum(), None
+
+
+class Unused(nn.Module):
+    """Does nothing with its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def unused() -> Built:
+    return Unused(), torch.randn(2, 4), lambda y: y.sum(), None
+
+
+def frozen() -> Built:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    return model, torch.randn(2, 4), lambda y: y.sum(), None
+
+
+def wrong_targets() -> Built:
+    return nn.Linear(4, 4), (torch.randn(2, 4), torch.randn(3, 5)), lambda y, t: (y - t).sum(), None
+
+
+def loss_reads_data() -> Built:
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        total = y.sum()
+        return total * 2 if total.item() > 0 else total
+
+    return nn.Linear(4, 4), torch.randn(2, 4), loss, None
+
+
+def loss_raises() -> Built:
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        raise KeyError("labels")
+
+    return nn.Linear(4, 4), torch.randn(2, 4), loss, None
+
+
+def detached_loss() -> Built:
+    return nn.Linear(4, 4), torch.randn(2, 4), lambda y: y.detach().sum(), None
+
+
+def needs_closure() -> Built:
+    model = nn.Linear(4, 4)
+    return model, torch.randn(2, 4), lambda y: y.sum(), torch.optim.LBFGS(model.parameters())
+
+
+def build_raises() -> Built:
+    raise RuntimeError("the disk with the data is not mounted")
+
+
+def build_exits() -> Built:
+    raise SystemExit(3)
+
+
+def build_returns_nothing() -> None:
+    return None

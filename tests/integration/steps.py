@@ -1,0 +1,98 @@
+"""Make training steps of modules and plans of random numbers, for the tests of tracer and executor."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from simulator.graph import Graph, analyse
+from simulator.schedule import build
+from tracer.batch import split_batch
+from tracer.devices import device
+from tracer.program import Program, program_of
+from tracer.spec import BuildStep, TrainingStep
+from tracer.step import Recorded, capture_step, trace_step
+from traces.errors import PlanError
+from traces.plan import RECOMPUTE, SAVE, Action, Plan
+from traces.trace import Trace
+
+
+def step_of(
+    model: nn.Module, batch: Any, loss: Callable[..., Any] | None, optimizer: torch.optim.Optimizer | None
+) -> TrainingStep:
+    given = split_batch(model, batch, loss)
+    return TrainingStep(
+        model=model,
+        args=given.args,
+        kwargs=given.kwargs,
+        loss=given.loss,
+        loss_inputs=given.loss_inputs,
+        optimizer=optimizer,
+        batch_size=1,
+        name=type(model).__name__,
+    )
+
+
+def build_of(make: Callable[[], tuple[Any, Any, Any, Any]], seed: int = 0) -> BuildStep:
+    """A BuildStep of a function that returns (model, batch, loss, optimizer) on the CPU."""
+    return BuildStep(model="test", options={}, seed=seed, make=lambda _device: step_of(*make()))
+
+
+def recorded(spec: BuildStep) -> Recorded:
+    return trace_step(spec, device("cpu"))
+
+
+def program(model: nn.Module, batch: Any, loss: Callable[..., Any] | None = None) -> Program:
+    """The program of a real model; the loss is the sum of the output unless given."""
+    return program_of(capture_step(step_of(model, batch, loss or (lambda y: y.sum()), None)))
+
+
+def plan_of(trace: Trace, *actions: Action) -> Plan:
+    return Plan(meta=trace.meta, actions=actions)
+
+
+def recompute_all(graph: Graph, *, share: bool = True) -> tuple[Action, ...]:
+    return tuple(Action(storage=s, share=share) for s in graph.candidates)
+
+
+def random_actions(trace: Trace, rng: random.Random) -> tuple[Action, ...]:
+    """Actions of every kind, on about half of what can have one.
+
+    Candidates are recomputed, some shared, some not, some dropped after ops that read them; links of chains are
+    shared; and some values that backward does not read are saved.
+    """
+    graph = analyse(trace)
+    ops, sts = trace.ops, trace.storages
+    backward = range(trace.meta.first_backward_graph_op, len(ops))
+    readers: dict[int, list[int]] = {}
+    for i in backward:
+        if ops.phase[i] == "backward":
+            for s in ops.reads[i]:
+                readers.setdefault(s, []).append(i)
+    actions = []
+    for s in graph.candidates:
+        if rng.random() < 0.6:
+            drop = tuple(i for i in readers.get(s, ()) if rng.random() < 0.3)
+            actions.append(Action(storage=s, action=RECOMPUTE, share=rng.random() < 0.6, drop_after=drop))
+    for s, producer in enumerate(sts.producer):
+        if graph.wanted[s] or graph.pinned[s] or not 0 <= producer < trace.meta.forward_ops:
+            continue
+        draw = rng.random()
+        if draw < 0.15:
+            actions.append(Action(storage=s, action=SAVE))
+        elif draw < 0.4 and graph.rebuildable[s]:
+            actions.append(Action(storage=s, action=RECOMPUTE))
+    build(trace, actions, graph)  # every such plan is possible
+    return tuple(actions)
+
+
+def possible(trace: Trace, actions: tuple[Action, ...]) -> bool:
+    try:
+        build(trace, actions)
+    except PlanError:
+        return False
+    return True

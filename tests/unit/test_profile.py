@@ -1,0 +1,122 @@
+"""What real mode measures: a time and the allocations of each op, in the order of the fake trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import tracer.profile as profile_module  # noqa: E402
+from tests.integration import small_nets  # noqa: E402
+from tests.integration.steps import build_of, recorded  # noqa: E402
+from tracer.profile import _settle, measure  # noqa: E402
+from tracer.spec import load_spec  # noqa: E402
+from traces.errors import TraceError  # noqa: E402
+from traces.trace import VIEW, Trace  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def real() -> Trace:
+    build = load_spec(small_nets.spec("residual"))
+    return measure(recorded(build), build, "cpu", rounds=3, warmup=1)
+
+
+def test_the_real_trace_is_the_fake_one_with_measurements(real: Trace) -> None:
+    fake = recorded(load_spec(small_nets.spec("residual"))).trace
+    assert (real.meta.mode, fake.meta.mode) == ("real", "fake")
+    for key in ("fingerprint", "graph_fingerprint", "structure_fingerprint"):
+        assert getattr(real.meta, key) == getattr(fake.meta, key)
+    assert real.storages == fake.storages
+    assert replace(real.ops, time_ns=fake.ops.time_ns, events=fake.ops.events) == fake.ops
+    real.validate()
+
+
+def test_every_op_has_a_time_and_views_allocate_nothing(real: Trace) -> None:
+    assert all(t > 0 for t in real.ops.time_ns)
+    for i, flags in enumerate(real.ops.flags):
+        if flags & VIEW:
+            assert real.ops.events[i] == ()
+
+
+def test_an_op_s_events_end_at_what_it_creates(real: Trace) -> None:
+    for i, events in enumerate(real.ops.events):
+        created = sum(real.storages.nbytes[s] for s in real.ops.writes[i] if real.storages.producer[s] == i)
+        assert sum(events) == created, real.ops.name[i]
+        live = 0
+        for e in events:
+            live += e
+            assert live >= 0
+
+
+def test_workspace_inside_an_op_is_seen() -> None:
+    def make() -> tuple[Any, ...]:
+        # The fused layer norm's backward keeps a buffer for partial sums of its own.
+        model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+        return model, torch.randn(32, 64), lambda y: y.sum(), torch.optim.SGD(model.parameters())
+
+    build = build_of(make)
+    trace = measure(recorded(build), build, "cpu", rounds=1, warmup=1)
+    (i,) = [i for i, t in enumerate(trace.ops.target) if t.startswith("aten.native_layer_norm_backward")]
+    assert min(trace.ops.events[i]) < 0  # something was allocated and freed inside
+    assert sum(e for e in trace.ops.events[i] if e > 0) > sum(trace.ops.events[i])
+
+
+@pytest.mark.parametrize(
+    ("events", "created", "settled"),
+    [
+        ((), 0, ()),
+        ((64,), 64, (64,)),
+        ((64, 32, -32), 64, (64, 32, -32)),
+        ((64, 32), 64, (64, 32, -32)),  # 32 left in a cache: workspace of this op
+        ((32,), 64, (32, 32)),  # memory that the op did not allocate itself
+        ((), 64, (64,)),
+    ],
+)
+def test_settled_events(events: tuple[int, ...], created: int, settled: tuple[int, ...]) -> None:
+    assert _settle(events, created) == settled
+    assert sum(_settle(events, created)) == created
+
+
+def test_a_step_that_runs_other_ops_than_the_captured_one_is_refused() -> None:
+    calls = []
+
+    def make() -> tuple[Any, ...]:
+        calls.append(None)
+        extra = len(calls) > 1  # the second step built is not the first
+
+        def loss(y: torch.Tensor) -> torch.Tensor:
+            return (y * 2).sum() if extra else y.sum()
+
+        model = nn.Linear(4, 4)
+        return model, torch.randn(2, 4), loss, None
+
+    build = build_of(make)
+    with pytest.raises(TraceError, match=r"op \d+ is aten.mul.Tensor and was to be"):
+        measure(recorded(build), build, "cpu", rounds=1, warmup=1)
+
+
+def test_the_runner_keeps_no_value_after_its_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every storage that forward makes and backward does not read is gone when forward has ended."""
+    build = load_spec(small_nets.spec("residual"))
+    fake = recorded(build)
+    runner = profile_module.GraphRunner(fake.program, build())
+    held: list[set[int]] = []
+    original = profile_module.GraphRunner.execute
+
+    def watched(self: Any, env: Any, ops: Any, probe: Any, keep: Any) -> None:
+        original(self, env, ops, probe, keep)
+        held.append({s for n in env for s in fake.program.storage_of.get(n, ())})
+
+    monkeypatch.setattr(profile_module.GraphRunner, "execute", watched)
+    runner.round(profile_module._CpuTimer())
+    p = fake.program
+    made = {s for s, row in enumerate(p.storages) if 0 <= row.producer < p.forward_ops}
+    needed = {s for i in range(p.forward_ops, len(p.ops)) for s in p.rows[i].reads}
+    assert held[0] & made <= needed | set(p.output_storages)
+    after = held[1] & {s for s, row in enumerate(p.storages) if row.producer >= 0}
+    assert after == {s for s in p.gradient_storages if p.storages[s].producer >= 0}
