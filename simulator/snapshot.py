@@ -47,7 +47,9 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
         TraceError: not a snapshot, no events of that device, or events that contradict the final state.
     """
     if not isinstance(data, dict) or not isinstance(data.get("segments"), list):
-        raise TraceError(f"{source}: not a memory snapshot; make one with torch.cuda.memory._dump_snapshot(path).")
+        raise TraceError(
+            f"{source}: not a memory snapshot; make one with torch.cuda.memory._dump_snapshot(path)."
+        )
     traces = data.get("device_traces")
     if not isinstance(traces, list) or not all(isinstance(t, list) for t in traces):
         raise TraceError(f"{source}: the snapshot has no device_traces; make it with torch 2.1 or newer.")
@@ -107,9 +109,7 @@ def _settings(data: Any, source: str, notes: list[str]) -> AllocatorSettings:
     return out
 
 
-def _final_segments(
-    rows: list[Any], device: int, source: str, notes: list[str]
-) -> tuple[SegmentState, ...]:
+def _final_segments(rows: list[Any], device: int, source: str, notes: list[str]) -> tuple[SegmentState, ...]:
     segments: list[SegmentState] = []
     private = 0
     for row in rows:
@@ -132,7 +132,9 @@ def _final_segments(
                     BlockState(
                         address=here,
                         size_bytes=size,
-                        requested_bytes=whole_number(b.get("requested_size", size), "a block's request", source),
+                        requested_bytes=whole_number(
+                            b.get("requested_size", size), "a block's request", source
+                        ),
                         pending=state != "active_allocated",
                     )
                 )
@@ -168,7 +170,9 @@ def _events(rows: list[Any], source: str) -> Events:
         sizes.append(whole_number(row.get("size"), "an event's size", source))
         streams.append(whole_number(row.get("stream", 0), "an event's stream", source))
     if not action:
-        raise TraceError(f"{source}: none of the {len(rows)} events is an allocation or a free; record again.")
+        raise TraceError(
+            f"{source}: none of the {len(rows)} events is an allocation or a free; record again."
+        )
     if FREE_COMPLETED not in action and FREE_REQUESTED in action:
         # Such events can be left out of the history: then every free is taken to complete at once.
         pairs = [(FREE_COMPLETED, k) for k, a in enumerate(action) if a == FREE_REQUESTED]
