@@ -114,9 +114,13 @@ def run_plan(
 
 @execute.command()
 @click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--analysis", type=click.Path(path_type=Path), help="A text file to show at the top of the page."
+)
 @_measuring
 def sweep(
     directory: Path,
+    analysis: Path | None,
     device: str,
     steps: int,
     memory_steps: int,
@@ -133,6 +137,7 @@ def sweep(
     the figures are written back after every row, so that an interrupted sweep goes on where it stopped.
     """
     from executor.campaign import Settings, measure_sweep
+    from executor.measure import device_label
     from traces.errors import VerificationError
 
     settings = Settings(
@@ -147,7 +152,9 @@ def sweep(
     if report is not None:
         from simulator.report import write_sweep
 
-        write_sweep(report, table)
+        text = analysis.read_text(encoding="utf-8") if analysis is not None else ""
+        root = directory if directory.is_dir() else directory.parent
+        write_sweep(report, table, root=root, analysis=text, measured_on=device_label(device))
     if as_json:
         print_json(table.to_json())
     else:

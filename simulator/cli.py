@@ -150,6 +150,9 @@ def plan_command(
 @click.option("--seq-len", type=click.IntRange(min=1), help="Sequence length, for `trace`.")
 @click.option("--target", help="The device behind the op times, for `trace`.")
 @click.option("--optimizer", help="The optimizer, for `trace`.")
+@click.option(
+    "--analysis", type=click.Path(path_type=Path), help="A text file to show at the top of the page."
+)
 @click.option("--trace-option", multiple=True, metavar="KEY=VALUE", help="Any other option of `trace`.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def sweep_command(
@@ -163,6 +166,7 @@ def sweep_command(
     seq_len: int | None,
     target: str | None,
     optimizer: str | None,
+    analysis: Path | None,
     trace_option: Sequence[str],
     quiet: bool,
 ) -> None:
@@ -198,7 +202,8 @@ def sweep_command(
     if report is not None:
         from simulator.report import write_sweep
 
-        write_sweep(report, sweep)
+        text = analysis.read_text(encoding="utf-8") if analysis is not None else ""
+        write_sweep(report, sweep, root=request.directory, analysis=text)
     click.echo(json.dumps(sweep.to_json()) if as_json else sweep_table(sweep, request))
     if not any(row.feasible for row in sweep.rows):
         raise BudgetError(f"no batch size fits: {sweep.rows[0].message}")

@@ -372,7 +372,7 @@ def test_a_sweep_report_is_handed_the_sweep(
     tracer: Tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("simulator.report.write_sweep", lambda *args: seen.append(args))
+    monkeypatch.setattr("simulator.report.write_sweep", lambda *args, **more: seen.append(args))
     page = tmp_path / "page.html"
     words = ["sweep", "m", "--batch-sizes", "4", "--budget", "90%", "-o", tmp_path / "o", "--report", page]
     assert simulate(*words).exit_code == 0
