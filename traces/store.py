@@ -135,7 +135,9 @@ def find(name: str | Path) -> Path:
         raise TraceError(
             f"{name}: this directory holds no trace (no {OPS_FILE}); make one with `trace MODEL -o {name}`."
         )
-    known = ", ".join(sorted(p.parent.relative_to(GALLERY).as_posix() for p in GALLERY.rglob(OPS_FILE))) or "none"
+    known = (
+        ", ".join(sorted(p.parent.relative_to(GALLERY).as_posix() for p in GALLERY.rglob(OPS_FILE))) or "none"
+    )
     raise TraceError(
         f"{name}: no such trace directory, and no trace of that name in the gallery (there: {known}). "
         f"Make one with `trace MODEL -o {name}`."
