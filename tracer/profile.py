@@ -10,6 +10,7 @@ caching allocator's counters of requested bytes: an op's peak above what it leav
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import operator
@@ -38,14 +39,15 @@ MARK = "#lowtide "
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
 
 
-class _Probe:
+class _Probe(abc.ABC):
     """Called around every op of a round; subclasses measure."""
 
     def __init__(self) -> None:
         self.targets: list[str] = []
 
+    @abc.abstractmethod
     def run(self, target: Any, call: Callable[[], Any]) -> Any:
-        raise NotImplementedError
+        """Run one op and return its result."""
 
 
 class _CpuTimer(_Probe):
