@@ -7,6 +7,7 @@ profiler records them, from before the model is built; on CUDA it is the caching
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -143,16 +144,9 @@ def perform(job: Job) -> JobResult:
 def _measure_cpu(
     prepare: Callable[[], Callable[[], None]], job: Job
 ) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        once = prepare()
-        for k in range(job.memory_steps):
-            with record_function(f"{_ITERATION} {k}"):
-                once()
-    assert prof.profiler is not None
-    results: Any = prof.profiler.kineto_results
-    peaks, curve = peaks_of(results.experimental_event_tree(), job.memory_steps)
+    once, peaks, curve = _profiled(prepare, job.memory_steps)
+    # The profiler's results are millions of objects that Python's garbage collector would walk during the timed steps.
+    gc.collect()
     times = _time(once, job, lambda: None)
     steady = peaks[min(2, len(peaks) - 1) :]
     return (
@@ -164,6 +158,22 @@ def _measure_cpu(
         ),
         curve,
     )
+
+
+def _profiled(
+    prepare: Callable[[], Callable[[], None]], iterations: int
+) -> tuple[Callable[[], None], list[int], tuple[tuple[int, int], ...]]:
+    """Build the step and run it under the profiler: the step, its peaks, and the last iteration's curve."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        once = prepare()
+        for k in range(iterations):
+            with record_function(f"{_ITERATION} {k}"):
+                once()
+    assert prof.profiler is not None
+    results: Any = prof.profiler.kineto_results
+    return once, *peaks_of(results.experimental_event_tree(), iterations)
 
 
 def peaks_of(tree: list[Any], iterations: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
