@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from traces.commands import DefaultGroup, gib, milliseconds, print_json, say
+from traces.commands import DefaultGroup, print_json, say
+from traces.people import show_bytes, show_time
 
 
 def _measuring(command: Any) -> Any:
@@ -150,7 +151,7 @@ def sweep(
     )
     table, failures = measure_sweep(directory, settings, lambda text: say(text, quiet=quiet))
     if report is not None:
-        from simulator.report import write_sweep
+        from simulator.report.simulation import write_sweep
 
         text = analysis.read_text(encoding="utf-8") if analysis is not None else ""
         root = directory if directory.is_dir() else directory.parent
@@ -160,12 +161,12 @@ def sweep(
     else:
         for row in table.rows:
             measured = ", ".join(
-                f"{k} {gib(f.peak_allocated_bytes or 0)} {milliseconds(f.step_time_ns or 0)}"
+                f"{k} {show_bytes(f.peak_allocated_bytes or 0)} {show_time(f.step_time_ns or 0)}"
                 for k, f in row.measured.items()
             )
             plan_peak = row.measured["plan"].peak_allocated_bytes if "plan" in row.measured else None
             over = plan_peak is not None and plan_peak > row.budget_bytes
-            note = f"; budget {gib(row.budget_bytes)} EXCEEDED" if over else ""
+            note = f"; budget {show_bytes(row.budget_bytes)} EXCEEDED" if over else ""
             click.echo(f"batch size {row.batch_size:5}: {measured or row.message or 'not measured'}{note}")
     if failures:
         raise VerificationError("; ".join(failures))
@@ -221,9 +222,9 @@ def print_outcome(outcome: Any) -> None:
     for label, f in rows:
         peak, reserved, time_ns = f.headline().values()
         click.echo(
-            f"  {label:22}{gib(peak) if peak is not None else '-':>16}"
-            f"{gib(reserved) if reserved is not None else '-':>16}"
-            f"{milliseconds(time_ns) if time_ns is not None else '-':>14}"
+            f"  {label:22}{show_bytes(peak) if peak is not None else '-':>16}"
+            f"{show_bytes(reserved) if reserved is not None else '-':>16}"
+            f"{show_time(time_ns) if time_ns is not None else '-':>14}"
         )
     from traces.measurement import signed_error_percent
 
@@ -236,7 +237,7 @@ def print_outcome(outcome: Any) -> None:
     click.echo("  error of the plan's prediction: " + ", ".join(parts))
     if m.budget_bytes is not None and m.measured.peak_allocated_bytes is not None:
         inside = m.measured.peak_allocated_bytes <= m.budget_bytes
-        click.echo(f"  budget {gib(m.budget_bytes)}: {'kept' if inside else 'EXCEEDED'}")
+        click.echo(f"  budget {show_bytes(m.budget_bytes)}: {'kept' if inside else 'EXCEEDED'}")
     if m.verified is None:
         click.echo("  not verified (--no-verify)")
     else:

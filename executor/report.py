@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from simulator.bars import Bar, grouped, spread
 from simulator.comparison import compare
-from simulator.page import (
+from simulator.report.bars import Bar, grouped, spread
+from simulator.report.page import (
     Block,
     Cell,
     Chart,
@@ -19,14 +19,12 @@ from simulator.page import (
     Text,
     bytes_cell,
     percent_cell,
-    show_bytes,
-    show_percent,
-    show_time,
     time_cell,
     write_page,
 )
-from simulator.report import describe, simulation_sections
+from simulator.report.simulation import describe, simulation_sections
 from traces.measurement import Measurement, RunFigures, signed_error_percent
+from traces.people import show_bytes, show_percent, show_time
 from traces.plan import Plan
 from traces.trace import Trace
 

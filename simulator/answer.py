@@ -6,11 +6,11 @@ from typing import Any
 
 from simulator.comparison import Comparison
 from simulator.engine import breakdown, holdings
-from simulator.page import show_bytes, show_percent, show_time
 from simulator.planners.outcome import Refusal, figures, where
 from simulator.schedule import Schedule
 from simulator.timeline import Timeline
 from traces.measurement import RunFigures
+from traces.people import show_bytes, show_percent, show_time
 from traces.trace import Trace
 
 NO_BUDGET = "without a budget nothing bounds the added time from below"

@@ -109,7 +109,7 @@ def plan_command(
         budget_bytes = parse_budget(budget, kept.kept_timeline.peak_allocated_bytes)
     bound = None
     if budget_bytes is not None:
-        from simulator.bound import bound_answer
+        from simulator.bounds.bound import bound_answer
 
         bound = bound_answer(trace, budget_bytes)
     say(f"planning with {planner}")
@@ -127,7 +127,7 @@ def plan_command(
     if output is not None:
         plan.save(output)
     if report is not None:
-        from simulator.report import write_simulation
+        from simulator.report.simulation import write_simulation
 
         say(f"writing {report}")
         write_simulation(report, trace, plan, budget_bytes)
@@ -200,7 +200,7 @@ def sweep_command(
     )
     sweep = predict(request, progress(quiet))
     if report is not None:
-        from simulator.report import write_sweep
+        from simulator.report.simulation import write_sweep
 
         text = analysis.read_text(encoding="utf-8") if analysis is not None else ""
         write_sweep(report, sweep, root=request.directory, analysis=text)
@@ -269,7 +269,7 @@ def parse_batch_sizes(text: str) -> tuple[int, ...]:
 
 def sweep_table(sweep: Sweep, request: SweepRequest) -> str:
     """The sweep to read: one line a batch size."""
-    from simulator.page import show_bytes, show_percent, show_time
+    from traces.people import show_bytes, show_percent, show_time
 
     table: list[tuple[Any, ...]] = [
         ("batch", "peak", "with plan", "step", "with plan", "overhead", "recomputed ops")

@@ -11,8 +11,8 @@ from traces.commands import Refused
 from traces.errors import SpecError
 
 if TYPE_CHECKING:
-    from simulator.recording import Recording
-    from simulator.replay import Replay
+    from simulator.allocator.recording import Recording
+    from simulator.allocator.replay import Replay
 
 
 @click.command("replay")
@@ -46,9 +46,9 @@ def replay_command(
 
     Exit code: 0 done, 1 the replay runs out of memory, 2 the input is wrong.
     """
-    from simulator.allocator_settings import parse_alloc_conf
-    from simulator.recording import read_recording
-    from simulator.replay import replay
+    from simulator.allocator.recording import read_recording
+    from simulator.allocator.replay import replay
+    from simulator.allocator.settings import parse_alloc_conf
 
     memory_bytes = None if device_memory is None else _memory(device_memory)
     settings = (
@@ -130,7 +130,7 @@ def _answer(
 
 
 def _table(source: Recording, same: Replay, rows: dict[str, Replay]) -> str:
-    from simulator.page import show_bytes
+    from traces.people import show_bytes
 
     def line(name: str, r: Replay) -> tuple[str, ...]:
         f = r.figures

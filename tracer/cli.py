@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from traces.commands import DefaultGroup, gib, milliseconds, print_json, say
+from traces.commands import DefaultGroup, print_json, say
+from traces.people import show_bytes, show_time
 
 
 @click.group(cls=DefaultGroup, default="run", context_settings={"help_option_names": ["-h", "--help"]})
@@ -153,7 +154,7 @@ def targets() -> None:
 
     for d in DEVICES:
         click.echo(
-            f"{d.name:12} {gib(d.memory_bytes):>11} {d.bandwidth_bytes_per_s / 1e9:8.0f} GB/s  {d.source}"
+            f"{d.name:12} {show_bytes(d.memory_bytes):>11} {d.bandwidth_bytes_per_s / 1e9:8.0f} GB/s  {d.source}"
         )
 
 
@@ -208,13 +209,14 @@ def print_summary(name: str, record: Any, *, top: int) -> None:
         f"  ops          {data['ops']} ({data['computing_ops']} that compute), {data['storages']} storages"
     )
     for category, nbytes in data["resident_bytes"].items():
-        click.echo(f"  {category:16} {gib(nbytes):>11}")
-    click.echo(f"  {'gradient':16} {gib(data['gradient_bytes']):>11}")
+        click.echo(f"  {category:16} {show_bytes(nbytes):>11}")
+    click.echo(f"  {'gradient':16} {show_bytes(data['gradient_bytes']):>11}")
     click.echo(
-        f"  {'activation':16} {gib(data['saved_bytes']):>11} in {data['saved_storages']} storages saved for backward"
+        f"  {'activation':16} {show_bytes(data['saved_bytes']):>11} in {data['saved_storages']} storages saved "
+        "for backward"
     )
-    click.echo(f"  step         {milliseconds(data['time_ns'])} ({origin}); "
-               + ", ".join(f"{p} {milliseconds(t)}" for p, t in data["phase_time_ns"].items()))  # fmt: skip
+    click.echo(f"  step         {show_time(data['time_ns'])} ({origin}); "
+               + ", ".join(f"{p} {show_time(t)}" for p, t in data["phase_time_ns"].items()))  # fmt: skip
     click.echo(f"  fingerprint  {meta.fingerprint} (graph {meta.graph_fingerprint})")
     if not top:
         return
@@ -224,12 +226,12 @@ def print_summary(name: str, record: Any, *, top: int) -> None:
     )
     for s in sorted(saved, key=lambda s: -sts.nbytes[s])[:top]:
         p = sts.producer[s]
-        click.echo(f"  {gib(sts.nbytes[s]):>11}  {ops.name[p]:32} {ops.module[p]:36} "
+        click.echo(f"  {show_bytes(sts.nbytes[s]):>11}  {ops.name[p]:32} {ops.module[p]:36} "
                    f"{sts.last_forward_use[s]:6} {sts.first_backward_use[s]:6}")  # fmt: skip
     click.echo("\n  slowest ops: time, op, module, flags")
     for i in sorted(range(len(ops)), key=lambda i: -ops.time_ns[i])[:top]:
         marks = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b)
-        click.echo(f"  {milliseconds(ops.time_ns[i]):>11}  {ops.name[i]:32} {ops.module[i]:36} {marks}")
+        click.echo(f"  {show_time(ops.time_ns[i]):>11}  {ops.name[i]:32} {ops.module[i]:36} {marks}")
 
 
 def main() -> None:

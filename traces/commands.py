@@ -56,16 +56,3 @@ def say(text: str, *, quiet: bool = False) -> None:
 def print_json(data: dict[str, Any]) -> None:
     """The one object that `--json` prints on stdout."""
     click.echo(json.dumps(data, indent=1))
-
-
-def gib(nbytes: int | float) -> str:
-    """Bytes for people, in the largest binary unit that they reach."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if abs(nbytes) >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes / 2**10:.1f} KiB"
-
-
-def milliseconds(time_ns: int | float) -> str:
-    """Nanoseconds for people."""
-    return f"{time_ns / 1e9:.2f} s" if time_ns >= 1e10 else f"{time_ns / 1e6:.2f} ms"

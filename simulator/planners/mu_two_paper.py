@@ -18,9 +18,9 @@ from itertools import accumulate
 from simulator.engine import run
 from simulator.fast import Evaluator
 from simulator.graph import Graph, analyse
-from simulator.page import show_bytes
 from simulator.planners.outcome import Refusal, finish, refuse
 from simulator.schedule import build
+from traces.people import show_bytes
 from traces.plan import Action, Plan
 from traces.trace import Trace
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from simulator.engine import run
 from simulator.graph import Graph, floor
-from simulator.page import show_bytes
 from simulator.schedule import Schedule, build
 from simulator.timeline import Timeline
 from traces.errors import BudgetError
 from traces.measurement import RunFigures
+from traces.people import show_bytes
 from traces.plan import SAVE, Action, Plan, label_actions
 from traces.trace import Trace
 

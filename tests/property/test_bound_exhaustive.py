@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from simulator import instants as instants_module
-from simulator.bound import Bounder, bound_curve
+from simulator.bounds.bound import Bounder, bound_curve
+from simulator.bounds.instants import Instants
+from simulator.bounds.mincut import Rerun
 from simulator.graph import analyse
-from simulator.instants import Instants
-from simulator.mincut import Rerun
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.strategies import traces
 from traces.trace import Trace

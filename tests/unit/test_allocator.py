@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.allocator import Allocator, OutOfMemory
-from simulator.allocator_settings import AllocatorSettings, parse_alloc_conf, round_up
-from simulator.blocks import Block
+from simulator.allocator.blocks import Block
+from simulator.allocator.caching import Allocator, OutOfMemory
+from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf, round_up
 from traces.errors import SpecError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -7,10 +7,10 @@ from itertools import pairwise, product
 
 import pytest
 
-from simulator.bound import bound_answer, bound_curve, lower_bound
+from simulator.bounds.bound import bound_answer, bound_curve, lower_bound
+from simulator.bounds.instants import TURN, Instants
+from simulator.bounds.mincut import Corner, Link, Network, Rerun, corners
 from simulator.graph import floor
-from simulator.instants import TURN, Instants
-from simulator.mincut import Corner, Link, Network, Rerun, corners
 from simulator.planners import plan_with
 from tests.exhaust import frontier, optimum
 from tests.synthetic import resnet

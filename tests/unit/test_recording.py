@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from simulator.allocator import Allocator
-from simulator.allocator_settings import AllocatorSettings, parse_alloc_conf
-from simulator.blocks import Block
+from simulator.allocator.blocks import Block
+from simulator.allocator.caching import Allocator
+from simulator.allocator.recording import read_recording
+from simulator.allocator.replay import replay
+from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf
 from simulator.cli import main
-from simulator.recording import read_recording
-from simulator.replay import replay
 from traces.errors import TraceError
 
 MIB = 1 << 20
@@ -201,7 +201,7 @@ def test_what_if_with_expandable_segments() -> None:
     p.free(0)
     p.free(0)
     p.malloc(60 * MIB)
-    from simulator.snapshot import recording_from_snapshot
+    from simulator.allocator.snapshot import recording_from_snapshot
 
     recording = recording_from_snapshot(p.snapshot(), "made up")
     assert recording.peak_reserved_bytes == 120 * MIB

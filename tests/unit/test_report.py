@@ -16,18 +16,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator import charts
-from simulator.activations import activations, by_module, recomputations
 from simulator.comparison import compare
 from simulator.engine import breakdown, run
 from simulator.graph import analyse
-from simulator.page import Page, Section, Text, paragraphs, render, script_json, show_bytes, show_time
+from simulator.report import charts
+from simulator.report.activations import activations, by_module, recomputations
+from simulator.report.page import (
+    Page,
+    Section,
+    Text,
+    paragraphs,
+    render,
+    script_json,
+)
 from simulator.schedule import build
 from simulator.sweep import Sweep, SweepRow
 from tests import tiny
 from traces import store
 from traces.errors import EnvironmentProblem, PlanError
 from traces.measurement import Measurement, RunFigures
+from traces.people import show_bytes, show_time
 from traces.plan import RECOMPUTE, Action, Plan
 from traces.trace import CATEGORIES, Trace
 
@@ -73,7 +81,7 @@ def reporting() -> None:
 
 @pytest.fixture
 def page(tmp_path: Path, reporting: None) -> str:
-    from simulator.report import write_simulation
+    from simulator.report.simulation import write_simulation
 
     trace = tiny.chain(60, size=2**20, time_ns=1000)
     return write_simulation(
@@ -106,7 +114,7 @@ def test_every_chart_can_be_compiled(page: str) -> None:
 
 
 def test_hostile_names_stay_text(tmp_path: Path, reporting: None) -> None:
-    from simulator.report import write_simulation
+    from simulator.report.simulation import write_simulation
 
     trace = names_replaced(tiny.chain(10, size=1000, time_ns=5), HOSTILE)
     plan = replace(planned(trace, 3, 5), meta=trace.meta, planner=HOSTILE)
@@ -237,7 +245,7 @@ def test_modules_are_cut_to_a_readable_number() -> None:
 
 
 def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
-    from simulator.report import write_simulation
+    from simulator.report.simulation import write_simulation
 
     trace = tiny.chain(2000, size=1_234_567, time_ns=987)
     path = write_simulation(tmp_path / "r.html", trace, planned(trace, *range(3, 2000, 3)), 10**9)
@@ -251,7 +259,7 @@ def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
 
 
 def test_a_foreign_plan_leaves_no_file(tmp_path: Path, reporting: None) -> None:
-    from simulator.report import write_simulation
+    from simulator.report.simulation import write_simulation
 
     trace = tiny.chain(3)
     with pytest.raises(PlanError):
@@ -260,7 +268,7 @@ def test_a_foreign_plan_leaves_no_file(tmp_path: Path, reporting: None) -> None:
 
 
 def test_an_empty_plan_and_no_times(tmp_path: Path, reporting: None) -> None:
-    from simulator.report import write_simulation
+    from simulator.report.simulation import write_simulation
 
     trace = tiny.chain(3, time_ns=0)
     assert "recomputes nothing" in write_simulation(
@@ -309,7 +317,7 @@ def series_of(spec: dict[str, object]) -> set[str]:
 
 
 def test_a_predicted_sweep_shows_nothing_as_measured(tmp_path: Path, reporting: None) -> None:
-    from simulator.report import write_sweep
+    from simulator.report.simulation import write_sweep
 
     sweep = Sweep(model="m", options={}, target="H200", rows=(sweep_row(2), sweep_row(4, feasible=False)))
     html = write_sweep(tmp_path / "s.html", sweep, analysis="One <i>word</i>.\n\nAnother.").read_text("utf-8")
@@ -321,7 +329,7 @@ def test_a_predicted_sweep_shows_nothing_as_measured(tmp_path: Path, reporting: 
 
 
 def test_a_measured_sweep_names_the_device(tmp_path: Path, reporting: None) -> None:
-    from simulator.report import write_sweep
+    from simulator.report.simulation import write_sweep
 
     trace = tiny.chain(9, size=1000, time_ns=10)
     store.save(trace, tmp_path / "traces" / "t")
@@ -406,8 +414,8 @@ def test_an_unverified_measurement_says_so(tmp_path: Path, reporting: None) -> N
 def test_a_missing_package_is_named(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reporting: None
 ) -> None:
-    from simulator import page
-    from simulator.report import write_simulation
+    from simulator.report import page
+    from simulator.report.simulation import write_simulation
 
     page.bundle.cache_clear()
     monkeypatch.setitem(sys.modules, missing, None)
@@ -419,7 +427,7 @@ def test_a_missing_package_is_named(
 
 def test_importing_the_report_is_light() -> None:
     code = (
-        "import sys, simulator.report, simulator.sweep_report; "
+        "import sys, simulator.report.simulation, simulator.report.sweep; "
         "print(sorted({'altair', 'pandas', 'vl_convert', 'torch', 'jinja2'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from simulator.allocator import OutOfMemory
-from simulator.allocator_settings import AllocatorSettings
+from simulator.allocator.caching import OutOfMemory
+from simulator.allocator.reserved import reserved_peak
+from simulator.allocator.settings import AllocatorSettings
 from simulator.engine import run
-from simulator.reserved import reserved_peak
 from simulator.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, trace

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from simulator.allocator_settings import MIB, UNLIMITED, AllocatorSettings, round_up
-from simulator.blocks import Block, Pool
-from simulator.segments import Segments
+from simulator.allocator.blocks import Block, Pool
+from simulator.allocator.segments import Segments
+from simulator.allocator.settings import MIB, UNLIMITED, AllocatorSettings, round_up
 from traces.errors import LowtideError
 
 MIN_BLOCK_BYTES: Final = 512

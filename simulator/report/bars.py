@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from simulator.charts import BUDGET_COLOUR, altair, category_colour, finish, present, table
-from simulator.page import bytes_unit
+from simulator.report.charts import BUDGET_COLOUR, altair, category_colour, finish, present, table
+from traces.people import bytes_unit
 
 KEPT, RECOMPUTED, UNABLE = "kept", "recomputed", "kept: may not be recomputed"
 ACTION_COLOURS: Final = {KEPT: "#94a3b8", RECOMPUTED: "#d9614c", UNABLE: "#3f4657"}

@@ -1,6 +1,6 @@
 """Turn a Trace into what single instants of the step demand of every plan: bytes, and added time per byte saved.
 
-The argument for it stands in `simulator.bound`.
+The argument for it stands in `simulator.bounds.bound`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+from simulator.bounds.mincut import Corner, Link, Rerun, corners
 from simulator.engine import run
 from simulator.graph import Graph, analyse
-from simulator.mincut import Corner, Link, Rerun, corners
 from simulator.schedule import build
 from traces.trace import Trace
 

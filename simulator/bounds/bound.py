@@ -54,8 +54,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from simulator.bounds.instants import TURN, Instants
 from simulator.graph import Graph, analyse, floor
-from simulator.instants import TURN, Instants
 from traces.trace import Trace
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from simulator.allocator import Allocator
-from simulator.blocks import Block, SegmentState
-from simulator.segments import DEFAULT_RANGE_BYTES
+from simulator.allocator.blocks import Block, SegmentState
+from simulator.allocator.caching import Allocator
+from simulator.allocator.segments import DEFAULT_RANGE_BYTES
 
 MAX_RANGE_BYTES: Final = 1 << 38  # farther apart, two addresses are not in one range
 

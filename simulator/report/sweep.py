@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from simulator import bars
-from simulator.page import (
+from simulator.report import bars
+from simulator.report.page import (
     Block,
     Cell,
     Chart,
@@ -19,14 +19,13 @@ from simulator.page import (
     count_cell,
     paragraphs,
     percent_cell,
-    show_bytes,
-    show_percent,
     time_cell,
 )
-from simulator.sections import activation_blocks
+from simulator.report.sections import activation_blocks
 from simulator.sweep import EAGER, KEEP_ALL, PLAN, Sweep, SweepRow
 from traces.errors import LowtideError
 from traces.measurement import RunFigures, signed_error_percent
+from traces.people import show_bytes, show_percent
 from traces.trace import CATEGORIES
 
 WAYS = {EAGER: "eager", KEEP_ALL: "keep-all", PLAN: "plan"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from simulator.comparison import Comparison, compare
-from simulator.page import (
+from simulator.report.page import (
     Block,
     Figure,
     Figures,
@@ -17,13 +17,11 @@ from simulator.page import (
     Text,
     bytes_cell,
     percent_cell,
-    show_bytes,
-    show_percent,
-    show_time,
     time_cell,
     write_page,
 )
-from simulator.sections import activation_blocks, memory_blocks, peak_blocks, recompute_blocks
+from simulator.report.sections import activation_blocks, memory_blocks, peak_blocks, recompute_blocks
+from traces.people import show_bytes, show_percent, show_time
 from traces.plan import Plan
 from traces.trace import Trace, TraceMeta
 
@@ -55,8 +53,8 @@ def write_sweep(
     root: str | Path | None = None,
     measured_on: str = "",
 ) -> Path:
-    """Write the page for a sweep over batch sizes; see `simulator.sweep_report`."""
-    from simulator.sweep_report import sweep_page
+    """Write the page for a sweep over batch sizes; see `simulator.report.sweep`."""
+    from simulator.report.sweep import sweep_page
 
     return write_page(
         path, sweep_page(sweep, analysis=analysis, root=root or Path(path).parent, measured_on=measured_on)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.allocator import Allocator, AllocatorFigures
-from simulator.allocator_settings import AllocatorSettings
-from simulator.blocks import Block
+from simulator.allocator.blocks import Block
+from simulator.allocator.caching import Allocator, AllocatorFigures
+from simulator.allocator.settings import AllocatorSettings
 from simulator.graph import Graph, analyse
 from simulator.schedule import Schedule
 from traces.trace import Trace

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from simulator.allocator_settings import MIB, AllocatorSettings
-from simulator.blocks import Block, Pool, SegmentEvent
+from simulator.allocator.blocks import Block, Pool, SegmentEvent
+from simulator.allocator.settings import MIB, AllocatorSettings
 
 SMALL_SEGMENT_BYTES: Final = 2 * MIB
 LARGE_REQUEST_BYTES: Final = 10 * MIB  # from here on a request gets a segment of its own size

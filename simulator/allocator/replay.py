@@ -6,11 +6,9 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from simulator.allocator import SMALL_BYTES, Allocator, AllocatorFigures, OutOfMemory
-from simulator.allocator_settings import AllocatorSettings
-from simulator.allocator_start import PageRun, repack, restore
-from simulator.blocks import Block
-from simulator.recording import (
+from simulator.allocator.blocks import Block
+from simulator.allocator.caching import SMALL_BYTES, Allocator, AllocatorFigures, OutOfMemory
+from simulator.allocator.recording import (
     ALLOC,
     FREE_COMPLETED,
     FREE_REQUESTED,
@@ -22,6 +20,8 @@ from simulator.recording import (
     Events,
     Recording,
 )
+from simulator.allocator.settings import AllocatorSettings
+from simulator.allocator.start import PageRun, repack, restore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from simulator import bars, charts
-from simulator.activations import Activation, Recomputation, activations, by_module, recomputations
 from simulator.comparison import Comparison
 from simulator.engine import breakdown, holdings
 from simulator.graph import Graph
-from simulator.page import (
+from simulator.report import bars, charts
+from simulator.report.activations import Activation, Recomputation, activations, by_module, recomputations
+from simulator.report.page import (
     Block,
     Cell,
     Chart,
@@ -20,12 +20,11 @@ from simulator.page import (
     bytes_cell,
     count_cell,
     percent_cell,
-    show_bytes,
-    show_time,
     time_cell,
 )
 from simulator.schedule import Schedule
 from simulator.timeline import Timeline
+from traces.people import show_bytes, show_time
 from traces.plan import Plan
 from traces.trace import CATEGORIES, FLAG_NAMES, Trace
 

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from simulator.page import INSTALL, bytes_unit
+from simulator.report.page import INSTALL
 from simulator.schedule import Schedule
 from simulator.timeline import Timeline
 from traces.errors import EnvironmentProblem
+from traces.people import bytes_unit
 from traces.trace import BACKWARD, CATEGORIES, PHASES, WORKSPACE, Trace
 
 COLOURS: Final = {

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from simulator.allocator import SMALL_BYTES
-from simulator.allocator_settings import INTERVALS, AllocatorSettings, parse_alloc_conf, round_up
-from simulator.blocks import BlockState, SegmentState
-from simulator.recording import (
+from simulator.allocator.blocks import BlockState, SegmentState
+from simulator.allocator.caching import SMALL_BYTES
+from simulator.allocator.recording import (
     ACTIONS,
     ALLOC,
     FREE_COMPLETED,
@@ -29,7 +28,8 @@ from simulator.recording import (
     running_reserved,
     whole_number,
 )
-from simulator.segments import SMALL_SEGMENT_BYTES
+from simulator.allocator.segments import SMALL_SEGMENT_BYTES
+from simulator.allocator.settings import INTERVALS, AllocatorSettings, parse_alloc_conf, round_up
 from traces.errors import LowtideError, TraceError
 
 

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from simulator.allocator_settings import MIB, AllocatorSettings
-from simulator.blocks import BlockState, SegmentState
+from simulator.allocator.blocks import BlockState, SegmentState
+from simulator.allocator.settings import MIB, AllocatorSettings
 from traces.errors import TraceError
 
 ALLOC: Final = "alloc"
@@ -89,8 +89,8 @@ def read_recording(path: str | Path, device: int | None = None) -> Recording:
             f"{path}: no such recording; name a snapshot.pickle, or the prefix of "
             "PREFIX.events.parquet and its two companions."
         )
-    from simulator.pickles import load_plain
-    from simulator.snapshot import recording_from_snapshot
+    from simulator.allocator.pickles import load_plain
+    from simulator.allocator.snapshot import recording_from_snapshot
 
     return recording_from_snapshot(load_plain(path), str(path), device)
 

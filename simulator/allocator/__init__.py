@@ -1,0 +1,1 @@
+"""Turn allocations and frees into what CUDA's caching allocator allocates and reserves."""

@@ -1,0 +1,1 @@
+"""Turn a Trace and a budget into what no plan can beat, certified."""

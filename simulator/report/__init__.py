@@ -1,0 +1,1 @@
+"""Turn traces, plans and sweeps into HTML pages."""
