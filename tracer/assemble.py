@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tracer.blame import explained
 from tracer.builder import OpRow
 from tracer.cost import op_time_ns, uses_tf32
-from tracer.devices import Device
 from tracer.eager import EagerRecorder
 from tracer.loop import fit_tangent, run_step
 from tracer.program import Program
 from tracer.spec import TrainingStep
+from traces.devices import Device
 from traces.trace import FORWARD, INPUT, OPTIMIZER_STATE, PARAMETER, VIEW, Trace, TraceMeta
 
 

@@ -74,9 +74,9 @@ def run_model(
     # torch's C++ parts and its profiler write to stderr by themselves; what matters reaches the user as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from tracer.devices import device as device_entry
     from tracer.spec import check_device, load_spec, require_torch
     from traces import store
+    from traces.devices import device as device_entry
     from traces.errors import SpecError, TraceError
 
     begin = time.perf_counter()
@@ -150,7 +150,7 @@ def models(as_json: bool) -> None:
 @trace.command()
 def targets() -> None:
     """List the devices that --target knows."""
-    from tracer.devices import DEVICES
+    from traces.devices import DEVICES
 
     for d in DEVICES:
         click.echo(

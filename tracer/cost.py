@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from tracer.devices import Device
+from traces.devices import Device
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def op_time_ns(
         flops: floating-point operations, a multiplication and an addition counted as two.
         bytes_moved: bytes read plus bytes written.
         dtype: what it computes in, as torch names it ("float32").
-        device: see `tracer.devices`.
+        device: see `traces.devices`.
         tf32: whether float32 is computed on TF32 tensor cores where the device has them; see `uses_tf32`.
         view: whether the op only makes a view: it then costs nothing.
 

@@ -27,9 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tracer.assemble import assemble
 from tracer.batch import loss_in_outputs
 from tracer.capture import Captured, capture
-from tracer.devices import Device
 from tracer.program import Program, program_of
 from tracer.spec import BuildStep, TrainingStep
+from traces.devices import Device
 from traces.errors import CaptureError
 from traces.trace import Trace, TraceMeta
 

@@ -12,10 +12,10 @@ from torch import nn
 from simulator.graph import Graph, analyse
 from simulator.schedule import build
 from tracer.batch import split_batch
-from tracer.devices import device
 from tracer.program import Program, program_of
 from tracer.spec import BuildStep, TrainingStep
 from tracer.step import Recorded, capture_step, trace_step
+from traces.devices import device
 from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action, Plan
 from traces.trace import Trace

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tracer.cost import op_time_ns, uses_tf32
-from tracer.devices import DEVICES, Device, device
+from traces.devices import DEVICES, Device, device
 from traces.errors import SpecError
 
 # 1 TFLOP/s and 1 GB/s, so that every figure below can be read off.

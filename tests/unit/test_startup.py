@@ -69,7 +69,7 @@ def test_listing_the_models_needs_no_torch() -> None:
 
 
 def test_the_device_table_needs_no_torch() -> None:
-    assert not loaded_by("from tracer.devices import device; assert device('h200').kind == 'cuda'") & HEAVY
+    assert not loaded_by("from traces.devices import device; assert device('h200').kind == 'cuda'") & HEAVY
 
 
 def test_a_missing_torch_is_explained() -> None:
