@@ -76,7 +76,7 @@ def run_plan(
 
     Exit code 1: the planned step did not compute what the untouched model computes.
     """
-    from executor.campaign import Settings, measure_plan
+    from executor.plans import Settings, measure_plan
     from traces.errors import VerificationError
 
     settings = Settings(
@@ -92,7 +92,7 @@ def run_plan(
     if output is not None:
         measurement.save(output)
     if report is not None:
-        from executor.campaign import trace_of
+        from executor.plans import trace_of
         from executor.report import write_measurement
 
         if trace_name is None and outcome.plan.meta.mode == "real":
@@ -137,8 +137,9 @@ def sweep(
     Each row of DIRECTORY/sweep.json that has a plan is measured (or, without a plan that fits, left as it is), and
     the figures are written back after every row, so that an interrupted sweep goes on where it stopped.
     """
-    from executor.campaign import Settings, measure_sweep
     from executor.measure import device_label
+    from executor.plans import Settings
+    from executor.sweeps import measure_sweep
     from traces.errors import VerificationError
 
     settings = Settings(

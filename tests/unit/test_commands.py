@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 torch = pytest.importorskip("torch")
 
-import executor.campaign as campaign  # noqa: E402
+import executor.plans as plans  # noqa: E402
 from executor.cli import execute  # noqa: E402
 from executor.measure import Job, JobResult, run_job  # noqa: E402
 from simulator.cli import main as simulate  # noqa: E402
@@ -256,7 +256,7 @@ def test_a_plan_that_was_edited_is_refused_or_read_but_never_crashes(
         Plan.load(given.plan_path)
         return JobResult(figures=RunFigures(peak_allocated_bytes=1, step_time_ns=1), environment={})
 
-    monkeypatch.setattr(campaign, "run_job", job)
+    monkeypatch.setattr(plans, "run_job", job)
     made = recorded(load_spec(MLP)).trace
     from simulator.graph import analyse
 
@@ -317,7 +317,7 @@ def test_a_failed_verification_is_exit_code_1(
             verification=outcome if given.variant == "verify" else None,
         )
 
-    monkeypatch.setattr(campaign, "run_job", job)
+    monkeypatch.setattr(plans, "run_job", job)
     plan.save("plan.json")
     result = call(execute, "plan.json", "--json")
     assert result.exit_code == 1

@@ -231,8 +231,8 @@ def test_every_key_of_simulates_json_is_documented() -> None:
 
 def test_every_key_of_executes_json_is_documented() -> None:
     pytest.importorskip("torch")
-    from executor.campaign import Outcome
     from executor.cli import answer
+    from executor.plans import Outcome
 
     known = {f.name: "" for f in fields(Outcome)}
     known |= {"plan": Plan(meta=small_trace().meta), "measurement": measurement()}

@@ -1,4 +1,4 @@
-"""Turn plans into Measurements: verify, then run eager, keep-all and the plan, each in a fresh process."""
+"""Turn one plan into a Measurement: verify, then run eager, keep-all and the plan, each in a fresh process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from executor.measure import (
     predicted_figures,
     run_job,
 )
-from simulator.sweep import Sweep
-from traces.errors import PlanError, TraceError
-from traces.measurement import Measurement, RunFigures
+from traces.errors import PlanError
+from traces.measurement import Measurement
 from traces.plan import Plan
 from traces.trace import Trace
 
@@ -154,33 +153,3 @@ def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Tr
         target = device_entry("cpu" if device == "cpu" else "h200")
     build = load_spec(model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
     return trace_step(build, target, device=device).trace
-
-
-def measure_sweep(
-    directory: Path, settings: Settings, progress: Callable[[str], None]
-) -> tuple[Sweep, list[str]]:
-    """Measure every row of a sweep that has a plan, and write the figures back after each.
-
-    Returns the sweep, and a line for each row whose verification failed.
-    """
-    path = directory / "sweep.json" if directory.is_dir() else directory
-    if not path.is_file():
-        raise TraceError(
-            f"{directory}: no sweep there; make one with `simulate sweep MODEL --batch-sizes 8,16 -o DIR`."
-        )
-    table = Sweep.load(path)
-    failures = []
-    for k, row in enumerate(table.rows):
-        if not row.feasible or not row.plan_path or row.measured:
-            continue
-        progress(f"Batch size {row.batch_size} ({k + 1} of {len(table.rows)})")
-        outcome = measure_plan(path.parent / row.plan_path, settings, progress)
-        m = outcome.measurement
-        m.save(path.parent / f"measurement-b{row.batch_size}.json")
-        if m.verified is False:
-            failures.append(f"batch size {row.batch_size}: {outcome.first_difference}")
-        figures: dict[str, RunFigures] = {EAGER: m.eager, KEEP_ALL: m.keep_all, PLAN: m.measured}
-        rows = (*table.rows[:k], replace(row, measured=figures), *table.rows[k + 1 :])
-        table = replace(table, rows=rows)
-        table.save(path)
-    return table, failures
