@@ -14,14 +14,14 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tracer.blame import explained
-from tracer.builder import OpRow
-from tracer.cost import op_time_ns, uses_tf32
+from tracer.builder import OpRow, TraceBuilder
+from tracer.calibration import Costs
 from tracer.eager import EagerRecorder
 from tracer.loop import fit_tangent, run_step
 from tracer.program import Program
 from tracer.spec import TrainingStep
 from traces.devices import Device
-from traces.trace import FORWARD, INPUT, OPTIMIZER_STATE, PARAMETER, VIEW, Trace, TraceMeta
+from traces.trace import FORWARD, INPUT, OPTIMIZER_STATE, PARAMETER, Trace, TraceMeta
 
 
 def assemble(
@@ -30,6 +30,7 @@ def assemble(
     mode: FakeTensorMode,
     target: Device,
     meta: TraceMeta,
+    costs: Costs,
 ) -> tuple[Trace, tuple[int, ...]]:
     """Record the code around the model and put all rows in order: forward, loss, loss's backward, backward, rest.
 
@@ -67,7 +68,7 @@ def assemble(
         with recorder:
             run_step(step, stub, step.optimizer, recorder.begin)
             recorder.look()
-    return _arrange(program, recorder, stub, target, meta)
+    return _arrange(program, recorder, stub, target, meta, costs)
 
 
 class _Stub:
@@ -144,6 +145,7 @@ def _arrange(
     stub: _Stub,
     target: Device,
     meta: TraceMeta,
+    costs: Costs,
 ) -> tuple[Trace, tuple[int, ...]]:
     """Put the rows of graph and recorder into one order and renumber what refers to op ids."""
     builder, eager = recorder.builder, recorder.rows
@@ -167,7 +169,6 @@ def _arrange(
             replace(
                 row,
                 inputs=tuple(graph_id[j] for j in row.inputs) if kind == "graph" else (),
-                time_ns=0 if row.flags & VIEW else _time_ns(row, target),
             )
         )
     n_program_storages = len(program.storages)
@@ -200,14 +201,23 @@ def _arrange(
     builder.ops = rows
     meta = replace(
         meta,
+        workspace=_put_costs(builder, target, costs),
         forward_ops=n_forward,
         first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
     )
     return builder.freeze(meta), tuple(graph_id)
 
 
-def _time_ns(row: OpRow, target: Device) -> int:
-    return op_time_ns(row.flops, row.bytes_moved, row.dtype, target, tf32=uses_tf32(row.target))
+def _put_costs(builder: TraceBuilder, target: Device, costs: Costs) -> dict[str, int]:
+    """Give every row its time and its allocations; returns how many computing ops have theirs from which source."""
+    counts: dict[str, int] = {}
+    for i, row in enumerate(builder.ops):
+        made = sum(builder.storages[s].nbytes for s in row.writes if builder.storages[s].producer == i)
+        cost = costs.of(row, made, target)
+        row.time_ns, row.events = cost.time_ns, cost.events
+        if cost.source:
+            counts[cost.source] = counts.get(cost.source, 0) + 1
+    return counts
 
 
 def _merge_tangent(rows: list[OpRow], storages: list[Any], placeholder: int, seen: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from tracer.signature import Signature
 from traces.trace import (
     ACTIVATION,
     BACKWARD,
@@ -36,6 +37,7 @@ class OpRow:
     overwrites: int = -1
     flags: int = 0
     dtype: str = "float32"  # what the roofline looks up; not stored
+    signature: Signature | None = None  # the call, by which measurements and rules are found; not stored
 
 
 @dataclass(slots=True, kw_only=True)

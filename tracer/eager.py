@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracer.builder import OpRow, StorageRow, TraceBuilder
 from tracer.cost import op_bytes, op_flops, result_bytes
+from tracer.signature import of_call
 from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OTHER, RANDOM, VIEW
 
 aten = torch.ops.aten
@@ -156,6 +157,7 @@ class EagerRecorder(TorchDispatchMode):
                 reads=tuple(dict.fromkeys(reads)),
                 writes=tuple(dict.fromkeys(created + mutated)),
                 flags=flags,
+                signature=of_call(func, args, kwargs, out),
             )
         )
 

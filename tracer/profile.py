@@ -27,13 +27,14 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tracer.blame import explained
+from tracer.calibration import MEASURED
 from tracer.eager import is_op
 from tracer.loop import fit_tangent, run_step
 from tracer.program import Program
 from tracer.spec import BuildStep, TrainingStep
 from tracer.step import Recorded
 from traces.errors import TraceError
-from traces.trace import Trace
+from traces.trace import VIEW, Trace
 
 MARK = "#lowtide "
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
@@ -186,7 +187,13 @@ def _filled(trace: Trace, times: list[int], events: list[tuple[int, ...]], devic
     return replace(
         trace,
         ops=replace(ops, time_ns=tuple(times), events=tuple(fixed)),
-        meta=replace(trace.meta, mode="real", device=device, target=name),
+        meta=replace(
+            trace.meta,
+            mode="real",
+            device=device,
+            target=name,
+            workspace={MEASURED: sum(1 for f in ops.flags if not f & VIEW)},
+        ),
     )
 
 

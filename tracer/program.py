@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tracer.builder import OpRow, StorageRow, TraceBuilder
 from tracer.capture import Captured
 from tracer.cost import op_bytes, op_flops, result_bytes
+from tracer.signature import of_call
 from traces.trace import (
     ACTIVATION,
     BACKWARD,
@@ -184,6 +185,7 @@ def program_of(captured: Captured) -> Program:
                         writes=tuple(dict.fromkeys(created + mutated)),
                         flags=flags,
                         dtype=_compute_dtype(moved_in + moved_out),
+                        signature=of_call(n.target, args, kwargs, out),
                     )
                 )
                 op_of[n] = i

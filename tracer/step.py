@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tracer.assemble import assemble
 from tracer.batch import loss_in_outputs
+from tracer.calibration import Costs
 from tracer.capture import Captured, capture
 from tracer.program import Program, program_of
 from tracer.spec import BuildStep, TrainingStep
@@ -113,15 +114,21 @@ def _captured(step: TrainingStep) -> Captured:
 
 
 def trace_step(
-    build: BuildStep, target: Device, *, device: str = "cpu", meta: TraceMeta | None = None
+    build: BuildStep,
+    target: Device,
+    *,
+    device: str = "cpu",
+    meta: TraceMeta | None = None,
+    costs: Costs | None = None,
 ) -> Recorded:
-    """Record the step that `build` makes on fake tensors: sizes from torch, times from the target's roofline.
+    """Record the step that `build` makes on fake tensors: sizes from torch, times and allocations from `costs`.
 
     Args:
         build: makes the training step.
         target: the device-table entry whose roofline gives the times.
         device: the device of the fake tensors; anything but "cpu" needs a build of torch for it.
         meta: more for the header.
+        costs: what ops cost; default: the roofline and the rules table.
 
     Raises:
         CaptureError, SpecError: the step cannot be built or captured.
@@ -132,7 +139,7 @@ def trace_step(
         captured = capture_step(step)
         program = program_of(captured)
         trace, graph_ops = assemble(
-            step, program, mode, target, header(step, program, build, device, target, meta)
+            step, program, mode, target, header(step, program, build, device, target, meta), costs or Costs()
         )
     return Recorded(trace=trace, program=program, graph_ops=graph_ops)
 

@@ -135,6 +135,9 @@ class TraceMeta:
     grad_outputs: tuple[int, ...] = ()  # flat indices of the model outputs that receive a gradient
     forward_ops: int = 0  # the captured graph's forward ops are the rows before this one
     first_backward_graph_op: int = 0  # and its backward ops a run of rows from this one
+    # How many computing ops have their allocations from which source: "measured", "interpolated" (from measurements
+    # of other sizes), "rules", "none" (unknown: outputs only). Empty in traces older than this field.
+    workspace: dict[str, int] = field(default_factory=dict)
     graph_fingerprint: str = ""  # of the captured model graph, sizes included
     structure_fingerprint: str = ""  # of the captured model graph, sizes left out
     fingerprint: str = ""  # of the whole trace, times and workspaces left out
@@ -155,6 +158,8 @@ class TraceMeta:
             value, kind = getattr(meta, k), type(getattr(example, k))
             if type(value) is not kind:
                 raise TypeError(f"{k} is a {type(value).__name__} and should be a {kind.__name__}")
+        if not all(type(k) is str and type(n) is int for k, n in meta.workspace.items()):
+            raise TypeError("workspace holds something else than numbers of ops")
         if not all(type(k) is int for k in meta.grad_outputs):
             raise TypeError("grad_outputs holds something else than numbers of outputs")
         return meta

@@ -1,0 +1,49 @@
+"""What an op costs in a trace that is not measured: which source is asked first, and when it is not believed."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tracer.calibration as calibration  # noqa: E402
+from tests.integration import small_nets  # noqa: E402
+from tests.integration.steps import recorded  # noqa: E402
+from tracer.builder import OpRow  # noqa: E402
+from tracer.calibration import NONE, RULES, Costs  # noqa: E402
+from tracer.signature import Signature, TensorSpec  # noqa: E402
+from tracer.spec import load_spec  # noqa: E402
+from traces.devices import device  # noqa: E402
+from traces.trace import FORWARD, VIEW  # noqa: E402
+
+CPU = device("cpu")
+
+
+def row(target: str = "aten.mm.default", batch: int = 4, *, flags: int = 0) -> OpRow:
+    """x[batch, 8] @ w[8, 16] -> [batch, 16]: leaves batch * 64 bytes."""
+    x = TensorSpec(shape=(batch, 8), stride=(8, 1), dtype="float32")
+    w = TensorSpec(shape=(8, 16), stride=(16, 1), dtype="float32")
+    out = TensorSpec(shape=(batch, 16), stride=(16, 1), dtype="float32")
+    return OpRow(name="mm", target=target, phase=FORWARD, flags=flags,
+                 signature=Signature(target=target, args=(x, w), outputs=(out,)))  # fmt: skip
+
+
+def test_rules_are_asked_and_a_rule_that_does_not_fit_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "rule_events", lambda signature, device: (512, 256, -512))
+    told = Costs().of(row(), 256, CPU)
+    assert (told.events, told.source) == ((512, 256, -512), RULES)
+    assert told.time_ns > 0
+    other = Costs().of(row(), 300, CPU)  # the rule's events leave 256 bytes
+    assert (other.events, other.source) == ((), NONE)
+    assert Costs(rules=False).of(row(), 256, CPU).source == NONE
+    view = Costs().of(row(flags=VIEW), 0, CPU)
+    assert (view.events, view.source, view.time_ns) == ((), "", 0)
+
+
+def test_a_trace_counts_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "rule_events", lambda signature, device: None)
+    trace = recorded(load_spec(small_nets.spec("mlp"))).trace
+    computing = sum(1 for f in trace.ops.flags if not f & VIEW)
+    assert trace.meta.workspace == {NONE: computing}

@@ -1,0 +1,159 @@
+"""Turn one call of an op into its signature: the op's name and its arguments, with shapes in place of tensors.
+
+What an op allocates while it runs follows from its signature (on one device, one version of torch, one set of
+flags). So a signature is what measurements are stored by and what workspace rules look at.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from torch import fx
+
+ITEM_BYTES: Final = {
+    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2, "float16": 2,
+    "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex32": 4,
+    "complex64": 8, "complex128": 16,
+}  # fmt: skip
+# A whole number that stands alone: not part of a name ("conv2d"), of a dtype ("float32") or of a float ("0.5").
+_NUMBER: Final = re.compile(r"(?<![\w.])-?\d+(?![\w.])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """What of a tensor decides how an op treats it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements
+    dtype: str  # as torch names it: "float32"
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements, each counted once however the strides repeat them: what a contiguous copy takes."""
+        return self.elements * self.item_bytes
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from its first element to its last: what the smallest storage that holds it takes."""
+        if self.elements == 0:
+            return 0
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.item_bytes
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{_row(self.shape)}|{_row(self.stride)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """A call of an op, hashable. Arguments are TensorSpec, None, bool, int, float, str, and tuples of these."""
+
+    target: str  # such as "aten.convolution.default"
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()  # in order of name
+    outputs: tuple[Any, ...] = ()  # one TensorSpec (or None) an output
+
+    @property
+    def key(self) -> str:
+        """The canonical text. Floats other than 0 and 1 stand there as "float": no op's memory depends on them, and
+        some change from step to step (an optimizer's bias corrections)."""
+        given = [_text(a) for a in self.args] + [f"{k}={_text(v)}" for k, v in self.kwargs]
+        return f"{self.target}({', '.join(given)}) -> {', '.join(_text(o) for o in self.outputs)}"
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The tensors among the arguments, in order, those inside lists too."""
+        return tuple(_specs((self.args, tuple(v for _, v in self.kwargs))))
+
+    @property
+    def results(self) -> tuple[TensorSpec, ...]:
+        """The tensors among the outputs, in order."""
+        return tuple(_specs(self.outputs))
+
+    def argument(self, position: int, name: str = "", default: Any = None) -> Any:
+        """An argument by position or, where it was given by name, by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return dict(self.kwargs).get(name, default)
+
+
+def structure_of(key: str) -> str:
+    """A key with every whole number left out: equal for calls that differ in sizes alone."""
+    return _NUMBER.sub("#", key)
+
+
+def numbers_of(key: str) -> tuple[int, ...]:
+    """The whole numbers of a key, in order: sizes, strides, and arguments such as a padding."""
+    return tuple(int(n) for n in _NUMBER.findall(key))
+
+
+def of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Signature:
+    """The signature of a call that has been made.
+
+    Args:
+        func: an `OpOverload`.
+        args, kwargs, out: what it took and gave; tensors may be fake.
+    """
+    outputs = out if isinstance(out, (tuple, list)) else (out,)
+    return Signature(
+        target=str(func),
+        args=tuple(_plain(a) for a in args),
+        kwargs=tuple((str(k), _plain(v)) for k, v in sorted(kwargs.items())),
+        outputs=tuple(_plain(o) for o in outputs),
+    )
+
+
+def of_node(node: fx.Node) -> Signature:
+    """The signature of a node of a captured graph, from the fake values that the capture left in `meta["val"]`."""
+    from torch import fx
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: a.meta.get("val"))
+    return of_call(node.target, args, kwargs, node.meta.get("val"))
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(v) for v in value)
+    if hasattr(value, "untyped_storage"):
+        return TensorSpec(
+            shape=tuple(int(d) for d in value.shape),
+            stride=tuple(int(d) for d in value.stride()) if str(value.layout) == "torch.strided" else (),
+            dtype=str(value.dtype).removeprefix("torch."),
+        )
+    text = str(value)  # a dtype, a device, a layout, a memory format
+    return text if len(text) < 64 and "0x" not in text else type(value).__name__
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(_text(v) for v in value)})"
+    if isinstance(value, float) and value not in (0.0, 1.0):
+        return "float"
+    return str(value)
+
+
+def _specs(value: Any) -> Iterator[TensorSpec]:
+    if isinstance(value, TensorSpec):
+        yield value
+    elif isinstance(value, tuple):
+        for v in value:
+            yield from _specs(v)
+
+
+def _row(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
