@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from simulator.cli_options import planning_options
 from simulator.cli_replay import replay_command
 from traces.commands import DefaultGroup
 from traces.errors import BudgetError, SpecError
 
 if TYPE_CHECKING:
+    from simulator.planners.limits import Limits
     from simulator.sweep import Sweep, SweepRequest
 
 DEFAULT_COMMAND = ""  # a name that no trace can have
@@ -69,6 +71,7 @@ def main() -> None:
 @click.argument("trace_name", metavar="TRACE")
 @click.option("--budget", help="Bytes, a size such as 8GiB, or a share of the keep-all peak such as 60%.")
 @click.option("--planner", help="Which planner (default: mu-two; see `simulate planners`).")
+@planning_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
 @click.option("-f", "--force", is_flag=True, help="Replace the file of -o if it exists.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
@@ -78,6 +81,7 @@ def plan_command(
     trace_name: str,
     budget: str | None,
     planner: str | None,
+    limits: Limits,
     output: Path | None,
     force: bool,
     report: Path | None,
@@ -115,7 +119,7 @@ def plan_command(
     say(f"planning with {planner}")
     start = time.perf_counter()
     try:
-        plan = plan_with(planner, trace, UNLIMITED_BYTES if budget_bytes is None else budget_bytes)
+        plan = plan_with(planner, trace, UNLIMITED_BYTES if budget_bytes is None else budget_bytes, limits)
     except Refusal as error:
         if as_json:
             seconds = time.perf_counter() - start
@@ -145,6 +149,7 @@ def plan_command(
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-sweep).")
 @click.option("--planner", help="Which planner (default: mu-two).")
+@planning_options
 @click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("--seq-len", type=click.IntRange(min=1), help="Sequence length, for `trace`.")
@@ -161,6 +166,7 @@ def sweep_command(
     budget: str,
     output: Path | None,
     planner: str | None,
+    limits: Limits,
     report: Path | None,
     as_json: bool,
     seq_len: int | None,
@@ -195,6 +201,7 @@ def sweep_command(
         batch_sizes=parse_batch_sizes(batch_sizes),
         budget=budget,
         planner=known_planner(planner),
+        limits=limits,
         directory=output or Path(f"{name}-sweep"),
         tracer_options=tuple(words),
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from simulator.budget import parse_budget
+from simulator.planners.limits import DEFAULTS, Limits
 from traces.errors import BudgetError, LowtideError, TraceError
 from traces.files import write_text
 from traces.measurement import RunFigures
@@ -125,6 +126,7 @@ class SweepRequest:
     budget: str
     planner: str
     directory: Path
+    limits: Limits = DEFAULTS
     tracer_options: tuple[str, ...] = ()  # further words for `trace`, such as --seq-len 512
 
 
@@ -229,7 +231,7 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) 
     )
     plan_path = request.directory / f"plan-b{batch_size}.json"
     try:
-        plan = plan_with(request.planner, trace, budget_bytes)
+        plan = plan_with(request.planner, trace, budget_bytes, request.limits)
     except BudgetError as error:
         plan_path.unlink(missing_ok=True)  # of an earlier sweep with another budget
         return replace(row, message=str(error))

@@ -1,4 +1,4 @@
-"""Turn a planner's name into the function that makes a plan: `(trace, budget_bytes) -> Plan`.
+"""Turn a planner's name into the function that makes a plan: `(trace, budget_bytes, limits) -> Plan`.
 
 A planner raises `BudgetError` if it finds no plan within the budget; it never returns one over it. Planners are
 imported when they are asked for.
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Final, cast
 
+from simulator.planners.limits import DEFAULTS, Limits
 from traces.errors import SpecError
 from traces.plan import Plan
 from traces.trace import Trace
 
-Planner = Callable[[Trace, int], Plan]
+Planner = Callable[[Trace, int, Limits], Plan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +68,11 @@ def find(name: str) -> Planner:
     return cast(Planner, getattr(import_module(module), function))
 
 
-def plan_with(name: str, trace: Trace, budget_bytes: int) -> Plan:
+def plan_with(name: str, trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The plan that the named planner makes.
 
     Raises:
         SpecError: there is no such planner.
         BudgetError: it finds no plan within the budget.
     """
-    return find(name)(trace, budget_bytes)
+    return find(name)(trace, budget_bytes, limits)

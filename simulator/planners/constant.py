@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from simulator.graph import analyse
+from simulator.planners.limits import DEFAULTS, Limits
 from simulator.planners.outcome import finish
 from traces.plan import Action, Plan
 from traces.trace import Trace
 
 
-def plan_keep_all(trace: Trace, budget_bytes: int) -> Plan:
+def plan_keep_all(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """Keep everything that backward needs; raises BudgetError if that is over the budget."""
     return finish(trace, analyse(trace), "keep-all", budget_bytes, ())
 
 
-def plan_recompute_all(trace: Trace, budget_bytes: int) -> Plan:
+def plan_recompute_all(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """Recompute every candidate, sharing what has been rebuilt; raises BudgetError if that is over the budget.
 
     The peak of this plan is often as high as keep-all's: the first chain rebuilds the whole forward pass.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from simulator.fast import Evaluator, Result, State
 from simulator.graph import Graph, analyse
+from simulator.planners.limits import DEFAULTS, Clock, Limits
 from simulator.planners.outcome import finish, refuse
 from simulator.planners.segments import actions_for
 from traces.plan import SAVE, Action, Plan
@@ -28,14 +29,14 @@ NEGLIGIBLE = 4096
 MOST_EVALUATIONS = 4000
 
 
-def plan(trace: Trace, budget_bytes: int) -> Plan:
+def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The cheapest plan found within the budget.
 
     Raises:
         BudgetError: none was found.
     """
     graph = analyse(trace)
-    search = Search(trace, graph, budget_bytes)
+    search = Search(trace, graph, budget_bytes, limits.clock())
     best = search.run()
     if best is None:
         raise refuse(trace, graph, "mu-two", budget_bytes, search.lowest_peak_bytes)
@@ -51,9 +52,9 @@ class Found:
 
 
 class Search:
-    """One budget's search over one trace; deterministic."""
+    """One budget's search over one trace; deterministic but for the clock, which ends `keep_again` only."""
 
-    def __init__(self, trace: Trace, graph: Graph, budget_bytes: int) -> None:
+    def __init__(self, trace: Trace, graph: Graph, budget_bytes: int, clock: Clock | None = None) -> None:
         self.trace, self.graph, self.budget_bytes = trace, graph, budget_bytes
         self.evaluator = Evaluator(trace, graph)
         self.lowest_peak_bytes = 1 << 62
@@ -62,6 +63,7 @@ class Search:
             self.is_candidate[s] = 1
         self.large = max((trace.storages.nbytes[s] for s in graph.candidates), default=0) // NEGLIGIBLE
         self.evaluations = 0
+        self.clock = clock or Limits(seconds=float("inf")).clock()
 
     def run(self) -> Found | None:
         """Go down from keep-all; where that gets stuck or has to drop rebuilt values, go down from segments too."""
@@ -168,7 +170,7 @@ class Search:
             for s in order:
                 if ev.nbytes[s] > room[ev.last_forward[s]]:
                     continue
-                if self.evaluations >= limit:
+                if self.evaluations >= limit or self.clock.over:
                     return Found(state=state, time_ns=time_ns)
                 before = state.drops
                 state.there[s] = 1

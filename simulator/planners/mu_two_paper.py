@@ -18,6 +18,7 @@ from itertools import accumulate
 from simulator.engine import run
 from simulator.fast import Evaluator
 from simulator.graph import Graph, analyse
+from simulator.planners.limits import DEFAULTS, Limits
 from simulator.planners.outcome import Refusal, finish, refuse
 from simulator.schedule import build
 from traces.people import show_bytes
@@ -61,7 +62,7 @@ class Options:
     share: bool = True
 
 
-def plan(trace: Trace, budget_bytes: int, options: Options = Options()) -> Plan:
+def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS, options: Options = Options()) -> Plan:
     """The plan of Algorithm B.
 
     Raises:

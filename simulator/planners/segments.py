@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from math import isqrt
 
 from simulator.graph import Graph, analyse
+from simulator.planners.limits import DEFAULTS, Limits
 from simulator.planners.outcome import finish
 from traces.plan import SAVE, Action, Plan
 from traces.trace import Trace
@@ -44,7 +45,7 @@ def actions_for(trace: Trace, graph: Graph, segment: Sequence[int]) -> tuple[Act
     return tuple(out)
 
 
-def plan_sqrt_n(trace: Trace, budget_bytes: int) -> Plan:
+def plan_sqrt_n(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """√n segments of equal length over the n ops of forward, their borders kept (Chen et al. 2016).
 
     Source: "Training deep nets with sublinear memory cost", section 3. n counts the ops that create something. The
@@ -69,7 +70,7 @@ def equal_segments(creating: Sequence[bool], count: int) -> list[int]:
     return out
 
 
-def plan_per_block(trace: Trace, budget_bytes: int) -> Plan:
+def plan_per_block(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """What `torch.utils.checkpoint` around each repeated block does: keep the blocks' inputs, recompute inside.
 
     Differences from torch's: random ops are kept rather than replayed, and a block's ops run again one by one as

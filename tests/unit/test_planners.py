@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from simulator.engine import run
 from simulator.graph import analyse, floor
 from simulator.planners import DEFAULT, REGISTRY, find, mu_two_paper, plan_with
+from simulator.planners.limits import Limits
 from simulator.planners.mu_two import Costs, Search
 from simulator.planners.outcome import Refusal
 from simulator.planners.segments import OUTSIDE, block_segments, equal_segments
@@ -319,7 +320,7 @@ def test_the_paper_releases_at_least_one_value_and_the_switch_does_not() -> None
     of = cheap_and_dear()
     assert len(plan_with("mu-two-paper", of, UNLIMITED).actions) == 1
     fixed = mu_two_paper.Options(test_budget_first=True)
-    assert mu_two_paper.plan(of, UNLIMITED, fixed).actions == ()
+    assert mu_two_paper.plan(of, UNLIMITED, options=fixed).actions == ()
 
 
 def test_the_paper_does_not_see_what_a_chain_holds() -> None:
@@ -329,7 +330,7 @@ def test_the_paper_does_not_see_what_a_chain_holds() -> None:
     with pytest.raises(BudgetError, match="own memory model"):
         mu_two_paper.plan(of, budget_bytes)
     search = mu_two_paper.Options(exact_peak=True, peak_gate=True, exact_chains=True)
-    plan = mu_two_paper.plan(of, peak(of) * 70 // 100, search)
+    plan = mu_two_paper.plan(of, peak(of) * 70 // 100, options=search)
     assert peak(of, plan) <= peak(of) * 70 // 100
 
 
@@ -395,7 +396,7 @@ def test_every_switch_of_the_paper_changes_some_plan(switch: str) -> None:
         try:
             return [
                 (a.storage, a.share)
-                for a in mu_two_paper.plan(of, peak(of) * percent // 100, options).actions
+                for a in mu_two_paper.plan(of, peak(of) * percent // 100, options=options).actions
             ]
         except Refusal as error:
             return error.figures["lowest_peak_bytes"]
@@ -418,3 +419,18 @@ def test_resnet_152_sized_budgets_are_met_quickly() -> None:
     assert overhead[60] < 8
     assert overhead[40] < 14  # from segments; the greedy from keep-all alone reaches 19.7
     assert overhead[30] < 18
+
+
+def test_when_the_time_is_over_the_search_stops_improving() -> None:
+    of = cheap_and_dear()
+    in_no_time = plan_with("mu-two", of, 300, Limits(seconds=0))
+    assert peak(of, in_no_time) <= 300
+    search = Search(of, analyse(of), UNLIMITED, Limits(seconds=0).clock())
+    state = search.evaluator.state([Action(storage=s) for s in search.graph.candidates])
+    assert not any(search.keep_again(state).state.there[s] for s in search.graph.candidates)
+
+
+def test_limits_refuse_no_planner() -> None:
+    for name in REGISTRY:
+        plan = plan_with(name, chain(3), UNLIMITED, Limits(seconds=1, seed=7))
+        assert plan.planner == name

@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 
 from simulator import sweep as sweep_module
 from simulator.cli import main
-from simulator.planners import REGISTRY
+from simulator.planners import REGISTRY, plan_with
+from simulator.planners.limits import Limits
 from simulator.sweep import Sweep, SweepRequest, SweepRow, ensure_trace, predict
 from tests.synthetic import resnet
 from tests.tiny import chain
@@ -22,6 +23,7 @@ from traces.errors import LowtideError, TraceError
 from traces.measurement import RunFigures
 from traces.plan import Plan
 from traces.store import load, save
+from traces.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -366,6 +368,24 @@ def test_bad_batch_sizes(sizes: str) -> None:
     result = simulate("sweep", "m", "--batch-sizes", sizes, "--budget", "60%")
     assert result.exit_code == 2
     assert "--batch-sizes" in result.stderr
+
+
+def test_the_limits_reach_the_planner(
+    tracer: Tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    def spy(name: str, trace: Trace, budget_bytes: int, limits: Limits) -> Plan:
+        seen.append((limits.seconds, limits.seed))
+        return plan_with(name, trace, budget_bytes, limits)
+
+    monkeypatch.setattr("simulator.planners.plan_with", spy)
+    words = ["--budget", "90%", "--seconds", "1.5", "--seed", "3"]
+    directory = save(chain(9, size=100), tmp_path / "t")
+    assert simulate(directory, *words).exit_code == 0
+    assert simulate("sweep", "m", "--batch-sizes", "4", *words, "-o", tmp_path / "s").exit_code == 0
+    assert seen == [(1.5, 3), (1.5, 3)]
+    assert simulate(directory, "--seconds", "-1").exit_code == 2
 
 
 def test_a_sweep_report_is_handed_the_sweep(
