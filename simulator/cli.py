@@ -234,7 +234,17 @@ main.add_command(replay_command)
 
 
 def progress(quiet: bool) -> Callable[[str], None]:
-    """What tells the user on stderr what is being done."""
+    """What tells the user on stderr what is being done; what the modules inside log is told there too."""
+    import logging
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            click.echo(record.getMessage(), err=True)
+
+    logger = logging.getLogger("lowtide")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [] if quiet else [Told()]
+    logger.propagate = False
     return (lambda line: None) if quiet else (lambda line: click.echo(line, err=True))
 
 

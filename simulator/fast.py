@@ -1,37 +1,44 @@
 """Turn a Trace and a set of actions into a peak and a time, thousands of times in a row: the planners' inner loop.
 
-The same answer as `schedule.build` followed by `engine.run`, to the byte and the nanosecond, from plain lists of
-ints in which views have been dissolved: an op refers straight to the storages behind the views that it takes. What
-a plan cannot change (everything that backward itself makes) is summed up once.
+The same answer as `schedule.build` followed by `engine.run`, to the byte and the nanosecond, from arrays of ints in
+which views have been dissolved: an op refers straight to the storages behind the views that it takes. What a plan
+cannot change (everything that backward itself makes) is summed up once. The loop itself is in `simulator.kernels`.
 
 Counts and ignores: what `simulator.engine` counts and ignores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from simulator.graph import Graph, analyse
+from simulator.kernels import FORBIDDEN, FULL, walk
 from traces.errors import PlanError
 from traces.plan import SAVE, Action
 from traces.trace import Trace
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(slots=True, kw_only=True)
 class State:
     """What a plan decides, by storage id; made by `Evaluator.state` and edited in place by planners.
 
-    `there` says which storages are kept from forward to backward, `share` which recomputed ones stay, and `drops`
-    maps the position of an op to the storages dropped after it.
+    `there` says which storages are kept from forward to backward, `share` which recomputed ones stay (arrays of 0 and
+    1), and `drops` maps the position of an op to the storages dropped after it; a drop of a kept storage is no drop.
     """
 
-    there: bytearray
-    share: bytearray
+    there: NDArray[np.uint8]
+    share: NDArray[np.uint8]
     drops: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def copy(self) -> State:
-        return State(there=bytearray(self.there), share=bytearray(self.share), drops=dict(self.drops))
+        return State(there=self.there.copy(), share=self.share.copy(), drops=dict(self.drops))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +86,6 @@ class Evaluator:
         self.creates = [tuple(s for s in graph.creates[i] if made_forward[s]) for i in chosen]
         self.reads = [tuple(s for s in ops.reads[i] if made_forward[s]) for i in chosen]
         self.needs = _dissolve_views(trace, graph, chosen, made_forward)
-        self.needs_reversed = [tuple(reversed(n)) for n in self.needs]
 
         # Where each storage ends if nothing but the trace itself decides: position, and whether a view comes last
         # there (then the op at that position has ended, and cannot take the memory over).
@@ -118,10 +124,6 @@ class Evaluator:
                     self.rise[k] -= sts.nbytes[s]
             elif s not in graph.creates[i]:
                 self.overwrites[k] = s
-        self.taken_over = [False] * n_st
-        for s in self.overwrites:
-            if s >= 0:
-                self.taken_over[s] = True
         # In forward: whether the op at the storage's last use takes it over, if it ends there.
         self.forward_take = [-1] * n_st
         for k in range(self.forward):
@@ -135,15 +137,18 @@ class Evaluator:
         for s in self.made_forward:
             born[self.producer[s]] += self.nbytes[s]
         self.born = born
+        self._kept = np.array(
+            [m and (w or p) for m, w, p in zip(made_forward, graph.wanted, graph.pinned, strict=True)],
+            np.uint8,
+        )
+        self._pack()
 
     def state(self, actions: Iterable[Action] = ()) -> State:
         """The state that a plan's actions mean; everything kept without any."""
         graph = self.graph
-        there = bytearray(len(self.nbytes))
-        share = bytearray(len(self.nbytes))
+        there = self._kept.copy()
+        share = np.zeros_like(there)
         drops: dict[int, tuple[int, ...]] = {}
-        for s in self.made_forward:
-            there[s] = graph.wanted[s] or graph.pinned[s]
         for a in actions:
             there[a.storage] = a.action == SAVE or graph.pinned[a.storage]
             share[a.storage] = a.share
@@ -153,149 +158,113 @@ class Evaluator:
                     drops[k] = (*drops.get(k, ()), a.storage)
         return State(there=there, share=share, drops=drops)
 
-    def evaluate(self, state: State) -> Result:
-        """Peak and time of a plan.
+    def cost(self, state: State) -> tuple[int, int]:
+        """(peak bytes, time) of a plan: `evaluate` without its lists.
 
         Raises:
             PlanError: a chain needs an op that may not run again.
         """
-        nbytes, reads, needs, taken_over = self.nbytes, self.reads, self.needs, self.taken_over
-        share, drops = state.share, state.drops
-        n_forward = self.forward
-        there = bytearray(state.there)
-        # the current instance: 0 none after forward, 1 the one from forward, 2 a rebuilt one
-        instance = bytearray(state.there)
-        last = [-1] * len(nbytes)  # the last step after forward that reads the current instance
-        seq: list[int] = []
-        again: list[bool] = []
-        freed: list[int] = []
-        gained: list[int] = []
-        step_of = [-1] * len(self.op_id)
-        ended: set[tuple[int, int]] = set()
-        added_ns = 0
-        for s in drops.get(n_forward - 1, ()):
-            there[s] = 0
-        for c in range(n_forward, len(self.op_id)):
-            rebuilt: list[int] = []
-            for s in needs[c]:
-                if not there[s]:
-                    break
-            else:
-                s = -1
-            if s >= 0:
-                order, demanded = self._chain(c, there)
-                after = self.op_id[c]
-                for b in order:
-                    step = len(seq)
-                    bound = 0
-                    for x in reads[b]:
-                        last[x] = step
-                    for x in self.creates[b]:
-                        if there[x] or not (
-                            x in demanded or (share[x] and self.last_backward_use[x] > after)
-                        ):
-                            continue
-                        if instance[x] == 2:
-                            freed[last[x]] += nbytes[x]
-                            if taken_over[x]:
-                                ended.add((last[x], x))
-                        instance[x] = 2
-                        last[x] = step
-                        there[x] = 1
-                        rebuilt.append(x)
-                        bound += nbytes[x]
-                    seq.append(b)
-                    again.append(True)
-                    freed.append(0)
-                    gained.append(bound)
-                    added_ns += self.time_ns[b]
-            step_of[c] = step = len(seq)
-            for x in reads[c]:
-                last[x] = step
-            seq.append(c)
-            again.append(False)
-            freed.append(0)
-            gained.append(self.settled[c])
-            for x in rebuilt:
-                if not share[x]:
-                    there[x] = 0
-            if c in drops:
-                for x in drops[c]:
-                    there[x] = 0
+        peak_bytes, added_ns, _, _ = self._walk(state)
+        return peak_bytes, self.base_time_ns + added_ns
 
-        ends = [0] * n_forward  # bytes that each op of forward releases
-        take = [0] * n_forward  # bytes that it takes over
-        first: list[tuple[int, int]] = []  # instances from forward: storage, last read after forward
-        for s in self.made_forward:
-            if instance[s] == 2:
-                freed[last[s]] += nbytes[s]
-                if taken_over[s]:
-                    ended.add((last[s], s))
-            elif instance[s]:
-                first.append((s, last[s]))
-            if not state.there[s]:
-                first.append((s, -1))
-        for s, end in first:
-            takeable = True
-            if self.hold[s] >= 0:
-                held = step_of[self.hold[s]]
-                if held > end or (held == end and self.hold_after[s]):
-                    end, takeable = held, not self.hold_after[s]
-            if end >= 0:
-                freed[end] += nbytes[s]
-                if takeable and taken_over[s]:
-                    ended.add((end, s))
-            else:
-                ends[self.last_forward[s]] += nbytes[s]
-                if self.forward_take[s] >= 0:
-                    take[self.forward_take[s]] += nbytes[s]
+    def evaluate(self, state: State) -> Result:
+        """Peak and time of a plan, and what happens on the way.
 
-        live = self.resident_bytes
-        peaks: list[int] = []
-        rise = self.rise
-        for k in range(n_forward):
-            peaks.append(live + rise[k] - take[k])
-            live += self.born[k] - ends[k]
-        for k, plus, minus in zip(seq, gained, freed, strict=True):
-            peaks.append(live + rise[k])
-            live += plus - minus
-        for step, s in ended:
-            if self.overwrites[seq[step]] == s:
-                peaks[n_forward + step] -= nbytes[s]
-        peak = max(peaks, default=self.resident_bytes)
+        Raises:
+            PlanError: a chain needs an op that may not run again.
+        """
+        peak_bytes, added_ns, peak_step, steps = self._walk(state)
+        seq = self._seq[:steps]
+        again = seq < 0
         return Result(
-            peak_bytes=peak,
+            peak_bytes=peak_bytes,
             time_ns=self.base_time_ns + added_ns,
-            peak_step=peaks.index(peak) if peaks else -1,
-            seq=seq,
-            again=again,
-            peaks=peaks,
+            peak_step=peak_step,
+            seq=np.where(again, ~seq, seq).tolist(),
+            again=again.tolist(),
+            peaks=self._peaks[: self.forward + steps].tolist(),
         )
 
-    def _chain(self, c: int, there: bytearray) -> tuple[list[int], set[int]]:
-        """The ops that must run again just before position c, in order, and the storages demanded of them."""
-        producer, needs_reversed = self.producer, self.needs_reversed
-        demanded: set[int] = set()
-        visited: set[int] = set()
-        order: list[int] = []
-        stack = [s for s in needs_reversed[c] if not there[s]]
-        while stack:
-            x = stack.pop()
-            if x < 0:
-                order.append(~x)
-                continue
-            demanded.add(x)
-            b = producer[x]
-            if b in visited:
-                continue
-            visited.add(b)
-            if not self.may_rerun[b]:
-                raise PlanError(
-                    f"op {self.op_id[c]} needs op {self.op_id[b]} again, which may not run a second time."
-                )
-            stack.append(~b)
-            stack.extend(s for s in needs_reversed[b] if not there[s])
-        return order, demanded
+    def _walk(self, state: State) -> tuple[int, int, int, int]:
+        drops = state.drops
+        if drops:
+            flat = [(k, s) for k in sorted(drops) for s in drops[k]]
+            drop_at = np.array([k for k, _ in flat], np.int32)
+            dropped = np.array([s for _, s in flat], np.int32)
+        else:
+            drop_at = dropped = self._no_drops
+        while True:
+            found = walk(
+                self.forward,
+                self.resident_bytes,
+                *self._facts,
+                state.there,
+                state.share,
+                drop_at,
+                dropped,
+                *self._space,
+                self._seq,
+                self._change,
+                self._peaks,
+            )
+            if found[0] >= 0:
+                return found
+            if found[0] == FORBIDDEN:
+                raise PlanError(f"op {found[1]} needs op {found[2]} again, which may not run a second time.")
+            assert found[0] == FULL
+            self._make_room(2 * len(self._seq))
+
+    def _make_room(self, steps: int) -> None:
+        self._seq = np.empty(steps, np.int32)
+        self._change = np.empty((3, steps), np.int64)
+        self._peaks = np.empty(self.forward + steps, np.int64)
+
+    def _pack(self) -> None:
+        """The lists above as the arrays that the kernel reads, and its work space."""
+        n_op, n_st = len(self.op_id), len(self.nbytes)
+        per_op = np.zeros((5, n_op), np.int64)
+        per_op[0], per_op[1], per_op[2], per_op[3] = self.time_ns, self.rise, self.settled, self.overwrites
+        per_op[4, : self.forward] = self.born
+        per_storage = np.array(
+            (
+                self.nbytes,
+                self.producer,
+                self.last_backward_use,
+                self.last_forward,
+                self.hold,
+                self.hold_after,
+                self.forward_take,
+            ),
+            np.int64,
+        )
+        needs_at, needs = _rows(self.needs)
+        self._facts = (
+            needs_at,
+            needs,
+            *_rows(self.reads),
+            *_rows(self.creates),
+            per_op,
+            per_storage,
+            np.array(self.op_id, np.int32),
+            np.array(self.may_rerun, np.uint8),
+            np.array(self.made_forward, np.int32),
+        )
+        self._space = (
+            np.empty(n_st, np.uint8),
+            np.empty(n_st, np.uint8),
+            np.empty((3, n_st), np.int32),
+            np.empty((3, n_op), np.int32),
+            np.empty(2 * len(needs) + n_op + 1, np.int32),
+        )
+        self._no_drops = np.empty(0, np.int32)
+        self._make_room(2 * n_op + 1)
+
+
+def _rows(lists: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Lists of ids one behind the other, and where each starts."""
+    at = np.zeros(len(lists) + 1, np.int32)
+    np.cumsum([len(x) for x in lists], out=at[1:])
+    return at, np.array([s for x in lists for s in x], np.int32)
 
 
 def _dissolve_views(

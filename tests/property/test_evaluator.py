@@ -1,0 +1,121 @@
+"""The compiled evaluation says what the schedule and the engine say: steps, bytes at every step, time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+
+from simulator.engine import run
+from simulator.fast import Evaluator
+from simulator.graph import Graph, analyse
+from simulator.schedule import build
+from tests.strategies import traces_with_actions
+from tests.tiny import bwd, fwd, trace
+from traces.errors import PlanError
+from traces.plan import SAVE, Action
+from traces.store import load
+from traces.trace import RANDOM, Trace
+
+
+def check(of: Trace, evaluator: Evaluator, actions: tuple[Action, ...]) -> None:
+    """Both ways agree on every step; the evaluator leaves out most views, which neither add nor release at the peak."""
+    timeline = run(of, build(of, actions, evaluator.graph), evaluator.graph)
+    state = evaluator.state(actions)
+    result = evaluator.evaluate(state)
+    assert result.peak_bytes == timeline.peak_allocated_bytes
+    assert result.time_ns == timeline.step_time_ns
+    assert evaluator.cost(state) == (result.peak_bytes, result.time_ns)
+    assert result.peaks[result.peak_step : result.peak_step + 1] == [result.peak_bytes][: len(result.peaks)]
+    op = [*evaluator.op_id[: evaluator.forward], *(evaluator.op_id[k] for k in result.seq)]
+    again = [*[False] * evaluator.forward, *result.again]
+    ours = list(zip(op, again, result.peaks, strict=True))
+    is_view = evaluator.graph.is_view
+    theirs = zip(timeline.op, timeline.recompute, timeline.peak_bytes, strict=True)
+    assert [x for x in ours if not is_view[x[0]]] == [x for x in theirs if not is_view[x[0]]]
+
+
+@settings(max_examples=400, deadline=None)
+@given(traces_with_actions())
+def test_it_agrees_on_any_trace_and_plan(case: tuple[Trace, tuple[Action, ...]]) -> None:
+    of, actions = case
+    check(of, Evaluator(of), actions)
+
+
+def draw_actions(draw: random.Random, of: Trace, graph: Graph) -> tuple[Action, ...]:
+    """A plan of any density with every kind of action."""
+    share, recompute, saved, dropped = (draw.random() for _ in range(4))
+    backward = range(graph.first_backward_op, len(of.ops))
+    candidates = set(graph.candidates)
+    out = []
+    for s in range(len(of.storages)):
+        link = graph.rebuildable[s] and not graph.wanted[s] and not graph.pinned[s]
+        if (s in candidates or (link and draw.random() < 0.1)) and draw.random() < recompute:
+            after = draw.sample(backward, 2) if draw.random() < dropped / 4 else ()
+            out.append(Action(storage=s, share=draw.random() < 0.3 + share, drop_after=tuple(sorted(after))))
+        elif link and draw.random() < saved / 2:
+            out.append(Action(storage=s, action=SAVE))
+    return tuple(out)
+
+
+@pytest.mark.parametrize("name", ["resnet152", "bert-base", "resnet152-cpu/trace-b8"])
+def test_it_agrees_on_the_gallery(name: str) -> None:
+    of = load(name)
+    evaluator = Evaluator(of, analyse(of))
+    draw = random.Random(name)
+    for _ in range(12):
+        check(of, evaluator, draw_actions(draw, of, evaluator.graph))
+
+
+def test_a_long_plan_makes_the_arrays_grow() -> None:
+    """Nothing shared, one long chain: the steps grow with the square of the ops, far beyond the first arrays."""
+    n = 60
+    of = trace(
+        [fwd({"x0": 4}, "w")]
+        + [fwd({f"x{k}": 4}, f"x{k - 1}", "w") for k in range(1, n)]
+        + [bwd({f"g{n}": 4}, f"x{n - 1}")]
+        + [bwd({f"g{k}": 4}, f"g{k + 1}", f"x{k}") for k in range(n - 1, -1, -1)],
+        {"w": 4},
+    )
+    actions = tuple(Action(storage=s, share=False) for s in analyse(of).candidates)
+    evaluator = Evaluator(of)
+    check(of, evaluator, actions)
+    assert len(evaluator.evaluate(evaluator.state(actions)).seq) > n * n // 2
+
+
+def test_a_chain_through_an_op_that_may_not_run_again_is_an_error() -> None:
+    of = trace(
+        [
+            fwd({"x": 4}, "w"),
+            fwd({"r": 4}, "x", flags=RANDOM),
+            fwd({"y": 4}, "r"),
+            bwd({"g": 4}, "y"),
+            bwd({"h": 4}, "g", "r"),
+        ],
+        {"w": 4},
+    )
+    evaluator = Evaluator(of)
+    state = evaluator.state()
+    for name in ("r", "y"):
+        state.there[of.storages.name.index(name)] = 0
+    for evaluate in (evaluator.evaluate, evaluator.cost):
+        with pytest.raises(PlanError, match="op 3 needs op 1 again, which may not run a second time"):
+            evaluate(state)
+    state.there[of.storages.name.index("y")] = 1
+    with pytest.raises(PlanError, match="op 4 needs op 1 again"):
+        evaluator.cost(state)
+
+
+def test_a_drop_of_a_kept_value_is_no_drop() -> None:
+    of = trace(
+        [fwd({"x": 10}, "w"), bwd({"g": 1}, "x"), bwd({"h": 1}, "g"), bwd({"k": 1}, "h", "x")], {"w": 0}
+    )
+    evaluator = Evaluator(of)
+    state = evaluator.state()
+    before = evaluator.cost(state)
+    state.drops[evaluator.position[1]] = (1,)
+    assert evaluator.cost(state) == before
+    state.there[1], state.share[1] = 0, 1
+    # x runs again for g and, dropped after it, once more for k
+    assert evaluator.cost(state)[1] == before[1] + 2

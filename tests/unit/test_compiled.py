@@ -1,0 +1,61 @@
+"""Inner loops are compiled once, said so, and kept on disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from simulator import compiled
+from tests.tiny import chain
+from traces.store import save
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def simulate(trace: Path, cache: Path, *options: str) -> str:
+    """What `simulate TRACE --budget 90%` says on stderr, with that place for compiled code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "simulator", str(trace), "--budget", "90%", *options],
+        cwd=ROOT,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_compiling_is_said_and_done_once(tmp_path: Path) -> None:
+    trace, cache = save(chain(8), tmp_path / "trace"), tmp_path / "cache"
+    assert simulate(trace, cache).count("compiling") == 1
+    assert list(cache.rglob("*.nbi"))
+    assert "compiling" not in simulate(trace, cache)
+
+
+def test_quiet_says_nothing(tmp_path: Path) -> None:
+    trace = save(chain(8), tmp_path / "trace")
+    assert simulate(trace, tmp_path / "cache", "--quiet") == ""
+
+
+def test_without_a_place_to_keep_code_it_is_compiled_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    njit = compiled.numba.njit
+
+    def nowhere(**options: bool) -> object:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(**options)
+
+    monkeypatch.setattr(compiled.numba, "njit", nowhere)
+
+    def double(x: int) -> int:
+        return 2 * x
+
+    twice = compiled.compiled(double)
+    assert twice(21) == 42
+    assert isinstance(twice(np.int32(3)), int)
