@@ -90,7 +90,7 @@ def plan_command(
 ) -> None:
     """Simulate one trace."""
     say = progress(quiet)
-    planner = known_planner(planner, WITHOUT_BUDGET if budget is None else None)
+    planner = known_planner(planner, WITHOUT_BUDGET if budget is None else whole_or_none(limits))
     if budget is not None:
         check_budget_text(budget)
     if output is not None:
@@ -114,8 +114,9 @@ def plan_command(
     bound = None
     if budget_bytes is not None:
         from simulator.bounds.bound import bound_answer
+        from simulator.graph import analyse
 
-        bound = bound_answer(trace, budget_bytes)
+        bound = bound_answer(trace, budget_bytes, analyse(trace, limits.constraints))
     say(f"planning with {planner}")
     start = time.perf_counter()
     try:
@@ -200,7 +201,7 @@ def sweep_command(
         model=model,
         batch_sizes=parse_batch_sizes(batch_sizes),
         budget=budget,
-        planner=known_planner(planner),
+        planner=known_planner(planner, whole_or_none(limits)),
         limits=limits,
         directory=output or Path(f"{name}-sweep"),
         tracer_options=tuple(words),
@@ -256,6 +257,11 @@ def known_planner(name: str | None, default: str | None = None) -> str:
     if name not in REGISTRY:
         raise SpecError(f"--planner {name!r}: there is no such planner; there are {', '.join(REGISTRY)}.")
     return name
+
+
+def whole_or_none(limits: Limits) -> str | None:
+    """The planner that --whole-modules asks for, if it is given."""
+    return "whole-modules" if limits.constraints.whole_modules else None
 
 
 def check_budget_text(text: str) -> None:

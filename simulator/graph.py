@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from simulator.planners.limits import NONE, Constraints
+from simulator.selectors import resolve
 from traces.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
 
 
@@ -16,31 +18,46 @@ class Graph:
     may_rerun: tuple[bool, ...]
     first_backward_op: int  # number of ops in forward
     resident: tuple[bool, ...]  # storage -> exists throughout the step
-    wanted: tuple[bool, ...]  # storage -> made in forward and read in backward, so kept by default
+    wanted: tuple[
+        bool, ...
+    ]  # storage -> made in forward and read in backward, or must be kept: kept by default
     pinned: tuple[bool, ...]  # storage -> alive across the turn for a reason outside the captured graph
     rebuildable: tuple[bool, ...]  # storage -> can be computed again from what can be kept
     candidates: tuple[int, ...]  # storages that a plan may recompute, in order of their production
     # op -> bytes that its own run adds at most, and all that it creates
     rise_bytes: tuple[int, ...]
     created_bytes: tuple[int, ...]
+    constraints: Constraints = NONE  # what `may_rerun`, `wanted` and `candidates` obey beside the trace
 
 
-def analyse(trace: Trace) -> Graph:
+def analyse(trace: Trace, constraints: Constraints = NONE) -> Graph:
     """Compute the facts of `Graph`.
 
     A storage is rebuildable if the op that produced it may run again and everything that this op reads is
     resident, rebuildable, or kept by default; so any set of candidates can be recomputed together, because
     whatever a chain meets is either a candidate itself or still there.
+
+    Under constraints, an op that must never run again may not, and a value that must be kept is no candidate. Such
+    values, and those of such ops, stay for recomputations that read them even if backward does not (`outcome.finish`
+    says so in the plan).
+
+    Raises:
+        SpecError: a constraint names nothing in this trace.
     """
+    forbidden = resolve(trace, constraints)
     ops, sts = trace.ops, trace.storages
     n_ops, n_st = len(ops), len(sts)
     creates = tuple(tuple(s for s in ops.writes[i] if sts.producer[s] == i) for i in range(n_ops))
     is_view = tuple(bool(f & VIEW) for f in ops.flags)
-    may_rerun = tuple(not f & FORBIDS_RECOMPUTE for f in ops.flags)
+    may_rerun = tuple(not f & FORBIDS_RECOMPUTE and i not in forbidden.never for i, f in enumerate(ops.flags))
     first_backward = next((i for i in range(n_ops) if ops.phase[i] != FORWARD), n_ops)
     resident = tuple(p < 0 for p in sts.producer)
-    wanted = tuple(
+    read_back = tuple(
         0 <= sts.producer[s] < first_backward and sts.last_backward_use[s] >= 0 for s in range(n_st)
+    )
+    wanted = tuple(
+        read_back[s] or (0 <= p < first_backward and (s in forbidden.keep or p in forbidden.never))
+        for s, p in enumerate(sts.producer)
     )
     outside_reader = [False] * n_st
     for i in range(first_backward, n_ops):
@@ -51,12 +68,17 @@ def analyse(trace: Trace) -> Graph:
     pinned = tuple(
         outside_reader[s] or sts.hold[s] >= first_backward or s in unreachable for s in range(n_st)
     )
+    # Without constraints first: what these save must not make more possible than without them.
+    might = [False] * n_st
     rebuildable = [False] * n_st
     for i in range(first_backward):
-        if may_rerun[i] and not is_view[i]:
-            ok = all(resident[s] or rebuildable[s] or wanted[s] for s in ops.reads[i])
+        if not ops.flags[i] & FORBIDS_RECOMPUTE and not is_view[i]:
+            natural = all(resident[s] or might[s] or read_back[s] for s in ops.reads[i])
+            ok = natural and may_rerun[i]
+            ok = ok and all(resident[s] or rebuildable[s] or wanted[s] for s in ops.reads[i])
             for s in creates[i]:
-                rebuildable[s] = ok
+                might[s] = natural
+                rebuildable[s] = ok and s not in forbidden.keep
     candidates = tuple(
         s
         for i in range(first_backward)
@@ -83,6 +105,7 @@ def analyse(trace: Trace) -> Graph:
         candidates=candidates,
         rise_bytes=tuple(rise),
         created_bytes=created_bytes,
+        constraints=constraints,
     )
 
 

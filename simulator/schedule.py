@@ -82,6 +82,8 @@ def why_not(trace: Trace, graph: Graph, storage: int) -> str:
         return f"its op {trace.ops.name[producer]} is marked " + ", ".join(
             n for b, n in FLAG_NAMES.items() if flags & b
         )
+    if graph.constraints and analyse(trace).rebuildable[storage]:
+        return "a constraint forbids it"
     if trace.storages.nbytes[storage] == 0 and graph.wanted[storage]:
         return "it is empty"
     return f"its op {trace.ops.name[producer]} depends on a value that is random and not kept"
@@ -174,7 +176,8 @@ def build(trace: Trace, actions: Iterable[Action] = (), graph: Graph | None = No
             if not graph.may_rerun[i] and not graph.is_view[i]:
                 flags = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b & FORBIDS_RECOMPUTE)
                 raise PlanError(
-                    f"op {c} ({ops.name[c]}) needs op {i} ({ops.name[i]}) again, which is marked {flags}."
+                    f"op {c} ({ops.name[c]}) needs op {i} ({ops.name[i]}) again, which "
+                    + ("a constraint forbids." if graph.constraints and not flags else f"is marked {flags}.")
                 )
             stack.append((i, consumer, True))
             stack.extend((j, i, False) for j in reversed(ops.inputs[i]))

@@ -67,6 +67,7 @@ class Plan:
     budget_bytes: int | None = None
     exactness: str = EXACT  # exact: gradients equal those of the unplanned step
     predicted: Mapping[str, Any] = field(default_factory=dict)
+    constraints: Mapping[str, Any] = field(default_factory=dict)  # what the user forbade; empty: nothing
 
     @property
     def recomputed(self) -> frozenset[int]:
@@ -82,6 +83,7 @@ class Plan:
             "budget_bytes": self.budget_bytes,
             "exactness": self.exactness,
             "predicted": dict(self.predicted),
+            "constraints": dict(self.constraints),
             "actions": [a.to_json() for a in self.actions],
         }
 
@@ -128,6 +130,7 @@ class Plan:
                 budget_bytes=None if budget is None else int(budget),
                 exactness=str(data["exactness"]),
                 predicted=dict(data["predicted"]),
+                constraints=dict(data.get("constraints", {})),
                 actions=tuple(_action(a) for a in data["actions"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -25,6 +25,7 @@ class Entry:
 
     function: str  # "module:function"
     summary: str
+    whole_modules: bool = False  # whether it can obey the constraint of that name
 
 
 REGISTRY: Final[dict[str, Entry]] = {
@@ -40,6 +41,11 @@ REGISTRY: Final[dict[str, Entry]] = {
         function="simulator.planners.segments:plan_per_block",
         summary="what torch.utils.checkpoint around each repeated block does; the budget only decides yes or no",
     ),
+    "whole-modules": Entry(
+        function="simulator.planners.whole_modules:plan",
+        summary="only whole modules, each keeping its inputs: a plan to use with torch.utils.checkpoint",
+        whole_modules=True,
+    ),
     "sqrt-n": Entry(
         function="simulator.planners.segments:plan_sqrt_n",
         summary="√n segments of equal length, their borders kept (Chen et al. 2016)",
@@ -51,6 +57,7 @@ REGISTRY: Final[dict[str, Entry]] = {
     "keep-all": Entry(
         function="simulator.planners.constant:plan_keep_all",
         summary="keep everything that backward needs: the step as it is",
+        whole_modules=True,
     ),
 }
 DEFAULT: Final = "mu-two"
@@ -72,7 +79,10 @@ def plan_with(name: str, trace: Trace, budget_bytes: int, limits: Limits = DEFAU
     """The plan that the named planner makes.
 
     Raises:
-        SpecError: there is no such planner.
+        SpecError: there is no such planner, or it cannot obey the constraints, or they mean nothing in this trace.
         BudgetError: it finds no plan within the budget.
     """
+    if limits.constraints.whole_modules and name in REGISTRY and not REGISTRY[name].whole_modules:
+        able = ", ".join(n for n, entry in REGISTRY.items() if entry.whole_modules)
+        raise SpecError(f"{name} recomputes single ops; with --whole-modules, use --planner {able}.")
     return find(name)(trace, budget_bytes, limits)

@@ -11,7 +11,7 @@ from traces.trace import Trace
 
 def plan_keep_all(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """Keep everything that backward needs; raises BudgetError if that is over the budget."""
-    return finish(trace, analyse(trace), "keep-all", budget_bytes, ())
+    return finish(trace, analyse(trace, limits.constraints), "keep-all", budget_bytes, ())
 
 
 def plan_recompute_all(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -19,6 +19,6 @@ def plan_recompute_all(trace: Trace, budget_bytes: int, limits: Limits = DEFAULT
 
     The peak of this plan is often as high as keep-all's: the first chain rebuilds the whole forward pass.
     """
-    graph = analyse(trace)
+    graph = analyse(trace, limits.constraints)
     actions = [Action(storage=s) for s in graph.candidates]
     return finish(trace, graph, "recompute-all", budget_bytes, actions)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+AUTO: Final = "auto"  # in place of a glob for whole modules: the repeated blocks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:

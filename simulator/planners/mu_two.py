@@ -35,7 +35,7 @@ def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     Raises:
         BudgetError: none was found.
     """
-    graph = analyse(trace)
+    graph = analyse(trace, limits.constraints)
     search = Search(trace, graph, budget_bytes, limits.clock())
     best = search.run()
     if best is None:

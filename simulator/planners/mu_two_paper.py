@@ -68,7 +68,7 @@ def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS, options: Op
     Raises:
         BudgetError: the pool ran empty, or the exact replay finds the plan over the budget.
     """
-    graph = analyse(trace)
+    graph = analyse(trace, limits.constraints)
     greedy = Greedy(trace, graph, options)
     claimed_bytes = greedy.run(budget_bytes)
     actions = [Action(storage=s, share=options.share) for s in sorted(greedy.chosen)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from simulator.breaches import breach
 from simulator.engine import run
 from simulator.graph import Graph, floor
 from simulator.schedule import Schedule, build
 from simulator.timeline import Timeline
-from traces.errors import BudgetError
+from traces.errors import BudgetError, PlanError
 from traces.measurement import RunFigures
 from traces.people import show_bytes
 from traces.plan import SAVE, Action, Plan, label_actions
@@ -37,10 +38,19 @@ def finish(
 ) -> Plan:
     """The plan for these actions, judged by the exact replay, with the actions that change nothing left out.
 
+    What constraints keep for the sake of recomputations is saved explicitly, so that the plan means the same to a
+    reader who knows nothing of them.
+
     Raises:
         BudgetError: its peak is over the budget.
+        PlanError: it breaks the graph's constraints.
     """
-    chosen = tuple(sorted(actions, key=lambda a: a.storage))
+    given = tuple(actions)
+    known = {a.storage for a in given}
+    saved = (s for s in _kept_by_constraint(trace, graph) if s not in known)
+    chosen = tuple(
+        sorted((*given, *(Action(storage=s, action=SAVE) for s in saved)), key=lambda a: a.storage)
+    )
     schedule = build(trace, chosen, graph)
     kept = tuple(a for a in chosen if a.action != SAVE or _is_read_again(trace, schedule, a.storage))
     if kept != chosen:
@@ -48,13 +58,27 @@ def finish(
     timeline = run(trace, schedule, graph)
     if timeline.peak_allocated_bytes > budget_bytes:
         raise refuse(trace, graph, planner, budget_bytes, timeline.peak_allocated_bytes)
+    broken = breach(trace, schedule, graph.constraints)
+    if broken:
+        raise PlanError(f"{planner} made a plan that breaks the constraints: {broken}.")
     return Plan(
         meta=trace.meta,
         actions=label_actions(trace, chosen),
         planner=planner,
         budget_bytes=budget_bytes,
         predicted=predicted(run(trace, build(trace, (), graph), graph), timeline),
+        constraints=graph.constraints.to_json(),
     )
+
+
+def _kept_by_constraint(trace: Trace, graph: Graph) -> list[int]:
+    """Storages of forward that backward does not read and that constraints keep for recomputations."""
+    if not graph.constraints:
+        return []
+    sts = trace.storages
+    return [
+        s for s in range(len(sts)) if graph.wanted[s] and sts.last_backward_use[s] < 0 and not graph.pinned[s]
+    ]
 
 
 def predicted(baseline: Timeline, planned: Timeline) -> dict[str, Any]:

@@ -7,17 +7,15 @@ part of a chain: their outputs are kept.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from math import isqrt
 
+from simulator.blocks import OUTSIDE, block_segments
 from simulator.graph import Graph, analyse
 from simulator.planners.limits import DEFAULTS, Limits
 from simulator.planners.outcome import finish
 from traces.plan import SAVE, Action, Plan
 from traces.trace import Trace
-
-OUTSIDE = -1  # the segment of ops that no segment holds: what they make is kept
 
 
 def actions_for(trace: Trace, graph: Graph, segment: Sequence[int]) -> tuple[Action, ...]:
@@ -54,7 +52,7 @@ def plan_sqrt_n(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> P
     Raises:
         BudgetError: the plan is over the budget.
     """
-    graph = analyse(trace)
+    graph = analyse(trace, limits.constraints)
     creating = [bool(graph.creates[i]) for i in range(graph.first_backward_op)]
     segment = equal_segments(creating, max(1, isqrt(sum(creating))))
     return finish(trace, graph, "sqrt-n", budget_bytes, actions_for(trace, graph, segment))
@@ -80,37 +78,6 @@ def plan_per_block(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -
     Raises:
         BudgetError: the plan is over the budget.
     """
-    graph = analyse(trace)
+    graph = analyse(trace, limits.constraints)
     segment = block_segments(trace.ops.module[: graph.first_backward_op])
     return finish(trace, graph, "per-block", budget_bytes, actions_for(trace, graph, segment))
-
-
-def block_segments(modules: Sequence[str]) -> list[int]:
-    """The block of each op by its module path; OUTSIDE for ops in none.
-
-    A block is a member of a numbered container that has modules of its own: `layer1.0`, `encoder.layer.3`, `h.5`,
-    `features.denseblock1.denselayer2`. Of nested ones the first unbroken run of numbered names counts, so that
-    `encoder.block.0.layer.1` belongs to `encoder.block.0` and `features.1.0.block.2` to `features.1.0`.
-    """
-    parents: set[str] = set()
-    for path in set(modules):
-        parts = path.split(".")
-        parents.update(".".join(parts[:k]) for k in range(1, len(parts)))
-    number: dict[str, int] = {}
-    out = []
-    for path in modules:
-        block = _block_of(path, parents)
-        out.append(number.setdefault(block, len(number)) if block else OUTSIDE)
-    return out
-
-
-def _block_of(path: str, parents: set[str]) -> str:
-    parts = path.split(".") if path else []
-    block = ""
-    for k, part in enumerate(parts):
-        prefix = ".".join(parts[: k + 1])
-        if re.search(r"\d$", part) and prefix in parents:
-            block = prefix
-        elif block:
-            break
-    return block

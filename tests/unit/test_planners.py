@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.blocks import OUTSIDE, block_segments
 from simulator.engine import run
 from simulator.graph import analyse, floor
 from simulator.planners import DEFAULT, REGISTRY, find, mu_two_paper, plan_with
 from simulator.planners.limits import Limits
 from simulator.planners.mu_two import Costs, Search
 from simulator.planners.outcome import Refusal
-from simulator.planners.segments import OUTSIDE, block_segments, equal_segments
+from simulator.planners.segments import equal_segments
 from simulator.schedule import build
 from tests.strategies import traces
 from tests.synthetic import ladder, resnet

@@ -1,0 +1,362 @@
+"""Constraints by the user: what selectors match, what planners and the bound make of them, and the guard behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from simulator.bounds.bound import lower_bound
+from simulator.breaches import breach
+from simulator.cli import main
+from simulator.cli_options import read_constraints
+from simulator.engine import run
+from simulator.graph import analyse
+from simulator.planners import REGISTRY, plan_with
+from simulator.planners.limits import AUTO, NONE, Constraints, Limits
+from simulator.planners.outcome import Refusal, finish
+from simulator.schedule import build
+from simulator.selectors import module_matches, op_matches, resolve
+from tests.exhaust import choices, draw_trace
+from tests.strategies import traces
+from tests.synthetic import resnet
+from tests.tiny import bwd, chain, fwd, trace
+from traces.errors import PlanError, SpecError
+from traces.plan import SAVE, Action, Plan
+from traces.store import save
+from traces.trace import VIEW, Ops, Trace
+
+UNLIMITED = 1 << 62
+FREE = [n for n in REGISTRY if n != "whole-modules"]
+
+
+def two_layers() -> Trace:
+    """Two layers of mm and relu; backward reads both outputs of each, of 100 bytes."""
+    ops = []
+    x = "w"
+    for k in range(2):
+        ops.append(fwd({f"mm{k}": 100}, x, time_ns=10, module=f"layers.{k}.attn.q", name=f"mm{k}"))
+        ops.append(fwd({f"relu{k}": 100}, f"mm{k}", time_ns=1, module=f"layers.{k}.mlp", name=f"relu{k}"))
+        x = f"relu{k}"
+    ops.append(fwd({"out": 150}, x, module="head"))
+    ops.append(bwd({"g": 4}, "out"))
+    ops += [bwd({f"g{k}": 4}, "g", f"mm{k}", f"relu{k}") for k in (1, 0)]
+    of = trace(ops, {"w": 4})
+    targets = tuple(
+        "aten.mm.default" if n.startswith("mm") else "aten.relu.default" if n.startswith("relu") else t
+        for n, t in zip(of.ops.name, of.ops.target, strict=True)
+    )
+    return replace(
+        of, ops=Ops(**{**{k: getattr(of.ops, k) for k in Ops.__dataclass_fields__}, "target": targets})
+    )
+
+
+def peak(of: Trace, plan: Plan | None = None) -> int:
+    return run(of, build(of, plan.actions if plan else ())).peak_allocated_bytes
+
+
+def recomputed(of: Trace, plan: Plan) -> set[str]:
+    return {of.ops.name[i] for i in build(of, plan.actions).recomputed_ops}
+
+
+@pytest.mark.parametrize(
+    ("glob", "path", "expected"),
+    [
+        ("layers.*.attn", "layers.0.attn", True),
+        ("layers.*.attn", "layers.0.attn.q_proj", True),  # what lies inside
+        ("layers.*.attn", "layers.0.attention", False),
+        ("layers.*.attn", "model.layers.0.attn", False),  # from the root
+        ("**.attn", "model.layers.0.attn.q", True),
+        ("**", "x", True),
+        ("**", "", False),  # no module
+        ("layers.*", "layers.a.b", True),
+        ("layers.*.b", "layers.a.x.b", False),  # one star is one part
+        ("layers.**.b", "layers.b", True),
+        ("layers.[0-2]", "layers.2.x", True),
+        ("layers.[!0-2]", "layers.2.x", False),
+        ("layers.?", "layers.11", False),
+        ("lay*", "layers.0", True),
+    ],
+)
+def test_module_globs(glob: str, path: str, expected: bool) -> None:
+    assert module_matches(glob, path) is expected
+
+
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [
+        ("aten.mm.default", True),
+        ("aten.mm", True),
+        ("mm", True),
+        ("*mm*", True),
+        ("aten.*", True),
+        ("aten.m", False),
+        ("m?", True),
+        ("addmm", False),
+    ],
+)
+def test_op_globs(glob: str, expected: bool) -> None:
+    assert op_matches(glob, "aten.mm.default") is expected
+
+
+@pytest.mark.parametrize(
+    ("selector", "names"),
+    [
+        ("layers.*.attn :: aten.mm.default", {"mm0", "mm1"}),
+        ("layers.1 ::", {"mm1", "relu1"}),
+        (":: relu", {"relu0", "relu1"}),
+        ("layers.1 :: relu", {"relu1"}),
+        ("head", {"out"}),  # without `::` either side will do
+        ("relu", {"relu0", "relu1"}),
+    ],
+)
+def test_what_selectors_mean(selector: str, names: set[str]) -> None:
+    of = two_layers()
+    assert {of.ops.name[i] for i in resolve(of, Constraints(never=(selector,))).never} == names
+    kept = resolve(of, Constraints(always_keep=(selector,))).keep
+    assert {of.storages.name[s] for s in kept} == names
+
+
+@pytest.mark.parametrize(
+    ("selector", "hint"),
+    [
+        ("layers.*.atn :: mm", "Close modules: layers"),
+        ("layers.*.attn :: aten.mn.default", "Close ops: aten.mm.default"),
+        ("head :: mm", "no op matches both"),
+        ("g0", "matches no op of forward"),  # a backward op cannot run again anyway
+        ("a :: b :: c", "module glob :: op glob"),
+        (" :: ", "not both"),
+        ("layers.[z-a] ::", "no glob"),
+    ],
+)
+@pytest.mark.parametrize("field", ["never", "always_keep"])
+def test_a_selector_that_means_nothing_is_an_error(selector: str, hint: str, field: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        analyse(two_layers(), Constraints(**{field: (selector,)}))
+    assert hint in str(caught.value)
+
+
+def test_views_cost_nothing_and_keep_what_they_show() -> None:
+    of = trace(
+        [
+            fwd({"x": 4}, "w", module="a"),
+            fwd({}, "x", view="v", module="b"),
+            fwd({"y": 4}, "v", module="c"),
+            bwd({"g": 4}, "v", "y"),
+        ],
+        {"w": 4},
+    )
+    assert of.ops.flags[1] & VIEW
+    with pytest.raises(SpecError, match="only views"):
+        resolve(of, Constraints(never=("b ::",)))
+    assert resolve(of, Constraints(always_keep=("b ::",))).keep == {of.storages.name.index("x")}
+
+
+def test_never_and_always_keep_change_the_plan() -> None:
+    of = two_layers()
+    # at g: 4 + 400 + 150 + 4 = 558; 458 wants one value away, and a relu is the cheaper one
+    assert peak(of) == 558
+    free = plan_with("mu-two", of, 458)
+    assert recomputed(of, free) in ({"relu0"}, {"relu1"})
+    for constraints in (Constraints(never=("relu",)), Constraints(always_keep=("*relu*",))):
+        plan = plan_with("mu-two", of, 458, Limits(constraints=constraints))
+        assert recomputed(of, plan) <= {"mm0", "mm1"}
+        assert plan.constraints == constraints.to_json()
+    with pytest.raises(Refusal):
+        plan_with("mu-two", of, 458, Limits(constraints=Constraints(never=("** ::",))))
+
+
+def test_a_link_that_must_not_run_again_is_saved_for_those_that_need_it() -> None:
+    """`low` is rebuilt from `link`, which backward does not read: forbidding `link` saves it, for 1 byte."""
+    of = trace(
+        [
+            fwd({"link": 1}, "w", time_ns=45, module="a"),
+            fwd({"low": 100}, "link", time_ns=5, module="b"),
+            fwd({"top": 100}, "low", module="c"),
+            bwd({"g0": 1}, "top"),
+            bwd({"g1": 1}, "g0", "low"),
+        ],
+        {"w": 0},
+    )
+    for constraints in (Constraints(never=("a ::",)), Constraints(always_keep=("a ::",))):
+        plan = plan_with("recompute-all", of, UNLIMITED, Limits(constraints=constraints))
+        assert recomputed(of, plan) == {"low", "top"}
+        assert {of.storages.name[a.storage] for a in plan.actions if a.action == SAVE} == {"link"}
+
+
+def test_the_guard_refuses_a_plan_that_breaks_constraints(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = two_layers()
+    free = analyse(of)
+    relu0 = Action(storage=of.storages.name.index("relu0"))
+    for constraints, words in (
+        (Constraints(never=("relu",)), "--never"),
+        (Constraints(always_keep=("relu",)), "--always-keep"),
+        (Constraints(whole_modules="layers.*"), "kept although its module layers.0"),
+        (Constraints(whole_modules="layers.1"), "outside the modules"),
+    ):
+        # as if a planner had looked at the graph without constraints
+        with pytest.raises(PlanError, match=words):
+            finish(of, replace(free, constraints=constraints), "x", UNLIMITED, [relu0])
+        assert words in breach(of, build(of, [relu0]), constraints)
+    assert breach(of, build(of, [relu0]), Constraints(never=("mm",), whole_modules="layers.*.mlp")) == ""
+
+
+@st.composite
+def constrained(draw: st.DrawFn) -> tuple[Trace, Constraints]:
+    of = draw(traces())
+    forward = [i for i in range(len(of.ops)) if of.ops.phase[i] == "forward" and of.ops.module[i]]
+    assume(forward)
+    assume(any(not of.ops.flags[i] & VIEW for i in forward))
+    # each op its own target, so that selectors can tell them apart
+    targets = tuple(f"test.op{i}.default" for i in range(len(of.ops)))
+    of = replace(
+        of, ops=Ops(**{**{k: getattr(of.ops, k) for k in Ops.__dataclass_fields__}, "target": targets})
+    )
+    solid = [i for i in forward if not of.ops.flags[i] & VIEW]
+    never = draw(st.lists(st.sampled_from(solid), max_size=3, unique=True))
+    keep = draw(st.lists(st.sampled_from(solid), max_size=3, unique=True))
+    return of, Constraints(
+        never=tuple(f":: op{i}" for i in never), always_keep=tuple(f"** :: op{i}" for i in keep)
+    )
+
+
+@pytest.mark.parametrize("name", FREE)
+@settings(max_examples=15)
+@given(case=constrained(), percent=st.integers(40, 110))
+def test_every_plan_obeys_and_means_the_same_without_the_constraints(
+    name: str, case: tuple[Trace, Constraints], percent: int
+) -> None:
+    of, constraints = case
+    try:
+        plan = plan_with(name, of, peak(of) * percent // 100, Limits(constraints=constraints))
+    except Refusal:
+        return
+    plain = build(of, plan.actions)
+    assert plain == build(of, plan.actions, analyse(of, constraints))
+    forbidden = {int(s.partition("op")[2]) for s in constraints.never}
+    keep = {int(s.partition("op")[2]) for s in constraints.always_keep}
+    for op, again, binds in zip(plain.op, plain.recompute, plain.binds, strict=True):
+        if again:
+            assert op not in forbidden
+            assert not any(of.storages.producer[s] in keep for s in binds)
+
+
+@pytest.mark.parametrize("seed", range(0, 300, 3))
+def test_the_bound_is_below_every_plan_that_obeys(seed: int) -> None:
+    """Against all plans of the trace without constraints, sieved by what their schedules do."""
+    from itertools import product
+
+    of = draw_trace(seed)
+    targets = tuple(f"test.op{i}.default" for i in range(len(of.ops)))
+    of = replace(
+        of, ops=Ops(**{**{k: getattr(of.ops, k) for k in Ops.__dataclass_fields__}, "target": targets})
+    )
+    graph = analyse(of)
+    free = [i for i in range(graph.first_backward_op) if graph.may_rerun[i] and not graph.is_view[i]]
+    options = choices(of, graph, drops=0)
+    count = 1
+    for mine in options:
+        count *= len(mine)
+    if count > 1500 or not free:
+        return
+    chosen = free[seed % len(free)]
+    for constraints in (Constraints(never=(f":: op{chosen}",)), Constraints(always_keep=(f":: op{chosen}",))):
+        under = analyse(of, constraints)
+        points = []
+        for pick in product(*options):
+            try:
+                schedule = build(of, [a for a in pick if a is not None], graph)
+            except PlanError:
+                continue
+            if not breach(of, schedule, constraints):
+                t = run(of, schedule, graph)
+                points.append((t.peak_allocated_bytes, t.step_time_ns - of.time_ns))
+        for budget in sorted({p for p, _ in points}):
+            bound = lower_bound(of, budget, under)
+            assert bound.feasible
+            assert bound.added_time_ns <= min(t for p, t in points if p <= budget)
+        if points:
+            least = min(p for p, _ in points)
+            assert all(p >= least for p, _ in points)
+
+
+def test_the_constrained_bound_is_tighter() -> None:
+    of = two_layers()
+    assert lower_bound(of, 458).added_time_ns == 1
+    assert lower_bound(of, 458, analyse(of, Constraints(never=("relu",)))).added_time_ns == 10
+    assert not lower_bound(of, 458, analyse(of, Constraints(always_keep=("layers.* ::",)))).feasible
+
+
+def test_whole_modules_are_recomputed_whole() -> None:
+    of = resnet((2, 2, 2, 2), batch=64, side=64)
+    budget = peak(of) * 80 // 100
+    plan = plan_with("whole-modules", of, budget)
+    assert plan.constraints == {"whole_modules": AUTO}
+    assert peak(of, plan) <= budget
+    modules = {of.ops.module[i] for i in build(of, plan.actions).recomputed_ops}
+    assert modules  # something is recomputed, and only in blocks
+    assert all(m.startswith("layer") for m in modules)
+    assert breach(of, build(of, plan.actions), Constraints(whole_modules=AUTO)) == ""
+    one_of = plan_with(
+        "whole-modules", of, peak(of) * 95 // 100, Limits(constraints=Constraints(whole_modules="layer1.*"))
+    )
+    assert {of.ops.module[i][:8] for i in build(of, one_of.actions).recomputed_ops} <= {
+        "layer1.0",
+        "layer1.1",
+    }
+    with pytest.raises(Refusal):
+        plan_with("whole-modules", of, 1)
+
+
+def test_whole_modules_of_a_model_without_blocks_name_what_there_is() -> None:
+    assert plan_with("whole-modules", chain(3), UNLIMITED).actions == ()
+    with pytest.raises(Refusal, match="no repeated blocks"):
+        plan_with("whole-modules", chain(3), peak(chain(3)) - 1)
+    with pytest.raises(SpecError, match="matches no module"):
+        plan_with(
+            "whole-modules", two_layers(), UNLIMITED, Limits(constraints=Constraints(whole_modules="x"))
+        )
+
+
+def test_planners_of_single_ops_refuse_whole_modules() -> None:
+    with pytest.raises(SpecError, match="--planner whole-modules"):
+        plan_with("mu-two", two_layers(), UNLIMITED, Limits(constraints=Constraints(whole_modules=AUTO)))
+
+
+def test_constraints_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "constraints.txt"
+    path.write_text("# ours\nnever a :: b  # twice\n\nalways-keep c\nwhole-modules\n", encoding="utf-8")
+    assert read_constraints(path, Constraints(never=("x",))) == Constraints(
+        never=("x", "a :: b"), always_keep=("c",), whole_modules=AUTO
+    )
+    for text in ("nevr a", "never", "always-keep "):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(SpecError, match=r"constraints.txt:1"):
+            read_constraints(path, NONE)
+    with pytest.raises(SpecError, match="cannot be read"):
+        read_constraints(tmp_path / "none", NONE)
+
+
+def test_the_command_line_records_constraints_and_refuses_wrong_ones(tmp_path: Path) -> None:
+    directory = save(two_layers(), tmp_path / "t")
+
+    def simulate(*words: object) -> object:
+        return CliRunner().invoke(main, [str(w) for w in words], prog_name="simulate")
+
+    out = tmp_path / "plan.json"
+    done = simulate(directory, "--budget", "458", "--never", "layers.* :: relu", "-o", out)
+    assert done.exit_code == 0, done.output
+    plan = Plan.load(out)
+    assert plan.constraints == {"never": ["layers.* :: relu"]}
+    assert recomputed(two_layers(), plan) <= {"mm0", "mm1"}
+    assert "less than 38.46 %" in done.stdout  # the bound obeys as well: 10 of 26 ns
+    wrong = simulate(directory, "--budget", "458", "--never", "layers.* :: rleu")
+    assert wrong.exit_code == 2
+    assert "aten.relu.default" in wrong.output
+    whole = simulate(directory, "--budget", "458", "--whole-modules=layers.*", "-o", out, "-f")
+    assert whole.exit_code == 0, whole.output
+    assert Plan.load(out).planner == "whole-modules"
