@@ -72,9 +72,8 @@ class Choice:
     def cost(self, chosen: frozenset[str]) -> tuple[int, int]:
         """Peak and time of a set of modules."""
         if chosen not in self.known:
-            result = self.evaluator.evaluate(self.evaluator.state(self.actions(chosen)))
-            self.known[chosen] = (result.peak_bytes, result.time_ns)
-            self.lowest_peak_bytes = min(self.lowest_peak_bytes, result.peak_bytes)
+            self.known[chosen] = self.evaluator.cost(self.evaluator.state(self.actions(chosen)))
+            self.lowest_peak_bytes = min(self.lowest_peak_bytes, self.known[chosen][0])
         return self.known[chosen]
 
     def release(self) -> frozenset[str] | None:
