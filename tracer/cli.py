@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from tracer.cli_torch_budget import torch_budget
 from traces.commands import DefaultGroup, print_json, say
 from traces.people import show_bytes, show_time
 
@@ -156,6 +157,9 @@ def targets() -> None:
         click.echo(
             f"{d.name:12} {show_bytes(d.memory_bytes):>11} {d.bandwidth_bytes_per_s / 1e9:8.0f} GB/s  {d.source}"
         )
+
+
+trace.add_command(torch_budget)
 
 
 def saved_storages(record: Any) -> list[int]:

@@ -1,0 +1,145 @@
+"""Turn what torch's activation_memory_budget saves into plans, and pick the fastest that keeps to a budget in bytes.
+
+torch itself runs in another process (`trace torch-budget`); here its saved sets are read and replayed. A plan made so
+saves what torch saves, storage by storage, and shares everything that is recomputed, as torch's backward graph does:
+each op runs again at most once, just before the first backward op that needs it, and its value stays until its last
+use.
+
+Differences from what torch would run: a value that Lowtide may not compute twice (the output of a random op, say) is
+kept, so the plan's gradients are right also where torch's are not; and a storage that torch saves through one of its
+views counts as saved for all of them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from simulator.engine import run
+from simulator.graph import Graph, analyse
+from simulator.planners.outcome import finish, refuse
+from simulator.schedule import build
+from simulator.timeline import Timeline
+from traces.errors import LowtideError, PlanError
+from traces.plan import SAVE, Action, Plan
+from traces.saved import SavedSet, SavedSets
+from traces.trace import Trace
+
+UNLIMITED_BYTES = 1 << 62
+# What the planner `torch-budget` asks torch for.
+BUDGETS = tuple(k / 10 for k in range(11))
+SOLVERS = ("dp", "greedy")  # ilp needs scipy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchPlan:
+    """One of torch's choices as a plan, with its replay."""
+
+    choice: SavedSet
+    plan: Plan
+    timeline: Timeline
+    kept_instead: int  # storages that torch makes again and Lowtide may not, so that they are kept
+
+
+def plan(trace: Trace, budget_bytes: int) -> Plan:
+    """The fastest of torch's plans within the budget, of those with right gradients as torch would run them.
+
+    Raises:
+        BudgetError: all of them are over the budget.
+        LowtideError: torch's process failed.
+    """
+    graph = analyse(trace)
+    chosen = plans(trace, ask_torch(trace, BUDGETS, SOLVERS), graph)
+    fitting = [
+        p for p in chosen if p.choice.valid and p.timeline.peak_allocated_bytes <= budget_bytes
+    ]
+    if not fitting:
+        lowest = min(p.timeline.peak_allocated_bytes for p in chosen)
+        raise refuse(trace, graph, "torch-budget", budget_bytes, lowest)
+    best = min(fitting, key=lambda p: (p.timeline.step_time_ns, p.timeline.peak_allocated_bytes))
+    return finish(trace, graph, "torch-budget", budget_bytes, best.plan.actions)
+
+
+def ask_torch(
+    trace: Trace,
+    budgets: Sequence[float],
+    solvers: Sequence[str],
+    runtime: str = "flops",
+    progress: Callable[[str], None] = lambda text: None,
+) -> SavedSets:
+    """Run `trace torch-budget` in a process of its own.
+
+    Raises:
+        LowtideError: it failed; with what it wrote.
+    """
+    from traces import store
+
+    with tempfile.TemporaryDirectory() as folder:
+        directory, output = Path(folder) / "trace", Path(folder) / "saved.json"
+        store.save(trace, directory)
+        words = ["--budgets", ",".join(map(str, budgets)), "--solvers", ",".join(solvers), "--runtime", runtime]
+        command = [sys.executable, "-m", "tracer", "torch-budget", str(directory), *words, "-o", str(output), "-q"]
+        progress(f"asking torch for {len(budgets) * len(solvers)} plans")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = done.stderr.strip().removeprefix("Error: ") or f"exit code {done.returncode}"
+            raise LowtideError(f"`trace torch-budget` failed: {said}")
+        return SavedSets.load(output)
+
+
+def plans(trace: Trace, sets: SavedSets, graph: Graph | None = None) -> tuple[TorchPlan, ...]:
+    """A plan for each saved set.
+
+    Raises:
+        PlanError: the sets are of another trace.
+    """
+    if sets.meta.fingerprint != trace.meta.fingerprint:
+        raise PlanError(
+            f"the saved sets were made for the trace {sets.meta.fingerprint} and this is {trace.meta.fingerprint}; "
+            "make them again with `trace torch-budget`."
+        )
+    graph = graph or analyse(trace)
+    out = []
+    for choice in sets.sets:
+        found = finish(
+            trace, graph, f"torch {choice.label}", UNLIMITED_BYTES, actions_for(trace, graph, choice)
+        )
+        out.append(
+            TorchPlan(
+                choice=choice,
+                plan=found,
+                timeline=run(trace, build(trace, found.actions, graph), graph),
+                kept_instead=sum(
+                    1 for s in choice.recomputed if graph.wanted[s] and not graph.rebuildable[s]
+                ),
+            )
+        )
+    return tuple(out)
+
+
+def actions_for(trace: Trace, graph: Graph, choice: SavedSet) -> tuple[Action, ...]:
+    """The actions that a saved set means; see the module's text.
+
+    Raises:
+        PlanError: it names a storage that the trace does not have.
+    """
+    n = len(trace.storages)
+    if any(not 0 <= s < n for s in (*choice.saved, *choice.recomputed)):
+        raise PlanError(f"a saved set names storages that the trace, which has {n}, does not have.")
+    saved = frozenset(choice.saved)
+    out = [Action(storage=s) for s in graph.candidates if s not in saved]
+    links = [
+        s
+        for s in range(n)
+        if 0 <= trace.storages.producer[s] < graph.first_backward_op
+        and not graph.wanted[s]
+        and not graph.pinned[s]
+    ]
+    again = frozenset(choice.recomputed)
+    out += [Action(storage=s, action=SAVE) for s in links if s in saved]
+    out += [Action(storage=s) for s in links if s in again and s not in saved and graph.rebuildable[s]]
+    return tuple(out)
