@@ -12,6 +12,7 @@ import click
 
 from simulator.cli_options import planning_options
 from simulator.cli_replay import replay_command
+from simulator.cli_torch_budget import torch_budget_command
 from traces.commands import DefaultGroup
 from traces.errors import BudgetError, SpecError
 
@@ -232,6 +233,7 @@ def planners_command(as_json: bool) -> None:
 
 
 main.add_command(replay_command)
+main.add_command(torch_budget_command)
 
 
 def progress(quiet: bool) -> Callable[[str], None]:

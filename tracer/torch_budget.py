@@ -31,11 +31,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
 
 from tracer.capture import Captured
-from tracer.devices import device
 from tracer.dropout import merged_dropout
 from tracer.program import Program, is_random
 from tracer.spec import load_spec
 from tracer.step import Recorded, trace_step
+from traces.devices import device
 from traces.errors import CaptureError, EnvironmentProblem, PlanError, SpecError
 from traces.saved import SavedSet, SavedSets
 from traces.trace import VIEW, Trace, TraceMeta
@@ -141,7 +141,9 @@ class Joint:
     """A copy of a captured graph in the form that torch's partitioner expects."""
 
     module: fx.GraphModule
-    forward_outputs: int  # how many of the outputs are forward's: new values of buffers, then the model's outputs
+    forward_outputs: (
+        int  # how many of the outputs are forward's: new values of buffers, then the model's outputs
+    )
     stands_for: dict[str, str]  # names of nodes that the copy has instead of ours -> our node's name
 
 
@@ -164,7 +166,9 @@ def as_torch_sees_it(captured: Captured) -> Joint:
             written.append(value)
     stands_for = merged_dropout(graph)
     outputs = [copies[x] for x in captured.outputs]
-    gradients = [None if x is None else copies[x] for x in (*captured.parameter_grads, *captured.argument_grads)]
+    gradients = [
+        None if x is None else copies[x] for x in (*captured.parameter_grads, *captured.argument_grads)
+    ]
     graph.output((*written, *outputs, *gradients))
     graph.lint()
     module = fx.GraphModule(captured.graph_module, graph)
@@ -207,9 +211,7 @@ def _read(
     """Read off the two graphs what is saved and what runs again."""
     ours = {n.name: n for n in program.storage_of}
     op_of = {n.name: k for k, op in enumerate(program.ops) for n in (op.node, *op.parts)}
-    made_forward = {
-        s for s, row in enumerate(program.storages) if 0 <= row.producer < program.forward_ops
-    }
+    made_forward = {s for s, row in enumerate(program.storages) if 0 <= row.producer < program.forward_ops}
 
     def storages(name: str) -> set[int]:
         n = ours.get(joint.stands_for.get(name, name))
@@ -234,6 +236,8 @@ def _read(
         if isinstance(n.target, torch._ops.OpOverload) and is_random(n):
             random.add(k)
     return SavedSet(
+        label=f"{setting.solver}-{setting.budget:g}"
+        + ("" if setting.runtime == FLOPS else f"-{setting.runtime}"),
         settings={"solver": setting.solver, "budget": setting.budget, "runtime": setting.runtime},
         solve_seconds=seconds,
         saved=tuple(sorted(saved)),

@@ -24,25 +24,24 @@ SAVED_VERSION: Final = 1
 class SavedSet:
     """One choice of the other system. Storages and ops by their ids in the trace."""
 
+    label: str  # a name for this choice, such as `dp-0.5`
     settings: Mapping[str, Any]  # what it was asked for, such as budget and solver
     solve_seconds: float  # for this choice alone, the capture of the graph left out
     saved: tuple[int, ...]  # storages that forward makes and keeps for backward
     recomputed: tuple[int, ...]  # storages that forward makes and backward makes again
     recomputed_ops: int  # ops of forward, views left out, that its backward runs again
-    random_again: tuple[int, ...]  # of these, the ops that draw new random numbers: its gradients are wrong then
+    random_again: tuple[
+        int, ...
+    ]  # of these, the ops that draw new random numbers: its gradients are wrong then
 
     @property
     def valid(self) -> bool:
         """Whether the other system would compute the gradients of the step as it is."""
         return not self.random_again
 
-    @property
-    def label(self) -> str:
-        """The settings' values in a word, such as `dp-0.5`."""
-        return "-".join(str(v) for v in self.settings.values())
-
     def to_json(self) -> dict[str, Any]:
         return {
+            "label": self.label,
             "settings": dict(self.settings),
             "solve_seconds": self.solve_seconds,
             "saved": list(self.saved),
@@ -112,6 +111,7 @@ def _set(data: dict[str, Any]) -> SavedSet:
         return tuple(int(k) for k in data[name])
 
     return SavedSet(
+        label=str(data["label"]),
         settings=dict(data["settings"]),
         solve_seconds=float(data["solve_seconds"]),
         saved=ids("saved"),

@@ -18,10 +18,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from simulator.engine import run
 from simulator.graph import Graph, analyse
-from simulator.planners.outcome import finish, refuse
+from simulator.planners.outcome import finish
 from simulator.schedule import build
 from simulator.timeline import Timeline
 from traces.errors import LowtideError, PlanError
@@ -30,9 +31,7 @@ from traces.saved import SavedSet, SavedSets
 from traces.trace import Trace
 
 UNLIMITED_BYTES = 1 << 62
-# What the planner `torch-budget` asks torch for.
-BUDGETS = tuple(k / 10 for k in range(11))
-SOLVERS = ("dp", "greedy")  # ilp needs scipy
+BUDGETS: Final = tuple(k / 10 for k in range(11))  # what torch is asked for if nothing else is said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +44,12 @@ class TorchPlan:
     kept_instead: int  # storages that torch makes again and Lowtide may not, so that they are kept
 
 
-def plan(trace: Trace, budget_bytes: int) -> Plan:
-    """The fastest of torch's plans within the budget, of those with right gradients as torch would run them.
-
-    Raises:
-        BudgetError: all of them are over the budget.
-        LowtideError: torch's process failed.
-    """
-    graph = analyse(trace)
-    chosen = plans(trace, ask_torch(trace, BUDGETS, SOLVERS), graph)
-    fitting = [
-        p for p in chosen if p.choice.valid and p.timeline.peak_allocated_bytes <= budget_bytes
-    ]
-    if not fitting:
-        lowest = min(p.timeline.peak_allocated_bytes for p in chosen)
-        raise refuse(trace, graph, "torch-budget", budget_bytes, lowest)
-    best = min(fitting, key=lambda p: (p.timeline.step_time_ns, p.timeline.peak_allocated_bytes))
-    return finish(trace, graph, "torch-budget", budget_bytes, best.plan.actions)
+def fastest_within(chosen: Sequence[TorchPlan], budget_bytes: int) -> TorchPlan | None:
+    """The fastest of torch's plans whose replayed peak is within the budget and whose gradients torch gets right."""
+    fitting = [p for p in chosen if p.choice.valid and p.timeline.peak_allocated_bytes <= budget_bytes]
+    return min(
+        fitting, key=lambda p: (p.timeline.step_time_ns, p.timeline.peak_allocated_bytes), default=None
+    )
 
 
 def ask_torch(
@@ -81,8 +69,25 @@ def ask_torch(
     with tempfile.TemporaryDirectory() as folder:
         directory, output = Path(folder) / "trace", Path(folder) / "saved.json"
         store.save(trace, directory)
-        words = ["--budgets", ",".join(map(str, budgets)), "--solvers", ",".join(solvers), "--runtime", runtime]
-        command = [sys.executable, "-m", "tracer", "torch-budget", str(directory), *words, "-o", str(output), "-q"]
+        words = [
+            "--budgets",
+            ",".join(map(str, budgets)),
+            "--solvers",
+            ",".join(solvers),
+            "--runtime",
+            runtime,
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "tracer",
+            "torch-budget",
+            str(directory),
+            *words,
+            "-o",
+            str(output),
+            "-q",
+        ]
         progress(f"asking torch for {len(budgets) * len(solvers)} plans")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

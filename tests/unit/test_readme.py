@@ -16,6 +16,7 @@ import pytest
 from tests.tiny import bwd, fwd, opt, trace
 from traces.measurement import Measurement, RunFigures
 from traces.plan import SAVE, Action, Plan
+from traces.saved import SavedSet, SavedSets
 from traces.store import OPS_COLUMNS, STORAGES_COLUMNS, header_fields
 from traces.trace import CATEGORIES, FLAG_NAMES, FORBIDS_RECOMPUTE, PHASES, Trace
 
@@ -113,6 +114,19 @@ def test_every_key_of_a_plan_is_documented() -> None:
     )
     data = plan.to_json()
     assert {*data} | {k for a in data["actions"] for k in a} <= {*rows(text)}
+
+
+def test_every_key_of_saved_sets_is_documented() -> None:
+    text = section(FORMATS, "Saved sets")
+    assert {f.name for f in fields(SavedSet)} <= {*rows(text)}
+    empty = SavedSets(meta=small_trace().meta, source="torch", capture_seconds=0.0)
+    assert {*empty.to_json()} <= {*rows(text)}
+
+
+def test_every_key_of_a_row_beside_torchs_is_documented() -> None:
+    from simulator.torch_comparison import Row
+
+    assert {f.name for f in fields(Row)} - {"plan"} <= quoted(section(README, "torch's own budget"))
 
 
 def measurement() -> Measurement:
