@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import tracer.cli
 from simulator.cli import main
 from simulator.engine import run
 from simulator.graph import analyse
@@ -18,7 +19,6 @@ from simulator.planners.torch_budget import actions_for, ask_torch, fastest_with
 from simulator.schedule import build
 from simulator.torch_comparison import rows
 from tests.tiny import bwd, fwd, trace
-import tracer.cli
 from traces.errors import LowtideError, PlanError
 from traces.plan import RECOMPUTE, SAVE, Plan
 from traces.saved import SavedSet, SavedSets
