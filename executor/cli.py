@@ -9,6 +9,7 @@ import click
 
 from traces.commands import DefaultGroup, print_json, say
 from traces.people import show_bytes, show_time
+from traces.plan import ALLOCATED
 
 
 def _measuring(command: Any) -> Any:
@@ -165,7 +166,11 @@ def sweep(
                 f"{k} {show_bytes(f.peak_allocated_bytes or 0)} {show_time(f.step_time_ns or 0)}"
                 for k, f in row.measured.items()
             )
-            plan_peak = row.measured["plan"].peak_allocated_bytes if "plan" in row.measured else None
+            plan_peak = (
+                row.measured["plan"].headline()[f"peak_{row.budget_of}_bytes"]
+                if "plan" in row.measured
+                else None
+            )
             over = plan_peak is not None and plan_peak > row.budget_bytes
             note = f"; budget {show_bytes(row.budget_bytes)} EXCEEDED" if over else ""
             click.echo(f"batch size {row.batch_size:5}: {measured or row.message or 'not measured'}{note}")
@@ -184,6 +189,7 @@ def answer(outcome: Any) -> dict[str, Any]:
         "options": dict(m.options),
         "planner": m.planner,
         "budget_bytes": m.budget_bytes,
+        "budget_of": m.budget_of,
         "device": m.device,
         "provenance": m.provenance,
         "predicted": m.predicted.headline(),
@@ -193,9 +199,8 @@ def answer(outcome: Any) -> dict[str, Any]:
         "keep_all": m.keep_all.headline(),
         "keep_all_predicted": m.keep_all_predicted.headline(),
         "keep_all_error_percent": signed_error_percent(m.keep_all_predicted, m.keep_all),
-        "within_budget": None
-        if m.budget_bytes is None or m.measured.peak_allocated_bytes is None
-        else m.measured.peak_allocated_bytes <= m.budget_bytes,
+        "within_budget": m.within_budget,
+        "warnings": list(m.warnings),
         "verified": m.verified,
         "bit_equal": outcome.bit_equal,
         "verification_note": outcome.note,
@@ -221,7 +226,7 @@ def print_outcome(outcome: Any) -> None:
         ("plan, measured", m.measured),
     ]
     for label, f in rows:
-        peak, reserved, time_ns = f.headline().values()
+        peak, reserved, time_ns = f.peak_allocated_bytes, f.peak_reserved_bytes, f.step_time_ns
         click.echo(
             f"  {label:22}{show_bytes(peak) if peak is not None else '-':>16}"
             f"{show_bytes(reserved) if reserved is not None else '-':>16}"
@@ -236,9 +241,11 @@ def print_outcome(outcome: Any) -> None:
         if v is not None
     ]
     click.echo("  error of the plan's prediction: " + ", ".join(parts))
-    if m.budget_bytes is not None and m.measured.peak_allocated_bytes is not None:
-        inside = m.measured.peak_allocated_bytes <= m.budget_bytes
-        click.echo(f"  budget {show_bytes(m.budget_bytes)}: {'kept' if inside else 'EXCEEDED'}")
+    if m.within_budget is not None:
+        of = " of reserved memory" if m.budget_of != ALLOCATED else ""
+        click.echo(f"  budget {show_bytes(m.budget_bytes)}{of}: {'kept' if m.within_budget else 'EXCEEDED'}")
+    for text in m.warnings:
+        click.echo(f"  warning, beside the prediction: {text}")
     if m.verified is None:
         click.echo("  not verified (--no-verify)")
     else:

@@ -74,6 +74,7 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
                 warmup=settings.warmup,
                 runs=settings.runs,
                 steps=settings.steps,
+                alloc_conf=plan.meta.alloc_conf,
             )
         )
 
@@ -95,6 +96,8 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         options=dict(plan.meta.options),
         planner=plan.planner,
         budget_bytes=plan.budget_bytes,
+        budget_of=plan.budget_of,
+        warnings=tuple(str(text) for text in plan.predicted.get("warnings", ())),
         fingerprint=plan.meta.fingerprint,
         device=settings.device,
         provenance=f"measured-{kind}",

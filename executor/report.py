@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from simulator.comparison import compare
+from simulator.allocator.question import ask
+from simulator.comparison import compare, with_reserved
 from simulator.report.bars import Bar, grouped, spread
 from simulator.report.page import (
     Block,
@@ -25,7 +26,7 @@ from simulator.report.page import (
 from simulator.report.simulation import describe, simulation_sections
 from traces.measurement import Measurement, RunFigures, signed_error_percent
 from traces.people import show_bytes, show_percent, show_time
-from traces.plan import Plan
+from traces.plan import ALLOCATED, Plan
 from traces.trace import Trace
 
 PLACES = {"measured-cpu": "CPU", "measured-cuda": "GPU"}
@@ -50,7 +51,9 @@ def write_measurement(
         EnvironmentProblem: a package that reports need is not installed.
         PlanError: the plan does not fit the trace.
     """
-    c = compare(trace, plan, measurement.budget_bytes)
+    c = with_reserved(
+        compare(trace, plan, measurement.budget_bytes), ask(trace.meta, plan.meta.alloc_conf or None)
+    )
     where = place(measurement)
     page = Page(
         title=f"{measurement.model}: predicted beside measured on {where}",
@@ -95,11 +98,11 @@ def _headline(m: Measurement, where: str) -> tuple[Block, ...]:
         ),
     ]
     if m.budget_bytes is not None:
-        known = real is not None
-        fits = real is not None and real <= m.budget_bytes
+        known = m.within_budget is not None
+        fits = bool(m.within_budget)
         figures.append(
             Figure(
-                label="Budget",
+                label="Budget" if m.budget_of == ALLOCATED else "Budget of reserved memory",
                 value=show_bytes(m.budget_bytes),
                 detail="the measured peak is " + ("within" if fits else "above" if known else "unknown"),
                 tone="" if not known else "good" if fits else "bad",
@@ -153,13 +156,20 @@ def _errors(m: Measurement, trace: Trace, where: str) -> tuple[Block, ...]:
             numbers=frozenset({2, 3, 4}),
             caption="Error is 100·(predicted − measured)/measured; negative: the prediction was too low.",
         ),
+        *(Text(text=f"Beside the prediction: {text}", tone="warning") for text in m.warnings),
         Chart(spec=_chart(m, "peak_allocated_bytes", where), title="Peak allocated"),
+        *(
+            (Chart(spec=_chart(m, "peak_reserved_bytes", where), title="Peak reserved"),)
+            if m.measured.peak_reserved_bytes is not None
+            else ()
+        ),
         Chart(spec=_chart(m, "step_time_ns", where), title="Step time"),
     )
 
 
 _FIGURES = (
     ("peak_allocated_bytes", "peak allocated", bytes_cell),
+    ("peak_block_bytes", "peak in the allocator's blocks", bytes_cell),
     ("peak_reserved_bytes", "peak reserved", bytes_cell),
     ("step_time_ns", "step time", time_cell),
 )
@@ -178,10 +188,11 @@ def _chart(m: Measurement, figure: str, where: str) -> dict[str, object]:
             if value is not None:
                 bars.append(Bar(group=way, way=way, measured=real, value=value, where=where if real else ""))
     is_bytes = figure.endswith("_bytes")
-    limits = {"plan": m.budget_bytes} if is_bytes and m.budget_bytes is not None else None
+    limited = figure == f"peak_{m.budget_of}_bytes" and m.budget_bytes is not None
+    limits = {"plan": m.budget_bytes} if limited and m.budget_bytes is not None else None
     return grouped(
         bars,
-        title="peak allocated" if is_bytes else "step time",
+        title=figure.removesuffix("_bytes").removesuffix("_ns").replace("_", " "),
         group_title="",
         is_bytes=is_bytes,
         limits=limits,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from simulator import caveats
+from simulator.allocator.question import Reserved
 from simulator.comparison import Comparison
 from simulator.engine import breakdown, holdings
-from simulator.planners.outcome import Refusal, figures, where
-from simulator.schedule import Schedule
-from simulator.timeline import Timeline
+from simulator.fit import Fit
+from simulator.planners.outcome import Refusal, where
 from traces.measurement import RunFigures
 from traces.people import show_bytes, show_percent, show_time
+from traces.plan import RESERVED
 from traces.trace import Trace
 
 NO_BUDGET = "without a budget nothing bounds the added time from below"
@@ -18,17 +20,30 @@ TOP_HOLDERS = 5
 
 
 def answer(
-    c: Comparison, trace_name: str, solve_seconds: float, bound: dict[str, Any] | None = None
+    c: Comparison,
+    trace_name: str,
+    solve_seconds: float,
+    bound: dict[str, Any] | None = None,
+    fit: Fit | None = None,
 ) -> dict[str, Any]:
-    """What `simulate --json` prints for a plan that fits; `bound` is what `bound_answer` says of the budget."""
+    """What `simulate --json` prints for a plan within the budget.
+
+    Args:
+        bound: what `bound_answer` says of the budget.
+        fit: whether the step fits the device that was named.
+    """
     return {
-        **_question(c.trace, trace_name, c.plan.planner, solve_seconds, bound),
-        "feasible": True,
+        **_question(c, trace_name, c.plan.planner, solve_seconds, bound),
+        "feasible": fit is None or fit.plan_fits,
         "budget_bytes": c.budget_bytes,
+        "budget_of": c.plan.budget_of,
         "gap_points": gap_points(c, bound),
-        "baseline": _run(c.trace, c.kept, c.kept_timeline),
+        "device_memory": None if fit is None else fit.to_json(),
+        "baseline": _kept(c),
         "plan": {
-            **_run(c.trace, c.planned, c.planned_timeline),
+            **c.planned_figures.headline(),
+            "allocator": _allocator(c.planned_reserved),
+            "peak_by_category": breakdown(c.trace, c.planned, c.planned_timeline).at_peak,
             "overhead_percent": c.overhead_percent,
             "recomputed_ops": c.planned_timeline.recomputed_ops,
             "recomputed_storages": len(c.plan.recomputed),
@@ -37,7 +52,6 @@ def answer(
 
 
 def refusal(
-    trace: Trace,
     trace_name: str,
     kept: Comparison,
     planner: str,
@@ -47,9 +61,9 @@ def refusal(
 ) -> dict[str, Any]:
     """What `simulate --json` prints when no plan fits: the same keys, the plan's figures empty, and why."""
     return {
-        **_question(trace, trace_name, planner, solve_seconds, bound),
+        **_question(kept, trace_name, planner, solve_seconds, bound),
         "feasible": False,
-        "baseline": _run(trace, kept.kept, kept.kept_timeline),
+        "baseline": _kept(kept),
         "plan": {**RunFigures().headline(), "overhead_percent": None, "recomputed_ops": None},
         "message": str(error),
         **error.figures,
@@ -67,26 +81,35 @@ def gap_points(c: Comparison, bound: dict[str, Any] | None) -> float | None:
 
 
 def _question(
-    trace: Trace, trace_name: str, planner: str, solve_seconds: float, bound: dict[str, Any] | None
+    c: Comparison, trace_name: str, planner: str, solve_seconds: float, bound: dict[str, Any] | None
 ) -> dict[str, Any]:
+    trace = c.trace
     return {
         "trace": trace_name,
         "model": trace.meta.model,
         "batch_size": trace.meta.batch_size,
         "target": trace.meta.target,
         "fingerprint": trace.meta.fingerprint,
+        "provenance": caveats.provenance(trace.meta),
+        "alloc_conf": None if c.question is None else c.question.alloc_conf,
         "planner": planner,
         "solve_seconds": round(solve_seconds, 3),
         "bound": bound or {"overhead_percent": None, "reason": NO_BUDGET},
         "gap_points": None,
+        "warnings": list(caveats.warnings(c)),
     }
 
 
-def _run(trace: Trace, schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+def _kept(c: Comparison) -> dict[str, Any]:
     return {
-        **figures(timeline).headline(),
-        "peak_by_category": breakdown(trace, schedule, timeline).at_peak,
+        **c.kept_figures.headline(),
+        "allocator": _allocator(c.kept_reserved),
+        "peak_by_category": breakdown(c.trace, c.kept, c.kept_timeline).at_peak,
     }
+
+
+def _allocator(reserved: Reserved | None) -> dict[str, Any] | None:
+    return None if reserved is None else reserved.to_json()
 
 
 def summary(
@@ -95,11 +118,13 @@ def summary(
     solve_seconds: float,
     plan_path: str | None,
     bound: dict[str, Any] | None = None,
+    fit: Fit | None = None,
 ) -> str:
     """The answer to read."""
     trace, plan, timeline = c.trace, c.plan, c.planned_timeline
     peak = timeline.peak_allocated_bytes
-    limit = f"budget {show_bytes(c.budget_bytes)}" if c.budget_bytes is not None else "no budget given"
+    of = " of reserved memory" if plan.budget_of == RESERVED else ""
+    limit = f"budget {show_bytes(c.budget_bytes)}{of}" if c.budget_bytes is not None else "no budget given"
     lines = [f"{trace_name}: {_what(trace)}"]
     if plan.actions:
         before = c.kept_timeline.peak_allocated_bytes
@@ -122,6 +147,10 @@ def summary(
             f"peak    {show_bytes(peak)} with everything kept, {limit}",
             f"time    {show_time(timeline.step_time_ns)}",
         ]
+    lines += reserved_lines(c)
+    if fit is not None:
+        lines += fit.lines()
+    lines += [f"warning {text}" for text in caveats.warnings(c)]
     lines += _at_peak(c)
     if plan_path:
         lines.append(f"Next: execute {plan_path}")
@@ -130,6 +159,31 @@ def summary(
     elif c.budget_bytes is None:
         lines.append(f"Next: simulate {trace_name} --budget 60% -o plan.json")
     return "\n".join(lines)
+
+
+def reserved_lines(c: Comparison) -> list[str]:
+    """Reserved memory to read, with and without the allocator settings that were asked about."""
+    kept, planned, question = c.kept_reserved, c.planned_reserved, c.question
+    if kept is None or planned is None or question is None:
+        return []
+    both = (kept,) if planned is kept else (kept, planned)
+    peaks = " -> ".join(show_bytes(r.figures.peak_reserved_bytes) for r in both)
+    blocks = show_bytes(planned.figures.peak_allocated_bytes)
+    lines = [
+        f"reserved {peaks} by the caching allocator; {blocks} in blocks, fragmentation "
+        f"{show_percent(100 * planned.figures.fragmentation, digits=1)}; {caveats.provenance(c.trace.meta)}"
+    ]
+    if question.asked:
+        plain = [r.by_default for r in both if r.by_default is not None]
+        default = " -> ".join(show_bytes(f.peak_reserved_bytes) for f in plain)
+        saved = planned.figures.peak_reserved_bytes - plain[-1].peak_reserved_bytes
+        lines.append(
+            f"         with {question.alloc_conf or 'no settings'}; without: {default}, so it changes "
+            f"{show_percent(100 * saved / max(1, plain[-1].peak_reserved_bytes), signed=True, digits=1)}"
+        )
+    elif question.alloc_conf:
+        lines.append(f"         with {question.alloc_conf}, as recorded")
+    return lines
 
 
 def _at_peak(c: Comparison) -> list[str]:

@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from simulator.cli_device import (
+    DEVICE,
+    Asked,
+    alloc_conf_option,
+    budget_of_option,
+    device_options,
+)
 from simulator.cli_options import planning_options
 from simulator.cli_replay import replay_command
 from simulator.cli_torch_budget import torch_budget_command
-from traces.commands import DefaultGroup
+from traces.commands import DefaultGroup, Refused
 from traces.errors import BudgetError, SpecError
+from traces.plan import ALLOCATED, RESERVED
 
 if TYPE_CHECKING:
     from simulator.planners.limits import Limits
@@ -22,7 +30,6 @@ if TYPE_CHECKING:
 
 DEFAULT_COMMAND = ""  # a name that no trace can have
 WITHOUT_BUDGET = "keep-all"  # the planner when no budget is given
-UNLIMITED_BYTES = 1 << 62
 
 
 class SimulateGroup(DefaultGroup):
@@ -70,7 +77,12 @@ def main() -> None:
 
 @main.command(DEFAULT_COMMAND, hidden=True)
 @click.argument("trace_name", metavar="TRACE")
-@click.option("--budget", help="Bytes, a size such as 8GiB, or a share of the keep-all peak such as 60%.")
+@click.option(
+    "--budget",
+    help="Bytes, a size such as 8GiB, a share of the keep-all peak such as 60%, or `device`: what the device has.",
+)
+@budget_of_option
+@device_options
 @click.option("--planner", help="Which planner (default: mu-two; see `simulate planners`).")
 @planning_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
@@ -81,6 +93,8 @@ def main() -> None:
 def plan_command(
     trace_name: str,
     budget: str | None,
+    budget_of: str,
+    asked: Asked,
     planner: str | None,
     limits: Limits,
     output: Path | None,
@@ -92,26 +106,29 @@ def plan_command(
     """Simulate one trace."""
     say = progress(quiet)
     planner = known_planner(planner, WITHOUT_BUDGET if budget is None else whole_or_none(limits))
-    if budget is not None:
+    if budget is not None and budget != DEVICE:
         check_budget_text(budget)
+    asked.check()
     if output is not None:
         refuse_to_replace(output, force)
 
-    from dataclasses import replace
-
     from simulator.answer import answer, refusal, summary
     from simulator.budget import parse_budget
-    from simulator.comparison import compare
-    from simulator.planners import plan_with
+    from simulator.fit import fit
     from simulator.planners.outcome import Refusal
-    from traces.plan import Plan
+    from simulator.planning import keep_all, planned, whole_bytes
     from traces.store import load
 
     trace = load(trace_name)
-    kept = compare(trace, Plan(meta=trace.meta), None)
+    question, device = asked.question(trace.meta), asked.device(trace.meta)
+    kept = keep_all(trace, question)
     budget_bytes = None
-    if budget is not None:
-        budget_bytes = parse_budget(budget, kept.kept_timeline.peak_allocated_bytes)
+    if budget == DEVICE:
+        if device is None:
+            raise SpecError("--budget device: name the device with --gpu or --device-memory.")
+        budget_bytes, budget_of = device.usable_bytes, ALLOCATED if question is None else RESERVED
+    elif budget is not None:
+        budget_bytes = parse_budget(budget, whole_bytes(kept, budget_of))
     bound = None
     if budget_bytes is not None:
         from simulator.bounds.bound import bound_answer
@@ -121,26 +138,35 @@ def plan_command(
     say(f"planning with {planner}")
     start = time.perf_counter()
     try:
-        plan = plan_with(planner, trace, UNLIMITED_BYTES if budget_bytes is None else budget_bytes, limits)
+        c = planned(
+            trace,
+            planner,
+            limits,
+            budget_bytes=budget_bytes,
+            budget_of=budget_of,
+            question=question,
+            progress=say,
+        )
     except Refusal as error:
         if as_json:
             seconds = time.perf_counter() - start
-            click.echo(json.dumps(refusal(trace, trace_name, kept, planner, error, seconds, bound)))
+            click.echo(json.dumps(refusal(trace_name, kept, planner, error, seconds, bound)))
         raise
     seconds = time.perf_counter() - start
-    plan = replace(plan, budget_bytes=budget_bytes)
-    c = compare(trace, plan, budget_bytes)
+    fits = fit(c, device)
     if output is not None:
-        plan.save(output)
+        c.plan.save(output)
     if report is not None:
-        from simulator.report.simulation import write_simulation
+        from simulator.report.simulation import write_comparison
 
         say(f"writing {report}")
-        write_simulation(report, trace, plan, budget_bytes)
+        write_comparison(report, c, fits)
     if as_json:
-        click.echo(json.dumps(answer(c, trace_name, seconds, bound)))
+        click.echo(json.dumps(answer(c, trace_name, seconds, bound, fits)))
     else:
-        click.echo(summary(c, trace_name, seconds, None if output is None else str(output), bound))
+        click.echo(summary(c, trace_name, seconds, None if output is None else str(output), bound, fits))
+    if fits is not None and not fits.plan_fits:
+        raise Refused(f"it does not fit {fits.device.name}: {fits.message}.", 1)
 
 
 @main.command("sweep")
@@ -149,6 +175,8 @@ def plan_command(
 @click.option(
     "--budget", required=True, help="As in `simulate TRACE --budget`; a share is of each batch's own peak."
 )
+@budget_of_option
+@alloc_conf_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-sweep).")
 @click.option("--planner", help="Which planner (default: mu-two).")
 @planning_options
@@ -166,6 +194,8 @@ def sweep_command(
     model: str,
     batch_sizes: str,
     budget: str,
+    budget_of: str,
+    alloc_conf: str | None,
     output: Path | None,
     planner: str | None,
     limits: Limits,
@@ -197,11 +227,15 @@ def sweep_command(
                 f"--trace-option {text!r} names no option; give KEY=VALUE, such as image-size=256."
             )
         words += [f"--{key}", value] if separator else [f"--{key}"]
+    asked = Asked(alloc_conf=alloc_conf)
+    asked.check()
     name = Path(model.rpartition(":")[0]).stem if ".py:" in model else model
     request = SweepRequest(
         model=model,
         batch_sizes=parse_batch_sizes(batch_sizes),
         budget=budget,
+        budget_of=budget_of,
+        alloc_conf=alloc_conf,
         planner=known_planner(planner, whole_or_none(limits)),
         limits=limits,
         directory=output or Path(f"{name}-sweep"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from simulator.allocator.question import Question, Reserved, reserve
 from simulator.engine import run
 from simulator.graph import Graph, analyse
+from simulator.planners.outcome import figures, predicted
 from simulator.schedule import Schedule, build
 from simulator.timeline import Timeline
+from traces.measurement import RunFigures
 from traces.plan import Plan
 from traces.trace import Trace
 
@@ -24,6 +28,28 @@ class Comparison:
     planned: Schedule
     planned_timeline: Timeline
     budget_bytes: int | None
+    question: Question | None = None  # None: no caching allocator, or not asked
+    kept_reserved: Reserved | None = None
+    planned_reserved: Reserved | None = None
+
+    @property
+    def kept_figures(self) -> RunFigures:
+        """The headline figures with everything kept."""
+        reserved = self.kept_reserved
+        return figures(self.kept_timeline, None if reserved is None else reserved.figures)
+
+    @property
+    def planned_figures(self) -> RunFigures:
+        """The headline figures with the plan."""
+        reserved = self.planned_reserved
+        return figures(self.planned_timeline, None if reserved is None else reserved.figures)
+
+    def predicted(self) -> dict[str, Any]:
+        """The figures that the plan's file carries."""
+        pair = (self.kept_reserved, self.planned_reserved)
+        return predicted(
+            self.kept_timeline, self.planned_timeline, *(None if r is None else r.figures for r in pair)
+        )
 
     @property
     def overhead_percent(self) -> float:
@@ -46,3 +72,12 @@ def compare(trace: Trace, plan: Plan, budget_bytes: int | None) -> Comparison:
         planned_timeline=run(trace, planned, graph),
         budget_bytes=budget_bytes,
     )
+
+
+def with_reserved(c: Comparison, question: Question | None) -> Comparison:
+    """The same with the answers to a question about reserved memory; without a question nothing is added."""
+    if question is None:
+        return c
+    kept = reserve(c.trace, c.graph, c.kept, question)
+    planned = kept if c.planned == c.kept else reserve(c.trace, c.graph, c.planned, question)
+    return replace(c, question=question, kept_reserved=kept, planned_reserved=planned)

@@ -20,7 +20,7 @@ from simulator.planners.limits import DEFAULTS, Limits
 from traces.errors import BudgetError, LowtideError, TraceError
 from traces.files import write_text
 from traces.measurement import RunFigures
-from traces.plan import Plan
+from traces.plan import ALLOCATED
 from traces.trace import PARAMETER, Trace, canonical_json
 
 SWEEP_VERSION: Final = 1
@@ -56,6 +56,8 @@ class SweepRow:
     plan_path: str = ""  # relative to the sweep's own file
     trace_path: str = ""
     message: str = ""
+    budget_of: str = ALLOCATED  # what the budget limits
+    warnings: tuple[str, ...] = ()  # what must be said beside the predicted figures
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SweepRow:
@@ -63,6 +65,7 @@ class SweepRow:
         for key in ("baseline", "plan"):
             values[key] = RunFigures.from_json(values[key])
         values["measured"] = {k: RunFigures.from_json(v) for k, v in values.get("measured", {}).items()}
+        values["warnings"] = tuple(values.get("warnings", ()))
         return cls(**values)
 
 
@@ -127,6 +130,8 @@ class SweepRequest:
     planner: str
     directory: Path
     limits: Limits = DEFAULTS
+    budget_of: str = ALLOCATED
+    alloc_conf: str | None = None  # None: as the traces were recorded
     tracer_options: tuple[str, ...] = ()  # further words for `trace`, such as --seq-len 512
 
 
@@ -202,13 +207,13 @@ def _source_digest(model: str) -> str:
 
 
 def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) -> SweepRow:
-    from simulator.comparison import compare
+    from simulator.allocator.question import ask
     from simulator.engine import breakdown
-    from simulator.planners import plan_with
-    from simulator.planners.outcome import figures
+    from simulator.planning import keep_all, planned, whole_bytes
 
-    kept = compare(trace, Plan(meta=trace.meta), None)
-    budget_bytes = parse_budget(request.budget, kept.kept_timeline.peak_allocated_bytes)
+    question = ask(trace.meta, request.alloc_conf)
+    kept = keep_all(trace, question)
+    budget_bytes = parse_budget(request.budget, whole_bytes(kept, request.budget_of))
     sts = trace.storages
     row = SweepRow(
         model=request.model,
@@ -216,7 +221,8 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) 
         planner=request.planner,
         budget_bytes=budget_bytes,
         feasible=False,
-        baseline=figures(kept.kept_timeline),
+        budget_of=request.budget_of,
+        baseline=kept.kept_figures,
         plan=RunFigures(),
         overhead_percent=None,
         recomputed_ops=0,
@@ -228,21 +234,29 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) 
         storages=len(sts),
         flops=sum(trace.ops.flops),
         trace_path=directory.name,
+        warnings=tuple(kept.plan.predicted["warnings"]),
     )
     plan_path = request.directory / f"plan-b{batch_size}.json"
     try:
-        plan = plan_with(request.planner, trace, budget_bytes, request.limits)
+        c = planned(
+            trace,
+            request.planner,
+            request.limits,
+            budget_bytes=budget_bytes,
+            budget_of=request.budget_of,
+            question=question,
+        )
     except BudgetError as error:
         plan_path.unlink(missing_ok=True)  # of an earlier sweep with another budget
         return replace(row, message=str(error))
-    plan.save(plan_path)
-    c = compare(trace, plan, budget_bytes)
+    c.plan.save(plan_path)
     return replace(
         row,
         feasible=True,
-        plan=figures(c.planned_timeline),
+        plan=c.planned_figures,
         overhead_percent=c.overhead_percent,
         recomputed_ops=c.planned_timeline.recomputed_ops,
         breakdown_plan=breakdown(trace, c.planned, c.planned_timeline).at_peak,
         plan_path=plan_path.name,
+        warnings=tuple(c.plan.predicted["warnings"]),
     )

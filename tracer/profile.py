@@ -14,6 +14,7 @@ import abc
 import contextlib
 import functools
 import operator
+import os
 import statistics
 import sys
 import time
@@ -191,10 +192,16 @@ def _filled(trace: Trace, times: list[int], events: list[tuple[int, ...]], devic
             trace.meta,
             mode="real",
             device=device,
+            alloc_conf=_alloc_conf() if device.startswith("cuda") else "",
             target=name,
             workspace={MEASURED: sum(1 for f in ops.flags if not f & VIEW)},
         ),
     )
+
+
+def _alloc_conf() -> str:
+    """The settings of CUDA's allocator, under either name of the variable."""
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
 
 
 def _settle(events: tuple[int, ...], created: int) -> tuple[int, ...]:

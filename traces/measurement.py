@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from traces.errors import TraceError
 from traces.files import write_text
+from traces.plan import ALLOCATED, RESERVED
 from traces.trace import canonical_json
 
 MEASUREMENT_VERSION: Final = 1
@@ -17,19 +18,28 @@ MEASUREMENT_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """The figures of one way to run the step, predicted or measured; None: not known for this device."""
+    """The figures of one way to run the step, predicted or measured; None: not known for this device.
+
+    `peak_allocated_bytes` are the bytes that the step asked for: the sum of its tensors and of what ops use inside.
+    The CPU's allocator hands out as much; CUDA's rounds up, so there `peak_block_bytes` is beside it, the bytes of the
+    blocks handed out. In torch's memory_stats() the three are requested_bytes.all.peak, allocated_bytes.all.peak
+    (which is also torch.cuda.max_memory_allocated()) and reserved_bytes.all.peak.
+    """
 
     peak_allocated_bytes: int | None = None
+    peak_block_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     step_time_ns: int | None = None
     # The spread behind the figures: the peak of each iteration, and every timed step.
     peaks_bytes: tuple[int, ...] = ()
     times_ns: tuple[int, ...] = ()
+    reserved_bytes: tuple[int, ...] = ()  # at the end of each iteration
 
     def headline(self) -> dict[str, int | None]:
-        """The three figures that every `--json` shows."""
+        """The four figures that every `--json` shows."""
         return {
             "peak_allocated_bytes": self.peak_allocated_bytes,
+            "peak_block_bytes": self.peak_block_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "step_time_ns": self.step_time_ns,
         }
@@ -38,10 +48,12 @@ class RunFigures:
     def from_json(cls, data: Mapping[str, Any]) -> RunFigures:
         return cls(
             peak_allocated_bytes=data.get("peak_allocated_bytes"),
+            peak_block_bytes=data.get("peak_block_bytes"),
             peak_reserved_bytes=data.get("peak_reserved_bytes"),
             step_time_ns=data.get("step_time_ns"),
             peaks_bytes=tuple(data.get("peaks_bytes", ())),
             times_ns=tuple(data.get("times_ns", ())),
+            reserved_bytes=tuple(data.get("reserved_bytes", ())),
         )
 
 
@@ -78,6 +90,20 @@ class Measurement:
     verified: bool | None = None
     max_abs_difference: Mapping[str, float] = field(default_factory=dict)
     steps: int = 0
+    budget_of: str = ALLOCATED  # what the budget limits
+    warnings: tuple[str, ...] = ()  # what the plan said beside its prediction
+
+    @property
+    def limited_bytes(self) -> int | None:
+        """The measured peak that the budget limits."""
+        of_reserved = self.budget_of == RESERVED
+        return self.measured.peak_reserved_bytes if of_reserved else self.measured.peak_allocated_bytes
+
+    @property
+    def within_budget(self) -> bool | None:
+        """Whether the measured peak is within the budget; None where either is unknown."""
+        peak = self.limited_bytes
+        return None if self.budget_bytes is None or peak is None else peak <= self.budget_bytes
 
     def to_json(self) -> dict[str, Any]:
         out = asdict(self)
@@ -99,6 +125,7 @@ class Measurement:
             values = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
             for key in ("predicted", "measured", "keep_all_predicted", "keep_all", "eager"):
                 values[key] = RunFigures.from_json(values[key])
+            values["warnings"] = tuple(values.get("warnings", ()))
             return cls(**values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TraceError(f"{path}: not a measurement ({error}); run `execute` again.") from None

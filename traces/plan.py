@@ -34,6 +34,8 @@ PLAN_VERSION: Final = 1
 RECOMPUTE: Final = "recompute"
 SAVE: Final = "save"
 EXACT: Final = "exact"
+ALLOCATED: Final = "allocated"  # what a budget limits: the bytes that the step asks for
+RESERVED: Final = "reserved"  # or what CUDA's allocator takes from the device for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class Plan:
     actions: tuple[Action, ...] = ()
     planner: str = ""
     budget_bytes: int | None = None
+    budget_of: str = ALLOCATED  # or RESERVED
     exactness: str = EXACT  # exact: gradients equal those of the unplanned step
     predicted: Mapping[str, Any] = field(default_factory=dict)
     constraints: Mapping[str, Any] = field(default_factory=dict)  # what the user forbade; empty: nothing
@@ -81,6 +84,7 @@ class Plan:
             "trace": self.meta.to_json(),
             "planner": self.planner,
             "budget_bytes": self.budget_bytes,
+            "budget_of": self.budget_of,
             "exactness": self.exactness,
             "predicted": dict(self.predicted),
             "constraints": dict(self.constraints),
@@ -128,6 +132,7 @@ class Plan:
                 meta=TraceMeta.from_json(data["trace"]),
                 planner=str(data["planner"]),
                 budget_bytes=None if budget is None else int(budget),
+                budget_of=_budget_of(data),
                 exactness=str(data["exactness"]),
                 predicted=dict(data["predicted"]),
                 constraints=dict(data.get("constraints", {})),
@@ -137,6 +142,13 @@ class Plan:
             raise PlanError(
                 f"malformed plan ({type(error).__name__}: {error}); make it again with `simulate`."
             ) from None
+
+
+def _budget_of(data: Mapping[str, Any]) -> str:
+    of = data.get("budget_of", ALLOCATED)  # plans from before it limited what is allocated
+    if of not in (ALLOCATED, RESERVED):
+        raise ValueError(f"budget_of is {of!r} and should be {ALLOCATED} or {RESERVED}")
+    return str(of)
 
 
 def _action(data: dict[str, Any]) -> Action:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from simulator.allocator.reserved import ReservedFigures
 from simulator.breaches import breach
 from simulator.engine import run
 from simulator.graph import Graph, floor
@@ -81,22 +82,32 @@ def _kept_by_constraint(trace: Trace, graph: Graph) -> list[int]:
     ]
 
 
-def predicted(baseline: Timeline, planned: Timeline) -> dict[str, Any]:
+def predicted(
+    baseline: Timeline,
+    planned: Timeline,
+    baseline_reserved: ReservedFigures | None = None,
+    planned_reserved: ReservedFigures | None = None,
+) -> dict[str, Any]:
     """The figures that a plan carries: of the step with everything kept, and with the plan."""
     added_ns = planned.step_time_ns - baseline.step_time_ns
     return {
-        "baseline": figures(baseline).headline(),
+        "baseline": figures(baseline, baseline_reserved).headline(),
         "plan": {
-            **figures(planned).headline(),
+            **figures(planned, planned_reserved).headline(),
             "overhead_percent": round(percent(added_ns, baseline.step_time_ns), 4),
             "recomputed_ops": planned.recomputed_ops,
         },
     }
 
 
-def figures(timeline: Timeline) -> RunFigures:
-    """A timeline's headline figures; reserved memory is not predicted yet."""
-    return RunFigures(peak_allocated_bytes=timeline.peak_allocated_bytes, step_time_ns=timeline.step_time_ns)
+def figures(timeline: Timeline, reserved: ReservedFigures | None = None) -> RunFigures:
+    """A timeline's headline figures; without `reserved`, what CUDA's allocator makes of it is unknown."""
+    return RunFigures(
+        peak_allocated_bytes=timeline.peak_allocated_bytes,
+        peak_block_bytes=None if reserved is None else reserved.peak_allocated_bytes,
+        peak_reserved_bytes=None if reserved is None else reserved.peak_reserved_bytes,
+        step_time_ns=timeline.step_time_ns,
+    )
 
 
 def percent(part: int, whole: int) -> float:

@@ -30,6 +30,7 @@ COLOURS: Final = {
     "workspace": "#3f4657",
 }
 BUDGET_COLOUR: Final = "#b42318"
+RESERVED_COLOUR: Final = "#5b21b6"
 MEASURED_COLOUR: Final = "#111827"
 PHASE_COLOURS: Final = ("#eef4fb", "#fdf3e7", "#f1eef8")
 POINTS: Final = 1400  # of a drawn line, at most: more than a page has pixels across
@@ -126,6 +127,7 @@ def memory_over_step(
     extent: Extent,
     *,
     budget_bytes: int | None = None,
+    reserved_bytes: int | None = None,
     measured_curve: Sequence[tuple[int, int]] | None = None,
     name: str = "plan",
 ) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def memory_over_step(
 
     The horizontal axis is time or the step's number, as the parameter `clock` says (`time` or `steps`). Each
     step is drawn at the most that is allocated while it runs. `measured_curve`: (time in ns, allocated bytes)
-    of a real run, drawn over the areas when the axis is time.
+    of a real run, drawn over the areas when the axis is time. `reserved_bytes`: a dotted line.
     """
     alt = altair()
     ops = trace.ops
@@ -182,7 +184,16 @@ def memory_over_step(
     )
     marks = [*_phases(trace, schedule, timeline, x), areas]
     if budget_bytes is not None:
-        marks += _budget(budget_bytes / unit, f"budget {budget_bytes / unit:,.2f} {unit_name}", y_scale)
+        marks += _level(
+            budget_bytes / unit,
+            f"budget {budget_bytes / unit:,.2f} {unit_name}",
+            y_scale,
+            BUDGET_COLOUR,
+            [6, 4],
+        )
+    if reserved_bytes is not None:
+        label = f"reserved {reserved_bytes / unit:,.2f} {unit_name}"
+        marks += _level(reserved_bytes / unit, label, y_scale, RESERVED_COLOUR, [1, 3])
     if measured_curve:
         curve = [
             measured_curve[k] for k in thin([b for _, b in measured_curve], [t for t, _ in measured_curve])
@@ -277,17 +288,16 @@ def _peak(
     ]
 
 
-def _budget(value: float, label: str, scale: Any) -> list[Any]:
+def _level(value: float, label: str, scale: Any, colour: str, dash: list[int]) -> list[Any]:
+    """A horizontal line with its label."""
     alt = altair()
-    base = alt.Chart(table(["budget", "label"], [(value, label)], ["label"]))
+    base = alt.Chart(table(["level", "label"], [(value, label)], ["label"]))
     look = {"align": "right", "baseline": "bottom", "dx": -4, "dy": -3, "fontSize": 11}
-    where = {"y": alt.Y("budget:Q").scale(scale), "x": alt.value("width"), "text": "label:N"}
+    where = {"y": alt.Y("level:Q").scale(scale), "x": alt.value("width"), "text": "label:N"}
     return [
-        base.mark_rule(color=BUDGET_COLOUR, strokeDash=[6, 4], strokeWidth=1.5).encode(
-            alt.Y("budget:Q").scale(scale)
-        ),
+        base.mark_rule(color=colour, strokeDash=dash, strokeWidth=1.5).encode(alt.Y("level:Q").scale(scale)),
         base.mark_text(**look, stroke="white", strokeWidth=3, opacity=0.8).encode(**where),
-        base.mark_text(**look, color=BUDGET_COLOUR).encode(**where),
+        base.mark_text(**look, color=colour).encode(**where),
     ]
 
 

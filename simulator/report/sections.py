@@ -31,6 +31,10 @@ from traces.trace import CATEGORIES, FLAG_NAMES, Trace
 HOLDERS: Final = 20  # rows of the table of the largest storages at the peak
 ROWS: Final = 150  # rows of the long tables
 
+RESERVED_LINE: Final = (
+    " The dotted line is what the caching allocator has reserved once the step has settled."
+)
+
 
 def memory_blocks(
     c: Comparison, measured_curve: Sequence[tuple[int, int]] | None = None
@@ -38,7 +42,20 @@ def memory_blocks(
     """Two stacked areas with common scales, with everything kept and with the plan."""
     pair = (c.kept_timeline, c.planned_timeline)
     curve = _stretched(measured_curve or (), c.planned_timeline.step_time_ns)
-    top = max([1, c.budget_bytes or 0, *(t.peak_allocated_bytes for t in pair), *(b for _, b in curve)])
+    levels = {
+        name: reserved.figures.peak_reserved_bytes
+        for name, reserved in (("kept", c.kept_reserved), ("plan", c.planned_reserved))
+        if reserved is not None
+    }
+    top = max(
+        [
+            1,
+            c.budget_bytes or 0,
+            *levels.values(),
+            *(t.peak_allocated_bytes for t in pair),
+            *(b for _, b in curve),
+        ]
+    )
     extent = charts.Extent(
         top_bytes=top,
         end_ns=max([1, *(t.step_time_ns for t in pair)]),
@@ -55,6 +72,7 @@ def memory_blocks(
             timeline,
             extent,
             budget_bytes=c.budget_bytes,
+            reserved_bytes=levels.get(name),
             measured_curve=curve if name == "plan" else None,
             name=name,
         )
@@ -70,7 +88,7 @@ def memory_blocks(
         Text(
             text="Bytes allocated while each op runs, by category. Long timelines are thinned so that the "
             "highest and the lowest point of every stretch stay. Drag to move, hold Shift and turn the wheel to "
-            "zoom, double-click to reset." + (line if curve else "")
+            "zoom, double-click to reset." + (line if curve else "") + (RESERVED_LINE if levels else "")
         ),
         switch,
         *drawn,

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from simulator.comparison import Comparison, compare
+from simulator import caveats
+from simulator.allocator.question import ask
+from simulator.comparison import Comparison, compare, with_reserved
+from simulator.fit import Fit
 from simulator.report.page import (
     Block,
+    Cell,
     Figure,
     Figures,
     Page,
@@ -21,12 +25,27 @@ from simulator.report.page import (
     write_page,
 )
 from simulator.report.sections import activation_blocks, memory_blocks, peak_blocks, recompute_blocks
+from traces.measurement import RunFigures
 from traces.people import show_bytes, show_percent, show_time
-from traces.plan import Plan
+from traces.plan import RESERVED, Plan
 from traces.trace import Trace, TraceMeta
 
 if TYPE_CHECKING:
     from simulator.sweep import Sweep
+
+
+def write_comparison(path: str | Path, c: Comparison, fits: Fit | None = None) -> Path:
+    """Write the page for a comparison, whole or not at all; `fits`: the answer about a device.
+
+    Raises:
+        EnvironmentProblem: a package that reports need is not installed.
+    """
+    page = Page(
+        title=f"{c.trace.meta.model}: memory of one training step",
+        subtitle=describe(c.trace.meta) + f" · planner {c.plan.planner or 'none'}",
+        sections=(Section(title="Headline", blocks=headline(c, fits)), *simulation_sections(c)),
+    )
+    return write_page(path, page)
 
 
 def write_simulation(path: str | Path, trace: Trace, plan: Plan, budget_bytes: int | None) -> Path:
@@ -36,13 +55,7 @@ def write_simulation(path: str | Path, trace: Trace, plan: Plan, budget_bytes: i
         EnvironmentProblem: a package that reports need is not installed.
         PlanError: the plan does not fit the trace.
     """
-    c = compare(trace, plan, budget_bytes)
-    page = Page(
-        title=f"{trace.meta.model}: memory of one training step",
-        subtitle=describe(trace.meta) + f" · planner {plan.planner or 'none'}",
-        sections=(Section(title="Headline", blocks=headline(c)), *simulation_sections(c)),
-    )
-    return write_page(path, page)
+    return write_comparison(path, with_reserved(compare(trace, plan, budget_bytes), ask(trace.meta)))
 
 
 def write_sweep(
@@ -99,8 +112,8 @@ def provenance(trace: Trace) -> str:
     )
 
 
-def headline(c: Comparison) -> tuple[Block, ...]:
-    """The figures to read first: peaks, times, budget."""
+def headline(c: Comparison, fits: Fit | None = None) -> tuple[Block, ...]:
+    """The figures to read first: peaks, times, budget, and what must be said beside them."""
     before, after = c.kept_timeline, c.planned_timeline
     saved = before.peak_allocated_bytes - after.peak_allocated_bytes
     share = 100.0 * saved / before.peak_allocated_bytes if before.peak_allocated_bytes else 0.0
@@ -121,29 +134,51 @@ def headline(c: Comparison) -> tuple[Block, ...]:
             detail=f"{after.recomputed_ops:,} ops run again for {len(c.plan.recomputed):,} storages",
         ),
     ]
-    if c.budget_bytes is not None:
-        fits = after.peak_allocated_bytes <= c.budget_bytes
-        room = abs(c.budget_bytes - after.peak_allocated_bytes)
+    if c.kept_reserved is not None and c.planned_reserved is not None:
+        before_reserved, reserved = c.kept_reserved.figures, c.planned_reserved.figures
         figures.append(
             Figure(
-                label="Budget",
-                value=show_bytes(c.budget_bytes),
-                detail=f"feasible: {show_bytes(room)} below"
-                if fits
-                else f"not met: {show_bytes(room)} too much",
-                tone="good" if fits else "bad",
+                label="Reserved with the plan",
+                value=show_bytes(reserved.peak_reserved_bytes),
+                detail=f"{show_bytes(before_reserved.peak_reserved_bytes)} with everything kept; fragmentation "
+                f"{show_percent(100 * reserved.fragmentation, digits=1)}",
             )
         )
-    rows = (
+    if c.budget_bytes is not None:
+        of_reserved = c.plan.budget_of == RESERVED and c.planned_reserved is not None
+        peak = c.planned_figures.peak_reserved_bytes if of_reserved else after.peak_allocated_bytes
+        assert peak is not None
+        within = peak <= c.budget_bytes
+        room = abs(c.budget_bytes - peak)
+        figures.append(
+            Figure(
+                label="Budget of reserved memory" if of_reserved else "Budget",
+                value=show_bytes(c.budget_bytes),
+                detail=f"feasible: {show_bytes(room)} below"
+                if within
+                else f"not met: {show_bytes(room)} too much",
+                tone="good" if within else "bad",
+            )
+        )
+    if fits is not None:
+        figures.append(
+            Figure(
+                label=f"Fits {fits.device.name}",
+                value="yes" if fits.plan_fits else "no",
+                detail=f"{show_bytes(fits.left_bytes)} left" if fits.plan_fits else fits.message,
+                tone="good" if fits.plan_fits else "bad",
+            )
+        )
+    rows: tuple[tuple[Cell | str, ...], ...] = (
         (
             "everything kept",
-            bytes_cell(before.peak_allocated_bytes),
+            *_memory_cells(c.kept_figures),
             time_cell(before.step_time_ns),
             percent_cell(0.0),
         ),
         (
             f"plan ({c.plan.planner or 'no planner named'})",
-            bytes_cell(after.peak_allocated_bytes),
+            *_memory_cells(c.planned_figures),
             time_cell(after.step_time_ns),
             percent_cell(c.overhead_percent, signed=True),
         ),
@@ -151,10 +186,45 @@ def headline(c: Comparison) -> tuple[Block, ...]:
     return (
         Figures(figures=tuple(figures)),
         Text(text=provenance(c.trace) + " Every figure in this section is predicted.", tone="note"),
+        *(Text(text=text, tone="warning") for text in caveats.warnings(c)),
         Table(
-            columns=("run", "peak allocated", "step time", "overhead"),
+            columns=("run", "peak allocated", "in blocks", "peak reserved", "step time", "overhead"),
             rows=rows,
+            numbers=frozenset({1, 2, 3, 4, 5}),
+        ),
+        *_what_if(c),
+    )
+
+
+def _memory_cells(run: RunFigures) -> tuple[Cell, ...]:
+    return (
+        bytes_cell(run.peak_allocated_bytes),
+        bytes_cell(run.peak_block_bytes),
+        bytes_cell(run.peak_reserved_bytes),
+    )
+
+
+def _what_if(c: Comparison) -> tuple[Block, ...]:
+    """Reserved memory with and without the allocator settings that were asked about."""
+    if c.question is None or not c.question.asked:
+        return ()
+    rows = []
+    for way, reserved in (("everything kept", c.kept_reserved), ("with the plan", c.planned_reserved)):
+        if reserved is not None and reserved.by_default is not None:
+            with_it, without = reserved.figures.peak_reserved_bytes, reserved.by_default.peak_reserved_bytes
+            change = percent_cell(100 * (with_it - without) / max(1, without), signed=True)
+            rows.append((way, bytes_cell(without), bytes_cell(with_it), change))
+    return (
+        Table(
+            columns=(
+                "run",
+                "reserved by default",
+                f"with {c.question.alloc_conf or 'no settings'}",
+                "change",
+            ),
+            rows=tuple(rows),
             numbers=frozenset({1, 2, 3}),
+            caption="Would these settings of PYTORCH_ALLOC_CONF help?",
         ),
     )
 

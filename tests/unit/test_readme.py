@@ -239,7 +239,7 @@ def test_every_key_of_simulates_json_is_documented() -> None:
     keys = {*data, *data["plan"]}
     with pytest.raises(Refusal) as refused:
         plan_with("mu-two", record, 1)
-    keys |= {*refusal(record, "t", kept, "mu-two", refused.value, 0.0)}
+    keys |= {*refusal("t", kept, "mu-two", refused.value, 0.0)}
     assert keys <= quoted(section(README, "JSON and exit codes"))
 
 

@@ -190,12 +190,12 @@ def test_report_is_handed_trace_plan_and_budget(
     network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("simulator.report.simulation.write_simulation", lambda *args: seen.append(args))
+    monkeypatch.setattr("simulator.report.simulation.write_comparison", lambda *args: seen.append(args))
     page = tmp_path / "page.html"
     assert simulate(network, "--budget", "60%", "--report", page).exit_code == 0
-    ((path, of, plan, budget_bytes),) = seen
-    assert (path, of) == (page, load(network))
-    assert plan.budget_bytes == budget_bytes
+    ((path, c, fits),) = seen
+    assert (path, c.trace, fits) == (page, load(network), None)
+    assert c.plan.budget_bytes == c.budget_bytes == c.kept_timeline.peak_allocated_bytes * 60 // 100
 
 
 def test_planners_are_listed() -> None:
@@ -379,7 +379,7 @@ def test_the_limits_reach_the_planner(
         seen.append((limits.seconds, limits.seed))
         return plan_with(name, trace, budget_bytes, limits)
 
-    monkeypatch.setattr("simulator.planners.plan_with", spy)
+    monkeypatch.setattr("simulator.planning.plan_with", spy)
     words = ["--budget", "90%", "--seconds", "1.5", "--seed", "3"]
     directory = save(chain(9, size=100), tmp_path / "t")
     assert simulate(directory, *words).exit_code == 0

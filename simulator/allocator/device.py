@@ -1,0 +1,108 @@
+"""Turn a device's name or size into the memory that one training process can have of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from simulator.allocator.settings import MIB
+from simulator.budget import parse_budget
+from traces.devices import device
+from traces.errors import SpecError
+from traces.people import show_bytes
+
+# What the driver and the loaded libraries keep of a GPU beside torch's allocator. It is in none of torch's figures and
+# differs between GPUs, drivers and libraries: from 0.3 to over 1 GiB has been reported. Assumed, not measured here.
+CONTEXT_BYTES: Final = 512 * MIB
+CPU: Final = "cpu"
+CUDA: Final = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """A device's memory, and what of it the training step cannot have."""
+
+    name: str
+    kind: str  # cuda or cpu
+    memory_bytes: int
+    context_bytes: int = 0
+    reserve_bytes: int = 0
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is left for the allocator; at least nothing."""
+        return max(0, self.memory_bytes - self.context_bytes - self.reserve_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "device": self.name,
+            "memory_bytes": self.memory_bytes,
+            "context_bytes": self.context_bytes,
+            "reserve_bytes": self.reserve_bytes,
+            "usable_bytes": self.usable_bytes,
+        }
+
+    def describe(self) -> str:
+        """`A100-40: 40.00 GiB, less 512.00 MiB for the CUDA context (assumed)`."""
+        parts = [f"{self.name}: {show_bytes(self.memory_bytes)}"]
+        if self.context_bytes:
+            assumed = " (assumed)" if self.context_bytes == CONTEXT_BYTES else ""
+            parts.append(f"less {show_bytes(self.context_bytes)} for the CUDA context{assumed}")
+        if self.reserve_bytes:
+            parts.append(f"less {show_bytes(self.reserve_bytes)} in reserve")
+        return ", ".join(parts)
+
+
+def device_memory(
+    kind: str,
+    *,
+    gpu: str | None = None,
+    memory: str | None = None,
+    context: str | None = None,
+    reserve: str | None = None,
+) -> DeviceMemory | None:
+    """What the user named; None if that is nothing.
+
+    Args:
+        kind: of the trace that is to fit, cuda or cpu.
+        gpu: an entry of the device table; memory: a size such as 40GiB, instead of the entry's or without one.
+        context: what the CUDA context takes; None: the assumed value on a GPU, nothing on the CPU.
+        reserve: what shall stay free, a size or a share of the memory such as 2%.
+
+    Raises:
+        SpecError: no such device, no size, or a device of another kind than the trace's.
+    """
+    if gpu is None and memory is None:
+        if context is not None or reserve is not None:
+            raise SpecError(
+                "--context and --reserve are parts of a device's memory; name one with --gpu or --device-memory."
+            )
+        return None
+    entry = None if gpu is None else device(gpu)
+    if entry is not None and entry.kind != kind:
+        other = "trace it with --target NAME" if entry.kind == CUDA else "give the GPU that it was traced for"
+        raise SpecError(
+            f"--gpu {gpu}: the trace holds the graph of a {kind.upper()} and this device is a "
+            f"{entry.kind.upper()}; {other}."
+        )
+    if memory is not None:
+        total = _size("--device-memory", memory)
+    else:
+        assert entry is not None
+        total = entry.memory_bytes
+    kept = 0 if kind == CPU else CONTEXT_BYTES
+    if context is not None:
+        kept = 0 if context.strip() == "0" else _size("--context", context)
+    return DeviceMemory(
+        name=entry.name if entry is not None else f"a device of {show_bytes(total)}",
+        kind=kind,
+        memory_bytes=total,
+        context_bytes=kept,
+        reserve_bytes=0 if reserve in (None, "0", "0%") else parse_budget(str(reserve), total),
+    )
+
+
+def _size(option: str, text: str) -> int:
+    if "%" in text:
+        raise SpecError(f"{option} {text}: give a size, such as 40GiB; there is nothing to take a share of.")
+    return parse_budget(text, 1)

@@ -1,0 +1,130 @@
+"""Decide what must be said beside a prediction: what it does not know, by how much that may matter, who confirmed it.
+
+A workspace that is not known counts as nothing, so the peak may be higher than predicted. How much higher is not known
+either; the size that is named beside it is what the peak would be if every such convolution, matrix product or
+attention took as much again inside as its largest tensor. Real ones may take more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from simulator.allocator.question import kind_of
+from simulator.comparison import Comparison
+from simulator.schedule import Schedule
+from simulator.timeline import Timeline
+from traces.devices import device
+from traces.errors import SpecError
+from traces.people import show_bytes, show_percent
+from traces.trace import VIEW, Trace, TraceMeta
+
+UNKNOWN, INTERPOLATED, RULES = "none", "interpolated", "rules"
+FAKE, CUDA = "fake", "cuda"
+UNCONFIRMED = "not confirmed on a GPU"
+
+
+def provenance(meta: TraceMeta) -> str:
+    """Where the memory figures come from, in a few words."""
+    place = meta.target or meta.device
+    if meta.mode != FAKE:
+        return f"simulated from ops measured on {place}"
+    if kind_of(meta) == CUDA:
+        return f"simulated for {place}, {UNCONFIRMED}"
+    return "simulated, nothing was run"
+
+
+def warnings(c: Comparison) -> tuple[str, ...]:
+    """What must be said beside the figures of a comparison, the gravest first; empty if nothing."""
+    trace, meta = c.trace, c.trace.meta
+    out = [*_unknown(trace, c.planned, c.planned_timeline)]
+    made_up = {k: meta.workspace.get(k, 0) for k in (INTERPOLATED, RULES)}
+    if made_up[INTERPOLATED]:
+        out.append(
+            f"The inner allocations of {made_up[INTERPOLATED]:,} ops are interpolated from measurements at other sizes."
+        )
+    if meta.mode == FAKE and kind_of(meta) == CUDA:
+        rules = f"; those of {made_up[RULES]:,} ops come from rules" if made_up[RULES] else ""
+        out.append(
+            f"This prediction is {UNCONFIRMED}: which kernels run, and what they allocate inside, was not "
+            f"observed{rules}. To measure it, run `trace --device cuda` or `execute --device cuda`."
+        )
+    elif meta.mode == FAKE and _is_gpu(meta.target):
+        out.append(
+            f"The times are for {meta.target}, but the graph and its memory are those of a CPU; a GPU takes other "
+            f"kernels, which keep other values. For its memory, trace with --target {meta.target} again."
+        )
+    for way, reserved in (("everything kept", c.kept_reserved), ("the plan", c.planned_reserved)):
+        if reserved is None or (way == "the plan" and reserved is c.kept_reserved):
+            continue
+        if not reserved.figures.steady:
+            out.append(
+                f"With {way}, reserved memory has not settled after {len(reserved.figures.iterations)} iterations; it "
+                "may grow further."
+            )
+        if reserved.figures.retries_a_step:
+            out.append(
+                f"With {way}, the step fits the device only by giving all cached memory back "
+                f"{reserved.figures.retries_a_step} times a step, which stops the GPU each time."
+            )
+    return tuple(out)
+
+
+def answered(c: Comparison) -> Comparison:
+    """The comparison whose plan carries the predicted figures, the allocator settings, and what to say beside them."""
+    predicted = {**c.predicted(), "warnings": list(warnings(c)), "provenance": provenance(c.trace.meta)}
+    meta = c.plan.meta if c.question is None else replace(c.plan.meta, alloc_conf=c.question.alloc_conf)
+    return replace(c, plan=replace(c.plan, meta=meta, predicted=predicted))
+
+
+def unknown_ops(trace: Trace) -> tuple[int, ...]:
+    """The ops that compute and whose inner allocations are not known."""
+    meta = trace.meta
+    counted = bool(meta.workspace)  # older traces do not say
+    if not meta.workspace.get(UNKNOWN, 0) if counted else meta.mode != FAKE:
+        return ()
+    ops = trace.ops
+    return tuple(
+        i for i in range(len(ops)) if ops.time_ns[i] and not ops.flags[i] & VIEW and not ops.events[i]
+    )
+
+
+def risk_bytes(trace: Trace, schedule: Schedule, timeline: Timeline) -> int:
+    """By how much the peak would rise if unknown workspaces were as large as the largest tensor of their op.
+
+    Counts: ops that do floating-point arithmetic by the trace's count, that is convolutions, matrix products and
+    attention. Ignores: all others, and workspaces that are larger than that.
+    """
+    ops, nbytes = trace.ops, trace.storages.nbytes
+    unknown = {i for i in unknown_ops(trace) if ops.flops[i]}
+    worst = timeline.peak_allocated_bytes
+    for step, i in enumerate(schedule.op):
+        if i in unknown:
+            largest = max((nbytes[s] for s in (*ops.reads[i], *ops.writes[i])), default=0)
+            worst = max(worst, timeline.peak_bytes[step] + largest)
+    return worst - timeline.peak_allocated_bytes
+
+
+def _unknown(trace: Trace, schedule: Schedule, timeline: Timeline) -> list[str]:
+    unknown = unknown_ops(trace)
+    if not unknown:
+        return []
+    computing = sum(1 for t, f in zip(trace.ops.time_ns, trace.ops.flags, strict=True) if t and not f & VIEW)
+    risk, peak = risk_bytes(trace, schedule, timeline), timeline.peak_allocated_bytes
+    size = (
+        f" If each convolution, matrix product and attention took as much as its largest tensor, the peak would "
+        f"be {show_bytes(peak + risk)} ({show_percent(100 * risk / peak, signed=True, digits=1)})."
+        if risk
+        else ""
+    )
+    how = "--device cuda on the GPU" if kind_of(trace.meta) == CUDA else "--device cpu"
+    return [
+        f"The inner allocations of {len(unknown):,} of {computing:,} computing ops are unknown and count as nothing, "
+        f"so the real peak may be higher.{size} To know them, trace with {how}."
+    ]
+
+
+def _is_gpu(target: str) -> bool:
+    try:
+        return device(target).kind == CUDA
+    except SpecError:
+        return False

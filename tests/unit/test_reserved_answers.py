@@ -1,0 +1,341 @@
+"""Answers about a GPU's trace: reserved memory, allocator settings, devices, budgets of reserved memory, warnings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from simulator import caveats
+from simulator.allocator.device import CONTEXT_BYTES, DeviceMemory, device_memory
+from simulator.allocator.question import ask, reserve
+from simulator.allocator.reserved import reserved_peak
+from simulator.cli import main
+from simulator.comparison import compare, with_reserved
+from simulator.engine import run
+from simulator.fit import fit
+from simulator.graph import analyse
+from simulator.planners.outcome import Refusal
+from simulator.planners.within_reserved import ATTEMPTS, plan_within_reserved
+from simulator.schedule import build
+from tests.synthetic import resnet
+from tests.tiny import bwd, chain, fwd, opt, trace
+from traces.errors import BudgetError, SpecError
+from traces.plan import RESERVED, Plan
+from traces.store import load, save
+from traces.trace import OPTIMIZER_STATE, Trace, TraceMeta
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def on_gpu(of: Trace, **meta: Any) -> Trace:
+    return replace(of, meta=replace(of.meta, device="cuda", target="A100-40", **meta))
+
+
+def simulate(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(w) for w in words], prog_name="simulate")
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(on_gpu(resnet((1, 2, 2, 1), batch=64, side=64)), tmp_path_factory.mktemp("traces") / "gpu")
+
+
+@pytest.fixture(scope="module")
+def cpu_network(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(resnet((1, 2, 2, 1), batch=64, side=64), tmp_path_factory.mktemp("traces") / "cpu")
+
+
+def with_state(size: int) -> Trace:
+    """w, an activation of 30 MiB, its gradient g, and an optimizer whose state `m` has `size` bytes."""
+    ops = [fwd({"x": 30 * MIB}, "w"), bwd({"g": 4 * MIB}, "x"), opt({}, "g", "m")]
+    return trace(ops, {"w": 4 * MIB, "m": size}, hold={"g": 2}, categories={"m": OPTIMIZER_STATE})
+
+
+def test_optimizer_state_comes_into_the_holes_of_the_first_iteration() -> None:
+    # First iteration: w 4 and g 4 share a segment of 20; x 30 in a segment of its own, free when the optimizer begins.
+    # m of 4 then fits behind g in the segment of 20: reserved stays 20 + 30 in every iteration.
+    small = with_state(4 * MIB)
+    figures = reserved_peak(small, build(small))
+    assert [i.reserved_bytes for i in figures.iterations] == [50 * MIB, 50 * MIB]
+    assert figures.steady
+    # m of 16 fits only into x's free segment of 30, of which 14 are left; so the second iteration must get x anew.
+    large = with_state(16 * MIB)
+    figures = reserved_peak(large, build(large))
+    assert [i.reserved_bytes for i in figures.iterations] == [50 * MIB, 80 * MIB, 80 * MIB]
+    assert figures.steady
+    # In the first iteration w, x and g are there at once; afterwards m as well.
+    assert [i.peak_requested_bytes for i in figures.iterations] == [38 * MIB, 54 * MIB, 54 * MIB]
+
+
+def test_simulation_ends_when_nothing_new_is_asked_for() -> None:
+    of = chain(3, 1000)
+    assert len(reserved_peak(of, build(of)).iterations) == 2
+    once = reserved_peak(of, build(of), iterations=1)
+    assert (len(once.iterations), once.steady) == (1, False)
+
+
+def test_the_three_figures_of_a_gpus_trace(network: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    result = simulate(network, "--budget", "60%", "-o", output, "--json")
+    assert result.exit_code == 0
+    said = json.loads(result.stdout)
+    of = load(network)
+    plan = Plan.load(output)
+    for key, actions in (("baseline", ()), ("plan", plan.actions)):
+        schedule = build(of, actions)
+        alone = reserved_peak(of, schedule)
+        assert said[key]["peak_allocated_bytes"] == run(of, schedule).peak_allocated_bytes
+        assert said[key]["peak_block_bytes"] == alone.peak_allocated_bytes
+        assert said[key]["peak_reserved_bytes"] == alone.peak_reserved_bytes
+        assert plan.predicted[key]["peak_reserved_bytes"] == alone.peak_reserved_bytes
+        assert plan.predicted[key]["peak_block_bytes"] == alone.peak_allocated_bytes
+        share = said[key]["allocator"]["fragmentation_percent"]
+        assert share == pytest.approx(
+            100 * (alone.peak_reserved_bytes / alone.peak_allocated_bytes - 1), abs=1e-3
+        )
+    assert said["plan"]["peak_reserved_bytes"] < said["baseline"]["peak_reserved_bytes"]
+    assert said["warnings"] == plan.predicted["warnings"]
+    assert any("not confirmed on a GPU" in w for w in said["warnings"])
+    assert "not confirmed on a GPU" in said["provenance"]
+    assert "reserved" in simulate(network, "--budget", "60%").stdout
+
+
+def test_would_these_settings_help(network: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    conf = "expandable_segments:True"
+    said = json.loads(simulate(network, "--alloc-conf", conf, "-o", output, "--json").stdout)
+    without = json.loads(simulate(network, "--json").stdout)
+    default = said["baseline"]["allocator"]["default_peak_reserved_bytes"]
+    assert default == without["baseline"]["peak_reserved_bytes"]
+    assert said["baseline"]["peak_reserved_bytes"] < default
+    assert (said["alloc_conf"], without["alloc_conf"]) == (conf, "")
+    assert Plan.load(output).meta.alloc_conf == conf
+    assert without["baseline"]["allocator"]["default_peak_reserved_bytes"] is None
+    assert f"with {conf}; without:" in simulate(network, "--alloc-conf", conf).stdout
+    bad = simulate(network, "--alloc-conf", "expandable:True")
+    assert bad.exit_code == 2
+    assert "expandable_segments" in bad.stderr
+
+
+def test_recorded_settings_are_those_of_the_answer() -> None:
+    of = on_gpu(chain(3, 1000), alloc_conf="expandable_segments:True")
+    question = ask(of.meta)
+    assert question is not None
+    assert question.settings.expandable_segments
+    assert not question.asked
+    plain = ask(of.meta, "")
+    assert plain is not None
+    assert not plain.settings.expandable_segments
+
+
+def test_a_cpus_trace_has_no_reserved_memory(cpu_network: Path) -> None:
+    said = json.loads(simulate(cpu_network, "--budget", "60%", "--json").stdout)
+    for key in ("baseline", "plan"):
+        figures = (said[key]["peak_block_bytes"], said[key]["peak_reserved_bytes"], said[key]["allocator"])
+        assert figures == (None, None, None)
+    assert said["alloc_conf"] is None
+    for words in (
+        ("--alloc-conf", "expandable_segments:True"),
+        ("--budget", "60%", "--budget-of", "reserved"),
+    ):
+        result = simulate(cpu_network, *words)
+        assert result.exit_code == 2
+        assert "CPU" in result.stderr
+    assert simulate(cpu_network, "--gpu", "h200").exit_code == 2
+    assert simulate(cpu_network, "--gpu", "cpu").exit_code == 0
+    small = simulate(cpu_network, "--device-memory", "64MiB", "--json")
+    assert small.exit_code == 1
+    assert json.loads(small.stdout)["device_memory"]["plan_fits"] is False
+
+
+def test_whether_it_fits_a_device(network: Path) -> None:
+    said = json.loads(simulate(network, "--gpu", "a100-40", "--json").stdout)
+    device, reserved = said["device_memory"], said["plan"]["peak_reserved_bytes"]
+    assert device["memory_bytes"] == 40 * GIB
+    assert device["usable_bytes"] == 40 * GIB - CONTEXT_BYTES
+    assert device["left_bytes"] == device["usable_bytes"] - reserved
+    assert (device["plan_fits"], said["feasible"]) == (True, True)
+    result = simulate(network, "--device-memory", reserved // 2, "--context", "0", "--json")
+    assert result.exit_code == 1
+    said = json.loads(result.stdout)
+    assert (said["device_memory"]["plan_fits"], said["feasible"]) == (False, False)
+    assert "does not fit" in result.stderr
+    assert simulate(network, "--context", "1GiB").exit_code == 2  # a part of nothing
+
+
+def test_a_device_on_which_cached_memory_must_be_given_back() -> None:
+    # 30 tensors of 1 MiB in the small pool: one beside w in its segment of 2 MiB, two in each of 15 more: 32 MiB.
+    # They are freed, and z of 30 MiB wants a large segment: 62 MiB in all on a device that has them.
+    many = {f"x{k}": MIB for k in range(30)}
+    of = on_gpu(
+        trace(
+            [fwd(many, "w"), fwd({"a": 512}, *many), fwd({"z": 30 * MIB}, "a"), bwd({"g": 512}, "z")],
+            {"w": 512},
+        )
+    )
+
+    def on(memory_bytes: int) -> Any:
+        question = ask(of.meta, None, DeviceMemory(name="d", kind="cuda", memory_bytes=memory_bytes))
+        assert question is not None
+        return reserve(of, analyse(of), build(of), question)
+
+    enough = on(62 * MIB)
+    assert (enough.fits, enough.figures.peak_reserved_bytes, enough.figures.retries_a_step) == (
+        True,
+        62 * MIB,
+        0,
+    )
+    # A device of 34 has room for the 30 only when the small segments have gone back, and the other way round in the
+    # next iteration: two retries a step.
+    tight = on(34 * MIB)
+    assert (tight.fits, tight.wanted_bytes) == (True, 62 * MIB)
+    assert tight.figures.highest_reserved_bytes == 34 * MIB
+    assert tight.figures.retries_a_step == 2
+    assert not tight.figures.steady
+    none = on(30 * MIB)
+    assert not none.fits
+    assert "out of memory" in none.out_of_memory
+    device = DeviceMemory(name="d", kind="cuda", memory_bytes=34 * MIB)
+    c = with_reserved(compare(of, Plan(meta=of.meta), None), ask(of.meta, None, device))
+    assert any("2 times a step" in text for text in caveats.warnings(c))
+    verdict = fit(c, device)
+    assert verdict is not None
+    assert (verdict.plan_fits, verdict.plan_retries) == (True, 2)
+
+
+def test_a_memory_fraction_is_of_the_whole_device() -> None:
+    of = on_gpu(chain(1, 11 * MIB))  # reserves 48 MiB
+    device = DeviceMemory(name="d", kind="cuda", memory_bytes=96 * MIB, context_bytes=16 * MIB)
+
+    def fits(share: str) -> bool:
+        question = ask(of.meta, f"per_process_memory_fraction:{share}", device)
+        assert question is not None
+        return reserve(of, analyse(of), build(of), question).fits
+
+    assert fits("0.5")  # of 96 MiB
+    assert not fits("0.49")
+
+
+def test_a_budget_of_reserved_memory(network: Path, tmp_path: Path) -> None:
+    whole = json.loads(simulate(network, "--json").stdout)["baseline"]["peak_reserved_bytes"]
+    output = tmp_path / "plan.json"
+    result = simulate(network, "--budget", "70%", "--budget-of", "reserved", "-o", output, "--json")
+    assert result.exit_code == 0
+    said = json.loads(result.stdout)
+    assert (said["budget_of"], said["budget_bytes"]) == (RESERVED, whole * 70 // 100)
+    assert said["plan"]["peak_reserved_bytes"] <= said["budget_bytes"]
+    plan = Plan.load(output)
+    assert (plan.budget_of, plan.budget_bytes) == (RESERVED, said["budget_bytes"])
+    again = simulate(network, "--budget", "70%", "--budget-of", "reserved", "-o", output, "-f", "--json")
+    assert {**json.loads(again.stdout), "solve_seconds": 0} == {**said, "solve_seconds": 0}
+
+
+def test_the_devices_memory_as_the_budget(network: Path) -> None:
+    whole = json.loads(simulate(network, "--json").stdout)["baseline"]["peak_reserved_bytes"]
+    memory = whole * 3 // 4
+    result = simulate(network, "--budget", "device", "--device-memory", memory, "--context", "0", "--json")
+    assert result.exit_code == 0
+    said = json.loads(result.stdout)
+    assert (said["budget_of"], said["budget_bytes"]) == (RESERVED, memory)
+    assert said["plan"]["peak_reserved_bytes"] <= memory
+    assert said["device_memory"]["plan_fits"]
+    assert simulate(network, "--budget", "device").exit_code == 2
+
+
+def made(reserves: Callable[[int], int], least: int = 0) -> Any:
+    """A planner whose plans remember their budget, and an allocator that reserves `reserves(budget)` for them."""
+    asked: list[int] = []
+
+    def make(budget: int) -> Plan:
+        asked.append(budget)
+        if budget < least:
+            raise BudgetError("too little")
+        return Plan(meta=TraceMeta(model="m"), budget_bytes=budget)
+
+    return make, lambda plan: reserves(plan.budget_bytes or 0), asked
+
+
+def test_the_search_for_a_budget_of_reserved_memory() -> None:
+    make, reserved_bytes, asked = made(lambda budget: budget)
+    assert plan_within_reserved(make, reserved_bytes, 1000).budget_bytes == 1000
+    assert asked == [1000]  # what fits at once is taken at once
+    make, reserved_bytes, asked = made(lambda budget: budget + budget // 4)
+    best = plan_within_reserved(make, reserved_bytes, 1000).budget_bytes or 0
+    assert best + best // 4 <= 1000  # 800 is the largest that does
+    assert best >= 790
+    assert len(asked) <= ATTEMPTS
+    make, reserved_bytes, _ = made(lambda budget: budget + 500, least=700)
+    with pytest.raises(
+        Refusal, match=r"reserves 1\.46 KiB"
+    ):  # 1500 at the first attempt; the next would be 500
+        plan_within_reserved(make, reserved_bytes, 1000)
+    make, reserved_bytes, _ = made(lambda budget: budget, least=2000)
+    with pytest.raises(BudgetError, match="too little"):
+        plan_within_reserved(make, reserved_bytes, 1000)
+
+
+def test_device_memory_in_words() -> None:
+    device = device_memory("cuda", gpu="a100-40", reserve="2%", context="1GiB")
+    assert device is not None
+    assert device.usable_bytes == 40 * GIB - GIB - 40 * GIB * 2 // 100
+    assert "A100-40" in device.describe()
+    assert device_memory("cuda") is None
+    cpu = device_memory("cpu", memory="2GiB")
+    assert cpu is not None
+    assert cpu.usable_bytes == 2 * GIB  # no context
+    for words in ({"gpu": "cpu"}, {"memory": "50%"}, {"reserve": "2%"}, {"gpu": "no-such-gpu"}):
+        with pytest.raises(SpecError):
+            device_memory("cuda", **words)
+
+
+def test_what_is_said_beside_a_prediction() -> None:
+    # w 4, x 8; at g: w, x, g. The product x has flops: with as much inside as its largest tensor (8) the peak
+    # would be at x: 4 + 8 + 8 = 20, or at g (16) if that is more.
+    ops = [fwd({"x": 8}, "w"), bwd({"g": 4}, "x")]
+    of = trace(ops, {"w": 4})
+    of = replace(of, ops=replace(of.ops, flops=(10, 0)))
+
+    def said(of: Trace) -> tuple[str, ...]:
+        return caveats.warnings(with_reserved(compare(of, Plan(meta=of.meta), None), ask(of.meta)))
+
+    (warning,) = said(of)
+    assert "2 of 2 computing ops" in warning
+    assert "20 B (+25.0 %)" in warning
+    schedule = build(of)
+    assert caveats.risk_bytes(of, schedule, run(of, schedule)) == 4
+    measured = replace(of, meta=replace(of.meta, mode="real", workspace={"measured": 2}))
+    assert said(measured) == ()
+    partly = replace(of, meta=replace(of.meta, workspace={"measured": 1, "interpolated": 1}))
+    assert len(said(partly)) == 1
+    assert "interpolated" in said(partly)[0]
+    ruled = on_gpu(replace(of, meta=replace(of.meta, workspace={"rules": 2})))
+    (warning,) = said(ruled)
+    assert "not confirmed on a GPU" in warning
+    assert "2 ops come from rules" in warning
+    other = replace(of, meta=replace(of.meta, target="H200", workspace={"rules": 2}))
+    assert "those of a CPU" in said(other)[0]
+
+
+def test_the_page_shows_reserved_memory_and_the_warnings(network: Path, tmp_path: Path) -> None:
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
+    page = tmp_path / "page.html"
+    words = ("--budget", "70%", "--alloc-conf", "expandable_segments:True", "--gpu", "h200")
+    assert simulate(network, *words, "--report", page).exit_code == 0
+    html = page.read_text("utf-8")
+    for part in (
+        "Reserved with the plan",
+        "peak reserved",
+        "not confirmed on a GPU",
+        "Fits H200",
+        "Would these settings",
+    ):
+        assert part in html, part
+    assert "reserved 1" in html or "reserved 2" in html or "reserved " in html
