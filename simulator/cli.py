@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from simulator.cli_compare import compare_command, pareto_command
 from simulator.cli_device import (
     DEVICE,
     Asked,
@@ -68,6 +69,8 @@ def main() -> None:
     simulate resnet152-b32                                    how much it needs
     simulate resnet152-b32 --budget 60% -o plan.json          make it fit
     simulate sweep resnet152 --batch-sizes 8,16,32 --budget 60%
+    simulate compare resnet152-b32 --budget 60%               all planners side by side
+    simulate pareto resnet152-b32                             what each GiB costs
     simulate planners                                         list the planners
     simulate replay snapshot.pickle                           a GPU's recorded allocations
 
@@ -266,6 +269,8 @@ def planners_command(as_json: bool) -> None:
         click.echo(f"{name:<{width}}  {entry.summary}")
 
 
+main.add_command(compare_command)
+main.add_command(pareto_command)
 main.add_command(replay_command)
 main.add_command(torch_budget_command)
 

@@ -53,7 +53,8 @@ def finish(
         sorted((*given, *(Action(storage=s, action=SAVE) for s in saved)), key=lambda a: a.storage)
     )
     schedule = build(trace, chosen, graph)
-    kept = tuple(a for a in chosen if a.action != SAVE or _is_read_again(trace, schedule, a.storage))
+    again = _read_again(trace, schedule)
+    kept = tuple(a for a in chosen if a.action != SAVE or a.storage in again)
     if kept != chosen:
         chosen, schedule = kept, build(trace, kept, graph)
     timeline = run(trace, schedule, graph)
@@ -114,11 +115,9 @@ def percent(part: int, whole: int) -> float:
     return 100.0 * part / whole if whole else 0.0
 
 
-def _is_read_again(trace: Trace, schedule: Schedule, storage: int) -> bool:
-    return any(
-        again and storage in trace.ops.reads[op]
-        for op, again in zip(schedule.op, schedule.recompute, strict=True)
-    )
+def _read_again(trace: Trace, schedule: Schedule) -> frozenset[int]:
+    """The storages that ops read which run again."""
+    return frozenset(s for op in schedule.recomputed_ops for s in trace.ops.reads[op])
 
 
 def where(trace: Trace, op: int) -> str:

@@ -1,0 +1,147 @@
+"""Turn a trace, a budget and several planners into a table: what each reaches, what it costs, how far from optimal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from simulator.bounds.bound import Bound, lower_bound
+from simulator.engine import run
+from simulator.graph import analyse
+from simulator.planners import find, plan_with
+from simulator.planners.limits import Limits
+from simulator.planners.outcome import Refusal, figures, percent
+from simulator.schedule import build
+from simulator.timeline import Timeline
+from traces.errors import LowtideError
+from traces.plan import Plan
+from traces.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrant:
+    """One planner's answer, or another system's plan replayed. The figures are empty where there is no plan."""
+
+    planner: str
+    feasible: bool  # a plan is there and its replayed peak is within the budget
+    solve_seconds: float | None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    step_time_ns: int | None = None
+    overhead_percent: float | None = None
+    gap_points: float | None = (
+        None  # the overhead less the certified bound's; only for a plan within the budget
+    )
+    recomputed_ops: int | None = None
+    lowest_peak_bytes: int | None = None  # of a refusal: the lowest peak that the planner reached
+    message: str = ""  # why there is no plan, or what is wrong with it
+    peer: bool = False  # another system's plan, imported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """One trace and one budget under several planners."""
+
+    trace: Trace
+    trace_name: str
+    budget_bytes: int
+    kept: Timeline
+    bound: Bound
+    entrants: tuple[Entrant, ...] = ()
+
+    def with_entrants(self, entrants: Iterable[Entrant]) -> Contest:
+        """The same with more rows."""
+        return replace(self, entrants=(*self.entrants, *entrants))
+
+    def judged(
+        self, planner: str, plan: Plan, solve_seconds: float | None, *, peer: bool = False, message: str = ""
+    ) -> Entrant:
+        """A plan's row, by the exact replay, also if the plan is over the budget.
+
+        Raises:
+            PlanError: the plan does not fit the trace.
+        """
+        timeline = run(self.trace, build(self.trace, plan.actions))
+        run_figures = figures(timeline)
+        base_ns = self.kept.step_time_ns
+        added_ns = timeline.step_time_ns - base_ns
+        feasible = timeline.peak_allocated_bytes <= self.budget_bytes
+        gap = percent(added_ns - self.bound.added_time_ns, base_ns)
+        return Entrant(
+            planner=planner,
+            feasible=feasible,
+            solve_seconds=None if solve_seconds is None else round(solve_seconds, 3),
+            peak_allocated_bytes=run_figures.peak_allocated_bytes,
+            peak_reserved_bytes=run_figures.peak_reserved_bytes,
+            step_time_ns=run_figures.step_time_ns,
+            overhead_percent=round(percent(added_ns, base_ns), 4),
+            gap_points=round(gap, 4) if feasible and self.bound.feasible else None,
+            recomputed_ops=timeline.recomputed_ops,
+            message=message,
+            peer=peer,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What `simulate compare --json` prints."""
+        meta, bound = self.trace.meta, self.bound
+        return {
+            "trace": self.trace_name,
+            "model": meta.model,
+            "batch_size": meta.batch_size,
+            "target": meta.target,
+            "fingerprint": meta.fingerprint,
+            "budget_bytes": self.budget_bytes,
+            "feasible": any(e.feasible for e in self.entrants),
+            "baseline": figures(self.kept).headline(),
+            "bound": {
+                "overhead_percent": bound.overhead_percent if bound.feasible else None,
+                "added_time_ns": bound.added_time_ns if bound.feasible else None,
+                "feasible": bound.feasible,
+                "reason": bound.reason,
+            },
+            "planners": [asdict(e) for e in self.entrants],
+        }
+
+
+def open_contest(trace: Trace, trace_name: str, budget_bytes: int, limits: Limits) -> Contest:
+    """A contest without entrants; the bound is that of the constrained problem."""
+    graph = analyse(trace, limits.constraints)
+    return Contest(
+        trace=trace,
+        trace_name=trace_name,
+        budget_bytes=budget_bytes,
+        kept=run(trace, build(trace)),
+        bound=lower_bound(trace, budget_bytes, graph),
+    )
+
+
+def enter(
+    contest: Contest, planners: Iterable[str], limits: Limits, progress: Callable[[str], None]
+) -> Contest:
+    """The contest with a row for each planner, in the order given.
+
+    Each planner has `limits.seconds` for itself. One that cannot plan this trace or budget has a row that says why.
+    """
+    rows = []
+    for name in planners:
+        progress(f"planning with {name}")
+        find(name)  # what it imports is not its solve time
+        start = time.perf_counter()
+        try:
+            plan = plan_with(name, contest.trace, contest.budget_bytes, limits)
+        except LowtideError as error:
+            lowest = error.figures["lowest_peak_bytes"] if isinstance(error, Refusal) else None
+            rows.append(
+                Entrant(
+                    planner=name,
+                    feasible=False,
+                    solve_seconds=round(time.perf_counter() - start, 3),
+                    lowest_peak_bytes=lowest,
+                    message=str(error),
+                )
+            )
+            continue
+        rows.append(contest.judged(name, plan, time.perf_counter() - start))
+    return contest.with_entrants(rows)

@@ -1,0 +1,227 @@
+"""Turn a trace into its front: the cheapest plan found for each of many budgets, and what each further byte costs.
+
+A plan for one budget keeps to every larger one, so each budget gets the cheapest of all plans that keep to it,
+whichever budget it was made for. The front is therefore monotone: a larger budget never gives a slower plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from simulator.bounds.bound import Bound, bound_curve
+from simulator.engine import run
+from simulator.graph import Graph, analyse, floor
+from simulator.planners import plan_with
+from simulator.planners.limits import Limits
+from simulator.planners.outcome import Refusal, figures, percent
+from simulator.schedule import build
+from simulator.timeline import Timeline
+from traces.plan import Plan
+from traces.trace import Trace
+
+GIB: Final = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One budget of the front. The plan's figures are empty where no plan was found."""
+
+    budget_bytes: int
+    feasible: bool
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    step_time_ns: int | None = None
+    overhead_percent: float | None = None
+    recomputed_ops: int | None = None
+    made_for_bytes: int | None = None  # the budget that the plan was made for: this one or a smaller
+    bound_overhead_percent: float | None = None  # certified; None: no plan can fit
+    gap_points: float | None = None
+    # Time that one GiB less costs here: by the plans up to the next smaller budget, and by the bound at this one.
+    price_ns_per_gib: int | None = None
+    bound_price_ns_per_gib: int | None = None
+    solve_seconds: float | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """All points, by rising budget; the last is the peak with everything kept."""
+
+    trace: Trace
+    trace_name: str
+    planner: str
+    kept: Timeline
+    floor_bytes: int  # no plan can go below
+    points: tuple[Point, ...]
+    solve_seconds: float
+    plans: tuple[Plan | None, ...]  # by point
+
+    def to_json(self) -> dict[str, Any]:
+        """What `simulate pareto --json` prints."""
+        meta = self.trace.meta
+        reached = [p.peak_allocated_bytes for p in self.points if p.peak_allocated_bytes is not None]
+        return {
+            "trace": self.trace_name,
+            "model": meta.model,
+            "batch_size": meta.batch_size,
+            "target": meta.target,
+            "fingerprint": meta.fingerprint,
+            "planner": self.planner,
+            "solve_seconds": round(self.solve_seconds, 3),
+            "baseline": figures(self.kept).headline(),
+            "floor_bytes": self.floor_bytes,
+            "smallest_peak_bytes": min(reached, default=None),
+            "points": [asdict(p) for p in self.points],
+        }
+
+
+def front(
+    trace: Trace,
+    trace_name: str,
+    planner: str,
+    points: int,
+    limits: Limits,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Front:
+    """The front with so many budgets, evenly from the floor to the keep-all peak.
+
+    Args:
+        trace, trace_name: what to plan, and how to call it.
+        planner: makes every plan.
+        points: number of budgets, at least 2.
+        limits: `seconds` is for the whole front: each plan has an equal share of what is left of it.
+        progress: told one line about each plan.
+
+    Raises:
+        SpecError: the planner cannot plan this trace at all.
+    """
+    start = time.perf_counter()
+    graph = analyse(trace, limits.constraints)
+    kept = run(trace, build(trace, (), graph), graph)
+    least, most = floor(trace, graph).peak_bytes, kept.peak_allocated_bytes
+    budgets = sorted({least + (most - least) * k // (points - 1) for k in range(points)})
+    clock = limits.clock()
+    plans: list[Plan | None] = []
+    seconds: list[float] = []
+    messages: list[str] = []
+    # From the largest budget down, so that the time that easy budgets leave over goes to the hard ones.
+    for k, budget in enumerate(reversed(budgets)):
+        progress(f"budget {k + 1} of {len(budgets)}: {budget} bytes")
+        began = time.perf_counter()
+        share = clock.left_seconds / (len(budgets) - k)
+        try:
+            plans.append(plan_with(planner, trace, budget, replace(limits, seconds=share)))
+            messages.append("")
+        except Refusal as error:
+            plans.append(None)
+            messages.append(str(error))
+        seconds.append(time.perf_counter() - began)
+    plans.reverse()
+    seconds.reverse()
+    messages.reverse()
+    bounds = bound_curve(trace, budgets, graph).bounds
+    chosen = cheapest(trace, graph, budgets, plans)
+    rows = [
+        _point(trace, kept, budget, pick, bound, spent, message)
+        for budget, pick, bound, spent, message in zip(
+            budgets, chosen, bounds, seconds, messages, strict=True
+        )
+    ]
+    return Front(
+        trace=trace,
+        trace_name=trace_name,
+        planner=planner,
+        kept=kept,
+        floor_bytes=least,
+        points=_priced(rows),
+        solve_seconds=time.perf_counter() - start,
+        plans=tuple(None if pick is None else pick.plan for pick in chosen),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pick:
+    """A plan with its replay, and the budget that it was made for."""
+
+    plan: Plan
+    timeline: Timeline
+    made_for_bytes: int
+
+
+def cheapest(
+    trace: Trace, graph: Graph, budgets: Sequence[int], plans: Sequence[Plan | None]
+) -> tuple[Pick | None, ...]:
+    """For each budget, the fastest of all plans that keep to it; of equally fast ones the one with the lowest peak."""
+    made = [
+        Pick(plan=p, timeline=run(trace, build(trace, p.actions), graph), made_for_bytes=b)
+        for b, p in zip(budgets, plans, strict=True)
+        if p is not None
+    ]
+
+    def key(pick: Pick) -> tuple[int, int, int]:
+        return pick.timeline.step_time_ns, pick.timeline.peak_allocated_bytes, pick.made_for_bytes
+
+    return tuple(
+        min((p for p in made if p.timeline.peak_allocated_bytes <= b), key=key, default=None) for b in budgets
+    )
+
+
+def _point(
+    trace: Trace,
+    kept: Timeline,
+    budget_bytes: int,
+    pick: Pick | None,
+    bound: Bound,
+    solve_seconds: float,
+    message: str,
+) -> Point:
+    least = bound.overhead_percent if bound.feasible else None
+    price = round(bound.price_ns * GIB / bound.price_bytes) if bound.feasible else None
+    if pick is None:
+        return Point(
+            budget_bytes=budget_bytes,
+            feasible=False,
+            bound_overhead_percent=least,
+            bound_price_ns_per_gib=price,
+            solve_seconds=round(solve_seconds, 3),
+            message=message,
+        )
+    base_ns = kept.step_time_ns
+    added_ns = pick.timeline.step_time_ns - base_ns
+    run_figures = figures(pick.timeline)
+    return Point(
+        budget_bytes=budget_bytes,
+        feasible=True,
+        peak_allocated_bytes=run_figures.peak_allocated_bytes,
+        peak_reserved_bytes=run_figures.peak_reserved_bytes,
+        step_time_ns=run_figures.step_time_ns,
+        overhead_percent=round(percent(added_ns, base_ns), 4),
+        recomputed_ops=pick.timeline.recomputed_ops,
+        made_for_bytes=pick.made_for_bytes,
+        bound_overhead_percent=least,
+        gap_points=round(percent(added_ns - bound.added_time_ns, base_ns), 4) if bound.feasible else None,
+        bound_price_ns_per_gib=price,
+        solve_seconds=round(solve_seconds, 3),
+    )
+
+
+def _priced(points: Sequence[Point]) -> tuple[Point, ...]:
+    """With what one GiB less costs: the time between a point and the next smaller one, per byte between them."""
+    out: list[Point] = []
+    below: Point | None = None
+    for point in points:
+        price = None
+        if (
+            below is not None
+            and below.step_time_ns is not None
+            and point.step_time_ns is not None
+            and point.budget_bytes > below.budget_bytes
+        ):
+            more_ns = below.step_time_ns - point.step_time_ns
+            price = round(more_ns * GIB / (point.budget_bytes - below.budget_bytes))
+        out.append(replace(point, price_ns_per_gib=price))
+        below = point
+    return tuple(out)

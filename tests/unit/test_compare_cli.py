@@ -1,0 +1,208 @@
+"""`simulate compare` and `simulate pareto`: what each row says, monotone fronts, prices, pages, exit codes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from simulator.bounds.bound import lower_bound
+from simulator.cli import main
+from simulator.contest import enter, open_contest
+from simulator.engine import run
+from simulator.graph import analyse
+from simulator.pareto import GIB, cheapest, front
+from simulator.planners import REGISTRY, plan_with
+from simulator.planners.limits import Constraints, Limits
+from simulator.schedule import build
+from tests.synthetic import resnet
+from tests.tiny import chain
+from traces.errors import SpecError
+from traces.plan import Action, Plan
+from traces.store import save
+from traces.trace import Trace
+
+QUICK = Limits(seconds=1)
+
+
+def simulate(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(w) for w in words], prog_name="simulate")
+
+
+def peak(of: Trace) -> int:
+    return run(of, build(of)).peak_allocated_bytes
+
+
+@pytest.fixture(scope="module")
+def small() -> Trace:
+    return resnet((1, 2, 2, 1), batch=64, side=64)
+
+
+@pytest.fixture(scope="module")
+def directory(small: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(small, tmp_path_factory.mktemp("traces") / "small")
+
+
+def test_every_row_is_the_planners_own_plan_judged_by_the_replay(small: Trace) -> None:
+    budget = peak(small) * 85 // 100
+    names = ("mu-two", "per-block", "keep-all")
+    contest = enter(open_contest(small, "t", budget, QUICK), names, QUICK, lambda line: None)
+    by_name = {e.planner: e for e in contest.entrants}
+    assert tuple(by_name) == names
+    timeline = run(small, build(small, plan_with("mu-two", small, budget).actions))
+    row = by_name["mu-two"]
+    assert (row.peak_allocated_bytes, row.step_time_ns) == (
+        timeline.peak_allocated_bytes,
+        timeline.step_time_ns,
+    )
+    added = timeline.step_time_ns - small.time_ns
+    assert row.overhead_percent == pytest.approx(100 * added / small.time_ns, abs=1e-4)
+    bound = lower_bound(small, budget).added_time_ns
+    assert row.gap_points == pytest.approx(100 * (added - bound) / small.time_ns, abs=1e-4)
+    assert row.gap_points >= 0
+    kept = by_name["keep-all"]
+    assert not kept.feasible
+    assert kept.peak_allocated_bytes is None
+    assert kept.lowest_peak_bytes == peak(small)
+    assert "lowest peak" in kept.message
+
+
+def test_a_peers_plan_over_the_budget_is_a_row_and_no_refusal() -> None:
+    of = chain(6, size=100)
+    contest = open_contest(of, "t", peak(of) - 100, QUICK)
+    row = contest.judged("other", Plan(meta=of.meta), None, peer=True)
+    assert (row.feasible, row.peak_allocated_bytes, row.gap_points) == (False, peak(of), None)
+    assert contest.with_entrants([row]).to_json()["planners"][0]["peer"] is True
+
+
+def test_compare_prints_a_table_and_one_object(directory: Path, small: Trace) -> None:
+    words = ("compare", directory, "--budget", "85%", "--planners", "mu-two,keep-all", "-q")
+    table = simulate(*words)
+    assert table.exit_code == 0, table.output
+    lines = table.stdout.splitlines()
+    assert "no plan adds less than" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == ["planner", "mu-two", "keep-all"]
+    assert "no plan; lowest peak" in lines[3]
+    done = simulate(*words, "--json")
+    data = json.loads(done.stdout)
+    assert not done.stderr
+    assert data["budget_bytes"] == peak(small) * 85 // 100
+    assert [e["planner"] for e in data["planners"]] == ["mu-two", "keep-all"]
+    assert data["feasible"] is True
+    bad = simulate("compare", directory, "--budget", "1%", "--planners", "keep-all", "--json", "-q")
+    assert bad.exit_code == 1
+    assert json.loads(bad.stdout)["feasible"] is False
+
+
+def test_compare_takes_all_planners_and_constraints(directory: Path) -> None:
+    done = simulate("compare", directory, "--budget", "90%", "--never", "*convolution*", "--seconds", "1")
+    assert done.exit_code == 2  # the synthetic trace names no such op
+    done = simulate(
+        "compare", directory, "--budget", "95%", "--never", "layer1", "--seconds", "0.5", "--json", "-q"
+    )
+    assert done.exit_code == 0, done.output
+    assert [e["planner"] for e in json.loads(done.stdout)["planners"]] == [*REGISTRY]
+
+
+@pytest.mark.parametrize("planners", ["mu-two,magic", "mu-two,mu-two", ""])
+def test_planners_that_are_none_or_twice(directory: Path, planners: str) -> None:
+    assert simulate("compare", directory, "--budget", "90%", "--planners", planners).exit_code == 2
+    assert simulate("pareto", directory, "--planner", "magic").exit_code == 2
+
+
+def test_the_front_is_monotone_and_above_the_bound(small: Trace) -> None:
+    done = front(small, "t", "mu-two", 9, Limits(seconds=4))
+    budgets = [p.budget_bytes for p in done.points]
+    assert budgets == sorted(budgets)
+    assert (budgets[0], budgets[-1]) == (done.floor_bytes, peak(small))
+    times = [p.step_time_ns for p in done.points if p.step_time_ns is not None]
+    assert times == sorted(times, reverse=True)
+    assert len(times) >= 5
+    for p, plan in zip(done.points, done.plans, strict=True):
+        assert (plan is None) == (not p.feasible)
+        if plan is not None:
+            timeline = run(small, build(small, plan.actions))
+            assert timeline.peak_allocated_bytes == p.peak_allocated_bytes <= p.budget_bytes
+            assert p.gap_points is not None
+            assert p.gap_points >= 0
+        else:
+            assert p.message
+    assert done.points[-1].overhead_percent == 0
+
+
+def test_a_faster_plan_made_for_a_smaller_budget_is_carried_to_the_larger() -> None:
+    of = chain(6, size=100)
+    graph = analyse(of)
+    x = {n: s for s, n in enumerate(of.storages.name)}
+    # one value away is faster than three away, although the larger budget's planner took three
+    slow = Plan(meta=of.meta, actions=tuple(Action(storage=x[f"x{k}"]) for k in (1, 3, 5)))
+    fast = Plan(meta=of.meta, actions=(Action(storage=x["x1"]),))
+    low = run(of, build(of, slow.actions)).peak_allocated_bytes
+    high = run(of, build(of, fast.actions)).peak_allocated_bytes
+    assert low < high
+    picks = cheapest(of, graph, [low - 1, low, high, high + 1], [None, None, fast, slow])
+    assert [p and p.plan for p in picks] == [None, slow, fast, fast]
+    assert [p and p.made_for_bytes for p in picks] == [None, high + 1, high, high]
+
+
+def test_prices_are_time_for_each_gib_between_neighbours(small: Trace) -> None:
+    points = front(small, "t", "mu-two", 6, Limits(seconds=4)).points
+    assert points[0].price_ns_per_gib is None
+    for below, p in pairwise(points):
+        if below.step_time_ns is None or p.step_time_ns is None:
+            assert p.price_ns_per_gib is None
+            continue
+        between = p.budget_bytes - below.budget_bytes
+        assert p.price_ns_per_gib == round((below.step_time_ns - p.step_time_ns) * GIB / between)
+
+
+def test_the_fronts_planner_obeys_constraints(small: Trace) -> None:
+    limits = Limits(seconds=2, constraints=Constraints(never=("layer1 ::",)))
+    done = front(small, "t", "mu-two", 4, limits)
+    for plan in done.plans:
+        if plan is not None:
+            again = build(small, plan.actions).recomputed_ops
+            assert not any(small.ops.module[op].startswith("layer1.") for op in again)
+    with pytest.raises(SpecError, match="whole"):
+        front(small, "t", "mu-two", 4, replace(limits, constraints=Constraints(whole_modules="layer2.*")))
+
+
+def test_pareto_prints_a_table_and_one_object(directory: Path) -> None:
+    words = ("pareto", directory, "--points", 4, "--planner", "mu-two", "-q")
+    lines = simulate(*words).stdout.splitlines()
+    assert "4 budgets" in lines[0]
+    assert lines[1].split()[0] == "budget"
+    assert len(lines) == 6
+    data = json.loads(simulate(*words, "--json").stdout)
+    assert len(data["points"]) == 4
+    assert data["smallest_peak_bytes"] >= data["floor_bytes"]
+    whole = simulate("pareto", directory, "--points", 3, "--whole-modules", "--json", "-q")
+    assert json.loads(whole.stdout)["planner"] == "whole-modules"
+
+
+def test_the_pages_hold_the_figures_and_a_picture(directory: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    page = tmp_path / "c.html"
+    done = simulate(
+        "compare", directory, "--budget", "85%", "--planners", "mu-two,keep-all", "--report", page, "-q"
+    )
+    assert done.exit_code == 0, done.output
+    text = page.read_text(encoding="utf-8")
+    for part in ("mu-two", "keep-all", "the lowest peak that keep-all reaches", "Peak against added time"):
+        assert part in text
+    page = tmp_path / "p.html"
+    assert simulate("pareto", directory, "--points", 4, "--report", page, "-q").exit_code == 0
+    text = page.read_text(encoding="utf-8")
+    for part in ("What each GiB costs", "certified bound", "one GiB less costs"):
+        assert part in text
+
+
+def test_labels_of_points_that_nearly_coincide_stack() -> None:
+    pytest.importorskip("altair")
+    from simulator.report.fronts import _label_heights
+
+    assert _label_heights([(0.5, 0.5), (0.51, 0.49), (0.9, 0.5), (0.5, 0.5)]) == [-10, -22, -10, -34]
