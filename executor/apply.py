@@ -19,6 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from executor.matching import check_kind
 from executor.rewrite import Rewritten, rewrite
 from simulator.schedule import build
 from tracer.capture import capture
@@ -129,8 +130,10 @@ def make_engine(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], p
     """Capture the model for these arguments, check that the plan is for it, and rewrite.
 
     Raises:
-        PlanError: the graph has another structure than the plan's.
+        PlanError: the graph has another structure than the plan's, or the plan is for a GPU and the model is on the
+            CPU.
     """
+    check_kind(plan.meta, next((p.device.type for p in model.parameters()), "cpu"))
     wanted = set(plan.meta.grad_outputs)
 
     def gradient_flags(outputs: Any) -> list[bool]:

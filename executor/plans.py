@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from executor.matching import check_kind
 from executor.measure import (
     EAGER,
     KEEP_ALL,
@@ -55,10 +56,12 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
 
     Raises:
         PlanError: the file is no plan, or it belongs to another graph than the model's (a plan from a laptop's trace
-            applies on a GPU as long as the model's graph has the same structure there).
+            applies on a GPU as long as the model's graph has the same structure there, and a plan for a GPU's graph
+            does not run on the CPU).
         EnvironmentProblem: no such device, or a process died.
     """
     plan = Plan.load(path)
+    check_kind(plan.meta, settings.device)
     check_device(settings.device)
     kind = settings.device.partition(":")[0]
     predicted, baseline = predicted_figures(plan, "plan"), predicted_figures(plan, "baseline")
@@ -155,4 +158,4 @@ def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Tr
     except SpecError:
         target = device_entry("cpu" if device == "cpu" else "h200")
     build = load_spec(model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
-    return trace_step(build, target, device=device).trace
+    return trace_step(build, target, device=device, graph=plan.meta.device).trace

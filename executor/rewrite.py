@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from simulator.schedule import Schedule
+from tracer.batch_norm import again as run_again
 from tracer.program import Program, inplace_twin
 from traces.errors import PlanError
 from traces.trace import VIEW
@@ -151,7 +152,8 @@ def rewrite(program: Program, schedule: Schedule) -> Rewritten:
 
 
 def _copy(graph: fx.Graph, node: fx.Node, resolve: Any, *, again: bool) -> fx.Node:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), resolve)
+    args = run_again(node.target, node.args) if again else node.args
+    args, kwargs = fx.node.map_arg((args, node.kwargs), resolve)
     name = f"{node.name}_recomputed" if again else node.name
     copy = graph.create_node("call_function", node.target, args, kwargs, name=name)
     copy.meta = dict(node.meta)

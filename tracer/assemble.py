@@ -17,6 +17,7 @@ from tracer.blame import explained
 from tracer.builder import OpRow, TraceBuilder
 from tracer.calibration import Costs
 from tracer.eager import EagerRecorder
+from tracer.libraries import library_storages
 from tracer.loop import fit_tangent, run_step
 from tracer.program import Program
 from tracer.spec import TrainingStep
@@ -40,9 +41,9 @@ def assemble(
         CaptureError: the loss code or the optimizer fails, or looks at the data of a tensor.
     """
     builder = program.builder()
-    recorder = EagerRecorder(builder, meta.device)
     captured = program.captured
     parameters = dict(step.model.named_parameters())
+    recorder = EagerRecorder(builder, next(iter(parameters.values())).device.type)
     buffers = dict(step.model.named_buffers())
     for k, name in enumerate(captured.parameters):
         recorder.know(parameters[name], k)
@@ -62,7 +63,9 @@ def assemble(
         with recorder.paused():
             run_step(step, stub, step.optimizer)
             for number, x in enumerate(_optimizer_tensors(step.optimizer)):
-                recorder.id_of(x, recorder.row(x, f"optimizer state {number}", OPTIMIZER_STATE))
+                row = recorder.row(x, f"optimizer state {number}", OPTIMIZER_STATE)
+                elsewhere = captured.target is not None and _stays_on_cpu(x, step.optimizer)
+                recorder.id_of(x, replace(row, nbytes=0) if elsewhere else row)
         recorder.rows.clear()
         recorder.died_after.clear()
         with recorder:
@@ -139,6 +142,12 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Te
     return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
+def _stays_on_cpu(x: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether a tensor of the optimizer is on the CPU although the parameters are on a GPU, as step counters are."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return x.dim() == 0 and not any(g.get("fused") or g.get("capturable") for g in groups)
+
+
 def _arrange(
     program: Program,
     recorder: EagerRecorder,
@@ -199,6 +208,9 @@ def _arrange(
             hold(s, last_forward_graph)
 
     builder.ops = rows
+    if program.captured.target is not None:
+        for storage in library_storages(rows, target):
+            builder.add_storage(storage)
     meta = replace(
         meta,
         workspace=_put_costs(builder, target, costs),

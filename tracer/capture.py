@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -29,8 +29,10 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 
+from tracer.batch_norm import put_cudnn
 from tracer.blame import explain, is_data_dependent, without_torch_log
 from tracer.dropout import split_dropout
+from tracer.gpu import gpu_kernels
 from tracer.scopes import (
     as_compiled,
     fake_mode_of,
@@ -40,6 +42,7 @@ from tracer.scopes import (
     tied_slots,
     unpacked_sequences,
 )
+from traces.devices import Device
 from traces.errors import CaptureError
 
 aten = torch.ops.aten
@@ -67,6 +70,7 @@ class Captured:
     argument_grads: tuple[fx.Node | None, ...]
     output_spec: pytree.TreeSpec
     output_template: tuple[Any, ...]  # flat outputs: TENSOR where a tensor stands, else the constant
+    target: Device | None = None  # the GPU whose ops these are, if the capture's tensors are on the CPU
 
     def outputs_from(self, tensors: Iterable[Any]) -> Any:
         """What the model returns, with `tensors` in the places of its tensor outputs."""
@@ -84,6 +88,7 @@ def capture(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     wants_gradient: Callable[[Any], Sequence[bool]],
+    target: Device | None = None,
 ) -> Captured:
     """Capture `model(*args, **kwargs)` and its backward.
 
@@ -91,20 +96,21 @@ def capture(
         model: in training mode; fake or real parameters (real ones are only looked at).
         args, kwargs: example arguments; tensors anywhere inside become graph inputs, all else is baked in.
         wants_gradient: maps the model's outputs to one bool per flat output: whether the loss differentiates it.
+        target: the GPU whose ops are wanted of a model on the CPU; None: those of the model's own device.
 
     Raises:
         CaptureError: the model does something that a static graph cannot hold; names the op and the user's line.
     """
     fake_mode = fake_mode_of(model, args, kwargs) or FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        return _capture(model, args, kwargs, wants_gradient, fake_mode, compiled=False)
+        return _capture(model, args, kwargs, wants_gradient, fake_mode, target, compiled=False)
     except Exception as error:
         if not is_data_dependent(error):
             raise explain(error, model) from error
     try:
         # Library code that looks at the data of a mask takes its data-independent branch when it believes that it
         # is being compiled.
-        return _capture(model, args, kwargs, wants_gradient, fake_mode, compiled=True)
+        return _capture(model, args, kwargs, wants_gradient, fake_mode, target, compiled=True)
     except Exception as error:
         raise explain(error, model) from error
 
@@ -115,12 +121,14 @@ def _capture(
     kwargs: dict[str, Any],
     wants_gradient: Callable[[Any], Sequence[bool]],
     fake_mode: FakeTensorMode,
+    target: Device | None,
     *,
     compiled: bool,
 ) -> Captured:
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     where = [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     notes: dict[str, Any] = {}
+    on_gpu = target is not None or any(p.device.type == "cuda" for p in model.parameters())
 
     class Flat(nn.Module):
         """The model from flat tensors to flat tensors."""
@@ -143,7 +151,7 @@ def _capture(
             for k, x in zip(where, tensors, strict=True):
                 full[k] = x
             a, kw = pytree.tree_unflatten(full, in_spec)
-            with retied(self._ties):
+            with retied(self._ties), gpu_kernels(target) if on_gpu else contextlib.nullcontext():
                 outputs = self.model(*a, **kw)
             flat, notes["spec"] = pytree.tree_flatten(outputs)
             wanted = list(wants_gradient(outputs))
@@ -173,7 +181,7 @@ def _capture(
             stack.enter_context(as_compiled())
         joint = aot_export_joint_with_descriptors(stack, flat_model, fakes)
         graph_module = joint.graph_module
-    return _normalise(graph_module, notes)
+    return replace(_normalise(graph_module, notes), target=target)
 
 
 def forward_once(model: nn.Module, run: Callable[[], None]) -> None:
@@ -253,6 +261,7 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
             n.replace_all_uses_with(source)
             graph.erase_node(n)
     split_dropout(graph)
+    mutations = put_cudnn(graph, mutations)
     _write_buffers(graph, mutations)
     _drop_unused(graph)
     graph.lint()

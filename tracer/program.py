@@ -16,9 +16,11 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from tracer.batch_norm import writes as undeclared_writes
 from tracer.builder import OpRow, StorageRow, TraceBuilder
 from tracer.capture import Captured
 from tracer.cost import op_bytes, op_flops, result_bytes
+from tracer.gpu import results
 from tracer.signature import of_call
 from traces.trace import (
     ACTIVATION,
@@ -162,6 +164,7 @@ def program_of(captured: Captured) -> Program:
                     op_of[n] = op_of[n.args[0]]
                     continue
                 out = n.target(*args, **kwargs)
+                out = results(n.target, args, kwargs, out, laptop=captured.target is not None)
                 env[n] = out
                 i = len(rows)
                 before = len(storages)
@@ -253,11 +256,11 @@ def _module_of(n: fx.Node) -> str:
 
 
 def _mutated(n: fx.Node, storage_of: dict[fx.Node, tuple[int, ...]]) -> list[int]:
-    """Storages that the op overwrites, by its schema."""
+    """Storages that the op overwrites, by its schema or undeclared."""
     schema = getattr(n.target, "_schema", None)
     if schema is None:
         return []
-    out: list[int] = []
+    out: list[int] = [s for a in undeclared_writes(n) for s in storage_of.get(a, ())]
     for k, arg in enumerate(schema.arguments):
         if arg.alias_info is not None and arg.alias_info.is_write:
             value = n.args[k] if k < len(n.args) else n.kwargs.get(arg.name)
@@ -268,11 +271,12 @@ def _mutated(n: fx.Node, storage_of: dict[fx.Node, tuple[int, ...]]) -> list[int
 
 def _overwritten_inputs(captured: Captured) -> set[fx.Node]:
     """Placeholders that the step overwrites (buffers)."""
-    return {
+    copied = {
         n.args[0]
         for n in captured.forward
         if n.target is aten.copy_.default and n.args[0].op == "placeholder"
     }
+    return copied.union(*(undeclared_writes(n) for n in captured.forward))
 
 
 def _flags(
@@ -312,9 +316,11 @@ def is_random(n: fx.Node) -> bool:
 def _ignores_statistics(n: fx.Node) -> bool:
     """A batch norm in training mode reads its running statistics only to compute the new ones.
 
-    Those are written by a `copy_` that never runs twice, so the op itself may.
+    Those are written by a `copy_` that never runs twice, or by cuDNN's kernel, which gets none to write when it runs
+    again (`tracer.batch_norm.again`); so the op itself may.
     """
-    return n.target is aten._native_batch_norm_legit_functional.default and n.args[5] is True
+    functional = n.target is aten._native_batch_norm_legit_functional.default and n.args[5] is True
+    return functional or bool(undeclared_writes(n))
 
 
 def _mark_takeovers(

@@ -86,11 +86,16 @@ class _NeedsRun(Exception):
     """Several outputs could have a gradient: the step must run once to see which do."""
 
 
-def capture_step(step: TrainingStep) -> Captured:
-    """Capture the model of a training step, with the outputs that its loss differentiates."""
+def capture_step(step: TrainingStep, target: Device | None = None) -> Captured:
+    """Capture the model of a training step, with the outputs that its loss differentiates.
+
+    Args:
+        step: the step.
+        target: the GPU whose ops are wanted of a step on the CPU; None: those of the step's own device.
+    """
     if not any(p.requires_grad for p in step.model.parameters()):
         raise CaptureError(f"{step.name}: no parameter requires a gradient, so there is no backward to plan.")
-    captured = _captured(step)
+    captured = _captured(step, target)
     if not captured.grad_outputs:
         raise CaptureError(
             f"{step.name}: no output of the model depends on a parameter that requires a gradient, so there is no "
@@ -99,10 +104,10 @@ def capture_step(step: TrainingStep) -> Captured:
     return captured
 
 
-def _captured(step: TrainingStep) -> Captured:
+def _captured(step: TrainingStep, target: Device | None) -> Captured:
     ask: Any = wants_gradient(step)
     try:
-        return capture(step.model, step.args, step.kwargs, ask)
+        return capture(step.model, step.args, step.kwargs, ask, target)
     except (_NeedsRun, CaptureError) as error:
         cause = error.__cause__
         if not isinstance(error, _NeedsRun) and not isinstance(cause, _NeedsRun):
@@ -110,7 +115,7 @@ def _captured(step: TrainingStep) -> Captured:
     from tracer.capture import forward_once
 
     forward_once(step.model, ask.run)
-    return capture(step.model, step.args, step.kwargs, ask)
+    return capture(step.model, step.args, step.kwargs, ask, target)
 
 
 def trace_step(
@@ -120,26 +125,35 @@ def trace_step(
     device: str = "cpu",
     meta: TraceMeta | None = None,
     costs: Costs | None = None,
+    graph: str = "",
 ) -> Recorded:
     """Record the step that `build` makes on fake tensors: sizes from torch, times and allocations from `costs`.
 
     Args:
         build: makes the training step.
-        target: the device-table entry whose roofline gives the times.
+        target: the device-table entry whose roofline gives the times. A GPU with `device` "cpu": the ops are those
+            that it would run, as far as `tracer.gpu` knows them.
         device: the device of the fake tensors; anything but "cpu" needs a build of torch for it.
         meta: more for the header.
         costs: what ops cost; default: the roofline and the rules table.
+        graph: "cpu" for the CPU's ops with a GPU's times (as older traces have them); default: the target's ops.
 
     Raises:
         CaptureError, SpecError: the step cannot be built or captured.
     """
+    as_gpu = device == "cpu" and target.kind == "cuda" and graph != "cpu"
     with fake_mode() as mode:
         # A laptop trace for a GPU needs the optimizer that torch would choose there.
         step = build(device, optimizer_as_on=target.kind if device == "cpu" else "")
-        captured = capture_step(step)
+        captured = capture_step(step, target if as_gpu else None)
         program = program_of(captured)
         trace, graph_ops = assemble(
-            step, program, mode, target, header(step, program, build, device, target, meta), costs or Costs()
+            step,
+            program,
+            mode,
+            target,
+            header(step, program, build, target.kind if as_gpu else device, target, meta),
+            costs or Costs(),
         )
     return Recorded(trace=trace, program=program, graph_ops=graph_ops)
 

@@ -2,6 +2,7 @@
 
 Peak rates are dense (without structured sparsity) and at boost clock, from the makers' datasheets; tensor-core
 rates accumulate in float32. How much of them a real kernel reaches is the business of `tracer.cost`.
+Compute capabilities are NVIDIA's (developer.nvidia.com/cuda-gpus).
 Memory is about what the driver reports for a whole board; it differs a little between boards and drivers.
 """
 
@@ -31,6 +32,7 @@ class Device:
     flops_per_s: dict[str, int]  # dtype (as torch names it, or "tf32") -> dense peak
     launch_ns: int  # least time between the starts of two dependent kernels
     source: str
+    sm: tuple[int, int] = (0, 0)  # CUDA compute capability, which decides the kernels; (0, 0): no NVIDIA GPU
 
     def peak_flops_per_s(self, dtype: str, *, tf32: bool = False) -> int:
         """The dense peak for a dtype. tf32: for float32, the rate of TF32 tensor cores if there are any.
@@ -57,6 +59,7 @@ DEVICES: Final = (
         memory_bytes=143_771 * MIB,
         bandwidth_bytes_per_s=4_800 * GIGA,
         flops_per_s=_rates(33.5, 66.9, 494.7, 989.4, 989.4),
+        sm=(9, 0),
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA H200 datasheet (SXM), sparse rates halved",
     ),
@@ -66,6 +69,7 @@ DEVICES: Final = (
         memory_bytes=81_559 * MIB,
         bandwidth_bytes_per_s=3_350 * GIGA,
         flops_per_s=_rates(33.5, 66.9, 494.7, 989.4, 989.4),
+        sm=(9, 0),
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA H100 datasheet (SXM5 80 GB), sparse rates halved",
     ),
@@ -75,6 +79,7 @@ DEVICES: Final = (
         memory_bytes=81_920 * MIB,
         bandwidth_bytes_per_s=2_039 * GIGA,
         flops_per_s=_rates(9.7, 19.5, 156, 312, 312),
+        sm=(8, 0),
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA A100 datasheet (80 GB SXM)",
     ),
@@ -84,6 +89,7 @@ DEVICES: Final = (
         memory_bytes=40_960 * MIB,
         bandwidth_bytes_per_s=1_555 * GIGA,
         flops_per_s=_rates(9.7, 19.5, 156, 312, 312),
+        sm=(8, 0),
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA A100 datasheet (40 GB)",
     ),
@@ -93,6 +99,7 @@ DEVICES: Final = (
         memory_bytes=46_068 * MIB,
         bandwidth_bytes_per_s=864 * GIGA,
         flops_per_s=_rates(1.43, 91.6, 183, 362, 362),
+        sm=(8, 9),
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA L40S datasheet; float64 is 1/64 of float32; memory with ECC on",
     ),
@@ -102,6 +109,7 @@ DEVICES: Final = (
         memory_bytes=24_564 * MIB,
         bandwidth_bytes_per_s=1_008 * GIGA,
         flops_per_s=_rates(1.29, 82.6, 82.6, 165.2, 165.2),
+        sm=(8, 9),
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA Ada GPU architecture whitepaper, appendix on the GeForce RTX 4090",
     ),
@@ -111,6 +119,7 @@ DEVICES: Final = (
         memory_bytes=24_576 * MIB,
         bandwidth_bytes_per_s=936 * GIGA,
         flops_per_s=_rates(0.556, 35.6, 35.6, 71.2, 71.2),
+        sm=(8, 6),
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA GA102 GPU architecture whitepaper, table on the GeForce RTX 3090",
     ),
@@ -120,6 +129,7 @@ DEVICES: Final = (
         memory_bytes=15_360 * MIB,
         bandwidth_bytes_per_s=320 * GIGA,
         flops_per_s=_rates(0.254, 8.1, None, None, 65),
+        sm=(7, 5),
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA T4 datasheet; no TF32 and no bfloat16 units; memory with ECC on",
     ),

@@ -1,0 +1,361 @@
+"""Turn a call of scaled_dot_product_attention into the kernel that torch would take for it on a given GPU.
+
+The rules are those of torch's `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (`select_sdp_backend`) and of the
+composite in `attention.cpp`, restated for dense tensors and releases 2.11 to 2.13. They have been read, and no GPU has
+confirmed them here. What a build decides, and not the source, is taken from PyPI's wheels (CUDA 13.0): their cuDNN.
+
+Counts: data types, head sizes, masks, dropout, gradients, compute capability, sequence lengths, grouped queries,
+strides, torch's own switches (`torch.backends.cuda.enable_flash_sdp` and its like) and the priority order.
+Ignores: nested tensors, ROCm, FlashAttention 3 where the user has activated it, kernels that a build left out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any, Final
+
+from traces.devices import Device
+
+MATH: Final = "math"
+FLASH: Final = "flash"
+EFFICIENT: Final = "efficient"
+CUDNN: Final = "cudnn"
+# torch's default order; on compute capability 9 and 10, cuDNN goes first (`check_prefer_cudnn_attention`).
+DEFAULT_ORDER: Final = (FLASH, EFFICIENT, MATH, CUDNN)
+HOPPER_ORDER: Final = (CUDNN, FLASH, EFFICIENT, MATH)
+BACKENDS: Final = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}  # numbers of torch.nn.attention.SDPBackend
+
+# nvidia-cudnn-cu13 that PyPI's wheel of each torch release requires; its number is major * 10000 + minor * 100 + patch.
+CUDNN_VERSIONS: Final = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000}
+CUDNN_PREFERRED_FROM: Final = 91501  # older ones were slow or wrong for lengths off 128 (pytorch#169849)
+CUDNN_HEAD_LIMIT: Final = 128
+CUDNN_DROPOUT_STEPS: Final = (2, 12)  # from here on only multiples of 1/16 (pytorch#174245, February 2026)
+EFFICIENT_OFFSETS: Final = (2, 13)  # from here on storage offsets must be aligned (pytorch#184258, May 2026)
+HALVES: Final = ("float16", "bfloat16")
+ITEM: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What of a tensor the choice looks at."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str = "float32"
+    offset: int = 0  # in elements
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of scaled_dot_product_attention."""
+
+    query: View
+    key: View
+    value: View
+    mask: View | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    grouped: bool = False  # enable_gqa
+    grad: bool = True  # whether gradients are on
+    deterministic: bool = False  # torch.use_deterministic_algorithms(True), not only warnings
+
+    @property
+    def trains(self) -> bool:
+        """Whether some of query, key and value requires a gradient."""
+        return self.grad and any(x.requires_grad for x in (self.query, self.key, self.value))
+
+
+def choose(
+    call: Call,
+    sm: tuple[int, int],
+    release: tuple[int, int],
+    *,
+    order: tuple[str, ...] = DEFAULT_ORDER,
+    enabled: frozenset[str] = frozenset((MATH, FLASH, EFFICIENT, CUDNN)),
+) -> str:
+    """The kernel that torch would take: "cudnn", "flash", "efficient" or "math".
+
+    Args:
+        call: the call.
+        sm: the GPU's compute capability.
+        release: of torch, as (2, 13).
+        order: torch's priority order; the default one becomes cuDNN's on compute capability 9 and 10.
+        enabled: the kernels that are switched on.
+    """
+    cudnn = cudnn_version(release)
+    if order == DEFAULT_ORDER and sm[0] in (9, 10) and cudnn >= CUDNN_PREFERRED_FROM and not _deprioritized():
+        order = HOPPER_ORDER
+    fits = {
+        CUDNN: lambda: _fits_cudnn(call, sm, release, cudnn),
+        FLASH: lambda: _fits_flash(call, sm),
+        EFFICIENT: lambda: _fits_efficient(call, sm, release),
+        MATH: lambda: True,
+    }
+    return next((name for name in order if name in enabled and fits[name]()), MATH)
+
+
+def cudnn_version(release: tuple[int, int]) -> int:
+    """cuDNN's version in PyPI's wheel of a release; the nearest known one for a release not in the table."""
+    return CUDNN_VERSIONS[min(max(release, min(CUDNN_VERSIONS)), max(CUDNN_VERSIONS))]
+
+
+def _deprioritized() -> bool:
+    return os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "") == "1"
+
+
+def _tensors(call: Call) -> tuple[View, View, View]:
+    return call.query, call.key, call.value
+
+
+def _four_dimensional(call: Call) -> bool:
+    return all(len(x.shape) == 4 for x in _tensors(call))
+
+
+def _dtype_in(call: Call, dtypes: tuple[str, ...]) -> bool:
+    return len({x.dtype for x in _tensors(call)}) == 1 and call.query.dtype in dtypes
+
+
+def _half_dtypes(sm: tuple[int, int]) -> tuple[str, ...]:
+    return HALVES if sm >= (8, 0) else ("float16",)
+
+
+def _batch_and_heads(call: Call, *, groups: bool, same_key_value: bool = True) -> bool:
+    q, k, v = _tensors(call)
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        return False
+    heads = q.shape[1], k.shape[1], v.shape[1]
+    if call.grouped and groups:
+        if same_key_value and heads[1] != heads[2]:
+            return False
+        return all(h and heads[0] % h == 0 for h in heads[1:])
+    return heads[0] == heads[1] == heads[2]
+
+
+def _lengths_not_zero(call: Call) -> bool:
+    return call.query.shape[2] != 0 and call.key.shape[2] != 0
+
+
+def _last_strides(call: Call, *, ignore_single: bool) -> bool:
+    ones = all(x.stride[-1] == 1 for x in _tensors(call)) or (ignore_single and call.query.shape[-1] == 1)
+    return ones and (call.mask is None or call.mask.stride[-1] == 1)
+
+
+def _fits_flash(call: Call, sm: tuple[int, int]) -> bool:
+    if not _four_dimensional(call) or call.mask is not None or not (8, 0) <= sm <= (12, 1):
+        return False
+    head = call.query.shape[-1]
+    if not call.key.shape[-1] == call.value.shape[-1] == head <= 256:
+        return False
+    small = (8, 6) <= sm <= (8, 9) or (12, 0) <= sm <= (12, 1)
+    if call.trains and small and not (head <= 192 or (call.dropout == 0.0 and head > 224)):
+        return False
+    if call.causal and call.query.shape[2] != call.key.shape[2]:
+        return False
+    return (
+        _dtype_in(call, _half_dtypes(sm))
+        and _batch_and_heads(call, groups=True)
+        and _lengths_not_zero(call)
+        and _last_strides(call, ignore_single=True)
+    )
+
+
+def _fits_efficient(call: Call, sm: tuple[int, int], release: tuple[int, int]) -> bool:
+    if not _four_dimensional(call) or not (5, 0) <= sm <= (12, 1):
+        return False
+    half = call.query.dtype in HALVES
+    alignment = 4 if sm >= (8, 0) else 1
+    if sm >= (8, 0) or (sm >= (7, 0) and half):  # tensor cores
+        alignment = max(alignment, 128 // (16 if half else 32))
+    q, k, v = (x.shape[-1] for x in _tensors(call))
+    if q != k or not q or not v or q % alignment or v % alignment:
+        return False
+    if release >= EFFICIENT_OFFSETS and sm >= (8, 0):
+        size = ITEM.get(call.query.dtype, 4)
+        if any(x.offset * size % (alignment * size) and math.prod(x.shape) for x in _tensors(call)):
+            return False
+    dtypes = ("float16", "float32", "bfloat16") if sm >= (8, 0) else ("float16", "float32")
+    return (
+        _lengths_not_zero(call)
+        and _last_strides(call, ignore_single=False)
+        and _batch_and_heads(
+            call, groups=False
+        )  # grouped queries came after 2.13 (pytorch#191085, July 2026)
+        and _dtype_in(call, dtypes)
+    )
+
+
+def _fits_cudnn(call: Call, sm: tuple[int, int], release: tuple[int, int], cudnn: int) -> bool:
+    if call.deterministic or not _four_dimensional(call) or not _dtype_in(call, _half_dtypes(sm)):
+        return False
+    if not _mask_shape(call) or not (8, 0) <= sm <= (12, 1):
+        return False
+    if release >= CUDNN_DROPOUT_STEPS and not (call.dropout * 16).is_integer():
+        return False
+    b, h, s_q, d = call.query.shape
+    s_k, d_v = call.key.shape[2], call.value.shape[3]
+    wide = sm == (9, 0) or sm[0] == 10
+    limit = 192 if wide and cudnn >= 91100 and (d, d_v) == (192, 128) else CUDNN_HEAD_LIMIT
+    if max(b, h) > 65535 or max(d, d_v) > limit or d % 8 or d_v % 8:
+        return False
+    if s_k == 1 or (call.dropout != 0.0 and s_q == 1):
+        return False
+    return (
+        _lengths_not_zero(call)
+        and _last_strides(call, ignore_single=True)
+        and _batch_and_heads(call, groups=True, same_key_value=False)
+    )
+
+
+def _mask_shape(call: Call) -> bool:
+    mask = call.mask
+    if mask is None:
+        return True
+    b, h, s_q, _ = call.query.shape
+    if mask.requires_grad or mask.shape[-2] not in (s_q, 1) or mask.shape[-1] not in (call.key.shape[2], 1):
+        return False
+    return len(mask.shape) == 2 or (
+        len(mask.shape) == 4 and mask.shape[0] in (1, b) and mask.shape[1] in (1, h)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The call itself, on fake tensors
+
+
+def attend(
+    device: Device,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """What `scaled_dot_product_attention` would run on `device`, on fake tensors of another device.
+
+    Takes the arguments of `torch.nn.functional.scaled_dot_product_attention` and returns its output. The steps around
+    the kernel (masks made additive and padded, head sizes padded) are those of `attention.cpp`.
+    """
+    import torch
+
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return _attend(device, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    # Autocast's lower-precision policy, which acts on the function that is replaced here: its tensors are cast, and
+    # what it consists of is not looked at again.
+    dtype = torch.get_autocast_dtype(kind)
+    query, key, value, attn_mask = (
+        x.to(dtype) if x is not None and x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x
+        for x in (query, key, value, attn_mask)
+    )
+    with torch.autocast(kind, enabled=False):
+        return _attend(device, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _attend(
+    device: Device,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Any:
+    import torch
+    from torch.nn import functional
+
+    aten = torch.ops.aten
+    call = Call(
+        query=_view(query),
+        key=_view(key),
+        value=_view(value),
+        mask=None if attn_mask is None else _view(attn_mask),
+        dropout=dropout_p,
+        causal=is_causal,
+        grouped=enable_gqa,
+        grad=torch.is_grad_enabled(),
+        deterministic=torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    name = choose(call, device.sm, _release(), order=_order(), enabled=_enabled())
+    mask = _additive(attn_mask, query, cudnn=name == CUDNN)
+    if name == CUDNN:
+        out = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, call.trains, dropout_p, is_causal, False, scale=scale
+        )
+        return out[0]
+    if name == FLASH:
+        head = query.shape[-1]
+        padded = [functional.pad(x, (0, -head % 8)) if head % 8 else x for x in (query, key, value)]
+        factor = scale if scale is not None else 1.0 / math.sqrt(head)
+        out = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=factor)
+        return out[0][..., :head] if head % 8 else out[0]
+    if name == EFFICIENT:
+        if mask is not None:
+            if any(s % 8 for s in mask.stride()[:-1]) or mask.stride(-1) != 1:
+                last = mask.shape[-1]
+                mask = functional.pad(mask, (0, 8 - last % 8))[..., :last]
+            mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        out = aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, call.trains, dropout_p, is_causal, scale=scale
+        )
+        return out[0]
+    out = aten._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )
+    return out[0]
+
+
+def _view(x: Any) -> View:
+    return View(
+        shape=tuple(int(n) for n in x.shape),
+        stride=tuple(int(n) for n in x.stride()),
+        dtype=str(x.dtype).removeprefix("torch."),
+        offset=int(x.storage_offset()),
+        requires_grad=bool(x.requires_grad),
+    )
+
+
+def _additive(mask: Any, query: Any, *, cudnn: bool) -> Any:
+    """A bool mask as numbers to add, which cuDNN gets without infinities."""
+    import torch
+
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    if cudnn:
+        zero = torch.scalar_tensor(0.0, dtype=query.dtype)
+        return torch.where(mask.logical_not(), -65504.0, zero)
+    return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
+
+
+def _release() -> tuple[int, int]:
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _order() -> tuple[str, ...]:
+    import torch
+
+    numbers = torch._C._get_sdp_priority_order()
+    return tuple(BACKENDS[n] for n in numbers if n in BACKENDS)
+
+
+def _enabled() -> frozenset[str]:
+    from torch.backends import cuda
+
+    switches = {
+        MATH: cuda.math_sdp_enabled(),
+        FLASH: cuda.flash_sdp_enabled(),
+        EFFICIENT: cuda.mem_efficient_sdp_enabled(),
+        CUDNN: cuda.cudnn_sdp_enabled(),
+    }
+    return frozenset(name for name, on in switches.items() if on)

@@ -1,0 +1,82 @@
+"""Turn the ops of a step into the memory that CUDA's libraries keep for good because of them.
+
+cuBLAS gets a buffer from torch's caching allocator at its first call in each thread, and keeps it. A training step has
+two such threads: the one that runs forward and the optimizer, and autograd's. The sizes are those of torch's
+`aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`); no GPU has confirmed them here.
+
+Counts: cuBLAS, and cuBLASLt where it is told to have a buffer of its own (by default it shares cuBLAS's). Ignores:
+cuDNN, which gets its buffers per call; cuSOLVER, cuSPARSE and NCCL; the CUDA context, which is no memory of torch's;
+further streams and devices; the releases that let threads share a buffer (pytorch#180283, undone by #188623).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from tracer.builder import OpRow, StorageRow
+from traces.devices import Device
+from traces.trace import BACKWARD, WORKSPACE
+
+KIB: Final = 2**10
+LARGE_BYTES: Final = 4096 * 8 * KIB  # compute capability 9, and 10 and 12 from torch 2.12 on (pytorch#175344)
+SMALL_BYTES: Final = (4096 * 2 + 16 * 8) * KIB  # ":4096:2:16:8", all others
+LT_BYTES: Final = 1024 * KIB  # cuBLASLt by itself
+
+# Ops that torch runs by cuBLAS on CUDA. "addmm" with a vector to add may go to cuBLASLt, which then shares the buffer.
+CUBLAS: Final = frozenset(
+    f"aten.{name}"
+    for name in (
+        "mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr",
+        "_scaled_mm", "linear", "matmul", "_int_mm", "linalg_vecdot",
+    )
+)  # fmt: skip
+CUBLASLT: Final = frozenset({"aten.addmm", "aten._addmm_activation", "aten._scaled_mm"})
+
+
+def cublas_workspace_bytes(device: Device) -> int:
+    """The buffer of one cuBLAS handle. `CUBLAS_WORKSPACE_CONFIG` (":KiB:count", several) decides where it is set."""
+    sizes = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if sizes:
+        return sum(int(size) * int(count) * KIB for size, count in sizes)
+    return LARGE_BYTES if device.sm[0] in (9, 10, 12) else SMALL_BYTES
+
+
+def cublaslt_workspace_bytes() -> int:
+    """The buffer that cuBLASLt has of its own: none by default, since it shares cuBLAS's."""
+    if os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1") != "0":
+        return 0
+    given = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    return int(given) * KIB if given.isdecimal() else LT_BYTES
+
+
+def library_storages(ops: Iterable[OpRow], device: Device) -> tuple[StorageRow, ...]:
+    """The buffers that stay, as storages that exist throughout the step.
+
+    Args:
+        ops: of the whole step.
+        device: the GPU; a CPU has none.
+    """
+    if device.kind != "cuda":
+        return ()
+    found: list[StorageRow] = []
+    rows = list(ops)
+    for thread, backward in (("forward", False), ("backward", True)):
+        names = {r.target.rpartition(".")[0] for r in rows if (r.phase == BACKWARD) is backward}
+        for library, ops_of, size in (
+            ("cuBLAS", CUBLAS, cublas_workspace_bytes(device)),
+            ("cuBLASLt", CUBLASLT, cublaslt_workspace_bytes()),
+        ):
+            if names & ops_of and size:
+                found.append(
+                    StorageRow(
+                        name=f"{library} workspace ({thread})",
+                        nbytes=size,
+                        category=WORKSPACE,
+                        dtype="uint8",
+                        shape=(size,),
+                    )
+                )
+    return tuple(found)
