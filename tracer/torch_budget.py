@@ -127,7 +127,7 @@ def recorded_again(meta: TraceMeta) -> Recorded:
     kind = meta.device if real else "cpu"
     target = device(("cpu" if kind == "cpu" else "h200") if real else meta.target)
     build = load_spec(meta.model, dict(meta.options), seed=meta.seed)
-    again = trace_step(build, target, device=kind)
+    again = trace_step(build, target, device=kind, graph=meta.device)
     if again.program.fingerprint() != meta.graph_fingerprint:
         raise PlanError(
             f"{meta.model}: the model that was built here has another graph than the trace (which was recorded with "
