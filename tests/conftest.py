@@ -1,8 +1,14 @@
-"""Skip what this machine cannot run."""
+"""Skip what this machine cannot run, and keep caches apart."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
+
+# What tests measure stays out of the user's own device profiles, and these out of the tests.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lowtide-tests-")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

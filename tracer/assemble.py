@@ -6,7 +6,8 @@ right layout; the second round is recorded, when the optimizer has its state.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,15 +15,31 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tracer.blame import explained
-from tracer.builder import OpRow, TraceBuilder
+from tracer.builder import OpRow
 from tracer.calibration import Costs
 from tracer.eager import EagerRecorder
 from tracer.libraries import library_storages
 from tracer.loop import fit_tangent, run_step
 from tracer.program import Program
+from tracer.signature import Signature
 from tracer.spec import TrainingStep
 from traces.devices import Device
 from traces.trace import FORWARD, INPUT, OPTIMIZER_STATE, PARAMETER, Trace, TraceMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A trace, and the program whose ops its rows stand for."""
+
+    trace: Trace
+    program: Program
+    graph_ops: tuple[int, ...]  # program op -> op id in the trace
+    rows: tuple[OpRow, ...]  # by op id, with what a trace does not store
+
+    @property
+    def signatures(self) -> tuple[Signature | None, ...]:
+        """By op id: the calls that the rows stand for."""
+        return tuple(row.signature for row in self.rows)
 
 
 def assemble(
@@ -32,10 +49,8 @@ def assemble(
     target: Device,
     meta: TraceMeta,
     costs: Costs,
-) -> tuple[Trace, tuple[int, ...]]:
+) -> Recorded:
     """Record the code around the model and put all rows in order: forward, loss, loss's backward, backward, rest.
-
-    Returns the trace, and for each op of the program its id there.
 
     Raises:
         CaptureError: the loss code or the optimizer fails, or looks at the data of a tensor.
@@ -155,7 +170,7 @@ def _arrange(
     target: Device,
     meta: TraceMeta,
     costs: Costs,
-) -> tuple[Trace, tuple[int, ...]]:
+) -> Recorded:
     """Put the rows of graph and recorder into one order and renumber what refers to op ids."""
     builder, eager = recorder.builder, recorder.rows
     n_forward, n_graph = program.forward_ops, len(program.ops)
@@ -207,25 +222,46 @@ def _arrange(
         if builder.storages[s].producer >= 0:
             hold(s, last_forward_graph)
 
+    made = [
+        sum(builder.storages[s].nbytes for s in row.writes if builder.storages[s].producer == i)
+        for i, row in enumerate(rows)
+    ]
     builder.ops = rows
     if program.captured.target is not None:
         for storage in library_storages(rows, target):
             builder.add_storage(storage)
     meta = replace(
         meta,
-        workspace=_put_costs(builder, target, costs),
+        workspace=_put_costs(rows, made, target, costs),
         forward_ops=n_forward,
         first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
     )
-    return builder.freeze(meta), tuple(graph_id)
+    return Recorded(trace=builder.freeze(meta), program=program, graph_ops=tuple(graph_id), rows=tuple(rows))
 
 
-def _put_costs(builder: TraceBuilder, target: Device, costs: Costs) -> dict[str, int]:
-    """Give every row its time and its allocations; returns how many computing ops have theirs from which source."""
+def recost(recorded: Recorded, target: Device, costs: Costs) -> Recorded:
+    """The same step with other costs: nothing is captured again."""
+    ops, storages = recorded.trace.ops, recorded.trace.storages
+    rows = tuple(replace(row) for row in recorded.rows)
+    made = [
+        sum(storages.nbytes[s] for s in ops.writes[i] if storages.producer[s] == i) for i in range(len(ops))
+    ]
+    workspace = _put_costs(rows, made, target, costs)
+    trace = replace(
+        recorded.trace,
+        ops=replace(ops, time_ns=tuple(r.time_ns for r in rows), events=tuple(r.events for r in rows)),
+        meta=replace(recorded.trace.meta, workspace=workspace),
+    )
+    trace.validate()
+    return replace(recorded, trace=trace, rows=rows)
+
+
+def _put_costs(rows: Sequence[OpRow], made: Sequence[int], target: Device, costs: Costs) -> dict[str, int]:
+    """Give every row its time and its allocations, by the bytes that it creates; returns how many computing ops have
+    theirs from which source."""
     counts: dict[str, int] = {}
-    for i, row in enumerate(builder.ops):
-        made = sum(builder.storages[s].nbytes for s in row.writes if builder.storages[s].producer == i)
-        cost = costs.of(row, made, target)
+    for row, created in zip(rows, made, strict=True):
+        cost = costs.of(row, created, target)
         row.time_ns, row.events = cost.time_ns, cost.events
         if cost.source:
             counts[cost.source] = counts.get(cost.source, 0) + 1

@@ -6,13 +6,16 @@ the rules table; nothing, so that the outputs alone count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from tracer.builder import OpRow
 from tracer.cost import op_time_ns, uses_tf32
+from tracer.interpolation import Index
 from tracer.workspaces import rule_events
+from tracer.workspaces_cpu import cpu_events
 from traces.devices import Device
+from traces.profile import DeviceProfile
 from traces.trace import VIEW
 
 MEASURED: Final = "measured"
@@ -35,10 +38,19 @@ class Cost:
 class Costs:
     """What ops cost in a trace that is not measured.
 
+    profile: measurements of the target, or None.
     rules: whether the rules table is asked.
+    exact: whether the profile's other shapes are left out, so that it answers only for what it has measured.
     """
 
+    profile: DeviceProfile | None = None
     rules: bool = True
+    exact: bool = False
+    _index: Index = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        entries = self.profile.entries.items() if self.profile is not None and not self.exact else ()
+        object.__setattr__(self, "_index", Index(entries))
 
     def of(self, row: OpRow, created_bytes: int, device: Device) -> Cost:
         """The cost of an op.
@@ -51,9 +63,27 @@ class Costs:
         """
         if row.flags & VIEW:
             return Cost(time_ns=0, events=(), source="")
+        key = row.signature.key if self.profile is not None and row.signature is not None else ""
+        if self.profile is not None and key in self.profile.entries:
+            entry = self.profile.entries[key]
+            if _leaves(entry.events, created_bytes):
+                return Cost(time_ns=entry.time_ns, events=entry.events, source=MEASURED)
+        if key and (estimate := self._index.estimate(key)) and _leaves(estimate.events, created_bytes):
+            return Cost(time_ns=estimate.time_ns, events=estimate.events, source=INTERPOLATED)
         time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=uses_tf32(row.target))
         if self.rules and row.signature is not None:
-            events = rule_events(row.signature, device)
-            if events is not None and sum(events) == created_bytes:
+            ask = cpu_events if device.kind == "cpu" else rule_events
+            events = ask(row.signature, device)
+            if events is not None and _leaves(events, created_bytes):
                 return Cost(time_ns=time_ns, events=events, source=RULES)
         return Cost(time_ns=time_ns, events=(), source=NONE)
+
+
+def _leaves(events: tuple[int, ...], created_bytes: int) -> bool:
+    """Whether events end at the bytes that the op creates, and never free what they have not allocated."""
+    live = 0
+    for event in events:
+        live += event
+        if live < 0:
+            return False
+    return live == created_bytes

@@ -48,6 +48,11 @@ def trace() -> None:
 @click.option(
     "--warmup", type=click.IntRange(min=1), default=2, show_default=True, help="Rounds before them."
 )
+@click.option("--profile", type=click.Path(path_type=Path), help="The device profile to use and to fill.")
+@click.option("--no-profile", is_flag=True, help="Use no device profile and fill none.")
+@click.option(
+    "--calibrate", is_flag=True, help="Run every op that the profile lacks alone on the target, and keep it."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Directory of the trace; default: its name."
@@ -61,6 +66,9 @@ def run_model(
     device: str | None,
     rounds: int,
     warmup: int,
+    profile: Path | None,
+    no_profile: bool,
+    calibrate: bool,
     seed: int,
     output: Path | None,
     force: bool,
@@ -83,6 +91,12 @@ def run_model(
     begin = time.perf_counter()
     if target is not None and device is not None:
         raise SpecError("--target predicts times and --device measures them; give one of the two.")
+    if calibrate and device is not None:
+        raise SpecError(
+            "--device measures every op in the step, --calibrate each alone; give one of the two."
+        )
+    if no_profile and profile is not None:
+        raise SpecError("--profile names a device profile and --no-profile wants none; give one of the two.")
     entry = device_entry(target or ("cpu" if device in (None, "cpu") else "h200"))
     require_torch()
     if device is not None:
@@ -93,15 +107,17 @@ def run_model(
     if where.exists() and not force:
         raise TraceError(f"{where}: exists; give --force to replace it, or another name with -o.")
     say(f"Capturing {model} ...", quiet=quiet)
-    from tracer.step import trace_step
+    from tracer.record import ProfileUse, record_fake, record_real
 
-    recorded = trace_step(build, entry, device=device or "cpu")
-    record = recorded.trace
+    use = ProfileUse(path=profile, off=no_profile, calibrate=calibrate)
+
+    def tell(text: str) -> None:
+        say(text, quiet=quiet)
+
     if device is not None:
-        say(f"Measuring {len(record.ops)} ops on {device} ...", quiet=quiet)
-        from tracer.profile import measure
-
-        record = measure(recorded, build, device, rounds=rounds, warmup=warmup)
+        record = record_real(build, entry, device, use, tell, rounds=rounds, warmup=warmup)
+    else:
+        record = record_fake(build, entry, use, tell)
     store.save(record, where, force=force)
     seconds = time.perf_counter() - begin
     if as_json:

@@ -4,21 +4,19 @@ The captured model runs node by node as the graph has it, every value dropped af
 training loop; the loss code and the optimizer run under a dispatch mode. So each op of the fake trace is measured once
 per round, in the same order, and its row gets the median time and the allocations.
 
-On the CPU the allocations are the allocator's own events as the profiler reports them. On CUDA they come from the
-caching allocator's counters of requested bytes: an op's peak above what it leaves behind.
+On CUDA the first round also shows what libraries allocate once and keep (cuBLAS): these become storages of the category
+"workspace" that are there throughout the step.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import operator
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,95 +27,19 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from tracer.blame import explained
 from tracer.calibration import MEASURED
+from tracer.cuda_history import History
+from tracer.device_profiles import with_workspaces
 from tracer.eager import is_op
 from tracer.loop import fit_tangent, run_step
+from tracer.probes import CpuTimer, CudaHistory, CudaTimer, Probe, cpu_allocations, settle
 from tracer.program import Program
 from tracer.spec import BuildStep, TrainingStep
 from tracer.step import Recorded
 from traces.errors import TraceError
+from traces.profile import LibraryWorkspace
 from traces.trace import VIEW, Trace
 
-MARK = "#lowtide "
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
-
-
-class _Probe(abc.ABC):
-    """Called around every op of a round; subclasses measure."""
-
-    def __init__(self) -> None:
-        self.targets: list[str] = []
-
-    @abc.abstractmethod
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
-        """Run one op and return its result."""
-
-
-class _CpuTimer(_Probe):
-    def __init__(self) -> None:
-        super().__init__()
-        self.times_ns: list[int] = []
-
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
-        self.targets.append(str(target))
-        begin = time.perf_counter_ns()
-        out = call()
-        self.times_ns.append(time.perf_counter_ns() - begin)
-        return out
-
-    def finish(self) -> list[int]:
-        return self.times_ns
-
-
-class _CudaTimer(_Probe):
-    """CUDA events around every op; they are read after the round, so that nothing waits in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[Any, Any]] = []
-
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
-        self.targets.append(str(target))
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        out = call()
-        end.record()
-        self.events.append((begin, end))
-        return out
-
-    def finish(self) -> list[int]:
-        torch.cuda.synchronize()
-        return [int(begin.elapsed_time(end) * 1e6) for begin, end in self.events]
-
-
-class _CpuMarker(_Probe):
-    """Marks every op for the profiler, under which the round must run."""
-
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
-        # The public `record_function` is itself dispatched, which would put the mark beside the op, not around it.
-        with torch._C._profiler._RecordFunctionFast(f"{MARK}{len(self.targets)}"):
-            out = call()
-        self.targets.append(str(target))
-        return out
-
-
-class _CudaCounter(_Probe):
-    """Reads the caching allocator's requested bytes around every op: [+peak, -(peak - left)]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[int, ...]] = []
-
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        out = call()
-        stats = torch.cuda.memory_stats()
-        peak = stats["requested_bytes.all.peak"] - before
-        left = stats["requested_bytes.all.current"] - before
-        self.targets.append(str(target))
-        self.events.append(tuple(e for e in (peak, left - peak) if e))
-        return out
 
 
 def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 5, warmup: int = 2) -> Trace:
@@ -137,12 +59,13 @@ def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 
     cuda = device.startswith("cuda")
     step = build(device)
     runner = GraphRunner(recorded.program, step)
-    for _ in range(max(warmup, 1)):
-        runner.round(_CpuTimer())
+    kept = _first_cuda_round(runner) if cuda else ()
+    for _ in range(max(warmup, 1) - (1 if cuda else 0)):
+        runner.round(CpuTimer())
     samples: list[list[int]] = []
     targets: list[str] = []
     for k in range(rounds):
-        timer: Any = _CudaTimer() if cuda else _CpuTimer()
+        timer: Any = CudaTimer() if cuda else CpuTimer()
         runner.round(timer)
         samples.append(timer.finish())
         targets = timer.targets
@@ -158,9 +81,25 @@ def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 
         )
     expected = list(recorded.trace.ops.target)
     _compare(expected, targets)
-    events = _cuda_events(runner) if cuda else _cpu_events(runner, len(expected))
+    events = _cuda_round(runner).events if cuda else cpu_allocations(runner.round, len(expected))
     times = [int(statistics.median(column)) for column in zip(*samples, strict=True)]
-    return _filled(recorded.trace, times, events, device)
+    trace = _filled(recorded.trace, times, events, device)
+    return with_workspaces(trace, kept) if cuda else trace
+
+
+def _first_cuda_round(runner: GraphRunner) -> tuple[LibraryWorkspace, ...]:
+    """The first round, in which libraries make their workspaces; those of earlier work in this process are dropped."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+    return _cuda_round(runner).workspaces
+
+
+def _cuda_round(runner: GraphRunner) -> History:
+    history = CudaHistory()
+    with history.recording():
+        runner.round(history)
+    return history.finish()
 
 
 def _compare(expected: list[str], real: list[str]) -> None:
@@ -178,12 +117,12 @@ def _compare(expected: list[str], real: list[str]) -> None:
     )
 
 
-def _filled(trace: Trace, times: list[int], events: list[tuple[int, ...]], device: str) -> Trace:
+def _filled(trace: Trace, times: list[int], events: Sequence[tuple[int, ...]], device: str) -> Trace:
     ops, sts = trace.ops, trace.storages
     fixed = []
     for i in range(len(ops)):
         created = sum(sts.nbytes[s] for s in ops.writes[i] if sts.producer[s] == i)
-        fixed.append(_settle(events[i], created))
+        fixed.append(settle(events[i], created))
     name = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
     return replace(
         trace,
@@ -202,21 +141,6 @@ def _filled(trace: Trace, times: list[int], events: list[tuple[int, ...]], devic
 def _alloc_conf() -> str:
     """The settings of CUDA's allocator, under either name of the variable."""
     return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
-
-
-def _settle(events: tuple[int, ...], created: int) -> tuple[int, ...]:
-    """Make an op's events end at the bytes of the storages that it creates.
-
-    What an op leaves beyond them (a library's cache, an output that is dropped as the op returns) counts as
-    workspace: it is part of the peak inside the op and gone afterwards.
-    """
-    left = sum(events)
-    if left > created:
-        return (*events, created - left)
-    if left < created:
-        # Outputs that live in memory which the op did not allocate itself, such as a constant.
-        return (created - left, *events)
-    return events
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,12 +172,12 @@ class GraphRunner:
             if self._position[user] >= program.forward_ops
         }  # fmt: skip
 
-    def round(self, probe: _Probe) -> None:
+    def round(self, probe: Probe) -> None:
         """One training step."""
         with explained(self.step.name), _EagerProbe(probe) as eager:
             run_step(self.step, _Callable(self, probe, eager), self.step.optimizer)
 
-    def execute(self, env: dict[fx.Node, Any], ops: Any, probe: _Probe, keep: set[fx.Node]) -> None:
+    def execute(self, env: dict[fx.Node, Any], ops: Any, probe: Probe, keep: set[fx.Node]) -> None:
         gm = self.program.captured.graph_module
 
         def value(n: fx.Node) -> Any:
@@ -280,7 +204,7 @@ class GraphRunner:
 class _Callable:
     """Called as the model is; runs the graph under the probe."""
 
-    def __init__(self, runner: GraphRunner, probe: _Probe, eager: _EagerProbe) -> None:
+    def __init__(self, runner: GraphRunner, probe: Probe, eager: _EagerProbe) -> None:
         self.runner, self.probe, self.eager = runner, probe, eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -328,7 +252,7 @@ class _Callable:
 class _EagerProbe(TorchDispatchMode):
     """Puts the probe around the ops outside the captured model."""
 
-    def __init__(self, probe: _Probe) -> None:
+    def __init__(self, probe: Probe) -> None:
         super().__init__()
         self.probe = probe
 
@@ -341,35 +265,3 @@ class _EagerProbe(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default or not is_op(func):
             return func(*args, **kwargs)
         return self.probe.run(func, lambda: func(*args, **kwargs))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Allocations
-
-
-def _cpu_events(runner: GraphRunner, n_ops: int) -> list[tuple[int, ...]]:
-    """One round under the profiler; the allocator's events inside each op's mark, in order of time."""
-    from torch.profiler import ProfilerActivity, profile
-
-    marker = _CpuMarker()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        runner.round(marker)
-    assert prof.profiler is not None
-    results: Any = prof.profiler.kineto_results
-    events: list[list[tuple[int, int]]] = [[] for _ in range(n_ops)]
-    stack: list[tuple[Any, int]] = [(e, -1) for e in results.experimental_event_tree()]
-    while stack:
-        event, inside = stack.pop()
-        name = event.name
-        if name.startswith(MARK):
-            inside = int(name.removeprefix(MARK))
-        if inside >= 0 and event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
-            events[inside].append((event.start_time_ns, event.extra_fields.alloc_size))
-        stack.extend((child, inside) for child in event.children)
-    return [tuple(size for _, size in sorted(found, key=lambda e: e[0])) for found in events]
-
-
-def _cuda_events(runner: GraphRunner) -> list[tuple[int, ...]]:
-    counter = _CudaCounter()
-    runner.round(counter)
-    return counter.events

@@ -16,7 +16,7 @@ import contextlib
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tracer.assemble import assemble
+from tracer.assemble import Recorded, assemble
 from tracer.batch import loss_in_outputs
 from tracer.calibration import Costs
 from tracer.capture import Captured, capture
@@ -32,16 +32,7 @@ from tracer.program import Program, program_of
 from tracer.spec import BuildStep, TrainingStep
 from traces.devices import Device
 from traces.errors import CaptureError
-from traces.trace import Trace, TraceMeta
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """A trace, and the program whose ops its rows stand for."""
-
-    trace: Trace
-    program: Program
-    graph_ops: tuple[int, ...]  # program op -> op id in the trace
+from traces.trace import TraceMeta
 
 
 def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:
@@ -147,7 +138,7 @@ def trace_step(
         step = build(device, optimizer_as_on=target.kind if device == "cpu" else "")
         captured = capture_step(step, target if as_gpu else None)
         program = program_of(captured)
-        trace, graph_ops = assemble(
+        return assemble(
             step,
             program,
             mode,
@@ -155,7 +146,6 @@ def trace_step(
             header(step, program, build, target.kind if as_gpu else device, target, meta),
             costs or Costs(),
         )
-    return Recorded(trace=trace, program=program, graph_ops=graph_ops)
 
 
 @contextlib.contextmanager

@@ -1,32 +1,28 @@
-"""Save a Trace as two Parquet files in a directory, and load it back, checking everything on the way.
-
-pyarrow imports pandas by itself in most of its convenience functions; the reader here uses only
-`ParquetFile(...).read()`, which does not, so that `simulate` starts quickly.
-"""
+"""Save a Trace as two Parquet files in a directory, and load it back, checking everything on the way."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import shutil
 import tempfile
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from traces import tables
 from traces.errors import TraceError
+from traces.tables import ID as _ID
+from traces.tables import IDS as _IDS
+from traces.tables import INT as _INT
+from traces.tables import INTS as _INTS
+from traces.tables import META_KEY as META_KEY
+from traces.tables import TEXT as _TEXT
 from traces.trace import SCHEMA_VERSION, Ops, Storages, Trace, TraceMeta
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 OPS_FILE: Final = "ops.parquet"
 STORAGES_FILE: Final = "storages.parquet"
-META_KEY: Final = b"lowtide"
 GALLERY: Final = Path(__file__).parent / "gallery"
 
-_TEXT, _INT, _ID, _IDS, _INTS = "text", "int64", "int32", "list<int32>", "list<int64>"
 OPS_COLUMNS: Final = {
     "name": _TEXT,
     "target": _TEXT,
@@ -58,16 +54,15 @@ STORAGES_COLUMNS: Final = {
 }
 
 
-def _arrow_type(kind: str) -> pa.DataType:
-    import pyarrow as pa
-
-    return {
-        _TEXT: pa.string(),
-        _INT: pa.int64(),
-        _ID: pa.int32(),
-        _IDS: pa.list_(pa.int32()),
-        _INTS: pa.list_(pa.int64()),
-    }[kind]
+def _form(columns: dict[str, str]) -> tables.Format:
+    return tables.Format(
+        record="trace",
+        noun="a trace",
+        version_key="schema_version",
+        version=SCHEMA_VERSION,
+        columns=columns,
+        again="record the trace again with `trace`.",
+    )
 
 
 def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
@@ -81,9 +76,6 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
     Raises:
         TraceError: the directory exists and `force` is off, or it holds something else than a trace.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     directory = Path(directory)
     if directory.exists():
         is_trace = directory.is_dir() and {p.name for p in directory.iterdir()} <= {
@@ -97,18 +89,13 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        header = json.dumps({"record": "trace", **trace.meta.to_json()}, sort_keys=True).encode()
+        header = trace.meta.to_json()
         for file, table, columns in (
             (OPS_FILE, trace.ops, OPS_COLUMNS),
             (STORAGES_FILE, trace.storages, STORAGES_COLUMNS),
         ):
-            arrays = [
-                pa.array([list(x) for x in getattr(table, c)] if "list" in k else getattr(table, c),
-                         type=_arrow_type(k))
-                for c, k in columns.items()
-            ]  # fmt: skip
-            schema = pa.schema([(c, _arrow_type(k)) for c, k in columns.items()], metadata={META_KEY: header})
-            pq.write_table(pa.Table.from_arrays(arrays, schema=schema), temporary / file, compression="zstd")
+            values = {c: getattr(table, c) for c in columns}
+            tables.write(temporary / file, _form(columns), header, values)
         temporary.chmod(0o755)
         if directory.exists():
             shutil.rmtree(directory)
@@ -164,63 +151,13 @@ def load(directory: str | Path) -> Trace:
 
 
 def _load_table(path: Path, columns: dict[str, str]) -> tuple[TraceMeta, dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    again = "record the trace again with `trace`."
-    if not path.is_file():
-        raise TraceError(f"{path}: missing; {again}")
-    try:
-        with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            raw = (schema.metadata or {}).get(META_KEY)
-            if raw is None:
-                raise TraceError(f"{path}: a Parquet file, but not one of Lowtide's; {again}")
-            header = json.loads(raw)
-            if not isinstance(header, dict) or header.get("record") != "trace":
-                raise TraceError(f"{path}: its header does not describe a trace; {again}")
-            if header.get("schema_version") != SCHEMA_VERSION:
-                raise TraceError(
-                    f"{path}: schema version {header.get('schema_version')}, and this Lowtide reads "
-                    f"{SCHEMA_VERSION}; {again}"
-                )
-            for column, kind in columns.items():
-                if column not in schema.names:
-                    raise TraceError(f"{path}: the column {column!r} is missing; {again}")
-                if schema.field(column).type != _arrow_type(kind):
-                    raise TraceError(
-                        f"{path}: the column {column!r} is {schema.field(column).type}, not {kind}; {again}"
-                    )
-            table = file.read(columns=list(columns))
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise TraceError(f"{path}: cannot be read as Parquet ({_first_line(error)}); {again}") from None
-    values = {c: _column(table.column(c), kind) for c, kind in columns.items()}
-    for column, items in values.items():
-        if any(x is None for x in items):
-            raise TraceError(f"{path}: the column {column!r} has empty cells; {again}")
+    form = _form(columns)
+    header, values = tables.read(path, form)
     try:
         meta = TraceMeta.from_json(header)
     except TypeError as error:
-        raise TraceError(f"{path}: its header is malformed ({error}); {again}") from None
+        raise TraceError(f"{path}: its header is malformed ({error}); {form.again}") from None
     return meta, values
-
-
-def _column(column: pa.ChunkedArray, kind: str) -> tuple[Any, ...]:
-    if "list" not in kind:
-        return tuple(column.to_pylist())
-    # Slicing one flat list is several times faster than Arrow's own nested conversion.
-    rows: list[tuple[int, ...] | None] = []
-    for chunk in column.chunks:
-        if chunk.null_count:
-            return (*rows, None)
-        offsets = chunk.offsets.to_pylist()
-        flat = chunk.values.to_pylist()
-        rows.extend(tuple(flat[a:b]) for a, b in itertools.pairwise(offsets))
-    return tuple(rows)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def header_fields() -> tuple[str, ...]:

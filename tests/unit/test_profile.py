@@ -14,7 +14,8 @@ from torch import nn  # noqa: E402
 import tracer.profile as profile_module  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, recorded  # noqa: E402
-from tracer.profile import _settle, measure  # noqa: E402
+from tracer.probes import CpuTimer, settle  # noqa: E402
+from tracer.profile import measure  # noqa: E402
 from tracer.spec import load_spec  # noqa: E402
 from traces.errors import TraceError  # noqa: E402
 from traces.trace import VIEW, Trace  # noqa: E402
@@ -78,8 +79,8 @@ def test_workspace_inside_an_op_is_seen() -> None:
     ],
 )
 def test_settled_events(events: tuple[int, ...], created: int, settled: tuple[int, ...]) -> None:
-    assert _settle(events, created) == settled
-    assert sum(_settle(events, created)) == created
+    assert settle(events, created) == settled
+    assert sum(settle(events, created)) == created
 
 
 def test_a_step_that_runs_other_ops_than_the_captured_one_is_refused() -> None:
@@ -113,7 +114,7 @@ def test_the_runner_keeps_no_value_after_its_last_use(monkeypatch: pytest.Monkey
         held.append({s for n in env for s in fake.program.storage_of.get(n, ())})
 
     monkeypatch.setattr(profile_module.GraphRunner, "execute", watched)
-    runner.round(profile_module._CpuTimer())
+    runner.round(CpuTimer())
     p = fake.program
     made = {s for s, row in enumerate(p.storages) if 0 <= row.producer < p.forward_ops}
     needed = {s for i in range(p.forward_ops, len(p.ops)) for s in p.rows[i].reads}

@@ -14,6 +14,7 @@ import click
 import pytest
 
 from tests.tiny import bwd, fwd, opt, trace
+from traces import profile, tables
 from traces.measurement import Measurement, RunFigures
 from traces.plan import SAVE, Action, Plan
 from traces.saved import SavedSet, SavedSets
@@ -92,6 +93,14 @@ def test_every_column_is_documented_with_its_type(title: str, columns: dict[str,
     }
     table = {name: cells[0] for name, cells in rows(section(FORMATS, title)).items() if name in columns}
     assert table == {name: words[kind] for name, kind in columns.items()}
+
+
+def test_columns_and_header_of_a_device_profile_are_documented(tmp_path: Path) -> None:
+    text = section(FORMATS, "A device profile")
+    assert {*profile.FORM.columns} <= {*rows(text)}
+    identity = profile.Identity(device="x", kind="cpu", target="cpu", torch_version="2.13.0", flags={})
+    path = profile.save(profile.DeviceProfile(identity=identity), tmp_path / "p.parquet")
+    assert {*tables.read_header(path, profile.FORM)} <= {*rows(text)}
 
 
 def test_every_field_of_the_header_is_documented_and_no_other() -> None:

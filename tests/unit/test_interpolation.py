@@ -1,0 +1,80 @@
+"""Costs at a size that was not measured, from sizes that were."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tracer.interpolation import Estimate, Index
+from tracer.signature import Signature, TensorSpec
+from traces.profile import Entry
+
+
+def conv_key(batch: int, channels: int = 8) -> str:
+    """x[batch, channels, 4, 4] by w[channels, channels, 3, 3]: 64 * batch * channels and 36 * channels^2 bytes."""
+    x = TensorSpec(shape=(batch, channels, 4, 4), stride=(16 * channels, 16, 4, 1), dtype="float32")
+    w = TensorSpec(shape=(channels, channels, 3, 3), stride=(9 * channels, 9, 3, 1), dtype="float32")
+    return Signature(target="aten.conv.default", args=(x, w, None), outputs=(x,)).key
+
+
+def entry(*events: int, time_ns: int = 100) -> Entry:
+    return Entry(
+        target="aten.conv.default", shapes="", events=events, time_ns=time_ns, samples=1, provenance=""
+    )
+
+
+def measured(batch: int) -> Entry:
+    """A copy of the input (512 * batch), of the weight (2304), the output, and a scratch of 128 + 32 * batch."""
+    x, w, scratch = 512 * batch, 2304, 128 + 32 * batch
+    return entry(x, w, x, scratch, -scratch, -w, -x, time_ns=1000 + 10 * batch)
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
+def test_two_measured_sizes_give_every_other(a: int, b: int, wanted: int) -> None:
+    if len({a, b, wanted}) < 3:
+        return
+    index = Index([(conv_key(a), measured(a)), (conv_key(b), measured(b))])
+    assert index.estimate(conv_key(wanted)) == Estimate(
+        events=measured(wanted).events, time_ns=measured(wanted).time_ns
+    )
+
+
+def test_one_measured_size_gives_others_in_proportion() -> None:
+    index = Index([(conv_key(4), measured(4))])
+    found = index.estimate(conv_key(8))
+    assert found is not None
+    # The weight's copy stays; the unknown scratch, 128 + 32 * 4 = 256 bytes, is taken to double.
+    assert found.events == (4096, 2304, 4096, 512, -512, -2304, -4096)
+    assert found.time_ns == 2 * 1040
+
+
+def test_a_size_that_does_not_scale_in_step_is_not_estimated() -> None:
+    """More channels: shapes double, the weight's bytes grow fourfold."""
+    index = Index([(conv_key(4, 8), measured(4)), (conv_key(4, 16), measured(4))])
+    assert index.estimate(conv_key(4, 32)) is None
+    assert index.estimate(conv_key(8, 32)) is None
+    assert Index([(conv_key(4, 8), measured(4))]).estimate(conv_key(4, 16)) is None
+
+
+def test_points_with_other_patterns_are_not_joined() -> None:
+    """The library took another kernel at batch 8: two events more. Either alone may speak, the nearer one does."""
+    index = Index([(conv_key(2), entry(1024)), (conv_key(8), entry(4096, 64, -64))])
+    found = index.estimate(conv_key(4))
+    assert found is not None
+    assert found.events == (2048,)
+    signs = Index([(conv_key(2), entry(10, -10, 1024)), (conv_key(8), entry(40, 4096, -40))])
+    far = signs.estimate(conv_key(6))
+    assert far is not None
+    assert far.events == (30, 3072, -30)
+
+
+def test_neighbours_on_both_sides_come_first() -> None:
+    """Affine between 2 and 8; the point at 64 lies on another line."""
+    index = Index([(conv_key(b), entry(512 * b, n, -n)) for b, n in ((2, 20), (8, 80), (64, 1000))])
+    found = index.estimate(conv_key(4))
+    assert found is not None
+    assert found.events == (2048, 40, -40)
+
+
+def test_another_op_says_nothing() -> None:
+    assert Index([(conv_key(4), measured(4))]).estimate("aten.mm.default(4) -> ") is None

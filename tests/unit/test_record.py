@@ -1,0 +1,190 @@
+"""What `trace` does with device profiles: fills one, uses it, says so, and refuses one of another device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.integration import small_nets  # noqa: E402
+from tracer.device_profiles import (  # noqa: E402
+    board_of,
+    find,
+    identity_here,
+    identity_wanted,
+    mismatch,
+    with_workspaces,
+    workspaces_of,
+)
+from tracer.record import ProfileUse, record_fake, record_real, skipped_text, sources_text  # noqa: E402
+from tracer.spec import BuildStep, load_spec  # noqa: E402
+from traces import profile as store  # noqa: E402
+from traces.devices import device  # noqa: E402
+from traces.errors import EnvironmentProblem, TraceError  # noqa: E402
+from traces.profile import DeviceProfile, Entry, LibraryWorkspace  # noqa: E402
+
+CPU = device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "lowtide"
+
+
+def net(batch_size: int) -> BuildStep:
+    return load_spec(small_nets.spec("residual"), {"batch_size": batch_size})
+
+
+def test_a_real_trace_fills_the_profile_and_a_fake_one_uses_it(cache: Path) -> None:
+    said: list[str] = []
+    real = record_real(net(2), CPU, "cpu", ProfileUse(), said.append, rounds=1, warmup=1)
+    (path,) = cache.iterdir()
+    assert str(path) in said[-1]
+    fake = record_fake(net(2), CPU, ProfileUse(), said.append)
+    assert fake.ops.events == real.ops.events
+    assert set(fake.meta.workspace) == {"measured"}
+    assert f"(profile {path})" in said[-1]
+    without = record_fake(net(2), CPU, ProfileUse(off=True), said.append)
+    assert "measured" not in without.meta.workspace
+    assert "0 measured" in said[-1]
+
+
+def test_no_profile_is_filled_where_none_is_wanted(cache: Path) -> None:
+    record_real(net(2), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    record_fake(net(2), CPU, ProfileUse(off=True, calibrate=True))
+    assert not cache.exists()
+
+
+def test_calibration_measures_what_lacks_and_keeps_it(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "mine.parquet"
+    use, said = ProfileUse(path=path, calibrate=True), list[str]()
+    first = record_fake(net(2), CPU, use, said.append)
+    assert set(first.meta.workspace) == {"measured"}
+    before = store.load(path)
+    record_fake(net(2), CPU, use, said.append)
+    assert any("Calibrating: 0 distinct calls" in line for line in said)
+    record_fake(net(4), CPU, use)
+    after = store.load(path)
+    assert set(before.entries) < set(after.entries)
+    assert all(after.entries[k] == e for k, e in before.entries.items())
+    assert not cache.exists()
+
+
+def test_other_batch_sizes_are_interpolated_to_the_byte(tmp_path: Path) -> None:
+    use = ProfileUse(path=tmp_path / "p.parquet", calibrate=True)
+    for batch in (2, 6):
+        record_fake(net(batch), CPU, use)
+    between = record_fake(net(4), CPU, ProfileUse(path=use.path))
+    assert between.meta.workspace["interpolated"] > 0
+    real = record_real(net(4), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    assert between.ops.events == real.ops.events
+
+
+def _changed(path: Path, **change: object) -> Path:
+    profile = store.load(path)
+    return store.save(replace(profile, identity=replace(profile.identity, **change)), path)  # type: ignore[arg-type]
+
+
+def test_a_profile_of_another_device_is_refused_and_of_other_flags_warned_about(tmp_path: Path) -> None:
+    path = store.save(DeviceProfile(identity=identity_here("cpu")), tmp_path / "p.parquet")
+    _changed(path, flags={**identity_here("cpu").flags, "threads": "96"})
+    said: list[str] = []
+    record_fake(net(2), CPU, ProfileUse(path=path), said.append)
+    assert any("threads was 96" in line for line in said)
+    _changed(path, device="another processor")
+    with pytest.raises(TraceError, match="another processor"):
+        record_fake(net(2), CPU, ProfileUse(path=path))
+    with pytest.raises(TraceError, match="another processor"):
+        record_real(net(2), CPU, "cpu", ProfileUse(path=path))
+    with pytest.raises(TraceError, match="missing"):
+        record_fake(net(2), CPU, ProfileUse(path=tmp_path / "none.parquet"))
+
+
+def test_profiles_that_do_not_fit_are_passed_over(cache: Path) -> None:
+    want = identity_wanted(CPU)
+    assert find(want) is None
+    path = store.save(DeviceProfile(identity=want), cache / want.file_name)
+    found = find(want)
+    assert found is not None
+    assert found.path == path
+    _changed(path, torch_version="1.9.1")
+    assert find(want) is None
+    path.write_text("damaged")
+    broken = find(want)
+    assert broken is not None
+    assert "left out" in broken.warning
+    assert broken.profile.entries == {}
+
+
+def test_a_gpu_s_profile_serves_a_laptop(cache: Path) -> None:
+    want = identity_wanted(device("h200"))
+    have = replace(want, device="NVIDIA H200")
+    store.save(DeviceProfile(identity=have), cache / have.file_name)
+    assert find(want) is not None
+    assert find(identity_wanted(device("l40s"))) is None
+    assert "it is of NVIDIA H200" in mismatch(have, identity_wanted(device("l40s")))
+    assert "benchmark was True" in mismatch(replace(have, flags={**have.flags, "benchmark": "True"}), want)
+    patch = replace(have, torch_version=".".join([*want.torch_version.split(".")[:2], "99"]))
+    assert mismatch(patch, want) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "board"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 3090 Ti", ""),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", ""),
+        ("Tesla T4", "T4"),
+        ("Some Other GPU", ""),
+    ],
+)
+def test_boards_by_the_driver_s_name(name: str, board: str) -> None:
+    assert board_of(name) == board
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_here_cannot_be_calibrated() -> None:
+    with pytest.raises(EnvironmentProblem, match="runs ops on H200"):
+        record_fake(net(2), device("h200"), ProfileUse(off=True, calibrate=True))
+
+
+def test_library_workspaces_are_storages_that_are_always_there() -> None:
+    trace = record_fake(net(2), CPU, ProfileUse(off=True))
+    kept = (
+        LibraryWorkspace(nbytes=32 << 20, op="aten.mm.default"),
+        LibraryWorkspace(nbytes=8, op="aten.bmm.default"),
+    )
+    made = with_workspaces(trace, kept)
+    assert made.resident_bytes == trace.resident_bytes + (32 << 20) + 8
+    assert workspaces_of(made) == kept
+    assert with_workspaces(made, kept[:1]).resident_bytes == trace.resident_bytes + (32 << 20)
+    assert with_workspaces(made, ()) == trace
+    assert made.meta.fingerprint == trace.meta.fingerprint
+
+
+def test_words_about_sources_and_skips() -> None:
+    trace = record_fake(net(2), CPU, ProfileUse(off=True))
+    trace = replace(trace, meta=replace(trace.meta, workspace={"measured": 3, "rules": 2, "none": 1}))
+    assert sources_text(trace, "") == (
+        "Allocations inside the 6 computing ops: 3 measured, 0 interpolated, 2 by rule, 1 unknown."
+    )
+    text = skipped_text({"aten.a.b(1)": "no", "aten.a.b(2)": "no", "aten.c.d(1)": "why"})
+    assert text == "3 calls could not be run alone (2 x aten.a.b, 1 x aten.c.d); aten.a.b: no"
+
+
+def test_an_entry_is_for_people_too(tmp_path: Path) -> None:
+    path = tmp_path / "p.parquet"
+    record_fake(net(2), CPU, ProfileUse(path=path, calibrate=True))
+    entries = store.load(path).entries.values()
+    assert all(
+        isinstance(e, Entry) and e.shapes and e.samples and e.provenance == "measured-cpu" for e in entries
+    )
+    assert any("->" in e.shapes and "x" in e.shapes for e in entries)

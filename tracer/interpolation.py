@@ -1,0 +1,143 @@
+"""Turn measurements of an op at some sizes into what it should cost at another, where sizes scale together.
+
+Growing the batch moves every size of a call along a straight line: shapes, strides and tensors' bytes are affine in the
+batch size. So are the allocations inside most ops. A call is estimated from two measured ones if it lies on the line
+through them, and from one if every size that differs has the same ratio to the measured one.
+
+Counts: allocations and times as affine functions of the position on that line. Ignores: kernels that a library chooses
+by size; so two measured calls that allocate in another pattern are never joined.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Final
+
+from tracer.signature import ITEM_BYTES, numbers_of, structure_of
+from traces.profile import Entry
+
+_TENSOR: Final = re.compile(r"(\w+)\[([\d,]*)\|[\d,]*\]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a call should cost."""
+
+    events: tuple[int, ...]
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    sizes: tuple[int, ...]
+    tensors: tuple[int, ...]  # bytes of each tensor, which end `sizes` too
+    entry: Entry
+
+
+class Index:
+    """A profile's entries by structure: calls that differ in sizes alone lie together."""
+
+    def __init__(self, entries: Iterable[tuple[str, Entry]]) -> None:
+        self._points: dict[str, list[_Point]] = {}
+        for key, entry in entries:
+            point = _Point(_sizes(key), _tensor_bytes(key), entry)
+            self._points.setdefault(structure_of(key), []).append(point)
+
+    def estimate(self, key: str) -> Estimate | None:
+        """The cost of a call that was not measured; None if the measured ones do not say.
+
+        Two points between which the call lies are taken before two beside it, and near ones before far ones.
+        """
+        points = self._points.get(structure_of(key), [])
+        wanted, tensors = _sizes(key), _tensor_bytes(key)
+        # Only points that differ from the call in the same places can lie on one line with it.
+        groups: dict[tuple[bool, ...], list[_Point]] = {}
+        for point in points:
+            differs = tuple(a != b for a, b in zip(point.sizes, wanted, strict=True))
+            groups.setdefault(differs, []).append(point)
+        best: tuple[tuple[bool, Fraction, int], Estimate] | None = None
+        for group in groups.values():
+            for i, first in enumerate(group):
+                for second in group[i + 1 :]:
+                    share = _share(first.sizes, second.sizes, wanted)
+                    if share is None:
+                        continue
+                    made = _between(first.entry, second.entry, share)
+                    rank = (not 0 <= share <= 1, max(abs(share), abs(1 - share)), max(first.sizes))
+                    if made is not None and (best is None or rank < best[0]):
+                        best = (rank, made)
+        if best is not None:
+            return best[1]
+        ratios = [(r, p) for p in points if (r := _ratio(p.sizes, wanted)) is not None]
+        if not ratios:
+            return None
+        ratio, point = min(ratios, key=lambda x: max(x[0], 1 / x[0]))
+        return _scaled(point, tensors, ratio)
+
+
+@cache
+def _tensor_bytes(key: str) -> tuple[int, ...]:
+    out = []
+    for dtype, shape in _TENSOR.findall(key):
+        out.append(math.prod(int(n) for n in shape.split(",") if n) * ITEM_BYTES.get(dtype, 1))
+    return tuple(out)
+
+
+@cache
+def _sizes(key: str) -> tuple[int, ...]:
+    return (*numbers_of(key), *_tensor_bytes(key))
+
+
+def _share(a: Sequence[int], b: Sequence[int], wanted: Sequence[int]) -> Fraction | None:
+    """t such that wanted = a + t (b - a) in every place; None if there is none."""
+    share: Fraction | None = None
+    for x, y, w in zip(a, b, wanted, strict=True):
+        if x == y:
+            if w != x:
+                return None
+        elif share is None:
+            share = Fraction(w - x, y - x)
+        elif (w - x) * share.denominator != share.numerator * (y - x):
+            return None
+    return share
+
+
+def _between(a: Entry, b: Entry, share: Fraction) -> Estimate | None:
+    if len(a.events) != len(b.events) or any(
+        (x > 0) != (y > 0) for x, y in zip(a.events, b.events, strict=True)
+    ):
+        return None
+    events = tuple(round(x + share * (y - x)) for x, y in zip(a.events, b.events, strict=True))
+    if any((e > 0) != (x > 0) for e, x in zip(events, a.events, strict=True)):
+        return None
+    return Estimate(events=events, time_ns=max(1, round(a.time_ns + share * (b.time_ns - a.time_ns))))
+
+
+def _ratio(measured: Sequence[int], wanted: Sequence[int]) -> Fraction | None:
+    """The one ratio of every size that differs; None if there is none."""
+    ratio: Fraction | None = None
+    for m, w in zip(measured, wanted, strict=True):
+        if m == w:
+            continue
+        if m <= 0 or w <= 0:
+            return None
+        if ratio is None:
+            ratio = Fraction(w, m)
+        elif w * ratio.denominator != ratio.numerator * m:
+            return None
+    return ratio
+
+
+def _scaled(point: _Point, tensors: Sequence[int], ratio: Fraction) -> Estimate:
+    """One measured call scaled: what has the size of a tensor that stays as it is (a weight) stays, the rest grows."""
+    stays = {m for m, w in zip(point.tensors, tensors, strict=True) if m == w}
+    grows = {m for m, w in zip(point.tensors, tensors, strict=True) if m != w}
+    events = tuple(
+        e if abs(e) in stays and abs(e) not in grows else round(e * ratio) for e in point.entry.events
+    )
+    return Estimate(events=events, time_ns=max(1, round(point.entry.time_ns * ratio)))

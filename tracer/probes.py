@@ -1,0 +1,172 @@
+"""Watch one op after another while a step runs: the time of each, or what each allocates.
+
+On the CPU the allocations are the allocator's own events as the profiler reports them; on CUDA they are the caching
+allocator's own history.
+"""
+
+from __future__ import annotations
+
+import abc
+import bisect
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from tracer.cuda_history import MARK_BYTES, History, OpWindow, read_history
+
+MARK = "#lowtide "
+
+
+class Probe(abc.ABC):
+    """Called around every op of a round; subclasses measure."""
+
+    def __init__(self) -> None:
+        self.targets: list[str] = []
+
+    @abc.abstractmethod
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        """Run one op and return its result."""
+
+
+class CpuTimer(Probe):
+    def __init__(self) -> None:
+        super().__init__()
+        self.times_ns: list[int] = []
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        self.targets.append(str(target))
+        begin = time.perf_counter_ns()
+        out = call()
+        self.times_ns.append(time.perf_counter_ns() - begin)
+        return out
+
+    def finish(self) -> list[int]:
+        return self.times_ns
+
+
+class CudaTimer(Probe):
+    """CUDA events around every op; they are read after the round, so that nothing waits in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[Any, Any]] = []
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        self.targets.append(str(target))
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        out = call()
+        end.record()
+        self.events.append((begin, end))
+        return out
+
+    def finish(self) -> list[int]:
+        torch.cuda.synchronize()
+        return [int(begin.elapsed_time(end) * 1e6) for begin, end in self.events]
+
+
+class CpuMarker(Probe):
+    """Marks every op for the profiler, under which the round must run."""
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        # The public `record_function` is itself dispatched, which would put the mark beside the op, not around it.
+        with torch._C._profiler._RecordFunctionFast(f"{MARK}{len(self.targets)}"):
+            out = call()
+        self.targets.append(str(target))
+        return out
+
+
+class CudaHistory(Probe):
+    """Marks every op in the caching allocator's history; see `tracer.cuda_history`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows: list[OpWindow] = []
+        self._entries: list[dict[str, Any]] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """While this is open, the allocator writes its history (without stack traces)."""
+        torch.cuda.memory._record_memory_history(enabled="all", context=None, clear_history=True)
+        try:
+            yield
+            self._entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        before = self._mark()
+        out = call()
+        given = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_cuda]
+        outputs = frozenset(x.untyped_storage().data_ptr() for x in given)
+        after = self._mark()
+        self.targets.append(str(target))
+        self.windows.append(OpWindow(target=str(target), before=before, after=after, outputs=outputs))
+        return out
+
+    def _mark(self) -> int:
+        return int(torch.empty(MARK_BYTES, dtype=torch.uint8, device="cuda").data_ptr())
+
+    def finish(self) -> History:
+        """What the round showed, once it is no longer recorded."""
+        return read_history(self._entries, self.windows)
+
+
+def cpu_allocations(work: Callable[[CpuMarker], None], n_ops: int) -> list[tuple[int, ...]]:
+    """Do work under the profiler; the CPU allocator's events inside each op's mark, in order of time.
+
+    Args:
+        work: runs ops under the marker that it is given.
+        n_ops: how many.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    marker = CpuMarker()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        work(marker)
+    assert prof.profiler is not None
+    results: Any = prof.profiler.kineto_results
+    events: list[list[tuple[int, int]]] = [[] for _ in range(n_ops)]
+    spans: list[tuple[int, int, int]] = []
+    strays: list[tuple[int, int]] = []
+    stack: list[tuple[Any, int]] = [(e, -1) for e in results.experimental_event_tree()]
+    while stack:
+        event, inside = stack.pop()
+        name = event.name
+        if name.startswith(MARK):
+            inside = int(name.removeprefix(MARK))
+            spans.append((event.start_time_ns, event.end_time_ns, inside))
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            change = (event.start_time_ns, event.extra_fields.alloc_size)
+            if inside >= 0:
+                events[inside].append(change)
+            else:
+                strays.append(change)
+        stack.extend((child, inside) for child in event.children)
+    # What another thread allocates for an op stands beside the op's mark in the tree, but within its time.
+    spans.sort()
+    for moment, size in strays:
+        k = bisect.bisect_right(spans, (moment, 1 << 62, 0)) - 1
+        if k >= 0 and moment <= spans[k][1]:
+            events[spans[k][2]].append((moment, size))
+    return [tuple(size for _, size in sorted(found, key=lambda e: e[0])) for found in events]
+
+
+def settle(events: tuple[int, ...], created: int) -> tuple[int, ...]:
+    """Make an op's events end at the bytes of the storages that it creates.
+
+    What an op leaves beyond them (a library's cache, an output that is dropped as the op returns) counts as
+    workspace: it is part of the peak inside the op and gone afterwards.
+    """
+    left = sum(events)
+    if left > created:
+        return (*events, created - left)
+    if left < created:
+        # Outputs that live in memory which the op did not allocate itself, such as a constant.
+        return (created - left, *events)
+    return events

@@ -1,0 +1,162 @@
+"""Record a training step as the command `trace` does: with the device profile that fits, calibrated or measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tracer.alone import calibrate, missing
+from tracer.assemble import recost
+from tracer.calibration import INTERPOLATED, MEASURED, NONE, RULES, Costs
+from tracer.device_profiles import (
+    board_of,
+    find,
+    identity_here,
+    identity_wanted,
+    profile_of,
+    with_workspaces,
+)
+from tracer.profile import measure
+from tracer.spec import BuildStep
+from tracer.step import Recorded, trace_step
+from traces import profile as store
+from traces.devices import Device
+from traces.errors import EnvironmentProblem
+from traces.profile import DeviceProfile
+from traces.trace import Trace
+
+NAMED: Final = 4  # kinds of ops that a note names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileUse:
+    """What to do with device profiles."""
+
+    path: Path | None = None  # instead of the user's own file
+    off: bool = False  # neither read nor written
+    calibrate: bool = False  # run alone, on the target, what the profile lacks
+
+
+def record_fake(
+    build: BuildStep, target: Device, use: ProfileUse, say: Callable[[str], None] = lambda text: None
+) -> Trace:
+    """A trace from fake tensors, its ops' costs from the profile of the target if there is one.
+
+    Args:
+        build: makes the step.
+        target: whose costs.
+        use: which profile, and whether to add to it.
+        say: told what happens, a line each time.
+
+    Raises:
+        TraceError: the profile that was named is none, or is of another device.
+        EnvironmentProblem: calibration is asked for and the target is not here.
+    """
+    want = identity_wanted(target)
+    path = use.path if use.path is not None and use.path.exists() else None
+    if use.path is not None and path is None and not use.calibrate:
+        path = use.path  # to be refused by `find`
+    found = None if use.off else find(want, path)
+    if found is not None and found.warning:
+        say(f"warning: {found.warning}")
+    profile = found.profile if found is not None else None
+    recorded = trace_step(build, target, costs=Costs(profile=profile))
+    where = str(found.path) if found is not None else ""
+    if use.calibrate:
+        profile, where = _calibrated(recorded, target, profile, use, say)
+        recorded = recost(recorded, target, Costs(profile=profile))
+    trace = recorded.trace
+    if profile is not None and {w.op for w in profile.workspaces} & set(trace.ops.target):
+        trace = with_workspaces(trace, profile.workspaces)
+    say(sources_text(trace, where))
+    return trace
+
+
+def record_real(
+    build: BuildStep,
+    target: Device,
+    device: str,
+    use: ProfileUse,
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    rounds: int = 5,
+    warmup: int = 2,
+) -> Trace:
+    """A trace measured on this machine; what was measured is added to the device's profile.
+
+    Raises:
+        TraceError: the real step ran other ops than the captured one; the profile that was named is none, or is of
+            another device.
+    """
+    if use.path is not None and use.path.exists():
+        find(identity_here(device), use.path)  # so that a wrong file is refused before the work
+    recorded = trace_step(build, target, device=device, costs=Costs())
+    say(f"Measuring {len(recorded.trace.ops)} ops on {device} ...")
+    trace = measure(recorded, build, device, rounds=rounds, warmup=warmup)
+    if not use.off:
+        identity = identity_here(device)
+        path = use.path or store.cache_directory() / identity.file_name
+        merged = store.add_to(path, profile_of(recorded, trace, identity, rounds))
+        say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
+    return trace
+
+
+def _calibrated(
+    recorded: Recorded,
+    target: Device,
+    profile: DeviceProfile | None,
+    use: ProfileUse,
+    say: Callable[[str], None],
+) -> tuple[DeviceProfile, str]:
+    """Run alone what the profile lacks; returns the profile with it, and where it is kept ("": nowhere)."""
+    device = target.kind
+    if device == "cuda":
+        import torch
+
+        here = board_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
+        if here != target.name:
+            raise EnvironmentProblem(
+                f"--calibrate runs ops on {target.name}, and this machine has {here or 'no GPU of that kind'}; run it "
+                "there and bring the profile with --profile, or leave --calibrate out."
+            )
+    identity = identity_here(device)
+    lacking = missing(recorded, profile)
+    say(f"Calibrating: {len(lacking)} distinct calls to run alone on {device} ...")
+    done = calibrate(lacking, identity, device)
+    new = done.profile
+    path = use.path or store.cache_directory() / identity.file_name
+    if use.off:
+        whole = new if profile is None else profile.merged(new)
+    else:
+        whole = store.add_to(path, new)
+        if profile is not None and not store.differences(profile.identity, whole.identity):
+            whole = profile.merged(whole)
+    if done.skipped:
+        say(skipped_text(done.skipped))
+    return whole, "" if use.off else str(path)
+
+
+def skipped_text(skipped: dict[str, str]) -> str:
+    """Which calls could not be run alone, and one reason."""
+    kinds = Counter(key.partition("(")[0] for key in skipped)
+    named = ", ".join(f"{n} x {kind}" for kind, n in kinds.most_common(NAMED))
+    if len(kinds) > NAMED:
+        named += ", ..."
+    key, reason = next(iter(skipped.items()))
+    return f"{len(skipped)} calls could not be run alone ({named}); {key.partition('(')[0]}: {reason}"
+
+
+def sources_text(trace: Trace, where: str) -> str:
+    """How many ops of a trace have their costs from where, in words."""
+    counts = trace.meta.workspace
+    parts = [
+        f"{counts.get(MEASURED, 0)} measured",
+        f"{counts.get(INTERPOLATED, 0)} interpolated",
+        f"{counts.get(RULES, 0)} by rule",
+        f"{counts.get(NONE, 0)} unknown",
+    ]
+    text = f"Allocations inside the {sum(counts.values())} computing ops: {', '.join(parts)}"
+    return text + (f" (profile {where})." if where else ".")

@@ -1,0 +1,144 @@
+"""Write and read one Parquet table with a JSON header, checking names, types and empty cells on the way.
+
+pyarrow imports pandas by itself in most of its convenience functions; the reader here uses only
+`ParquetFile(...).read()`, which does not, so that `simulate` starts quickly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from traces.errors import TraceError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+META_KEY: Final = b"lowtide"
+TEXT, INT, ID, IDS, INTS = "text", "int64", "int32", "list<int32>", "list<int64>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One kind of table: what its header calls itself, its version, its columns, and what to do about a bad file."""
+
+    record: str
+    noun: str  # "a trace"
+    version_key: str
+    version: int
+    columns: dict[str, str]  # name -> TEXT, INT, ID, IDS or INTS
+    again: str  # the last words of every refusal
+
+
+def arrow_type(kind: str) -> pa.DataType:
+    """The Arrow type of a column."""
+    import pyarrow as pa
+
+    return {
+        TEXT: pa.string(),
+        INT: pa.int64(),
+        ID: pa.int32(),
+        IDS: pa.list_(pa.int32()),
+        INTS: pa.list_(pa.int64()),
+    }[kind]
+
+
+def write(path: Path, form: Format, header: dict[str, Any], values: dict[str, Any]) -> None:
+    """Write a table; `values` has one sequence a column."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = json.dumps({"record": form.record, **header}, sort_keys=True).encode()
+    arrays = [
+        pa.array([list(x) for x in values[c]] if "list" in k else values[c], type=arrow_type(k))
+        for c, k in form.columns.items()
+    ]
+    schema = pa.schema([(c, arrow_type(k)) for c, k in form.columns.items()], metadata={META_KEY: text})
+    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), path, compression="zstd")
+
+
+def read_header(path: Path, form: Format) -> dict[str, Any]:
+    """The header alone.
+
+    Raises:
+        TraceError: the file is missing, no Parquet, or another record or version.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        raise TraceError(f"{path}: missing; {form.again}")
+    try:
+        with pq.ParquetFile(path) as file:
+            return _header(path, form, file.schema_arrow)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(path, form, error) from None
+
+
+def read(path: Path, form: Format) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """The header, and the columns.
+
+    Raises:
+        TraceError: as `read_header`; or a column is missing, has another type, or has empty cells.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        raise TraceError(f"{path}: missing; {form.again}")
+    try:
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            header = _header(path, form, schema)
+            for column, kind in form.columns.items():
+                if column not in schema.names:
+                    raise TraceError(f"{path}: the column {column!r} is missing; {form.again}")
+                if schema.field(column).type != arrow_type(kind):
+                    raise TraceError(
+                        f"{path}: the column {column!r} is {schema.field(column).type}, not {kind}; {form.again}"
+                    )
+            table = file.read(columns=list(form.columns))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(path, form, error) from None
+    values = {c: _column(table.column(c), kind) for c, kind in form.columns.items()}
+    for column, items in values.items():
+        if any(x is None for x in items):
+            raise TraceError(f"{path}: the column {column!r} has empty cells; {form.again}")
+    return header, values
+
+
+def _header(path: Path, form: Format, schema: pa.Schema) -> dict[str, Any]:
+    raw = (schema.metadata or {}).get(META_KEY)
+    if raw is None:
+        raise TraceError(f"{path}: a Parquet file, but not one of Lowtide's; {form.again}")
+    header = json.loads(raw)
+    if not isinstance(header, dict) or header.get("record") != form.record:
+        raise TraceError(f"{path}: its header does not describe {form.noun}; {form.again}")
+    if header.get(form.version_key) != form.version:
+        raise TraceError(
+            f"{path}: {form.version_key.replace('_', ' ')} {header.get(form.version_key)}, and this Lowtide reads "
+            f"{form.version}; {form.again}"
+        )
+    return header
+
+
+def _unreadable(path: Path, form: Format, error: BaseException) -> TraceError:
+    line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return TraceError(f"{path}: cannot be read as Parquet ({line}); {form.again}")
+
+
+def _column(column: pa.ChunkedArray, kind: str) -> tuple[Any, ...]:
+    if "list" not in kind:
+        return tuple(column.to_pylist())
+    # Slicing one flat list is several times faster than Arrow's own nested conversion.
+    rows: list[tuple[int, ...] | None] = []
+    for chunk in column.chunks:
+        if chunk.null_count:
+            return (*rows, None)
+        offsets = chunk.offsets.to_pylist()
+        flat = chunk.values.to_pylist()
+        rows.extend(tuple(flat[a:b]) for a, b in itertools.pairwise(offsets))
+    return tuple(rows)
