@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from executor.cli_campaign import campaign
 from traces.commands import DefaultGroup, print_json, say
 from traces.people import show_bytes, show_time
 from traces.plan import ALLOCATED
@@ -45,9 +46,13 @@ def execute() -> None:
     execute plan.json --device cuda --report error.html
     execute plan.json --json
     execute sweep DIR                      the plans that `simulate sweep -o DIR` made
+    execute campaign cpu -o DIR            how wrong predictions are, over many models and budgets
 
     What is no subcommand goes to `execute run`; see `execute run --help` for the options.
     """
+
+
+execute.add_command(campaign)
 
 
 @execute.command("run")

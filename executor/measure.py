@@ -8,19 +8,16 @@ profiler records them, from before the model is built; on CUDA it is the caching
 from __future__ import annotations
 
 import gc
-import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
-from traces.errors import EnvironmentProblem, LowtideError, PlanError
+from executor.fresh import run_fresh
+from traces.errors import PlanError
 from traces.measurement import RunFigures
 from traces.plan import Plan
 
@@ -46,6 +43,8 @@ class Job:
     runs: int
     steps: int  # of a verification
     alloc_conf: str = ""  # for CUDA's allocator, unless the environment says something itself
+    then_verify: bool = False  # after measuring keep-all or the plan, in the same process
+    limit_bytes: int = 0  # of the process's data on the CPU, of its share of the device on CUDA; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,43 +64,21 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
 
     Raises:
         LowtideError: the process reported an error, with its message and exit code.
-        EnvironmentProblem: the process died (out of memory, a crash), with the end of what it said.
+        OutOfMemoryProblem: the device's memory, or the job's limit on it, did not suffice.
+        EnvironmentProblem: the process died otherwise, with the end of what it said.
     """
-    # Child processes find the packages where this one found them.
-    root = str(Path(__file__).resolve().parent.parent)
-    env = {
-        # torch's C++ parts and its profiler write to stderr by themselves.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "KINETO_LOG_LEVEL": "99",
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-    }
+    env = {}
     if job.device.startswith("cuda") and job.variant == VERIFY:
-        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if job.device.startswith("cuda") and job.alloc_conf and not any(env.get(k) for k in ALLOC_CONF):
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if job.device.startswith("cuda") and job.alloc_conf and not any(os.environ.get(k) for k in ALLOC_CONF):
         env |= dict.fromkeys(ALLOC_CONF, job.alloc_conf)
-    done = subprocess.run(
-        [sys.executable, "-m", "executor.worker"],
-        input=json.dumps(asdict(job)),
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=timeout_s,
-        check=False,
+    data = run_fresh(
+        "executor.worker",
+        asdict(job),
+        what=f"measured {job.variant}",
+        environment=env,
+        timeout_s=timeout_s,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        tail = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])[:600]
-        raise EnvironmentProblem(
-            f"the process that measured {job.variant} ended with code {done.returncode} and no result"
-            + (" (killed: out of memory?)" if done.returncode in (-9, 137) else "")
-            + (f": {tail}" if tail else ".")
-        )
-    data = json.loads(lines[-1])
-    if "error" in data:
-        error = LowtideError(data["error"])
-        error.exit_code = int(data["exit_code"])
-        raise error
     return JobResult(
         figures=RunFigures.from_json(data["figures"]),
         environment=data["environment"],
@@ -117,6 +94,8 @@ def perform(job: Job) -> JobResult:
     from tracer.loop import run_step
     from tracer.spec import load_spec
 
+    if job.limit_bytes:
+        limit_memory(job.device, job.limit_bytes)
     plan = Plan.load(job.plan_path)
     build = load_spec(job.model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
     cuda = job.device.startswith("cuda")
@@ -143,7 +122,28 @@ def perform(job: Job) -> JobResult:
         figures, curve = _measure_cuda(prepare, job)
     else:
         figures, curve = _measure_cpu(prepare, job)
-    return JobResult(figures=figures, environment=environment(job.device), curve=curve)
+    verification = None
+    if job.then_verify and job.steps:
+        gc.collect()
+        checked = plan if job.variant == PLAN else replace(plan, actions=())
+        verification = asdict(verify(build, checked, job.device, job.steps))
+    return JobResult(
+        figures=figures, environment=environment(job.device), curve=curve, verification=verification
+    )
+
+
+def limit_memory(device: str, limit_bytes: int) -> None:
+    """Let this process have no more than `limit_bytes`: of private data on the CPU (Python and torch included), of
+    what the caching allocator may reserve on CUDA."""
+    if device.startswith("cuda"):
+        import torch
+
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+        return
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
 def _measure_cpu(

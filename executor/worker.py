@@ -8,8 +8,8 @@ import warnings
 from dataclasses import asdict
 from typing import Any
 
+from executor.fresh import error_json
 from executor.measure import Job, perform
-from traces.errors import LowtideError
 
 
 def main() -> None:
@@ -18,8 +18,11 @@ def main() -> None:
     answer: dict[str, Any]
     try:
         answer = asdict(perform(job))
-    except LowtideError as error:
-        answer = {"error": str(error), "exit_code": error.exit_code}
+    except Exception as error:
+        told = error_json(error)
+        if told is None:
+            raise
+        answer = told
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
 
 

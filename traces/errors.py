@@ -31,6 +31,10 @@ class EnvironmentProblem(LowtideError):
     """Something that this machine lacks: torch, a GPU, an optional package."""
 
 
+class OutOfMemoryProblem(EnvironmentProblem):
+    """A process needed more memory than the device, or a limit on it, has."""
+
+
 class BudgetError(LowtideError):
     """No plan keeps the peak within the budget."""
 

@@ -35,6 +35,11 @@ class RunFigures:
     times_ns: tuple[int, ...] = ()
     reserved_bytes: tuple[int, ...] = ()  # at the end of each iteration
 
+    @property
+    def steady(self) -> bool:
+        """Whether the iterations from the third on had one and the same peak."""
+        return len(set(self.peaks_bytes[2:])) <= 1
+
     def headline(self) -> dict[str, int | None]:
         """The four figures that every `--json` shows."""
         return {

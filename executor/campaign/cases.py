@@ -1,0 +1,348 @@
+"""Turn a cases.toml into the cases of a campaign: every combination of its lists, checked before anything runs.
+
+[campaign]                       # how to trace and measure; every key has a default (`Method`)
+device = "cpu"
+
+[defaults]                       # what a case does not say itself
+budget = ["none", "60%"]
+
+[[case]]
+model = ["resnet18", "resnet50"]
+batch-size = [8, 16]             # with the two models and the two budgets: eight cases
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from traces.errors import LowtideError, SpecError
+from traces.trace import canonical_json
+
+PACKAGED: Final = Path(__file__).resolve().parent.parent / "cases"
+PLAN, BOUNDARY = "plan", "boundary"
+NONE: Final = "none"  # as a budget: everything kept; as a boundary's planner: the untouched model
+CALIBRATED, UNCALIBRATED = "calibrated", "uncalibrated"
+COUNTS: Final = ("batch_size", "seq_len", "image_size")
+SHORT: Final = {"batch_size": "b", "seq_len": "s", "image_size": "px"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One training step: a model and the options that `trace` takes."""
+
+    model: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """`resnet50 b8 px64 amp bfloat16`."""
+        name = Path(self.model.rpartition(":")[0] or self.model).stem if ".py" in self.model else self.model
+        known = [f"{mark}{self.options[k]}" for k, mark in SHORT.items() if k in self.options]
+        rest = [
+            f"{k.replace('_', '-')} {v}" if k not in ("dtype", "optimizer") else str(v)
+            for k, v in sorted(self.options.items())
+            if k not in SHORT
+        ]
+        return " ".join([name, *known, *rest])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One question to the machine: how much does this step need with this plan, or where does it stop to fit."""
+
+    step: Step
+    kind: str = PLAN
+    budget: str = NONE  # `none`, or what `simulate --budget` takes
+    planner: str = ""
+    limit: str = ""  # of a boundary: bytes, a size, or a share of the device's memory
+    batch_sizes: tuple[int, ...] = ()  # of a boundary: the sizes that are asked about, ascending
+
+    @property
+    def label(self) -> str:
+        """What `--only` is matched with."""
+        if self.kind == BOUNDARY:
+            sizes = ",".join(str(b) for b in self.batch_sizes)
+            with_plan = "" if self.planner == NONE else f" {self.planner}"
+            return f"{self.step.label} boundary {self.limit} b{sizes}{with_plan}"
+        run = "keep-all" if self.budget == NONE else f"{self.budget} {self.planner}"
+        return f"{self.step.label} {run}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "model": self.step.model,
+            "options": dict(self.step.options),
+            "budget": self.budget,
+            "planner": self.planner,
+            "limit": self.limit,
+            "batch_sizes": list(self.batch_sizes),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Case:
+        return cls(
+            kind=str(data["kind"]),
+            step=Step(model=str(data["model"]), options=dict(data["options"])),
+            budget=str(data["budget"]),
+            planner=str(data["planner"]),
+            limit=str(data["limit"]),
+            batch_sizes=tuple(int(b) for b in data["batch_sizes"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """How the cases are traced and measured: the table [campaign]."""
+
+    device: str = "cpu"  # unless --device says otherwise
+    target: str = ""  # of the uncalibrated trace; empty: the device that the campaign runs on
+    plan_from: str = CALIBRATED  # which trace the plans are made from
+    rounds: int = 3  # timed rounds of the calibrated trace
+    trace_warmup: int = 1
+    verify_steps: int = 3  # 0: no verification
+    memory_steps: int = 5  # the third to the fifth are the steady ones
+    warmup: int = 1
+    runs: int = 5  # timed steps
+    timeout_minutes: int = 30  # of each process
+    memory_limit: str = ""  # of each measuring process: its data on the CPU, its share of the device on CUDA
+    seed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Method:
+        return cls(**{f.name: data[f.name] for f in fields(cls)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """A file of cases, read and multiplied out."""
+
+    name: str
+    method: Method
+    cases: tuple[Case, ...]
+
+
+def digest(data: object) -> str:
+    """A short name for JSON data."""
+    return hashlib.sha256(canonical_json(data).encode()).hexdigest()[:16]
+
+
+def find_cases(name: str) -> Path:
+    """The path of a cases file: as given, or the packaged one of that name (`cpu`, `gpu`).
+
+    Raises:
+        SpecError: there is neither.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    packaged = PACKAGED / f"{name.removesuffix('.toml')}.toml"
+    if path.name == name and packaged.is_file():
+        return packaged
+    known = ", ".join(sorted(p.stem for p in PACKAGED.glob("*.toml")))
+    raise SpecError(f"{name}: no such file of cases; give the path of a TOML file, or one of: {known}.")
+
+
+def load_cases(path: Path) -> Campaign:
+    """Read, check and multiply out a cases file.
+
+    Raises:
+        SpecError: it is no TOML, or a key or value means nothing; says which case and what is possible.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not a TOML file ({error}).") from None
+    return parse_cases(data, where=str(path), root=path.resolve().parent, name=path.stem)
+
+
+def parse_cases(data: Mapping[str, Any], *, where: str, root: Path, name: str) -> Campaign:
+    """The campaign of parsed TOML; `root`: what paths of models are relative to."""
+    _known_keys(data, ("campaign", "defaults", "case"), where)
+    method = _method(_table(data, "campaign", where), f"{where}, [campaign]")
+    defaults = _table(data, "defaults", where)
+    _known_keys(defaults, _case_keys(), f"{where}, [defaults]")
+    tables = data.get("case", [])
+    if not isinstance(tables, list) or not tables or not all(isinstance(t, dict) for t in tables):
+        raise SpecError(f"{where}: no cases; add a table [[case]] with a model.")
+    cases: dict[str, Case] = {}
+    for number, table in enumerate(tables, 1):
+        place = f"{where}, case {number}"
+        _known_keys(table, _case_keys(), place)
+        for case in _expand({**defaults, **table}, place, root):
+            cases.setdefault(canonical_json(case.to_json()), case)  # the same question twice is asked once
+    return Campaign(name=name, method=method, cases=tuple(cases.values()))
+
+
+def _step_keys() -> tuple[str, ...]:
+    from tracer.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
+
+    return tuple(dict.fromkeys((*IMAGE_OPTIONS, *SEQUENCE_OPTIONS)))
+
+
+def _case_keys() -> tuple[str, ...]:
+    own = ("kind", "model", "budget", "planner", "limit")
+    return (*own, *(k.replace("_", "-") for k in _step_keys()))
+
+
+def _table(data: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    table = data.get(key, {})
+    if not isinstance(table, dict):
+        raise SpecError(f"{where}: {key} must be a table, [{key}].")
+    return table
+
+
+def _known_keys(table: Mapping[str, Any], known: Sequence[str], place: str) -> None:
+    for key in table:
+        if key not in known:
+            raise SpecError(f"{place}: unknown key {key!r}; known are {', '.join(known)}.")
+
+
+def _method(table: Mapping[str, Any], place: str) -> Method:
+    kinds = {f.name.replace("_", "-"): type(f.default) for f in fields(Method)}
+    _known_keys(table, tuple(kinds), place)
+    for key, value in table.items():
+        if type(value) is not kinds[key]:
+            wanted = "a whole number" if kinds[key] is int else "text"
+            raise SpecError(f"{place}: {key} = {value!r} must be {wanted}.")
+        least = {"rounds": 1, "memory-steps": 1, "runs": 1, "timeout-minutes": 1}.get(key, 0)
+        if isinstance(value, int) and key != "seed" and value < least:
+            raise SpecError(f"{place}: {key} = {value} must be at least {least}.")
+    method = Method(**{k.replace("-", "_"): v for k, v in table.items()})
+    if method.plan_from not in (CALIBRATED, UNCALIBRATED):
+        raise SpecError(f"{place}: plan-from must be {CALIBRATED} or {UNCALIBRATED}.")
+    if method.target:
+        from traces.devices import device
+
+        _at(place, device, method.target)
+    if method.memory_limit:
+        _limit(method.memory_limit, place)
+    return method
+
+
+def _expand(table: Mapping[str, Any], place: str, root: Path) -> list[Case]:
+    from simulator.planners import DEFAULT
+
+    if "model" not in table:
+        raise SpecError(f'{place}: no model; add model = "resnet50" or a list of models.')
+    lists = {k: v if isinstance(v, list) else [v] for k, v in table.items()}
+    empty = [k for k, v in lists.items() if not v]
+    if empty:
+        raise SpecError(f"{place}: {empty[0]} is an empty list; leave it out or give a value.")
+    if len(lists.get("kind", [PLAN])) != 1 or lists.get("kind", [PLAN])[0] not in (PLAN, BOUNDARY):
+        raise SpecError(f"{place}: kind must be {PLAN} or {BOUNDARY}.")
+    boundary = lists.pop("kind", [PLAN]) == [BOUNDARY]
+    if boundary:
+        return _boundaries(lists, place, root)
+    if "limit" in lists:
+        raise SpecError(f"{place}: limit belongs to a case of the kind {BOUNDARY}.")
+    budgets = [_budget(b, place) for b in lists.pop("budget", [NONE])]
+    planners = [_planner(p, place) for p in lists.pop("planner", [DEFAULT])]
+    cases = []
+    for step in _steps(lists, place, root):
+        for budget, planner in itertools.product(budgets, planners):
+            cases.append(Case(step=step, budget=budget, planner="keep-all" if budget == NONE else planner))
+    return cases
+
+
+def _boundaries(lists: dict[str, list[Any]], place: str, root: Path) -> list[Case]:
+    if "limit" not in lists:
+        raise SpecError(
+            f'{place}: a boundary needs a limit, such as "8GiB" or "50%" of the device\'s memory.'
+        )
+    lists.pop("budget", None)  # of [defaults]; a boundary's budget is its limit
+    sizes = lists.pop("batch-size", [])
+    for size in sizes:
+        _count("batch-size", size, place)
+    if len(sizes) < 2:
+        raise SpecError(f"{place}: a boundary needs at least two values of batch-size.")
+    limits = [_limit(text, place) for text in lists.pop("limit")]
+    planners = [p if p == NONE else _planner(p, place) for p in lists.pop("planner", [NONE])]
+    return [
+        Case(step=step, kind=BOUNDARY, limit=limit, planner=planner, batch_sizes=tuple(sorted(set(sizes))))
+        for step in _steps(lists, place, root)
+        for limit, planner in itertools.product(limits, planners)
+    ]
+
+
+def _steps(lists: dict[str, list[Any]], place: str, root: Path) -> list[Step]:
+    keys = [k for k in lists if k != "model"]
+    steps = []
+    for model in lists["model"]:
+        name, takes = _model(model, place, root)
+        for values in itertools.product(*(lists[k] for k in keys)):
+            options = {}
+            for key, value in zip(keys, values, strict=True):
+                option = key.replace("-", "_")
+                if option in COUNTS:
+                    _count(key, value, place)
+                elif not isinstance(value, str | float | int | bool):
+                    raise SpecError(f"{place}: {key} = {value!r} must be text or a number.")
+                if takes is not None and option not in takes:
+                    flags = ", ".join(t.replace("_", "-") for t in takes)
+                    raise SpecError(f"{place}: model {name} takes no {key}; it takes {flags}.")
+                options[option] = value
+            steps.append(Step(model=name, options=options))
+    return steps
+
+
+def _model(model: Any, place: str, root: Path) -> tuple[str, tuple[str, ...] | None]:
+    """The model's full name or path, and the options that it takes (None: its own function says)."""
+    from tracer.models import find_model
+    from tracer.spec import is_build_function
+
+    if not isinstance(model, str):
+        raise SpecError(f"{place}: model = {model!r} must be text.")
+    if is_build_function(model):
+        file, _, function = model.rpartition(":") if not model.endswith(".py") else (model, "", "build")
+        path = root / file
+        if not path.is_file():
+            raise SpecError(f"{place}: {path}: no such file; paths of models are relative to the cases file.")
+        return f"{path}:{function}", None
+    known = _at(place, find_model, model)
+    return known.name, known.takes
+
+
+def _count(key: str, value: Any, place: str) -> None:
+    if type(value) is not int or value < 1:
+        raise SpecError(f"{place}: {key} = {value!r} must be a whole number of at least 1.")
+
+
+def _budget(value: Any, place: str) -> str:
+    from simulator.budget import check_budget
+
+    text = str(value)
+    if text != NONE:
+        _at(place, check_budget, text)
+    return text
+
+
+def _limit(value: Any, place: str) -> str:
+    from simulator.budget import check_budget
+
+    _at(place, check_budget, str(value))
+    return str(value)
+
+
+def _planner(value: Any, place: str) -> str:
+    from simulator.planners import REGISTRY
+
+    if value not in REGISTRY:
+        raise SpecError(f"{place}: {value!r} is no planner; there are {', '.join(REGISTRY)}.")
+    return str(value)
+
+
+def _at(place: str, function: Any, value: str) -> Any:
+    """Call a check, and say in which case it failed."""
+    try:
+        return function(value)
+    except LowtideError as error:
+        raise SpecError(f"{place}: {error}") from None

@@ -1,0 +1,194 @@
+"""Turn records into prediction errors: one row a figure and stage, and their aggregates.
+
+An error of bytes and times is 100 * (predicted - measured) / measured, in percent: negative means that the prediction
+was too low. A slow-down is the step's time with the plan over the keep-all step's, less one, in percent; its error is
+predicted minus measured, in points. Rows of different provenance are never aggregated together.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from executor.campaign.cases import BOUNDARY, NONE
+from executor.campaign.record import CALIBRATED, RULES, STAGES, Record
+from traces.measurement import RunFigures
+
+ALLOCATED, RESERVED, TIME, SLOWDOWN = "allocated", "reserved", "time", "slow-down"
+FIGURES: Final = (ALLOCATED, RESERVED, TIME, SLOWDOWN)
+KEEP_ALL, PLAN, EAGER = "keep-all", "plan", "eager"
+WITHIN: Final = (1.0, 2.0, 5.0)
+STAGE_LABELS: Final = {
+    "tensors": "tensors only",
+    "allocator": "+ allocator",
+    "rules": "+ workspace rules (uncalibrated)",
+    "calibrated": "+ calibration",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorRow:
+    """One figure of one run, predicted by one stage, beside what was measured."""
+
+    model: str
+    case: str  # the label
+    run: str  # keep-all, plan, or eager (set beside the keep-all prediction)
+    stage: str  # one of STAGES
+    figure: str  # one of FIGURES
+    predicted: float  # bytes, ns, or percent for a slow-down
+    measured: float
+    provenance: str  # of `measured`; `predicted` is simulated
+    place: str
+
+    @property
+    def error(self) -> float:
+        """Signed, in percent, or in points for a slow-down."""
+        if self.figure == SLOWDOWN:
+            return self.predicted - self.measured
+        return 100.0 * (self.predicted - self.measured) / self.measured
+
+    @property
+    def difference(self) -> float:
+        """Predicted minus measured: bytes, ns or points."""
+        return self.predicted - self.measured
+
+
+def error_rows(records: Iterable[Record]) -> list[ErrorRow]:
+    """All rows of all measured records.
+
+    A step's eager and keep-all runs are shared by its cases; they are counted once, with its keep-all case or, if it
+    has none, with the first of its cases.
+    """
+    out: list[ErrorRow] = []
+    told: set[tuple[str, str, str]] = set()
+    ordered = sorted(
+        (r for r in records if r.case.kind != BOUNDARY), key=lambda r: r.case.budget != NONE
+    )  # stable: keep-all cases first
+    for r in ordered:
+        step = (r.case.step.label, r.fingerprint, r.place)
+        for stage in STAGES:
+            if stage not in r.keep_all_predicted:
+                continue
+            kept = r.keep_all_predicted[stage]
+            if step not in told:
+                out += _rows(r, EAGER, stage, kept, r.eager)
+                out += _rows(r, KEEP_ALL, stage, kept, r.keep_all)
+            if r.case.budget != NONE and stage in r.predicted:
+                out += _rows(r, PLAN, stage, r.predicted[stage], r.measured)
+                slow = _slowdown(kept, r.predicted[stage]), _slowdown(r.keep_all, r.measured)
+                if slow[0] is not None and slow[1] is not None:
+                    out.append(_row(r, PLAN, stage, SLOWDOWN, slow[0], slow[1]))
+        if r.keep_all_predicted:
+            told.add(step)
+    return out
+
+
+def _rows(r: Record, run: str, stage: str, predicted: RunFigures, measured: RunFigures) -> list[ErrorRow]:
+    pairs = zip(
+        (ALLOCATED, RESERVED, TIME), predicted.headline().values(), measured.headline().values(), strict=True
+    )
+    return [_row(r, run, stage, figure, p, m) for figure, p, m in pairs if p is not None and m]
+
+
+def _row(r: Record, run: str, stage: str, figure: str, predicted: float, measured: float) -> ErrorRow:
+    return ErrorRow(
+        model=r.case.step.model,
+        case=r.case.label if run == PLAN else f"{r.case.step.label} {run}",
+        run=run,
+        stage=stage,
+        figure=figure,
+        predicted=predicted,
+        measured=measured,
+        provenance=r.provenance,
+        place=r.place,
+    )
+
+
+def _slowdown(keep_all: RunFigures, plan: RunFigures) -> float | None:
+    """Percent that the plan adds to the keep-all step's time; None where a time is unknown."""
+    if not keep_all.step_time_ns or plan.step_time_ns is None:
+        return None
+    return 100.0 * (plan.step_time_ns / keep_all.step_time_ns - 1.0)
+
+
+def fragmentation_percent(figures: RunFigures) -> float | None:
+    """Peak reserved over peak allocated, less one, in percent; None where a figure is unknown."""
+    if not figures.peak_allocated_bytes or figures.peak_reserved_bytes is None:
+        return None
+    return 100.0 * (figures.peak_reserved_bytes / figures.peak_allocated_bytes - 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregate:
+    """The errors of one group of rows; percent, or points for slow-downs."""
+
+    rows: int
+    mean: float  # signed
+    mape: float  # mean of the absolute errors
+    median: float  # of the absolute errors
+    worst_under: float | None  # the most negative; None: no row was too low
+    worst_over: float | None
+    within: tuple[float, ...]  # share of the rows within WITHIN, in percent, borders included
+    under_share: float  # P(predicted < measured), in percent
+
+
+def aggregate(errors: Sequence[float]) -> Aggregate | None:
+    """Aggregate signed errors; None if there are none."""
+    if not errors:
+        return None
+    sizes = [abs(e) for e in errors]
+    n = len(errors)
+    return Aggregate(
+        rows=n,
+        mean=statistics.fmean(errors),
+        mape=statistics.fmean(sizes),
+        median=statistics.median(sizes),
+        worst_under=min(errors) if min(errors) < 0 else None,
+        worst_over=max(errors) if max(errors) > 0 else None,
+        within=tuple(100.0 * sum(1 for s in sizes if s <= limit) / n for limit in WITHIN),
+        under_share=100.0 * sum(1 for e in errors if e < 0) / n,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """What an aggregate is of."""
+
+    provenance: str
+    figure: str
+    stage: str
+    model: str = ""  # "": all models
+    eager: bool = False
+
+
+def aggregates(
+    rows: Sequence[ErrorRow], *, by_model: bool = False, eager: bool = False
+) -> dict[Group, Aggregate]:
+    """Aggregates by provenance, figure and stage, and by model if asked.
+
+    eager: of the untouched model beside the keep-all prediction, instead of keep-all and plans.
+    """
+
+    def group(r: ErrorRow) -> Group:
+        model = r.model if by_model else ""
+        return Group(provenance=r.provenance, figure=r.figure, stage=r.stage, model=model, eager=eager)
+
+    found: dict[Group, list[float]] = {}
+    for r in rows:
+        if (r.run == EAGER) == eager:
+            found.setdefault(group(r), []).append(r.error)
+
+    def order(g: Group) -> tuple[str, str, int, int]:
+        return g.provenance, g.model, FIGURES.index(g.figure), STAGES.index(g.stage)
+
+    out = {}
+    for g in sorted(found, key=order):
+        made = aggregate(found[g])
+        assert made is not None
+        out[g] = made
+    return out
+
+
+SHOWN_STAGES: Final = (CALIBRATED, RULES)  # in most tables: with calibration and without

@@ -1,0 +1,214 @@
+"""Turn a step's traces into predictions, stage by stage of what is known: keep-all, and with a plan.
+
+The stages, each with what the one before it has:
+
+    tensors      sizes and lifetimes of tensors alone
+    allocator    the caching allocator's rounding and reserving (CUDA only)
+    rules        workspaces by the table of rules, resident ones included: all that a laptop can know (uncalibrated)
+    calibrated   workspaces and times measured on the device, op by op
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from executor.campaign.cases import CALIBRATED as FROM_CALIBRATED
+from executor.campaign.cases import NONE
+from executor.campaign.record import ALLOCATOR, CALIBRATED, RULES, TENSORS
+from executor.campaign.record_step import CALIBRATED_DIR, UNCALIBRATED_DIR
+from traces.errors import BudgetError, PlanError
+from traces.measurement import RunFigures
+from traces.plan import Action, Plan
+from traces.trace import WORKSPACE, Trace
+
+if TYPE_CHECKING:
+    from simulator.allocator.reserved import ReservedFigures
+
+KEEP_ALL_PLAN = "keep-all.json"
+
+
+def predict_step(*, directory: str, device: str, plan_from: str) -> dict[str, Any]:
+    """The keep-all predictions of a step, and its keep-all plan, saved below `directory`."""
+    traces = load_traces(Path(directory))
+    base = base_trace(traces, plan_from)
+    plan = Plan(meta=base.meta, planner="keep-all", predicted=_carried(base, (), device))
+    plan.save(Path(directory) / KEEP_ALL_PLAN)
+    predictions = stages(traces, (), device)
+    notes = []
+    if CALIBRATED in traces and traces[CALIBRATED].meta.fingerprint != traces[RULES].meta.fingerprint:
+        notes.append(
+            "the uncalibrated trace has another graph than the device's, so plans cannot be judged on it"
+        )
+    return {
+        "keep_all_predicted": _as_json(predictions),
+        "fingerprint": base.meta.fingerprint,
+        "notes": notes,
+    }
+
+
+def predict_plan(
+    *, directory: str, device: str, plan_from: str, planner: str, budget: str, plan_path: str
+) -> dict[str, Any]:
+    """Plan for a budget and predict; saves the plan, or says why there is none."""
+    from simulator.budget import parse_budget
+    from simulator.planners import plan_with
+
+    traces = load_traces(Path(directory))
+    base = base_trace(traces, plan_from)
+    keep_all_bytes = figures_of(base, (), "cpu").peak_allocated_bytes
+    assert keep_all_bytes is not None
+    budget_bytes = parse_budget(budget, keep_all_bytes)  # of the replay's peak, as `simulate` has it
+    try:
+        plan = plan_with(planner, base, budget_bytes)
+    except BudgetError as error:
+        return {"feasible": False, "budget_bytes": budget_bytes, "message": str(error)}
+    plan.save(plan_path)
+    return {
+        "feasible": True,
+        "budget_bytes": budget_bytes,
+        "message": "",
+        "predicted": _as_json(stages(traces, plan.actions, device)),
+        "recomputed_ops": int(plan.predicted["plan"]["recomputed_ops"]),
+    }
+
+
+def predict_fit(
+    *, directory: str, device: str, plan_from: str, planner: str, limit_bytes: int, plan_path: str
+) -> dict[str, Any]:
+    """Whether a step fits a limit, untouched (planner `none`) or with a plan for it; saves the plan that is run."""
+    from simulator.allocator.caching import OutOfMemory
+    from simulator.planners import plan_with
+
+    base = base_trace(load_traces(Path(directory)), plan_from)
+    plan = Plan(meta=base.meta, planner="keep-all", predicted=_carried(base, (), device))
+    message = ""
+    if planner != NONE:
+        try:
+            plan = plan_with(planner, base, limit_bytes)
+        except BudgetError as error:
+            return {"fits": False, "predicted": asdict(RunFigures()), "message": str(error), "planned": False}
+    plan.save(plan_path)
+    figures = figures_of(base, plan.actions, device)
+    assert figures.peak_allocated_bytes is not None
+    fits = figures.peak_allocated_bytes <= limit_bytes
+    if device.startswith("cuda"):
+        try:
+            _reserved(base, plan.actions, limit_bytes)
+        except OutOfMemory as error:
+            fits, message = False, str(error)
+    return {"fits": fits, "predicted": asdict(figures), "message": message, "planned": True}
+
+
+def load_traces(directory: Path) -> dict[str, Trace]:
+    """The traces that stand there, by the stage that they make possible."""
+    from traces.store import load
+
+    found = {}
+    for stage, name in ((RULES, UNCALIBRATED_DIR), (CALIBRATED, CALIBRATED_DIR)):
+        if (directory / name).is_dir():
+            found[stage] = load(str(directory / name))
+    return found
+
+
+def base_trace(traces: dict[str, Trace], plan_from: str) -> Trace:
+    """The trace that plans are made from: the calibrated one, unless it is not wanted or not there."""
+    if plan_from == FROM_CALIBRATED and CALIBRATED in traces:
+        return traces[CALIBRATED]
+    return traces[RULES]
+
+
+def stages(traces: dict[str, Trace], actions: tuple[Action, ...], device: str) -> dict[str, RunFigures]:
+    """What each stage predicts for the step with these actions.
+
+    A stage whose graph the actions do not fit is left out (the uncalibrated trace of a GPU's graph that differs).
+    """
+    out: dict[str, RunFigures] = {}
+    cuda = device.startswith("cuda")
+    for stage, trace in _stage_traces(traces, cuda):
+        try:
+            if stage == TENSORS:
+                plain = figures_of(trace, actions, "cpu")
+                # Without an allocator all that is reserved is what is allocated.
+                reserved = plain.peak_allocated_bytes if cuda else None
+                out[stage] = replace(plain, peak_reserved_bytes=reserved)
+            else:
+                out[stage] = figures_of(trace, actions, device)
+        except PlanError:
+            continue
+    return out
+
+
+def _stage_traces(traces: dict[str, Trace], cuda: bool) -> list[tuple[str, Trace]]:
+    found = []
+    if RULES in traces:
+        bare = tensors_only(traces[RULES])
+        found = [(TENSORS, bare), (ALLOCATOR, bare), (RULES, traces[RULES])]
+    if CALIBRATED in traces:
+        found.append((CALIBRATED, traces[CALIBRATED]))
+    return [(stage, trace) for stage, trace in found if cuda or stage != ALLOCATOR]
+
+
+def tensors_only(trace: Trace) -> Trace:
+    """The trace without anything but tensors: no allocations inside ops, no workspace that lives on."""
+    sts = trace.storages
+    resident = [p < 0 and c == WORKSPACE for p, c in zip(sts.producer, sts.category, strict=True)]
+    nbytes = tuple(0 if gone else n for n, gone in zip(sts.nbytes, resident, strict=True))
+    return replace(
+        trace,
+        ops=replace(trace.ops, events=((),) * len(trace.ops)),
+        storages=replace(sts, nbytes=nbytes),
+    )
+
+
+def figures_of(trace: Trace, actions: tuple[Action, ...], device: str) -> RunFigures:
+    """The replay's figures; on CUDA through the caching allocator, whose rounding counts as allocated.
+
+    Raises:
+        PlanError: the actions do not fit the trace.
+    """
+    from simulator.engine import run
+    from simulator.graph import analyse
+    from simulator.schedule import build
+
+    graph = analyse(trace)
+    timeline = run(trace, build(trace, actions, graph), graph)
+    if not device.startswith("cuda"):
+        return RunFigures(
+            peak_allocated_bytes=timeline.peak_allocated_bytes, step_time_ns=timeline.step_time_ns
+        )
+    reserved = _reserved(trace, actions, None)
+    return RunFigures(
+        peak_allocated_bytes=reserved.peak_allocated_bytes,
+        peak_reserved_bytes=reserved.peak_reserved_bytes,
+        step_time_ns=timeline.step_time_ns,
+    )
+
+
+def _reserved(trace: Trace, actions: tuple[Action, ...], limit_bytes: int | None) -> ReservedFigures:
+    from simulator.allocator.reserved import reserved_peak
+    from simulator.allocator.settings import parse_alloc_conf
+    from simulator.graph import analyse
+    from simulator.schedule import build
+
+    graph = analyse(trace)
+    schedule = build(trace, actions, graph)
+    settings = parse_alloc_conf(alloc_conf())
+    return reserved_peak(trace, schedule, settings, graph=graph, device_memory_bytes=limit_bytes)
+
+
+def alloc_conf() -> str:
+    """The caching allocator's settings that torch would take from the environment."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def _carried(trace: Trace, actions: tuple[Action, ...], device: str) -> dict[str, Any]:
+    """The prediction that a plan file must carry."""
+    figures = figures_of(trace, actions, device).headline()
+    return {"baseline": figures, "plan": {**figures, "overhead_percent": 0.0, "recomputed_ops": 0}}
+
+
+def _as_json(predictions: dict[str, RunFigures]) -> dict[str, Any]:
+    return {stage: asdict(f) for stage, f in predictions.items()}

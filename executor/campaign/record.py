@@ -1,0 +1,295 @@
+"""Turn the outcome of each case into one JSON record in the campaign's directory, and read the records back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from executor.campaign.cases import Case, Method, digest
+from traces.errors import TraceError
+from traces.files import write_text
+from traces.measurement import RunFigures
+from traces.trace import canonical_json
+
+RECORD_VERSION: Final = 1
+
+DONE: Final = "measured"
+INFEASIBLE: Final = "infeasible"
+OUT_OF_MEMORY: Final = "out of memory"
+NOT_EQUAL: Final = "verification failed"
+FAILED: Final = "failed"
+STATUSES: Final = (DONE, INFEASIBLE, OUT_OF_MEMORY, NOT_EQUAL, FAILED)
+RETRIED: Final = (NOT_EQUAL, FAILED)  # by --retry-failed; the others are answers
+
+PROVENANCES: Final = ("measured-cpu", "measured-cuda")
+
+# What a prediction is made from, each with what the one before it has.
+TENSORS, ALLOCATOR, RULES, CALIBRATED = "tensors", "allocator", "rules", "calibrated"
+STAGES: Final = (TENSORS, ALLOCATOR, RULES, CALIBRATED)
+
+Predictions = Mapping[str, RunFigures]  # stage -> figures; a stage that the device does not have is left out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One batch size of a boundary: whether it was to fit, and whether it did (None: not tried)."""
+
+    batch_size: int
+    predicted: RunFigures
+    predicted_fits: bool
+    measured: RunFigures = field(default_factory=RunFigures)
+    fits: bool | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What came out of one case. Figures that are not there were not measured or not predicted."""
+
+    case: Case
+    key: str
+    status: str
+    provenance: str
+    environment: Mapping[str, str]
+    message: str = ""  # why, where the status is not `measured`
+    notes: tuple[str, ...] = ()
+    fingerprint: str = ""
+    keep_all_predicted: Predictions = field(default_factory=dict)
+    predicted: Predictions = field(default_factory=dict)  # with the plan; of a keep-all case the same again
+    budget_bytes: int | None = None
+    recomputed_ops: int | None = None
+    eager: RunFigures = field(default_factory=RunFigures)
+    keep_all: RunFigures = field(default_factory=RunFigures)
+    measured: RunFigures = field(default_factory=RunFigures)
+    verified: bool | None = None
+    bit_equal: bool | None = None
+    first_difference: str = ""
+    steps: int = 0  # that were verified
+    limit_bytes: int | None = None  # of a boundary, and where the measuring processes had one
+    trials: tuple[Trial, ...] = ()
+    seconds: float = 0.0
+    finished: str = ""  # UTC
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"the status {self.status!r} is none of {', '.join(STATUSES)}")
+        if self.provenance not in PROVENANCES:
+            raise ValueError(f"the provenance {self.provenance!r} is none of {', '.join(PROVENANCES)}")
+        # A figure of a CPU must never pass for a GPU's.
+        if (self.provenance == "measured-cuda") != bool(self.environment.get("gpu")):
+            raise ValueError(f"the provenance is {self.provenance}, and the environment says otherwise")
+        if self.provenance == "measured-cpu" and any(
+            f.peak_reserved_bytes is not None for f in (self.eager, self.keep_all, self.measured)
+        ):
+            raise ValueError("reserved memory was measured on a CPU, which has none")
+
+    @property
+    def place(self) -> str:
+        """What the measured figures were measured on: `CPU`, or the GPU's name."""
+        return self.environment.get("gpu") or "CPU"
+
+    def to_json(self) -> dict[str, Any]:
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("keep_all_predicted", "predicted"):
+            out[name] = {stage: asdict(f) for stage, f in out[name].items()}
+        for name in ("eager", "keep_all", "measured"):
+            out[name] = asdict(out[name])
+        out["case"] = self.case.to_json()
+        out["trials"] = [asdict(t) for t in self.trials]
+        return {
+            "record": "campaign case",
+            "record_version": RECORD_VERSION,
+            **out,
+            "notes": list(self.notes),
+            "environment": dict(self.environment),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = "") -> Record:
+        """Build a record from parsed JSON; raises TraceError if it is not one."""
+        place = f"{where}: " if where else ""
+        if not isinstance(data, dict) or data.get("record") != "campaign case":
+            raise TraceError(f"{place}not a record of a campaign; it was written by something else.")
+        if data.get("record_version") != RECORD_VERSION:
+            raise TraceError(
+                f"{place}record version {data.get('record_version')}, and this Lowtide reads {RECORD_VERSION}; run "
+                "the campaign in a new directory."
+            )
+        try:
+            values = {f.name: data[f.name] for f in fields(cls)}
+            for name in ("keep_all_predicted", "predicted"):
+                values[name] = {k: RunFigures.from_json(v) for k, v in values[name].items()}
+            for name in ("eager", "keep_all", "measured"):
+                values[name] = RunFigures.from_json(values[name])
+            values["case"] = Case.from_json(values["case"])
+            values["trials"] = tuple(_trial(t) for t in values["trials"])
+            values["notes"] = tuple(values["notes"])
+            return cls(**values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TraceError(
+                f"{place}a malformed record ({type(error).__name__}: {error}); delete it, and the case runs again."
+            ) from None
+
+
+def _trial(data: Mapping[str, Any]) -> Trial:
+    figures = {k: RunFigures.from_json(data[k]) for k in ("predicted", "measured")}
+    return Trial(**{**data, **figures})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Book:
+    """All records of a campaign, in the order of its cases: `campaign.json`."""
+
+    name: str
+    method: Method
+    asked: int  # cases in the file; more than `records` while some are outstanding
+    records: tuple[Record, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "record": "campaign",
+            "record_version": RECORD_VERSION,
+            "name": self.name,
+            "asked": self.asked,
+            "method": self.method.to_json(),
+            "cases": [r.to_json() for r in self.records],
+        }
+
+    @classmethod
+    def load(cls, path: Path) -> Book:
+        """Read a campaign.json; raises TraceError if the file is not one."""
+        data = _read(path)
+        if not isinstance(data, dict) or data.get("record") != "campaign":
+            raise TraceError(
+                f"{path}: not a campaign; `execute campaign CASES -o DIR` writes DIR/campaign.json."
+            )
+        if data.get("record_version") != RECORD_VERSION:
+            raise TraceError(
+                f"{path}: version {data.get('record_version')}, and this Lowtide reads {RECORD_VERSION}; run the "
+                "campaign again."
+            )
+        try:
+            return cls(
+                name=str(data["name"]),
+                asked=int(data["asked"]),
+                method=Method.from_json(data["method"]),
+                records=tuple(
+                    Record.from_json(r, f"{path}, case {k}") for k, r in enumerate(data["cases"], 1)
+                ),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TraceError(f"{path}: malformed ({type(error).__name__}: {error}).") from None
+
+    def save(self, path: Path) -> Path:
+        return write_text(path, canonical_json(self.to_json()) + "\n")
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: cannot be read as JSON ({error}).") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store:
+    """The directory of a campaign: `cases/KEY.json`, `steps/KEY.json`, traces, plans, and `campaign.json`."""
+
+    root: Path
+
+    @classmethod
+    def open(cls, root: Path) -> Store:
+        """Use a directory that is absent, empty, or a campaign's.
+
+        Raises:
+            TraceError: it holds something else.
+        """
+        if root.exists() and not root.is_dir():
+            raise TraceError(f"{root}: a file; give a directory with -o.")
+        if root.is_dir() and any(root.iterdir()) and not (root / "campaign.json").is_file():
+            raise TraceError(
+                f"{root}: holds something else than a campaign; give an empty or new directory with -o."
+            )
+        if root.is_dir() and (root / "campaign.json").is_file():
+            Book.load(root / "campaign.json")
+        return cls(root=root)
+
+    def record(self, key: str) -> Record | None:
+        """The finished case of that key, if there is one.
+
+        Raises:
+            TraceError: the file in its place is no record, or another case's.
+        """
+        path = self.root / "cases" / f"{key}.json"
+        if not path.is_file():
+            return None
+        record = Record.from_json(_read(path), str(path))
+        if record.key != key:
+            raise TraceError(f"{path}: holds the record of another case ({record.key}); delete it.")
+        return record
+
+    def save(self, record: Record) -> None:
+        """Write a record, whole or not at all."""
+        write_text(self.root / "cases" / f"{record.key}.json", canonical_json(record.to_json()) + "\n")
+
+    def step(self, key: str) -> dict[str, Any] | None:
+        """What is known of a step that cases share; None: nothing, or nothing that can be read."""
+        try:
+            data = _read(self.root / "steps" / f"{key}.json")
+        except TraceError:
+            return None
+        return data if isinstance(data, dict) and data.get("key") == key else None
+
+    def save_step(self, key: str, data: Mapping[str, Any]) -> None:
+        write_text(self.root / "steps" / f"{key}.json", canonical_json({**data, "key": key}) + "\n")
+
+    def save_book(self, book: Book) -> Path:
+        return book.save(self.root / "campaign.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """What the names of records are made from, beside the case: method, code, and the device with its versions."""
+
+    method: Method
+    code: str
+    environment: Mapping[str, str]
+
+    def of_case(self, case: Case) -> str:
+        return self._of({"case": case.to_json(), "source": source_digest(case.step.model)})
+
+    def of_step(self, case: Case) -> str:
+        """The same for all cases that differ in the plan only."""
+        step = {"model": case.step.model, "options": dict(case.step.options)}
+        return self._of({"step": step, "source": source_digest(case.step.model)})
+
+    def _of(self, data: Mapping[str, Any]) -> str:
+        method = {k: v for k, v in self.method.to_json().items() if k not in ("device", "timeout_minutes")}
+        return digest({**data, "method": method, "code": self.code, "environment": dict(self.environment)})
+
+
+def source_digest(model: str) -> str:
+    """A digest of the user's own file, so that editing it makes a new case; empty for a named model."""
+    path = Path(model.rpartition(":")[0])
+    return digest(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else ""
+
+
+def code_digest() -> str:
+    """A digest of Lowtide's own modules but for those that only show figures."""
+    root = Path(__file__).resolve().parents[2]
+    paths: Iterable[Path] = sorted(
+        p for room in ("traces", "tracer", "simulator", "executor") for p in (root / room).rglob("*.py")
+    )
+    parts = []
+    for path in paths:
+        name = path.relative_to(root).as_posix()
+        if "report" in name or path.stem.startswith(SHOWN):
+            continue
+        parts.append((name, path.read_text(encoding="utf-8")))
+    return digest(parts)
+
+
+SHOWN: Final = ("cli", "page", "rows", "errors", "people", "commands", "answer")  # begin the names of those

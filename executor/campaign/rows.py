@@ -1,0 +1,226 @@
+"""Turn records into one flat row a case, for CSV and Parquet, and into the lines that are printed."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from executor.campaign.cases import BOUNDARY
+from executor.campaign.errors import (
+    FIGURES,
+    SLOWDOWN,
+    WITHIN,
+    Aggregate,
+    aggregates,
+    error_rows,
+    fragmentation_percent,
+)
+from executor.campaign.record import CALIBRATED, RULES, STAGES, Book, Record
+from traces.files import write_text
+from traces.people import show_bytes, show_percent
+
+Row = dict[str, str | int | float | bool | None]
+
+
+def flat_rows(records: Sequence[Record]) -> list[Row]:
+    """One row a case, and of a boundary one a batch size; every row has the same columns."""
+    rows = []
+    for r in records:
+        rows += _boundary_rows(r) if r.case.kind == BOUNDARY else [_flat(r)]
+    columns = list(dict.fromkeys(c for row in rows for c in row))
+    return [{c: row.get(c) for c in columns} for row in rows]
+
+
+def _about(r: Record) -> Row:
+    options = r.case.step.options
+    keys = ("batch_size", "seq_len", "image_size", "dtype", "optimizer")
+    rest = {k: v for k, v in options.items() if k not in keys}
+    return {
+        "case": r.case.label,
+        "kind": r.case.kind,
+        "model": r.case.step.model,
+        **{k: options.get(k) for k in keys},
+        "other_options": " ".join(f"{k}={v}" for k, v in sorted(rest.items())),
+        "budget": r.case.budget,
+        "planner": r.case.planner,
+        "status": r.status,
+        "message": r.message,
+        "prediction": "simulated",
+        "provenance": r.provenance,
+        "device": r.place,
+        "torch": r.environment.get("torch"),
+        "fingerprint": r.fingerprint,
+    }
+
+
+def _flat(r: Record) -> Row:
+    row: Row = {
+        **_about(r),
+        "budget_bytes": r.budget_bytes,
+        "recomputed_ops": r.recomputed_ops,
+        "verified": r.verified,
+        "bit_equal": r.bit_equal,
+    }
+    for name, figures in (("eager", r.eager), ("keep_all", r.keep_all), ("measured", r.measured)):
+        row |= {f"{name}_{k}": v for k, v in figures.headline().items()}
+        row[f"{name}_first_iteration_bytes"] = figures.peaks_bytes[0] if figures.peaks_bytes else None
+        row[f"{name}_steady"] = figures.steady if figures.peaks_bytes else None
+        row[f"{name}_fragmentation_percent"] = fragmentation_percent(figures)
+    for stage in STAGES:
+        for name, found in (("keep_all_predicted", r.keep_all_predicted), ("predicted", r.predicted)):
+            if stage in found:
+                row |= {f"{name}_{stage}_{k}": v for k, v in found[stage].headline().items()}
+                row[f"{name}_{stage}_fragmentation_percent"] = fragmentation_percent(found[stage])
+    for e in error_rows([r]):
+        unit = "points" if e.figure == SLOWDOWN else "percent"
+        name = f"{e.run.replace('-', '_')}_{e.figure.replace('-', '_')}"
+        row[f"error_{name}_{e.stage}_{unit}"] = e.error
+    return row
+
+
+def _boundary_rows(r: Record) -> list[Row]:
+    return [
+        {
+            **_about(r),
+            "batch_size": t.batch_size,
+            "limit_bytes": r.limit_bytes,
+            "predicted_fits": t.predicted_fits,
+            "fits": t.fits,
+            **{f"predicted_{k}": v for k, v in t.predicted.headline().items()},
+            **{f"measured_{k}": v for k, v in t.measured.headline().items()},
+            "message": t.message or r.message,
+        }
+        for t in r.trials
+    ] or [_about(r)]
+
+
+def write_rows(directory: Path, rows: Sequence[Row]) -> None:
+    """Write `rows.csv` and `rows.parquet`, each whole or not at all."""
+    if not rows:
+        return
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(directory / "rows.csv", text.getvalue())
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = directory / "rows.parquet"
+    temporary = path.with_name(f".{path.name}.new")
+    pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
+    temporary.replace(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is printed
+
+
+def counts(book: Book) -> dict[str, int]:
+    """Records by status, in the order of their first appearance."""
+    out: dict[str, int] = {}
+    for r in book.records:
+        out[r.status] = out.get(r.status, 0) + 1
+    return out
+
+
+def answer(book: Book) -> dict[str, Any]:
+    """The object that `execute campaign --json` prints."""
+    rows = error_rows(book.records)
+
+    def listed(*, by_model: bool, eager: bool) -> list[dict[str, Any]]:
+        found = aggregates(rows, by_model=by_model, eager=eager)
+        return [
+            {
+                "provenance": g.provenance,
+                "figure": g.figure,
+                "stage": g.stage,
+                **({"model": g.model} if by_model else {}),
+                **aggregate_json(a),
+            }
+            for g, a in found.items()
+        ]
+
+    return {
+        "campaign": book.name,
+        "device": book.method.device,
+        "asked": book.asked,
+        "finished": len(book.records),
+        "statuses": counts(book),
+        "errors": listed(by_model=False, eager=False),
+        "errors_by_model": listed(by_model=True, eager=False),
+        "errors_eager": listed(by_model=False, eager=True),
+        "cases": flat_rows(book.records),
+    }
+
+
+def aggregate_json(a: Aggregate) -> dict[str, Any]:
+    return {
+        "rows": a.rows,
+        "mean": a.mean,
+        "mape": a.mape,
+        "median": a.median,
+        "worst_under": a.worst_under,
+        "worst_over": a.worst_over,
+        **{f"within_{limit:g}": share for limit, share in zip(WITHIN, a.within, strict=True)},
+        "under_share": a.under_share,
+    }
+
+
+def summary(book: Book) -> str:
+    """The campaign to read: a line a case, then the errors in aggregate."""
+    width = max((len(r.case.label) for r in book.records), default=0)
+    lines = [f"{r.case.label:<{width}}  {_line(r)}" for r in book.records]
+    lines.append("")
+    parts = ", ".join(f"{n} {status}" for status, n in counts(book).items())
+    lines.append(f"{len(book.records)} of {book.asked} cases: {parts or 'none finished'}")
+    found = aggregates(error_rows(book.records))
+    for provenance in dict.fromkeys(g.provenance for g in found):
+        lines.append(f"errors, predicted beside {provenance} (keep-all and plans):")
+        for figure in FIGURES:
+            for stage, label in ((CALIBRATED, "calibrated"), (RULES, "uncalibrated")):
+                made = [
+                    a for g, a in found.items()
+                    if (g.provenance, g.figure, g.stage) == (provenance, figure, stage)
+                ]  # fmt: skip
+                if made:
+                    lines.append(f"  {figure:10} {label:13} {_aggregate_line(made[0], figure)}")
+    return "\n".join(lines)
+
+
+def _line(r: Record) -> str:
+    if r.case.kind == BOUNDARY:
+        tried = [t for t in r.trials if t.fits is not None]
+        right = sum(1 for t in tried if t.fits == t.predicted_fits)
+        return (
+            f"{right} of {len(tried)} tried batch sizes as predicted" if tried else f"{r.status}: {r.message}"
+        )
+    if r.measured.peak_allocated_bytes is None:
+        return f"{r.status}: {r.message}"
+    errors = {
+        (e.stage, e.figure): e.error
+        for e in error_rows([r])
+        if e.run == ("keep-all" if r.recomputed_ops == 0 and r.case.budget == "none" else "plan")
+    }
+    parts = [show_bytes(r.measured.peak_allocated_bytes)]
+    for stage, label in ((CALIBRATED, "calibrated"), (RULES, "uncalibrated")):
+        error = errors.get((stage, "allocated"))
+        if error is not None:
+            parts.append(f"{label} {show_percent(error, signed=True, digits=3)}")
+    if r.status != "measured":
+        parts.append(r.status)
+    return ", ".join(parts)
+
+
+def _aggregate_line(a: Aggregate, figure: str) -> str:
+    unit = "points" if figure == SLOWDOWN else "%"
+    worst = "none" if a.worst_under is None else f"{a.worst_under:+.3f}"
+    shares = "/".join(f"{s:.0f}" for s in a.within)
+    limits = "/".join(f"{limit:g}" for limit in WITHIN)
+    return (
+        f"{a.rows:3} rows, mean |error| {a.mape:.3f}, median {a.median:.3f}, worst underestimate {worst} {unit}; "
+        f"within {limits}: {shares} %; too low: {a.under_share:.0f} %"
+    )

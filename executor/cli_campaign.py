@@ -1,0 +1,95 @@
+"""The command `execute campaign`: many cases predicted and measured, and the report of the errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from traces.commands import print_json, say
+
+
+@click.command()
+@click.argument("cases")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="The campaign's directory; default: campaign-NAME.",
+)
+@click.option("--device", help="cpu or cuda, instead of what the file says.")
+@click.option("--only", default="", help="Run only cases whose label has this in it (* and ? allowed).")
+@click.option("--retry-failed", is_flag=True, help="Run failed cases and failed verifications again.")
+@click.option(
+    "--analysis", type=click.Path(path_type=Path), help="A text file to show at the top of the page."
+)
+@click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+def campaign(
+    cases: str,
+    output: Path | None,
+    device: str | None,
+    only: str,
+    retry_failed: bool,
+    analysis: Path | None,
+    report: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Predict, run and measure every case of CASES, and report how wrong the predictions were.
+
+    CASES is a TOML file of cases, `cpu` or `gpu` for one of those that come with Lowtide, or a finished campaign (its
+    directory or campaign.json), which is only reported. Finished cases are kept: the same command again goes on where
+    it stopped. A case that does not fit, or that no plan fits, is a result.
+
+    Exit code 1: a planned step did not compute what the untouched model computes. 2: a case failed.
+    """
+    from executor.campaign.cases import find_cases, load_cases
+    from executor.campaign.record import FAILED, NOT_EQUAL, Book, Store
+    from executor.campaign.rows import answer, flat_rows, summary, write_rows
+    from traces.errors import LowtideError, VerificationError
+
+    finished = _finished(cases)
+    if finished is not None:
+        book = Book.load(finished)
+    else:
+        from executor.campaign.run import Choice, run_campaign
+
+        asked = load_cases(find_cases(cases))
+        if device is not None:
+            asked = replace(asked, method=replace(asked.method, device=device))
+        root = output or Path(f"campaign-{asked.name}")
+        store = Store.open(root)
+        choice = Choice(only=only, retry_failed=retry_failed)
+        book = run_campaign(asked, store, choice, lambda text: say(text, quiet=quiet))
+        write_rows(root, flat_rows(book.records))
+    if report is not None:
+        from executor.campaign.page import write_campaign
+
+        text = analysis.read_text(encoding="utf-8") if analysis is not None else ""
+        write_campaign(report, book, analysis=text)
+    if as_json:
+        print_json(answer(book))
+    else:
+        click.echo(summary(book))
+    wrong = [r.case.label for r in book.records if r.status == NOT_EQUAL]
+    if wrong:
+        raise VerificationError(
+            f"{len(wrong)} planned steps differ from the untouched model: {'; '.join(wrong)}."
+        )
+    failed = [r for r in book.records if r.status == FAILED]
+    if failed:
+        raise LowtideError(
+            f"{len(failed)} of {len(book.records)} cases failed, the first ({failed[0].case.label}) with: "
+            f"{failed[0].message} Run the same command with --retry-failed to try them again."
+        )
+
+
+def _finished(cases: str) -> Path | None:
+    """The campaign.json that is meant, if CASES is no file of cases."""
+    path = Path(cases)
+    if path.is_dir():
+        return path / "campaign.json"
+    return path if path.suffix == ".json" else None

@@ -1,0 +1,118 @@
+"""Run a module's `main` in a fresh Python process: JSON in on stdin, JSON out on stdout, and deaths explained."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from traces.errors import EnvironmentProblem, LowtideError, OutOfMemoryProblem
+
+KILLED: Final = (-9, 137)  # what Linux does to a process when memory runs out
+# How torch, the CUDA libraries and Python say that memory ran out.
+SIGNS: Final = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "cudaErrorMemoryAllocation",
+)
+
+
+def run_fresh(
+    module: str,
+    payload: Mapping[str, Any],
+    *,
+    what: str,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> dict[str, Any]:
+    """Run `python -m module` on `payload` and return the JSON object that it prints.
+
+    Args:
+        module: reads one JSON object on stdin and prints one as the last line that begins with a brace.
+        payload: the object.
+        what: what the process does, for messages ("measured the plan").
+        environment: variables that are set unless they are set already.
+        timeout_s: after this many seconds the process is ended; None: never.
+
+    Raises:
+        LowtideError: the process reported an error, with its message and exit code.
+        OutOfMemoryProblem: it reported that memory ran out, or was killed as Linux does then.
+        EnvironmentProblem: it died otherwise or took too long, with the end of what it said.
+    """
+    # Child processes find the packages where this one found them.
+    root = str(Path(__file__).resolve().parent.parent)
+    env = {
+        # torch's C++ parts and its profiler write to stderr by themselves.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "KINETO_LOG_LEVEL": "99",
+        **(environment or {}),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module],
+            input=json.dumps(payload),
+            capture_output=True,
+            text=True,
+            env=env,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise EnvironmentProblem(
+            f"the process that {what} took longer than {timeout_s:.0f} s and was ended."
+        ) from None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        tail = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])[:600]
+        killed = done.returncode in KILLED
+        kind = OutOfMemoryProblem if killed else EnvironmentProblem
+        raise kind(
+            f"the process that {what} ended with code {done.returncode} and no result"
+            + (" (killed: out of memory?)" if killed else "")
+            + (f": {tail}" if tail else ".")
+        )
+    data: dict[str, Any] = json.loads(lines[-1])
+    if "error" in data:
+        if data.get("out_of_memory"):
+            raise OutOfMemoryProblem(str(data["error"]))
+        error = LowtideError(data["error"])
+        error.exit_code = int(data["exit_code"])
+        raise error
+    return data
+
+
+def error_json(error: Exception) -> dict[str, Any] | None:
+    """What the process prints for an error that a user can cause; None: a defect, whose traceback should be seen."""
+    if is_out_of_memory(error):
+        text = " ".join(str(error).split())[:400] or type(error).__name__
+        return {"error": f"out of memory: {text}", "exit_code": 2, "out_of_memory": True}
+    if isinstance(error, LowtideError):
+        return {"error": str(error), "exit_code": error.exit_code}
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one behind it, says that memory ran out."""
+    return any(
+        isinstance(e, MemoryError)
+        or type(e).__name__ == "OutOfMemoryError"
+        or (isinstance(e, RuntimeError) and any(sign in str(e) for sign in SIGNS))
+        for e in _chain(error)
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    here: BaseException | None = error
+    while here is not None and id(here) not in seen:
+        seen.add(id(here))
+        yield here
+        here = here.__cause__ or here.__context__

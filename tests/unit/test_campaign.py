@@ -1,0 +1,643 @@
+"""Campaigns: what is kept, what is a result, how errors add up, and what a page or a record must never say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import executor.campaign.one as one
+import executor.campaign.run as run
+from executor.campaign import errors
+from executor.campaign.cases import Campaign, Case, Method, Step, parse_cases
+from executor.campaign.errors import Aggregate, ErrorRow, aggregate, aggregates, error_rows
+from executor.campaign.estimate import Estimate, show_duration
+from executor.campaign.predict import predict_fit, predict_plan, predict_step, tensors_only
+from executor.campaign.record import Book, Keys, Record, Store, Trial
+from executor.campaign.rows import answer, flat_rows, summary, write_rows
+from executor.campaign.run import Choice, run_campaign
+from executor.cli import execute
+from executor.fresh import error_json, is_out_of_memory
+from executor.measure import Job, JobResult
+from tests import tiny
+from traces import store as trace_store
+from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, SpecError, TraceError
+from traces.measurement import RunFigures
+
+# w (4 bytes) is resident; x0, x1, x2 are kept for backward. While g2 runs, w, x0, x1, x2 and g2 are live: 20 bytes.
+CHAIN = tiny.chain(2)
+PEAK = 20
+# The same, but the op that makes g2 needs 6 bytes more for a while: 26.
+WITH_WORKSPACE = replace(
+    CHAIN, ops=replace(CHAIN.ops, events=tuple((10, -6) if n == "g2" else () for n in CHAIN.ops.name))
+)
+GPU = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
+CPU = {"torch": "2.13.0"}
+
+
+class Machine:
+    """Stands for the fresh processes: predictions are made from tiny traces, measurements as the test says."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+        self.done: list[str] = []
+        self.measured: list[str] = []
+        self.stop_at = -1  # the number of the measurement at which Ctrl-C comes
+        self.fails: Callable[[str, str], Exception | None] = lambda what, plan: None
+        self.equal = True
+
+    def fresh(self, module: str, payload: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        assert module == "executor.campaign.worker"
+        task = dict(payload)
+        name = task.pop("task")
+        if name == "device":
+            environment = GPU if self.device == "cuda" else CPU
+            target = "H200" if self.device == "cuda" else "cpu"
+            return {"environment": environment, "name": "test", "memory_bytes": 1000, "target": target}
+        self.done.append(name)
+        if name == "trace":
+            root = Path(task["directory"])
+            trace_store.save(CHAIN, root / "uncalibrated", force=True)
+            if error := self.fails("trace", task["model"]):
+                raise error
+            trace_store.save(WITH_WORKSPACE, root / "calibrated", force=True)
+            return {}
+        return {"baseline": predict_step, "plan": predict_plan, "fit": predict_fit}[name](**task)
+
+    def job(self, job: Job, *, timeout_s: float | None = None) -> JobResult:
+        self.done.append(job.variant)
+        self.measured.append(job.variant)
+        if len(self.measured) == self.stop_at:
+            raise KeyboardInterrupt
+        if error := self.fails(job.variant, job.plan_path):
+            raise error
+        checked = {
+            "equal": self.equal, "bit_equal": self.equal, "steps": job.steps,
+            "first_difference": "" if self.equal else "step 1: loss differs",
+        }  # fmt: skip
+        reserved = 40 if self.device == "cuda" else None
+        return JobResult(
+            figures=RunFigures(
+                peak_allocated_bytes=25,
+                peak_reserved_bytes=reserved,
+                step_time_ns=10,
+                peaks_bytes=(30, 25, 25),
+            ),
+            environment=CPU,
+            verification=checked if job.then_verify or job.variant == "verify" else None,
+        )
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(run, "run_fresh", lambda *a, **k: made.fresh(*a, **k))
+    monkeypatch.setattr(one, "run_fresh", lambda *a, **k: made.fresh(*a, **k))
+    monkeypatch.setattr(one, "run_job", lambda *a, **k: made.job(*a, **k))
+    return made
+
+
+TWO_MODELS = """
+[defaults]
+budget = ["none", "90%", "10%"]
+[[case]]
+model = ["bert-tiny", "t5-tiny"]
+"""
+
+
+def campaign(text: str = TWO_MODELS) -> Campaign:
+    return parse_cases(tomllib.loads(text), where="cases.toml", root=Path(), name="cases")
+
+
+def go(path: Path, text: str = TWO_MODELS, **choice: Any) -> Book:
+    return run_campaign(campaign(text), Store.open(path), Choice(**choice), lambda text: None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def test_cases_of_one_step_share_its_traces_eager_and_keep_all(tmp_path: Path, machine: Machine) -> None:
+    book = go(tmp_path / "c")
+    per_model = ["trace", "baseline", "eager", "keep_all", "plan", "plan", "plan"]  # task and variant: 2 + 1
+    assert machine.done == per_model * 2
+    assert [r.status for r in book.records] == ["measured", "measured", "infeasible"] * 2
+    kept, planned, refused = book.records[:3]
+    assert {s: f.peak_allocated_bytes for s, f in kept.predicted.items()} == {
+        "tensors": PEAK, "rules": PEAK, "calibrated": PEAK + 6,
+    }  # fmt: skip
+    assert planned.budget_bytes == 23  # 90 % of 26, rounded down
+    assert planned.predicted["calibrated"].peak_allocated_bytes == 22  # x0 or x1 is recomputed: 4 bytes less
+    assert planned.verified is True
+    assert refused.budget_bytes == 2
+    assert "No plan can stay" in refused.message
+    assert Book.load(tmp_path / "c" / "campaign.json") == book
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 4, 5, 6])
+def test_an_interrupted_campaign_loses_the_running_case_alone(
+    tmp_path: Path, machine: Machine, stop_at: int
+) -> None:
+    machine.stop_at = stop_at
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "c")
+    # Three measurements a model: eager and keep-all for the first case, the plan for the second.
+    finished = {1: 0, 2: 0, 3: 1, 4: 3, 5: 3, 6: 4}[stop_at]
+    before = Book.load(tmp_path / "c" / "campaign.json")
+    assert len(before.records) == finished
+    machine.stop_at, machine.measured = -1, []
+    book = go(tmp_path / "c")
+    assert len(book.records) == 6
+    assert book.records[:finished] == before.records  # kept as they were, with their times
+    # A shared step that was finished is not measured again: only the plan is.
+    assert len(machine.measured) == {1: 6, 2: 6, 3: 4, 4: 3, 5: 3, 6: 1}[stop_at]
+    machine.done, machine.measured = [], []
+    assert go(tmp_path / "c") == book
+    assert machine.done == machine.measured == []
+
+
+def test_another_method_code_or_device_asks_again(tmp_path: Path, machine: Machine) -> None:
+    case = Case(step=Step(model="bert-tiny"))
+    keys = Keys(method=Method(), code="a", environment=CPU)
+    others = (
+        replace(keys, code="b"),
+        replace(keys, environment={"torch": "2.12.0"}),
+        replace(keys, method=Method(runs=9)),
+    )
+    assert len({k.of_case(case) for k in (keys, *others)}) == 4
+    patient = replace(keys, method=Method(timeout_minutes=99))
+    assert patient.of_case(case) == keys.of_case(case)
+    planned = replace(case, budget="60%", planner="mu-two")
+    assert keys.of_case(case) != keys.of_case(planned)
+    assert keys.of_step(case) == keys.of_step(planned)
+
+
+def test_editing_the_users_file_asks_again(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text("a = 1\n")
+    case, keys = Case(step=Step(model=f"{file}:build")), Keys(method=Method(), code="", environment={})
+    before = keys.of_case(case)
+    file.write_text("a = 2\n")
+    assert keys.of_case(case) != before
+
+
+def test_out_of_memory_is_a_result_with_what_was_predicted(tmp_path: Path, machine: Machine) -> None:
+    machine.fails = lambda what, plan: OutOfMemoryProblem("killed") if what == "plan" else None
+    book = go(tmp_path / "c")
+    kept, planned = book.records[:2]
+    assert kept.status == "measured"
+    assert (planned.status, planned.message) == ("out of memory", "killed")
+    assert planned.predicted["calibrated"].peak_allocated_bytes == 22
+    assert planned.measured == RunFigures()
+    assert {e.run for e in error_rows([planned])} == {"eager", "keep-all"}
+
+
+def test_where_keep_all_does_not_fit_its_plan_still_runs(tmp_path: Path, machine: Machine) -> None:
+    def fails(what: str, plan: str) -> Exception | None:
+        return OutOfMemoryProblem(f"{what} too large") if what in ("trace", "eager", "keep_all") else None
+
+    machine.fails = fails
+    kept, planned, _ = go(tmp_path / "c").records[:3]
+    assert (kept.status, kept.message) == ("out of memory", "keep_all too large")
+    assert "calibrated" not in kept.predicted
+    assert planned.status == "measured"
+    assert planned.budget_bytes == 18  # 90 % of the uncalibrated 20: there is no other trace
+    assert any("without calibration" in n for n in planned.notes)
+
+
+def test_a_failure_is_a_record_and_is_tried_again_only_when_asked(tmp_path: Path, machine: Machine) -> None:
+    machine.fails = lambda what, plan: (
+        LowtideError("broken") if (what, plan) == ("trace", "t5-tiny") else None
+    )
+    book = go(tmp_path / "c")
+    assert [r.status for r in book.records] == ["measured", "measured", "infeasible"] + ["failed"] * 3
+    assert book.records[-1].message == "broken"
+    assert machine.done.count("trace") == 2  # and not once for each case of the step that cannot be recorded
+    machine.done = []
+    assert go(tmp_path / "c") == book
+    assert machine.done == []
+    machine.fails = lambda what, plan: None
+    again = go(tmp_path / "c", retry_failed=True)
+    assert [r.status for r in again.records[3:]] == ["measured", "measured", "infeasible"]
+    assert again.records[:3] == book.records[:3]
+
+
+def test_only_runs_what_its_pattern_fits(tmp_path: Path, machine: Machine) -> None:
+    assert [r.case.label for r in go(tmp_path / "c", only="t5*90%").records] == ["t5-tiny 90% mu-two"]
+    with pytest.raises(SpecError, match="fits none of the 6 cases"):
+        go(tmp_path / "c", only="resnet")
+    assert len(go(tmp_path / "c").records) == 6
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(execute, ["campaign", *map(str, words)])
+
+
+def test_a_failed_verification_is_exit_code_1_and_keeps_its_figures(tmp_path: Path, machine: Machine) -> None:
+    (tmp_path / "cases.toml").write_text(TWO_MODELS)
+    machine.equal = False
+    result = call(tmp_path / "cases.toml", "-o", tmp_path / "c", "--json", "-q")
+    assert result.exit_code == 1
+    data = json.loads(result.stdout)
+    assert data["statuses"] == {"verification failed": 4, "infeasible": 2}
+    assert data["finished"] == data["asked"] == 6
+    assert "planned steps differ from the untouched model" in result.stderr
+    rows = (tmp_path / "c" / "rows.csv").read_text().splitlines()
+    assert len(rows) == 1 + 6
+    # A finished campaign is only reported, with the same verdict.
+    assert call(tmp_path / "c", "--json").exit_code == 1
+    machine.equal = True
+    assert call(tmp_path / "cases.toml", "-o", tmp_path / "c", "--retry-failed", "-q").exit_code == 0
+
+
+def test_on_cuda_verification_has_a_process_of_its_own_and_may_run_out_of_memory(
+    tmp_path: Path, machine: Machine
+) -> None:
+    machine.device = "cuda"
+    machine.fails = lambda what, plan: OutOfMemoryProblem("two models") if what == "verify" else None
+    text = '[campaign]\ndevice = "cuda"\n[[case]]\nmodel = "bert-tiny"\n'
+    (record,) = go(tmp_path / "c", text).records
+    assert machine.done == ["trace", "baseline", "eager", "keep_all", "verify"]
+    assert (record.status, record.verified) == ("measured", None)
+    assert "two models" in record.notes[-1]
+    assert record.provenance == "measured-cuda"
+    # The caching allocator rounds to 512 bytes: w, x0, x1, x2 and g2 take 5 of them, in one segment of 2 MiB.
+    assert record.predicted["allocator"].headline() == {
+        "peak_allocated_bytes": 5 * 512, "peak_reserved_bytes": 2 * 2**20, "step_time_ns": 6,
+    }  # fmt: skip
+    assert record.predicted["tensors"].peak_reserved_bytes == PEAK
+    assert {e.figure for e in error_rows([record])} == {"allocated", "reserved", "time"}
+
+
+BOUNDARY = """
+[[case]]
+kind = "boundary"
+model = "bert-tiny"
+limit = "{limit}"
+batch-size = [1, 2, 4]
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "predicted", "tried"),
+    [
+        ("26", [True, True, True], [None, None, True]),  # calibrated: 26 bytes; measured: 25
+        ("25", [False, False, False], [True, None, None]),  # wrongly predicted, and it shows
+        ("24", [False, False, False], [False, None, None]),
+    ],
+)
+def test_a_boundary_tries_both_sides_of_the_predicted_one(
+    tmp_path: Path, machine: Machine, limit: str, predicted: list[bool], tried: list[bool | None]
+) -> None:
+    (record,) = go(tmp_path / "c", BOUNDARY.format(limit=limit)).records
+    assert [t.predicted_fits for t in record.trials] == predicted
+    assert [t.fits for t in record.trials] == tried
+    assert record.limit_bytes == int(limit)
+
+
+def test_on_cuda_running_out_of_memory_is_not_fitting(tmp_path: Path, machine: Machine) -> None:
+    machine.device = "cuda"
+    machine.fails = lambda what, plan: OutOfMemoryProblem("full") if what == "eager" else None
+    text = '[campaign]\ndevice = "cuda"\n' + BOUNDARY.format(limit="4MiB")
+    (record,) = go(tmp_path / "c", text).records
+    assert [t.predicted_fits for t in record.trials] == [True, True, True]  # 2 MiB are reserved
+    assert [t.fits for t in record.trials] == [None, None, False]
+    small = '[campaign]\ndevice = "cuda"\n' + BOUNDARY.format(limit="1MiB")
+    (record,) = go(tmp_path / "d", small).records
+    assert [t.predicted_fits for t in record.trials] == [False, False, False]  # the segment alone is larger
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+def test_aggregates_against_numbers_worked_out_by_hand() -> None:
+    # |errors|: 0, 1, 2, 3, 10: mean 16/5, median 2; within 1: two of five, within 2: three, within 5: four.
+    assert aggregate([0.0, -1.0, 2.0, -3.0, 10.0]) == Aggregate(
+        rows=5,
+        mean=8 / 5,
+        mape=16 / 5,
+        median=2.0,
+        worst_under=-3.0,
+        worst_over=10.0,
+        within=(40.0, 60.0, 80.0),
+        under_share=40.0,
+    )
+    exact = aggregate([0.0, 0.0])
+    assert exact is not None
+    assert (exact.worst_under, exact.worst_over, exact.under_share) == (None, None, 0.0)
+    assert aggregate([]) is None
+
+
+def figures(peak: int | None, time: int | None = None, reserved: int | None = None) -> RunFigures:
+    return RunFigures(peak_allocated_bytes=peak, step_time_ns=time, peak_reserved_bytes=reserved)
+
+
+def record(**more: Any) -> Record:
+    defaults: dict[str, Any] = {
+        "case": Case(step=Step(model="m", options={"batch_size": 2}), budget="60%", planner="mu-two"),
+        "key": "k",
+        "status": "measured",
+        "provenance": "measured-cpu",
+        "environment": CPU,
+        "fingerprint": "f",
+        "keep_all_predicted": {"rules": figures(90, 100), "calibrated": figures(100, 120)},
+        "predicted": {"rules": figures(45, 110), "calibrated": figures(50, 150)},
+        "eager": figures(120, 100),
+        "keep_all": figures(100, 100),
+        "measured": figures(50, 120),
+    }
+    return Record(**{**defaults, **more})
+
+
+def test_the_errors_of_one_case() -> None:
+    found = {(r.run, r.stage, r.figure): r.error for r in error_rows([record()])}
+    assert found == pytest.approx(
+        {
+            ("eager", "rules", "allocated"): -25.0,  # 90 for 120
+            ("eager", "rules", "time"): 0.0,
+            ("eager", "calibrated", "allocated"): 100 * (100 - 120) / 120,
+            ("eager", "calibrated", "time"): 20.0,
+            ("keep-all", "rules", "allocated"): -10.0,
+            ("keep-all", "rules", "time"): 0.0,
+            ("keep-all", "calibrated", "allocated"): 0.0,
+            ("keep-all", "calibrated", "time"): 20.0,
+            ("plan", "rules", "allocated"): -10.0,
+            ("plan", "rules", "time"): 100 * (110 - 120) / 120,
+            ("plan", "rules", "slow-down"): -10.0,  # predicted +10 %, measured +20 %: points
+            ("plan", "calibrated", "allocated"): 0.0,
+            ("plan", "calibrated", "time"): 25.0,
+            ("plan", "calibrated", "slow-down"): 5.0,  # 150/120: +25 %, measured +20 %
+        }
+    )
+
+
+def test_what_cases_share_counts_once() -> None:
+    other = replace(record(), case=replace(record().case, budget="40%"), key="l")
+    rows = error_rows([record(), other])
+    assert [r.case for r in rows if (r.run, r.stage, r.figure) == ("keep-all", "rules", "allocated")] == [
+        "m b2 keep-all"
+    ]
+    assert len([r for r in rows if (r.run, r.stage, r.figure) == ("plan", "rules", "allocated")]) == 2
+
+
+def test_devices_are_never_aggregated_together() -> None:
+    gpu = replace(
+        record(key="g"),
+        provenance="measured-cuda",
+        environment=GPU,
+        measured=figures(100, 120),
+    )
+    found = aggregates(error_rows([record(), gpu]))
+    plans = {g.provenance: a for g, a in found.items() if (g.figure, g.stage) == ("allocated", "calibrated")}
+    assert {p: (a.rows, a.worst_under) for p, a in plans.items()} == {
+        "measured-cpu": (2, None),
+        "measured-cuda": (2, -50.0),
+    }
+
+
+def test_eager_is_kept_apart_from_what_was_rewritten() -> None:
+    rows = error_rows([record()])
+    plain = {(g.figure, g.stage): a.mean for g, a in aggregates(rows).items()}
+    eager = {(g.figure, g.stage): a.mean for g, a in aggregates(rows, eager=True).items()}
+    assert plain["allocated", "rules"] == pytest.approx(-10.0)
+    assert eager["allocated", "rules"] == pytest.approx(-25.0)
+
+
+def test_by_model_and_not_only_a_mean() -> None:
+    other = replace(
+        record(key="o"), case=replace(record().case, step=Step(model="n")), measured=figures(25, 120)
+    )
+    found = aggregates(error_rows([record(), other]), by_model=True)
+    means = {g.model: a.mean for g, a in found.items() if (g.figure, g.stage) == ("allocated", "calibrated")}
+    assert means == {"m": 0.0, "n": 50.0}  # n: keep-all 0, plan +100 %
+
+
+def test_the_tensors_stage_has_no_workspace_at_all() -> None:
+    resident = tiny.trace([tiny.fwd({"a": 8}, "w", events=(24, -16))], {"w": 4, "cublas": 100}, categories={
+        "cublas": "workspace"
+    })  # fmt: skip
+    bare = tensors_only(resident)
+    assert bare.storages.nbytes == (4, 0, 8)
+    assert bare.ops.events == ((),)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    made = record(
+        trials=(Trial(batch_size=4, predicted=figures(9), predicted_fits=True, fits=False, message="full"),),
+        notes=("a note",),
+        measured=RunFigures(peak_allocated_bytes=5, peaks_bytes=(6, 5), times_ns=(1, 2)),
+    )
+    store = Store(root=tmp_path)
+    store.save(made)
+    assert store.record("k") == made
+    assert store.record("other") is None
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"provenance": "measured-cuda"}, "environment says otherwise"),
+        ({"environment": GPU}, "environment says otherwise"),
+        ({"measured": figures(1, 1, 1)}, "reserved memory was measured on a CPU"),
+        ({"provenance": "guessed"}, "none of"),
+        ({"status": "fine"}, "none of"),
+    ],
+)
+def test_a_cpus_figure_cannot_pass_for_a_gpus(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        record(**more)
+    # Nor can a file that someone edited.
+    data = {**record().to_json(), **{k: v for k, v in more.items() if k != "measured"}}
+    if "measured" in more:
+        data["measured"] = {"peak_reserved_bytes": 1}
+    with pytest.raises(TraceError, match=says):
+        Record.from_json(data)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"record": "sweep"}', '{"record": "campaign case"}'])
+def test_a_foreign_file_in_a_records_place_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "cases").mkdir()
+    (tmp_path / "cases" / "k.json").write_text(text)
+    with pytest.raises(TraceError, match=r"k\.json"):
+        Store(root=tmp_path).record("k")
+
+
+def test_a_record_under_another_ones_name_is_refused(tmp_path: Path) -> None:
+    Store(root=tmp_path).save(record())
+    (tmp_path / "cases" / "k.json").rename(tmp_path / "cases" / "l.json")
+    with pytest.raises(TraceError, match="another case"):
+        Store(root=tmp_path).record("l")
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "campaign.json"])
+def test_a_directory_that_holds_something_else_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(TraceError, match=r"not a campaign|something else"):
+        Store.open(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    "path", [("asked",), ("cases", 0, "status"), ("cases", 0, "case", "model"), ("method",)]
+)
+def test_a_campaign_with_a_piece_missing_is_refused(tmp_path: Path, path: tuple[Any, ...]) -> None:
+    data = json.loads(json.dumps(book().to_json()))
+    place = data
+    for k in path[:-1]:
+        place = place[k]
+    del place[path[-1]]
+    (tmp_path / "campaign.json").write_text(json.dumps(data))
+    with pytest.raises(TraceError, match="malformed"):
+        Book.load(tmp_path / "campaign.json")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is shown
+
+
+def book(*records: Record) -> Book:
+    return Book(name="cases", method=Method(), asked=len(records) or 1, records=records or (record(),))
+
+
+def many() -> Book:
+    boundary = record(
+        key="b",
+        case=Case(step=Step(model="m"), kind="boundary", limit="1GiB", batch_sizes=(1, 2), planner="none"),
+        limit_bytes=2**30,
+        trials=(
+            Trial(batch_size=1, predicted=figures(9), predicted_fits=True, measured=figures(9), fits=True),
+            Trial(batch_size=2, predicted=figures(2**31), predicted_fits=False, fits=True),
+        ),
+    )
+    return book(
+        record(),
+        record(key="i", status="infeasible", message="<script>too small</script>", measured=RunFigures()),
+        record(key="o", status="out of memory", message="killed", measured=RunFigures()),
+        record(key="f", status="failed", message="broken", measured=RunFigures(), predicted={}),
+        record(key="v", status="verification failed", verified=False, first_difference="step 1", steps=2),
+        boundary,
+    )
+
+
+def test_rows_of_all_cases_have_the_same_columns(tmp_path: Path) -> None:
+    rows = flat_rows(many().records)
+    assert len(rows) == 7  # the boundary has two
+    assert len({tuple(r) for r in rows}) == 1
+    assert {r["prediction"] for r in rows} == {"simulated"}
+    assert {r["provenance"] for r in rows} == {"measured-cpu"}
+    assert rows[0]["error_plan_allocated_rules_percent"] == pytest.approx(-10.0)
+    assert rows[0]["error_plan_slow_down_calibrated_points"] == pytest.approx(5.0)
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    write_rows(tmp_path, rows)
+    assert pq.ParquetFile(tmp_path / "rows.parquet").read().num_rows == 7
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.csv", "rows.parquet"]
+
+
+def test_the_summary_names_every_case_and_what_became_of_it() -> None:
+    text = summary(many())
+    for words in ("too small", "killed", "broken", "verification failed", "1 of 2 tried batch sizes"):
+        assert words in text
+    assert answer(many())["statuses"]["out of memory"] == 1
+
+
+def test_the_page_is_made_from_records_alone_and_without_torch(tmp_path: Path) -> None:
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
+    many().save(tmp_path / "campaign.json")
+    code = (
+        "import sys; from executor.cli import execute\n"
+        "try: execute(['campaign', sys.argv[1], '--report', sys.argv[2], '-q'])\n"
+        "except SystemExit as end: assert end.code == 1, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(tmp_path / "page.html")],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "No figure on this page is a GPU" in page
+    assert "GPU (" not in page
+    assert "<script>too small" not in page
+    for words in ("NOT as predicted", "out of memory", "infeasible", "broken", "NOT EQUAL", "not tried"):
+        assert words in page or words == "not tried"
+
+
+def test_a_page_of_a_gpu_says_which(tmp_path: Path) -> None:
+    pytest.importorskip("altair")
+    from executor.campaign.page import campaign_page
+
+    gpu = record(
+        provenance="measured-cuda",
+        environment=GPU,
+        measured=figures(50, 120, 70),
+        predicted={"calibrated": figures(50, 120, 60)},
+    )
+    page = campaign_page(book(gpu))
+    assert page.subtitle.endswith("measured on GPU (NVIDIA H200)")
+    assert not any(
+        "No figure on this page" in getattr(b, "text", "") for s in page.sections for b in s.blocks
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Out of memory, and how long it takes
+
+
+@pytest.mark.parametrize(
+    ("error", "out"),
+    [
+        (MemoryError(), True),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("the sizes do not match"), False),
+        (BudgetError("no plan"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_which_errors_mean_that_memory_ran_out(error: Exception, out: bool) -> None:
+    assert is_out_of_memory(error) is out
+    wrapped = LowtideError("the step failed")
+    wrapped.__cause__ = error
+    assert is_out_of_memory(wrapped) is out
+    told = error_json(wrapped)
+    assert told is not None
+    assert told.get("out_of_memory", False) is out
+    if not out and not isinstance(error, LowtideError):
+        assert error_json(error) is None  # a defect, whose traceback should be seen
+
+
+def test_the_rest_is_estimated_from_what_is_done() -> None:
+    assert Estimate().remaining_s(1, 1) is None
+    seen = Estimate(steps=[10.0, 20.0], cases=[4.0])
+    assert seen.remaining_s(2, 3) == pytest.approx(2 * 15 + 3 * 4)
+    assert Estimate(cases=[4.0]).remaining_s(0, 2) == pytest.approx(8.0)
+    assert [show_duration(s) for s in (40, 720, 12000)] == ["40 s", "12 min", "3 h 20 min"]
+
+
+def test_every_stage_and_figure_has_its_label() -> None:
+    rows = [
+        ErrorRow(model="m", case="c", run="plan", stage=s, figure=f, predicted=1, measured=1,
+                 provenance="measured-cpu", place="CPU")
+        for s in errors.STAGE_LABELS for f in errors.FIGURES
+    ]  # fmt: skip
+    assert len(aggregates(rows)) == len(rows)
