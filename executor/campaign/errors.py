@@ -16,8 +16,9 @@ from executor.campaign.cases import BOUNDARY, NONE
 from executor.campaign.record import CALIBRATED, RULES, STAGES, Record
 from traces.measurement import RunFigures
 
-ALLOCATED, RESERVED, TIME, SLOWDOWN = "allocated", "reserved", "time", "slow-down"
-FIGURES: Final = (ALLOCATED, RESERVED, TIME, SLOWDOWN)
+# Allocated is what was asked for; blocks is the same as CUDA's allocator hands it out, rounded up.
+ALLOCATED, BLOCKS, RESERVED, TIME, SLOWDOWN = "allocated", "blocks", "reserved", "time", "slow-down"
+FIGURES: Final = (ALLOCATED, BLOCKS, RESERVED, TIME, SLOWDOWN)
 KEEP_ALL, PLAN, EAGER = "keep-all", "plan", "eager"
 WITHIN: Final = (1.0, 2.0, 5.0)
 STAGE_LABELS: Final = {
@@ -41,6 +42,7 @@ class ErrorRow:
     measured: float
     provenance: str  # of `measured`; `predicted` is simulated
     place: str
+    warned: bool = False  # whether `simulate` prints a warning beside this prediction
 
     @property
     def error(self) -> float:
@@ -86,8 +88,11 @@ def error_rows(records: Iterable[Record]) -> list[ErrorRow]:
 
 
 def _rows(r: Record, run: str, stage: str, predicted: RunFigures, measured: RunFigures) -> list[ErrorRow]:
-    pairs = zip(
-        (ALLOCATED, RESERVED, TIME), predicted.headline().values(), measured.headline().values(), strict=True
+    pairs = (
+        (ALLOCATED, predicted.peak_allocated_bytes, measured.peak_allocated_bytes),
+        (BLOCKS, predicted.peak_block_bytes, measured.peak_block_bytes),
+        (RESERVED, predicted.peak_reserved_bytes, measured.peak_reserved_bytes),
+        (TIME, predicted.step_time_ns, measured.step_time_ns),
     )
     return [_row(r, run, stage, figure, p, m) for figure, p, m in pairs if p is not None and m]
 
@@ -103,6 +108,7 @@ def _row(r: Record, run: str, stage: str, figure: str, predicted: float, measure
         measured=measured,
         provenance=r.provenance,
         place=r.place,
+        warned=bool((r.warnings if run == PLAN else r.keep_all_warnings).get(stage)),
     )
 
 
@@ -114,10 +120,10 @@ def _slowdown(keep_all: RunFigures, plan: RunFigures) -> float | None:
 
 
 def fragmentation_percent(figures: RunFigures) -> float | None:
-    """Peak reserved over peak allocated, less one, in percent; None where a figure is unknown."""
-    if not figures.peak_allocated_bytes or figures.peak_reserved_bytes is None:
+    """Peak reserved over the peak in blocks, less one, in percent; None where a figure is unknown."""
+    if not figures.peak_block_bytes or figures.peak_reserved_bytes is None:
         return None
-    return 100.0 * (figures.peak_reserved_bytes / figures.peak_allocated_bytes - 1.0)
+    return 100.0 * (figures.peak_reserved_bytes / figures.peak_block_bytes - 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +195,21 @@ def aggregates(
         assert made is not None
         out[g] = made
     return out
+
+
+LARGE: Final = 2.0  # percent; an underestimate above it must have a warning beside it
+
+
+def unwarned(rows: Iterable[ErrorRow]) -> list[ErrorRow]:
+    """Memory that was predicted more than LARGE percent too low, by `simulate` and without a warning from it."""
+    return [
+        r
+        for r in rows
+        if r.error < -LARGE
+        and not r.warned
+        and r.figure in (ALLOCATED, BLOCKS, RESERVED)
+        and r.stage in SHOWN_STAGES
+    ]
 
 
 SHOWN_STAGES: Final = (CALIBRATED, RULES)  # in most tables: with calibration and without

@@ -140,6 +140,7 @@ class SharedStep:
     directory: Path  # of its traces and its keep-all plan
     fingerprint: str
     predicted: Predictions  # everything kept
+    warnings: Mapping[str, tuple[str, ...]]
     eager: RunFigures
     keep_all: Measured
     out_of_memory: Mapping[str, str]  # eager, keep_all, calibration -> what was said; only those that ran out
@@ -150,6 +151,7 @@ class SharedStep:
             "record": "campaign step",
             "fingerprint": self.fingerprint,
             "predicted": {k: asdict(v) for k, v in self.predicted.items()},
+            "warnings": {k: list(v) for k, v in self.warnings.items()},
             "eager": asdict(self.eager),
             "keep_all": asdict(self.keep_all.figures),
             "verification": dict(self.keep_all.verification),
@@ -163,6 +165,7 @@ class SharedStep:
             directory=directory,
             fingerprint=str(data["fingerprint"]),
             predicted={k: RunFigures.from_json(v) for k, v in data["predicted"].items()},
+            warnings=_texts(data["warnings"]),
             eager=RunFigures.from_json(data["eager"]),
             keep_all=Measured(
                 figures=RunFigures.from_json(data["keep_all"]), verification=dict(data["verification"])
@@ -170,6 +173,10 @@ class SharedStep:
             out_of_memory=dict(data["out_of_memory"]),
             notes=tuple(data["notes"]),
         )
+
+
+def _texts(data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    return {stage: tuple(str(text) for text in texts) for stage, texts in data.items()}
 
 
 def shared_step(case: Case, key: str, bench: Bench, progress: Progress) -> SharedStep:
@@ -212,6 +219,7 @@ def shared_step(case: Case, key: str, bench: Bench, progress: Progress) -> Share
         directory=directory,
         fingerprint=str(baseline["fingerprint"]),
         predicted={k: RunFigures.from_json(v) for k, v in baseline["keep_all_predicted"].items()},
+        warnings=_texts(baseline["warnings"]),
         eager=eager,
         keep_all=keep_all,
         out_of_memory=ran_out,
@@ -251,11 +259,12 @@ def run_case(record: Record, step: SharedStep, bench: Bench, progress: Progress)
         fingerprint=step.fingerprint,
         notes=step.notes,
         keep_all_predicted=step.predicted,
+        keep_all_warnings=step.warnings,
         eager=step.eager,
         keep_all=step.keep_all.figures,
     )
     if case.budget == NONE:
-        record = replace(record, predicted=step.predicted, recomputed_ops=0)
+        record = replace(record, predicted=step.predicted, warnings=step.warnings, recomputed_ops=0)
         if KEEP_ALL in step.out_of_memory:
             return replace(record, status=OUT_OF_MEMORY, message=step.out_of_memory[KEEP_ALL])
         done = step.keep_all
@@ -278,6 +287,7 @@ def run_case(record: Record, step: SharedStep, bench: Bench, progress: Progress)
         record = replace(
             record,
             predicted={k: RunFigures.from_json(v) for k, v in made["predicted"].items()},
+            warnings=_texts(made["warnings"]),
             recomputed_ops=int(made["recomputed_ops"]),
         )
         progress("    measuring the plan")

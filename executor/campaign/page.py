@@ -8,8 +8,10 @@ from pathlib import Path
 from executor.campaign.cases import BOUNDARY
 from executor.campaign.errors import (
     ALLOCATED,
+    BLOCKS,
     EAGER,
     FIGURES,
+    LARGE,
     RESERVED,
     SLOWDOWN,
     STAGE_LABELS,
@@ -19,6 +21,7 @@ from executor.campaign.errors import (
     ErrorRow,
     aggregates,
     error_rows,
+    unwarned,
 )
 from executor.campaign.page_cases import boundary_blocks, case_blocks, other_blocks
 from executor.campaign.record import CALIBRATED, NOT_EQUAL, RULES, STAGES, Book, Record
@@ -46,9 +49,11 @@ COLOURS = {"calibrated": "#4c78a8", "uncalibrated": "#e39c45"}
 STAGE_COLOURS = dict(
     zip((STAGE_LABELS[s] for s in STAGES), ("#94a3b8", "#6b7f99", "#e39c45", "#4c78a8"), strict=True)
 )
-KINDS = {ALLOCATED: "bytes", RESERVED: "bytes", TIME: "time", SLOWDOWN: "percent"}
+MEMORY = (ALLOCATED, BLOCKS, RESERVED)
+KINDS = {ALLOCATED: "bytes", BLOCKS: "bytes", RESERVED: "bytes", TIME: "time", SLOWDOWN: "percent"}
 TITLES = {
     ALLOCATED: "peak allocated",
+    BLOCKS: "peak in the allocator's blocks",
     RESERVED: "peak reserved",
     TIME: "step time",
     SLOWDOWN: "slow-down by the plan",
@@ -130,6 +135,15 @@ def _headline(book: Book, rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
             tone="bad" if any(r.status == NOT_EQUAL for r in records) else "good" if verified else "",
         ),
     ]
+    silent = unwarned(rows)
+    figures.append(
+        Figure(
+            label=f"Memory predicted more than {LARGE:g} % too low without a warning beside it",
+            value=f"{len(silent)} of {sum(1 for r in rows if r.stage in NAMES and r.figure in MEMORY)}",
+            detail=silent[0].case if silent else "predicted figures, eager, keep-all and plans",
+            tone="bad" if silent else "good",
+        )
+    )
     for g, a in aggregates(rows).items():
         if g.stage in NAMES and g.figure in (ALLOCATED, RESERVED):
             worst = (
@@ -289,7 +303,7 @@ def _ablation(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
     for provenance in _provenances(rows):
         own = [r for r in rows if r.provenance == provenance and r.run != EAGER]
         wanted = [s for s in STAGES if any(r.stage == s for r in own)]
-        for figure in (ALLOCATED, RESERVED):
+        for figure in (ALLOCATED, BLOCKS, RESERVED):
             by_case: dict[str, dict[str, ErrorRow]] = {}
             for r in own:
                 if r.figure == figure:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from executor.campaign.cases import BOUNDARY, NONE
-from executor.campaign.errors import SLOWDOWN, error_rows, fragmentation_percent
+from executor.campaign.errors import LARGE, SLOWDOWN, error_rows, fragmentation_percent
 from executor.campaign.record import CALIBRATED, FAILED, INFEASIBLE, NOT_EQUAL, OUT_OF_MEMORY, RULES, Record
 from simulator.report.page import Block, Cell, Table, Text, bytes_cell, percent_cell, time_cell
 from traces.measurement import RunFigures
 from traces.people import show_bytes
-
-LARGE = 2.0  # percent; an underestimate above it is marked
 
 
 def case_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
@@ -119,7 +117,7 @@ def _reserved(cases: Sequence[Record]) -> Table:
         ),
         rows=tuple(rows),
         numbers=frozenset(range(2, 8)),
-        caption="Peak reserved, and fragmentation: reserved over allocated, less one",
+        caption="Peak reserved, and fragmentation: reserved over the peak in the allocator's blocks, less one",
     )
 
 
@@ -173,7 +171,7 @@ def _iterations(cases: Sequence[Record]) -> Table:
             if run != "plan" and r.case.budget != NONE:
                 continue  # shared by the cases of the step; told with its keep-all case
             steady = Cell(text="steady", tone="good") if f.steady else Cell(text="NOT STEADY", tone="bad")
-            first = f.reserved_peaks_bytes[0] if f.reserved_peaks_bytes else None
+            first = f.reserved_bytes[0] if f.reserved_bytes else None
             rows.append(
                 (
                     r.case.label if run == "plan" else f"{r.case.step.label} {run}",

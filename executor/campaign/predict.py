@@ -25,7 +25,8 @@ from traces.plan import Action, Plan
 from traces.trace import WORKSPACE, Trace
 
 if TYPE_CHECKING:
-    from simulator.allocator.reserved import ReservedFigures
+    from simulator.allocator.question import Question
+    from simulator.comparison import Comparison
 
 KEEP_ALL_PLAN = "keep-all.json"
 
@@ -34,8 +35,7 @@ def predict_step(*, directory: str, device: str, plan_from: str) -> dict[str, An
     """The keep-all predictions of a step, and its keep-all plan, saved below `directory`."""
     traces = load_traces(Path(directory))
     base = base_trace(traces, plan_from)
-    plan = Plan(meta=base.meta, planner="keep-all", predicted=_carried(base, (), device))
-    plan.save(Path(directory) / KEEP_ALL_PLAN)
+    _keep_all(base, device).save(Path(directory) / KEEP_ALL_PLAN)
     predictions = stages(traces, (), device)
     notes = []
     if CALIBRATED in traces and traces[CALIBRATED].meta.fingerprint != traces[RULES].meta.fingerprint:
@@ -44,6 +44,7 @@ def predict_step(*, directory: str, device: str, plan_from: str) -> dict[str, An
         )
     return {
         "keep_all_predicted": _as_json(predictions),
+        "warnings": _warnings(traces, (), device),
         "fingerprint": base.meta.fingerprint,
         "notes": notes,
     }
@@ -54,24 +55,25 @@ def predict_plan(
 ) -> dict[str, Any]:
     """Plan for a budget and predict; saves the plan, or says why there is none."""
     from simulator.budget import parse_budget
-    from simulator.planners import plan_with
+    from simulator.planning import keep_all, planned
 
     traces = load_traces(Path(directory))
     base = base_trace(traces, plan_from)
-    keep_all_bytes = figures_of(base, (), "cpu").peak_allocated_bytes
-    assert keep_all_bytes is not None
-    budget_bytes = parse_budget(budget, keep_all_bytes)  # of the replay's peak, as `simulate` has it
+    question = question_of(device)
+    whole = keep_all(base, question).kept_timeline.peak_allocated_bytes
+    budget_bytes = parse_budget(budget, whole)
     try:
-        plan = plan_with(planner, base, budget_bytes)
+        made = planned(base, planner, budget_bytes=budget_bytes, question=question)
     except BudgetError as error:
         return {"feasible": False, "budget_bytes": budget_bytes, "message": str(error)}
-    plan.save(plan_path)
+    made.plan.save(plan_path)
     return {
         "feasible": True,
         "budget_bytes": budget_bytes,
         "message": "",
-        "predicted": _as_json(stages(traces, plan.actions, device)),
-        "recomputed_ops": int(plan.predicted["plan"]["recomputed_ops"]),
+        "predicted": _as_json(stages(traces, made.plan.actions, device)),
+        "warnings": _warnings(traces, made.plan.actions, device),
+        "recomputed_ops": made.planned_timeline.recomputed_ops,
     }
 
 
@@ -80,26 +82,26 @@ def predict_fit(
 ) -> dict[str, Any]:
     """Whether a step fits a limit, untouched (planner `none`) or with a plan for it; saves the plan that is run."""
     from simulator.allocator.caching import OutOfMemory
-    from simulator.planners import plan_with
+    from simulator.allocator.reserved import reserved_peak
+    from simulator.planning import planned
 
     base = base_trace(load_traces(Path(directory)), plan_from)
-    plan = Plan(meta=base.meta, planner="keep-all", predicted=_carried(base, (), device))
-    message = ""
+    question = question_of(device)
+    plan, message = _keep_all(base, device), ""
     if planner != NONE:
         try:
-            plan = plan_with(planner, base, limit_bytes)
+            plan = planned(base, planner, budget_bytes=limit_bytes, question=question).plan
         except BudgetError as error:
             return {"fits": False, "predicted": asdict(RunFigures()), "message": str(error), "planned": False}
     plan.save(plan_path)
-    figures = figures_of(base, plan.actions, device)
-    assert figures.peak_allocated_bytes is not None
-    fits = figures.peak_allocated_bytes <= limit_bytes
-    if device.startswith("cuda"):
+    made = judged(base, plan.actions, device)
+    fits = made.planned_timeline.peak_allocated_bytes <= limit_bytes
+    if question is not None:
         try:
-            _reserved(base, plan.actions, limit_bytes)
+            reserved_peak(base, made.planned, question.settings, device_memory_bytes=limit_bytes)
         except OutOfMemory as error:
             fits, message = False, str(error)
-    return {"fits": fits, "predicted": asdict(figures), "message": message, "planned": True}
+    return {"fits": fits, "predicted": asdict(made.planned_figures), "message": message, "planned": True}
 
 
 def load_traces(directory: Path) -> dict[str, Trace]:
@@ -130,12 +132,12 @@ def stages(traces: dict[str, Trace], actions: tuple[Action, ...], device: str) -
     for stage, trace in _stage_traces(traces, cuda):
         try:
             if stage == TENSORS:
-                plain = figures_of(trace, actions, "cpu")
-                # Without an allocator all that is reserved is what is allocated.
-                reserved = plain.peak_allocated_bytes if cuda else None
-                out[stage] = replace(plain, peak_reserved_bytes=reserved)
+                plain = judged(trace, actions, "cpu").planned_figures
+                # Without an allocator all that is reserved, and all that its blocks hold, is what is allocated.
+                same = plain.peak_allocated_bytes if cuda else None
+                out[stage] = replace(plain, peak_block_bytes=same, peak_reserved_bytes=same)
             else:
-                out[stage] = figures_of(trace, actions, device)
+                out[stage] = judged(trace, actions, device).planned_figures
         except PlanError:
             continue
     return out
@@ -163,40 +165,26 @@ def tensors_only(trace: Trace) -> Trace:
     )
 
 
-def figures_of(trace: Trace, actions: tuple[Action, ...], device: str) -> RunFigures:
-    """The replay's figures; on CUDA through the caching allocator, whose rounding counts as allocated.
+def judged(trace: Trace, actions: tuple[Action, ...], device: str) -> Comparison:
+    """The replays with everything kept and with these actions; on CUDA through the caching allocator as well.
 
     Raises:
         PlanError: the actions do not fit the trace.
     """
-    from simulator.engine import run
-    from simulator.graph import analyse
-    from simulator.schedule import build
+    from simulator.comparison import compare, with_reserved
 
-    graph = analyse(trace)
-    timeline = run(trace, build(trace, actions, graph), graph)
-    if not device.startswith("cuda"):
-        return RunFigures(
-            peak_allocated_bytes=timeline.peak_allocated_bytes, step_time_ns=timeline.step_time_ns
-        )
-    reserved = _reserved(trace, actions, None)
-    return RunFigures(
-        peak_allocated_bytes=reserved.peak_allocated_bytes,
-        peak_reserved_bytes=reserved.peak_reserved_bytes,
-        step_time_ns=timeline.step_time_ns,
-    )
+    return with_reserved(compare(trace, Plan(meta=trace.meta, actions=actions), None), question_of(device))
 
 
-def _reserved(trace: Trace, actions: tuple[Action, ...], limit_bytes: int | None) -> ReservedFigures:
-    from simulator.allocator.reserved import reserved_peak
+def question_of(device: str) -> Question | None:
+    """The allocator's settings in this environment; None on the CPU, which has no such allocator."""
+    from simulator.allocator.question import Question
     from simulator.allocator.settings import parse_alloc_conf
-    from simulator.graph import analyse
-    from simulator.schedule import build
 
-    graph = analyse(trace)
-    schedule = build(trace, actions, graph)
-    settings = parse_alloc_conf(alloc_conf())
-    return reserved_peak(trace, schedule, settings, graph=graph, device_memory_bytes=limit_bytes)
+    if not device.startswith("cuda"):
+        return None
+    text = alloc_conf()
+    return Question(alloc_conf=text, settings=parse_alloc_conf(text), asked=False)
 
 
 def alloc_conf() -> str:
@@ -204,10 +192,25 @@ def alloc_conf() -> str:
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
-def _carried(trace: Trace, actions: tuple[Action, ...], device: str) -> dict[str, Any]:
-    """The prediction that a plan file must carry."""
-    figures = figures_of(trace, actions, device).headline()
-    return {"baseline": figures, "plan": {**figures, "overhead_percent": 0.0, "recomputed_ops": 0}}
+def _keep_all(trace: Trace, device: str) -> Plan:
+    """The plan that keeps everything, with the prediction that a plan file must carry."""
+    from simulator.caveats import answered
+
+    made = answered(judged(trace, (), device)).plan
+    return replace(made, planner="keep-all")
+
+
+def _warnings(traces: dict[str, Trace], actions: tuple[Action, ...], device: str) -> dict[str, list[str]]:
+    """What `simulate` would say beside the prediction, of the two stages that it can make."""
+    from simulator.caveats import warnings
+
+    out = {}
+    for stage, trace in traces.items():
+        try:
+            out[stage] = list(warnings(judged(trace, actions, device)))
+        except PlanError:
+            continue
+    return out
 
 
 def _as_json(predictions: dict[str, RunFigures]) -> dict[str, Any]:

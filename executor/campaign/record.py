@@ -59,6 +59,9 @@ class Record:
     fingerprint: str = ""
     keep_all_predicted: Predictions = field(default_factory=dict)
     predicted: Predictions = field(default_factory=dict)  # with the plan; of a keep-all case the same again
+    # What `simulate` says beside each of the two predictions that it can make: rules (uncalibrated) and calibrated.
+    keep_all_warnings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    warnings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     budget_bytes: int | None = None
     recomputed_ops: int | None = None
     eager: RunFigures = field(default_factory=RunFigures)
@@ -82,7 +85,8 @@ class Record:
         if (self.provenance == "measured-cuda") != bool(self.environment.get("gpu")):
             raise ValueError(f"the provenance is {self.provenance}, and the environment says otherwise")
         if self.provenance == "measured-cpu" and any(
-            f.peak_reserved_bytes is not None for f in (self.eager, self.keep_all, self.measured)
+            f.peak_reserved_bytes is not None or f.peak_block_bytes is not None
+            for f in (self.eager, self.keep_all, self.measured)
         ):
             raise ValueError("reserved memory was measured on a CPU, which has none")
 
@@ -97,6 +101,8 @@ class Record:
             out[name] = {stage: asdict(f) for stage, f in out[name].items()}
         for name in ("eager", "keep_all", "measured"):
             out[name] = asdict(out[name])
+        for name in ("keep_all_warnings", "warnings"):
+            out[name] = {stage: list(w) for stage, w in out[name].items()}
         out["case"] = self.case.to_json()
         out["trials"] = [asdict(t) for t in self.trials]
         return {
@@ -124,6 +130,8 @@ class Record:
                 values[name] = {k: RunFigures.from_json(v) for k, v in values[name].items()}
             for name in ("eager", "keep_all", "measured"):
                 values[name] = RunFigures.from_json(values[name])
+            for name in ("keep_all_warnings", "warnings"):
+                values[name] = {k: tuple(v) for k, v in values[name].items()}
             values["case"] = Case.from_json(values["case"])
             values["trials"] = tuple(_trial(t) for t in values["trials"])
             values["notes"] = tuple(values["notes"])
