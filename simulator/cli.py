@@ -18,6 +18,7 @@ from simulator.cli_device import (
     budget_of_option,
     device_options,
 )
+from simulator.cli_max_batch import max_batch_command
 from simulator.cli_options import planning_options
 from simulator.cli_replay import replay_command
 from simulator.cli_torch_budget import torch_budget_command
@@ -71,6 +72,7 @@ def main() -> None:
     simulate sweep resnet152 --batch-sizes 8,16,32 --budget 60%
     simulate compare resnet152-b32 --budget 60%               all planners side by side
     simulate pareto resnet152-b32                             what each GiB costs
+    simulate max-batch bert-base --gpu a100-40                the largest batch that fits
     simulate planners                                         list the planners
     simulate replay snapshot.pickle                           a GPU's recorded allocations
 
@@ -271,6 +273,7 @@ def planners_command(as_json: bool) -> None:
 
 main.add_command(compare_command)
 main.add_command(pareto_command)
+main.add_command(max_batch_command)
 main.add_command(replay_command)
 main.add_command(torch_budget_command)
 

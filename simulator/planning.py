@@ -17,6 +17,7 @@ from traces.plan import ALLOCATED, RESERVED, Plan
 from traces.trace import Trace
 
 UNLIMITED_BYTES: Final = 1 << 62
+SHARES: Final = 4  # a planner's time, where several plans are made for one budget
 
 
 def keep_all(trace: Trace, question: Question | None) -> Comparison:
@@ -70,6 +71,7 @@ def planned(
         return run.wanted_bytes
 
     if budget_bytes is not None and budget_of == RESERVED:
+        limits = replace(limits, seconds=limits.seconds / SHARES)  # several plans are made
         plan = plan_within_reserved(make, reserved_bytes, budget_bytes)
     else:
         plan = make(UNLIMITED_BYTES if budget_bytes is None else budget_bytes)

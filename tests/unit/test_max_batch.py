@@ -1,0 +1,258 @@
+"""The largest batch: the search for a boundary, the simulation of probes, and the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.allocator.device import DeviceMemory
+from simulator.allocator.reserved import reserved_peak
+from simulator.boundary import Verdict, boundary
+from simulator.cli import main
+from simulator.engine import run
+from simulator.max_batch import MaxBatch, Request, max_batch
+from simulator.planners import plan_with
+from simulator.schedule import build
+from tests.synthetic import resnet
+from traces.errors import BudgetError, SpecError
+from traces.plan import Plan
+from traces.trace import Trace
+
+MIB = 1 << 20
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the search
+
+
+def counted(
+    fits: Callable[[int], bool], excess: Callable[[int], float]
+) -> tuple[Callable[[int], Verdict], list[int]]:
+    asked: list[int] = []
+
+    def ask(b: int) -> Verdict:
+        assert b not in asked, "asked twice"
+        asked.append(b)
+        return Verdict(fits=fits(b), excess=excess(b))
+
+    return ask, asked
+
+
+@given(
+    limit=st.integers(0, 5000),
+    step=st.sampled_from([1, 2, 8]),
+    first=st.integers(1, 40),
+    top=st.integers(40, 5000),
+    noise=st.sampled_from([0.0, 0.3, -0.3]),
+)
+def test_the_boundary_of_a_monotone_question(
+    limit: int, step: int, first: int, top: int, noise: float
+) -> None:
+    top = top // step * step
+    ask, asked = counted(
+        lambda b: b <= limit, lambda b: (b / 500) ** (1 + noise) - 1
+    )  # a line through elsewhere
+    found = boundary(ask, first=min(top, first * step), step=step, top=top)
+    assert found == min(limit, top) // step * step
+    assert all(b % step == 0 and step <= b <= top for b in asked)
+
+
+def test_a_straight_line_is_found_in_few_asks() -> None:
+    # Memory 100 + 3 b of 3000: 966 fits. Probes: 8, 32, then where the line crosses, and its successor.
+    ask, asked = counted(lambda b: 100 + 3 * b <= 3000, lambda b: (100 + 3 * b) / 3000 - 1)
+    assert boundary(ask, first=8) == 966
+    assert asked == [8, 32, 966, 967]
+
+
+def test_what_is_known_is_not_asked() -> None:
+    ask, asked = counted(lambda b: b <= 20, lambda b: b / 20.5 - 1)
+    assert boundary(ask, first=18, fits=10, fits_excess=10 / 20.5 - 1) == 20
+    assert min(asked) == 18
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the probes
+
+
+def load(batch: int) -> Trace:
+    return resnet((1, 1), batch=batch, side=32)
+
+
+def load_gpu(batch: int) -> Trace:
+    of = load(batch)
+    return replace(of, meta=replace(of.meta, device="cuda", target="A100-40"))
+
+
+def request(tmp_path: Path, memory_bytes: int, kind: str = "cpu", **more: Any) -> Request:
+    values = {
+        "model": "m",
+        "device": DeviceMemory(name="d", kind=kind, memory_bytes=memory_bytes),
+        "directory": tmp_path,
+        "overhead_percent": 30.0,
+        "planner": "mu-two",
+    }
+    return Request(**{**values, **more})
+
+
+def cheapest(of: Trace, budget: int) -> float | None:
+    """What a plan for this budget adds, in percent; None: there is none."""
+    try:
+        plan = plan_with("mu-two", of, budget)
+    except BudgetError:
+        return None
+    keep = run(of, build(of)).step_time_ns
+    return 100 * (run(of, build(of, plan.actions)).step_time_ns - keep) / keep
+
+
+def test_the_largest_batch_on_a_cpu_is_the_one_of_all(tmp_path: Path) -> None:
+    memory = run(load(20), build(load(20))).peak_allocated_bytes + 1
+    found = max_batch(request(tmp_path, memory), load)
+    assert found.without_plan == 20
+    # By trying them all: the first batch whose plan costs too much, or that has none.
+    b = 21
+    while (cost := cheapest(load(b), memory)) is not None and cost <= 30:
+        b += 1
+    assert found.with_plan == b - 1
+    assert found.with_plan > 20
+    best = found.probe(found.with_plan)
+    assert best is not None
+    assert best.plan is not None
+    assert best.overhead_percent == pytest.approx(cheapest(load(b - 1), memory))
+    assert (best.plan.peak_allocated_bytes or memory) <= memory
+    assert Plan.load(tmp_path / best.plan_path).meta.batch_size == load(b - 1).meta.batch_size
+    following = found.probe(b)
+    assert following is not None  # confirmed, not extrapolated
+    assert following.plan_fits is False
+    assert len(found.probes) <= 12
+
+
+def test_on_a_gpu_reserved_memory_decides(tmp_path: Path) -> None:
+    of = load_gpu(20)
+    memory = reserved_peak(of, build(of)).peak_reserved_bytes
+    found = max_batch(request(tmp_path, memory, "cuda"), load_gpu)
+    fits = {p.batch_size: p.fits for p in found.probes}
+    assert fits[found.without_plan]
+    assert not fits[found.without_plan + 1]
+    best = found.probe(found.with_plan)
+    assert best is not None
+    peak = (best.plan or best.kept).peak_reserved_bytes
+    assert peak is not None
+    assert peak <= memory
+    assert any("not confirmed on a GPU" in text for text in found.warnings)
+
+
+def test_limits_of_the_batch_sizes(tmp_path: Path) -> None:
+    memory = run(load(20), build(load(20))).peak_allocated_bytes + 1
+    eights = max_batch(request(tmp_path, memory, multiple_of=8, overhead_percent=0.0), load)
+    assert (eights.without_plan, eights.with_plan) == (16, 16)
+    assert all(p.batch_size % 8 == 0 for p in eights.probes)
+    small = max_batch(request(tmp_path, memory, maximum=5), load)
+    assert (small.without_plan, small.with_plan, small.stopped_at_maximum) == (5, 5, True)
+    nothing = max_batch(request(tmp_path, 1000), load)
+    assert (nothing.without_plan, nothing.with_plan) == (0, 0)
+    with pytest.raises(SpecError, match="no multiple"):
+        max_batch(request(tmp_path, memory, multiple_of=8, maximum=7), load)
+
+
+def test_a_trace_of_another_kind_of_device_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="graph of a CPU"):
+        max_batch(request(tmp_path, 1 << 40, "cuda"), load)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the command
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    seen: list[Request] = []
+
+    def traces_in(asked: Request, progress: object) -> Callable[[int], Trace]:
+        seen.append(asked)
+        return load_gpu if asked.device.kind == "cuda" else load
+
+    monkeypatch.setattr("simulator.max_batch.traces_in", traces_in)
+    return seen
+
+
+def command(*words: object) -> Result:
+    return CliRunner().invoke(main, ["max-batch", *(str(w) for w in words)], prog_name="simulate")
+
+
+def test_the_command(traced: list[Request], tmp_path: Path) -> None:
+    memory = run(load(20), build(load(20))).peak_allocated_bytes + 1
+    words = ("m", "--memory", memory, "--image-size", "32", "--amp=bf16", "-o", tmp_path / "out")
+    result = command(*words, "--json")
+    assert result.exit_code == 0
+    said = json.loads(result.stdout)
+    assert said == json.loads((tmp_path / "out" / "max-batch.json").read_text("utf-8"))
+    assert said["without_plan"]["batch_size"] == 20
+    assert said["with_plan"]["plan"]["peak_allocated_bytes"] <= memory
+    assert traced[0].tracer_options == ("--image-size", "32", "--amp=bf16")
+    text = command(*words).stdout
+    assert "without a plan: batch 20" in text
+    assert f"batch {said['with_plan']['batch_size']} at +" in text
+    assert "warning" in text
+    assert not command(*words, "-q").stderr
+
+
+def test_a_gpu_is_the_target_and_keeps_a_reserve(traced: list[Request], tmp_path: Path) -> None:
+    words = ("m", "--gpu", "a100-40", "--max", "16", "-o", tmp_path / "out")
+    result = command(*words, "--alloc-conf", "expandable_segments:True", "--json")
+    assert result.exit_code == 0
+    said = json.loads(result.stdout)
+    assert (said["stopped_at_maximum"], said["alloc_conf"]) == (True, "expandable_segments:True")
+    device = said["device_memory"]
+    assert device["reserve_bytes"] == device["memory_bytes"] * 2 // 100
+    assert traced[0].tracer_options == ("--target", "A100-40")
+    command(*words, "--device", "cuda", "--reserve", "0")
+    assert traced[1].tracer_options == ("--device", "cuda")
+    assert traced[1].device.reserve_bytes == 0
+    assert "--max tries more" in command(*words).stdout
+
+
+def test_when_nothing_fits(traced: list[Request], tmp_path: Path) -> None:
+    result = command("m", "--memory", "1KiB", "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "does not fit" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("m",), "--gpu"),
+        (("--image-size", "32", "--gpu", "cpu"), "first word"),
+        (("m", "--gpu", "cpu", "--batch-size", "4"), "decides this itself"),
+        (("m", "--gpu", "cpu", "--alloc-conf", "expandable_segments:True"), "no caching allocator"),
+        (("m", "--gpu", "cpu", "--budget-overhead", "much"), "such as 10%"),
+        (("m", "--gpu", "cpu", "--planner", "none"), "no planner"),
+        (("m", "--gpu", "nothing"), "unknown"),
+    ],
+)
+def test_input_that_makes_no_sense(traced: list[Request], words: tuple[str, ...], says: str) -> None:
+    result = command(*words)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert not traced
+
+
+def test_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
+    from simulator.report.max_batch import write_max_batch
+
+    memory = run(load(20), build(load(20))).peak_allocated_bytes + 1
+    found: MaxBatch = max_batch(request(tmp_path, memory), load)
+    html = write_max_batch(tmp_path / "page.html", found).read_text("utf-8")
+    for part in ("Largest batch without a plan", str(found.with_plan), "Every batch size that was traced"):
+        assert part in html
+    for text in found.warnings:
+        assert text.split(".")[0] in html
