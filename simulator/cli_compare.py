@@ -25,6 +25,14 @@ MESSAGE_WIDTH = 110  # of a reason in the table; the page and the JSON have it w
 @click.option("--budget", required=True, help="Bytes, a size such as 8GiB, or a share of the keep-all peak.")
 @click.option("--planners", help="Which, with commas (default: all; see `simulate planners`).")
 @planning_options
+@click.option(
+    "--with-torch-budget", is_flag=True, help="Also torch's activation_memory_budget (runs `trace`)."
+)
+@click.option(
+    "--saved",
+    type=click.Path(path_type=Path),
+    help="The same from what `trace torch-budget` wrote, without running torch.",
+)
 @click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
@@ -33,6 +41,8 @@ def compare_command(
     budget: str,
     planners: str | None,
     limits: Limits,
+    with_torch_budget: bool,
+    saved: Path | None,
     report: Path | None,
     as_json: bool,
     quiet: bool,
@@ -54,6 +64,17 @@ def compare_command(
     budget_bytes = parse_budget(budget, run(trace, build(trace)).peak_allocated_bytes)
     contest = open_contest(trace, trace_name, budget_bytes, limits)
     contest = enter(contest, names, limits, _progress(quiet))
+    if with_torch_budget or saved is not None:
+        from simulator.planners.torch_budget import BUDGETS, ask_torch
+        from simulator.torch_comparison import entrants
+        from traces.saved import SavedSets
+
+        sets = (
+            ask_torch(trace, BUDGETS, ("dp", "greedy"), progress=_progress(quiet))
+            if saved is None
+            else SavedSets.load(saved)
+        )
+        contest = contest.with_entrants(entrants(contest, sets))
     if report is not None:
         from simulator.report.fronts import write_contest
 
@@ -126,7 +147,16 @@ def contest_table(contest: Contest) -> str:
         gap = "–" if e.gap_points is None else f"{e.gap_points:.2f}"
         seconds = "–" if e.solve_seconds is None else f"{e.solve_seconds:.2f} s"
         overhead = show_percent(e.overhead_percent, signed=True)
-        lines.append((e.planner, show_bytes(e.peak_allocated_bytes), overhead, gap, seconds, _note(e)))
+        lines.append(
+            (
+                e.planner,
+                show_bytes(e.peak_allocated_bytes),
+                overhead,
+                gap,
+                seconds,
+                _note(e, contest.budget_bytes),
+            )
+        )
     kept, bound = contest.kept, contest.bound
     least = (
         f"no plan adds less than {show_percent(bound.overhead_percent)}" if bound.feasible else bound.reason
@@ -149,11 +179,11 @@ def ranked(entrants: tuple[Entrant, ...]) -> list[Entrant]:
     return sorted(entrants, key=key)
 
 
-def _note(e: Entrant) -> str:
+def _note(e: Entrant, budget_bytes: int) -> str:
     from traces.people import show_bytes
 
     words = e.message
-    if e.peak_allocated_bytes is not None and not e.feasible:
+    if e.peak_allocated_bytes is not None and e.peak_allocated_bytes > budget_bytes:
         words = f"over the budget{'; ' + words if words else ''}"
     elif e.lowest_peak_bytes is not None:
         return f"no plan; lowest peak {show_bytes(e.lowest_peak_bytes)}"

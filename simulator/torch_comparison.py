@@ -1,12 +1,13 @@
-"""Turn torch's saved sets into rows that say what each really peaks at and costs, beside our plan for the same peak."""
+"""Turn torch's saved sets into rows that say what each really peaks at and costs, beside our plans."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from simulator.contest import Contest, Entrant
 from simulator.engine import run
 from simulator.graph import analyse
 from simulator.planners import plan_with
@@ -93,6 +94,36 @@ def _row(trace: Trace, base: Timeline, p: TorchPlan, ours: Timeline | None, seco
         ours_solve_seconds=seconds,
         plan=p.plan,
     )
+
+
+def entrants(contest: Contest, sets: SavedSets) -> tuple[Entrant, ...]:
+    """torch's plans as rows of a contest; budgets for which torch makes the same plan share a row.
+
+    A plan whose gradients torch would get wrong does not count as feasible, whatever its peak.
+
+    Raises:
+        PlanError: the sets are of another trace.
+    """
+    same: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TorchPlan]] = {}
+    for p in plans(contest.trace, sets):
+        same.setdefault((p.choice.saved, p.choice.recomputed), []).append(p)
+    out = []
+    for group in same.values():
+        first = group[0]
+        notes = []
+        if not first.choice.valid:
+            again = len(first.choice.random_again)
+            notes.append(
+                f"wrong gradients as torch runs it ({again} random ops again); replayed with them kept"
+            )
+        if len(group) > 1:
+            notes.append("the same plan for " + ", ".join(p.choice.label for p in group[1:]))
+        name, seconds = f"torch {first.choice.label}", first.choice.solve_seconds
+        row = contest.judged(name, first.plan, seconds, peer=True, message="; ".join(notes))
+        if not first.choice.valid:
+            row = replace(row, feasible=False, gap_points=None)
+        out.append(row)
+    return tuple(out)
 
 
 def added_percent(base: Timeline, planned: Timeline) -> float:

@@ -159,6 +159,26 @@ def test_simulate_torch_budget_reads_a_file_and_writes_plans(tmp_path: Path) -> 
     assert "wrong gradients (1 random ops again)" in shown.stdout
 
 
+def test_compare_takes_torchs_plans_and_none_with_wrong_gradients_is_feasible(tmp_path: Path) -> None:
+    record = links()
+    directory = save(record, tmp_path / "t")
+    right, wrong = choice((1, 2), (3, 4)), choice((1,), (2, 3, 4), random=(1,))
+    # The first plan comes twice, and peaks at 38 bytes; so does the second, with r kept.
+    file = sets_of(load(directory), right, replace(right, label="dp-0.6"), wrong).save(tmp_path / "s")
+    words = ["compare", str(directory), "--planners", "keep-all", "--saved", str(file), "-q"]
+    result = CliRunner().invoke(main, [*words, "--budget", "40", "--json"])
+    assert result.exit_code == 0, result.output
+    keep, first, second = json.loads(result.stdout)["planners"]
+    assert (keep["feasible"], keep["peer"]) == (False, False)
+    assert (first["planner"], first["feasible"], first["peer"]) == ("torch dp-0.5", True, True)
+    assert first["message"] == "the same plan for dp-0.6"
+    assert (second["feasible"], second["peak_allocated_bytes"]) == (False, 38)
+    assert "wrong gradients" in second["message"]
+    shown = CliRunner().invoke(main, [*words, "--budget", "40"]).stdout
+    assert "over the budget" not in shown
+    assert "over the budget" in CliRunner().invoke(main, [*words, "--budget", "37"]).stdout
+
+
 @pytest.mark.parametrize("words", [["--budgets", "half"], ["--planner", "none"]])
 def test_bad_words_are_refused(tmp_path: Path, words: list[str]) -> None:
     directory = save(links(), tmp_path / "t")
