@@ -5,7 +5,9 @@ The argument for it stands in `simulator.bounds.bound`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 from typing import Final
 
@@ -40,6 +42,29 @@ class Instant:
             time_ns += ns if over >= nbytes else ns * over // nbytes
             over -= nbytes
         return None if over > 0 else (time_ns, *price)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """One split of one component: what is computed again after the instant, and what is kept for that."""
+
+    component: int  # its first op
+    released: tuple[int, ...]  # storages
+    saved: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is in memory at an instant whatever the plan, and what is wanted after it (by storage id)."""
+
+    unavoidable_bytes: int
+    wanted: set[int]
+    forced: set[int]
+    at: int  # what was made before this op can be in memory
+
+
+# Ops of a component, the wanted outputs of every op, the component's links, its corners.
+Solved = tuple[list[int], dict[int, list[int]], list[int], tuple[Corner, ...]]
 
 
 class Instants:
@@ -97,6 +122,29 @@ class Instants:
         return [TURN, *worth[: max(LEAST_INSTANTS, MOST_WORK // max(1, len(self.peaks)))]]
 
     def _instant(self, op: int) -> Instant:
+        setting = self._setting(op)
+        most, steps = self._components(setting)
+        return Instant(op=op, unavoidable_bytes=setting.unavoidable_bytes, most_bytes=most, steps=steps)
+
+    def cuts(self, op: int) -> tuple[Cut, ...]:
+        """The cuts of all components of an instant, by rising price; at first everything that may be is kept.
+
+        A later cut of a component takes the place of its earlier ones.
+        """
+        out: list[tuple[Fraction, Cut]] = []
+        for component, outputs, own, found in self._solved(self._setting(op)):
+            for k, corner in enumerate(found):
+                price = Fraction(-1)  # what runs again at no price
+                if k:
+                    a = found[k - 1]
+                    price = Fraction(corner.time_ns - a.time_ns, a.nbytes - corner.nbytes)
+                released = tuple(s for p in corner.again for s in outputs[component[p]])
+                saved = tuple(own[x] for x in corner.saved)
+                if released or saved:
+                    out.append((price, Cut(component=component[0], released=released, saved=saved)))
+        return tuple(cut for _, cut in sorted(out, key=lambda c: (c[0], c[1].component)))
+
+    def _setting(self, op: int) -> Setting:
         trace, graph = self.trace, self.graph
         ops, nbytes, producer = trace.ops, trace.storages.nbytes, trace.storages.producer
         at = self.turn if op == TURN else op  # what was made before `at` can be in memory
@@ -116,13 +164,23 @@ class Instants:
         wanted = {
             s for s in self.made_forward if producer[s] < at and s not in forced and self.last_read[s] > after
         }
-        most, steps = self._components(wanted, forced, at)
-        return Instant(op=op, unavoidable_bytes=unavoidable, most_bytes=most, steps=steps)
+        return Setting(unavoidable_bytes=unavoidable, wanted=wanted, forced=forced, at=at)
 
-    def _components(
-        self, wanted: set[int], forced: set[int], at: int
-    ) -> tuple[int, tuple[tuple[int, int], ...]]:
+    def _components(self, setting: Setting) -> tuple[int, tuple[tuple[int, int], ...]]:
         """Bytes with everything wanted kept, and the savings of all components, cheapest first."""
+        most = 0
+        steps: list[tuple[int, int]] = []
+        for _, _, _, found in self._solved(setting):
+            most += found[0].nbytes
+            steps += [(b.time_ns - a.time_ns, a.nbytes - b.nbytes) for a, b in pairwise(found)]
+        # Shifted far enough that two different prices never round to the same int, nor swap places.
+        shift = 2 * max((b for _, b in steps), default=1).bit_length()
+        steps.sort(key=lambda step: ((step[0] << shift) // step[1], step))
+        return most, tuple(steps)
+
+    def _solved(self, setting: Setting) -> Iterator[Solved]:
+        """The components of an instant with their corners."""
+        wanted, forced, at = setting.wanted, setting.forced, setting.at
         ops, producer = self.trace.ops, self.trace.storages.producer
         outputs: dict[int, list[int]] = {}  # op that may be needed again -> its wanted outputs
         for s in sorted(wanted):
@@ -157,16 +215,9 @@ class Instants:
         links_of: dict[int, list[int]] = {}
         for s in sorted(links):
             links_of.setdefault(find(producer[s]), []).append(s)
-        most = 0
-        steps: list[tuple[int, int]] = []
         for r, component in members.items():
-            found = self._solve(component, outputs, links_of.get(r, []), links)
-            most += found[0].nbytes
-            steps += [(b.time_ns - a.time_ns, a.nbytes - b.nbytes) for a, b in pairwise(found)]
-        # Shifted far enough that two different prices never round to the same int, nor swap places.
-        shift = 2 * max((b for _, b in steps), default=1).bit_length()
-        steps.sort(key=lambda step: ((step[0] << shift) // step[1], step))
-        return most, tuple(steps)
+            own = links_of.get(r, [])
+            yield component, outputs, own, self._solve(component, outputs, own, links)
 
     def _solve(
         self, component: list[int], outputs: dict[int, list[int]], own: list[int], links: dict[int, list[int]]

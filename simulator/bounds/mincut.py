@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Network:
@@ -84,6 +84,8 @@ class Corner:
 
     time_ns: int
     nbytes: int
+    again: tuple[int, ...] = field(default=(), compare=False)  # positions of the ops that run again
+    saved: tuple[int, ...] = field(default=(), compare=False)  # of the links that are kept for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def corners(ops: tuple[Rerun, ...], links: tuple[Link, ...]) -> tuple[Corner, ..
         time_ns, kept = ops[0].time_ns, ops[0].kept_bytes
         if time_ns < 0 or not kept:
             return (Corner(time_ns=0, nbytes=kept),)
-        end = Corner(time_ns=time_ns, nbytes=0)
+        end = Corner(time_ns=time_ns, nbytes=0, again=(0,))
         return (Corner(time_ns=0, nbytes=kept), end) if time_ns else (end,)
     all_bytes = sum(o.kept_bytes for o in ops) + sum(x.nbytes for x in links)
     all_time = sum(o.time_ns for o in ops if o.time_ns > 0)
@@ -151,4 +153,6 @@ def _cut(ops: tuple[Rerun, ...], links: tuple[Link, ...], per_ns: int, per_byte:
         time_ns=sum(o.time_ns for o, r in zip(ops, again[:n], strict=True) if r),
         nbytes=sum(o.kept_bytes for o, r in zip(ops, again[:n], strict=True) if not r)
         + sum(x.nbytes for k, x in enumerate(links) if again[n + k] and not again[x.maker]),
+        again=tuple(p for p in range(n) if again[p]),
+        saved=tuple(k for k, x in enumerate(links) if again[n + k] and not again[x.maker]),
     )

@@ -41,6 +41,18 @@ REGISTRY: Final[dict[str, Entry]] = {
         function="simulator.planners.segments:plan_per_block",
         summary="what torch.utils.checkpoint around each repeated block does; the budget only decides yes or no",
     ),
+    "min-cut": Entry(
+        function="simulator.planners.min_cut:plan",
+        summary="the best of the minimum cuts behind the certified bound, over all prices per byte",
+    ),
+    "cheap-ops": Entry(
+        function="simulator.planners.cheap_ops:plan",
+        summary="recompute cheap ops only (pointwise, norms): what memory limits, never a matrix product",
+    ),
+    "checkpoint-sequential": Entry(
+        function="simulator.planners.sequential:plan",
+        summary="torch's checkpoint_sequential over the model's blocks, with the best number of segments",
+    ),
     "whole-modules": Entry(
         function="simulator.planners.whole_modules:plan",
         summary="only whole modules, each keeping its inputs: a plan to use with torch.utils.checkpoint",

@@ -225,7 +225,7 @@ def constrained(draw: st.DrawFn) -> tuple[Trace, Constraints]:
 
 
 @pytest.mark.parametrize("name", FREE)
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 @given(case=constrained(), percent=st.integers(40, 110))
 def test_every_plan_obeys_and_means_the_same_without_the_constraints(
     name: str, case: tuple[Trace, Constraints], percent: int
