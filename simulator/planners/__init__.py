@@ -58,6 +58,10 @@ REGISTRY: Final[dict[str, Entry]] = {
         summary="only whole modules, each keeping its inputs: a plan to use with torch.utils.checkpoint",
         whole_modules=True,
     ),
+    "exact": Entry(
+        function="simulator.planners.exact:plan",
+        summary="the fastest of all plans, proven by branch and bound; small graphs only",
+    ),
     "sqrt-n": Entry(
         function="simulator.planners.segments:plan_sqrt_n",
         summary="√n segments of equal length, their borders kept (Chen et al. 2016)",

@@ -31,7 +31,7 @@ from traces.store import save
 from traces.trace import VIEW, Ops, Trace
 
 UNLIMITED = 1 << 62
-FREE = [n for n in REGISTRY if n != "whole-modules"]
+FREE = [n for n in REGISTRY if n not in ("whole-modules", "exact")]
 
 
 def two_layers() -> Trace:

@@ -1,0 +1,141 @@
+"""`exact` against every plan that there is on tiny traces, and every planner and the bound against `exact`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from simulator.bounds.bound import lower_bound
+from simulator.engine import run
+from simulator.graph import analyse
+from simulator.planners import REGISTRY, exact, plan_with
+from simulator.planners.limits import Constraints, Limits
+from simulator.planners.outcome import Refusal
+from simulator.schedule import build
+from tests.exhaust import budgets, draw_trace, frontier, optimum
+from tests.synthetic import resnet
+from tests.tiny import bwd, chain, fwd, trace
+from traces.errors import SpecError
+from traces.trace import Trace
+
+PATIENT = Limits(seconds=60)
+
+
+def added(of: Trace, name: str, budget_bytes: int) -> int | None:
+    """Added time of a planner's plan by the replay, which must be within the budget; None: refused."""
+    try:
+        plan = plan_with(name, of, budget_bytes, PATIENT)
+    except Refusal:
+        return None
+    timeline = run(of, build(of, plan.actions))
+    assert timeline.peak_allocated_bytes <= budget_bytes
+    return timeline.step_time_ns - of.time_ns
+
+
+def cases(seeds: Iterable[int]) -> Iterator[tuple[Trace, dict[int, int]]]:
+    """Traces with the whole frontier of their plans, drops included; only those with something to decide."""
+    for seed in seeds:
+        of = draw_trace(seed)
+        front = frontier(of, drops=2, most=1_500)
+        if front is not None and len(front) > 2:
+            yield of, front
+
+
+def test_there_are_cases() -> None:
+    found = list(cases(range(100)))
+    assert len(found) >= 6
+    assert any(t for _, front in found for t in front.values())
+
+
+@pytest.mark.parametrize("chunk", range(10))
+def test_exact_finds_the_optimum_and_no_planner_beats_it(chunk: int) -> None:
+    for of, front in cases(range(60 * chunk, 60 * chunk + 60)):
+        for budget in list(budgets(front))[:8]:
+            best = optimum(front, budget)
+            assert added(of, "exact", budget) == best
+            for name in REGISTRY:
+                other = added(of, name, budget)
+                assert other is None or (best is not None and other >= best)
+            if best is not None:
+                assert lower_bound(of, budget).added_time_ns <= best
+
+
+def test_exact_needs_drops_and_second_runs() -> None:
+    """A chain at the lowest budget that any plan meets: every value is made again more than once."""
+    of = chain(4, size=100)
+    lowest = None
+    top = run(of, build(of)).peak_allocated_bytes
+    for budget in range(top, 0, -4):
+        time_ns = added(of, "exact", budget)
+        if time_ns is None:
+            break
+        lowest = (budget, time_ns)
+    assert lowest is not None
+    plan = plan_with("exact", of, lowest[0], PATIENT)
+    again = build(of, plan.actions).recomputed_ops
+    assert len(again) > len(set(again))
+    with pytest.raises(Refusal, match="Proven"):
+        plan_with("exact", of, lowest[0] - 4, PATIENT)
+
+
+def test_exact_saves_a_link_where_that_is_best() -> None:
+    of = trace(
+        [
+            fwd({"link": 10}, "w", time_ns=500),
+            fwd({"low": 100}, "link", time_ns=5),
+            fwd({"mid": 100}, "link", time_ns=5),
+            fwd({"top": 150}, "low", "mid", time_ns=1),
+            bwd({"g0": 1}, "top"),
+            bwd({"g1": 1}, "g0", "mid"),
+            bwd({"g2": 1}, "g1", "low"),
+        ],
+        {"w": 0},
+    )
+    # at top: low + mid + top = 350, and link 10 if saved; at g0 351, or 251 with low away, or 161 with both
+    assert added(of, "exact", 360) == 0
+    with pytest.raises(Refusal):
+        plan_with("exact", of, 349, PATIENT)
+
+
+def test_exact_refuses_what_is_too_large_or_takes_too_long() -> None:
+    with pytest.raises(SpecError, match="small graphs"):
+        plan_with("exact", resnet((1, 1, 1, 1), batch=2, side=32), 1 << 40)
+    with pytest.raises(SpecError, match="small graphs"):
+        plan_with("exact", chain(12), 1 << 40)
+    of = chain(7, size=100)
+    with pytest.raises(SpecError, match="did not finish in 0 s"):
+        plan_with("exact", of, run(of, build(of)).peak_allocated_bytes // 2, Limits(seconds=0))
+
+
+def test_exact_obeys_constraints() -> None:
+    of = trace(
+        [
+            fwd({"a": 100}, "w", time_ns=1, module="a"),
+            fwd({"b": 100}, "w", time_ns=9, module="b"),
+            fwd({"c": 200}, "a", "b", module="c"),
+            bwd({"g": 1}, "c"),
+            bwd({"h": 1}, "g", "a", "b"),
+        ],
+        {"w": 0},
+    )
+    budget = 400
+    free = plan_with("exact", of, budget, PATIENT)
+    assert free.predicted["plan"]["recomputed_ops"] >= 1
+    bound = Limits(seconds=9, constraints=Constraints(never=("a ::",)))
+    plan = plan_with("exact", of, budget, bound)
+    assert {of.ops.name[i] for i in build(of, plan.actions).recomputed_ops} == {"b"}
+    assert plan.predicted["plan"]["step_time_ns"] - of.time_ns == 9
+
+
+def test_the_price_at_tight_instants_is_never_too_high() -> None:
+    """The bound inside the tree, at its root, is below the optimum of every small case."""
+    for of, front in cases(range(200)):
+        graph = analyse(of)
+        evaluator = exact.Evaluator(of, graph)
+        values = exact.decisions(of, graph, evaluator)
+        for budget in list(budgets(front))[:6]:
+            best = optimum(front, budget)
+            tree = exact.Tree(of, graph, evaluator, values, budget, PATIENT.clock(), None)
+            if best is not None:
+                assert tree._least_ns(0, {}) <= of.time_ns + best
