@@ -2,7 +2,7 @@
 
 The same answer as `schedule.build` followed by `engine.run`, to the byte and the nanosecond, from arrays of ints in
 which views have been dissolved: an op refers straight to the storages behind the views that it takes. What a plan
-cannot change (everything that backward itself makes) is summed up once. The loop itself is in `simulator.kernels`.
+cannot change (everything that backward itself makes) is summed up once. The loop itself is in `simulator.kernels.walk`.
 
 Counts and ignores: what `simulator.engine` counts and ignores.
 """
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from simulator.graph import Graph, analyse
-from simulator.kernels import FORBIDDEN, FULL, walk
+from simulator.kernels.walk import FORBIDDEN, FULL, walk
 from traces.errors import PlanError
 from traces.plan import SAVE, Action
 from traces.trace import Trace
@@ -164,7 +164,7 @@ class Evaluator:
         Raises:
             PlanError: a chain needs an op that may not run again.
         """
-        peak_bytes, added_ns, _, _ = self._walk(state)
+        peak_bytes, added_ns, _, _ = self.walk(state)
         return peak_bytes, self.base_time_ns + added_ns
 
     def evaluate(self, state: State) -> Result:
@@ -173,7 +173,7 @@ class Evaluator:
         Raises:
             PlanError: a chain needs an op that may not run again.
         """
-        peak_bytes, added_ns, peak_step, steps = self._walk(state)
+        peak_bytes, added_ns, peak_step, steps = self.walk(state)
         seq = self._seq[:steps]
         again = seq < 0
         return Result(
@@ -182,10 +182,11 @@ class Evaluator:
             peak_step=peak_step,
             seq=np.where(again, ~seq, seq).tolist(),
             again=again.tolist(),
-            peaks=self._peaks[: self.forward + steps].tolist(),
+            peaks=self._levels[0, : self.forward + steps].tolist(),
         )
 
-    def _walk(self, state: State) -> tuple[int, int, int, int]:
+    def walk(self, state: State) -> tuple[int, int, int, int]:
+        """(peak, added time, peak step, steps after forward); raises PlanError as `evaluate` does."""
         drops = state.drops
         if drops:
             flat = [(k, s) for k in sorted(drops) for s in drops[k]]
@@ -197,7 +198,7 @@ class Evaluator:
             found = walk(
                 self.forward,
                 self.resident_bytes,
-                *self._facts,
+                *self.facts,
                 state.there,
                 state.share,
                 drop_at,
@@ -205,7 +206,7 @@ class Evaluator:
                 *self._space,
                 self._seq,
                 self._change,
-                self._peaks,
+                self._levels,
             )
             if found[0] >= 0:
                 return found
@@ -214,10 +215,18 @@ class Evaluator:
             assert found[0] == FULL
             self._make_room(2 * len(self._seq))
 
+    def steps(self, count: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Of the walk before: the op of each step after forward (~op: run again); all steps' peaks and bytes before."""
+        return self._seq[:count].copy(), self._levels[:, : self.forward + count].copy()
+
+    def chain_space(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Work space for finding a chain: a stack, and an order of ops."""
+        return np.empty_like(self._space[-1]), np.empty(len(self.op_id) + 1, np.int32)
+
     def _make_room(self, steps: int) -> None:
         self._seq = np.empty(steps, np.int32)
         self._change = np.empty((3, steps), np.int64)
-        self._peaks = np.empty(self.forward + steps, np.int64)
+        self._levels = np.empty((2, self.forward + steps), np.int64)
 
     def _pack(self) -> None:
         """The lists above as the arrays that the kernel reads, and its work space."""
@@ -238,7 +247,7 @@ class Evaluator:
             np.int64,
         )
         needs_at, needs = _rows(self.needs)
-        self._facts = (
+        self.facts = (
             needs_at,
             needs,
             *_rows(self.reads),
@@ -257,6 +266,11 @@ class Evaluator:
             np.empty(2 * len(needs) + n_op + 1, np.int32),
         )
         self._no_drops = np.empty(0, np.int32)
+        # For `simulator.flips`: ops until whose end something is held, storages whose memory some op may take over.
+        self.held, self.taken_over = np.zeros(n_op, np.uint8), np.zeros(n_st, np.uint8)
+        self.held[[h for h in self.hold if h >= 0]] = 1
+        self.taken_over[[s for s in self.overwrites if s >= 0]] = 1
+        self.flip_space: tuple[NDArray[Any], ...] = ()
         self._make_room(2 * n_op + 1)
 
 

@@ -195,3 +195,97 @@ def ladder(n: int, *, seed: int) -> Trace:
         for k in range(n - 1, -1, -1)
     ]
     return trace(ops, {"w": 4})
+
+
+def decoder(layers: int, *, batch: int = 4, length: int = 1024, width: int = 1024) -> Trace:
+    """A decoder in float32 without an optimizer: per layer two norms, fused attention, an MLP of four times the width.
+
+    About 40 ops a layer, views included.
+    """
+    ops: list[Op] = []
+    resident = {"tokens": batch * length * 8}
+    one = batch * length * width * 4  # a value of the residual stream
+    weights: list[str] = []
+
+    def weight(name: str, size: int) -> str:
+        resident[name] = size
+        weights.append(name)
+        return name
+
+    def matmul(name: str, x: str, n_in: int, n_out: int, module: str) -> str:
+        flops, size = 2 * batch * length * n_in * n_out * width**2, one * n_out
+        w = weight(f"{name}.w", n_in * n_out * width**2 * 4)
+        ops.append(fwd({}, w, view=f"{w}.t", module=module))
+        ops.append(fwd({name: size}, x, f"{w}.t", time_ns=_time(flops, size + one * n_in), module=module))
+        return name
+
+    def norm(name: str, x: str, module: str) -> str:
+        w = weight(f"{name}.w", width * 8)
+        makes = {name: one, f"{name}.mean": batch * length * 4, f"{name}.rstd": batch * length * 4}
+        ops.append(fwd(makes, x, w, time_ns=_time(0, 3 * one), module=module))
+        return name
+
+    def pointwise(name: str, size: int, module: str, *reads: str) -> str:
+        time_ns = _time(0, size * (1 + len(reads)))
+        ops.append(fwd({name: size}, *reads, time_ns=time_ns, module=module))
+        return name
+
+    ops.append(fwd({"h0": one}, "tokens", weight("wte", 32 * width * 1024), time_ns=_time(0, 2 * one)))
+    x = "h0"
+    blocks: list[tuple[str, str, str]] = []
+    for k in range(layers):
+        m = f"h.{k}"
+        n1 = norm(f"{m}.ln1", x, f"{m}.ln1")
+        qkv = matmul(f"{m}.qkv", n1, 1, 3, f"{m}.attn")
+        ops.extend(fwd({}, qkv, view=f"{m}.{part}", module=f"{m}.attn") for part in "qkv")
+        makes = {f"{m}.att": one, f"{m}.lse": batch * length * 16 * 4}
+        flops = 4 * batch * length * length * width
+        parts = (f"{m}.q", f"{m}.k", f"{m}.v")
+        ops.append(fwd(makes, *parts, time_ns=_time(flops, 4 * one), module=f"{m}.attn"))
+        proj = matmul(f"{m}.proj", f"{m}.att", 1, 1, f"{m}.attn")
+        mid = pointwise(f"{m}.mid", one, m, x, proj)
+        n2 = norm(f"{m}.ln2", mid, f"{m}.ln2")
+        up = matmul(f"{m}.up", n2, 1, 4, f"{m}.mlp")
+        act = pointwise(f"{m}.gelu", 4 * one, f"{m}.mlp", up)
+        down = matmul(f"{m}.down", act, 4, 1, f"{m}.mlp")
+        out = pointwise(f"{m}.out", one, m, mid, down)
+        blocks.append((x, m, out))
+        x = out
+    ops.append(fwd({"loss": 4}, x, time_ns=_time(0, one), flags=EAGER))
+    ops.append(bwd({f"d{x}": one}, "loss", x, time_ns=_time(0, 2 * one), flags=EAGER))
+
+    def back(makes: dict[str, int], flops: int, *reads: str) -> None:
+        moved = sum(makes.values()) + one * len(reads)
+        ops.append(bwd(makes, *reads, time_ns=_time(flops, moved)))
+
+    def back_matmul(name: str, x: str, n_in: int, n_out: int) -> None:
+        flops = 2 * batch * length * n_in * n_out * width**2
+        ops.append(bwd({}, f"{name}.w", view=f"{name}.w.tt"))
+        back({f"d{x}@": one * n_in}, flops, f"d{name}", f"{name}.w.tt")
+        ops.append(bwd({}, f"d{name}", view=f"d{name}.t"))
+        back({f"d{name}.w": n_in * n_out * width**2 * 4}, flops, f"d{name}.t", x)
+
+    for x, m, out in reversed(blocks):
+        ops.append(bwd({}, f"d{out}", view=f"d{m}.down"))
+        back_matmul(f"{m}.down", f"{m}.gelu", 4, 1)
+        back({f"d{m}.up": 4 * one}, 0, f"d{m}.gelu@", f"{m}.up")
+        back_matmul(f"{m}.up", f"{m}.ln2", 1, 4)
+        back(
+            {f"d{m}.mid0": one, f"d{m}.ln2.w": width * 8}, 0,
+            f"d{m}.ln2@", f"{m}.mid", f"{m}.ln2.mean", f"{m}.ln2.rstd", f"{m}.ln2.w",
+        )  # fmt: skip
+        back({f"d{m}.proj": one}, 0, f"d{out}", f"d{m}.mid0")
+        back_matmul(f"{m}.proj", f"{m}.att", 1, 1)
+        flops = 10 * batch * length * length * width
+        parts = (f"{m}.q", f"{m}.k", f"{m}.v")
+        back({f"d{m}.qkv": 3 * one}, flops, f"d{m}.att@", *parts, f"{m}.att", f"{m}.lse")
+        back_matmul(f"{m}.qkv", f"{m}.ln1", 1, 3)
+        back(
+            {f"d{m}.in": one, f"d{m}.ln1.w": width * 8}, 0,
+            f"d{m}.ln1@", x, f"{m}.ln1.mean", f"{m}.ln1.rstd", f"{m}.ln1.w",
+        )  # fmt: skip
+        back({f"d{x}": one}, 0, f"d{m}.proj", f"d{m}.in")
+    last = len(ops) - 1
+    gradients = [f"d{w}" for w in weights if w != "wte"]
+    categories = {made: GRADIENT if op.phase == BACKWARD else ACTIVATION for op in ops for made in op.makes}
+    return trace(ops, resident, dict.fromkeys(gradients, last), categories)

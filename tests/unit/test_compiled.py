@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator import compiled
+from simulator.kernels import compiled
 from tests.tiny import chain
 from traces.store import save
 

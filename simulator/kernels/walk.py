@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from simulator.compiled import compiled
+from simulator.kernels.compiled import compiled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,7 +53,7 @@ def walk(
     stack: Ids,
     seq: Ids,  # out: position of the op of each step after forward; ~position if it runs again
     change: Longs,  # [3, step], work space: gained, released, takeovers
-    peaks: Longs,  # out: forward's steps, then those of `seq`
+    levels: Longs,  # [2, step], out: peak, bytes before; forward's steps, then those of `seq`
 ) -> tuple[int, int, int, int]:
     """(peak, added time, peak step, steps after forward), or (FORBIDDEN, op, op, 0), or (FULL, 0, 0, 0)."""
     n_ops = op_id.shape[0]
@@ -66,6 +66,7 @@ def walk(
     last, demanded, rebuilt = of_storage[0], of_storage[1], of_storage[2]
     visited, step_of, order = of_op[0], of_op[1], of_op[2]
     gained, released, takes = change[0], change[1], change[2]
+    peaks, before = levels[0], levels[1]
 
     for s in range(n_storages):
         there[s] = there0[s]
@@ -206,6 +207,7 @@ def walk(
             if not still and hold[s] < 0:
                 top_bytes -= nbytes[s]
         peaks[k] = top_bytes
+        before[k] = live
         live += born[k] - released_bytes
         if at < 0 or top_bytes > peak:
             peak = top_bytes
@@ -214,6 +216,7 @@ def walk(
         q = seq[k]
         top_bytes = live + rise[q if q >= 0 else ~q] - takes[k]
         peaks[forward + k] = top_bytes
+        before[forward + k] = live
         live += gained[k] - released[k]
         if at < 0 or top_bytes > peak:
             peak = top_bytes

@@ -1,14 +1,17 @@
 """Turn a Python function over arrays into machine code, kept on disk between runs.
 
 numba keeps it in the first of these places that can be written to: $NUMBA_CACHE_DIR, the `__pycache__` beside the
-module, the user's cache directory. Where none can be, every process compiles anew, which takes seconds. Code is kept
-for the version of the module that made it, so a kernel calls only kernels of its own module.
+module, the user's cache directory. Where none can be, every process compiles anew, which takes seconds. numba looks at
+the age of a kernel's own module only, but kernels call kernels of other modules of this package: so what is older than
+any module of the package is thrown away here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -16,14 +19,21 @@ from numba.core import event
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("lowtide")
+CHANGED = max(source.stat().st_mtime for source in Path(__file__).parent.glob("*.py"))
 
 
 def compiled(function: F) -> F:
     """The function, compiled at its first call; its arguments are numbers and arrays."""
     try:
-        return cast(F, numba.njit(cache=True, error_model="numpy")(function))
+        kernel = numba.njit(cache=True, error_model="numpy")(function)
     except RuntimeError:  # nowhere to keep it
         return cast(F, numba.njit(error_model="numpy")(function))
+    module = function.__module__.rpartition(".")[2]
+    with suppress(OSError):
+        for kept in Path(kernel.stats.cache_path).glob(f"{module}.{function.__qualname__}-*.nbi"):
+            if kept.stat().st_mtime < CHANGED:
+                kept.unlink()
+    return cast(F, kernel)
 
 
 class _Announcement(event.Listener):  # type: ignore[misc]

@@ -1,0 +1,1 @@
+"""Turn arrays of ints into figures: the inner loops, compiled."""

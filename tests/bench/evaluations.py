@@ -1,0 +1,109 @@
+"""Exact evaluations of a plan a second, whole and of single flips, for plans of several densities and traces of several
+sizes.
+
+python -m tests.bench.evaluations [TRACE...] [--json]
+
+A TRACE is a directory or a name of the gallery. Without one: the gallery's models, and decoders made of 3 to 900
+equal layers, of about 500 to 50,000 ops.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from simulator.fast import Evaluator, State
+from simulator.flips import Flips
+from simulator.graph import analyse
+from tests.synthetic import decoder
+from traces.plan import Action
+from traces.store import load
+from traces.trace import Trace
+
+LAYERS = (12, 48, 96, 320, 1250)
+KINDS = {"keep-all": 0.0, "recompute 40 %": 0.4, "recompute 70 %": 0.7, "recompute-all": 1.0}
+SECONDS = 0.3  # for each figure
+
+
+def rate(evaluate: Callable[[], int]) -> float:
+    """How often a second: the best of five runs, each of which evaluates as often as it says."""
+    evaluate()
+    best = 0.0
+    for _ in range(5):
+        begin, count = time.perf_counter(), 0
+        while (seconds := time.perf_counter() - begin) < SECONDS / 5:
+            count += evaluate()
+        best = max(best, count / seconds)
+    return best
+
+
+def measure(name: str, trace: Trace) -> list[dict[str, Any]]:
+    begin = time.perf_counter()
+    graph = analyse(trace)
+    evaluator = Evaluator(trace, graph)
+    build_seconds = time.perf_counter() - begin
+    draw = random.Random(0)
+    out = []
+    for kind, share_released in KINDS.items():
+        state = evaluator.state(Action(storage=s) for s in graph.candidates if draw.random() < share_released)
+        state.share[list(graph.candidates)] = 1
+        some = draw.sample(graph.candidates, min(200, len(graph.candidates)))
+
+        def whole(state: State = state) -> int:
+            evaluator.cost(state)
+            return 1
+
+        flips = Flips(evaluator, state)
+
+        def single(flips: Flips = flips, some: list[int] = some) -> int:
+            return len(flips.each(some).peak_bytes)
+
+        def base(state: State = state) -> int:
+            Flips(evaluator, state)
+            return 1
+
+        steps = len(evaluator.evaluate(state).seq) + evaluator.forward
+        out.append(
+            {
+                "trace": name,
+                "ops": len(trace.ops),
+                "plan": kind,
+                "steps": steps,
+                "evaluator_seconds": build_seconds,
+                "evaluations_per_second": rate(whole),
+                "flips_per_second": rate(single),
+                "plans_indexed_per_second": rate(base),
+            }
+        )
+        out[-1]["ns_per_step"] = 1e9 / out[-1]["evaluations_per_second"] / steps
+    return out
+
+
+@click.command()
+@click.argument("traces", nargs=-1)
+@click.option("--json", "as_json", is_flag=True)
+def main(traces: tuple[str, ...], as_json: bool) -> None:
+    """Measure, and print one line for each trace and kind of plan."""
+    rows = []
+    for name in traces or ("resnet152", "bert-base"):
+        rows += measure(name, load(name))
+    if not traces:
+        for layers in LAYERS:
+            rows += measure(f"decoder of {layers} layers", decoder(layers))
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    for r in rows:
+        click.echo(
+            f"{r['trace']:24} {r['ops']:6} ops  {r['plan']:14} {r['evaluations_per_second']:9,.0f} evaluations/s"
+            f" ({r['ns_per_step']:.1f} ns a step)  {r['flips_per_second']:11,.0f} flips/s"
+        )
+
+
+if __name__ == "__main__":
+    main()
