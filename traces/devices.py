@@ -33,6 +33,7 @@ class Device:
     launch_ns: int  # least time between the starts of two dependent kernels
     source: str
     sm: tuple[int, int] = (0, 0)  # CUDA compute capability, which decides the kernels; (0, 0): no NVIDIA GPU
+    multiprocessors: int = 0  # of the board, by which some kernels choose how to split their work
 
     def peak_flops_per_s(self, dtype: str, *, tf32: bool = False) -> int:
         """The dense peak for a dtype. tf32: for float32, the rate of TF32 tensor cores if there are any.
@@ -60,6 +61,7 @@ DEVICES: Final = (
         bandwidth_bytes_per_s=4_800 * GIGA,
         flops_per_s=_rates(33.5, 66.9, 494.7, 989.4, 989.4),
         sm=(9, 0),
+        multiprocessors=132,
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA H200 datasheet (SXM), sparse rates halved",
     ),
@@ -70,6 +72,7 @@ DEVICES: Final = (
         bandwidth_bytes_per_s=3_350 * GIGA,
         flops_per_s=_rates(33.5, 66.9, 494.7, 989.4, 989.4),
         sm=(9, 0),
+        multiprocessors=132,
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA H100 datasheet (SXM5 80 GB), sparse rates halved",
     ),
@@ -80,6 +83,7 @@ DEVICES: Final = (
         bandwidth_bytes_per_s=2_039 * GIGA,
         flops_per_s=_rates(9.7, 19.5, 156, 312, 312),
         sm=(8, 0),
+        multiprocessors=108,
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA A100 datasheet (80 GB SXM)",
     ),
@@ -90,6 +94,7 @@ DEVICES: Final = (
         bandwidth_bytes_per_s=1_555 * GIGA,
         flops_per_s=_rates(9.7, 19.5, 156, 312, 312),
         sm=(8, 0),
+        multiprocessors=108,
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA A100 datasheet (40 GB)",
     ),
@@ -100,6 +105,7 @@ DEVICES: Final = (
         bandwidth_bytes_per_s=864 * GIGA,
         flops_per_s=_rates(1.43, 91.6, 183, 362, 362),
         sm=(8, 9),
+        multiprocessors=142,
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA L40S datasheet; float64 is 1/64 of float32; memory with ECC on",
     ),
@@ -110,6 +116,7 @@ DEVICES: Final = (
         bandwidth_bytes_per_s=1_008 * GIGA,
         flops_per_s=_rates(1.29, 82.6, 82.6, 165.2, 165.2),
         sm=(8, 9),
+        multiprocessors=128,
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA Ada GPU architecture whitepaper, appendix on the GeForce RTX 4090",
     ),
@@ -120,6 +127,7 @@ DEVICES: Final = (
         bandwidth_bytes_per_s=936 * GIGA,
         flops_per_s=_rates(0.556, 35.6, 35.6, 71.2, 71.2),
         sm=(8, 6),
+        multiprocessors=82,
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA GA102 GPU architecture whitepaper, table on the GeForce RTX 3090",
     ),
@@ -130,6 +138,7 @@ DEVICES: Final = (
         bandwidth_bytes_per_s=320 * GIGA,
         flops_per_s=_rates(0.254, 8.1, None, None, 65),
         sm=(7, 5),
+        multiprocessors=40,
         launch_ns=GPU_LAUNCH_NS,
         source="NVIDIA T4 datasheet; no TF32 and no bfloat16 units; memory with ECC on",
     ),

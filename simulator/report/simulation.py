@@ -95,14 +95,24 @@ def describe(meta: TraceMeta) -> str:
     return " · ".join([*parts, meta.dtype, meta.optimizer or "no optimizer"])
 
 
+# Where what an op allocates inside comes from, by the keys of `TraceMeta.workspace`.
+TOLD: Final = {
+    "measured": "measured for the same call",
+    "interpolated": "interpolated from other sizes",
+    "rules": "by rules",
+    "none": "unknown, counted as nothing",
+}
+
+
 def provenance(trace: Trace) -> str:
     """Where the times and sizes of a trace come from, in words."""
     meta = trace.meta
     target = meta.target or meta.device
-    if any(trace.ops.events):
+    if meta.mode == "real":
         inside = "The workspace of each op was measured."
     else:
-        inside = "Workspace inside the ops was not measured and counts as nothing."
+        told = ", ".join(f"{n:,} {TOLD[k]}" for k, n in sorted(meta.workspace.items()) if n and k in TOLD)
+        inside = f"Workspace inside the ops: {told or 'unknown, counted as nothing'}."
     if meta.mode == "real":
         kind = {"cpu": "the CPU", "cuda": "the GPU"}.get(meta.device, meta.device)
         return f"Op times were measured on {kind} ({target}). {inside}"
