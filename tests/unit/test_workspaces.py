@@ -1,0 +1,212 @@
+"""What the rules say an op allocates inside itself on a GPU, against bytes worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tracer.signature import Signature, TensorSpec
+from tracer.workspaces import CONFIDENCES, FUNCTIONS, copied, flash_splits, rule_events, rule_for, rules
+from traces.devices import device
+
+A100, H200, T4 = device("a100-40"), device("h200"), device("t4")
+
+
+def spec(*shape: int, dtype: str = "float32", stride: tuple[int, ...] = ()) -> TensorSpec:
+    if not stride:
+        steps = [1]
+        for n in reversed(shape[1:]):
+            steps.append(steps[-1] * n)
+        stride = tuple(reversed(steps)) if shape else ()
+    return TensorSpec(shape=shape, stride=stride, dtype=dtype)
+
+
+def events(target: str, args: tuple[Any, ...], outputs: tuple[Any, ...], on: Any = A100) -> Any:
+    return rule_events(Signature(target=target, args=args, outputs=outputs), on)
+
+
+def test_every_row_says_where_it_comes_from() -> None:
+    names = [rule.name for rule in rules()]
+    assert len(names) == len(set(names)) >= 20
+    for rule in rules():
+        assert rule.confidence in CONFIDENCES
+        assert len(rule.source) > 20
+        known = {name for name, _ in rule.let}
+        for event in rule.events:
+            assert event == "out" or event.removeprefix("-") in known, (rule.name, event)
+        assert not known & {*FUNCTIONS, "sm", "sms", "deterministic", "arg"}, rule.name
+
+
+def test_flash_backward() -> None:
+    # B 2, H 4, S 100, D 80, bfloat16: S is rounded to 128, D to 96.
+    q = spec(2, 4, 100, 80, dtype="bfloat16")
+    inner = spec(2, 4, 100, 80, dtype="bfloat16", stride=(32000, 80, 320, 1))  # contiguous as [B, S, H, D]
+    args = (inner, q, q, q, inner, spec(2, 4, 100), None, None, 100, 100, 0.0, False)
+    n = 2 * 4 * 100 * 80 * 2
+    d, dq = 4 * 2 * 4 * 128, 4 * 2 * 128 * 4 * 96
+    target = "aten._scaled_dot_product_flash_attention_backward.default"
+    assert events(target, args, (q, q, q)) == (n, n, n, d, dq, -dq, -d)
+    # A gradient and an output in another layout are copied first.
+    found = events(target, (q, q, q, q, q, *args[5:]), (q, q, q))
+    assert found == (n, n, n, n, n, d, dq, -dq, -d, -n, -n)
+    # Grouped queries: gradients of keys and values for all heads, [2, 100, 4, 80] each.
+    kv = spec(2, 2, 100, 80, dtype="bfloat16")
+    half = n // 2
+    found = events(target, (inner, q, kv, kv, *args[4:]), (q, kv, kv))
+    assert found == (n, half, half, d, dq, n, n, -n, -n, -dq, -d)
+
+
+def test_flash_forward_splits_only_what_leaves_the_gpu_idle() -> None:
+    target = "aten._scaled_dot_product_flash_attention.default"
+    # 16 * 12 * ceil(512 / 64) = 1536 blocks fill 2 * 108 slots by far: one part.
+    q, lse = spec(16, 12, 512, 64, dtype="bfloat16"), spec(16, 12, 512)
+    assert events(target, (q, q, q, 0.0, True), (q, lse)) == (q.nbytes, lse.nbytes)
+    # 1 * 2 * ceil(128 / 64) = 4 blocks for 216 slots, keys of 4096 in 16 blocks of 256: 16 parts of 4 = 64 slots.
+    q, k, lse = spec(1, 2, 128, 64, dtype="bfloat16"), spec(1, 2, 4096, 64, dtype="bfloat16"), spec(1, 2, 128)
+    assert flash_splits(4, 216, 16) == 16
+    lses, outs = 4 * 16 * 2 * 128, 4 * 16 * 2 * 128 * 64
+    assert events(target, (q, k, k), (q, lse)) == (q.nbytes, lse.nbytes, lses, outs, -outs, -lses)
+    # With dropout the kernel does not split.
+    assert events(target, (q, k, k, 0.1), (q, lse)) == (q.nbytes, lse.nbytes)
+    assert events(target, (spec(1, 2, 1, 64), k, k), (q, lse)) is None  # one query: another path
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slots", "keys", "parts"),
+    [
+        (200, 216, 16, 1),  # 200 >= 0.8 * 216
+        (48, 108, 64, 2),  # the example in flash_api.cpp: 2 parts fill 0.89, 3 only 0.67
+        (1, 216, 1, 1),
+    ],
+)
+def test_the_number_of_parts(blocks: int, slots: int, keys: int, parts: int) -> None:
+    assert flash_splits(blocks, slots, keys) == parts
+
+
+def test_efficient_backward() -> None:
+    target = "aten._scaled_dot_product_efficient_attention_backward.default"
+
+    def found(dtype: str, head: int, on: Any = A100) -> Any:
+        q = spec(2, 4, 100, head, dtype=dtype)
+        args = (q, q, q, q, None, q, spec(2, 4, 128), None, None, 0.0, (True, True, True, False), False)
+        return q.nbytes, events(target, args, (q, q, q, None), on)
+
+    rows = 4 * 2 * 4 * 100  # a float32 for each row
+    # float32, head 64: gradient times output as float32, its row sums, their copy; then 2 * 4 buffers of
+    # ceil(100 / 64) * ceil(64 / 64) tiles of 64 * 64 numbers and 16 bytes of locks.
+    n, out = found("float32", 64)
+    tiles = 2 * 4 * 2 * (16 + 4 * 64 * 64)
+    assert out == (n, n, n, n, rows, rows, -n, -rows, tiles, -tiles, -rows)
+    # Half precision computes the row sums in the kernel.
+    n, out = found("float16", 64)
+    assert out == (n, n, n, rows, tiles, -tiles, -rows)
+    # Heads of 128: one tile of 128 * 128 where the shared memory is large ...
+    n, out = found("float16", 128)
+    large = 2 * 4 * (16 + 4 * 128 * 128)
+    assert out == (n, n, n, rows, large, -large, -rows)
+    # ... and else 2 * 2 tiles, with keys and values of 2 splits of 64 * 128 beside them.
+    n, out = found("float16", 128, T4)
+    small = 2 * 4 * (4 * (16 + 4 * 64 * 64) + 2 * 4 * 2 * 64 * 128)
+    assert out == (n, n, n, rows, small, -small, -rows)
+
+
+def test_embedding_backward_sorts_above_3072_indices() -> None:
+    target = "aten.embedding_dense_backward.default"
+    small, weight = spec(2, 1024, 8), spec(100, 8)
+    index = spec(2, 1024, dtype="int64")
+    assert events(target, (small, index, 100, -1, False), (weight,)) == (3200,)
+    # 4096 indices, 100 rows of 8: sorted, original and range of 32 KiB each and 64 KiB of scratch; 100 segments,
+    # 409 + 100 partial sums of 8 float32.
+    grad, index = spec(4, 1024, 8), spec(4, 1024, dtype="int64")
+    n = 8 * 4096
+    assert events(target, (grad, index, 100, -1, False), (weight,)) == (
+        n, n, n, 2 * n, -n, -2 * n, 3200, n, 800, 800, 8 * 509, 4 * 509 * 8,
+        -4 * 509 * 8, -8 * 509, -800, -800, -n, -n, -n,
+    )  # fmt: skip
+
+
+def test_layer_norm_backward_has_partial_sums_for_many_short_rows_only() -> None:
+    target = "aten.native_layer_norm_backward.default"
+
+    def found(rows: int, width: int) -> Any:
+        x, w, s = spec(rows, width), spec(width), spec(rows, 1)
+        return x.nbytes, events(target, (x, x, (width,), s, s, w, w, (True, True, True)), (x, w, w))
+
+    n, out = found(65536, 64)
+    assert out == (n, 256, 256)
+    # 65600 rows of 64: 2 columns of blocks, min(16384, 2050) rows of them, 64 float32 each, twice.
+    n, out = found(65600, 64)
+    part = 2050 * 64 * 4
+    assert out == (n, 256, 256, part, part, -part, -part)
+    n, out = found(65600, 2048)  # 64 columns are more than half of 108 multiprocessors
+    assert out == (n, 8192, 8192)
+
+
+def test_softmax() -> None:
+    x = spec(2, 8, 8, dtype="float16")
+    assert events("aten._softmax_backward_data.default", (x, x, -1, "torch.float16"), (x,)) == (
+        256,
+        256,
+        -256,
+    )
+    # softmax 256, mask of 128 bools, 16 rows.
+    assert events("aten._safe_softmax.default", (x, -1), (x,)) == (256, 128, 16, 256, -16, -128, -256)
+    turned = spec(2, 8, 8, dtype="float16", stride=(64, 1, 8))
+    assert events("aten._log_softmax.default", (turned, -1, False), (x,)) == (256, 256, -256)
+
+
+def test_the_mask_of_a_dropout_is_drawn_with_an_output_that_is_dropped() -> None:
+    x, mask = spec(4, 8), spec(4, 8, dtype="bool")
+    assert events("lowtide.dropout_mask.default", (x, 0.1), (mask,)) == (128, 32, -128)
+
+
+def test_adding_up_by_indices_sorts_them() -> None:
+    x, index, values = spec(10, 4), spec(6, dtype="int64"), spec(6, 4)
+    target = "aten.index_put.default"
+    assert events(target, (x, (index,), values), (x,)) == (160,)
+    assert events(target, (x, (index,), values, True), (x,)) == (
+        160, 48, 48, 48, 48, 96, -96, -48, -48, -48, -48
+    )  # fmt: skip
+
+
+def test_plain_ops() -> None:
+    pytest.importorskip("torch")
+    x = spec(4, 8)
+    assert events("aten.mul.Tensor", (x, x), (x,)) == (128,)
+    assert events("aten.mul_.Tensor", (x, x), (x,)) == ()
+    assert events("aten.copy_.default", (x, x), (x,)) == ()
+    assert events("aten._foreach_add_.List", ((x,), (x,)), (None,)) == ()
+    assert events("aten._foreach_sqrt.default", ((x, x),), ((x, x),)) == (128, 128)
+    assert events("aten.zeros_like.default", (x,), (x,)) == (128,)
+
+
+def test_what_nobody_knows_has_no_rule() -> None:
+    pytest.importorskip("torch")
+    x = spec(4, 8)
+    for target in (
+        "aten.convolution.default",
+        "aten.convolution_backward.default",
+        "aten.cudnn_batch_norm.default",
+        "aten.sum.dim_IntList",
+        "aten.sort.default",
+        "aten.no_such_op.default",
+        "elsewhere.mul.Tensor",
+    ):
+        assert events(target, (x,), (x,)) is None
+        assert rule_for(target) is None
+    assert events("aten.mm.default", (x, x), (x,), device("cpu")) is None  # rules of CUDA
+
+
+def test_what_a_contiguous_copy_takes() -> None:
+    x = spec(2, 3, 4)
+    assert copied(x) == 0
+    assert copied(x, 0, 2, 1) == 96
+    assert copied(spec(2, 3, 4, stride=(12, 1, 3))) == 96
+    assert copied(spec(2, 3, 4, stride=(12, 1, 3)), 0, 2, 1) == 0
+    assert copied(spec(2, 1, 4, stride=(4, 99, 1))) == 0  # the stride of one element does not matter
+    assert copied(spec(3, 4, stride=(0, 1))) == 48
+
+
+def test_a_more_capable_gpu_splits_by_its_multiprocessors() -> None:
+    assert (H200.multiprocessors, A100.multiprocessors, T4.multiprocessors) == (132, 108, 40)
