@@ -105,6 +105,7 @@ class Method:
     plan_from: str = CALIBRATED  # which trace the plans are made from
     rounds: int = 3  # timed rounds of the calibrated trace
     trace_warmup: int = 1
+    transfer: bool = False  # also predict from a calibration at half the batch size
     verify_steps: int = 3  # 0: no verification
     memory_steps: int = 5  # the third to the fifth are the steady ones
     warmup: int = 1
@@ -211,10 +212,10 @@ def _method(table: Mapping[str, Any], place: str) -> Method:
     _known_keys(table, tuple(kinds), place)
     for key, value in table.items():
         if type(value) is not kinds[key]:
-            wanted = "a whole number" if kinds[key] is int else "text"
+            wanted = {int: "a whole number", bool: "true or false"}.get(kinds[key], "text")
             raise SpecError(f"{place}: {key} = {value!r} must be {wanted}.")
         least = {"rounds": 1, "memory-steps": 1, "runs": 1, "timeout-minutes": 1}.get(key, 0)
-        if isinstance(value, int) and key != "seed" and value < least:
+        if type(value) is int and key != "seed" and value < least:
             raise SpecError(f"{place}: {key} = {value} must be at least {least}.")
     method = Method(**{k.replace("-", "_"): v for k, v in table.items()})
     if method.plan_from not in (CALIBRATED, UNCALIBRATED):

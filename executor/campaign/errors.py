@@ -25,6 +25,7 @@ STAGE_LABELS: Final = {
     "tensors": "tensors only",
     "allocator": "+ allocator",
     "rules": "+ workspace rules (uncalibrated)",
+    "transferred": "+ calibration at half the batch",
     "calibrated": "+ calibration",
 }
 

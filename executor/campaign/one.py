@@ -14,6 +14,7 @@ from executor.campaign.record import (
     INFEASIBLE,
     NOT_EQUAL,
     OUT_OF_MEMORY,
+    TRANSFERRED,
     Predictions,
     Record,
     Store,
@@ -230,7 +231,7 @@ def shared_step(case: Case, key: str, bench: Bench, progress: Progress) -> Share
     return step
 
 
-def trace_step(case: Case, directory: Path, bench: Bench, *, measured: bool = True) -> None:
+def trace_step(case: Case, directory: Path, bench: Bench) -> None:
     """Record the step's traces below `directory`, in a fresh process; raises as the process does."""
     method = bench.method
     bench.task(
@@ -243,7 +244,7 @@ def trace_step(case: Case, directory: Path, bench: Bench, *, measured: bool = Tr
         directory=str(directory),
         rounds=method.rounds,
         warmup=method.trace_warmup,
-        measured=measured,
+        transfer=method.transfer,
     )
 
 
@@ -296,7 +297,8 @@ def run_case(record: Record, step: SharedStep, bench: Bench, progress: Progress)
         except OutOfMemoryProblem as error:
             return replace(record, status=OUT_OF_MEMORY, message=str(error))
     if CALIBRATED not in record.predicted:
-        record = replace(record, notes=(*record.notes, "planned and predicted without calibration"))
+        known = "half the batch size" if TRANSFERRED in record.predicted else "the table of rules alone"
+        record = replace(record, notes=(*record.notes, f"planned and predicted by {known}"))
     return _verified(replace(record, measured=done.figures), done.verification)
 
 

@@ -47,7 +47,11 @@ from traces.people import show_percent
 NAMES = {CALIBRATED: "calibrated", RULES: "uncalibrated"}
 COLOURS = {"calibrated": "#4c78a8", "uncalibrated": "#e39c45"}
 STAGE_COLOURS = dict(
-    zip((STAGE_LABELS[s] for s in STAGES), ("#94a3b8", "#6b7f99", "#e39c45", "#4c78a8"), strict=True)
+    zip(
+        (STAGE_LABELS[s] for s in STAGES),
+        ("#94a3b8", "#6b7f99", "#e39c45", "#63a375", "#4c78a8"),
+        strict=True,
+    )
 )
 MEMORY = (ALLOCATED, BLOCKS, RESERVED)
 KINDS = {ALLOCATED: "bytes", BLOCKS: "bytes", RESERVED: "bytes", TIME: "time", SLOWDOWN: "percent"}
@@ -297,7 +301,8 @@ def _ablation(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
         Text(
             text="The same runs, predicted with less and with more: the sizes and lifetimes of tensors alone; with the "
             "caching allocator's rounding and reserving (CUDA only); with workspaces by the table of rules; with "
-            "what was measured on the device. Runs that lack one of the stages are left out."
+            "what the same step showed on the device at half the batch size; with what it showed itself. "
+            "Runs that lack one of the stages are left out."
         )
     ]
     for provenance in _provenances(rows):

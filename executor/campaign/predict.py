@@ -5,6 +5,7 @@ The stages, each with what the one before it has:
     tensors      sizes and lifetimes of tensors alone
     allocator    the caching allocator's rounding and reserving (CUDA only)
     rules        workspaces by the table of rules, resident ones included: all that a laptop can know (uncalibrated)
+    transferred  workspaces and times interpolated from the same step at half the batch size, measured on the device
     calibrated   workspaces and times measured on the device, op by op
 """
 
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from executor.campaign.cases import CALIBRATED as FROM_CALIBRATED
 from executor.campaign.cases import NONE
-from executor.campaign.record import ALLOCATOR, CALIBRATED, RULES, TENSORS
-from executor.campaign.record_step import CALIBRATED_DIR, UNCALIBRATED_DIR
-from traces.errors import BudgetError, PlanError
+from executor.campaign.record import ALLOCATOR, CALIBRATED, RULES, TENSORS, TRANSFERRED
+from executor.campaign.record_step import CALIBRATED_DIR, TRANSFERRED_DIR, UNCALIBRATED_DIR
+from traces.errors import BudgetError
 from traces.measurement import RunFigures
 from traces.plan import Action, Plan
 from traces.trace import WORKSPACE, Trace
@@ -36,15 +37,15 @@ def predict_step(*, directory: str, device: str, plan_from: str) -> dict[str, An
     traces = load_traces(Path(directory))
     base = base_trace(traces, plan_from)
     _keep_all(base, device).save(Path(directory) / KEEP_ALL_PLAN)
-    predictions = stages(traces, (), device)
+    predictions = stages(traces, base, (), device)
     notes = []
-    if CALIBRATED in traces and traces[CALIBRATED].meta.fingerprint != traces[RULES].meta.fingerprint:
+    if not same_graph(traces[RULES], base):
         notes.append(
             "the uncalibrated trace has another graph than the device's, so plans cannot be judged on it"
         )
     return {
         "keep_all_predicted": _as_json(predictions),
-        "warnings": _warnings(traces, (), device),
+        "warnings": _warnings(traces, base, (), device),
         "fingerprint": base.meta.fingerprint,
         "notes": notes,
     }
@@ -71,8 +72,8 @@ def predict_plan(
         "feasible": True,
         "budget_bytes": budget_bytes,
         "message": "",
-        "predicted": _as_json(stages(traces, made.plan.actions, device)),
-        "warnings": _warnings(traces, made.plan.actions, device),
+        "predicted": _as_json(stages(traces, base, made.plan.actions, device)),
+        "warnings": _warnings(traces, base, made.plan.actions, device),
         "recomputed_ops": made.planned_timeline.recomputed_ops,
     }
 
@@ -109,37 +110,44 @@ def load_traces(directory: Path) -> dict[str, Trace]:
     from traces.store import load
 
     found = {}
-    for stage, name in ((RULES, UNCALIBRATED_DIR), (CALIBRATED, CALIBRATED_DIR)):
+    stages = ((RULES, UNCALIBRATED_DIR), (TRANSFERRED, TRANSFERRED_DIR), (CALIBRATED, CALIBRATED_DIR))
+    for stage, name in stages:
         if (directory / name).is_dir():
             found[stage] = load(str(directory / name))
     return found
 
 
 def base_trace(traces: dict[str, Trace], plan_from: str) -> Trace:
-    """The trace that plans are made from: the calibrated one, unless it is not wanted or not there."""
-    if plan_from == FROM_CALIBRATED and CALIBRATED in traces:
-        return traces[CALIBRATED]
-    return traces[RULES]
+    """The trace that plans are made from: of those that are wanted and there, the one that knows most."""
+    wanted = (CALIBRATED, TRANSFERRED, RULES) if plan_from == FROM_CALIBRATED else (RULES,)
+    return next(traces[stage] for stage in wanted if stage in traces)
 
 
-def stages(traces: dict[str, Trace], actions: tuple[Action, ...], device: str) -> dict[str, RunFigures]:
-    """What each stage predicts for the step with these actions.
+def same_graph(a: Trace, b: Trace) -> bool:
+    """Whether a plan for one is a plan for the other: the same ops and storages, by the same ids."""
+    return a.meta.graph_fingerprint == b.meta.graph_fingerprint and a.ops.target == b.ops.target
 
-    A stage whose graph the actions do not fit is left out (the uncalibrated trace of a GPU's graph that differs).
+
+def stages(
+    traces: dict[str, Trace], base: Trace, actions: tuple[Action, ...], device: str
+) -> dict[str, RunFigures]:
+    """What each stage predicts for the step with these actions, which were chosen on `base`.
+
+    A plan is judged only on the same graph: where a laptop's graph of a GPU's step differs from the GPU's, the
+    stages that have no more than that are left out.
     """
     out: dict[str, RunFigures] = {}
     cuda = device.startswith("cuda")
     for stage, trace in _stage_traces(traces, cuda):
-        try:
-            if stage == TENSORS:
-                plain = judged(trace, actions, "cpu").planned_figures
-                # Without an allocator all that is reserved, and all that its blocks hold, is what is allocated.
-                same = plain.peak_allocated_bytes if cuda else None
-                out[stage] = replace(plain, peak_block_bytes=same, peak_reserved_bytes=same)
-            else:
-                out[stage] = judged(trace, actions, device).planned_figures
-        except PlanError:
+        if actions and not same_graph(trace, base):
             continue
+        if stage == TENSORS:
+            plain = judged(trace, actions, "cpu").planned_figures
+            # Without an allocator all that is reserved, and all that its blocks hold, is what is allocated.
+            same = plain.peak_allocated_bytes if cuda else None
+            out[stage] = replace(plain, peak_block_bytes=same, peak_reserved_bytes=same)
+        else:
+            out[stage] = judged(trace, actions, device).planned_figures
     return out
 
 
@@ -148,8 +156,7 @@ def _stage_traces(traces: dict[str, Trace], cuda: bool) -> list[tuple[str, Trace
     if RULES in traces:
         bare = tensors_only(traces[RULES])
         found = [(TENSORS, bare), (ALLOCATOR, bare), (RULES, traces[RULES])]
-    if CALIBRATED in traces:
-        found.append((CALIBRATED, traces[CALIBRATED]))
+    found += [(stage, traces[stage]) for stage in (TRANSFERRED, CALIBRATED) if stage in traces]
     return [(stage, trace) for stage, trace in found if cuda or stage != ALLOCATOR]
 
 
@@ -200,17 +207,17 @@ def _keep_all(trace: Trace, device: str) -> Plan:
     return replace(made, planner="keep-all")
 
 
-def _warnings(traces: dict[str, Trace], actions: tuple[Action, ...], device: str) -> dict[str, list[str]]:
-    """What `simulate` would say beside the prediction, of the two stages that it can make."""
+def _warnings(
+    traces: dict[str, Trace], base: Trace, actions: tuple[Action, ...], device: str
+) -> dict[str, list[str]]:
+    """What `simulate` would say beside the predictions that it can make."""
     from simulator.caveats import warnings
 
-    out = {}
-    for stage, trace in traces.items():
-        try:
-            out[stage] = list(warnings(judged(trace, actions, device)))
-        except PlanError:
-            continue
-    return out
+    return {
+        stage: list(warnings(judged(trace, actions, device)))
+        for stage, trace in traces.items()
+        if not actions or same_graph(trace, base)
+    }
 
 
 def _as_json(predictions: dict[str, RunFigures]) -> dict[str, Any]:

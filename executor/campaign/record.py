@@ -27,8 +27,9 @@ RETRIED: Final = (NOT_EQUAL, FAILED)  # by --retry-failed; the others are answer
 PROVENANCES: Final = ("measured-cpu", "measured-cuda")
 
 # What a prediction is made from, each with what the one before it has.
-TENSORS, ALLOCATOR, RULES, CALIBRATED = "tensors", "allocator", "rules", "calibrated"
-STAGES: Final = (TENSORS, ALLOCATOR, RULES, CALIBRATED)
+TENSORS, ALLOCATOR, RULES = "tensors", "allocator", "rules"
+TRANSFERRED, CALIBRATED = "transferred", "calibrated"
+STAGES: Final = (TENSORS, ALLOCATOR, RULES, TRANSFERRED, CALIBRATED)
 
 Predictions = Mapping[str, RunFigures]  # stage -> figures; a stage that the device does not have is left out
 

@@ -1,4 +1,4 @@
-"""Turn a step of a campaign into its two traces: one as a laptop would make it, one measured on the device."""
+"""Turn a step of a campaign into its traces: as a laptop makes it, by another batch size's profile, and measured."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from traces.errors import SpecError
 
-UNCALIBRATED_DIR, CALIBRATED_DIR = "uncalibrated", "calibrated"
+if TYPE_CHECKING:
+    from tracer.spec import BuildStep
+    from tracer.step import Recorded
+    from traces.devices import Device
+    from traces.trace import Trace
+
+UNCALIBRATED_DIR, TRANSFERRED_DIR, CALIBRATED_DIR = "uncalibrated", "transferred", "calibrated"
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
 
@@ -66,14 +72,15 @@ def record_step(
     directory: str,
     rounds: int,
     warmup: int,
-    measured: bool = True,
+    transfer: bool,
 ) -> dict[str, Any]:
-    """Record the step without a device, and then measured on it; saves both traces below `directory`.
+    """Record the step without the device, with what half its batch size showed there, and measured.
 
-    The first stands also where the second fails, as it does where the device's memory does not suffice.
+    Saves the traces below `directory`, the cheapest first: those that are there stand also where a later one fails,
+    as it does where the device's memory does not suffice. User's device profiles are neither read nor written.
 
     Raises:
-        LowtideError: as `trace` would; OutOfMemoryError of torch, from the measured trace only.
+        LowtideError: as `trace` would; OutOfMemoryError of torch, from what runs.
     """
     from tracer.calibration import Costs
     from tracer.profile import measure
@@ -88,9 +95,37 @@ def record_step(
     recorded = trace_step(build, entry, device="cpu", costs=Costs())
     root = Path(directory)
     store.save(recorded.trace, root / UNCALIBRATED_DIR, force=True)
-    if measured:
-        if device != "cpu":
-            recorded = trace_step(build, entry, device=device)
-        real = measure(recorded, build, device, rounds=rounds, warmup=warmup)
-        store.save(real, root / CALIBRATED_DIR, force=True)
+    if device != "cpu":
+        recorded = trace_step(build, entry, device=device, costs=Costs())
+    batch_size = recorded.trace.meta.batch_size
+    if transfer and batch_size > 1 and takes_batch_size(model):
+        half = load_spec(model, {**options, "batch_size": batch_size // 2}, seed=seed)
+        store.save(_transferred(recorded, half, entry, device), root / TRANSFERRED_DIR, force=True)
+    real = measure(recorded, build, device, rounds=rounds, warmup=warmup)
+    store.save(real, root / CALIBRATED_DIR, force=True)
     return {"fingerprint": recorded.trace.meta.fingerprint}
+
+
+def takes_batch_size(model: str) -> bool:
+    """Whether `batch_size` is an option of the model; of a user's function, as its text says."""
+    from tracer.spec import is_build_function
+
+    if not is_build_function(model):
+        return True
+    path = Path(model if model.endswith(".py") else model.rpartition(":")[0])
+    return "batch_size" in path.read_text(encoding="utf-8", errors="replace")
+
+
+def _transferred(recorded: Recorded, other: BuildStep, entry: Device, device: str) -> Trace:
+    """The trace with the costs that a profile of the step at another batch size gives it."""
+    from tracer.assemble import recost
+    from tracer.calibration import Costs
+    from tracer.device_profiles import identity_here, profile_of, with_workspaces
+    from tracer.profile import measure
+    from tracer.step import trace_step
+
+    smaller = trace_step(other, entry, device=device, costs=Costs())
+    measured = measure(smaller, other, device, rounds=1, warmup=1)
+    profile = profile_of(smaller, measured, identity_here(device), 1)
+    trace = recost(recorded, entry, Costs(profile=profile)).trace
+    return with_workspaces(trace, profile.workspaces) if profile.workspaces else trace
