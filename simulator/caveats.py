@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from simulator.allocator.question import kind_of
-from simulator.comparison import Comparison
+from simulator.allocator.question import ask, kind_of
+from simulator.comparison import Comparison, compare, with_reserved
 from simulator.schedule import Schedule
 from simulator.timeline import Timeline
 from traces.devices import device
 from traces.errors import SpecError
 from traces.people import show_bytes, show_percent
+from traces.plan import Plan
 from traces.trace import VIEW, Trace, TraceMeta
 
 UNKNOWN, INTERPOLATED, RULES = "none", "interpolated", "rules"
@@ -67,6 +68,11 @@ def warnings(c: Comparison) -> tuple[str, ...]:
                 f"{reserved.figures.retries_a_step} times a step, which stops the GPU each time."
             )
     return tuple(out)
+
+
+def warnings_of(trace: Trace) -> tuple[str, ...]:
+    """What must be said beside any figure of a trace, whatever the plan."""
+    return warnings(with_reserved(compare(trace, Plan(meta=trace.meta), None), ask(trace.meta)))
 
 
 def answered(c: Comparison) -> Comparison:

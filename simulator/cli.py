@@ -359,7 +359,14 @@ def sweep_table(sweep: Sweep, request: SweepRequest) -> str:
             table.append((*before, "does not fit", step, "–", "–", "–"))
     widths = [max(len(str(line[k])) for line in table) for k in range(len(table[0]))]
     lines = ["  ".join(f"{cell!s:>{w}}" for cell, w in zip(line, widths, strict=True)) for line in table]
+    lines += [
+        f"batch {row.batch_size}: reserved {show_bytes(row.baseline.peak_reserved_bytes)}"
+        + (f" -> {show_bytes(row.plan.peak_reserved_bytes)}" if row.feasible else "")
+        for row in sweep.rows
+        if row.baseline.peak_reserved_bytes is not None
+    ]
     lines += [f"batch {row.batch_size}: {row.message}" for row in sweep.rows if not row.feasible]
+    lines += [f"warning {text}" for text in sweep.warnings]
     lines.append(
         f"Written to {request.directory}: sweep.json, traces, plans. Next: execute sweep {request.directory}"
     )

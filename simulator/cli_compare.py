@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from simulator.contest import Contest, Entrant
     from simulator.pareto import Front, Point
     from simulator.planners.limits import Limits
+    from traces.trace import Trace
 
 MESSAGE_WIDTH = 110  # of a reason in the table; the page and the JSON have it whole
 
@@ -79,7 +80,7 @@ def compare_command(
         from simulator.report.fronts import write_contest
 
         write_contest(report, contest)
-    click.echo(json.dumps(contest.to_json()) if as_json else contest_table(contest))
+    click.echo(json.dumps(contest.to_json()) if as_json else _warned(contest_table(contest), trace))
     if not any(e.feasible for e in contest.entrants):
         raise BudgetError(f"no planner has a plan within {budget_bytes} bytes: {contest.entrants[0].message}")
 
@@ -120,7 +121,7 @@ def pareto_command(
         from simulator.report.fronts import write_front
 
         write_front(report, done)
-    click.echo(json.dumps(done.to_json()) if as_json else front_table(done))
+    click.echo(json.dumps(done.to_json()) if as_json else _warned(front_table(done), done.trace))
 
 
 def chosen_planners(text: str | None) -> tuple[str, ...]:
@@ -243,6 +244,13 @@ def _aligned(lines: list[tuple[str, ...]], left: frozenset[int] = frozenset()) -
         ).rstrip()
         for line in lines
     ]
+
+
+def _warned(text: str, trace: Trace) -> str:
+    """The text with what must be said beside its figures."""
+    from simulator.caveats import warnings_of
+
+    return "\n".join([text, *(f"warning {line}" for line in warnings_of(trace))])
 
 
 def _progress(quiet: bool) -> Callable[[str], None]:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from simulator.allocator.question import recorded_reserved
 from simulator.bounds.bound import Bound, lower_bound
+from simulator.caveats import warnings_of
 from simulator.engine import run
 from simulator.graph import analyse
 from simulator.planners import find, plan_with
@@ -63,8 +65,9 @@ class Contest:
         Raises:
             PlanError: the plan does not fit the trace.
         """
-        timeline = run(self.trace, build(self.trace, plan.actions))
-        run_figures = figures(timeline)
+        schedule = build(self.trace, plan.actions)
+        timeline = run(self.trace, schedule)
+        run_figures = figures(timeline, recorded_reserved(self.trace, schedule))
         base_ns = self.kept.step_time_ns
         added_ns = timeline.step_time_ns - base_ns
         feasible = timeline.peak_allocated_bytes <= self.budget_bytes
@@ -94,13 +97,14 @@ class Contest:
             "fingerprint": meta.fingerprint,
             "budget_bytes": self.budget_bytes,
             "feasible": any(e.feasible for e in self.entrants),
-            "baseline": figures(self.kept).headline(),
+            "baseline": figures(self.kept, recorded_reserved(self.trace, build(self.trace))).headline(),
             "bound": {
                 "overhead_percent": bound.overhead_percent if bound.feasible else None,
                 "added_time_ns": bound.added_time_ns if bound.feasible else None,
                 "feasible": bound.feasible,
                 "reason": bound.reason,
             },
+            "warnings": list(warnings_of(self.trace)),
             "planners": [asdict(e) for e in self.entrants],
         }
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from simulator.allocator.question import recorded_reserved
 from simulator.bounds.bound import Bound, bound_curve
+from simulator.caveats import warnings_of
 from simulator.engine import run
 from simulator.graph import Graph, analyse, floor
 from simulator.planners import plan_with
@@ -71,7 +73,8 @@ class Front:
             "fingerprint": meta.fingerprint,
             "planner": self.planner,
             "solve_seconds": round(self.solve_seconds, 3),
-            "baseline": figures(self.kept).headline(),
+            "baseline": figures(self.kept, recorded_reserved(self.trace, build(self.trace))).headline(),
+            "warnings": list(warnings_of(self.trace)),
             "floor_bytes": self.floor_bytes,
             "smallest_peak_bytes": min(reached, default=None),
             "points": [asdict(p) for p in self.points],
@@ -191,7 +194,8 @@ def _point(
         )
     base_ns = kept.step_time_ns
     added_ns = pick.timeline.step_time_ns - base_ns
-    run_figures = figures(pick.timeline)
+    schedule = build(trace, pick.plan.actions)
+    run_figures = figures(pick.timeline, recorded_reserved(trace, schedule))
     return Point(
         budget_bytes=budget_bytes,
         feasible=True,

@@ -78,6 +78,15 @@ class Sweep:
     target: str
     rows: tuple[SweepRow, ...] = ()
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What must be said beside the predicted figures, with the batch sizes that it is about."""
+        about: dict[str, list[str]] = {}
+        for row in self.rows:
+            for text in row.warnings:
+                about.setdefault(text, []).append(str(row.batch_size))
+        return tuple(f"Batch {', '.join(batches)}: {text}" for text, batches in about.items())
+
     def to_json(self) -> dict[str, Any]:
         return {"record": "sweep", "sweep_version": SWEEP_VERSION, **asdict(self)}
 

@@ -109,3 +109,9 @@ def reserve(trace: Trace, graph: Graph, schedule: Schedule, question: Question) 
         fits=not out_of_memory,
         out_of_memory=out_of_memory,
     )
+
+
+def recorded_reserved(trace: Trace, schedule: Schedule, graph: Graph | None = None) -> ReservedFigures | None:
+    """What the allocator makes of a schedule under the settings of the trace; None for a CPU's."""
+    question = ask(trace.meta)
+    return None if question is None else reserved_peak(trace, schedule, question.settings, graph=graph)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+from simulator.caveats import warnings_of
 from simulator.cli_compare import ranked
 from simulator.contest import Contest, Entrant
 from simulator.pareto import Front
@@ -96,6 +97,7 @@ def _contest_blocks(contest: Contest) -> tuple[Block, ...]:
     blocks: list[Block] = [
         Figures(figures=tuple(figures)),
         Text(text=provenance(contest.trace) + PREDICTED, tone="note"),
+        *(Text(text=text, tone="warning") for text in warnings_of(contest.trace)),
     ]
     if any(e.peak_allocated_bytes is not None for e in rows):
         blocks.append(
@@ -271,6 +273,7 @@ def _front_blocks(front: Front) -> tuple[Block, ...]:
     return (
         Figures(figures=tuple(figures)),
         Text(text=provenance(front.trace) + PREDICTED, tone="note"),
+        *(Text(text=text, tone="warning") for text in warnings_of(front.trace)),
         Chart(
             spec=front_chart(front),
             title="What each GiB costs",

@@ -107,6 +107,8 @@ def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
             bytes_cell(r.budget_bytes),
             bytes_cell(r.baseline.peak_allocated_bytes),
             bytes_cell(r.plan.peak_allocated_bytes),
+            bytes_cell(r.baseline.peak_reserved_bytes),
+            bytes_cell(r.plan.peak_reserved_bytes),
             time_cell(r.baseline.step_time_ns),
             time_cell(r.plan.step_time_ns),
             percent_cell(r.overhead_percent, signed=True),
@@ -122,6 +124,7 @@ def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
     return (
         Figures(figures=tuple(figures)),
         Text(text=note + source, tone="note"),
+        *(Text(text=text, tone="warning") for text in sweep.warnings),
         Table(
             columns=(
                 "batch",
@@ -129,13 +132,15 @@ def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
                 "budget",
                 "peak, all kept",
                 "peak, plan",
+                "reserved, all kept",
+                "reserved, plan",
                 "step, all kept",
                 "step, plan",
                 "overhead",
                 "verdict",
             ),
             rows=rows,
-            numbers=frozenset({0, 2, 3, 4, 5, 6, 7}),
+            numbers=frozenset({0, 2, 3, 4, 5, 6, 7, 8, 9}),
             caption="Predicted",
         ),
     )
@@ -298,7 +303,9 @@ def _errors(sweep: Sweep, where: str) -> Table:
                     bytes_cell(predicted.peak_allocated_bytes),
                     bytes_cell(real.peak_allocated_bytes),
                     percent_cell(error["peak_allocated_bytes"], signed=True),
+                    bytes_cell(predicted.peak_reserved_bytes),
                     bytes_cell(real.peak_reserved_bytes),
+                    percent_cell(error["peak_reserved_bytes"], signed=True),
                     time_cell(predicted.step_time_ns),
                     time_cell(real.step_time_ns),
                 )
@@ -310,12 +317,14 @@ def _errors(sweep: Sweep, where: str) -> Table:
             "peak, predicted",
             "peak, measured",
             "error",
+            "reserved, predicted",
             "reserved, measured",
+            "error",
             f"step, predicted{f' ({sweep.target})' if sweep.target else ''}",
             f"step, measured on {where}",
         ),
         rows=tuple(rows),
-        numbers=frozenset({0, 2, 3, 4, 5, 6, 7}),
+        numbers=frozenset({0, 2, 3, 4, 5, 6, 7, 8, 9}),
         caption=f"Measured on {where}. Error is 100·(predicted − measured)/measured. Predicted times are for "
         "the target, so they compare with measured times only where both are the same device. Eager is set beside the "
         "prediction for everything kept.",

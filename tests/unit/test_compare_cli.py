@@ -85,7 +85,7 @@ def test_compare_prints_a_table_and_one_object(directory: Path, small: Trace) ->
     assert table.exit_code == 0, table.output
     lines = table.stdout.splitlines()
     assert "no plan adds less than" in lines[0]
-    assert [line.split()[0] for line in lines[1:]] == ["planner", "mu-two", "keep-all"]
+    assert [line.split()[0] for line in lines[1:]] == ["planner", "mu-two", "keep-all", "warning"]
     assert "no plan; lowest peak" in lines[3]
     done = simulate(*words, "--json")
     data = json.loads(done.stdout)
@@ -176,7 +176,8 @@ def test_pareto_prints_a_table_and_one_object(directory: Path) -> None:
     lines = simulate(*words).stdout.splitlines()
     assert "4 budgets" in lines[0]
     assert lines[1].split()[0] == "budget"
-    assert len(lines) == 6
+    assert len(lines) == 7
+    assert lines[-1].startswith("warning The inner allocations of")
     data = json.loads(simulate(*words, "--json").stdout)
     assert len(data["points"]) == 4
     assert data["smallest_peak_bytes"] >= data["floor_bytes"]

@@ -323,6 +323,23 @@ def test_what_is_said_beside_a_prediction() -> None:
     assert "those of a CPU" in said(other)[0]
 
 
+def test_every_planner_and_budget_has_its_reserved_memory(network: Path) -> None:
+    of = load(network)
+    kept = reserved_peak(of, build(of)).peak_reserved_bytes
+    words = ("compare", network, "--budget", "80%", "--planners", "mu-two,recompute-all", "-q", "--json")
+    compared = json.loads(simulate(*words).stdout)
+    front = json.loads(
+        simulate("pareto", network, "--points", 3, "--planner", "mu-two", "-q", "--json").stdout
+    )
+    for said, rows in ((compared, compared["planners"]), (front, front["points"])):
+        assert said["baseline"]["peak_reserved_bytes"] == kept
+        assert any("not confirmed on a GPU" in text for text in said["warnings"])
+        found = [r for r in rows if r["feasible"]]
+        assert found
+        assert all(r["peak_allocated_bytes"] <= r["peak_reserved_bytes"] for r in found)
+    assert front["points"][-1]["peak_reserved_bytes"] == kept
+
+
 def test_the_page_shows_reserved_memory_and_the_warnings(network: Path, tmp_path: Path) -> None:
     pytest.importorskip("altair")
     pytest.importorskip("vl_convert")
