@@ -49,6 +49,10 @@ REGISTRY: Final[dict[str, Entry]] = {
         function="simulator.planners.cheap_ops:plan",
         summary="recompute cheap ops only (pointwise, norms): what memory limits, never a matrix product",
     ),
+    "rotor": Entry(
+        function="simulator.planners.rotor:plan",
+        summary="the optimal plan for a chain of blocks by rotor's dynamic programme (Beaumont et al. 2019)",
+    ),
     "checkpoint-sequential": Entry(
         function="simulator.planners.sequential:plan",
         summary="torch's checkpoint_sequential over the model's blocks, with the best number of segments",
