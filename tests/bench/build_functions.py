@@ -85,5 +85,5 @@ def decoder96(batch_size: int = 4, seq_len: int = 512) -> Built:
     return _decoder(96, batch_size, seq_len)
 
 
-def decoder400(batch_size: int = 4, seq_len: int = 512) -> Built:
-    return _decoder(400, batch_size, seq_len)
+def decoder256(batch_size: int = 4, seq_len: int = 512) -> Built:
+    return _decoder(256, batch_size, seq_len)

@@ -1,0 +1,37 @@
+"""Each benchmark runs on something small and prints one JSON value; `pytest -m bench tests/bench`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDS = {"checkmate": ("scipy",), "moccasin": ("ortools",), "autosac": ("pulp", "pwlf", "scipy")}
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize(
+    ("name", "words", "keys"),
+    [
+        ("solve", ["resnet18", "--budgets", "80%"], {"gap_points", "solve_seconds"}),
+        ("torch_budget", ["resnet50", "--solvers", "dp"], {"targets", "peers", "beside"}),
+        ("mlp", ["--solvers", "dp"], {"met", "front", "ours"}),
+        ("checkmate", ["chain-8", "--shares", "0.5"], {"optimum", "bound_percent", "ours_percent"}),
+        ("moccasin", ["chain-8", "--shares", "0.5"], {"optimum", "bound_percent", "ours_percent"}),
+        ("autosac", ["--shares", "0.9"], {"rows", "modules"}),
+    ],
+)
+def test_a_benchmark_runs_alone(name: str, words: list[str], keys: set[str], tmp_path: Path) -> None:
+    for needed in ("torch", *NEEDS.get(name, ())):
+        if find_spec(needed) is None:
+            pytest.skip(f"needs {needed}")
+    command = [sys.executable, "-m", f"tests.bench.{name}", *words, "--json", "--cache", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert keys <= {*(data[0] if isinstance(data, list) else data)}
