@@ -38,16 +38,11 @@ def warnings(c: Comparison) -> tuple[str, ...]:
     """What must be said beside the figures of a comparison, the gravest first; empty if nothing."""
     trace, meta = c.trace, c.trace.meta
     out = [*_unknown(trace, c.planned, c.planned_timeline)]
-    made_up = {k: meta.workspace.get(k, 0) for k in (INTERPOLATED, RULES)}
-    if made_up[INTERPOLATED]:
-        out.append(
-            f"The inner allocations of {made_up[INTERPOLATED]:,} ops are interpolated from measurements at other sizes."
-        )
+    out += _derived(meta)
     if meta.mode == FAKE and kind_of(meta) == CUDA:
-        rules = f"; those of {made_up[RULES]:,} ops come from rules" if made_up[RULES] else ""
         out.append(
-            f"This prediction is {UNCONFIRMED}: which kernels run, and what they allocate inside, was not "
-            f"observed{rules}. To measure it, run `trace --device cuda` or `execute --device cuda`."
+            f"This prediction is {UNCONFIRMED}: the step was not run on one. To confirm it, run "
+            "`execute --device cuda` there, or trace with --device cuda."
         )
     elif meta.mode == FAKE and _is_gpu(meta.target):
         out.append(
@@ -108,6 +103,24 @@ def risk_bytes(trace: Trace, schedule: Schedule, timeline: Timeline) -> int:
             largest = max((nbytes[s] for s in (*ops.reads[i], *ops.writes[i])), default=0)
             worst = max(worst, timeline.peak_bytes[step] + largest)
     return worst - timeline.peak_allocated_bytes
+
+
+def _derived(meta: TraceMeta) -> list[str]:
+    """What was concluded from other calls than this step's own."""
+    interpolated, rules = meta.workspace.get(INTERPOLATED, 0), meta.workspace.get(RULES, 0)
+    parts = [
+        *(
+            [f"of {interpolated:,} ops are interpolated from measurements at other sizes"]
+            if interpolated
+            else []
+        ),
+        *([f"of {rules:,} ops follow from rules"] if rules else []),
+    ]
+    if not parts:
+        return []
+    return [
+        f"The inner allocations {' and '.join(parts)}; other sizes, machines and versions may differ from them."
+    ]
 
 
 def _unknown(trace: Trace, schedule: Schedule, timeline: Timeline) -> list[str]:

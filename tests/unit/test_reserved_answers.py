@@ -316,11 +316,12 @@ def test_what_is_said_beside_a_prediction() -> None:
     assert len(said(partly)) == 1
     assert "interpolated" in said(partly)[0]
     ruled = on_gpu(replace(of, meta=replace(of.meta, workspace={"rules": 2})))
-    (warning,) = said(ruled)
+    derived, warning = said(ruled)
     assert "not confirmed on a GPU" in warning
-    assert "2 ops come from rules" in warning
+    assert "2 ops follow from rules" in derived
+    assert said(replace(ruled, meta=replace(ruled.meta, device="cpu", target="cpu"))) == (derived,)
     other = replace(of, meta=replace(of.meta, target="H200", workspace={"rules": 2}))
-    assert "those of a CPU" in said(other)[0]
+    assert "those of a CPU" in said(other)[1]
 
 
 def test_every_planner_and_budget_has_its_reserved_memory(network: Path) -> None:
