@@ -41,6 +41,7 @@ class EagerRecorder(TorchDispatchMode):
         self.phase = FORWARD
         self._ids: dict[int, int] = {}
         self._watched: dict[int, StorageWeakRef] = {}  # storage id -> weak reference
+        self._constants: list[torch.Tensor] = []  # kept, so that no other storage gets the address of one
         self._paused = 0
         self._on = False
         self.died_after: dict[
@@ -126,6 +127,7 @@ class EagerRecorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(out))
+        self._constants += [x for x in inputs if _key(x) not in self._ids]
         reads = [self.id_of(x, self.row(x, "constant", OTHER)) for x in inputs]
         i = len(self.rows)
         name = f"{str(func).removeprefix('aten.').split('.')[0]}_{i}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from simulator.engine import run  # noqa: E402
 from simulator.graph import analyse  # noqa: E402
 from simulator.schedule import build  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
-from tests.integration.steps import program, recorded  # noqa: E402
+from tests.integration.steps import build_of, program, recorded  # noqa: E402
 from tracer.program import Program, inplace_twin  # noqa: E402
 from tracer.spec import load_spec  # noqa: E402
 from traces.trace import FORWARD, VIEW, Trace  # noqa: E402
@@ -210,3 +211,21 @@ def test_the_peak_of_a_small_mlp() -> None:
     above = timeline.peak_allocated_bytes - trace.resident_bytes
     assert above == 6932
     assert trace.ops.target[timeline.op[timeline.peak_step]] == "aten.threshold_backward.default"
+
+
+def test_a_constant_of_the_loss_leaves_its_address_to_nobody() -> None:
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        for _ in range(60):
+            y = torch.exp(
+                y * torch.tensor([2.0])
+            )  # the constant is gone at once, and exp may get its address
+        return y.sum()
+
+    def make() -> tuple[Any, ...]:
+        return nn.Linear(4, 4), torch.randn(3, 4), loss, None
+
+    trace = recorded(build_of(make)).trace
+    ops, sts = trace.ops, trace.storages
+    for i, target in enumerate(ops.target):
+        if target in ("aten.exp.default", "aten.mul.Tensor"):
+            assert [sts.nbytes[s] for s in ops.writes[i] if sts.producer[s] == i] == [3 * 4 * 4]
