@@ -23,7 +23,7 @@ from executor.campaign.errors import (
     error_rows,
     unwarned,
 )
-from executor.campaign.page_cases import boundary_blocks, case_blocks, other_blocks
+from executor.campaign.page_cases import boundary_blocks, case_blocks, one_line, other_blocks
 from executor.campaign.record import CALIBRATED, NOT_EQUAL, RULES, STAGES, Book, Record
 from simulator.report.errors import Point, errors_by_stage, scatter, signed_errors
 from simulator.report.page import (
@@ -218,7 +218,7 @@ def _aggregates(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
 def _aggregate_table(rows: Sequence[ErrorRow], *, eager: bool, caption: str) -> Table:
     found = aggregates(rows, eager=eager)
     made = tuple(
-        (g.provenance, TITLES[g.figure], NAMES[g.stage], *_aggregate_cells(a, g.figure))
+        (g.provenance, one_line(TITLES[g.figure]), NAMES[g.stage], *_aggregate_cells(a, g.figure))
         for g, a in found.items()
         if g.stage in NAMES
     )
@@ -235,7 +235,7 @@ def _by_model(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
     blocks: list[Block] = []
     for figure in FIGURES:
         made = tuple(
-            (g.model, g.provenance, NAMES[g.stage], *_aggregate_cells(a, figure))
+            (one_line(g.model), g.provenance, NAMES[g.stage], *_aggregate_cells(a, figure))
             for g, a in found.items()
             if g.figure == figure and g.stage in NAMES
         )
@@ -317,7 +317,8 @@ def _ablation(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
             if not full:
                 continue
             made = tuple(
-                (STAGE_LABELS[g.stage], *_aggregate_cells(a, figure)) for g, a in aggregates(full).items()
+                (one_line(STAGE_LABELS[g.stage]), *_aggregate_cells(a, figure))
+                for g, a in aggregates(full).items()
             )
             blocks += [
                 Table(

@@ -12,6 +12,11 @@ from traces.measurement import RunFigures
 from traces.people import show_bytes
 
 
+def one_line(text: str) -> str:
+    """The text with spaces at which no line breaks, so that a wide table does not set a label word by word."""
+    return text.replace(" ", "\u00a0")
+
+
 def case_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
     """Every measured case: memory, reserved memory where there is any, time."""
     cases = [r for r in records if r.case.kind != BOUNDARY and r.measured.peak_allocated_bytes is not None]
@@ -48,7 +53,7 @@ def _memory(cases: Sequence[Record]) -> Table:
         over = r.budget_bytes is not None and real > r.budget_bytes
         rows.append(
             (
-                r.case.label,
+                one_line(r.case.label),
                 r.provenance,
                 bytes_cell(r.eager.peak_allocated_bytes),
                 bytes_cell(r.keep_all.peak_allocated_bytes),
@@ -94,7 +99,7 @@ def _reserved(cases: Sequence[Record]) -> Table:
         predicted = r.predicted.get(CALIBRATED, RunFigures())
         rows.append(
             (
-                r.case.label,
+                one_line(r.case.label),
                 r.provenance,
                 bytes_cell(r.measured.peak_reserved_bytes),
                 bytes_cell(predicted.peak_reserved_bytes),
@@ -129,7 +134,7 @@ def _times(cases: Sequence[Record]) -> Table:
         real = slow.get(CALIBRATED) or slow.get(RULES)
         rows.append(
             (
-                r.case.label,
+                one_line(r.case.label),
                 r.provenance,
                 time_cell(r.eager.step_time_ns),
                 time_cell(r.keep_all.step_time_ns),
@@ -174,7 +179,7 @@ def _iterations(cases: Sequence[Record]) -> Table:
             first = f.reserved_bytes[0] if f.reserved_bytes else None
             rows.append(
                 (
-                    r.case.label if run == "plan" else f"{r.case.step.label} {run}",
+                    one_line(r.case.label if run == "plan" else f"{r.case.step.label} {run}"),
                     r.provenance,
                     bytes_cell(f.peaks_bytes[0]),
                     bytes_cell(f.peak_allocated_bytes),
@@ -213,7 +218,7 @@ def boundary_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
             }[right]
             rows.append(
                 (
-                    r.case.step.label,
+                    one_line(r.case.step.label),
                     {NONE: "untouched"}.get(r.case.planner, r.case.planner),
                     r.provenance,
                     bytes_cell(r.limit_bytes),
@@ -262,7 +267,7 @@ def other_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
             tone = "bad" if r.status in (FAILED, NOT_EQUAL) else ""
             rows.append(
                 (
-                    r.case.label,
+                    one_line(r.case.label),
                     r.provenance,
                     Cell(text=r.status, tone=tone),
                     bytes_cell(best.peak_allocated_bytes),

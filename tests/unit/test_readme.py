@@ -170,6 +170,26 @@ def test_every_key_of_a_sweep_is_documented() -> None:
     assert {*Sweep(model="m", options={}, target="").to_json()} <= quoted(text)
 
 
+def test_every_key_of_a_campaign_is_documented() -> None:
+    from executor.campaign.cases import Case, Method, Step
+    from executor.campaign.record import Book, Record, Trial
+
+    text = section(FORMATS, "A campaign")
+    case = Case(step=Step(model="m"))
+    record = Record(case=case, key="k", status="measured", provenance="measured-cpu", environment={})
+    keys = {*record.to_json(), *case.to_json(), *(f.name for f in fields(Trial))}
+    assert keys <= quoted(text)
+    assert {*Book(name="n", method=Method(), asked=0).to_json()} <= quoted(text)
+
+
+def test_every_key_of_a_campaigns_cases_is_in_the_readme() -> None:
+    from executor.campaign.cases import Method
+
+    text = section(README, "Campaigns")
+    for f in fields(Method):
+        assert f.name.replace("_", "-") in text, f.name
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # README.md: commands, options, keys
 

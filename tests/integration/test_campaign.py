@@ -1,0 +1,82 @@
+"""A campaign of a tiny model on the CPU from end to end, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.integration import small_nets
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CASES = f"""
+[campaign]
+verify-steps = 1
+rounds = 1
+runs = 1
+memory-steps = 4
+transfer = true
+[[case]]
+model = "{small_nets.spec("residual")}"
+batch-size = 16
+budget = ["none", "90%", "1%"]
+"""
+
+
+def call(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "executor", "campaign", *words, "--json"],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.slow
+def test_a_tiny_model_is_predicted_to_the_byte(tmp_path: Path) -> None:
+    (tmp_path / "cases.toml").write_text(CASES)
+    code, answer, said = call(tmp_path, "cases.toml", "-o", "c", "--report", "page.html")
+    assert code == 0, said
+    assert answer["statuses"] == {"measured": 2, "infeasible": 1}
+    kept, planned, refused = answer["cases"]
+    for row in (kept, planned):
+        assert row["verified"] is True
+        assert row["provenance"] == "measured-cpu"
+        assert row["measured_peak_reserved_bytes"] is None
+    # With what was measured op by op, the peak is right to the byte; tensors alone leave something out.
+    assert kept["error_keep_all_allocated_calibrated_percent"] == 0.0
+    assert planned["error_plan_allocated_calibrated_percent"] == 0.0
+    assert kept["error_keep_all_allocated_tensors_percent"] < 0.0
+    assert planned["measured_peak_allocated_bytes"] < kept["measured_peak_allocated_bytes"]
+    assert planned["measured_peak_allocated_bytes"] <= planned["budget_bytes"]
+    assert "No plan can stay" in refused["message"]
+    assert "transferred" in {a["stage"] for a in answer["errors"]}
+    assert "measured-cpu" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+    again, same, said = call(tmp_path, "cases.toml", "-o", "c")
+    assert (again, same) == (code, answer)
+    assert "3 of 3 cases are finished and kept." in said
+
+
+@pytest.mark.slow
+def test_a_memory_limit_makes_an_out_of_memory_result(tmp_path: Path) -> None:
+    # Python and torch alone have more than 64 MiB of data.
+    limited = CASES.replace("[campaign]", '[campaign]\nmemory-limit = "64MiB"').replace('"90%", "1%"', "")
+    (tmp_path / "cases.toml").write_text(limited.replace('["none", ]', '"none"'))
+    code, answer, said = call(tmp_path, "cases.toml", "-o", "c")
+    assert code == 0, said
+    (row,) = answer["cases"]
+    assert row["status"] == "out of memory", row["message"]
+    assert row["predicted_calibrated_peak_allocated_bytes"] > 0
+    assert row["measured_peak_allocated_bytes"] is None
