@@ -40,6 +40,8 @@ class DefaultGroup(click.Group):
             return super().invoke(ctx)
         except LowtideError as error:
             raise Refused(str(error), error.exit_code) from None
+        except KeyboardInterrupt:
+            raise Refused("stopped.", 130) from None
         except BrokenPipeError:
             raise  # click ends quietly when the reader of stdout has gone
         except OSError as error:

@@ -259,6 +259,18 @@ def test_a_failed_verification_is_exit_code_1_and_keeps_its_figures(tmp_path: Pa
     assert call(tmp_path / "cases.toml", "-o", tmp_path / "c", "--retry-failed", "-q").exit_code == 0
 
 
+def test_ctrl_c_is_exit_code_130_and_the_same_command_goes_on(tmp_path: Path, machine: Machine) -> None:
+    (tmp_path / "cases.toml").write_text(TWO_MODELS)
+    machine.stop_at = 4
+    stopped = call(tmp_path / "cases.toml", "-o", tmp_path / "c")
+    assert stopped.exit_code == 130
+    assert stopped.stderr.splitlines()[-1] == "Error: stopped."
+    machine.stop_at = -1
+    result = call(tmp_path / "cases.toml", "-o", tmp_path / "c")
+    assert result.exit_code == 0
+    assert "3 of 6 cases are finished and kept." in result.stderr
+
+
 def test_on_cuda_verification_has_a_process_of_its_own_and_may_run_out_of_memory(
     tmp_path: Path, machine: Machine
 ) -> None:
