@@ -41,9 +41,24 @@ def analyse(trace: Trace, constraints: Constraints = NONE) -> Graph:
     values, and those of such ops, stay for recomputations that read them even if backward does not (`outcome.finish`
     says so in the plan).
 
+    Asked again for the same trace and constraints, it gives the same graph: schedules, planners, bounds and answers
+    all ask, and a front asks dozens of times.
+
     Raises:
         SpecError: a constraint names nothing in this trace.
     """
+    for known, graph in _latest:
+        if known is trace and graph.constraints == constraints:
+            return graph
+    graph = _analyse(trace, constraints)
+    _latest[:] = [(trace, graph), *_latest[:1]]
+    return graph
+
+
+_latest: list[tuple[Trace, Graph]] = []  # the last two: a trace's graph with constraints, and without
+
+
+def _analyse(trace: Trace, constraints: Constraints) -> Graph:
     forbidden = resolve(trace, constraints)
     ops, sts = trace.ops, trace.storages
     n_ops, n_st = len(ops), len(sts)

@@ -19,7 +19,7 @@ from simulator.graph import Graph, analyse, floor
 from simulator.planners import plan_with
 from simulator.planners.limits import Limits
 from simulator.planners.outcome import Refusal, figures, percent
-from simulator.schedule import build
+from simulator.schedule import Schedule, build
 from simulator.timeline import Timeline
 from traces.plan import Plan
 from traces.trace import Trace
@@ -150,6 +150,7 @@ class Pick:
     """A plan with its replay, and the budget that it was made for."""
 
     plan: Plan
+    schedule: Schedule
     timeline: Timeline
     made_for_bytes: int
 
@@ -158,11 +159,12 @@ def cheapest(
     trace: Trace, graph: Graph, budgets: Sequence[int], plans: Sequence[Plan | None]
 ) -> tuple[Pick | None, ...]:
     """For each budget, the fastest of all plans that keep to it; of equally fast ones the one with the lowest peak."""
-    made = [
-        Pick(plan=p, timeline=run(trace, build(trace, p.actions), graph), made_for_bytes=b)
-        for b, p in zip(budgets, plans, strict=True)
-        if p is not None
-    ]
+    made = []
+    for budget, plan in zip(budgets, plans, strict=True):
+        if plan is not None:
+            schedule = build(trace, plan.actions)
+            timeline = run(trace, schedule, graph)
+            made.append(Pick(plan=plan, schedule=schedule, timeline=timeline, made_for_bytes=budget))
 
     def key(pick: Pick) -> tuple[int, int, int]:
         return pick.timeline.step_time_ns, pick.timeline.peak_allocated_bytes, pick.made_for_bytes
@@ -194,8 +196,7 @@ def _point(
         )
     base_ns = kept.step_time_ns
     added_ns = pick.timeline.step_time_ns - base_ns
-    schedule = build(trace, pick.plan.actions)
-    run_figures = figures(pick.timeline, recorded_reserved(trace, schedule))
+    run_figures = figures(pick.timeline, recorded_reserved(trace, pick.schedule))
     return Point(
         budget_bytes=budget_bytes,
         feasible=True,

@@ -145,6 +145,8 @@ def refuse(
         verdict = f"{planner} found no plan within {show_bytes(budget_bytes)} ({budget_bytes} bytes)"
         other = "" if planner == "mu-two" else ", try --planner mu-two"
         advice = f"Give a budget of {show_bytes(lowest_peak_bytes)} or more{other}, or use a smaller batch"
+    if graph.constraints:
+        verdict += " under the given constraints"
     message = (
         f"{verdict}: the lowest peak that {planner} reaches is {show_bytes(lowest_peak_bytes)} "
         f"({lowest_peak_bytes} bytes), "

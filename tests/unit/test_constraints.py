@@ -360,3 +360,50 @@ def test_the_command_line_records_constraints_and_refuses_wrong_ones(tmp_path: P
     whole = simulate(directory, "--budget", "458", "--whole-modules=layers.*", "-o", out, "-f")
     assert whole.exit_code == 0, whole.output
     assert Plan.load(out).planner == "whole-modules"
+
+
+def test_a_graph_is_remembered_for_its_trace_and_constraints_only() -> None:
+    of, other = two_layers(), chain(3)
+    never = Constraints(never=("relu",))
+    graph, under = analyse(of), analyse(of, never)
+    assert analyse(of) is graph
+    assert analyse(of, never) is under
+    assert len(under.candidates) < len(graph.candidates)
+    assert len(analyse(other).candidates) == 4
+    assert analyse(two_layers()) == graph  # an equal trace is another one, and has an equal graph
+
+
+def test_a_refusal_under_constraints_says_so() -> None:
+    constraints = Constraints(always_keep=("layers.* ::",))
+    with pytest.raises(Refusal, match="under the given constraints"):
+        plan_with("mu-two", two_layers(), 458, Limits(constraints=constraints))
+
+
+@pytest.mark.parametrize("percent", [95, 90, 85, 80, 75])
+def test_no_set_of_whole_modules_is_better_than_the_best_of_all(percent: int) -> None:
+    """Every subset of six blocks, replayed: the planner's is within the budget and never faster than the fastest."""
+    from itertools import combinations
+
+    from simulator.fast import Evaluator
+    from simulator.planners.whole_modules import Choice
+
+    of = resnet((1, 2, 2, 1), batch=64, side=64)
+    graph = analyse(of)
+    budget = peak(of) * percent // 100
+    choice = Choice(of, budget, "layer*.*", Evaluator(of, graph), Limits().clock())
+    assert len(choice.modules) == 6
+    points = []
+    for k in range(7):
+        for chosen in combinations(choice.modules, k):
+            t = run(of, build(of, choice.actions(frozenset(chosen))))
+            points.append((t.peak_allocated_bytes, t.step_time_ns))
+    best = min((time_ns for p, time_ns in points if p <= budget), default=None)
+    try:
+        blocks = Limits(constraints=Constraints(whole_modules="layer*.*"))
+        plan = plan_with("whole-modules", of, budget, blocks)
+    except Refusal:
+        found = None
+    else:
+        found = plan.predicted["plan"]["step_time_ns"]
+        assert peak(of, plan) <= budget
+    assert found == best  # on this network the greedy with its swaps finds the optimum
