@@ -24,6 +24,7 @@ from executor.rewrite import Rewritten, rewrite
 from simulator.schedule import build
 from tracer.capture import capture
 from tracer.loop import fit_tangent
+from tracer.precision import Autocast, ambient, without_autocast
 from tracer.program import Program, program_of
 from traces.errors import PlanError
 from traces.plan import Action, Plan
@@ -37,6 +38,7 @@ class Engine:
     program: Program
     rewritten: Rewritten
     exact: bool  # the graph is the plan's to the byte, not only in structure
+    kind: str = "cpu"  # the type of the device that it runs on
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ class PlannedModule(nn.Module):
 
     In evaluation mode, or without gradients, the model's own forward runs. The first training call with arguments of
     new shapes captures the model again (seconds, no activation memory) and applies the plan if the graph has the
-    structure that the plan was made for.
+    structure that the plan was made for. A plan of a step under autocast runs under that autocast only.
     """
 
     _lowtide: _State
@@ -65,7 +67,9 @@ class PlannedModule(nn.Module):
             # The model's own code, but on this module: the original's mode is another one.
             return super().forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        engine = engine_for(state, self, leaves, spec)
+        kind = device_kind(self, leaves)
+        check_autocast(state.plan, ambient(kind), kind)
+        engine = engine_for(state, self, leaves, spec, cache=torch.is_autocast_cache_enabled())
         return _run(engine, self, [x for x in leaves if isinstance(x, torch.Tensor)])
 
 
@@ -80,7 +84,8 @@ def apply_plan(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
         plan: a Plan or the path of one.
 
     Raises:
-        PlanError: the file is no plan; and, at the first training call, the plan belongs to another model.
+        PlanError: the file is no plan; at the first training call, the plan belongs to another model; at any, it
+            was made under another state of autocast.
         CaptureError: at the first training call, the model cannot be captured.
     """
     if not isinstance(plan, Plan):
@@ -105,8 +110,15 @@ def capture_now(planned: nn.Module, args: Sequence[Any], kwargs: dict[str, Any])
     return engine_for(planned._lowtide, planned, leaves, spec)
 
 
-def engine_for(state: _State, module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Engine:
-    """The engine for these arguments, made at their first use."""
+def engine_for(
+    state: _State, module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, *, cache: bool = True
+) -> Engine:
+    """The engine for these arguments, made at their first use, under the plan's autocast.
+
+    Args:
+        cache: whether autocast keeps the casts of parameters, as it does unless told otherwise.
+    """
+    autocast = Autocast(dtype=state.plan.meta.amp, kind=device_kind(module, leaves), cache=cache)
     key = (
         spec,
         tuple((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x)
@@ -114,20 +126,37 @@ def engine_for(state: _State, module: nn.Module, leaves: Sequence[Any], spec: py
         tuple((p.requires_grad, p.dtype) for p in module.parameters()),
         tuple(m.training for m in module.modules()),
         next((p.device for p in module.parameters()), None),
-        torch.is_autocast_enabled(leaves_device(leaves)),
+        autocast,
     )  # fmt: skip
     if key not in state.engines:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        state.engines[key] = make_engine(state.original, args, kwargs, state.plan)
+        state.engines[key] = make_engine(state.original, args, kwargs, state.plan, autocast)
     return state.engines[key]
 
 
-def leaves_device(leaves: Sequence[Any]) -> str:
-    return next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
+def device_kind(module: nn.Module, leaves: Sequence[Any]) -> str:
+    """The type of the device that a model runs on: that of its arguments, or without any, of its parameters."""
+    tensors = (x for x in (*leaves, *module.parameters()) if isinstance(x, torch.Tensor))
+    return next((x.device.type for x in tensors), "cpu")
 
 
-def make_engine(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan) -> Engine:
-    """Capture the model for these arguments, check that the plan is for it, and rewrite.
+def check_autocast(plan: Plan, now: Autocast, kind: str) -> None:
+    """Raise PlanError if a model is called under another autocast than the plan's step."""
+    if now.dtype == plan.meta.amp:
+        return
+    made = Autocast(dtype=plan.meta.amp, kind=kind)
+    call = f"call the model inside `with {made}:`" if made.dtype else "call the model outside of autocast"
+    record = f"with --amp {now.dtype}" if now.dtype else "without --amp"
+    raise PlanError(
+        f"the plan was made for a step under {made}, and this call is under {now}; {call}, or trace the step "
+        f"{record} and plan again."
+    )
+
+
+def make_engine(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, autocast: Autocast
+) -> Engine:
+    """Capture the model for these arguments under autocast, check that the plan is for it, and rewrite.
 
     Raises:
         PlanError: the graph has another structure than the plan's, or the plan is for a GPU and the model is on the
@@ -149,13 +178,13 @@ def make_engine(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], p
     mode = model.training
     model.training = True
     try:
-        program = program_of(capture(model, args, kwargs, gradient_flags))
+        program = program_of(capture(model, args, kwargs, gradient_flags, autocast=autocast))
     finally:
         model.training = mode
-    return engine_of(program, plan)
+    return engine_of(program, plan, autocast.kind)
 
 
-def engine_of(program: Program, plan: Plan) -> Engine:
+def engine_of(program: Program, plan: Plan, kind: str = "cpu") -> Engine:
     """Rewrite a program by a plan; raises PlanError if the plan is for a graph of another structure."""
     exact = program.fingerprint() == plan.meta.graph_fingerprint
     if not exact and program.fingerprint(sizes=False) != plan.meta.structure_fingerprint:
@@ -165,7 +194,7 @@ def engine_of(program: Program, plan: Plan) -> Engine:
             "model with this version of torch and this device, and plan again."
         )
     schedule = build(program.trace(), program_actions(plan))
-    return Engine(program=program, rewritten=rewrite(program, schedule), exact=exact)
+    return Engine(program=program, rewritten=rewrite(program, schedule), exact=exact, kind=kind)
 
 
 def program_actions(plan: Plan) -> tuple[Action, ...]:
@@ -180,7 +209,10 @@ def program_actions(plan: Plan) -> tuple[Action, ...]:
 
 def describe(meta: TraceMeta) -> str:
     """A trace in a few words, for messages."""
-    return f"{meta.model}, batch size {meta.batch_size}, torch {meta.torch_version}, device {meta.device}"
+    amp = f", autocast {meta.amp}" if meta.amp else ""
+    return (
+        f"{meta.model}, batch size {meta.batch_size}{amp}, torch {meta.torch_version}, device {meta.device}"
+    )
 
 
 def _run(engine: Engine, module: nn.Module, tensors: list[torch.Tensor]) -> Any:
@@ -221,7 +253,9 @@ class _Model(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, passing: _Passing, *inputs: torch.Tensor) -> torch.Tensor:
-        outputs, saved = passing.engine.rewritten.forward(list(inputs))
+        # The casts are ops of the graph; autocast around this call must not add others.
+        with without_autocast():
+            outputs, saved = passing.engine.rewritten.forward(list(inputs))
         passing.outputs, passing.saved = list(outputs), list(saved)
         ctx.passing = passing
         return inputs[0].new_empty(0) if inputs[0].is_floating_point() else torch.empty(0)
@@ -235,6 +269,11 @@ class _Model(torch.autograd.Function):
             raise PlanError(
                 "backward ran twice through a planned step, whose saved values are released as it goes; run the "
                 "model again, or use it without a plan where the graph must be retained."
+            )
+        if torch.is_autocast_enabled(passing.engine.kind):
+            raise PlanError(
+                "backward of a planned step was called under autocast, which would cast in the untouched model's "
+                "backward too; leave the region before loss.backward(), as torch recommends."
             )
         values += passing.tangents
         passing.tangents = []

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from executor.fresh import run_fresh
-from traces.errors import PlanError
+from traces.errors import PlanError, SpecError
 from traces.measurement import RunFigures
 from traces.plan import Plan
 
@@ -28,6 +28,8 @@ VERIFY: Final = "verify"
 # The allocator reads the older name first in some versions, and some know only that one.
 ALLOC_CONF: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _ITERATION: Final = "lowtide iteration"
+_TAKEN: Final = 3  # a gradient scaler must take so many steps that the optimizer's memory is in the figures
+_PATIENCE: Final = 40  # iterations that it may skip while it looks for its scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,7 @@ def perform(job: Job) -> JobResult:
     from executor.apply import apply_plan
     from executor.verify import verify
     from tracer.loop import run_step
+    from tracer.precision import scale_of
     from tracer.spec import load_spec
 
     if job.limit_bytes:
@@ -105,7 +108,7 @@ def perform(job: Job) -> JobResult:
             figures=RunFigures(), environment=environment(job.device), verification=asdict(outcome)
         )
 
-    def prepare() -> Callable[[], None]:
+    def prepare() -> Callable[[], bool]:
         step = build(job.device)
         model: Any = step.model
         if job.variant == KEEP_ALL:
@@ -113,8 +116,10 @@ def perform(job: Job) -> JobResult:
         elif job.variant == PLAN:
             model = apply_plan(step.model, plan)
 
-        def once() -> None:
+        def once() -> bool:
+            before = scale_of(step.scaler)
             run_step(step, model, step.optimizer)
+            return scale_of(step.scaler) >= before
 
         return once
 
@@ -147,7 +152,7 @@ def limit_memory(device: str, limit_bytes: int) -> None:
 
 
 def _measure_cpu(
-    prepare: Callable[[], Callable[[], None]], job: Job
+    prepare: Callable[[], Callable[[], bool]], job: Job
 ) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
     once, peaks, curve = _profiled(prepare, job.memory_steps)
     # The profiler's results are millions of objects that Python's garbage collector would walk during the timed steps.
@@ -166,19 +171,41 @@ def _measure_cpu(
 
 
 def _profiled(
-    prepare: Callable[[], Callable[[], None]], iterations: int
-) -> tuple[Callable[[], None], list[int], tuple[tuple[int, int], ...]]:
+    prepare: Callable[[], Callable[[], bool]], iterations: int
+) -> tuple[Callable[[], bool], list[int], tuple[tuple[int, int], ...]]:
     """Build the step and run it under the profiler: the step, its peaks, and the last iteration's curve."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         once = prepare()
-        for k in range(iterations):
+
+        def iterate(k: int) -> bool:
             with record_function(f"{_ITERATION} {k}"):
-                once()
+                return once()
+
+        iterations = _enough(iterate, iterations)
     assert prof.profiler is not None
     results: Any = prof.profiler.kineto_results
     return once, *peaks_of(results.experimental_event_tree(), iterations)
+
+
+def _enough(iterate: Callable[[int], bool], least: int) -> int:
+    """Iterate `least` times, and further while a gradient scaler skips steps; returns how often.
+
+    Raises:
+        SpecError: it skips all of them.
+    """
+    wanted = min(_TAKEN, least)
+    k = taken = 0
+    while k < least or taken < wanted:
+        if k >= least + _PATIENCE:
+            raise SpecError(
+                f"the gradient scaler skipped {k - taken} of {k} steps, since gradients overflowed; give the scaler a "
+                "lower init_scale, or the optimizer a lower learning rate."
+            )
+        taken += iterate(k)
+        k += 1
+    return k
 
 
 def peaks_of(tree: list[Any], iterations: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
@@ -219,22 +246,26 @@ def peaks_of(tree: list[Any], iterations: int) -> tuple[list[int], tuple[tuple[i
 
 
 def _measure_cuda(
-    prepare: Callable[[], Callable[[], None]], job: Job
+    prepare: Callable[[], Callable[[], bool]], job: Job
 ) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
     import torch
 
     once = prepare()
     peaks, blocks, reserved = [], [], []
-    for _ in range(job.memory_steps):
+
+    def iterate(_k: int) -> bool:
         torch.cuda.reset_peak_memory_stats()
-        once()
+        taken = once()
         torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
         # What was asked for, as on the CPU and as the simulator sums it; the blocks handed out are larger.
         peaks.append(stats["requested_bytes.all.peak"])
         blocks.append(stats["allocated_bytes.all.peak"])
         reserved.append(stats["reserved_bytes.all.current"])
-    last_reserved = stats["reserved_bytes.all.peak"]
+        return taken
+
+    _enough(iterate, job.memory_steps)
+    last_reserved = torch.cuda.memory_stats()["reserved_bytes.all.peak"]
     times = _time(once, job, torch.cuda.synchronize)
     first_steady = min(2, len(peaks) - 1)
     return (
@@ -251,7 +282,7 @@ def _measure_cuda(
     )
 
 
-def _time(once: Callable[[], None], job: Job, wait: Callable[[], None]) -> list[int]:
+def _time(once: Callable[[], bool], job: Job, wait: Callable[[], None]) -> list[int]:
     for _ in range(job.warmup):
         once()
     times = []

@@ -1,7 +1,8 @@
 """Train the untouched model and the planned one side by side from the same seed, and compare everything.
 
-After every step: the loss, every gradient, every parameter, the optimizer's state, every buffer, and the state of the
-random generators. Each side keeps its own generator state, so dropout draws the same numbers on both.
+After every step: the loss, every gradient, every parameter, the optimizer's state, every buffer, the state of the
+random generators, and the scale of a gradient scaler. Each side keeps its own generator state, so dropout draws the
+same numbers on both.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import torch.utils._pytree as pytree
 
 from executor.apply import apply_plan, capture_now
 from tracer.loop import run_step
+from tracer.precision import scaler_tensors
 from tracer.spec import BuildStep, TrainingStep
 from traces.plan import Plan
 
 NOISE_FACTOR = 10.0
 ROUNDING = 1e-5  # relative; float32 carries 6e-8, and a gradient sums many rounded terms
 KINDS = ("loss", "gradients", "parameters", "optimizer_state", "buffers", "rng_state")
+SCALER = "scaler_state"  # one more kind, where the step has a gradient scaler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ class _Side:
             for path, x in pytree.tree_flatten_with_path(state)[0]:
                 if isinstance(x, torch.Tensor):
                     yield "optimizer_state", pytree.keystr(path), x
+        for k, x in enumerate(scaler_tensors(self.step.scaler)):
+            yield SCALER, ("scale", "growth tracker")[k], x
         for k, x in enumerate(self.rng):
             yield "rng_state", ("cpu", "cuda")[k], x
 
@@ -108,7 +113,8 @@ def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -
     control = _compare(build, None, None, device, steps)
     if control.bit_equal:
         return outcome
-    within = all(outcome.max_abs_difference[k] <= NOISE_FACTOR * control.max_abs_difference[k] for k in KINDS)
+    noise = control.max_abs_difference
+    within = all(gap <= NOISE_FACTOR * noise[k] for k, gap in outcome.max_abs_difference.items())
     return replace(outcome, equal=within, control_difference=control.max_abs_difference)
 
 
@@ -172,7 +178,7 @@ def _side(build: BuildStep, plan: Plan | None, device: str) -> _Side:
 
 
 def _train(a: _Side, b: _Side, steps: int) -> Verification:
-    worst = dict.fromkeys(KINDS, 0.0)
+    worst = dict.fromkeys((*KINDS, *((SCALER,) if a.step.scaler is not None else ())), 0.0)
     first = ""
     largest = dict.fromkeys(("loss", "gradients", "buffers"), 0.0)
     relative = 0.0

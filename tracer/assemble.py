@@ -20,6 +20,7 @@ from tracer.calibration import Costs
 from tracer.eager import EagerRecorder
 from tracer.libraries import library_storages
 from tracer.loop import fit_tangent, run_step
+from tracer.precision import scaler_tensors
 from tracer.program import Program
 from tracer.signature import Signature
 from tracer.spec import TrainingStep
@@ -75,12 +76,14 @@ def assemble(
 
     stub = _Stub(program, recorder, parameters)
     with mode, explained(step.name):
-        with recorder.paused():
+        with recorder, recorder.paused():
             run_step(step, stub, step.optimizer)
             for number, x in enumerate(_optimizer_tensors(step.optimizer)):
                 row = recorder.row(x, f"optimizer state {number}", OPTIMIZER_STATE)
                 elsewhere = captured.target is not None and _stays_on_cpu(x, step.optimizer)
                 recorder.id_of(x, replace(row, nbytes=0) if elsewhere else row)
+            for number, x in enumerate(scaler_tensors(step.scaler)):
+                recorder.id_of(x, recorder.row(x, f"gradient scaler state {number}", OPTIMIZER_STATE))
         recorder.rows.clear()
         recorder.died_after.clear()
         with recorder:

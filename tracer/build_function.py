@@ -8,7 +8,11 @@ optimizer: the step then ends with the backward pass. An optimizer class, or any
 optimizer from parameters, will do as well as an optimizer.
 
 `build()` may name any of these parameters and gets what the command line says, else its own default:
-batch_size, seq_len, image_size, dtype, dropout, attention, optimizer, optimizer_impl, device.
+batch_size, seq_len, image_size, dtype, dropout, attention, optimizer, optimizer_impl, device, amp, tf32.
+
+The dtype policy needs nothing of `build()`: `--amp` puts autocast around the model and the loss whatever the function
+names. A function that wants one of its own returns a mapping with the keys `amp` ("bfloat16" or "float16") and, for
+other settings than torch's, `scaler` (a `torch.amp.GradScaler`); `--amp` goes before `amp`.
 
 How the batch is given to the model: see `tracer.batch`. The model is used in the mode that `build()` left it in.
 """
@@ -22,7 +26,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, cast
@@ -31,6 +35,7 @@ import torch
 from torch import nn
 
 from tracer.batch import example_count, split_batch, to_device
+from tracer.precision import POLICY_OPTIONS, Autocast, parse_amp
 from tracer.spec import TrainingStep
 from tracer.surroundings import (
     active_fake_mode,
@@ -101,12 +106,14 @@ class BuildFunction:
             ):
                 returned = build(**accepted)
             model, batch, loss, optimizer = self._unpack(returned)
+            amp, scaler = self._precision(returned)
             if (mode := active_fake_mode()) is not None and isinstance(model, nn.Module):
                 make_fake(model, mode, conversions)
             if isinstance(optimizer, torch.optim.Optimizer):
                 for group in optimizer.param_groups:
                     group["params"] = [conversions.latest(p) for p in group["params"]]
-            return self._assemble(model, batch, loss, optimizer, options, device)
+            step = self._assemble(model, batch, loss, optimizer, options, device)
+            return replace(step, autocast=Autocast(dtype=amp), scaler=scaler)
 
     def _function(self) -> Callable[..., Any]:
         with outside_fake_mode(), self._explained("importing the file failed"):
@@ -127,6 +134,8 @@ class BuildFunction:
         parameters = inspect.signature(build).parameters
         anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         named = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        # The policy is applied around the function, which need not know of it.
+        options = {k: v for k, v in options.items() if anything or k in named or k not in POLICY_OPTIONS}
         refused = [] if anything else [k for k in options if k not in named]
         if refused:
             flag = "--" + refused[0].replace("_", "-")
@@ -148,7 +157,8 @@ class BuildFunction:
 
     def _unpack(self, returned: Any) -> tuple[Any, Any, Any, Any]:
         if isinstance(returned, Mapping):
-            unknown = sorted(str(k) for k in returned if k not in ("model", "batch", "loss", "optimizer"))
+            known = ("model", "batch", "loss", "optimizer", "amp", "scaler")
+            unknown = sorted(str(k) for k in returned if k not in known)
             missing = [k for k in ("model", "batch") if k not in returned]
             if unknown or missing:
                 what = f"lacks {missing[0]!r}" if missing else f"has the unknown key {unknown[0]!r}"
@@ -162,6 +172,20 @@ class BuildFunction:
             return model, batch, None, optimizer
         size = f" of {len(returned)} values" if isinstance(returned, (tuple, list)) else ""
         raise SpecError(f"{self.label}: it returned a {type(returned).__name__}{size}; {RETURNS}.")
+
+    def _precision(self, returned: Any) -> tuple[str, torch.amp.GradScaler | None]:
+        """The autocast type and the scaler that the function asks for."""
+        if not isinstance(returned, Mapping):
+            return "", None
+        amp, scaler = returned.get("amp"), returned.get("scaler")
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise SpecError(
+                f"{self.label}: the scaler is a {type(scaler).__name__}, not a torch.amp.GradScaler."
+            )
+        try:
+            return parse_amp(amp) if amp else "", scaler
+        except SpecError:
+            raise SpecError(f"{self.label}: amp is {amp!r} and must be bfloat16 or float16.") from None
 
     def _assemble(
         self, model: Any, batch: Any, loss: Any, optimizer: Any, options: dict[str, Any], device: str

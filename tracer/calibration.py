@@ -41,10 +41,12 @@ class Costs:
     profile: measurements of the target, or None.
     rules: whether the rules table is asked.
     exact: whether the profile's other shapes are left out, so that it answers only for what it has measured.
+    tf32: whether float32 matrix products and convolutions run on TF32 tensor cores; None: as torch's defaults have it.
     """
 
     profile: DeviceProfile | None = None
     rules: bool = True
+    tf32: bool | None = None
     exact: bool = False
     _index: Index = field(init=False, repr=False, compare=False)
 
@@ -70,7 +72,8 @@ class Costs:
                 return Cost(time_ns=entry.time_ns, events=entry.events, source=MEASURED)
         if key and (estimate := self._index.estimate(key)) and _leaves(estimate.events, created_bytes):
             return Cost(time_ns=estimate.time_ns, events=estimate.events, source=INTERPOLATED)
-        time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=uses_tf32(row.target))
+        tf32 = uses_tf32(row.target) if self.tf32 is None else self.tf32
+        time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=tf32)
         if self.rules and row.signature is not None:
             ask = cpu_events if device.kind == "cpu" else rule_events
             events = ask(row.signature, device)

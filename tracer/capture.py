@@ -31,8 +31,10 @@ from torch.fx import traceback as fx_traceback
 
 from tracer.batch_norm import put_cudnn
 from tracer.blame import explain, is_data_dependent, without_torch_log
+from tracer.cast_cache import cached_casts
 from tracer.dropout import split_dropout
 from tracer.gpu import gpu_kernels
+from tracer.precision import OFF, Autocast, without_autocast
 from tracer.scopes import (
     as_compiled,
     fake_mode_of,
@@ -89,6 +91,7 @@ def capture(
     kwargs: dict[str, Any],
     wants_gradient: Callable[[Any], Sequence[bool]],
     target: Device | None = None,
+    autocast: Autocast = OFF,
 ) -> Captured:
     """Capture `model(*args, **kwargs)` and its backward.
 
@@ -97,20 +100,22 @@ def capture(
         args, kwargs: example arguments; tensors anywhere inside become graph inputs, all else is baked in.
         wants_gradient: maps the model's outputs to one bool per flat output: whether the loss differentiates it.
         target: the GPU whose ops are wanted of a model on the CPU; None: those of the model's own device.
+        autocast: under which the model runs; its casts become ops of the graph. What is on around this call does not
+            count, and backward is captured without.
 
     Raises:
         CaptureError: the model does something that a static graph cannot hold; names the op and the user's line.
     """
     fake_mode = fake_mode_of(model, args, kwargs) or FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        return _capture(model, args, kwargs, wants_gradient, fake_mode, target, compiled=False)
+        return _capture(model, args, kwargs, wants_gradient, fake_mode, target, autocast, compiled=False)
     except Exception as error:
         if not is_data_dependent(error):
             raise explain(error, model) from error
     try:
         # Library code that looks at the data of a mask takes its data-independent branch when it believes that it
         # is being compiled.
-        return _capture(model, args, kwargs, wants_gradient, fake_mode, target, compiled=True)
+        return _capture(model, args, kwargs, wants_gradient, fake_mode, target, autocast, compiled=True)
     except Exception as error:
         raise explain(error, model) from error
 
@@ -122,6 +127,7 @@ def _capture(
     wants_gradient: Callable[[Any], Sequence[bool]],
     fake_mode: FakeTensorMode,
     target: Device | None,
+    autocast: Autocast,
     *,
     compiled: bool,
 ) -> Captured:
@@ -151,7 +157,13 @@ def _capture(
             for k, x in zip(where, tensors, strict=True):
                 full[k] = x
             a, kw = pytree.tree_unflatten(full, in_spec)
-            with retied(self._ties), gpu_kernels(target) if on_gpu else contextlib.nullcontext():
+            given = (*self.parameters(), *tensors)
+            with (
+                retied(self._ties),
+                gpu_kernels(target) if on_gpu else contextlib.nullcontext(),
+                autocast.captured_region(),
+                cached_casts(autocast.kind, given),
+            ):
                 outputs = self.model(*a, **kw)
             flat, notes["spec"] = pytree.tree_flatten(outputs)
             wanted = list(wants_gradient(outputs))
@@ -171,6 +183,7 @@ def _capture(
         fakes = tuple(swapped(x) for x in tensors)
         for context in (
             without_torch_log(),
+            without_autocast(),
             fake_mode,
             fx_traceback.preserve_node_meta(),
             unpacked_sequences(),

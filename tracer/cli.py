@@ -36,6 +36,10 @@ def trace() -> None:
 @click.option("--optimizer", help="sgd, adam, adamw or none.")
 @click.option("--optimizer-impl", help="foreach, fused or for-loop; without it, what torch chooses.")
 @click.option("--dtype", help="Of the weights: float32 or bfloat16.")
+@click.option("--amp", help="Autocast of forward and loss to bfloat16 or float16; the weights stay float32.")
+@click.option(
+    "--tf32/--no-tf32", default=None, help="Whether float32 is computed as TF32 on CUDA; default: torch's."
+)
 @click.option("--dropout", type=float, help="Instead of the model's own dropout probabilities.")
 @click.option("--attention", help="sdpa or eager (transformers).")
 @click.option("--target", help="The device whose roofline gives the times: h200, h100, a100-80, ..., cpu.")
@@ -101,6 +105,8 @@ def run_model(
     require_torch()
     if device is not None:
         check_device(device)
+    if options.get("tf32") and entry.kind != "cuda":
+        raise SpecError("--tf32 concerns GPUs; give one with --target, or --device cuda.")
     given = {k: v for k, v in options.items() if v is not None}
     build = load_spec(model, given, seed=seed)
     where = output or Path(default_name(model, given))

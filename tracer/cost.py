@@ -72,6 +72,17 @@ def uses_tf32(
     return convolution_tf32 if "convolution" in target else matmul_tf32
 
 
+def compute_dtype(inputs: Iterable[torch.Tensor]) -> str:
+    """What an op computes in, by which its peak rate is looked up: the type of its first floating-point input.
+
+    Not the widest of all: attention in bfloat16 also gives and takes statistics in float32.
+    """
+    for x in inputs:
+        if x.is_floating_point():
+            return str(x.dtype).removeprefix("torch.")
+    return "float32"
+
+
 def op_flops(target: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
     """Floating-point operations of one call of an op.
 
@@ -106,15 +117,32 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 # Losses that allocate one element a prediction and then resize that to the reduced result, which keeps the memory.
 RESIZED: Final = frozenset({"aten.mse_loss.default", "aten.smooth_l1_loss.default"})
 
+# Norms whose CPU kernels keep the statistics in the type of weights and running statistics, where that is another than
+# the input's (float32 weights under autocast), while torch's fake tensors say the input's (2.13,
+# aten/src/ATen/native/mixed_data_type.h against torch/_decomp/decompositions.py). Name -> the arguments whose type
+# counts, the first that is there.
+MIXED_STATISTICS: Final = {
+    "aten._native_batch_norm_legit_functional.default": (1, 2, 3, 4),
+    "aten.native_batch_norm.default": (1, 2, 3, 4),
+    "aten.native_layer_norm.default": (2, 3),
+    "aten.native_group_norm.default": (1, 2),
+}
+
 
 def result_bytes(func: Any, args: Sequence[Any], result: torch.Tensor) -> int:
     """Bytes of the storage behind an op's result as the real kernel leaves it; a fake tensor may say less."""
-    nbytes = int(result.untyped_storage().nbytes())
-    if str(func) in RESIZED and (len(args) < 3 or args[2] != 0):  # 0: not reduced
-        import torch
+    import torch
 
+    nbytes = int(result.untyped_storage().nbytes())
+    name = str(func)
+    if name in RESIZED and (len(args) < 3 or args[2] != 0):  # 0: not reduced
         rows = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
         nbytes = max(nbytes, int(rows) * result.element_size())
+    if name in MIXED_STATISTICS and result.device.type == "cpu":
+        given = [args[k] for k in MIXED_STATISTICS[name] if k < len(args) and args[k] is not None]
+        statistics = result.dtype == args[0].dtype and result.numel() < args[0].numel()
+        if given and statistics:
+            nbytes = nbytes // result.element_size() * given[0].element_size()
     return nbytes
 
 

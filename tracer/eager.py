@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracer.builder import OpRow, StorageRow, TraceBuilder
-from tracer.cost import op_bytes, op_flops, result_bytes
+from tracer.cost import compute_dtype, op_bytes, op_flops, result_bytes
 from tracer.signature import of_call
 from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OTHER, RANDOM, VIEW
 
@@ -30,7 +30,8 @@ class EagerRecorder(TorchDispatchMode):
 
     Register storages that exist already with `know`. Set `phase` as the step goes on. Under fake tensors, a question
     for a scalar's value (`.item()`) is answered with 1: the optimizers ask for their step counter, whose value does
-    not change what is allocated.
+    not change what is allocated. A gradient scaler's question whether a gradient overflowed is answered with 0: the
+    step is taken.
     """
 
     def __init__(self, builder: TraceBuilder, device: str = "cpu") -> None:
@@ -42,6 +43,7 @@ class EagerRecorder(TorchDispatchMode):
         self._ids: dict[int, int] = {}
         self._watched: dict[int, StorageWeakRef] = {}  # storage id -> weak reference
         self._constants: list[torch.Tensor] = []  # kept, so that no other storage gets the address of one
+        self._found_inf: set[int] = set()  # storages in which a gradient scaler notes an overflow
         self._paused = 0
         self._on = False
         self.died_after: dict[
@@ -117,7 +119,11 @@ class EagerRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            if _key(args[0]) in self._found_inf:
+                return 0.0
             return 1.0 if args[0].is_floating_point() else 1
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            self._found_inf = {_key(args[1])}
         if self._paused or not is_op(func):
             return func(*args, **kwargs)
         self.look()
@@ -159,6 +165,7 @@ class EagerRecorder(TorchDispatchMode):
                 reads=tuple(dict.fromkeys(reads)),
                 writes=tuple(dict.fromkeys(created + mutated)),
                 flags=flags,
+                dtype=compute_dtype(inputs),
                 signature=of_call(func, args, kwargs, out),
             )
         )

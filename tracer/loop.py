@@ -17,7 +17,7 @@ def run_step(
     optimizer: torch.optim.Optimizer | None,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> torch.Tensor:
-    """One iteration of the ordinary loop; returns the loss.
+    """One iteration of the ordinary loop, under the step's autocast and with its scaler; returns the loss.
 
     Args:
         step: what to run.
@@ -28,12 +28,20 @@ def run_step(
     for p in step.model.parameters():
         p.grad = None
     on_phase(FORWARD)
-    loss = step.loss_of(model(*step.args, **step.kwargs))
+    with step.autocast.region():
+        loss = step.loss_of(model(*step.args, **step.kwargs))
     on_phase(BACKWARD)
-    loss.backward()
+    if step.scaler is None:
+        loss.backward()
+    else:
+        step.scaler.scale(loss).backward()
     on_phase(OPTIMIZER)
     if optimizer is not None:
-        optimizer.step()
+        if step.scaler is None:
+            optimizer.step()
+        else:
+            step.scaler.step(optimizer)
+            step.scaler.update()
     return loss
 
 

@@ -31,6 +31,7 @@ from tracer.cuda_history import History
 from tracer.device_profiles import with_workspaces
 from tracer.eager import is_op
 from tracer.loop import fit_tangent, run_step
+from tracer.precision import without_autocast
 from tracer.probes import CpuTimer, CudaHistory, CudaTimer, Probe, cpu_allocations, settle
 from tracer.program import Program
 from tracer.spec import BuildStep, TrainingStep
@@ -39,6 +40,7 @@ from traces.errors import TraceError
 from traces.profile import LibraryWorkspace
 from traces.trace import VIEW, Trace
 
+PATIENCE = 40  # rounds in which a gradient scaler may lower its scale until a step is taken
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
 
 
@@ -62,6 +64,7 @@ def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 
     kept = _first_cuda_round(runner) if cuda else ()
     for _ in range(max(warmup, 1) - (1 if cuda else 0)):
         runner.round(CpuTimer())
+    runner.settle(recorded.trace.ops.target)
     samples: list[list[int]] = []
     targets: list[str] = []
     for k in range(rounds):
@@ -177,6 +180,17 @@ class GraphRunner:
         with explained(self.step.name), _EagerProbe(probe) as eager:
             run_step(self.step, _Callable(self, probe, eager), self.step.optimizer)
 
+    def settle(self, targets: Sequence[str]) -> None:
+        """Run steps until a gradient scaler takes one that is as recorded.
+
+        It begins with a scale that may make gradients overflow; such a step leaves the optimizer out.
+        """
+        for _ in range(PATIENCE if self.step.scaler is not None else 0):
+            timer = CpuTimer()
+            self.round(timer)
+            if timer.targets == list(targets):
+                return
+
     def execute(self, env: dict[fx.Node, Any], ops: Any, probe: Probe, keep: set[fx.Node]) -> None:
         gm = self.program.captured.graph_module
 
@@ -222,7 +236,7 @@ class _Callable:
             @staticmethod
             def forward(ctx: Any, *values: torch.Tensor) -> Any:
                 env = dict(zip(placeholders, values, strict=False))
-                with eager.paused():
+                with eager.paused(), without_autocast():
                     runner.execute(env, program.ops[: program.forward_ops], probe, runner._outputs)
                 outs = tuple(env[n] for n in captured.outputs)
                 ctx.env = {n: x for n, x in env.items() if n in runner._crossing}

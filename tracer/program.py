@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tracer.batch_norm import writes as undeclared_writes
 from tracer.builder import OpRow, StorageRow, TraceBuilder
 from tracer.capture import Captured
-from tracer.cost import op_bytes, op_flops, result_bytes
+from tracer.cost import compute_dtype, op_bytes, op_flops, result_bytes
 from tracer.gpu import results
+from tracer.precision import without_autocast
 from tracer.signature import of_call
 from traces.trace import (
     ACTIVATION,
@@ -152,7 +153,7 @@ def program_of(captured: Captured) -> Program:
     graph_ops: list[GraphOp] = []
     rows: list[OpRow] = []
     op_of: dict[fx.Node, int] = {}
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), without_autocast():
         for phase, group in ((FORWARD, captured.forward), (BACKWARD, captured.backward)):
             for n in group:
                 args, kwargs = fx.node.map_arg((n.args, n.kwargs), lambda a: env[a])
@@ -187,7 +188,7 @@ def program_of(captured: Captured) -> Program:
                         reads=tuple(reads),
                         writes=tuple(dict.fromkeys(created + mutated)),
                         flags=flags,
-                        dtype=_compute_dtype(moved_in + moved_out),
+                        dtype=compute_dtype(moved_in),
                         signature=of_call(n.target, args, kwargs, out),
                     )
                 )
@@ -230,15 +231,6 @@ def program_of(captured: Captured) -> Program:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     return (x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
-
-
-def _compute_dtype(tensors: list[torch.Tensor]) -> str:
-    """The widest floating dtype among an op's tensors, which decides which peak rate applies."""
-    names = {str(x.dtype).removeprefix("torch.") for x in tensors if x.is_floating_point()}
-    for name in ("float64", "float32", "bfloat16", "float16"):
-        if name in names:
-            return name
-    return "float32"
 
 
 def _module_of(n: fx.Node) -> str:

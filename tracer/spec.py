@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tracer.precision import OFF, Autocast, parse_policy, set_tf32, under_policy
 from traces.errors import SpecError
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStep:
-    """One training iteration, ready to run: `loss_of(model(*args, **kwargs)).backward(); optimizer.step()`."""
+    """One training iteration, ready to run: `loss_of(model(*args, **kwargs)).backward(); optimizer.step()`.
+
+    With `autocast` the model and the loss run under it; with a `scaler` the loss is scaled and the optimizer stepped by
+    it. See `tracer.loop.run_step`.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -32,6 +37,8 @@ class TrainingStep:
     batch_size: int
     name: str
     options: dict[str, Any] = field(default_factory=dict)  # enough to build the same step again
+    autocast: Autocast = OFF
+    scaler: torch.amp.GradScaler | None = None
 
     def loss_of(self, outputs: Any) -> torch.Tensor:
         """The scalar loss for what `model(*args, **kwargs)` returned; SpecError if it is not a scalar."""
@@ -68,6 +75,7 @@ class BuildStep:
     options: dict[str, Any]
     seed: int
     make: Callable[[str], TrainingStep]  # device -> step
+    policy: dict[str, Any] = field(default_factory=dict)  # of `options`, those of `tracer.precision`
 
     def __call__(self, device: str = "cpu", *, optimizer_as_on: str = "") -> TrainingStep:
         """Build the step on `device`, from the same seed every time.
@@ -75,7 +83,8 @@ class BuildStep:
         Args:
             device: where the model and the batch go ("cpu", "cuda").
             optimizer_as_on: "cuda" makes an optimizer that leaves the choice to torch take the path that
-                torch would choose on a GPU (foreach), also when the tensors are on the CPU.
+                torch would choose on a GPU (foreach), also when the tensors are on the CPU; and autocast cast what
+                it casts on a GPU.
 
         Raises:
             SpecError: the spec or what the user's function returned does not make sense.
@@ -85,9 +94,11 @@ class BuildStep:
         import torch
 
         check_device(device)
+        if device.startswith("cuda"):
+            set_tf32(self.policy)
         random.seed(self.seed)
         torch.manual_seed(self.seed)
-        step = self.make(device)
+        step = under_policy(self.make(device), self.policy, device, optimizer_as_on)
         if optimizer_as_on == "cuda" and step.optimizer is not None:
             from tracer.optimizers import choose_as_on_cuda
 
@@ -101,8 +112,8 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     Args:
         model: a name that `tracer.models.list_models` lists, or "path/to/file.py:function" (without ":function"
             the function is `build`).
-        options: batch_size, seq_len, image_size, optimizer, optimizer_impl, dtype, dropout, attention; None as
-            a value means "not given". A user's function gets those that its signature names.
+        options: batch_size, seq_len, image_size, optimizer, optimizer_impl, dtype, dropout, attention, amp, tf32;
+            None as a value means "not given". A user's function gets those that its signature names.
         seed: of torch's and Python's random generators, set before each build.
 
     Raises:
@@ -110,6 +121,8 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     """
     require_torch()
     given = {k: v for k, v in (options or {}).items() if v is not None}
+    policy = parse_policy(given)
+    given |= policy
     if is_build_function(model):
         from tracer.build_function import BuildFunction
 
@@ -118,11 +131,12 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
         def make(device: str) -> TrainingStep:
             return function.step(given, device)
 
-        return BuildStep(model=model, options=given, seed=seed, make=make)
+        return BuildStep(model=model, options=given, seed=seed, make=make, policy=policy)
     from tracer.models import NamedModel
 
-    named = NamedModel.parse(model, given)
-    return BuildStep(model=named.name, options=named.options, seed=seed, make=named.step)
+    named = NamedModel.parse(model, {k: v for k, v in given.items() if k not in policy})
+    options = {**named.options, **policy}
+    return BuildStep(model=named.name, options=options, seed=seed, make=named.step, policy=policy)
 
 
 def is_build_function(model: str) -> bool:

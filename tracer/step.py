@@ -7,6 +7,8 @@ The step that is recorded is the ordinary loop's steady state:
     loss.backward()
     optimizer.step()
 
+With a dtype policy (`tracer.precision`), forward and loss run under autocast, and a GradScaler scales and steps.
+
 The model's own ops come from the captured graph, the rest is recorded around a stand-in for it (`tracer.assemble`).
 """
 
@@ -61,10 +63,11 @@ def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:
         return answer[0]
 
     def run() -> None:
-        outputs = step.model(*step.args, **step.kwargs)
+        with step.autocast.region():
+            outputs = step.model(*step.args, **step.kwargs)
+            loss = step.loss_of(outputs)
         leaves = pytree.tree_leaves(outputs)
         could = differentiable(outputs)
-        loss = step.loss_of(outputs)
         chosen = [x for x, c in zip(leaves, could, strict=True) if c]
         grads = iter(torch.autograd.grad(loss, chosen, allow_unused=True))
         answer.append([c and next(grads) is not None for c in could])
@@ -98,7 +101,7 @@ def capture_step(step: TrainingStep, target: Device | None = None) -> Captured:
 def _captured(step: TrainingStep, target: Device | None) -> Captured:
     ask: Any = wants_gradient(step)
     try:
-        return capture(step.model, step.args, step.kwargs, ask, target)
+        return capture(step.model, step.args, step.kwargs, ask, target, step.autocast)
     except (_NeedsRun, CaptureError) as error:
         cause = error.__cause__
         if not isinstance(error, _NeedsRun) and not isinstance(cause, _NeedsRun):
@@ -106,7 +109,7 @@ def _captured(step: TrainingStep, target: Device | None) -> Captured:
     from tracer.capture import forward_once
 
     forward_once(step.model, ask.run)
-    return capture(step.model, step.args, step.kwargs, ask, target)
+    return capture(step.model, step.args, step.kwargs, ask, target, step.autocast)
 
 
 def trace_step(
@@ -132,6 +135,9 @@ def trace_step(
     Raises:
         CaptureError, SpecError: the step cannot be built or captured.
     """
+    costs = costs or Costs()
+    if "tf32" in build.policy:
+        costs = replace(costs, tf32=build.policy["tf32"])
     as_gpu = device == "cpu" and target.kind == "cuda" and graph != "cpu"
     with fake_mode() as mode:
         # A laptop trace for a GPU needs the optimizer that torch would choose there.
@@ -144,7 +150,7 @@ def trace_step(
             mode,
             target,
             header(step, program, build, target.kind if as_gpu else device, target, meta),
-            costs or Costs(),
+            costs,
         )
 
 
@@ -174,6 +180,7 @@ def header(
         options=dict(step.options),
         batch_size=step.batch_size,
         dtype=_dtype(step),
+        amp=step.autocast.dtype,
         optimizer=describe_optimizer(step.optimizer),
         seed=build.seed,
         mode="fake",

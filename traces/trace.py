@@ -124,6 +124,7 @@ class TraceMeta:
     options: dict[str, Any] = field(default_factory=dict)  # how to rebuild it: batch_size, seq_len, ...
     batch_size: int = 0
     dtype: str = "float32"
+    amp: str = ""  # the dtype of torch.autocast around forward and loss; "": none
     optimizer: str = ""
     seed: int = 0
     mode: str = "fake"  # fake: sizes from fake tensors, times from a roofline; real: measured

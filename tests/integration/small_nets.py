@@ -28,6 +28,38 @@ def mlp(optimizer: str = "sgd") -> Built:
     return model, batch, functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+class Tied(nn.Module):
+    """One weight used twice, a layer norm between; wide enough that bfloat16 rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 24) / 5)
+        self.norm = nn.LayerNorm(24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.norm(functional.linear(x, self.weight)), self.weight)
+
+
+def tied() -> Built:
+    model = Tied()
+    batch = torch.randn(16, 24), torch.randn(16, 24)
+    return model, batch, functional.mse_loss, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def overflowing(init_scale: float = 2.0**40) -> dict[str, Any]:
+    """Asks for float16 and for a scaler whose first scale makes the gradients overflow."""
+    model, batch, loss, optimizer = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    return {
+        "model": model, "batch": batch, "loss": loss, "optimizer": optimizer,
+        "amp": "float16", "scaler": scaler,
+    }  # fmt: skip
+
+
+def always_overflowing() -> dict[str, Any]:
+    return overflowing(2.0**120)
+
+
 class Residual(nn.Module):
     """conv -> batch norm -> in-place ReLU -> dropout, added in place to its input, then a head."""
 

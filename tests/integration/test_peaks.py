@@ -127,6 +127,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt2-tiny", {"batch_size": 2, "seq_len": 32}),
     ("llama-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
     ("t5-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
+    (small_nets.spec("tied"), {"amp": "bfloat16"}),
+    (small_nets.spec("residual"), {"amp": "bfloat16"}),
+    (small_nets.spec("overflowing"), {}),
+    ("resnet18", {"batch_size": 4, "image_size": 64, "optimizer": "none", "amp": "bfloat16"}),
+    ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none", "amp": "bfloat16"}),
+    ("gpt2-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd", "amp": "float16"}),
 ]
 
 
@@ -146,6 +152,8 @@ def test_the_predicted_peak_is_the_measured_one(
         ("gpt2-tiny", {"batch_size": 4, "seq_len": 128, "optimizer": "none"}),
         ("llama-tiny", {"batch_size": 4, "seq_len": 128, "optimizer": "sgd"}),
         ("t5-tiny", {"batch_size": 4, "seq_len": 64}),
+        ("llama-tiny", {"batch_size": 4, "seq_len": 64, "amp": "bfloat16"}),
+        ("bert-tiny", {"batch_size": 8, "seq_len": 128, "amp": "float16"}),
         ("vit-tiny", {"batch_size": 2, "image_size": 64}),
         ("googlenet", {"batch_size": 2, "image_size": 64}),
         ("resnet50", {"batch_size": 4, "image_size": 64, "optimizer": "none"}),
@@ -169,3 +177,12 @@ def test_the_peak_of_a_process_of_its_own_and_of_eager(tmp_path: Path) -> None:
     assert result.curve
     assert max(b for _, b in result.curve) == predicted
     assert result.environment["torch"] == torch.__version__
+
+
+def test_the_peak_under_autocast_of_a_process_of_its_own_and_of_eager(tmp_path: Path) -> None:
+    """Eager keeps the casts of weights to the end of the region; none of them is alive at this step's peak."""
+    trace = real_trace(small_nets.spec("tied"), {"amp": "bfloat16"})
+    predicted = run(trace, build(trace)).peak_allocated_bytes
+    plan = Plan(meta=trace.meta)
+    peaks = {v: run_job(job(plan, tmp_path / "plan.json", v)).figures for v in ("eager", "keep_all")}
+    assert {v: f.peak_allocated_bytes for v, f in peaks.items()} == dict.fromkeys(peaks, predicted)

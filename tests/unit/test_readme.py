@@ -238,7 +238,7 @@ def test_shown_commands_parse(words: list[str]) -> None:
 @pytest.mark.parametrize("name", ["trace", "simulate", "execute"])
 def test_every_option_and_subcommand_is_in_the_readme(name: str) -> None:
     group = groups()[name]
-    words = set(re.findall(r"--?[a-z][a-z-]*", README))
+    words = set(re.findall(r"--?[a-z][a-z0-9-]*", README))
     default = default_command(group)
     for key, command in group.commands.items():
         if command is not default:

@@ -1,0 +1,94 @@
+"""Make autocast cast a parameter once in a capture, as eager's cache does, and not at each use.
+
+torch caches the casts of leaves, and what a capture passes to the model in place of parameters is no leaf. Autocast's
+kernels cast by `aten::to.dtype`, so that op gets a kernel that remembers, above autograd: the uses then share one cast
+and their gradients are summed in the lower precision, as they are in eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+class CastCache:
+    """Casts of leaves, until the outermost autocast region ends."""
+
+    def __init__(self, kind: str, leaves: Sequence[torch.Tensor]) -> None:
+        self.kind = kind
+        self._leaves = {id(x): x for x in leaves if x.requires_grad and x.dtype == torch.float32}
+        self._casts: dict[int, torch.Tensor] = {}
+
+    def clear(self) -> None:
+        self._casts.clear()
+
+    def to(self, x: torch.Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`x.to(dtype)`; from the cache where torch's own would have it (at::autocast::cached_cast).
+
+        Inside autocast's kernels autocast counts as off, which tells their casts from those of the model's own code.
+        """
+        if (
+            id(x) not in self._leaves
+            or dtype != torch.get_autocast_dtype(self.kind)
+            or torch.is_autocast_enabled(self.kind)
+            or not torch.is_autocast_cache_enabled()
+        ):
+            return torch.ops.aten.to.dtype.decompose(x, dtype, *args, **kwargs)
+        if id(x) not in self._casts:
+            self._casts[id(x)] = torch.ops.aten.to.dtype.decompose(x, dtype, *args, **kwargs)
+        return self._casts[id(x)]
+
+
+@contextlib.contextmanager
+def cached_casts(kind: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let autocast remember the casts of `leaves` in the body.
+
+    Args:
+        kind: the device type.
+        leaves: what stands for the parameters, and for arguments that require a gradient.
+    """
+    cache = CastCache(kind, leaves)
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        clear()
+        cache.clear()
+
+    torch.clear_autocast_cache = clear_both
+    try:
+        with kernels(f"Autograd{kind.upper()}", {"to.dtype": cache.to}):
+            yield
+    finally:
+        torch.clear_autocast_cache = clear
+
+
+@contextlib.contextmanager
+def kernels(key: str, functions: dict[str, Any]) -> Iterator[None]:
+    """Give aten ops other kernels for one dispatch key in the body.
+
+    Args:
+        key: such as "AutocastCPU".
+        functions: op's name with its overload -> kernel.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are replaced
+            for name, function in functions.items():
+                library.impl(name, function, key, allow_override=True)
+        _forget(functions)
+        yield
+    finally:
+        library._destroy()
+        _forget(functions)
+
+
+def _forget(functions: dict[str, Any]) -> None:
+    """Captures resolve kernels in Python and keep what they found."""
+    for name in functions:
+        packet, _, overload = name.partition(".")
+        getattr(getattr(torch.ops.aten, packet), overload or "default")._dispatch_cache.clear()
