@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from traces.store import load
-from traces.trace import VIEW, Trace
+from traces.trace import VIEW, WORKSPACE, Trace
 
 BENCH = Path(__file__).resolve().parent
 CACHE = Path.home() / ".cache" / "lowtide-bench"
@@ -39,6 +39,13 @@ def directory_of(cache: Path, model: str, **options: Any) -> Path:
     """Where `trace_of` keeps that trace."""
     stem = Path(model).name.replace(".py", "").replace(":", "-")
     return cache / "-".join([stem, *(f"{k}={v}" for k, v in options.items())])
+
+
+def tensors_alone(trace: Trace) -> Trace:
+    """The same trace without what ops and libraries allocate beside their tensors."""
+    ops, sts = trace.ops, trace.storages
+    nbytes = tuple(0 if c == WORKSPACE else n for n, c in zip(sts.nbytes, sts.category, strict=True))
+    return replace(trace, ops=replace(ops, events=((),) * len(ops)), storages=replace(sts, nbytes=nbytes))
 
 
 def published_flops(trace: Trace) -> Trace:

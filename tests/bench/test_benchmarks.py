@@ -23,6 +23,7 @@ NEEDS = {"checkmate": ("scipy",), "moccasin": ("ortools",), "autosac": ("pulp", 
         ("mlp", ["--solvers", "dp"], {"met", "front", "ours"}),
         ("checkmate", ["chain-8", "--shares", "0.5"], {"optimum", "bound_percent", "ours_percent"}),
         ("moccasin", ["chain-8", "--shares", "0.5"], {"optimum", "bound_percent", "ours_percent"}),
+        ("rotor", ["mlp", "--shares", "58"], {"gap_points", "solve_seconds"}),
         ("autosac", ["--shares", "0.9"], {"rows", "modules"}),
     ],
 )
