@@ -88,7 +88,7 @@ def main() -> None:
 )
 @budget_of_option
 @device_options
-@click.option("--planner", help="Which planner (default: mu-two; see `simulate planners`).")
+@click.option("--planner", help="Which planner (default: search; see `simulate planners`).")
 @planning_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
 @click.option("-f", "--force", is_flag=True, help="Replace the file of -o if it exists.")
@@ -183,7 +183,7 @@ def plan_command(
 @budget_of_option
 @alloc_conf_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-sweep).")
-@click.option("--planner", help="Which planner (default: mu-two).")
+@click.option("--planner", help="Which planner (default: search).")
 @planning_options
 @click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")

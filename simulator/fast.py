@@ -167,6 +167,18 @@ class Evaluator:
         peak_bytes, added_ns, _, _ = self.walk(state)
         return peak_bytes, self.base_time_ns + added_ns
 
+    def excess(self, state: State, budget_bytes: int) -> tuple[int, int, int]:
+        """(peak bytes, added time, bytes over the budget summed over the steps that are over it) of a plan.
+
+        Raises:
+            PlanError: a chain needs an op that may not run again.
+        """
+        peak_bytes, added_ns, _, steps = self._walk(state)
+        if peak_bytes <= budget_bytes:
+            return peak_bytes, added_ns, 0
+        peaks = self._peaks[: self.forward + steps]
+        return peak_bytes, added_ns, int(np.maximum(peaks - budget_bytes, 0).sum())
+
     def evaluate(self, state: State) -> Result:
         """Peak and time of a plan, and what happens on the way.
 

@@ -100,7 +100,7 @@ def bound_curve(trace: Trace, budgets: Iterable[int], graph: Graph | None = None
     A plan that keeps to a budget also keeps to every larger one, so what holds for a larger budget holds for a
     smaller one, and the curve never rises with the budget.
     """
-    bounder = Bounder(trace, graph)
+    bounder = bounder_of(trace, graph)
     best: Bound | None = None
     out: list[Bound] = []
     for budget in sorted(set(budgets), reverse=True):
@@ -125,12 +125,23 @@ def bound_answer(trace: Trace, budget_bytes: int, graph: Graph | None = None) ->
     }
 
 
+_latest: list[Bounder] = []  # one: planners and answers ask about the same trace, budget after budget
+
+
+def bounder_of(trace: Trace, graph: Graph | None = None) -> Bounder:
+    """The bounder of a trace; asked again for the same trace under the same constraints, the same one."""
+    graph = graph or analyse(trace)
+    if not _latest or _latest[0].trace is not trace or _latest[0].constraints != graph.constraints:
+        _latest[:] = [Bounder(trace, graph)]
+    return _latest[0]
+
+
 class Bounder:
     """Bounds for one trace and any number of budgets."""
 
     def __init__(self, trace: Trace, graph: Graph | None = None) -> None:
         graph = graph or analyse(trace)
-        self.trace = trace
+        self.trace, self.constraints = trace, graph.constraints
         self.floor = floor(trace, graph)
         self.instants = Instants(trace, graph)
 

@@ -29,9 +29,13 @@ class Entry:
 
 
 REGISTRY: Final[dict[str, Entry]] = {
+    "search": Entry(
+        function="simulator.planners.search:plan",
+        summary="the best of all within --seconds: mu-two, then annealing until the bound is reached (the default)",
+    ),
     "mu-two": Entry(
         function="simulator.planners.mu_two:plan",
-        summary="μ-TWO, corrected: release what costs least per byte at the peak until it fits (the default)",
+        summary="μ-TWO, corrected: release what costs least per byte at the peak until it fits",
     ),
     "mu-two-paper": Entry(
         function="simulator.planners.mu_two_paper:plan",
@@ -80,7 +84,7 @@ REGISTRY: Final[dict[str, Entry]] = {
         whole_modules=True,
     ),
 }
-DEFAULT: Final = "mu-two"
+DEFAULT: Final = "search"
 
 
 def find(name: str) -> Planner:

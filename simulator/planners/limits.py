@@ -80,6 +80,10 @@ class Clock:
         """Never negative."""
         return max(0.0, self.deadline - time.perf_counter())
 
+    def share(self, part: float) -> Clock:
+        """A clock for this part of the time that is left."""
+        return Clock(deadline=time.perf_counter() + part * self.left_seconds)
+
     @property
     def over(self) -> bool:
         return time.perf_counter() >= self.deadline

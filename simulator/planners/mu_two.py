@@ -1,4 +1,4 @@
-"""Turn a trace and a budget into a plan by μ-TWO's greedy, corrected: the default planner.
+"""Turn a trace and a budget into a plan by μ-TWO's greedy, corrected.
 
 Start with everything kept. While the simulated peak is over the budget, look at the instant of the peak: among the
 values that are there but idle, recompute the one that frees most bytes per added time, and simulate again. When it
@@ -208,8 +208,13 @@ class Search:
             if self.is_candidate[s] and not found.state.there[s]:
                 after = tuple(dropped_after.get(s, ()))
                 out.append(Action(storage=s, share=bool(found.state.share[s]), drop_after=after))
-            elif found.state.there[s] and not self.graph.wanted[s] and not self.graph.pinned[s]:
+            elif self.graph.wanted[s] or self.graph.pinned[s]:
+                continue
+            elif found.state.there[s]:
                 out.append(Action(storage=s, action=SAVE))
+            elif found.state.share[s] and self.graph.rebuildable[s]:
+                after = tuple(dropped_after.get(s, ()))
+                out.append(Action(storage=s, drop_after=after))  # a link that stays once it is rebuilt
         return out
 
 
@@ -231,13 +236,15 @@ def segmented(search: Search) -> State:
     turn = graph.first_backward_op
     nbytes = trace.storages.nbytes
     weight = [sum(nbytes[s] for s in graph.creates[i] if search.is_candidate[s]) for i in range(turn)]
-    crossing = [0] * (turn + 1)  # bytes that a border after each op would keep
+    crossing = [0] * (turn + 1)  # what a border after each op would keep, in bytes
     for s in ev.made_forward:
         if search.is_candidate[s] or not (graph.pinned[s] or graph.wanted[s]):
             first, last = trace.storages.producer[s], trace.storages.last_forward_use[s]
             if last > first:
-                crossing[first] += nbytes[s]
-                crossing[last] -= nbytes[s]
+                # A value that backward reads itself is the better border: of two equal ones it is needed anyway.
+                price = nbytes[s] if graph.wanted[s] else 2 * nbytes[s]
+                crossing[first] += price
+                crossing[last] -= price
     for i in range(turn):
         crossing[i + 1] += crossing[i]
     segment = [0] * turn

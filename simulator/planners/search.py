@@ -1,0 +1,88 @@
+"""Turn a trace and a budget into the best plan that a limited time finds: the default planner.
+
+First μ-TWO's greedy (`mu_two`); if its plan is as good as the certified bound allows, that is the answer. Else
+simulated annealing (`annealing`) goes on from there, shortly and cool, then longer and hot, until the gap to the bound
+is closed or the time is over. Whatever was found is then tidied: what need not be released is kept again.
+
+Counts: the exact peak and time of every plan tried, as `simulator.engine` counts them. Ignores: reordering of the step
+itself. How much it tries depends on `Limits.seconds` and the size of the trace, not on the clock, unless the machine
+is so slow that the time runs out first; so equal seeds make equal plans.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from simulator.bounds.bound import bounder_of
+from simulator.fast import State
+from simulator.graph import analyse
+from simulator.planners.annealing import Annealer, Best
+from simulator.planners.limits import DEFAULTS, Clock, Limits
+from simulator.planners.mu_two import Found, Search, segmented
+from simulator.planners.outcome import finish, refuse
+from traces.plan import Plan
+from traces.trace import Trace
+
+# A plan so close to the bound, in shares of the step, is good enough.
+CLOSED: Final = 0.001
+# What one move is reckoned to take on a slow machine: so much, and so much for every op of the trace.
+MOVE_NS: Final = 10_000
+MOVE_NS_PER_OP: Final = 20
+# A small trace needs fewer moves than there is time for: so many for each pair of values that they are about.
+MOVES_PER_PAIR: Final = 40
+# Share of the time for the first, cool walk, and its heat.
+COOL_SHARE: Final = 0.15
+COOL_HEAT: Final = 0.25
+
+
+def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+    """The cheapest plan found within the budget.
+
+    Raises:
+        BudgetError: none was found.
+    """
+    graph = analyse(trace, limits.constraints)
+    clock = limits.clock()
+    greedy = Search(trace, graph, budget_bytes, clock)
+    found = greedy.run()
+    bound = bounder_of(trace, graph).bound(budget_bytes)
+    if found is None and not bound.feasible:
+        raise refuse(trace, graph, "search", budget_bytes, greedy.lowest_peak_bytes)
+    target_ns = bound.added_time_ns + int(CLOSED * trace.time_ns)
+    if found is None or found.time_ns - trace.time_ns > target_ns:
+        found, lowest = _anneal(greedy, found, target_ns, limits, clock)
+        if found is None:
+            raise refuse(trace, graph, "search", budget_bytes, min(lowest, greedy.lowest_peak_bytes))
+    return finish(trace, graph, "search", budget_bytes, greedy.actions(found))
+
+
+def _anneal(
+    greedy: Search, found: Found | None, target_ns: int, limits: Limits, clock: Clock
+) -> tuple[Found | None, int]:
+    """The best plan that walks from the greedy's end find, tidied, and the lowest peak seen on the way."""
+    trace, ev = greedy.trace, greedy.evaluator
+    annealer = Annealer(ev, greedy.graph, greedy.budget_bytes, limits.seed)
+    moves = min(
+        int(limits.seconds * 1e9 / (MOVE_NS + MOVE_NS_PER_OP * len(ev.op_id))),
+        MOVES_PER_PAIR * len(annealer.neighbours) ** 2,
+    )
+    if found is not None:
+        start = found.state
+        annealer.best = Best(state=start.copy(), added_ns=found.time_ns - trace.time_ns)
+        annealer.run(start, int(COOL_SHARE * moves), clock.share(COOL_SHARE), COOL_HEAT, target_ns)
+        moves -= int(COOL_SHARE * moves)
+        start = annealer.best.state
+    else:
+        start = _least_over(greedy)
+    best = annealer.run(start, moves, clock, target_ns=target_ns)
+    if best is None:
+        return None, annealer.lowest_peak_bytes
+    return greedy.keep_again(best.state.copy()), annealer.lowest_peak_bytes
+
+
+def _least_over(greedy: Search) -> State:
+    """Where the greedy ends without a plan, from everything kept or from segments: what is least over the budget."""
+    down, segments = greedy.evaluator.state(), segmented(greedy)
+    greedy.release(down)
+    greedy.release(segments)
+    return min((down, segments), key=lambda state: greedy.evaluator.excess(state, greedy.budget_bytes)[2])
