@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.option("--budgets", help="Without --saved: torch's budgets (default 0.0,0.1,...,1.0).")
 @click.option("--solvers", default="dp", show_default=True, help="Without --saved: some of dp, ilp, greedy.")
 @click.option("--runtime", default="flops", show_default=True, help="Without --saved: flops or times.")
-@click.option("--planner", help="Ours (default: mu-two; see `simulate planners`).")
+@click.option("--planner", help="Ours (default: search; see `simulate planners`).")
 @planning_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory: write torch's plans here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")

@@ -27,10 +27,10 @@ from traces.errors import PlanError
 NEGLIGIBLE = 1000  # values smaller than this share of the largest one are left as they are
 HOT = 2.0  # the first temperature, in median times of an op that a plan may run again
 COLD = 0.02  # the last one
-PRICE = (
-    10.0  # at first, being over the budget by the largest value for one step costs so many first temperatures
-)
-REVIEW = 500  # moves between two corrections of the price
+# Being over the budget for one step costs at first: by the largest value, so many first temperatures; by any byte, so
+# many times what the bound says that the last byte costs.
+PRICE, MARGIN = 10.0, 2.0
+REVIEWS, LEAST_REVIEW = 400, 20  # corrections of that price in a walk, and the least moves between two
 DEARER, CHEAPER = 1.1, 0.96
 CHECK = 64  # moves between two looks at the clock
 
@@ -73,7 +73,14 @@ class Annealer:
         self.consumers = [k for k in range(ev.forward, len(ev.op_id)) if ev.needs[k]]
 
     def run(
-        self, state: State, moves: int, clock: Clock, heat: float = 1.0, target_ns: int = 0
+        self,
+        state: State,
+        moves: int,
+        clock: Clock,
+        *,
+        heat: float = 1.0,
+        target_ns: int = 0,
+        ns_per_byte: float = 0.0,
     ) -> Best | None:
         """Walk from `state`, which is not changed; the best plan of all walks so far, None if none fits.
 
@@ -83,13 +90,15 @@ class Annealer:
             clock: when to end.
             heat: scales the first temperature.
             target_ns: an added time that is good enough to end at.
+            ns_per_byte: what the last byte of the budget is worth at least.
         """
         if not self.candidates:
             return self.best
         rnd = self.random
         current = state.copy()
         hot, cold = heat * HOT * self.unit_ns, COLD * self.unit_ns
-        price = PRICE * HOT * self.unit_ns / max(1, self.largest)
+        price = max(PRICE * HOT * self.unit_ns / max(1, self.largest), MARGIN * ns_per_byte)
+        review = max(LEAST_REVIEW, moves // REVIEWS)
         begin_s = clock.left_seconds
         added, over = self._look(current)
         energy = added + price * over
@@ -100,7 +109,7 @@ class Annealer:
                 if spent >= 1 or (self.best is not None and self.best.added_ns <= target_ns):
                     break
                 temperature = hot * (cold / hot) ** max(k / moves, spent)
-            if k % REVIEW == REVIEW - 1:
+            if k % review == review - 1:
                 price *= DEARER if over else CHEAPER
                 energy = added + price * over
             undo = self._move(current)

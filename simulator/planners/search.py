@@ -11,9 +11,10 @@ is so slow that the time runs out first; so equal seeds make equal plans.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
-from simulator.bounds.bound import bounder_of
+from simulator.bounds.bound import Bound, bounder_of
 from simulator.fast import State
 from simulator.graph import analyse
 from simulator.planners.annealing import Annealer, Best
@@ -48,16 +49,16 @@ def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     bound = bounder_of(trace, graph).bound(budget_bytes)
     if found is None and not bound.feasible:
         raise refuse(trace, graph, "search", budget_bytes, greedy.lowest_peak_bytes)
-    target_ns = bound.added_time_ns + int(CLOSED * trace.time_ns)
-    if found is None or found.time_ns - trace.time_ns > target_ns:
-        found, lowest = _anneal(greedy, found, target_ns, limits, clock)
+    good_enough_ns = bound.added_time_ns + int(CLOSED * trace.time_ns)
+    if found is None or found.time_ns - trace.time_ns > good_enough_ns:
+        found, lowest = _anneal(greedy, found, bound, good_enough_ns, limits, clock)
         if found is None:
             raise refuse(trace, graph, "search", budget_bytes, min(lowest, greedy.lowest_peak_bytes))
     return finish(trace, graph, "search", budget_bytes, greedy.actions(found))
 
 
 def _anneal(
-    greedy: Search, found: Found | None, target_ns: int, limits: Limits, clock: Clock
+    greedy: Search, found: Found | None, bound: Bound, good_enough_ns: int, limits: Limits, clock: Clock
 ) -> tuple[Found | None, int]:
     """The best plan that walks from the greedy's end find, tidied, and the lowest peak seen on the way."""
     trace, ev = greedy.trace, greedy.evaluator
@@ -66,15 +67,16 @@ def _anneal(
         int(limits.seconds * 1e9 / (MOVE_NS + MOVE_NS_PER_OP * len(ev.op_id))),
         MOVES_PER_PAIR * len(annealer.neighbours) ** 2,
     )
+    walk = partial(annealer.run, target_ns=good_enough_ns, ns_per_byte=bound.price_ns / bound.price_bytes)
     if found is not None:
         start = found.state
         annealer.best = Best(state=start.copy(), added_ns=found.time_ns - trace.time_ns)
-        annealer.run(start, int(COOL_SHARE * moves), clock.share(COOL_SHARE), COOL_HEAT, target_ns)
+        walk(start, int(COOL_SHARE * moves), clock.share(COOL_SHARE), heat=COOL_HEAT)
         moves -= int(COOL_SHARE * moves)
         start = annealer.best.state
     else:
         start = _least_over(greedy)
-    best = annealer.run(start, moves, clock, target_ns=target_ns)
+    best = walk(start, moves, clock)
     if best is None:
         return None, annealer.lowest_peak_bytes
     return greedy.keep_again(best.state.copy()), annealer.lowest_peak_bytes

@@ -52,7 +52,7 @@ def test_a_plan_within_the_budget_as_json(network: Path, tmp_path: Path) -> None
         assert {"peak_allocated_bytes", "peak_reserved_bytes", "step_time_ns"} <= set(run)
         assert sum(run["peak_by_category"].values()) == run["peak_allocated_bytes"]
     assert answer["trace"] == str(network)
-    assert (answer["planner"], answer["feasible"]) == ("mu-two", True)
+    assert (answer["planner"], answer["feasible"]) == ("search", True)
     assert answer["budget_bytes"] == baseline["peak_allocated_bytes"] * 60 // 100
     assert planned["peak_allocated_bytes"] <= answer["budget_bytes"]
     added = planned["step_time_ns"] - baseline["step_time_ns"]
@@ -174,7 +174,7 @@ def test_an_existing_plan_is_replaced_only_by_force(
     assert "--force" in result.stderr
     assert output.read_text() == "mine"
     assert simulate(network, "--budget", "60%", "-o", output, "--force").exit_code == 0
-    assert Plan.load(output).planner == "mu-two"
+    assert Plan.load(output).planner == "search"
 
 
 def test_an_output_that_cannot_be_written(network: Path, tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""The default planner: never worse than the greedy, near the best plan there is, the same every time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.bounds.bound import bounder_of
+from simulator.engine import run
+from simulator.fast import Evaluator
+from simulator.graph import analyse
+from simulator.planners import plan_with
+from simulator.planners.annealing import Annealer
+from simulator.planners.limits import Clock, Limits
+from simulator.planners.mu_two import Found, Search
+from simulator.planners.outcome import Refusal
+from simulator.schedule import build
+from tests.exhaust import draw_trace, frontier, optimum
+from tests.strategies import traces
+from tests.tiny import bwd, fwd, trace
+from traces.errors import PlanError
+from traces.trace import Trace
+
+LONG = Limits(seconds=60)
+
+
+def time_of(planner: str, of: Trace, budget_bytes: int, limits: Limits = LONG) -> int | None:
+    """The added time of its plan; None if it refuses."""
+    try:
+        plan = plan_with(planner, of, budget_bytes, limits)
+    except Refusal:
+        return None
+    return run(of, build(of, plan.actions)).step_time_ns - of.time_ns
+
+
+@settings(max_examples=60, deadline=None)
+@given(of=traces(), percent=st.integers(20, 100))
+def test_it_is_never_worse_than_the_greedy_nor_better_than_the_bound(of: Trace, percent: int) -> None:
+    budget_bytes = run(of, build(of)).peak_allocated_bytes * percent // 100
+    ours, greedy = time_of("search", of, budget_bytes), time_of("mu-two", of, budget_bytes)
+    bound = bounder_of(of).bound(budget_bytes)
+    if greedy is not None:
+        assert ours is not None
+        assert ours <= greedy
+    if ours is not None:
+        assert bound.feasible
+        assert ours >= bound.added_time_ns
+
+
+def test_it_finds_the_best_plan_of_tiny_traces() -> None:
+    """Against exhaustive search over all plans but those that drop values in between."""
+    compared = 0
+    for number in range(150):
+        of = draw_trace(number)
+        front = frontier(of, most=1_500)
+        if front is None:
+            continue
+        for budget_bytes in sorted(front)[:6]:
+            compared += 1
+            ours, least = time_of("search", of, budget_bytes), optimum(front, budget_bytes)
+            assert ours is not None, number
+            assert least is not None, number
+            assert ours <= least, number
+    assert compared > 100
+
+
+@settings(max_examples=60, deadline=None)
+@given(of=traces(), seed=st.integers(0, 9))
+def test_what_a_walk_evaluates_is_what_its_actions_mean(of: Trace, seed: int) -> None:
+    graph = analyse(of)
+    search = Search(of, graph, 1 << 40)
+    annealer = Annealer(search.evaluator, graph, 1 << 40, seed)
+    state = search.evaluator.state()
+    for _ in range(40):
+        if annealer.candidates:
+            annealer._move(state)
+    try:
+        expected = search.evaluator.cost(state)
+    except PlanError:
+        return
+    timeline = run(of, build(of, search.actions(Found(state=state, time_ns=0)), graph), graph)
+    assert (timeline.peak_allocated_bytes, timeline.step_time_ns) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(of=traces(), seed=st.integers(0, 9))
+def test_a_move_taken_back_leaves_no_trace(of: Trace, seed: int) -> None:
+    graph = analyse(of)
+    evaluator = Evaluator(of, graph)
+    annealer = Annealer(evaluator, graph, 1 << 40, seed)
+    state = evaluator.state()
+    for k in range(60):
+        if not annealer.candidates:
+            return
+        before = state.copy()
+        undo = annealer._move(state)
+        if undo is not None and k % 2:
+            undo()
+            assert (state.there == before.there).all()
+            assert (state.share == before.share).all()
+            assert state.drops == before.drops
+
+
+def shared_link() -> Trace:
+    """`c` and `d` are made from `b`, which backward does not read; forward ends with the large `p`."""
+    return trace(
+        [
+            fwd({"a": 10}, "x", time_ns=100),
+            fwd({"b": 100}, "a", time_ns=50),
+            fwd({"c": 50}, "b", time_ns=1),
+            fwd({"d": 50}, "b", time_ns=1),
+            fwd({"y": 1}, "c", "d", time_ns=1),
+            fwd({"p": 200}, "y", time_ns=1),
+            bwd({"e": 1}, "p", time_ns=1),
+            bwd({"f": 1}, "e", "d", time_ns=1),
+            bwd({"g": 1}, "f", "c", time_ns=1),
+            bwd({"h": 1}, "g", "a", time_ns=1),
+        ],
+        {"x": 0},
+    )
+
+
+def test_a_link_that_two_chains_need_is_rebuilt_once() -> None:
+    """Everything kept: a 10, c 50, d 50, y 1 and p 200 at once are 311 bytes. In 215 neither c nor d is kept.
+
+    When they are rebuilt p has gone. d takes b and d, 51 ns. c takes 1 ns more if b stays until then, and 51 if not.
+    """
+    of = shared_link()
+    assert run(of, build(of)).peak_allocated_bytes == 311
+    assert time_of("search", of, 215) == 52
+    assert time_of("search", of, 262) == 51  # one of them is enough
+
+
+def test_a_seed_decides_the_plan_and_the_time_limit_is_kept() -> None:
+    of = shared_link()
+    assert plan_with("search", of, 215, LONG) == plan_with("search", of, 215, LONG)
+    graph = analyse(of)
+    evaluator = Evaluator(of, graph)
+    annealer = Annealer(evaluator, graph, 215, 0)
+    begin = time.perf_counter()
+    annealer.run(evaluator.state(), 10**9, Clock(deadline=begin + 0.2))
+    assert time.perf_counter() - begin < 5
+
+
+def test_a_refusal_names_the_lowest_peak_seen() -> None:
+    of = shared_link()
+    with pytest.raises(Refusal) as refused:  # y and p alone are 201 bytes
+        plan_with("search", of, 200, LONG)
+    assert refused.value.figures["floor"]["peak_allocated_bytes"] == 201
+    assert 201 <= refused.value.figures["lowest_peak_bytes"] <= 211
