@@ -173,10 +173,10 @@ class Evaluator:
         Raises:
             PlanError: a chain needs an op that may not run again.
         """
-        peak_bytes, added_ns, _, steps = self._walk(state)
+        peak_bytes, added_ns, _, steps = self.walk(state)
         if peak_bytes <= budget_bytes:
             return peak_bytes, added_ns, 0
-        peaks = self._peaks[: self.forward + steps]
+        peaks = self._levels[0, : self.forward + steps]
         return peak_bytes, added_ns, int(np.maximum(peaks - budget_bytes, 0).sum())
 
     def evaluate(self, state: State) -> Result:
