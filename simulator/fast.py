@@ -286,6 +286,14 @@ class Evaluator:
         self._make_room(2 * n_op + 1)
 
 
+def without(drops: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[int, ...]]:
+    """The same drops, but for one storage."""
+    if not any(storage in d for d in drops.values()):
+        return drops
+    left = {k: tuple(s for s in d if s != storage) for k, d in drops.items()}
+    return {k: d for k, d in left.items() if d}
+
+
 def _rows(lists: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Lists of ids one behind the other, and where each starts."""
     at = np.zeros(len(lists) + 1, np.int32)

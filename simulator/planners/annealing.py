@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from simulator.fast import Evaluator, State
+from simulator.fast import Evaluator, State, without
 from simulator.graph import Graph
 from simulator.planners.limits import Clock
 from traces.errors import PlanError
@@ -245,11 +245,3 @@ class Annealer:
         else:
             state.share[s] = self.is_candidate[s]
         return before
-
-
-def without(drops: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[int, ...]]:
-    """The same drops, but for one storage."""
-    if not any(storage in d for d in drops.values()):
-        return drops
-    left = {k: tuple(s for s in d if s != storage) for k, d in drops.items()}
-    return {k: d for k, d in left.items() if d}

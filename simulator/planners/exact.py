@@ -51,9 +51,11 @@ def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """
     graph = analyse(trace, limits.constraints)
     evaluator = Evaluator(trace, graph)
-    values = decisions(trace, graph, evaluator)
     first = Search(trace, graph, budget_bytes, limits.clock())
     found = first.run()
+    if found is not None and found.time_ns == trace.time_ns:  # no plan adds less than nothing
+        return finish(trace, graph, NAME, budget_bytes, first.actions(found))
+    values = decisions(trace, graph, evaluator)
     start = None if found is None else (found.time_ns, tuple(first.actions(found)))
     tree = Tree(trace, graph, evaluator, values, budget_bytes, limits.clock(), start)
     tree.lowest_peak_bytes = first.lowest_peak_bytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulator.fast import Evaluator, Result, State
+from simulator.fast import Evaluator, Result, State, without
 from simulator.graph import Graph, analyse
 from simulator.planners.limits import DEFAULTS, Clock, Limits
 from simulator.planners.outcome import finish, refuse
@@ -216,13 +216,6 @@ class Search:
                 after = tuple(dropped_after.get(s, ()))
                 out.append(Action(storage=s, drop_after=after))  # a link that stays once it is rebuilt
         return out
-
-
-def without(drops: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[int, ...]]:
-    """The same drops, but for one storage."""
-    if not any(storage in d for d in drops.values()):
-        return drops
-    return {k: tuple(s for s in d if s != storage) for k, d in drops.items()}
 
 
 def segmented(search: Search) -> State:
