@@ -42,7 +42,7 @@ def trace() -> None:
 )
 @click.option("--dropout", type=float, help="Instead of the model's own dropout probabilities.")
 @click.option("--attention", help="sdpa or eager (transformers).")
-@click.option("--target", help="The device whose roofline gives the times: h200, h100, a100-80, ..., cpu.")
+@click.option("--target", help="The device whose ops and times are wanted: h200, h100, a100-80, ..., cpu.")
 @click.option(
     "--device", help="Measure for real on cpu or cuda. Without it nothing is run and nothing allocated."
 )

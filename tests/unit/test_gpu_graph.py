@@ -21,6 +21,7 @@ from simulator.graph import analyse  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, plan_of, random_actions, recompute_all, step_of  # noqa: E402
 from tracer.batch_norm import takes_cudnn  # noqa: E402
+from tracer.gpu import gpu_kernels  # noqa: E402
 from tracer.libraries import cublas_workspace_bytes, cublaslt_workspace_bytes  # noqa: E402
 from tracer.program import Program, program_of  # noqa: E402
 from tracer.spec import load_spec  # noqa: E402
@@ -155,6 +156,16 @@ def test_attention_inside_torch_s_own_functions_and_by_a_kept_reference() -> Non
     names = [r.target for r in p.rows]
     assert names.count("aten._scaled_dot_product_efficient_attention.default") == 2
     assert functional.scaled_dot_product_attention is kept  # put back
+    assert torch.batch_norm is norm
+
+
+def test_a_failed_capture_puts_torch_s_functions_back() -> None:
+    kept, norm = functional.scaled_dot_product_attention, torch.batch_norm
+    with pytest.raises(RuntimeError, match="inside"), gpu_kernels(device("h200")):
+        assert functional.scaled_dot_product_attention is not kept
+        assert torch.batch_norm is not norm
+        raise RuntimeError("inside")
+    assert functional.scaled_dot_product_attention is kept
     assert torch.batch_norm is norm
 
 
