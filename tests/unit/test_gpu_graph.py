@@ -161,10 +161,17 @@ def test_attention_inside_torch_s_own_functions_and_by_a_kept_reference() -> Non
 
 def test_a_failed_capture_puts_torch_s_functions_back() -> None:
     kept, norm = functional.scaled_dot_product_attention, torch.batch_norm
-    with pytest.raises(RuntimeError, match="inside"), gpu_kernels(device("h200")):
-        assert functional.scaled_dot_product_attention is not kept
-        assert torch.batch_norm is not norm
-        raise RuntimeError("inside")
+    inside: list[Any] = []
+
+    def fail() -> None:
+        with gpu_kernels(device("h200")):
+            inside.extend((functional.scaled_dot_product_attention, torch.batch_norm))
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
+    assert kept not in inside
+    assert norm not in inside
     assert functional.scaled_dot_product_attention is kept
     assert torch.batch_norm is norm
 
