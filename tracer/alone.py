@@ -20,7 +20,7 @@ import torch
 
 from tracer.device_profiles import shapes_text
 from tracer.probes import CpuMarker, CudaHistory, CudaTimer, cpu_allocations, settle
-from tracer.signature import Signature, TensorSpec
+from tracer.signature import DEVICE, Signature, TensorSpec
 from tracer.step import Recorded
 from traces.profile import MEASURED_CPU, MEASURED_CUDA, DeviceProfile, Entry, Identity, LibraryWorkspace
 from traces.trace import VIEW
@@ -176,7 +176,7 @@ def arguments(op: Any, signature: Signature, device: str) -> tuple[tuple[Any, ..
             return [made(v, name, kind) for v in value]
         if isinstance(value, str) and value.startswith("torch."):
             return getattr(torch, value.removeprefix("torch."))
-        if name == "device" and value is not None:
+        if value == DEVICE:
             return torch.device(device)
         if isinstance(value, str) and "str" not in kind:
             raise LookupError(f"its argument {name} is a {value}, which cannot be made up")

@@ -20,6 +20,7 @@ ITEM_BYTES: Final = {
     "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex32": 4,
     "complex64": 8, "complex128": 16,
 }  # fmt: skip
+DEVICE: Final = "device"  # stands for every argument that is a device
 # A whole number that stands alone: not part of a name ("conv2d"), of a dtype ("float32") or of a float ("0.5").
 _NUMBER: Final = re.compile(r"(?<![\w.])-?\d+(?![\w.])")
 
@@ -135,7 +136,9 @@ def _plain(value: Any) -> Any:
             stride=tuple(int(d) for d in value.stride()) if str(value.layout) == "torch.strided" else (),
             dtype=str(value.dtype).removeprefix("torch."),
         )
-    text = str(value)  # a dtype, a device, a layout, a memory format
+    if type(value).__name__ == "device":
+        return DEVICE  # the same call on a laptop's fake tensors and on the GPU
+    text = str(value)  # a dtype, a layout, a memory format
     return text if len(text) < 64 and "0x" not in text else type(value).__name__
 
 

@@ -34,6 +34,14 @@ def test_a_key_tells_shapes_strides_and_dtypes_apart_and_no_floats() -> None:
     assert len({add_key(x, 0.0), add_key(x, 1.0), add_key(x, 0.3)}) == 3
 
 
+def test_a_call_is_the_same_on_every_device() -> None:
+    x = torch.zeros(3)
+    keys = {
+        of_call(aten.full.default, ([3], 1.0), {"device": torch.device(d)}, x).key for d in ("cpu", "cuda:0")
+    }
+    assert keys == {"aten.full.default((3), 1.0, device=device) -> float32[3|1]"}
+
+
 def test_structure_and_numbers() -> None:
     a, b = add_key(torch.zeros(4, 6)), add_key(torch.zeros(8, 6))
     assert structure_of(a) == structure_of(b) != structure_of(add_key(torch.zeros(4)))
