@@ -52,14 +52,15 @@ def identity_here(device: str) -> Identity:
     )
 
 
-def identity_wanted(target: Device) -> Identity:
+def identity_wanted(target: Device, tf32: bool | None = None) -> Identity:
     """Whose measurements a fake trace for `target` would like: this processor's, or such a GPU's, with the flags that
-    torch has here."""
+    torch has here; `tf32` sets those of TF32."""
     if target.kind == "cpu":
         return identity_here("cpu")
-    return Identity(
-        device="", kind=target.kind, target=target.name, torch_version=_release(), flags=_gpu_flags()
-    )
+    flags = _gpu_flags()
+    if tf32 is not None:
+        flags |= {"tf32_matmul": str(tf32), "tf32_cudnn": str(tf32)}
+    return Identity(device="", kind=target.kind, target=target.name, torch_version=_release(), flags=flags)
 
 
 def _release() -> str:

@@ -19,6 +19,7 @@ from tracer.device_profiles import (
     profile_of,
     with_workspaces,
 )
+from tracer.precision import set_tf32
 from tracer.profile import measure
 from tracer.spec import BuildStep
 from tracer.step import Recorded, trace_step
@@ -55,7 +56,7 @@ def record_fake(
         TraceError: the profile that was named is none, or is of another device.
         EnvironmentProblem: calibration is asked for and the target is not here.
     """
-    want = identity_wanted(target)
+    want = identity_wanted(target, build.policy.get("tf32"))
     path = use.path if use.path is not None and use.path.exists() else None
     if use.path is not None and path is None and not use.calibrate:
         path = use.path  # to be refused by `find`
@@ -66,8 +67,10 @@ def record_fake(
     recorded = trace_step(build, target, costs=Costs(profile=profile))
     where = str(found.path) if found is not None else ""
     if use.calibrate:
+        if target.kind == "cuda":
+            set_tf32(build.policy)
         profile, where = _calibrated(recorded, target, profile, use, say)
-        recorded = recost(recorded, target, Costs(profile=profile))
+        recorded = recost(recorded, target, Costs(profile=profile, tf32=build.policy.get("tf32")))
     trace = recorded.trace
     if profile is not None and {w.op for w in profile.workspaces} & set(trace.ops.target):
         trace = with_workspaces(trace, profile.workspaces)

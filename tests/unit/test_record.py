@@ -128,6 +128,8 @@ def test_a_gpu_s_profile_serves_a_laptop(cache: Path) -> None:
     assert find(identity_wanted(device("l40s"))) is None
     assert "it is of NVIDIA H200" in mismatch(have, identity_wanted(device("l40s")))
     assert "benchmark was True" in mismatch(replace(have, flags={**have.flags, "benchmark": "True"}), want)
+    assert find(identity_wanted(device("h200"), tf32=True)) is None
+    assert "tf32_matmul was False and is True" in mismatch(have, identity_wanted(device("h200"), tf32=True))
     patch = replace(have, torch_version=".".join([*want.torch_version.split(".")[:2], "99"]))
     assert mismatch(patch, want) == ""
 
