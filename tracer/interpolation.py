@@ -46,14 +46,14 @@ class Index:
         self._points: dict[str, list[_Point]] = {}
         for key, entry in entries:
             point = _Point(_sizes(key), _tensor_bytes(key), entry)
-            self._points.setdefault(structure_of(key), []).append(point)
+            self._points.setdefault(_family(key), []).append(point)
 
     def estimate(self, key: str) -> Estimate | None:
         """The cost of a call that was not measured; None if the measured ones do not say.
 
         Two points between which the call lies are taken before two beside it, and near ones before far ones.
         """
-        points = self._points.get(structure_of(key), [])
+        points = self._points.get(_family(key), [])
         wanted, tensors = _sizes(key), _tensor_bytes(key)
         # Only points that differ from the call in the same places can lie on one line with it.
         groups: dict[tuple[bool, ...], list[_Point]] = {}
@@ -78,6 +78,18 @@ class Index:
             return None
         ratio, point = min(ratios, key=lambda x: max(x[0], 1 / x[0]))
         return _scaled(point, tensors, ratio)
+
+
+def _family(key: str) -> str:
+    """Calls that may be joined: of one structure, and of one kernel where torch is known to choose it by the batch.
+
+    On the CPU a convolution of one image and one of 16 images or more may take another kernel than those between
+    (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp).
+    """
+    if key.startswith("aten.convolution") and (found := _TENSOR.search(key)):
+        batch = int(found.group(2).partition(",")[0] or 0)
+        return f"{min(batch, 2) if batch < 16 else 16} {structure_of(key)}"
+    return structure_of(key)
 
 
 @cache

@@ -76,5 +76,18 @@ def test_neighbours_on_both_sides_come_first() -> None:
     assert found.events == (2048, 40, -40)
 
 
+def test_a_convolution_is_not_joined_across_torch_s_choice_of_a_kernel() -> None:
+    def key(batch: int) -> str:
+        return conv_key(batch).replace("aten.conv.", "aten.convolution.")
+
+    index = Index([(key(b), measured(b)) for b in (4, 8, 16, 20)])
+    assert index.estimate(key(12)) is not None
+    assert index.estimate(key(32)) is not None
+    assert index.estimate(key(1)) is None
+    few = Index([(key(b), measured(b)) for b in (4, 8)])
+    assert few.estimate(key(12)) is not None
+    assert few.estimate(key(16)) is None
+
+
 def test_another_op_says_nothing() -> None:
     assert Index([(conv_key(4), measured(4))]).estimate("aten.mm.default(4) -> ") is None
