@@ -44,8 +44,9 @@ class Step:
         """`resnet50 b8 px64 amp bfloat16`."""
         name = Path(self.model.rpartition(":")[0] or self.model).stem if ".py" in self.model else self.model
         known = [f"{mark}{self.options[k]}" for k, mark in SHORT.items() if k in self.options]
+        plain = [k for k in ("dtype", "optimizer") if self.options.get(k, "none") != "none"]
         rest = [
-            f"{k.replace('_', '-')} {v}" if k not in ("dtype", "optimizer") else str(v)
+            str(v) if k in plain else f"{k.replace('_', '-')} {v}"
             for k, v in sorted(self.options.items())
             if k not in SHORT
         ]

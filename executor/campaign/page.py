@@ -166,10 +166,10 @@ def _headline(book: Book, rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
 _AGGREGATE_COLUMNS = (
     "runs",
     "mean",
-    "mean |error|",
-    "median |error|",
-    "worst too low",
-    "worst too high",
+    "mean |e|",
+    "median |e|",
+    "lowest",
+    "highest",
     "within " + "/".join(f"{limit:g}" for limit in WITHIN),
     "too low",
 )
@@ -200,8 +200,9 @@ def _aggregates(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
             text="An error is 100·(predicted − measured)/measured: negative means that the prediction was too low, "
             "which is the dangerous side. A slow-down is the plan's step time over the keep-all step's; its error is "
             "in points. Calibrated predictions know workspaces and times as they were measured on the device, op by "
-            "op, in a process of their own; uncalibrated ones know nothing of the device but a table. Within: the "
-            "share of the runs whose error is at most so many percent (points). Too low: the share that was predicted "
+            "op, in a process of their own; uncalibrated ones know nothing of the device but a table. |e|: the error "
+            "without its sign. Lowest, highest: the worst underestimate and overestimate. Within: the share of the runs "
+            "whose error is at most so many percent (points). Too low: the share that was predicted "
             "below what was measured."
         ),
         _aggregate_table(
@@ -218,7 +219,7 @@ def _aggregates(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
 def _aggregate_table(rows: Sequence[ErrorRow], *, eager: bool, caption: str) -> Table:
     found = aggregates(rows, eager=eager)
     made = tuple(
-        (g.provenance, one_line(TITLES[g.figure]), NAMES[g.stage], *_aggregate_cells(a, g.figure))
+        (one_line(g.provenance), one_line(TITLES[g.figure]), NAMES[g.stage], *_aggregate_cells(a, g.figure))
         for g, a in found.items()
         if g.stage in NAMES
     )
@@ -235,7 +236,7 @@ def _by_model(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
     blocks: list[Block] = []
     for figure in FIGURES:
         made = tuple(
-            (one_line(g.model), g.provenance, NAMES[g.stage], *_aggregate_cells(a, figure))
+            (one_line(g.model), one_line(g.provenance), NAMES[g.stage], *_aggregate_cells(a, figure))
             for g, a in found.items()
             if g.figure == figure and g.stage in NAMES
         )

@@ -13,8 +13,8 @@ from traces.people import show_bytes
 
 
 def one_line(text: str) -> str:
-    """The text with spaces at which no line breaks, so that a wide table does not set a label word by word."""
-    return text.replace(" ", "\u00a0")
+    """The text with spaces and hyphens at which no line breaks, so that a wide table keeps a label in one line."""
+    return text.replace(" ", "\u00a0").replace("-", "\u2011")
 
 
 def case_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
@@ -35,11 +35,11 @@ def _errors(r: Record) -> dict[tuple[str, str], float]:
     return {(e.stage, e.figure): e.error for e in error_rows([r]) if e.run == run}
 
 
-def _error_cell(value: float | None, *, unit: str = "%") -> Cell:
+def _error_cell(value: float | None, *, memory: bool = True) -> Cell:
     if value is None:
         return Cell(text="–")
-    tone = "bad" if value < -LARGE else "good" if abs(value) < 0.0005 else ""
-    return Cell(text=f"{value:+.3f} {unit}", sort=value, tone=tone)
+    tone = "bad" if memory and value < -LARGE else "good" if abs(value) < 0.0005 else ""
+    return Cell(text=f"{value:+.3f} %", sort=value, tone=tone)
 
 
 def _memory(cases: Sequence[Record]) -> Table:
@@ -54,7 +54,7 @@ def _memory(cases: Sequence[Record]) -> Table:
         rows.append(
             (
                 one_line(r.case.label),
-                r.provenance,
+                one_line(r.provenance),
                 bytes_cell(r.eager.peak_allocated_bytes),
                 bytes_cell(r.keep_all.peak_allocated_bytes),
                 bytes_cell(real),
@@ -100,7 +100,7 @@ def _reserved(cases: Sequence[Record]) -> Table:
         rows.append(
             (
                 one_line(r.case.label),
-                r.provenance,
+                one_line(r.provenance),
                 bytes_cell(r.measured.peak_reserved_bytes),
                 bytes_cell(predicted.peak_reserved_bytes),
                 _error_cell(errors.get((CALIBRATED, "reserved"))),
@@ -135,13 +135,13 @@ def _times(cases: Sequence[Record]) -> Table:
         rows.append(
             (
                 one_line(r.case.label),
-                r.provenance,
+                one_line(r.provenance),
                 time_cell(r.eager.step_time_ns),
                 time_cell(r.keep_all.step_time_ns),
                 time_cell(r.measured.step_time_ns),
                 time_cell(r.predicted.get(CALIBRATED, RunFigures()).step_time_ns),
-                _error_cell(errors.get((CALIBRATED, "time"))),
-                _error_cell(errors.get((RULES, "time"))),
+                _error_cell(errors.get((CALIBRATED, "time")), memory=False),
+                _error_cell(errors.get((RULES, "time")), memory=False),
                 percent_cell(None if real is None else real.measured, signed=True),
                 percent_cell(slow[CALIBRATED].predicted if CALIBRATED in slow else None, signed=True),
                 percent_cell(slow[RULES].predicted if RULES in slow else None, signed=True),
@@ -180,7 +180,7 @@ def _iterations(cases: Sequence[Record]) -> Table:
             rows.append(
                 (
                     one_line(r.case.label if run == "plan" else f"{r.case.step.label} {run}"),
-                    r.provenance,
+                    one_line(r.provenance),
                     bytes_cell(f.peaks_bytes[0]),
                     bytes_cell(f.peak_allocated_bytes),
                     bytes_cell(first),
@@ -220,7 +220,7 @@ def boundary_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
                 (
                     one_line(r.case.step.label),
                     {NONE: "untouched"}.get(r.case.planner, r.case.planner),
-                    r.provenance,
+                    one_line(r.provenance),
                     bytes_cell(r.limit_bytes),
                     Cell(text=str(t.batch_size), sort=t.batch_size),
                     bytes_cell(t.predicted.peak_allocated_bytes),
@@ -268,7 +268,7 @@ def other_blocks(records: Sequence[Record]) -> tuple[Block, ...]:
             rows.append(
                 (
                     one_line(r.case.label),
-                    r.provenance,
+                    one_line(r.provenance),
                     Cell(text=r.status, tone=tone),
                     bytes_cell(best.peak_allocated_bytes),
                     bytes_cell(best.peak_reserved_bytes),

@@ -55,7 +55,9 @@ def scatter(points: Sequence[Point], colours: Mapping[str, str], *, title: str, 
             x,
             y,
             alt.Color("series:N").scale(domain=present, range=[colours[s] for s in present]).title(None),
-            alt.Shape("series:N").scale(domain=present).legend(None),
+            alt.Shape("series:N")
+            .scale(domain=present, range=["circle", "square"][: len(present)])
+            .title(None),
             tooltip=[
                 "case:N",
                 "series:N",
