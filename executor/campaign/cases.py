@@ -186,8 +186,9 @@ def parse_cases(data: Mapping[str, Any], *, where: str, root: Path, name: str) -
 
 def _step_keys() -> tuple[str, ...]:
     from tracer.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
+    from tracer.precision import POLICY_OPTIONS
 
-    return tuple(dict.fromkeys((*IMAGE_OPTIONS, *SEQUENCE_OPTIONS)))
+    return tuple(dict.fromkeys((*IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *POLICY_OPTIONS)))
 
 
 def _case_keys() -> tuple[str, ...]:
@@ -292,13 +293,25 @@ def _steps(lists: dict[str, list[Any]], place: str, root: Path) -> list[Step]:
                     flags = ", ".join(t.replace("_", "-") for t in takes)
                     raise SpecError(f"{place}: model {name} takes no {key}; it takes {flags}.")
                 options[option] = value
+            _policy(options, place)
             steps.append(Step(model=name, options=options))
     return steps
+
+
+def _policy(options: Mapping[str, Any], place: str) -> None:
+    """Check the dtype policy, which `trace` would refuse only after a process has been started."""
+    from tracer.precision import parse_policy
+
+    try:
+        parse_policy(dict(options))
+    except LowtideError as error:
+        raise SpecError(f"{place}: {error}") from None
 
 
 def _model(model: Any, place: str, root: Path) -> tuple[str, tuple[str, ...] | None]:
     """The model's full name or path, and the options that it takes (None: its own function says)."""
     from tracer.models import find_model
+    from tracer.precision import POLICY_OPTIONS
     from tracer.spec import is_build_function
 
     if not isinstance(model, str):
@@ -310,7 +323,7 @@ def _model(model: Any, place: str, root: Path) -> tuple[str, tuple[str, ...] | N
             raise SpecError(f"{place}: {path}: no such file; paths of models are relative to the cases file.")
         return f"{path}:{function}", None
     known = _at(place, find_model, model)
-    return known.name, known.takes
+    return known.name, (*known.takes, *POLICY_OPTIONS)
 
 
 def _count(key: str, value: Any, place: str) -> None:

@@ -201,7 +201,7 @@ def _aggregates(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
             "which is the dangerous side. A slow-down is the plan's step time over the keep-all step's; its error is "
             "in points. Calibrated predictions know workspaces and times as they were measured on the device, op by "
             "op, in a process of their own; uncalibrated ones know nothing of the device but a table. |e|: the error "
-            "without its sign. Lowest, highest: the worst underestimate and overestimate. Within: the share of the runs "
+            "without its sign. Lowest, highest: the worst under- and overestimate. Within: the share of the runs "
             "whose error is at most so many percent (points). Too low: the share that was predicted "
             "below what was measured."
         ),

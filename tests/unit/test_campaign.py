@@ -109,6 +109,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 TWO_MODELS = """
 [defaults]
 budget = ["none", "90%", "10%"]
+planner = "mu-two"
 [[case]]
 model = ["bert-tiny", "t5-tiny"]
 """

@@ -51,6 +51,14 @@ def test_lists_are_multiplied_out_and_a_case_overrides_the_defaults() -> None:
     assert [Case.from_json(c.to_json()) for c in made.cases] == list(made.cases)
 
 
+def test_autocast_and_tf32_are_options_of_every_model() -> None:
+    made = parsed('[[case]]\nmodel = "resnet18"\namp = ["bfloat16", "float16"]\ntf32 = true\n')
+    assert [c.label for c in made.cases] == [
+        "resnet18 amp bfloat16 tf32 True keep-all",
+        "resnet18 amp float16 tf32 True keep-all",
+    ]
+
+
 def test_the_same_question_twice_is_asked_once() -> None:
     twice = (
         '[[case]]\nmodel = ["resnet18", "resnet-18"]\nbudget = ["50%", "50%"]\n[[case]]\nmodel = "resnet18"\n'
@@ -104,6 +112,8 @@ def test_a_models_file_is_looked_for_beside_the_cases(tmp_path: Path) -> None:
         ('[campaign]\ntarget = "h9000"\n[[case]]\nmodel = "resnet18"\n', "h9000"),
         ('[other]\n[[case]]\nmodel = "resnet18"\n', "unknown key 'other'"),
         ("case = 3\n", "no cases"),
+        ('[[case]]\nmodel = "resnet18"\namp = "int8"\n', "case 1: .*amp"),
+        ('[[case]]\nmodel = "resnet18"\namp = "bfloat16"\ndtype = "bfloat16"\n', "case 1: .*amp"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(text: str, says: str) -> None:
