@@ -155,7 +155,7 @@ def table(found: MaxBatch) -> str:
             (
                 str(p.batch_size),
                 show_bytes(kept),
-                "yes" if p.fits else "no",
+                f"yes, {p.retries_a_step} retries" if p.retries_a_step else "yes" if p.fits else "no",
                 "" if p.plan_fits is None else show_bytes(plan),
                 price,
             )

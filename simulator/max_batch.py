@@ -55,6 +55,7 @@ class Probe:
     batch_size: int
     kept: RunFigures
     fits: bool
+    retries_a_step: int = 0  # how often all cached memory must be given back for that
     plan: RunFigures | None = None
     overhead_percent: float | None = (
         None  # of the plan, or what any plan must at least cost where none was made
@@ -67,6 +68,7 @@ class Probe:
         return {
             "batch_size": self.batch_size,
             "fits": self.fits,
+            "retries_a_step": self.retries_a_step,
             "baseline": self.kept.headline(),
             "plan_fits": self.plan_fits,
             "plan": None if self.plan is None else self.plan.headline(),
@@ -148,10 +150,14 @@ class _Search:
             verdict = fit(c, self.request.device)
             assert verdict is not None
             self.said[batch_size] = c
-            wanted = verdict.kept_bytes if c.kept_reserved is None else c.kept_reserved.wanted_bytes
-            self.excess[batch_size] = wanted / max(1, self.request.device.usable_bytes) - 1
+            # On a GPU that runs short the allocator gives cached memory back and goes on, so what is in use decides.
+            used = c.kept_figures.peak_block_bytes or verdict.kept_bytes
+            self.excess[batch_size] = used / max(1, self.request.device.usable_bytes) - 1
             self.probes[batch_size] = Probe(
-                batch_size=batch_size, kept=c.kept_figures, fits=verdict.kept_fits
+                batch_size=batch_size,
+                kept=c.kept_figures,
+                fits=verdict.kept_fits,
+                retries_a_step=verdict.kept_retries,
             )
             self.progress(f"batch {batch_size}: {_needs(verdict)}")
         return Verdict(fits=self.probes[batch_size].fits, excess=self.excess[batch_size])
@@ -162,7 +168,11 @@ class _Search:
             return Verdict(fits=True, excess=self.floor_excess(batch_size))
         probe, excess = self._plan(self.said[batch_size].trace, self.probes[batch_size])
         self.probes[batch_size] = probe
-        outcome = f"a plan fits at {probe.overhead_percent:+.2f} %" if probe.plan_fits else probe.message
+        outcome = (
+            f"a plan fits at {probe.overhead_percent:+.2f} %"
+            if probe.plan_fits
+            else probe.message.split(". ")[0]
+        )
         self.progress(f"batch {batch_size}: {outcome}")
         return Verdict(fits=bool(probe.plan_fits), excess=max(excess, self.floor_excess(batch_size)))
 
@@ -295,5 +305,6 @@ def traces_in(request: Request, progress: Callable[[str], None]) -> Callable[[in
 def _needs(verdict: Fit) -> str:
     from traces.people import show_bytes
 
-    outcome = "fits" if verdict.kept_fits else "does not fit"
+    retries = f" with {verdict.kept_retries} retries a step" if verdict.kept_retries else ""
+    outcome = f"fits{retries}" if verdict.kept_fits else "does not fit"
     return f"{show_bytes(verdict.kept_bytes)} of {show_bytes(verdict.device.usable_bytes)}, {outcome}"

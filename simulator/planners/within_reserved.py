@@ -11,6 +11,7 @@ from traces.people import show_bytes
 from traces.plan import Plan
 
 ATTEMPTS: Final = 8  # plans that are made at most
+STRIDES: Final = 8  # the budget falls by an eighth of the limit at most
 CLOSE: Final = 100  # stop when the highest budget that may do is within 1/100 of the one that did
 
 
@@ -33,16 +34,18 @@ def plan_within_reserved(
     """
     best: Plan | None = None
     budget, high, low = limit_bytes, limit_bytes + 1, 0
+    why: BudgetError | None = None  # there is no plan for the budget `low`
     least = None  # reserved by the leanest plan that was too large
     for _ in range(ATTEMPTS):
         try:
             plan = make(budget)
         except BudgetError as error:
-            if least is None and best is None:
+            if least is None:
                 raise
             if best is not None:
                 break
-            raise _refusal(limit_bytes, least or 0, error) from None
+            why, low, budget = error, budget, (budget + high) // 2
+            continue
         reserved = reserved_bytes(plan)
         if reserved <= limit_bytes:
             best, low = plan, budget
@@ -50,7 +53,8 @@ def plan_within_reserved(
             high = budget
             least = reserved if least is None else min(least, reserved)
         if best is None:
-            budget -= max(reserved - limit_bytes, limit_bytes // (2 * CLOSE), 1)
+            fall = min(max(reserved - limit_bytes, limit_bytes // (2 * CLOSE), 1), limit_bytes // STRIDES)
+            budget = (low + high) // 2 if low else budget - max(1, fall)
             if budget < 1:
                 break
         elif high - low <= max(1, limit_bytes // CLOSE):
@@ -58,7 +62,7 @@ def plan_within_reserved(
         else:
             budget = (low + high) // 2
     if best is None:
-        raise _refusal(limit_bytes, least or 0, None)
+        raise _refusal(limit_bytes, least or 0, why)
     return best
 
 
