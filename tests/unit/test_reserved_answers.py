@@ -226,21 +226,46 @@ def test_a_memory_fraction_is_of_the_whole_device() -> None:
 def test_a_budget_of_reserved_memory(network: Path, tmp_path: Path) -> None:
     whole = json.loads(simulate(network, "--json").stdout)["baseline"]["peak_reserved_bytes"]
     output = tmp_path / "plan.json"
-    result = simulate(network, "--budget", "70%", "--budget-of", "reserved", "-o", output, "--json")
+    result = simulate(
+        network, "--budget", "70%", "--budget-of", "reserved", "--planner", "mu-two", "-o", output, "--json"
+    )
     assert result.exit_code == 0
     said = json.loads(result.stdout)
     assert (said["budget_of"], said["budget_bytes"]) == (RESERVED, whole * 70 // 100)
     assert said["plan"]["peak_reserved_bytes"] <= said["budget_bytes"]
     plan = Plan.load(output)
     assert (plan.budget_of, plan.budget_bytes) == (RESERVED, said["budget_bytes"])
-    again = simulate(network, "--budget", "70%", "--budget-of", "reserved", "-o", output, "-f", "--json")
+    again = simulate(
+        network,
+        "--budget",
+        "70%",
+        "--budget-of",
+        "reserved",
+        "--planner",
+        "mu-two",
+        "-o",
+        output,
+        "-f",
+        "--json",
+    )
     assert {**json.loads(again.stdout), "solve_seconds": 0} == {**said, "solve_seconds": 0}
 
 
 def test_the_devices_memory_as_the_budget(network: Path) -> None:
     whole = json.loads(simulate(network, "--json").stdout)["baseline"]["peak_reserved_bytes"]
     memory = whole * 3 // 4
-    result = simulate(network, "--budget", "device", "--device-memory", memory, "--context", "0", "--json")
+    result = simulate(
+        network,
+        "--budget",
+        "device",
+        "--device-memory",
+        memory,
+        "--context",
+        "0",
+        "--planner",
+        "mu-two",
+        "--json",
+    )
     assert result.exit_code == 0
     said = json.loads(result.stdout)
     assert (said["budget_of"], said["budget_bytes"]) == (RESERVED, memory)
