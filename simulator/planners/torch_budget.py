@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -116,7 +116,7 @@ def plans(trace: Trace, sets: SavedSets, graph: Graph | None = None) -> tuple[To
         out.append(
             TorchPlan(
                 choice=choice,
-                plan=found,
+                plan=replace(found, budget_bytes=None),  # torch was given none in bytes
                 timeline=run(trace, build(trace, found.actions, graph), graph),
                 kept_instead=sum(
                     1 for s in choice.recomputed if graph.wanted[s] and not graph.rebuildable[s]

@@ -69,6 +69,7 @@ def test_what_torch_saves_is_saved_and_the_rest_is_recomputed_once() -> None:
     }  # fmt: skip
     (p,) = plans(record, sets_of(record, choice((1, 2), (3, 4))), graph)
     assert p.plan.recomputed == {3, 4}
+    assert p.plan.budget_bytes is None
     # b and c run again: 7 + 9 of 1 + 5 + 7 + 9 + 1 + 1.
     assert p.timeline.step_time_ns - record.time_ns == 16
     # While gc runs: w, a, r, c and gc. As much while b runs again: w, a, r, gc and b.
