@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tracer.attention import attend
 from tracer.batch_norm import batch_norm, meta, takes_cudnn
+from tracer.precision import lowered, without_autocast
 from traces.devices import Device
 
 aten = torch.ops.aten
@@ -50,7 +51,12 @@ def gpu_kernels(target: Device | None) -> Iterator[None]:
     attention, norm = torch._C._nn.scaled_dot_product_attention, torch.batch_norm
 
     def run_attention(*args: Any, **kwargs: Any) -> Any:
-        return attention(*args, **kwargs) if target is None else attend(target, *args, **kwargs)
+        if target is None:
+            return attention(*args, **kwargs)
+        # The choice depends on what autocast would make of query, key and value; below it nothing is cast again.
+        args, kwargs = lowered(args, kwargs)
+        with without_autocast():
+            return attend(target, *args, **kwargs)
 
     def run_norm(*args: Any, **kwargs: Any) -> Any:
         given = _batch_norm_arguments(*args, **kwargs)

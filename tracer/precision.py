@@ -35,15 +35,23 @@ class Autocast:
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """The state; nothing if autocast is off."""
-        if not self.dtype:
-            yield
-            return
-        import torch
+        """The state; without a type only the lists, for a model that enters autocast itself."""
+        with self._listed():
+            if not self.dtype:
+                yield
+                return
+            import torch
 
-        context = torch.autocast(self.kind, dtype=getattr(torch, self.dtype), cache_enabled=self.cache)
-        with context:
-            yield
+            context = torch.autocast(self.kind, dtype=getattr(torch, self.dtype), cache_enabled=self.cache)
+            with context:
+                yield
+
+    def _listed(self) -> contextlib.AbstractContextManager[None]:
+        if not self.lists:
+            return contextlib.nullcontext()
+        from tracer.autocast_lists import cuda_lists
+
+        return cuda_lists()
 
     @contextlib.contextmanager
     def captured_region(self) -> Iterator[None]:
@@ -83,6 +91,24 @@ def without_autocast() -> Any:
     import torch
 
     return torch._C._DisableAutocast()
+
+
+def lowered(args: Any, kwargs: Any, kind: str = "cpu") -> tuple[Any, Any]:
+    """Arguments as autocast's kernel of a lower-precision op passes them on; as they are if autocast is off."""
+    import torch
+    import torch.utils._pytree as pytree
+
+    if not torch.is_autocast_enabled(kind):
+        return args, kwargs
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(x: Any) -> Any:
+        eligible = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if eligible and x.device.type == kind else x
+
+    with without_autocast():
+        result: tuple[Any, Any] = pytree.tree_map(cast, (args, kwargs))
+    return result
 
 
 def parse_policy(given: dict[str, Any]) -> dict[str, Any]:
