@@ -231,6 +231,15 @@ class Evaluator:
         """Of the walk before: the op of each step after forward (~op: run again); all steps' peaks and bytes before."""
         return self._seq[:count].copy(), self._levels[:, : self.forward + count].copy()
 
+    def read_by(self, positions: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Storage -> whether one of these ops reads it."""
+        reads_at, reads = self.facts[2:4]
+        runs = np.zeros(len(self.op_id), np.bool_)
+        runs[positions] = True
+        out = np.zeros(len(self.nbytes), np.bool_)
+        out[reads[np.repeat(runs, np.diff(reads_at))]] = True
+        return out
+
     def chain_space(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Work space for finding a chain: a stack, and an order of ops."""
         return np.empty_like(self._space[-1]), np.empty(len(self.op_id) + 1, np.int32)

@@ -6,6 +6,11 @@ import os
 import tempfile
 
 import pytest
+from hypothesis import settings
+
+# The first example of a test may have to compile the inner loops.
+settings.register_profile("lowtide", deadline=None)
+settings.load_profile("lowtide")
 
 # What tests measure stays out of the user's own device profiles, and these out of the tests.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lowtide-tests-")

@@ -12,14 +12,21 @@ again more than once (the simulation that follows sees it), and reordering of th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
 
 from simulator.fast import Evaluator, Result, State, without
-from simulator.graph import Graph, analyse
+from simulator.graph import Graph, analyse, floor
 from simulator.planners.limits import DEFAULTS, Clock, Limits
 from simulator.planners.outcome import finish, refuse
 from simulator.planners.segments import actions_for
 from traces.plan import SAVE, Action, Plan
 from traces.trace import Trace
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # Far from the budget, several values are released between two simulations: as many as cover this share of the excess.
 STRIDE = 4
@@ -52,7 +59,10 @@ class Found:
 
 
 class Search:
-    """One budget's search over one trace; deterministic but for the clock, which ends `keep_again` only."""
+    """One budget's search over one trace; deterministic but for the clock.
+
+    That ends `keep_again`, and all else only if no plan can fit: then no more is at stake than how low a peak is told.
+    """
 
     def __init__(self, trace: Trace, graph: Graph, budget_bytes: int, clock: Clock | None = None) -> None:
         self.trace, self.graph, self.budget_bytes = trace, graph, budget_bytes
@@ -62,7 +72,11 @@ class Search:
         for s in graph.candidates:
             self.is_candidate[s] = 1
         self.large = max((trace.storages.nbytes[s] for s in graph.candidates), default=0) // NEGLIGIBLE
+        self.candidates = np.array(graph.candidates, np.int64)
+        self.nbytes = np.array(trace.storages.nbytes, np.int64)
+        self.last_forward = np.array(self.evaluator.last_forward, np.int64)
         self.evaluations = 0
+        self.hopeless = budget_bytes < floor(trace, graph).peak_bytes
         self.clock = clock or Limits(seconds=float("inf")).clock()
 
     def run(self) -> Found | None:
@@ -90,6 +104,10 @@ class Search:
         self.lowest_peak_bytes = min(self.lowest_peak_bytes, peak_bytes)
         return peak_bytes <= self.budget_bytes and its_time_ns <= time_ns
 
+    @property
+    def in_vain(self) -> bool:
+        return self.hopeless and self.clock.over
+
     # Going down: release until it fits.
 
     def release(self, state: State) -> bool:
@@ -97,34 +115,43 @@ class Search:
         nbytes = self.evaluator.nbytes
         costs = Costs(self.evaluator, state)
         limit = self.evaluations + MOST_EVALUATIONS // 4
-        while self.evaluations < limit:
-            result = self.evaluate(state)
-            excess = result.peak_bytes - self.budget_bytes
+        while self.evaluations < limit and not self.in_vain:
+            self.evaluations += 1
+            peak_bytes, _, peak_step, steps = self.evaluator.walk(state)
+            self.lowest_peak_bytes = min(self.lowest_peak_bytes, peak_bytes)
+            excess = peak_bytes - self.budget_bytes
             if excess <= 0:
                 return True
-            idle = self.idle(state, result)
+            idle = set(self.idle(state, peak_step, steps))
             if idle:
                 wanted = max(1, excess // STRIDE)
+                cheapest = [((costs.of(s) + 1) / nbytes[s], s) for s in idle]
+                heapify(cheapest)
                 while idle and wanted > 0:
-                    s = min(idle, key=lambda s: ((costs.of(s) + 1) / nbytes[s], s))
+                    price, s = heappop(cheapest)
+                    if s not in idle or price != (costs.of(s) + 1) / nbytes[s]:
+                        continue  # chosen, or cheaper by now
                     idle.remove(s)
                     state.there[s], state.share[s] = 0, 1
-                    costs.released(s)
+                    for t in costs.released(s):
+                        if t in idle:
+                            heappush(cheapest, ((costs.of(t) + 1) / nbytes[t], t))
                     wanted -= nbytes[s]
-            elif not self.drop(state, result, excess):
+            elif not self.drop(state, self.evaluator.evaluate(state), excess):
                 return False
         return False
 
-    def idle(self, state: State, result: Result) -> list[int]:
-        """The kept candidates that are allocated at the instant of the peak, not in use, and needed only later."""
-        ev, there, step = self.evaluator, state.there, result.peak_step
-        if step < ev.forward:
-            return self.sizable([s for s in self.graph.candidates if there[s] and ev.last_forward[s] < step])
-        read = bytearray(len(there))
-        for k in result.seq[: step - ev.forward + 1]:
-            for s in ev.reads[k]:
-                read[s] = 1
-        return self.sizable([s for s in self.graph.candidates if there[s] and not read[s]])
+    def idle(self, state: State, peak_step: int, steps: int) -> list[int]:
+        """The kept candidates that are allocated at the instant of the peak, not in use, and needed only later.
+
+        Of the walk before, of so many steps after forward.
+        """
+        ev, kept = self.evaluator, self.candidates[state.there[self.candidates] != 0]
+        if peak_step < ev.forward:
+            return self.sizable(kept[self.last_forward[kept] < peak_step])
+        seq, _ = ev.steps(steps)
+        seq = seq[: peak_step - ev.forward + 1]
+        return self.sizable(kept[~ev.read_by(np.where(seq < 0, ~seq, seq))[kept]])
 
     def drop(self, state: State, result: Result, excess: int) -> bool:
         """Let values that a chain rebuilt on its way go when the op that demanded the chain has run, those needed last
@@ -153,9 +180,9 @@ class Search:
         state.drops[consumer] = (*state.drops.get(consumer, ()), *dropped)
         return True
 
-    def sizable(self, storages: list[int]) -> list[int]:
-        nbytes = self.evaluator.nbytes
-        return [s for s in storages if nbytes[s] >= self.large] or storages
+    def sizable(self, storages: NDArray[np.int64]) -> list[int]:
+        large = storages[self.nbytes[storages] >= self.large]
+        return cast(list[int], (large if len(large) else storages).tolist())
 
     # Going up: keep again what need not be released.
 
@@ -163,8 +190,9 @@ class Search:
         """Keep what can be kept within the budget, dearest first, until nothing changes."""
         ev = self.evaluator
         limit = self.evaluations + MOST_EVALUATIONS // 2
-        result = self.evaluate(state)
-        time_ns = result.time_ns
+        self.evaluations += 1
+        _, time_ns = self.evaluator.cost(state)
+        room = self.room()
         changed = True
         while changed:
             changed = False
@@ -173,7 +201,6 @@ class Search:
                 (s for s in self.graph.candidates if not state.there[s]),
                 key=lambda s: (-costs.saved(s) / ev.nbytes[s], s),
             )
-            room = self.room(result)
             for s in order:
                 if ev.nbytes[s] > room[ev.last_forward[s]]:
                     continue
@@ -183,20 +210,17 @@ class Search:
                 state.there[s] = 1
                 state.drops = without(before, s)
                 if self.fits(state, time_ns):
-                    result = self.evaluator.evaluate(state)
-                    time_ns, changed = result.time_ns, True
-                    room = self.room(result)
+                    _, time_ns = self.evaluator.cost(state)
+                    room, changed = self.room(), True
                 else:
                     state.there[s], state.drops = 0, before
         return Found(state=state, time_ns=time_ns)
 
-    def room(self, result: Result) -> list[int]:
-        """For each position in forward, how many bytes fit from after it to the end of forward."""
-        n = self.evaluator.forward
-        room = [self.budget_bytes] * (n + 1)
-        for k in range(n - 1, -1, -1):
-            room[k] = min(room[k + 1], self.budget_bytes - result.peaks[k])
-        return room[1:]
+    def room(self) -> list[int]:
+        """For each position in forward, how many bytes fit from after it to the end of forward, after the last walk."""
+        _, levels = self.evaluator.steps(0)
+        left = np.append(self.budget_bytes - levels[0], self.budget_bytes)
+        return cast(list[int], np.minimum.accumulate(left[::-1])[::-1][1:].tolist())
 
     def actions(self, found: Found) -> list[Action]:
         dropped_after: dict[int, list[int]] = {}
@@ -249,7 +273,7 @@ def segmented(search: Search) -> State:
             lowest = (result.peak_bytes, state)
         at = result.peak_step - ev.forward
         chain = [k for k, again in zip(result.seq[: at + 1], result.again, strict=False) if again]
-        if result.peak_bytes <= search.budget_bytes or at < 0 or not chain:
+        if result.peak_bytes <= search.budget_bytes or at < 0 or not chain or search.in_vain:
             break
         members = [i for i in range(turn) if segment[i] == segment[ev.op_id[chain[-1]]]]
         border = split(members, weight, crossing)
@@ -286,6 +310,10 @@ class Costs:
         self.evaluator, self.there = evaluator, state.there
         self.used = [0] * evaluator.forward  # op -> how many released values have it in their chain
         self.chains: dict[int, tuple[int, ...]] = {}
+        self.added: dict[int, int] = {}  # value -> what `of` says, as long as values are only released
+        self.behind: list[list[int]] = [
+            [] for _ in self.used
+        ]  # op -> the values in `added` with it in their chain
         for s in evaluator.graph.candidates:
             if not state.there[s]:
                 self.released(s)
@@ -308,14 +336,26 @@ class Costs:
 
     def of(self, s: int) -> int:
         """Added time if s is released too."""
-        time_ns, used = self.evaluator.time_ns, self.used
-        return sum(time_ns[k] for k in self.chain(s) if not used[k])
+        known = self.added.get(s)
+        if known is None:
+            known = sum(self.evaluator.time_ns[k] for k in self.chain(s) if not self.used[k])
+            self.added[s] = known
+            for k in self.chain(s):
+                self.behind[k].append(s)
+        return known
 
     def saved(self, s: int) -> int:
         """Time saved if the released s is kept again."""
         time_ns, used = self.evaluator.time_ns, self.used
         return sum(time_ns[k] for k in self.chain(s) if used[k] == 1)
 
-    def released(self, s: int) -> None:
+    def released(self, s: int) -> list[int]:
+        """Count s as released; returns the values that this makes cheaper."""
+        cheaper: list[int] = []
         for k in self.chain(s):
+            if not self.used[k] and self.evaluator.time_ns[k]:
+                for t in self.behind[k]:
+                    self.added[t] -= self.evaluator.time_ns[k]
+                cheaper += self.behind[k]
             self.used[k] += 1
+        return cheaper

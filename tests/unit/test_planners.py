@@ -267,6 +267,43 @@ def test_costs_are_the_union_with_what_runs_again_already() -> None:
     assert (costs.saved(a), costs.saved(b)) == (2, 3)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_mu_two_always_takes_the_cheapest_of_the_idle(seed: int) -> None:
+    """Prices are kept up to date while several values are released at once: as if each were looked at anew."""
+    of = ladder(24, seed=seed)
+    search = Search(of, analyse(of), peak(of) // 2)
+    ev, nbytes = search.evaluator, of.storages.nbytes
+    state, expected = ev.state(), ev.state()
+    search.release(state)
+    while True:
+        peak_bytes, _, peak_step, steps = ev.walk(expected)
+        excess = peak_bytes - search.budget_bytes
+        idle = search.idle(expected, peak_step, steps)
+        if excess <= 0 or not idle:
+            break
+        wanted = max(1, excess // 4)
+        while idle and wanted > 0:
+            costs = Costs(ev, expected)
+            s = min(idle, key=lambda s: ((costs.of(s) + 1) / nbytes[s], s))
+            idle.remove(s)
+            expected.there[s] = 0
+            wanted -= nbytes[s]
+    assert state.there.tolist() == expected.there.tolist()
+    assert sum(not state.there[s] for s in search.graph.candidates) > 3
+
+
+def test_mu_two_stops_in_time_where_no_plan_fits() -> None:
+    """A budget below the floor is refused anyway, so the time limit ends the descent; a possible one is met."""
+    of = ladder(24, seed=2)
+    graph = analyse(of)
+    least = floor(of, graph).peak_bytes
+    no_time = Limits(seconds=0)
+    search = Search(of, graph, least - 1, no_time.clock())
+    assert search.run() is None
+    assert search.evaluations <= 2
+    assert Search(of, graph, peak(of) // 2, no_time.clock()).run() is not None
+
+
 def test_mu_two_goes_below_what_greedy_releases_by_segments_and_drops() -> None:
     """A long chain: releasing everything rebuilds all of it at once, so a low budget needs borders."""
     of = chain(40, size=100)
