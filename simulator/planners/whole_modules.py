@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from simulator.blocks import OUTSIDE, whole_module_instances
 from simulator.fast import Evaluator
 from simulator.graph import analyse
@@ -57,6 +59,12 @@ class Choice:
         self.graph = evaluator.graph
         self.instance = whole_module_instances(trace, glob)
         self.modules = tuple(dict.fromkeys(self.instance[m] for m in trace.ops.module if m in self.instance))
+        # What a module changes is its own: which of its values others read does not depend on what else is chosen.
+        self.empty = evaluator.state(self.actions(frozenset()))
+        self.released = {}
+        for m in self.modules:
+            alone = evaluator.state(self.actions(frozenset({m})))
+            self.released[m] = np.flatnonzero(alone.there != self.empty.there)
         self.known: dict[frozenset[str], tuple[int, int]] = {}
         self.lowest_peak_bytes = 1 << 62
 
@@ -72,23 +80,27 @@ class Choice:
     def cost(self, chosen: frozenset[str]) -> tuple[int, int]:
         """Peak and time of a set of modules."""
         if chosen not in self.known:
-            self.known[chosen] = self.evaluator.cost(self.evaluator.state(self.actions(chosen)))
+            state = self.empty.copy()
+            for m in chosen:
+                state.there[self.released[m]], state.share[self.released[m]] = 0, 1
+            self.known[chosen] = self.evaluator.cost(state)
             self.lowest_peak_bytes = min(self.lowest_peak_bytes, self.known[chosen][0])
         return self.known[chosen]
 
     def release(self) -> frozenset[str] | None:
         """A set within the budget, module by module; None if that does not get there.
 
-        Where no single module lowers the peak, the one that adds least time goes, since two together may; the
-        empty set and the set of all modules are tried in any case.
+        Where no single module lowers the peak, the one that adds least time goes, since two together may.
         """
         chosen: frozenset[str] = frozenset()
         while self.cost(chosen)[0] > self.budget_bytes:
             peak, time_ns = self.cost(chosen)
             rest = [m for m in self.modules if m not in chosen]
-            if not rest or self.clock.over:
-                chosen = frozenset(self.modules)
-                return chosen if self.cost(chosen)[0] <= self.budget_bytes else None
+            if not rest:
+                return None
+            if self.clock.over:  # no time to compare: the next one in the order of forward
+                chosen |= {rest[0]}
+                continue
 
             def value(
                 m: str, chosen: frozenset[str] = chosen, peak: int = peak, base: int = time_ns

@@ -28,7 +28,7 @@ from tests.tiny import bwd, chain, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.plan import SAVE, Action, Plan
 from traces.store import save
-from traces.trace import VIEW, Ops, Trace
+from traces.trace import RANDOM, VIEW, Ops, Trace
 
 UNLIMITED = 1 << 62
 FREE = [n for n in REGISTRY if n not in ("whole-modules", "exact")]
@@ -407,3 +407,30 @@ def test_no_set_of_whole_modules_is_better_than_the_best_of_all(percent: int) ->
         found = plan.predicted["plan"]["step_time_ns"]
         assert peak(of, plan) <= budget
     assert found == best  # on this network the greedy with its swaps finds the optimum
+
+
+def test_the_cost_of_a_set_of_modules_is_that_of_its_actions() -> None:
+    from simulator.fast import Evaluator
+    from simulator.planners.whole_modules import Choice
+
+    of = resnet((1, 2, 2, 1), batch=64, side=64)
+    evaluator = Evaluator(of, analyse(of))
+    choice = Choice(of, 0, "layer*.*", evaluator, Limits().clock())
+    for k in range(len(choice.modules)):
+        chosen = frozenset(choice.modules[k::2])
+        assert choice.cost(chosen) == evaluator.cost(evaluator.state(choice.actions(chosen)))
+
+
+def test_what_a_constraint_saves_makes_no_more_possible() -> None:
+    """`low` hangs on a random link that nobody keeps; saving the link by a constraint must not change that."""
+    of = trace(
+        [
+            fwd({"link": 1}, "w", flags=RANDOM, module="a"),
+            fwd({"low": 100}, "link", module="b"),
+            bwd({"g": 1}, "low"),
+        ],
+        {"w": 0},
+    )
+    assert analyse(of).candidates == ()
+    for constraints in (Constraints(never=("a ::",)), Constraints(always_keep=("a ::",))):
+        assert analyse(of, constraints).candidates == ()
