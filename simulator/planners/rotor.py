@@ -107,10 +107,9 @@ class Stage:
     border: list[int] = field(default_factory=list)  # that the next stage reads
     full_bytes: int = 0  # of what backward wants, and the border
     border_bytes: int = 0
-    # Positions of ops of backward: the first that needs any of `inside`; the first and the last that need anything.
+    # Positions of ops of backward: the first that needs any of `inside`, the first that needs anything.
     first_inside: int = -1
     first: int = -1
-    last: int = -1
 
 
 class Chain:
@@ -149,7 +148,7 @@ class Chain:
             inside = [k for s in mine.inside for k in needing.get(s, ())]
             anything = [*inside, *(k for s in mine.border for k in needing.get(s, ()))]
             mine.first_inside = min(inside, default=-1)
-            mine.first, mine.last = min(anything, default=-1), max(anything, default=-1)
+            mine.first = min(anything, default=-1)
 
     def states(self) -> list[State]:
         """The states of all different recursions, from most memory to least."""
@@ -238,7 +237,6 @@ class Chain:
     def _state(self, passes: list[tuple[int, int, bool, bool]]) -> State:
         state = self.evaluator.state()
         drops: dict[int, list[int]] = {}
-        whole = {(x, trigger) for x, trigger, everything, _ in passes if everything}
         for s in self.saved_always:
             state.there[s] = 1
         for x, trigger, everything, border in passes:
@@ -251,11 +249,7 @@ class Chain:
                     state.there[s] = keep
                     state.share[s] = not keep
                 elif not keep:
-                    # what a stage that is kept reads stays until that stage is done
-                    after = trigger
-                    if s in stage.border and (x + 1, trigger) in whole:
-                        after = max(trigger, self.stages[x + 1].last)
-                    drops.setdefault(after, []).append(s)
+                    drops.setdefault(trigger, []).append(s)
         state.drops = {k: tuple(v) for k, v in drops.items()}
         return state
 
