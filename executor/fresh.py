@@ -20,7 +20,10 @@ SIGNS: Final = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "cudaErrorMemoryAllocation",
+    "std::bad_alloc",
 )
+# Under a limit on the process's data there is no room for a new thread's stack either, and C says only this.
+LIMITED_SIGNS: Final = ("Resource temporarily unavailable",)
 
 
 def run_fresh(
@@ -89,9 +92,12 @@ def run_fresh(
     return data
 
 
-def error_json(error: Exception) -> dict[str, Any] | None:
-    """What the process prints for an error that a user can cause; None: a defect, whose traceback should be seen."""
-    if is_out_of_memory(error):
+def error_json(error: Exception, *, limited: bool = False) -> dict[str, Any] | None:
+    """What the process prints for an error that a user can cause; None: a defect, whose traceback should be seen.
+
+    limited: whether the process has a limit on its memory.
+    """
+    if is_out_of_memory(error, limited=limited):
         text = " ".join(str(error).split())[:400] or type(error).__name__
         return {"error": f"out of memory: {text}", "exit_code": 2, "out_of_memory": True}
     if isinstance(error, LowtideError):
@@ -99,12 +105,13 @@ def error_json(error: Exception) -> dict[str, Any] | None:
     return None
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException, *, limited: bool = False) -> bool:
     """Whether an error, or one behind it, says that memory ran out."""
+    signs = (*SIGNS, *LIMITED_SIGNS) if limited else SIGNS
     return any(
         isinstance(e, MemoryError)
         or type(e).__name__ == "OutOfMemoryError"
-        or (isinstance(e, RuntimeError) and any(sign in str(e) for sign in SIGNS))
+        or (isinstance(e, RuntimeError) and any(sign in str(e) for sign in signs))
         for e in _chain(error)
     )
 

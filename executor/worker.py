@@ -19,7 +19,7 @@ def main() -> None:
     try:
         answer = asdict(perform(job))
     except Exception as error:
-        told = error_json(error)
+        told = error_json(error, limited=job.limit_bytes > 0)
         if told is None:
             raise
         answer = told

@@ -653,6 +653,12 @@ def test_which_errors_mean_that_memory_ran_out(error: Exception, out: bool) -> N
         assert error_json(error) is None  # a defect, whose traceback should be seen
 
 
+def test_under_a_limit_a_thread_that_cannot_start_means_that_memory_ran_out() -> None:
+    error = RuntimeError("Resource temporarily unavailable")
+    assert is_out_of_memory(error, limited=True)
+    assert not is_out_of_memory(error)
+
+
 def test_the_rest_is_estimated_from_what_is_done() -> None:
     assert Estimate().remaining_s(1, 1) is None
     seen = Estimate(steps=[10.0, 20.0], cases=[4.0])
