@@ -67,8 +67,8 @@ class Annealer:
         ]
         self.neighbours = sorted((*self.candidates, *self.links), key=lambda s: (ev.producer[s], s))
         self.place = {s: k for k, s in enumerate(self.neighbours)}
-        times = [ev.time_ns[ev.producer[s]] for s in self.candidates]
-        self.unit_ns = max(1.0, float(median(times))) if times else 1.0
+        times = [t for t in (ev.time_ns[ev.producer[s]] for s in self.candidates) if t]
+        self.unit_ns = float(median(times)) if times else 1.0
         # The ops of backward at which a rebuilt value may be dropped: those that need something from forward.
         self.consumers = [k for k in range(ev.forward, len(ev.op_id)) if ev.needs[k]]
 

@@ -25,7 +25,7 @@ from traces.plan import Plan
 from traces.trace import Trace
 
 # A plan so close to the bound, in shares of the step, is good enough.
-CLOSED: Final = 0.001
+CLOSED: Final = 0.0005
 # What one move is reckoned to take on a slow machine: so much, and so much for every op of the trace.
 MOVE_NS: Final = 10_000
 MOVE_NS_PER_OP: Final = 20
