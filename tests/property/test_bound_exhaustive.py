@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from simulator import instants as instants_module
+from simulator.bounds import instants as instants_module
 from simulator.bounds.bound import Bounder, bound_curve
 from simulator.bounds.instants import Instants
 from simulator.bounds.mincut import Rerun
@@ -158,7 +158,7 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         # What t reads is in memory and paid for; forgetting that makes it cost time again.
         true_components = Instants._components
 
-        def components(self: Instants, wanted: set[int], forced: set[int], at: int):  # type: ignore[no-untyped-def]
-            return true_components(self, wanted, set(), at)
+        def components(self: Instants, setting: instants_module.Setting):  # type: ignore[no-untyped-def]
+            return true_components(self, replace(setting, forced=set()))
 
         monkeypatch.setattr(Instants, "_components", components)
