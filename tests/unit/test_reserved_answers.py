@@ -380,3 +380,20 @@ def test_the_page_shows_reserved_memory_and_the_warnings(network: Path, tmp_path
     ):
         assert part in html, part
     assert "reserved 1" in html or "reserved 2" in html or "reserved " in html
+
+
+def test_what_the_untouched_model_may_need_beyond_the_graph_is_said() -> None:
+    """`g` takes over `y`'s 50 bytes; without that, g's op holds x 100, y 50 and g 50."""
+    step = trace(
+        [
+            fwd({"y": 50}, "x"),
+            bwd({"g": 50}, "y", overwrites="y"),
+        ],
+        {"x": 100},
+    )
+    c = compare(step, Plan(meta=step.meta), None)
+    assert c.kept_timeline.peak_allocated_bytes == 150
+    assert caveats.untouched_extra_bytes(c) == 50
+    assert any("untouched model may need up to about 50 B (+33.3 %)" in w for w in caveats.warnings(c))
+    plain = trace([fwd({"y": 50}, "x"), bwd({"g": 50}, "y")], {"x": 100})
+    assert not any("untouched" in w for w in caveats.warnings(compare(plain, Plan(meta=plain.meta), None)))
