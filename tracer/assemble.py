@@ -77,7 +77,7 @@ def assemble(
     stub = _Stub(program, recorder, parameters)
     with mode, explained(step.name):
         with recorder, recorder.paused():
-            run_step(step, stub, step.optimizer)
+            run_step(step, stub, step.optimizer, recorder.begin)
             for number, x in enumerate(_optimizer_tensors(step.optimizer)):
                 row = recorder.row(x, f"optimizer state {number}", OPTIMIZER_STATE)
                 elsewhere = captured.target is not None and _stays_on_cpu(x, step.optimizer)

@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, cast
@@ -279,10 +280,18 @@ class BuildFunction:
         return f"{name} line {frame.lineno}"
 
 
+class _FromSource(SourceFileLoader):
+    """Compiles the file at every import. Kept bytecode counts as current if size and second of change are the same."""
+
+    def get_code(self, fullname: str) -> Any:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def _import_file(path: Path) -> ModuleType:
-    """Run a Python file as a module of its own, anew each time."""
+    """Run a Python file as a module of its own, anew each time: as it is, not as bytecode kept from before."""
     name = f"_lowtide_build_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

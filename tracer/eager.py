@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tracer.builder import OpRow, StorageRow, TraceBuilder
 from tracer.cost import compute_dtype, op_bytes, op_flops, result_bytes
 from tracer.signature import of_call
-from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OTHER, RANDOM, VIEW
+from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
 
 aten = torch.ops.aten
 
@@ -28,10 +28,10 @@ aten = torch.ops.aten
 class EagerRecorder(TorchDispatchMode):
     """A dispatch mode that appends a row for each op to `builder`, with op ids of its own.
 
-    Register storages that exist already with `know`. Set `phase` as the step goes on. Under fake tensors, a question
-    for a scalar's value (`.item()`) is answered with 1: the optimizers ask for their step counter, whose value does
-    not change what is allocated. A gradient scaler's question whether a gradient overflowed is answered with 0: the
-    step is taken.
+    Register storages that exist already with `know`. Set `phase` as the step goes on. Under fake tensors, the
+    optimizer's questions for a scalar's value (`.item()`) are answered with 1: it asks for its step counter, whose
+    value does not change what is allocated. A gradient scaler's question whether a gradient overflowed is answered
+    with 0: the step is taken.
     """
 
     def __init__(self, builder: TraceBuilder, device: str = "cpu") -> None:
@@ -118,7 +118,10 @@ class EagerRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        asked = func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
+        if (
+            asked and self.phase == OPTIMIZER
+        ):  # the loss code is not answered: it would branch on a made-up value
             if _key(args[0]) in self._found_inf:
                 return 0.0
             return 1.0 if args[0].is_floating_point() else 1

@@ -401,3 +401,14 @@ def test_known_models_name_their_family() -> None:
     assert find_model("RESNET-152").family == TORCHVISION
     assert "seq_len" in find_model("llama_1b").takes
     assert len(set(NAMES)) == len(NAMES)
+
+
+def test_an_edited_file_is_read_again_within_the_same_second(tmp_path: Path) -> None:
+    """Two versions of equal length, written right after each other: bytecode of the first would pass for the second."""
+    sizes = []
+    for size in (5, 7):
+        step = user_step(
+            tmp_path, f"def build(): return torch.nn.Linear({size}, 1), torch.ones(1, {size}), None, None"
+        )
+        sizes.append(next(iter(step.model.parameters())).shape[1])
+    assert sizes == [5, 7]
