@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 from traces import tables
 from traces.errors import TraceError
+from traces.files import locked, replacing
 from traces.tables import INT, INTS, TEXT
 
 PROFILE_VERSION: Final = 1
@@ -144,7 +144,6 @@ def differences(ours: Identity, theirs: Identity) -> str:
 def save(profile: DeviceProfile, path: str | Path) -> Path:
     """Write a profile, whole or not at all; entries stand in order of their keys."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     keys = sorted(profile.entries)
     values: dict[str, Any] = {"key": keys}
     for column in list(FORM.columns)[1:]:
@@ -159,17 +158,8 @@ def save(profile: DeviceProfile, path: str | Path) -> Path:
         "flags": identity.flags,
         "workspaces": [{"nbytes": w.nbytes, "op": w.op} for w in profile.workspaces],
     }
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    try:
-        tables.write(Path(temporary), FORM, header, values)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as temporary:
+        tables.write(temporary, FORM, header, values)
     return path
 
 
@@ -222,16 +212,19 @@ def _identity(path: Path, header: dict[str, Any]) -> Identity:
 def add_to(path: str | Path, new: DeviceProfile) -> DeviceProfile:
     """Merge a profile into the file at `path`, which is made if it does not exist; returns the whole.
 
+    Processes that do so at the same time wait for each other, so that none loses what another has measured.
+
     Raises:
         TraceError: the file is no profile, or one of another device.
     """
     path = Path(path)
-    if path.exists():
-        try:
-            new = load(path).merged(new)
-        except TraceError as error:
-            raise TraceError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
-    save(new, path)
+    with locked(path):
+        if path.exists():
+            try:
+                new = load(path).merged(new)
+            except TraceError as error:
+                raise TraceError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
+        save(new, path)
     return new
 
 

@@ -19,7 +19,7 @@ from executor.campaign.errors import (
     fragmentation_percent,
 )
 from executor.campaign.record import CALIBRATED, RULES, STAGES, Book, Record
-from traces.files import write_text
+from traces.files import replacing, write_text
 from traces.people import show_bytes, show_percent
 
 Row = dict[str, str | int | float | bool | None]
@@ -109,10 +109,8 @@ def write_rows(directory: Path, rows: Sequence[Row]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = directory / "rows.parquet"
-    temporary = path.with_name(f".{path.name}.new")
-    pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
-    temporary.replace(path)
+    with replacing(directory / "rows.parquet") as temporary:
+        pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

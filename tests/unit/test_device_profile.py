@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from traces import profile as store
 from traces.errors import TraceError
 from traces.profile import DeviceProfile, Entry, Identity, LibraryWorkspace
 
+ROOT = Path(__file__).resolve().parents[2]
 IDENTITY = Identity(
     device="NVIDIA H200", kind="cuda", target="H200", torch_version="2.13.0", flags={"benchmark": "False"}
 )
@@ -149,3 +152,19 @@ def test_where_profiles_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     names = {replace(IDENTITY, flags={"benchmark": b}).file_name for b in ("True", "False")}
     assert len(names) == 2
     assert all(n.startswith("nvidia-h200-torch2.13.0-") for n in names)
+
+
+def test_processes_that_measure_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Four processes add ten calls each to one file; without the lock they overwrite each other's."""
+    path = tmp_path / "p.parquet"
+    code = """
+import sys
+from tests.unit.test_device_profile import entry, profile
+from traces.profile import add_to
+for k in range(10):
+    add_to(sys.argv[1], profile(**{f"{sys.argv[2]}{k}": entry(4)}))
+"""
+    started = [subprocess.Popen([sys.executable, "-c", code, str(path), name], cwd=ROOT) for name in "abcd"]
+    assert [p.wait() for p in started] == [0] * 4
+    assert sorted(store.load(path).entries) == sorted(f"{name}{k}" for name in "abcd" for k in range(10))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".p.parquet.lock", "p.parquet"]
