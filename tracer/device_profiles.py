@@ -40,7 +40,7 @@ def identity_here(device: str) -> Identity:
         )
     capability = torch.backends.cpu.get_cpu_capability()
     return Identity(
-        device=f"{_processor()}, {capability}",
+        device=f"{processor()}, {capability}",
         kind="cpu",
         target="cpu",
         torch_version=_release(),
@@ -82,7 +82,8 @@ def _gpu_flags() -> dict[str, str]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of this machine's processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -121,6 +122,8 @@ def mismatch(have: Identity, want: Identity) -> str:
 def find(want: Identity, given: Path | None = None) -> Found | None:
     """The profile for a trace: the one that was named, else the first that fits of the user's and the gallery's.
 
+    A file there that cannot be read is passed over with a warning; an empty profile stands for it if no other fits.
+
     Raises:
         TraceError: the named file is no profile, or one of another device. (Another torch or other flags are a
             warning there.)
@@ -132,15 +135,16 @@ def find(want: Identity, given: Path | None = None) -> Found | None:
         if reason.startswith("it is of"):
             raise TraceError(f"{given}: this profile does not fit: {reason}. Give another with --profile.")
         return Found(profile=profile, path=given, warning=f"{given}: {reason}" if reason else "")
+    damaged: Found | None = None
     for path in store.candidates(want):
         try:
             if path.is_file() and not mismatch(store.load_identity(path), want):
-                return Found(profile=store.load(path), path=path)
+                found = Found(profile=store.load(path), path=path)
+                return found if damaged is None else replace(found, warning=damaged.warning)
         except TraceError as error:
-            return Found(
-                profile=DeviceProfile(identity=want), path=path, warning=f"{error} It is left out here."
-            )
-    return None
+            warning = f"{error} It is left out here."
+            damaged = damaged or Found(profile=DeviceProfile(identity=want), path=path, warning=warning)
+    return damaged
 
 
 def profile_of(recorded: Recorded, measured: Trace, identity: Identity, samples: int) -> DeviceProfile:

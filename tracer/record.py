@@ -26,7 +26,7 @@ from tracer.step import Recorded, trace_step
 from traces import profile as store
 from traces.devices import Device
 from traces.errors import EnvironmentProblem
-from traces.profile import DeviceProfile
+from traces.profile import DeviceProfile, Identity
 from traces.trace import Trace
 
 NAMED: Final = 4  # kinds of ops that a note names
@@ -94,14 +94,12 @@ def record_real(
         TraceError: the real step ran other ops than the captured one; the profile that was named is none, or is of
             another device.
     """
-    if use.path is not None and use.path.exists():
-        find(identity_here(device), use.path)  # so that a wrong file is refused before the work
+    path = None if use.off else _own_file(use, identity_here(device))
     recorded = trace_step(build, target, device=device, costs=Costs())
     say(f"Measuring {len(recorded.trace.ops)} ops on {device} ...")
     trace = measure(recorded, build, device, rounds=rounds, warmup=warmup)
-    if not use.off:
+    if path is not None:
         identity = identity_here(device)
-        path = use.path or store.cache_directory() / identity.file_name
         merged = store.add_to(path, profile_of(recorded, trace, identity, rounds))
         say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
     return trace
@@ -126,12 +124,12 @@ def _calibrated(
                 "there and bring the profile with --profile, or leave --calibrate out."
             )
     identity = identity_here(device)
+    path = None if use.off else _own_file(use, identity)
     lacking = missing(recorded, profile)
     say(f"Calibrating: {len(lacking)} distinct calls to run alone on {device} ...")
     done = calibrate(lacking, identity, device)
     new = done.profile
-    path = use.path or store.cache_directory() / identity.file_name
-    if use.off:
+    if path is None:
         whole = new if profile is None else profile.merged(new)
     else:
         whole = store.add_to(path, new)
@@ -139,7 +137,15 @@ def _calibrated(
             whole = profile.merged(whole)
     if done.skipped:
         say(skipped_text(done.skipped))
-    return whole, "" if use.off else str(path)
+    return whole, "" if path is None else str(path)
+
+
+def _own_file(use: ProfileUse, identity: Identity) -> Path:
+    """Where new measurements go; raises TraceError before the work if the file there cannot take them."""
+    path = use.path or store.cache_directory() / identity.file_name
+    if path.exists():
+        find(identity, path)
+    return path
 
 
 def skipped_text(skipped: dict[str, str]) -> str:

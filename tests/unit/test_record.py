@@ -42,7 +42,7 @@ def net(batch_size: int) -> BuildStep:
 def test_a_real_trace_fills_the_profile_and_a_fake_one_uses_it(cache: Path) -> None:
     said: list[str] = []
     real = record_real(net(2), CPU, "cpu", ProfileUse(), said.append, rounds=1, warmup=1)
-    (path,) = cache.iterdir()
+    (path,) = cache.glob("*.parquet")
     assert str(path) in said[-1]
     fake = record_fake(net(2), CPU, ProfileUse(), said.append)
     assert fake.ops.events == real.ops.events
@@ -118,6 +118,33 @@ def test_profiles_that_do_not_fit_are_passed_over(cache: Path) -> None:
     assert broken is not None
     assert "left out" in broken.warning
     assert broken.profile.entries == {}
+
+
+def test_a_damaged_file_does_not_hide_a_good_one(cache: Path) -> None:
+    want = identity_wanted(device("h200"))
+    cache.mkdir(parents=True)
+    (cache / "a-damaged.parquet").write_text("damaged")
+    have = replace(want, device="NVIDIA H200")
+    good = store.save(DeviceProfile(identity=have), cache / "b-good.parquet")
+    found = find(want)
+    assert found is not None
+    assert found.path == good
+    assert "a-damaged" in found.warning
+    assert "left out" in found.warning
+
+
+def test_a_damaged_profile_is_refused_before_anything_is_measured(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its merge would fail after minutes of measuring, and the trace with it."""
+    cache.mkdir(parents=True)
+    (cache / identity_here("cpu").file_name).write_text("damaged")
+    monkeypatch.setattr("tracer.record.measure", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr("tracer.record.calibrate", lambda *a, **k: pytest.fail("measured"))
+    with pytest.raises(TraceError, match="cannot be read"):
+        record_real(net(2), CPU, "cpu", ProfileUse())
+    with pytest.raises(TraceError, match="cannot be read"):
+        record_fake(net(2), CPU, ProfileUse(calibrate=True))
 
 
 def test_a_gpu_s_profile_serves_a_laptop(cache: Path) -> None:
