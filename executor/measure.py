@@ -174,9 +174,11 @@ def _profiled(
     prepare: Callable[[], Callable[[], bool]], iterations: int
 ) -> tuple[Callable[[], bool], list[int], tuple[tuple[int, int], ...]]:
     """Build the step and run it under the profiler: the step, its peaks, and the last iteration's curve."""
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import record_function
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    from tracer.probes import memory_profiler
+
+    with memory_profiler() as prof:
         once = prepare()
 
         def iterate(k: int) -> bool:

@@ -10,6 +10,7 @@ import abc
 import bisect
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -117,6 +118,22 @@ class CudaHistory(Probe):
         return read_history(self._entries, self.windows)
 
 
+@contextlib.contextmanager
+def memory_profiler() -> Iterator[Any]:
+    """torch's profiler with the CPU allocator's events.
+
+    torch 2.11 and 2.12 warn at the first use in a process that a second cycle would drop the first one's events; here
+    there is one. (`acc_events=True` would silence that, and make a Python object of every event.)
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with contextlib.ExitStack() as stack:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+            prof = stack.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
+        yield prof
+
+
 def cpu_allocations(work: Callable[[CpuMarker], None], n_ops: int) -> list[tuple[int, ...]]:
     """Do work under the profiler; the CPU allocator's events inside each op's mark, in order of time.
 
@@ -124,10 +141,8 @@ def cpu_allocations(work: Callable[[CpuMarker], None], n_ops: int) -> list[tuple
         work: runs ops under the marker that it is given.
         n_ops: how many.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     marker = CpuMarker()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with memory_profiler() as prof:
         work(marker)
     assert prof.profiler is not None
     results: Any = prof.profiler.kineto_results

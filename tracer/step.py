@@ -140,8 +140,8 @@ def trace_step(
         costs = replace(costs, tf32=build.policy["tf32"])
     as_gpu = device == "cpu" and target.kind == "cuda" and graph != "cpu"
     with fake_mode() as mode:
-        # A laptop trace for a GPU needs the optimizer that torch would choose there.
-        step = build(device, optimizer_as_on=target.kind if device == "cpu" else "")
+        # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
+        step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
         captured = capture_step(step, target if as_gpu else None)
         program = program_of(captured)
         return assemble(
