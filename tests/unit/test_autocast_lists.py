@@ -23,8 +23,8 @@ BF16 = Autocast(dtype="bfloat16", lists="cuda")
 
 
 def test_the_names_are_those_that_torch_has_registered_for_cuda() -> None:
-    """torch's registrations exist without CUDA. The lists ignore cuDNN's ops, which no model calls by name (a build with
-    CUDA has one more of them), and dimensions by name."""
+    """torch's registrations exist without CUDA. The lists ignore cuDNN's ops, which no model calls by name (a build
+    with CUDA has one more of them), and dimensions by name."""
     mine = {
         *lists.LOWER,
         *lists.FLOAT32,
