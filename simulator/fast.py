@@ -295,6 +295,20 @@ class Evaluator:
         self._make_room(2 * n_op + 1)
 
 
+_latest: list[Evaluator] = []  # one: planners ask about the same trace, budget after budget
+
+
+def evaluator_of(trace: Trace, graph: Graph | None = None) -> Evaluator:
+    """The evaluator of a trace; asked again for the same trace under the same constraints, the same one.
+
+    Who reads `steps` or `read_by` must do so before anybody walks another state.
+    """
+    graph = graph or analyse(trace)
+    if not _latest or _latest[0].trace is not trace or _latest[0].graph is not graph:
+        _latest[:] = [Evaluator(trace, graph)]
+    return _latest[0]
+
+
 def without(drops: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[int, ...]]:
     """The same drops, but for one storage."""
     if not any(storage in d for d in drops.values()):

@@ -163,6 +163,15 @@ def floor(trace: Trace, graph: Graph | None = None) -> Floor:
     non-candidates that only chains need; so the best possible plan may lie above it.
     """
     graph = graph or analyse(trace)
+    if not _floors or _floors[0][0] is not trace or _floors[0][1] is not graph:
+        _floors[:] = [(trace, graph, _floor(trace, graph))]
+    return _floors[0][2]
+
+
+_floors: list[tuple[Trace, Graph, Floor]] = []  # one: every budget of a trace asks
+
+
+def _floor(trace: Trace, graph: Graph) -> Floor:
     ops, sts = trace.ops, trace.storages
     candidate = [False] * len(sts)
     for s in graph.candidates:

@@ -12,15 +12,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from simulator.allocator.question import recorded_reserved
+from simulator.allocator.reserved import ReservedFigures
 from simulator.bounds.bound import Bound, bound_curve
 from simulator.caveats import warnings_of
-from simulator.engine import run
-from simulator.graph import Graph, analyse, floor
+from simulator.engine import keep_all
+from simulator.graph import analyse, floor
 from simulator.planners import plan_with
 from simulator.planners.limits import Limits
-from simulator.planners.outcome import Refusal, figures, percent
-from simulator.schedule import Schedule, build
+from simulator.planners.outcome import Refusal, figures, percent, replayed
+from simulator.schedule import Schedule
 from simulator.timeline import Timeline
+from traces.measurement import RunFigures
 from traces.plan import Plan
 from traces.trace import Trace
 
@@ -56,6 +58,7 @@ class Front:
     trace_name: str
     planner: str
     kept: Timeline
+    baseline: RunFigures  # of the step with everything kept
     floor_bytes: int  # no plan can go below
     points: tuple[Point, ...]
     solve_seconds: float
@@ -73,7 +76,7 @@ class Front:
             "fingerprint": meta.fingerprint,
             "planner": self.planner,
             "solve_seconds": round(self.solve_seconds, 3),
-            "baseline": figures(self.kept, recorded_reserved(self.trace, build(self.trace))).headline(),
+            "baseline": self.baseline.headline(),
             "warnings": list(warnings_of(self.trace)),
             "floor_bytes": self.floor_bytes,
             "smallest_peak_bytes": min(reached, default=None),
@@ -103,11 +106,11 @@ def front(
     """
     start = time.perf_counter()
     graph = analyse(trace, limits.constraints)
-    kept = run(trace, build(trace, (), graph), graph)
-    least, most = floor(trace, graph).peak_bytes, kept.peak_allocated_bytes
+    kept = keep_all(trace, graph)
+    least, most = floor(trace, graph).peak_bytes, kept.timeline.peak_allocated_bytes
     budgets = sorted({least + (most - least) * k // (points - 1) for k in range(points)})
     clock = limits.clock()
-    plans: list[Plan | None] = []
+    plans: list[Pick | None] = []
     seconds: list[float] = []
     messages: list[str] = []
     # From the largest budget down, so that the time that easy budgets leave over goes to the hard ones.
@@ -116,7 +119,8 @@ def front(
         began = time.perf_counter()
         share = clock.left_seconds / (len(budgets) - k)
         try:
-            plans.append(plan_with(planner, trace, budget, replace(limits, seconds=share)))
+            plan = plan_with(planner, trace, budget, replace(limits, seconds=share))
+            plans.append(pick_of(trace, plan, budget))
             messages.append("")
         except Refusal as error:
             plans.append(None)
@@ -126,9 +130,10 @@ def front(
     seconds.reverse()
     messages.reverse()
     bounds = bound_curve(trace, budgets, graph).bounds
-    chosen = cheapest(trace, graph, budgets, plans)
+    chosen = cheapest(budgets, plans)
+    reserved = _Reserved(trace, kept.schedule)
     rows = [
-        _point(trace, kept, budget, pick, bound, spent, message)
+        _point(kept.timeline, budget, pick, reserved.of(pick), bound, spent, message)
         for budget, pick, bound, spent, message in zip(
             budgets, chosen, bounds, seconds, messages, strict=True
         )
@@ -137,7 +142,8 @@ def front(
         trace=trace,
         trace_name=trace_name,
         planner=planner,
-        kept=kept,
+        kept=kept.timeline,
+        baseline=figures(kept.timeline, reserved.kept),
         floor_bytes=least,
         points=_priced(rows),
         solve_seconds=time.perf_counter() - start,
@@ -155,16 +161,15 @@ class Pick:
     made_for_bytes: int
 
 
-def cheapest(
-    trace: Trace, graph: Graph, budgets: Sequence[int], plans: Sequence[Plan | None]
-) -> tuple[Pick | None, ...]:
+def pick_of(trace: Trace, plan: Plan, made_for_bytes: int) -> Pick:
+    """A plan, replayed."""
+    replay = replayed(trace, plan)
+    return Pick(plan=plan, schedule=replay.schedule, timeline=replay.timeline, made_for_bytes=made_for_bytes)
+
+
+def cheapest(budgets: Sequence[int], plans: Sequence[Pick | None]) -> tuple[Pick | None, ...]:
     """For each budget, the fastest of all plans that keep to it; of equally fast ones the one with the lowest peak."""
-    made = []
-    for budget, plan in zip(budgets, plans, strict=True):
-        if plan is not None:
-            schedule = build(trace, plan.actions)
-            timeline = run(trace, schedule, graph)
-            made.append(Pick(plan=plan, schedule=schedule, timeline=timeline, made_for_bytes=budget))
+    made = [p for p in plans if p is not None]
 
     def key(pick: Pick) -> tuple[int, int, int]:
         return pick.timeline.step_time_ns, pick.timeline.peak_allocated_bytes, pick.made_for_bytes
@@ -174,11 +179,29 @@ def cheapest(
     )
 
 
+class _Reserved:
+    """What the allocator makes of the step with everything kept, and of each plan: worked out once."""
+
+    def __init__(self, trace: Trace, kept: Schedule) -> None:
+        self.trace = trace
+        self.kept = recorded_reserved(trace, kept)
+        self.known: dict[int, ReservedFigures | None] = {id(kept): self.kept}
+
+    def of(self, pick: Pick | None) -> ReservedFigures | None:
+        """Of a plan; one that several points share is asked about once."""
+        if pick is None or not pick.plan.actions:
+            return self.kept
+        key = id(pick.schedule)
+        if key not in self.known:
+            self.known[key] = recorded_reserved(self.trace, pick.schedule)
+        return self.known[key]
+
+
 def _point(
-    trace: Trace,
     kept: Timeline,
     budget_bytes: int,
     pick: Pick | None,
+    reserved: ReservedFigures | None,
     bound: Bound,
     solve_seconds: float,
     message: str,
@@ -196,7 +219,7 @@ def _point(
         )
     base_ns = kept.step_time_ns
     added_ns = pick.timeline.step_time_ns - base_ns
-    run_figures = figures(pick.timeline, recorded_reserved(trace, pick.schedule))
+    run_figures = figures(pick.timeline, reserved)
     return Point(
         budget_bytes=budget_bytes,
         feasible=True,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Final
 
 from simulator.bounds.instants import Instants
-from simulator.fast import Evaluator
+from simulator.fast import evaluator_of
 from simulator.graph import analyse
 from simulator.planners.limits import DEFAULTS, Limits
 from simulator.planners.outcome import finish, refuse
@@ -32,7 +32,7 @@ def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
         BudgetError: no cut tried is.
     """
     graph = analyse(trace, limits.constraints)
-    evaluator = Evaluator(trace, graph)
+    evaluator = evaluator_of(trace, graph)
     instants = Instants(trace, graph)
     clock = limits.clock()
     candidates = frozenset(graph.candidates)

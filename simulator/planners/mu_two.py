@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from simulator.fast import Evaluator, Result, State, without
+from simulator.fast import Evaluator, Result, State, evaluator_of, without
 from simulator.graph import Graph, analyse, floor
 from simulator.planners.limits import DEFAULTS, Clock, Limits
 from simulator.planners.outcome import finish, refuse
@@ -66,7 +66,7 @@ class Search:
 
     def __init__(self, trace: Trace, graph: Graph, budget_bytes: int, clock: Clock | None = None) -> None:
         self.trace, self.graph, self.budget_bytes = trace, graph, budget_bytes
-        self.evaluator = Evaluator(trace, graph)
+        self.evaluator = evaluator_of(trace, graph)
         self.lowest_peak_bytes = 1 << 62
         self.is_candidate = bytearray(len(trace.storages))
         for s in graph.candidates:

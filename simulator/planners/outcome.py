@@ -7,8 +7,8 @@ from typing import Any
 
 from simulator.allocator.reserved import ReservedFigures
 from simulator.breaches import breach
-from simulator.engine import run
-from simulator.graph import Graph, floor
+from simulator.engine import Replay, keep_all, run
+from simulator.graph import Graph, analyse, floor
 from simulator.schedule import Schedule, build
 from simulator.timeline import Timeline
 from traces.errors import BudgetError, PlanError
@@ -63,14 +63,33 @@ def finish(
     broken = breach(trace, schedule, graph.constraints)
     if broken:
         raise PlanError(f"{planner} made a plan that breaks the constraints: {broken}.")
-    return Plan(
+    plan = Plan(
         meta=trace.meta,
         actions=label_actions(trace, chosen),
         planner=planner,
         budget_bytes=budget_bytes,
-        predicted=predicted(run(trace, build(trace, (), graph), graph), timeline),
+        predicted=predicted(keep_all(trace, graph).timeline, timeline),
         constraints=graph.constraints.to_json(),
     )
+    if not graph.constraints:
+        _finished[:] = [(trace, plan, Replay(schedule=schedule, timeline=timeline))]
+    return plan
+
+
+_finished: list[tuple[Trace, Plan, Replay]] = []  # the last one: whoever asked for it wants its replay next
+
+
+def replayed(trace: Trace, plan: Plan) -> Replay:
+    """What a plan comes to, to a reader who knows of no constraints.
+
+    Raises:
+        PlanError: it does not fit the trace.
+    """
+    if _finished and _finished[0][0] is trace and _finished[0][1] is plan:
+        return _finished[0][2]
+    graph = analyse(trace)
+    schedule = build(trace, plan.actions, graph)
+    return Replay(schedule=schedule, timeline=run(trace, schedule, graph))
 
 
 def _kept_by_constraint(trace: Trace, graph: Graph) -> list[int]:

@@ -14,8 +14,7 @@ from simulator.bounds.bound import lower_bound
 from simulator.cli import main
 from simulator.contest import enter, open_contest
 from simulator.engine import run
-from simulator.graph import analyse
-from simulator.pareto import GIB, cheapest, front
+from simulator.pareto import GIB, cheapest, front, pick_of
 from simulator.planners import REGISTRY, plan_with
 from simulator.planners.limits import Constraints, Limits
 from simulator.schedule import build
@@ -136,7 +135,6 @@ def test_the_front_is_monotone_and_above_the_bound(small: Trace) -> None:
 
 def test_a_faster_plan_made_for_a_smaller_budget_is_carried_to_the_larger() -> None:
     of = chain(6, size=100)
-    graph = analyse(of)
     x = {n: s for s, n in enumerate(of.storages.name)}
     # one value away is faster than three away, although the larger budget's planner took three
     slow = Plan(meta=of.meta, actions=tuple(Action(storage=x[f"x{k}"]) for k in (1, 3, 5)))
@@ -144,7 +142,8 @@ def test_a_faster_plan_made_for_a_smaller_budget_is_carried_to_the_larger() -> N
     low = run(of, build(of, slow.actions)).peak_allocated_bytes
     high = run(of, build(of, fast.actions)).peak_allocated_bytes
     assert low < high
-    picks = cheapest(of, graph, [low - 1, low, high, high + 1], [None, None, fast, slow])
+    made = [None, None, pick_of(of, fast, high), pick_of(of, slow, high + 1)]
+    picks = cheapest([low - 1, low, high, high + 1], made)
     assert [p and p.plan for p in picks] == [None, slow, fast, fast]
     assert [p and p.made_for_bytes for p in picks] == [None, high + 1, high, high]
 
