@@ -137,6 +137,8 @@ class Evaluator:
         for s in self.made_forward:
             born[self.producer[s]] += self.nbytes[s]
         self.born = born
+        self._drops: dict[int, tuple[int, ...]] = {}  # of the walk before, and as arrays
+        self._drop_at = self._dropped = np.empty(0, np.int32)
         self._kept = np.array(
             [m and (w or p) for m, w, p in zip(made_forward, graph.wanted, graph.pinned, strict=True)],
             np.uint8,
@@ -199,13 +201,11 @@ class Evaluator:
 
     def walk(self, state: State) -> tuple[int, int, int, int]:
         """(peak, added time, peak step, steps after forward); raises PlanError as `evaluate` does."""
-        drops = state.drops
-        if drops:
-            flat = [(k, s) for k in sorted(drops) for s in drops[k]]
-            drop_at = np.array([k for k, _ in flat], np.int32)
-            dropped = np.array([s for _, s in flat], np.int32)
-        else:
-            drop_at = dropped = self._no_drops
+        if state.drops != self._drops:
+            flat = [(k, s) for k, each in sorted(state.drops.items()) for s in each]
+            self._drops = dict(state.drops)
+            self._drop_at = np.array([k for k, _ in flat], np.int32)
+            self._dropped = np.array([s for _, s in flat], np.int32)
         while True:
             found = walk(
                 self.forward,
@@ -213,8 +213,8 @@ class Evaluator:
                 *self.facts,
                 state.there,
                 state.share,
-                drop_at,
-                dropped,
+                self._drop_at,
+                self._dropped,
                 *self._space,
                 self._seq,
                 self._change,
@@ -286,7 +286,6 @@ class Evaluator:
             np.empty((3, n_op), np.int32),
             np.empty(2 * len(needs) + n_op + 1, np.int32),
         )
-        self._no_drops = np.empty(0, np.int32)
         # For `simulator.flips`: ops until whose end something is held, storages whose memory some op may take over.
         self.held, self.taken_over = np.zeros(n_op, np.uint8), np.zeros(n_st, np.uint8)
         self.held[[h for h in self.hold if h >= 0]] = 1

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from simulator.fast import Evaluator, Result, State, evaluator_of, without
+from simulator.fast import Evaluator, State, evaluator_of, without
 from simulator.graph import Graph, analyse, floor
 from simulator.planners.limits import DEFAULTS, Clock, Limits
 from simulator.planners.outcome import finish, refuse
-from simulator.planners.segments import actions_for
+from simulator.planners.segmented import Segmentation, segmentations_of
 from traces.plan import SAVE, Action, Plan
 from traces.trace import Trace
 
@@ -91,18 +92,12 @@ class Search:
                     best = other
         return best
 
-    def evaluate(self, state: State) -> Result:
+    def walk(self, state: State) -> tuple[int, int, int, int]:
+        """(peak, added time, peak step, steps after forward), counted."""
         self.evaluations += 1
-        result = self.evaluator.evaluate(state)
-        self.lowest_peak_bytes = min(self.lowest_peak_bytes, result.peak_bytes)
-        return result
-
-    def fits(self, state: State, time_ns: int) -> bool:
-        """Whether the state is within the budget and takes no more time than that."""
-        self.evaluations += 1
-        peak_bytes, its_time_ns = self.evaluator.cost(state)
-        self.lowest_peak_bytes = min(self.lowest_peak_bytes, peak_bytes)
-        return peak_bytes <= self.budget_bytes and its_time_ns <= time_ns
+        found = self.evaluator.walk(state)
+        self.lowest_peak_bytes = min(self.lowest_peak_bytes, found[0])
+        return found
 
     @property
     def in_vain(self) -> bool:
@@ -116,9 +111,7 @@ class Search:
         costs = Costs(self.evaluator, state)
         limit = self.evaluations + MOST_EVALUATIONS // 4
         while self.evaluations < limit and not self.in_vain:
-            self.evaluations += 1
-            peak_bytes, _, peak_step, steps = self.evaluator.walk(state)
-            self.lowest_peak_bytes = min(self.lowest_peak_bytes, peak_bytes)
+            peak_bytes, _, peak_step, steps = self.walk(state)
             excess = peak_bytes - self.budget_bytes
             if excess <= 0:
                 return True
@@ -137,7 +130,7 @@ class Search:
                         if t in idle:
                             heappush(cheapest, ((costs.of(t) + 1) / nbytes[t], t))
                     wanted -= nbytes[s]
-            elif not self.drop(state, self.evaluator.evaluate(state), excess):
+            elif not self.drop(state, peak_step, steps, excess):
                 return False
         return False
 
@@ -153,22 +146,26 @@ class Search:
         seq = seq[: peak_step - ev.forward + 1]
         return self.sizable(kept[~ev.read_by(np.where(seq < 0, ~seq, seq))[kept]])
 
-    def drop(self, state: State, result: Result, excess: int) -> bool:
+    def drop(self, state: State, peak_step: int, steps: int, excess: int) -> bool:
         """Let values that a chain rebuilt on its way go when the op that demanded the chain has run, those needed last
-        first; they are rebuilt once more for their own sake. False if that leaves nothing to try."""
-        ev, at = self.evaluator, result.peak_step - self.evaluator.forward
+        first; they are rebuilt once more for their own sake. False if that leaves nothing to try.
+
+        Of the walk before, of so many steps after forward.
+        """
+        ev, at = self.evaluator, peak_step - self.evaluator.forward
         if at < 0:
             return False
-        end = next(k for k in range(at, len(result.seq)) if not result.again[k])
-        consumer = result.seq[end]
-        rebuilt = {s for k in range(at + 1) if result.again[k] for s in ev.creates[result.seq[k]]}
-        rebuilt.difference_update(*(ev.reads[k] for k in result.seq[at : end + 1]))
+        seq = ev.steps(steps)[0].tolist()  # ~op where it runs again
+        end = next(k for k in range(at, steps) if seq[k] >= 0)
+        consumer = seq[end]
+        rebuilt = {s for q in seq[: at + 1] if q < 0 for s in ev.creates[~q]}
+        rebuilt.difference_update(*(ev.reads[q if q >= 0 else ~q] for q in seq[at : end + 1]))
         rebuilt.difference_update(state.drops.get(consumer, ()))
+        rebuilt = {s for s in rebuilt if state.share[s] and not state.there[s]}
         next_use: dict[int, int] = {}
-        for k in range(end + 1, len(result.seq)):
-            for s in ev.reads[result.seq[k]]:
-                if s in rebuilt and state.share[s] and not state.there[s]:
-                    next_use.setdefault(s, k)
+        for k in range(end + 1, steps):
+            for s in rebuilt.intersection(ev.reads[seq[k] if seq[k] >= 0 else ~seq[k]]):
+                next_use.setdefault(s, k)
         dropped = []
         for s in sorted(next_use, key=lambda s: (-next_use[s], s)):
             if excess <= 0:
@@ -177,7 +174,7 @@ class Search:
             excess -= ev.nbytes[s]
         if not dropped:
             return False
-        state.drops[consumer] = (*state.drops.get(consumer, ()), *dropped)
+        state.drops = {**state.drops, consumer: (*state.drops.get(consumer, ()), *dropped)}
         return True
 
     def sizable(self, storages: NDArray[np.int64]) -> list[int]:
@@ -190,8 +187,7 @@ class Search:
         """Keep what can be kept within the budget, dearest first, until nothing changes."""
         ev = self.evaluator
         limit = self.evaluations + MOST_EVALUATIONS // 2
-        self.evaluations += 1
-        _, time_ns = self.evaluator.cost(state)
+        _, added_ns, _, _ = self.walk(state)
         room = self.room()
         changed = True
         while changed:
@@ -205,16 +201,16 @@ class Search:
                 if ev.nbytes[s] > room[ev.last_forward[s]]:
                     continue
                 if self.evaluations >= limit or self.clock.over:
-                    return Found(state=state, time_ns=time_ns)
+                    return Found(state=state, time_ns=ev.base_time_ns + added_ns)
                 before = state.drops
                 state.there[s] = 1
                 state.drops = without(before, s)
-                if self.fits(state, time_ns):
-                    _, time_ns = self.evaluator.cost(state)
-                    room, changed = self.room(), True
+                peak_bytes, its_added_ns, _, _ = self.walk(state)
+                if peak_bytes <= self.budget_bytes and its_added_ns <= added_ns:
+                    added_ns, room, changed = its_added_ns, self.room(), True
                 else:
                     state.there[s], state.drops = 0, before
-        return Found(state=state, time_ns=time_ns)
+        return Found(state=state, time_ns=ev.base_time_ns + added_ns)
 
     def room(self) -> list[int]:
         """For each position in forward, how many bytes fit from after it to the end of forward, after the last walk."""
@@ -243,60 +239,21 @@ class Search:
 
 
 def segmented(search: Search) -> State:
-    """Keep only the borders of segments, splitting the one whose rebuilding makes the peak until the budget is met.
-
-    Starts with forward as one segment, which rebuilds everything at once. A split lies where least crosses it among
-    the positions that leave at least 30 % of the segment's bytes on either side. If the borders themselves come to
-    exceed the budget first, the state with the lowest peak is returned.
-    """
-    trace, graph, ev = search.trace, search.graph, search.evaluator
-    turn = graph.first_backward_op
-    nbytes = trace.storages.nbytes
-    weight = [sum(nbytes[s] for s in graph.creates[i] if search.is_candidate[s]) for i in range(turn)]
-    crossing = [0] * (turn + 1)  # what a border after each op would keep, in bytes
-    for s in ev.made_forward:
-        if search.is_candidate[s] or not (graph.pinned[s] or graph.wanted[s]):
-            first, last = trace.storages.producer[s], trace.storages.last_forward_use[s]
-            if last > first:
-                # A value that backward reads itself is the better border: of two equal ones it is needed anyway.
-                price = nbytes[s] if graph.wanted[s] else 2 * nbytes[s]
-                crossing[first] += price
-                crossing[last] -= price
-    for i in range(turn):
-        crossing[i + 1] += crossing[i]
-    segment = [0] * turn
-    lowest: tuple[int, State] | None = None
-    for count in range(1, turn + 2):
-        state = ev.state(actions_for(trace, graph, segment))
-        result = search.evaluate(state)
-        if lowest is None or result.peak_bytes < lowest[0]:
-            lowest = (result.peak_bytes, state)
-        at = result.peak_step - ev.forward
-        chain = [k for k, again in zip(result.seq[: at + 1], result.again, strict=False) if again]
-        if result.peak_bytes <= search.budget_bytes or at < 0 or not chain or search.in_vain:
+    """Keep only the borders of segments, as few as meet the budget; the lowest peak of all if none does."""
+    row = segmentations_of(search.evaluator)
+    lowest: Segmentation | None = None
+    for k in count():
+        found = row.at(k)
+        if found is None:
             break
-        members = [i for i in range(turn) if segment[i] == segment[ev.op_id[chain[-1]]]]
-        border = split(members, weight, crossing)
-        if border < 0:
+        search.evaluations += 1
+        search.lowest_peak_bytes = min(search.lowest_peak_bytes, found.peak_bytes)
+        if lowest is None or found.peak_bytes < lowest.peak_bytes:
+            lowest = found
+        if found.peak_bytes <= search.budget_bytes or search.in_vain:
             break
-        for i in members:
-            if i > border:
-                segment[i] = count
     assert lowest is not None
-    return lowest[1]
-
-
-def split(members: list[int], weight: list[int], crossing: list[int]) -> int:
-    """The op of a segment after which to split it; -1 if it cannot be split."""
-    total = sum(weight[i] for i in members)
-    best, seen = (0, 0, -1), 0
-    for i in members[:-1]:
-        seen += weight[i]
-        if 3 * total <= 10 * seen <= 7 * total and total:
-            key = (crossing[i], abs(2 * seen - total), i)
-            if best[2] < 0 or key < best:
-                best = key
-    return best[2]
+    return lowest.state.copy()
 
 
 class Costs:

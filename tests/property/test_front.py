@@ -1,0 +1,138 @@
+"""What the budgets of one trace share changes no plan: segmentations, arrays, replays."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator import engine, fast
+from simulator import graph as graphs
+from simulator.engine import run
+from simulator.fast import Evaluator
+from simulator.graph import analyse, floor
+from simulator.pareto import front
+from simulator.planners import outcome, plan_with, segmented
+from simulator.planners.limits import Limits
+from simulator.planners.outcome import Refusal, replayed
+from simulator.planners.segmented import Segmentations, split
+from simulator.planners.segments import actions_for
+from simulator.schedule import build
+from tests.strategies import traces
+from tests.synthetic import ladder
+from tests.tiny import chain
+from traces.plan import Action, Plan
+from traces.trace import Trace
+
+NO_LIMIT = Limits(seconds=float("inf"))
+
+
+def forget() -> None:
+    """As in a process that has planned nothing yet."""
+    for known in (fast._latest, segmented._latest, graphs._floors, engine._latest, outcome._finished):
+        known.clear()
+
+
+def alone_for(of: Trace, budget_bytes: int) -> tuple[Plan | None, str]:
+    try:
+        return plan_with("mu-two", of, budget_bytes, NO_LIMIT), ""
+    except Refusal as refusal:
+        return None, str(refusal)
+
+
+@settings(max_examples=150, deadline=None)
+@given(of=traces(max_forward=12, max_backward=12))
+def test_every_point_is_no_slower_than_the_plan_made_for_its_budget_alone(of: Trace) -> None:
+    done = front(of, "t", "mu-two", 6, NO_LIMIT)
+    times = [p.step_time_ns for p in done.points if p.step_time_ns is not None]
+    assert times == sorted(times, reverse=True)
+    for point, plan in zip(done.points, done.plans, strict=True):
+        forget()
+        alone, why_not = alone_for(of, point.budget_bytes)
+        if not point.feasible:
+            assert point.message == why_not
+        if alone is not None:
+            assert plan is not None
+            timeline = run(of, build(of, alone.actions))
+            assert point.step_time_ns is not None
+            assert point.step_time_ns <= timeline.step_time_ns
+            if point.made_for_bytes == point.budget_bytes:
+                assert plan == alone
+        if plan is not None:
+            timeline = run(of, build(of, plan.actions))
+            assert (point.peak_allocated_bytes, point.step_time_ns) == (
+                timeline.peak_allocated_bytes,
+                timeline.step_time_ns,
+            )
+            assert timeline.peak_allocated_bytes <= point.budget_bytes
+
+
+@settings(max_examples=150, deadline=None)
+@given(of=traces(max_forward=12, max_backward=12))
+def test_segmentations_are_those_of_the_segments(of: Trace) -> None:
+    graph = analyse(of)
+    ev = Evaluator(of, graph)
+    row = Segmentations(ev)
+    k = 0
+    while True:
+        segment = row.segment.tolist()
+        found = row.at(k)
+        if found is None:
+            break
+        expected = ev.state(actions_for(of, graph, segment))
+        assert found.state.there.tolist() == expected.there.tolist()
+        assert found.state.share.tolist() == expected.share.tolist()
+        assert found.peak_bytes == ev.cost(expected)[0]
+        k += 1
+    assert k >= 1
+    assert row.at(0) is not None  # still known
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12), st.integers(0, 3))
+def test_a_split_leaves_enough_on_either_side_where_least_crosses(
+    ops: list[tuple[int, int]], first: int
+) -> None:
+    weight = np.array([0] * first + [w for w, _ in ops])
+    crossing = np.array([0] * first + [c for _, c in ops])
+    members = np.arange(first, first + len(ops))
+    total, seen, best = int(weight.sum()), 0, (0, 0, -1)
+    for i in members[:-1].tolist():
+        seen += int(weight[i])
+        if total and 0.3 * total - 1e-9 <= seen <= 0.7 * total + 1e-9:
+            key = (int(crossing[i]), abs(2 * seen - total), i)
+            if best[2] < 0 or key < best:
+                best = key
+    assert split(members, weight, crossing) == best[2]
+
+
+def test_another_trace_is_not_taken_for_the_one_before() -> None:
+    one, other = chain(6, size=100), ladder(12, seed=1)
+    for of in (one, other, one):
+        least = floor(of, analyse(of)).peak_bytes
+        shared = plan_with("mu-two", of, least * 3 // 2, NO_LIMIT)
+        forget()
+        assert shared == plan_with("mu-two", of, least * 3 // 2, NO_LIMIT)
+        assert engine.keep_all(of).schedule == build(of)
+        assert floor(of).peak_bytes == least
+
+
+def test_the_replay_of_a_plan_is_its_own() -> None:
+    of = chain(6, size=100)
+    made = plan_with("mu-two", of, floor(of).peak_bytes * 3 // 2)
+    other = Plan(meta=of.meta, actions=(Action(storage=of.storages.name.index("x1")),))
+    for plan in (made, other, made):
+        assert replayed(of, plan).schedule == build(of, plan.actions)
+        assert replayed(of, plan).timeline == run(of, build(of, plan.actions))
+
+
+def test_drops_that_are_edited_between_two_walks_count() -> None:
+    of = chain(5)
+    ev = Evaluator(of)
+    x1, x2 = (of.storages.name.index(n) for n in ("x1", "x2"))
+    g5 = ev.forward
+    state = ev.state([Action(storage=x1, drop_after=(g5,)), Action(storage=x2)])
+    for drops in ((x2,), (x1, x2), ()):
+        ev.cost(state)
+        state.drops[g5] = drops
+        fresh = Evaluator(of)
+        assert ev.evaluate(state) == fresh.evaluate(state)
