@@ -51,13 +51,10 @@ def replay_command(
     from simulator.allocator.settings import parse_alloc_conf
 
     memory_bytes = None if device_memory is None else _memory(device_memory)
-    settings = (
-        None if alloc_conf is None else parse_alloc_conf(alloc_conf)
-    )  # a bad one is known before any work
+    # Before any work, so that a bad one is known. It stands for all that was recorded, not on top of it.
+    settings = None if alloc_conf is None else parse_alloc_conf(alloc_conf)
     _say(f"reading {recording}", quiet)
     source = read_recording(recording, device)
-    if settings is not None and alloc_conf is not None:
-        settings = parse_alloc_conf(alloc_conf, source.settings)
     if (settings or source.settings).memory_fraction is not None and memory_bytes is None:
         _say("per_process_memory_fraction has no effect without --device-memory", quiet)
     for note in source.notes:

@@ -56,15 +56,16 @@ class Allocator(Segments):
         settings: AllocatorSettings | None = None,
         device_memory_bytes: int | None = None,
         place: Callable[[int, int, bool], int] | None = None,
+        total_memory_bytes: int | None = None,
     ) -> None:
-        super().__init__(settings, device_memory_bytes, place)
+        super().__init__(settings, device_memory_bytes, place, total_memory_bytes)
         self._collects = self.limit_bytes is not None and self.settings.garbage_collection_threshold > 0
         self._waiting: dict[int, deque[Block]] = {}  # stream -> freed blocks whose event it has not passed
         self._ready: dict[int, int] = {}  # stream -> how many of these it has passed meanwhile
         self._held: dict[int, Block] = {}  # address -> block between request_free and complete_free
         self.allocated = self.requested = self.active = 0
         self.peak_allocated = self.peak_requested = self.peak_active = 0
-        self.num_alloc_retries = self.num_ooms = 0
+        self.num_alloc_retries = self.num_ooms = self.num_oom_rejections = 0
 
     def malloc(self, size_bytes: int, stream: int = 0) -> Block:
         """A block for a request.
@@ -80,6 +81,10 @@ class Allocator(Segments):
         if block is None:
             if self._collects:
                 self._collect_garbage()
+            most = self.rejects_above_bytes
+            if most is not None and self.reserved + self.segment_bytes(size, pool.small) > most:
+                self.num_oom_rejections += 1
+                raise OutOfMemory(self._refusal(size_bytes))
             block = self._extend(pool, size, stream)
             if block is None and self._release_oversize(pool, size, stream):
                 block = self._extend(pool, size, stream)
@@ -270,7 +275,10 @@ class Allocator(Segments):
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """Give back the unsplit large blocks that have waited longest until the threshold is met."""
+        """Give back the unsplit large blocks that have waited longest until the threshold is met.
+
+        Each round gives back every block of at least the average age, also beyond what the threshold wants.
+        """
         assert self.limit_bytes is not None
         threshold = int(self.settings.garbage_collection_threshold * self.limit_bytes)
         wanted = self.reserved - threshold
@@ -286,7 +294,7 @@ class Allocator(Segments):
             progress = False
             left: list[Block] = []
             for block in candidates:
-                if freed < wanted and clock - block.born >= oldest:
+                if clock - block.born >= oldest:
                     progress = True
                     freed += block.size
                     self._release(block)

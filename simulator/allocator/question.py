@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from simulator.allocator.caching import OutOfMemory
@@ -92,13 +92,14 @@ def reserve(trace: Trace, graph: Graph, schedule: Schedule, question: Question) 
         by_default = figures if plain else reserved_peak(trace, schedule, graph=graph)
     out_of_memory = ""
     if device is not None and (settings.memory_fraction is not None or wanted > device.usable_bytes):
-        if settings.memory_fraction is not None and device.usable_bytes:
-            # torch counts the fraction from the whole memory, and the driver refuses at what is left of it.
-            share = settings.memory_fraction * device.memory_bytes / device.usable_bytes
-            settings = replace(settings, memory_fraction=share)
         try:
             figures = reserved_peak(
-                trace, schedule, settings, device_memory_bytes=device.usable_bytes, graph=graph
+                trace,
+                schedule,
+                settings,
+                device_memory_bytes=device.usable_bytes,
+                total_memory_bytes=device.memory_bytes,
+                graph=graph,
             )
         except OutOfMemory as error:
             out_of_memory = str(error)

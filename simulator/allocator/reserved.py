@@ -63,6 +63,7 @@ def reserved_peak(
     *,
     iterations: int = ITERATIONS,
     device_memory_bytes: int | None = None,
+    total_memory_bytes: int | None = None,
     graph: Graph | None = None,
 ) -> ReservedFigures:
     """Run a schedule several times through one simulated allocator, from the first iteration on.
@@ -75,6 +76,7 @@ def reserved_peak(
     Args:
         iterations: how many to run at most. When one asked for no new memory, the next would be the same, so it ends.
         device_memory_bytes: what the device has for the allocator; None: enough.
+        total_memory_bytes: what the device has in all, which torch's own limits are counted from; None: the same.
 
     Raises:
         OutOfMemory: the device has less than this takes.
@@ -88,7 +90,7 @@ def reserved_peak(
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; one at least must run")
     graph = graph or analyse(trace)
-    run = _Run(trace, graph, Allocator(settings, device_memory_bytes))
+    run = _Run(trace, graph, Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes))
     events = run.allocator.segment_events
     figures: list[AllocatorFigures] = []
     steady = False

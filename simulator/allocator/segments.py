@@ -29,6 +29,7 @@ class Segments:
         settings: what PYTORCH_ALLOC_CONF says.
         device_memory_bytes: the driver refuses beyond this; None: it never refuses.
         place: gives the address of a new segment, or of an expandable range, from (size, stream, expandable).
+        total_memory_bytes: of the whole device, which torch's own limits are counted from; None: the same.
     """
 
     def __init__(
@@ -36,13 +37,18 @@ class Segments:
         settings: AllocatorSettings | None = None,
         device_memory_bytes: int | None = None,
         place: Callable[[int, int, bool], int] | None = None,
+        total_memory_bytes: int | None = None,
     ) -> None:
         self.settings = settings or AllocatorSettings()
         self.device_memory_bytes = device_memory_bytes
+        total = device_memory_bytes if total_memory_bytes is None else total_memory_bytes
         fraction = self.settings.memory_fraction
         self.limit_bytes: int | None = None  # torch's own limit, below the driver's
-        if fraction is not None and device_memory_bytes is not None:
-            self.limit_bytes = int(fraction * device_memory_bytes)
+        self.rejects_above_bytes: int | None = None  # beyond this a request is turned down with no second try
+        if total is not None and fraction is not None and fraction < 1:
+            self.limit_bytes = int(fraction * total)
+        elif self.settings.throw_on_oom:
+            self.rejects_above_bytes = total
         self.small, self.large = Pool(True), Pool(False)
         self.segment_events: list[SegmentEvent] = []
         self.reserved = self.peak_reserved = 0
@@ -58,14 +64,17 @@ class Segments:
         self.reserved += size_bytes
         self.reach(address + size_bytes)
 
+    def segment_bytes(self, size: int, small: bool) -> int:
+        """Of the segment that a block of this size would need if it got one of its own."""
+        if small:
+            return SMALL_SEGMENT_BYTES
+        if size < LARGE_REQUEST_BYTES:
+            return self.settings.large_segment_bytes
+        return -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
+
     def _extend(self, pool: Pool, size: int, stream: int) -> Block | None:
         """A free block from new memory, outside the pool; None if the driver refuses."""
-        if pool.small:
-            segment = SMALL_SEGMENT_BYTES
-        elif size < LARGE_REQUEST_BYTES:
-            segment = self.settings.large_segment_bytes
-        else:
-            segment = -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
+        segment = self.segment_bytes(size, pool.small)
         if self.limit_bytes is not None and self.reserved + segment > self.limit_bytes:
             return None
         if self.settings.expandable_segments:

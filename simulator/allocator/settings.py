@@ -25,11 +25,9 @@ WITHOUT_EFFECT: Final = frozenset(
         "pinned_num_register_threads",
         "pinned_use_background_threads",
         "pinned_reserve_segment_size_mb",
-        "pinned_max_power2_size_mb",
         "pinned_max_cached_size_mb",
         "pinned_max_round_threshold_mb",
         "graph_capture_record_stream_reuse",
-        "throw_on_cudamalloc_oom",
         "pinned_free_catch_all",
     }
 )
@@ -46,28 +44,41 @@ class AllocatorSettings:
     # Divisions per power of two, for requests of 1 MiB, 2 MiB, ...; the first entry also for all smaller ones.
     roundup_divisions: tuple[int, ...] = (0,) * INTERVALS
     expandable_segments: bool = False
-    memory_fraction: float | None = None  # None: never set, which is not the same as 1 for garbage collection
+    memory_fraction: float | None = (
+        None  # of the whole device; None and 1: no limit, and no garbage collection
+    )
+    throw_on_oom: bool = (
+        False  # give up at once, cached memory or not, when a segment would exceed the device
+    )
 
 
 def parse_alloc_conf(text: str, base: AllocatorSettings | None = None) -> AllocatorSettings:
     """Settings from text such as `expandable_segments:True,max_split_size_mb:128`, on top of `base`.
 
+    Whatever the order, large_segment_size_mb is read first: it is the least that the two split sizes can be, and what
+    max_non_split_rounding_mb is if nothing is said.
+
     Raises:
         SpecError: an option that does not exist, or a value that it cannot have.
     """
     out = base or AllocatorSettings()
-    for key, value in _pairs(text):
+    pairs = _pairs(text)
+    for key, value in pairs:
+        if key == "large_segment_size_mb":
+            size = _whole(key, value, 11) * MIB
+            out = replace(out, large_segment_bytes=size, max_non_split_rounding_bytes=size)
+    least = out.large_segment_bytes // MIB
+    for key, value in pairs:
         if key == "max_split_size_mb":
-            least = out.large_segment_bytes // MIB
             out = replace(out, max_split_bytes=_whole(key, value, least) * MIB)
         elif key == "max_non_split_rounding_mb":
-            out = replace(out, max_non_split_rounding_bytes=_whole(key, value, 21) * MIB)
-        elif key == "large_segment_size_mb":
-            out = replace(out, large_segment_bytes=_whole(key, value, 11) * MIB)
+            out = replace(out, max_non_split_rounding_bytes=_whole(key, value, least) * MIB)
         elif key == "garbage_collection_threshold":
             out = replace(out, garbage_collection_threshold=_share(key, value))
         elif key == "per_process_memory_fraction":
             out = replace(out, memory_fraction=_share(key, value, closed=True))
+        elif key == "throw_on_cudamalloc_oom":
+            out = replace(out, throw_on_oom=_truth(key, value))
         elif key == "roundup_power2_divisions":
             out = replace(out, roundup_divisions=_divisions(value))
         elif key == "expandable_segments":
@@ -75,11 +86,12 @@ def parse_alloc_conf(text: str, base: AllocatorSettings | None = None) -> Alloca
         elif key == "backend":
             if value != "native":
                 raise SpecError(f"backend:{value}: only torch's own allocator (backend:native) is simulated.")
-        elif key not in WITHOUT_EFFECT:
+        elif key not in WITHOUT_EFFECT and key != "large_segment_size_mb":
             raise SpecError(
-                f"allocator settings: there is no option {key!r}; those with an effect are max_split_size_mb, "
+                f"allocator settings: torch has no option {key!r}; those with an effect are max_split_size_mb, "
                 "max_non_split_rounding_mb, large_segment_size_mb, roundup_power2_divisions, "
-                "garbage_collection_threshold, per_process_memory_fraction and expandable_segments."
+                "garbage_collection_threshold, per_process_memory_fraction, throw_on_cudamalloc_oom and "
+                "expandable_segments."
             )
     return out
 
@@ -124,26 +136,26 @@ def _share(key: str, value: str, closed: bool = False) -> float:
         number = float(value)
     except ValueError:
         number = -1.0
-    if not (0.0 < number < 1.0 or (closed and number == 1.0)):
+    if not (0.0 < number < 1.0 or (closed and number in (0.0, 1.0))):
         raise SpecError(f"{key}:{value}: give a number between 0 and 1.")
     return number
 
 
 def _truth(key: str, value: str) -> bool:
-    if value.lower() not in ("true", "false"):
-        raise SpecError(f"{key}:{value}: give True or False.")
-    return value.lower() == "true"
+    if value not in ("True", "False"):
+        raise SpecError(f"{key}:{value}: give True or False, written so; torch takes nothing else.")
+    return value == "True"
 
 
 def _divisions(value: str) -> tuple[int, ...]:
     """One number for all sizes, or [256:1,512:2,>:4]: the division from that power of two, in MiB, up to its double."""
     if not value.startswith("["):
-        return (_power(value, none=True),) * INTERVALS
+        return (_power(value),) * INTERVALS
     if not value.endswith("]"):
         raise SpecError(f"roundup_power2_divisions:{value}: the bracket is not closed.")
     out = [0] * INTERVALS
     last, first = 0, True
-    for part in value[1:-1].split(","):
+    for part in filter(None, value[1:-1].split(",")):
         bound, _, number = part.partition(":")
         divisions = _power(number, none=True)
         if bound == ">":

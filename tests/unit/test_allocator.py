@@ -84,6 +84,19 @@ def test_segment_sizes(asked: int, segment: int) -> None:
     assert a.reserved == segment
 
 
+def test_rounding_without_a_split_is_the_large_segment_size_unless_said() -> None:
+    # Oversize requests may take a block that is less than max_non_split_rounding larger: 42 + 40 = 82.
+    for cached, taken in ((80, True), (84, False)):
+        a = Allocator(conf("large_segment_size_mb:40,max_split_size_mb:40"))
+        a.free(a.malloc(cached * MIB))
+        a.malloc(42 * MIB)
+        assert a.reserved == (cached if taken else cached + 42) * MIB
+    assert (
+        conf("large_segment_size_mb:40,max_non_split_rounding_mb:64").max_non_split_rounding_bytes == 64 * MIB
+    )
+    assert conf("max_non_split_rounding_mb:20").max_non_split_rounding_bytes == 20 * MIB
+
+
 def test_large_segment_size_is_a_setting() -> None:
     a = Allocator(conf("large_segment_size_mb:40"))
     a.malloc(2 * MIB)
@@ -284,6 +297,56 @@ def test_garbage_collection_goes_by_age() -> None:
     assert a.reserved == (12 + 50 + 46) * MIB
 
 
+def test_garbage_collection_does_not_stop_at_its_target() -> None:
+    c = conf("garbage_collection_threshold:0.5,per_process_memory_fraction:0.99")
+    a = Allocator(c, device_memory_bytes=200 * MIB)  # collection from 99 of 198 on
+    blocks = [a.malloc(n * MIB) for n in (40, 44, 16)]  # searches 1 to 3; 100 reserved
+    for block in blocks:
+        a.free(block)  # all born at search 3, so all of the average age
+    # Search 4: 1 MiB over the threshold is wanted. torch gives back all blocks of at least the average age, so 100.
+    a.malloc(50 * MIB)
+    assert segments(a, "segment_free") == [16 * MIB, 40 * MIB, 44 * MIB]
+    assert a.peak_reserved == 100 * MIB
+    assert a.reserved == 50 * MIB
+
+
+def test_a_fraction_of_one_is_none() -> None:
+    a = Allocator(
+        conf("garbage_collection_threshold:0.5,per_process_memory_fraction:1"), device_memory_bytes=200 * MIB
+    )
+    assert a.limit_bytes is None
+    a.free(a.malloc(120 * MIB))
+    a.malloc(1)  # from the small pool; a limit would have the 120 collected
+    assert a.reserved == 122 * MIB
+
+
+def test_a_fraction_counts_from_the_whole_device() -> None:
+    a = Allocator(
+        conf("per_process_memory_fraction:0.5"), device_memory_bytes=90 * MIB, total_memory_bytes=100 * MIB
+    )
+    a.malloc(50 * MIB)  # half of 100
+    with pytest.raises(OutOfMemory):
+        a.malloc(1)
+
+
+def test_throwing_instead_of_giving_back() -> None:
+    # As torch 2.12's own code does on a device of 200 MiB: 60 + 90 are cached, 150 more would make 300.
+    a = Allocator(conf("throw_on_cudamalloc_oom:True"), device_memory_bytes=200 * MIB)
+    a.free(a.malloc(60 * MIB))
+    a.free(a.malloc(90 * MIB))
+    with pytest.raises(OutOfMemory):
+        a.malloc(150 * MIB)
+    assert a.reserved == 150 * MIB
+    assert (a.num_alloc_retries, a.num_ooms, a.num_oom_rejections) == (0, 0, 1)
+    # A fraction below one is looked at first, and has its second try.
+    b = Allocator(
+        conf("throw_on_cudamalloc_oom:True,per_process_memory_fraction:0.5"), device_memory_bytes=200 * MIB
+    )
+    b.free(b.malloc(60 * MIB))
+    b.malloc(90 * MIB)
+    assert (b.reserved, b.num_alloc_retries, b.num_oom_rejections) == (90 * MIB, 1, 0)
+
+
 # Expandable segments ----------------------------------------------------------------------------------------------
 
 
@@ -345,7 +408,7 @@ def test_a_full_device_unmaps_and_tries_again() -> None:
 
 def test_settings_are_read() -> None:
     c = conf(
-        "max_split_size_mb:128, garbage_collection_threshold:0.8,expandable_segments:true,backend:native"
+        "max_split_size_mb:128, garbage_collection_threshold:0.8,expandable_segments:True,backend:native"
     )
     assert c.max_split_bytes == 128 * MIB
     assert c.garbage_collection_threshold == 0.8
@@ -360,12 +423,18 @@ def test_settings_are_read() -> None:
         "nonsense:1",
         "expandable_segments",
         "expandable_segments:yes",
+        "expandable_segments:true",  # torch 2.11 to 2.13 take True and False only
         "max_split_size_mb:19",
         "max_split_size_mb:-1",
         "max_split_size_mb:1\u0662",
         "garbage_collection_threshold:1.5",
         "garbage_collection_threshold:nan",
         "roundup_power2_divisions:3",
+        "roundup_power2_divisions:0",
+        "max_split_size_mb:31,large_segment_size_mb:32",  # in either order
+        "large_segment_size_mb:32,max_non_split_rounding_mb:25",
+        "large_segment_size_mb:10",
+        "per_process_memory_fraction:1.1",
         "roundup_power2_divisions:[256:1",
         "roundup_power2_divisions:[:]",
         "roundup_power2_divisions:[3:1]",
