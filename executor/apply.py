@@ -99,6 +99,22 @@ def apply_plan(model: nn.Module, plan: Plan | str | Path) -> nn.Module:
     return planned
 
 
+def planned_otherwise(planned: nn.Module, plan: Plan) -> nn.Module:
+    """The same model under another plan; what was captured for the first is not captured again.
+
+    Raises:
+        PlanError: the plan is for a graph of another structure.
+    """
+    assert isinstance(planned, PlannedModule)
+    state = planned._lowtide
+    other = apply_plan(state.original, plan)
+    assert isinstance(other, PlannedModule)
+    other._lowtide.engines.update(
+        (key, engine_of(engine.program, plan, engine.kind)) for key, engine in state.engines.items()
+    )
+    return other
+
+
 def capture_now(planned: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Engine:
     """Capture and rewrite for these arguments without running anything, as the first training call would.
 

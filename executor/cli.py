@@ -204,6 +204,7 @@ def answer(outcome: Any) -> dict[str, Any]:
         "keep_all": m.keep_all.headline(),
         "keep_all_predicted": m.keep_all_predicted.headline(),
         "keep_all_error_percent": signed_error_percent(m.keep_all_predicted, m.keep_all),
+        "slowdown_percent": {"predicted": m.predicted_slowdown_percent, "measured": m.slowdown_percent},
         "within_budget": m.within_budget,
         "warnings": list(m.warnings),
         "verified": m.verified,
@@ -246,6 +247,16 @@ def print_outcome(outcome: Any) -> None:
         if v is not None
     ]
     click.echo("  error of the plan's prediction: " + ", ".join(parts))
+    if m.slowdown_percent is not None:
+        said = m.predicted_slowdown_percent
+        click.echo(
+            f"  slow-down by the plan: measured {m.slowdown_percent:+.2f} %"
+            + (
+                f", predicted {said:+.2f} % ({said - m.slowdown_percent:+.2f} points)"
+                if said is not None
+                else ""
+            )
+        )
     if m.within_budget is not None:
         of = " of reserved memory" if m.budget_of != ALLOCATED else ""
         click.echo(f"  budget {show_bytes(m.budget_bytes)}{of}: {'kept' if m.within_budget else 'EXCEEDED'}")

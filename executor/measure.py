@@ -1,8 +1,9 @@
 """Measure a training step in a fresh process: peak memory by the allocator's own account, and step time.
 
 Three variants, each in a process of its own: the untouched model in the ordinary loop (eager), the rewritten graphs
-with an empty plan (keep_all), and the plan. On the CPU the peak is the running sum of the allocator's events as the
-profiler records them, from before the model is built; on CUDA it is the caching allocator's statistics.
+with an empty plan (keep_all), and the plan, whose steps are timed in turns with keep-all's (see `executor.timing`). On
+the CPU the peak is the running sum of the allocator's events as the profiler records them, from before the model is
+built; on CUDA it is the caching allocator's statistics.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import gc
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from executor.fresh import run_fresh
+from executor.fresh import is_out_of_memory, run_fresh
+from executor.timing import alone, in_turns
 from traces.errors import PlanError, SpecError
 from traces.measurement import RunFigures
 from traces.plan import Plan
@@ -61,6 +62,17 @@ class JobResult:
     ] = ()  # (ns since the iteration began, live bytes) of one steady iteration
 
 
+Once = Callable[[], bool]  # one training step; whether a gradient scaler took it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """A step that can be run, and what makes the keep-all step on the same model and optimizer (None: not wanted)."""
+
+    once: Once
+    keep_all: Callable[[], Once] | None
+
+
 def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
     """Run a job in a fresh process and wait for it.
 
@@ -91,7 +103,7 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
 
 def perform(job: Job) -> JobResult:
     """Do a job in this process (which should be fresh)."""
-    from executor.apply import apply_plan
+    from executor.apply import apply_plan, planned_otherwise
     from executor.verify import verify
     from tracer.loop import run_step
     from tracer.precision import scale_of
@@ -108,7 +120,7 @@ def perform(job: Job) -> JobResult:
             figures=RunFigures(), environment=environment(job.device), verification=asdict(outcome)
         )
 
-    def prepare() -> Callable[[], bool]:
+    def prepare() -> _Ready:
         step = build(job.device)
         model: Any = step.model
         if job.variant == KEEP_ALL:
@@ -116,17 +128,18 @@ def perform(job: Job) -> JobResult:
         elif job.variant == PLAN:
             model = apply_plan(step.model, plan)
 
-        def once() -> bool:
+        def run(model: Any) -> bool:
             before = scale_of(step.scaler)
             run_step(step, model, step.optimizer)
             return scale_of(step.scaler) >= before
 
-        return once
+        def beside() -> Once:
+            other = planned_otherwise(model, replace(plan, actions=()))
+            return lambda: run(other)
 
-    if cuda:
-        figures, curve = _measure_cuda(prepare, job)
-    else:
-        figures, curve = _measure_cpu(prepare, job)
+        return _Ready(once=lambda: run(model), keep_all=beside if job.variant == PLAN else None)
+
+    figures, curve = _measure_cuda(prepare, job) if cuda else _measure_cpu(prepare, job)
     verification = None
     if job.then_verify and job.steps:
         gc.collect()
@@ -151,44 +164,34 @@ def limit_memory(device: str, limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
-def _measure_cpu(
-    prepare: Callable[[], Callable[[], bool]], job: Job
-) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
-    once, peaks, curve = _profiled(prepare, job.memory_steps)
+def _measure_cpu(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
+    ready, peaks, curve = _profiled(prepare, job.memory_steps)
     # The profiler's results are millions of objects that Python's garbage collector would walk during the timed steps.
     gc.collect()
-    times = _time(once, job, lambda: None)
     steady = peaks[min(2, len(peaks) - 1) :]
-    return (
-        RunFigures(
-            peak_allocated_bytes=max(steady),
-            step_time_ns=int(statistics.median(times)),
-            peaks_bytes=tuple(peaks),
-            times_ns=tuple(times),
-        ),
-        curve,
-    )
+    figures = RunFigures(peak_allocated_bytes=max(steady), peaks_bytes=tuple(peaks))
+    return _with_times(figures, ready, job, lambda: None), curve
 
 
 def _profiled(
-    prepare: Callable[[], Callable[[], bool]], iterations: int
-) -> tuple[Callable[[], bool], list[int], tuple[tuple[int, int], ...]]:
+    prepare: Callable[[], _Ready], iterations: int
+) -> tuple[_Ready, list[int], tuple[tuple[int, int], ...]]:
     """Build the step and run it under the profiler: the step, its peaks, and the last iteration's curve."""
     from torch.profiler import record_function
 
     from tracer.probes import memory_profiler
 
     with memory_profiler() as prof:
-        once = prepare()
+        ready = prepare()
 
         def iterate(k: int) -> bool:
             with record_function(f"{_ITERATION} {k}"):
-                return once()
+                return ready.once()
 
         iterations = _enough(iterate, iterations)
     assert prof.profiler is not None
     results: Any = prof.profiler.kineto_results
-    return once, *peaks_of(results.experimental_event_tree(), iterations)
+    return ready, *peaks_of(results.experimental_event_tree(), iterations)
 
 
 def _enough(iterate: Callable[[int], bool], least: int) -> int:
@@ -247,17 +250,15 @@ def peaks_of(tree: list[Any], iterations: int) -> tuple[list[int], tuple[tuple[i
     return peaks, tuple(curve)
 
 
-def _measure_cuda(
-    prepare: Callable[[], Callable[[], bool]], job: Job
-) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
+def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
     import torch
 
-    once = prepare()
+    ready = prepare()
     peaks, blocks, reserved = [], [], []
 
     def iterate(_k: int) -> bool:
         torch.cuda.reset_peak_memory_stats()
-        taken = once()
+        taken = ready.once()
         torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
         # What was asked for, as on the CPU and as the simulator sums it; the blocks handed out are larger.
@@ -268,33 +269,44 @@ def _measure_cuda(
 
     _enough(iterate, job.memory_steps)
     last_reserved = torch.cuda.memory_stats()["reserved_bytes.all.peak"]
-    times = _time(once, job, torch.cuda.synchronize)
     first_steady = min(2, len(peaks) - 1)
-    return (
-        RunFigures(
-            peak_allocated_bytes=max(peaks[first_steady:]),
-            peak_block_bytes=max(blocks[first_steady:]),
-            peak_reserved_bytes=last_reserved,
-            step_time_ns=int(statistics.median(times)),
-            peaks_bytes=tuple(peaks),
-            times_ns=tuple(times),
-            reserved_bytes=tuple(reserved),
-        ),
-        (),
+    figures = RunFigures(
+        peak_allocated_bytes=max(peaks[first_steady:]),
+        peak_block_bytes=max(blocks[first_steady:]),
+        peak_reserved_bytes=last_reserved,
+        peaks_bytes=tuple(peaks),
+        reserved_bytes=tuple(reserved),
+    )
+    return _with_times(figures, ready, job, torch.cuda.synchronize), ()
+
+
+def _with_times(figures: RunFigures, ready: _Ready, job: Job, wait: Callable[[], None]) -> RunFigures:
+    """The figures with the times of steps: of a plan in turns with the keep-all step, where that fits too."""
+    keep_all = _fitting(ready.keep_all, limited=job.limit_bytes > 0)
+    if keep_all is None:
+        times = alone(ready.once, warmup=job.warmup, runs=job.runs, wait=wait)
+        return replace(figures, step_time_ns=int(statistics.median(times)), times_ns=times)
+    turns = in_turns(ready.once, keep_all, warmup=job.warmup, runs=job.runs, wait=wait)
+    return replace(
+        figures,
+        step_time_ns=int(statistics.median(turns.first_ns)),
+        times_ns=turns.first_ns,
+        keep_all_times_ns=turns.second_ns,
     )
 
 
-def _time(once: Callable[[], bool], job: Job, wait: Callable[[], None]) -> list[int]:
-    for _ in range(job.warmup):
+def _fitting(make: Callable[[], Once] | None, *, limited: bool) -> Once | None:
+    """The step that `make` makes, if one run of it does not run out of memory."""
+    if make is None:
+        return None
+    try:
+        once = make()
         once()
-    times = []
-    for _ in range(job.runs):
-        wait()
-        begin = time.perf_counter_ns()
-        once()
-        wait()
-        times.append(time.perf_counter_ns() - begin)
-    return times
+    except Exception as error:
+        if not is_out_of_memory(error, limited=limited):
+            raise
+        return None
+    return once
 
 
 def environment(device: str) -> dict[str, str]:

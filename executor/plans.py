@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from executor.measure import (
 from traces.errors import PlanError
 from traces.measurement import Measurement
 from traces.plan import Plan
-from traces.trace import Trace
+from traces.trace import Trace, TraceMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +94,17 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         same = plan.meta.target.lower() == settings.device
         if not same:
             predicted, baseline = replace(predicted, step_time_ns=None), replace(baseline, step_time_ns=None)
+    warnings = [str(text) for text in plan.predicted.get("warnings", ())]
+    if told := other_threads(plan.meta, results[PLAN].environment):
+        warnings.append(told)
+        predicted, baseline = replace(predicted, step_time_ns=None), replace(baseline, step_time_ns=None)
     measurement = Measurement(
         model=plan.meta.model,
         options=dict(plan.meta.options),
         planner=plan.planner,
         budget_bytes=plan.budget_bytes,
         budget_of=plan.budget_of,
-        warnings=tuple(str(text) for text in plan.predicted.get("warnings", ())),
+        warnings=tuple(warnings),
         fingerprint=plan.meta.fingerprint,
         device=settings.device,
         provenance=f"measured-{kind}",
@@ -123,6 +127,17 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         control_difference={} if verification is None else verification["control_difference"],
         first_difference="" if verification is None else verification["first_difference"],
         curve=results[PLAN].curve,
+    )
+
+
+def other_threads(meta: TraceMeta, environment: Mapping[str, str]) -> str:
+    """What must be said where the ops of a CPU's trace were measured with other threads than the step; "": nothing."""
+    now = environment.get("threads", "")
+    if not meta.threads or not now or str(meta.threads) == now or meta.device != "cpu":
+        return ""
+    return (
+        f"The ops were measured with {meta.threads} threads and the step ran with {now}, so no time is predicted for "
+        f"it, and what ops allocate inside may differ; set OMP_NUM_THREADS={meta.threads}, or trace again."
     )
 
 

@@ -25,6 +25,8 @@ MARK = "#lowtide "
 class Probe(abc.ABC):
     """Called around every op of a round; subclasses measure."""
 
+    times = False  # whether it is the time of ops that it measures, not what they allocate
+
     def __init__(self) -> None:
         self.targets: list[str] = []
 
@@ -34,6 +36,8 @@ class Probe(abc.ABC):
 
 
 class CpuTimer(Probe):
+    times = True
+
     def __init__(self) -> None:
         super().__init__()
         self.times_ns: list[int] = []
@@ -51,6 +55,8 @@ class CpuTimer(Probe):
 
 class CudaTimer(Probe):
     """CUDA events around every op; they are read after the round, so that nothing waits in between."""
+
+    times = True
 
     def __init__(self) -> None:
         super().__init__()

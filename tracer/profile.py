@@ -4,6 +4,9 @@ The captured model runs node by node as the graph has it, every value dropped af
 training loop; the loss code and the optimizer run under a dispatch mode. So each op of the fake trace is measured once
 per round, in the same order, and its row gets the median time and the allocations.
 
+In the timed rounds an op works in place where the step with everything kept does: it writes into its input's memory,
+and is the faster for it. The round that shows the allocations runs every op as the graph has it.
+
 On CUDA the first round also shows what libraries allocate once and keep (cuBLAS): these become storages of the category
 "workspace" that are there throughout the step.
 """
@@ -33,7 +36,7 @@ from tracer.eager import is_op
 from tracer.loop import fit_tangent, run_step
 from tracer.precision import without_autocast
 from tracer.probes import CpuTimer, CudaHistory, CudaTimer, Probe, cpu_allocations, settle
-from tracer.program import Program
+from tracer.program import Program, inplace_twin
 from tracer.spec import BuildStep, TrainingStep
 from tracer.step import Recorded
 from traces.errors import TraceError
@@ -60,7 +63,7 @@ def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 
     """
     cuda = device.startswith("cuda")
     step = build(device)
-    runner = GraphRunner(recorded.program, step)
+    runner = GraphRunner(recorded.program, step, in_place=takeovers(recorded))
     kept = _first_cuda_round(runner) if cuda else ()
     for _ in range(max(warmup, 1) - (1 if cuda else 0)):
         runner.round(CpuTimer())
@@ -88,6 +91,20 @@ def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 
     times = [int(statistics.median(column)) for column in zip(*samples, strict=True)]
     trace = _filled(recorded.trace, times, events, device)
     return with_workspaces(trace, kept) if cuda else trace
+
+
+def takeovers(recorded: Recorded) -> frozenset[int]:
+    """The program's ops that write into their input's memory in the step with everything kept, as its schedule has it:
+    nothing else reads that storage afterwards, and nothing holds it."""
+    ops, hold = recorded.trace.ops, recorded.trace.storages.hold
+    last: dict[int, int] = {}
+    for i, reads in enumerate(ops.reads):
+        last.update(dict.fromkeys(reads, i))
+    return frozenset(
+        k
+        for k, i in enumerate(recorded.graph_ops)
+        if (s := ops.overwrites[i]) >= 0 and last[s] == i and hold[s] <= i
+    )
 
 
 def _first_cuda_round(runner: GraphRunner) -> tuple[LibraryWorkspace, ...]:
@@ -135,6 +152,7 @@ def _filled(trace: Trace, times: list[int], events: Sequence[tuple[int, ...]], d
             mode="real",
             device=device,
             alloc_conf=_alloc_conf() if device.startswith("cuda") else "",
+            threads=0 if device.startswith("cuda") else torch.get_num_threads(),
             target=name,
             workspace={MEASURED: sum(1 for f in ops.flags if not f & VIEW)},
         ),
@@ -153,9 +171,11 @@ def _alloc_conf() -> str:
 class GraphRunner:
     """Runs training steps in which the captured model is executed op by op under a probe."""
 
-    def __init__(self, program: Program, step: TrainingStep) -> None:
+    def __init__(self, program: Program, step: TrainingStep, in_place: frozenset[int] = frozenset()) -> None:
+        """in_place: the program's ops whose in-place twin runs under a probe that measures time."""
         self.program = program
         self.step = step
+        self._twins = {program.ops[k].node: inplace_twin(program.ops[k].node.target) for k in in_place}
         captured = program.captured
         self._position = {op.node: k for k, op in enumerate(program.ops)}
         last: dict[fx.Node, fx.Node] = {}
@@ -200,7 +220,9 @@ class GraphRunner:
         for op in ops:
             args, kwargs = fx.node.map_arg((op.node.args, op.node.kwargs), value)
             target = op.node.target
-            out = probe.run(target, functools.partial(target, *args, **kwargs))
+            # A twin has its op's place and name.
+            runs = self._twins.get(op.node, target) if probe.times else target
+            out = probe.run(target, functools.partial(runs, *args, **kwargs))
             del args, kwargs
             values = {op.node: out}
             for part in op.parts:

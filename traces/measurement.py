@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ class RunFigures:
     peaks_bytes: tuple[int, ...] = ()
     times_ns: tuple[int, ...] = ()
     reserved_bytes: tuple[int, ...] = ()  # at the end of each iteration
+    # Of a plan: steps with everything kept that ran in turns with `times_ns`, the k-th beside the k-th.
+    keep_all_times_ns: tuple[int, ...] = ()
 
     @property
     def steady(self) -> bool:
@@ -59,7 +62,27 @@ class RunFigures:
             peaks_bytes=tuple(data.get("peaks_bytes", ())),
             times_ns=tuple(data.get("times_ns", ())),
             reserved_bytes=tuple(data.get("reserved_bytes", ())),
+            keep_all_times_ns=tuple(data.get("keep_all_times_ns", ())),
         )
+
+
+def measured_slowdown_percent(plan: RunFigures, keep_all: RunFigures) -> float | None:
+    """Percent that a plan adds to the step's time; None where it is not known.
+
+    Of steps that ran in turns it is the median over pairs; without such pairs it is the ratio of the two medians, which
+    holds the drift of the machine from one to the other too.
+    """
+    if plan.keep_all_times_ns:
+        pairs = zip(plan.times_ns, plan.keep_all_times_ns, strict=True)
+        return 100.0 * (statistics.median(p / k for p, k in pairs) - 1.0)
+    return slowdown_percent(plan, keep_all)
+
+
+def slowdown_percent(plan: RunFigures, keep_all: RunFigures) -> float | None:
+    """Percent by which the plan's step time is above keep-all's; None where a time is unknown."""
+    if not keep_all.step_time_ns or plan.step_time_ns is None:
+        return None
+    return 100.0 * (plan.step_time_ns / keep_all.step_time_ns - 1.0)
 
 
 def signed_error_percent(predicted: RunFigures, measured: RunFigures) -> dict[str, float | None]:
@@ -110,10 +133,24 @@ class Measurement:
         peak = self.limited_bytes
         return None if self.budget_bytes is None or peak is None else peak <= self.budget_bytes
 
+    @property
+    def slowdown_percent(self) -> float | None:
+        """What the plan adds to the step's time, measured."""
+        return measured_slowdown_percent(self.measured, self.keep_all)
+
+    @property
+    def predicted_slowdown_percent(self) -> float | None:
+        """The same, predicted."""
+        return slowdown_percent(self.predicted, self.keep_all_predicted)
+
     def to_json(self) -> dict[str, Any]:
         out = asdict(self)
         out["error_percent"] = signed_error_percent(self.predicted, self.measured)
         out["keep_all_error_percent"] = signed_error_percent(self.keep_all_predicted, self.keep_all)
+        out["slowdown_percent"] = {
+            "predicted": self.predicted_slowdown_percent,
+            "measured": self.slowdown_percent,
+        }
         return {"record": "measurement", "measurement_version": MEASUREMENT_VERSION, **out}
 
     def save(self, path: str | Path) -> Path:

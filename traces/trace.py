@@ -133,6 +133,9 @@ class TraceMeta:
     torch_version: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     alloc_conf: str = ""
+    threads: int = (
+        0  # with which ops were measured on the CPU; 0: they were not, or an older trace does not say
+    )
     grad_outputs: tuple[int, ...] = ()  # flat indices of the model outputs that receive a gradient
     forward_ops: int = 0  # the captured graph's forward ops are the rows before this one
     first_backward_graph_op: int = 0  # and its backward ops a run of rows from this one

@@ -1,8 +1,9 @@
 """Turn records into prediction errors: one row a figure and stage, and their aggregates.
 
 An error of bytes and times is 100 * (predicted - measured) / measured, in percent: negative means that the prediction
-was too low. A slow-down is the step's time with the plan over the keep-all step's, less one, in percent; its error is
-predicted minus measured, in points. Rows of different provenance are never aggregated together.
+was too low. A slow-down is the step's time with the plan over the keep-all step's, less one, in percent, measured as
+the median over pairs of steps that ran in turns; its error is predicted minus measured, in points. Rows of different
+provenance are never aggregated together.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Final
 
 from executor.campaign.cases import BOUNDARY, NONE
 from executor.campaign.record import CALIBRATED, RULES, STAGES, Record
-from traces.measurement import RunFigures
+from traces.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
 
 # Allocated is what was asked for; blocks is the same as CUDA's allocator hands it out, rounded up.
 ALLOCATED, BLOCKS, RESERVED, TIME, SLOWDOWN = "allocated", "blocks", "reserved", "time", "slow-down"
@@ -80,7 +81,10 @@ def error_rows(records: Iterable[Record]) -> list[ErrorRow]:
                 out += _rows(r, KEEP_ALL, stage, kept, r.keep_all)
             if r.case.budget != NONE and stage in r.predicted:
                 out += _rows(r, PLAN, stage, r.predicted[stage], r.measured)
-                slow = _slowdown(kept, r.predicted[stage]), _slowdown(r.keep_all, r.measured)
+                slow = (
+                    slowdown_percent(r.predicted[stage], kept),
+                    measured_slowdown_percent(r.measured, r.keep_all),
+                )
                 if slow[0] is not None and slow[1] is not None:
                     out.append(_row(r, PLAN, stage, SLOWDOWN, slow[0], slow[1]))
         if r.keep_all_predicted:
@@ -111,13 +115,6 @@ def _row(r: Record, run: str, stage: str, figure: str, predicted: float, measure
         place=r.place,
         warned=bool((r.warnings if run == PLAN else r.keep_all_warnings).get(stage)),
     )
-
-
-def _slowdown(keep_all: RunFigures, plan: RunFigures) -> float | None:
-    """Percent that the plan adds to the keep-all step's time; None where a time is unknown."""
-    if not keep_all.step_time_ns or plan.step_time_ns is None:
-        return None
-    return 100.0 * (plan.step_time_ns / keep_all.step_time_ns - 1.0)
 
 
 def fragmentation_percent(figures: RunFigures) -> float | None:

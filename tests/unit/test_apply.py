@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import functional  # noqa: E402
 
 import executor.apply as apply_module  # noqa: E402
 from executor import PlannedModule, apply_plan  # noqa: E402
-from executor.apply import capture_now  # noqa: E402
+from executor.apply import capture_now, planned_otherwise  # noqa: E402
 from executor.verify import _difference, verify  # noqa: E402
 from simulator.graph import analyse  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
@@ -305,6 +306,29 @@ def test_the_plan_may_be_a_path(plan: Plan, tmp_path: Path) -> None:
     same(model, planned)
     with pytest.raises(PlanError, match="no such plan"):
         apply_plan(twin, tmp_path / "none.json")
+
+
+def test_another_plan_on_what_is_captured(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = twins()
+    planned = apply_plan(a, plan)
+    x, y = batch()
+    functional.cross_entropy(planned(x), y).backward()
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("captured again")
+
+    monkeypatch.setattr(apply_module, "make_engine", again)
+    kept = planned_otherwise(planned, replace(plan, actions=()))
+    a.zero_grad()
+    a.load_state_dict(b.state_dict())
+    for model in (kept, b):
+        torch.manual_seed(3)  # for dropout
+        functional.cross_entropy(model(x), y).backward()
+    same(a, b)
+    engines = [next(iter(m._lowtide.engines.values())) for m in (planned, kept)]
+    assert engines[0].rewritten.recomputed
+    assert not engines[1].rewritten.recomputed
+    assert engines[0].program is engines[1].program
 
 
 def test_backward_twice_is_refused(plan: Plan) -> None:

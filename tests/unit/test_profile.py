@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import tracer.profile as profile_module  # noqa: E402
+import tracer.program as program_module  # noqa: E402
+from simulator.schedule import build as build_schedule  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, recorded  # noqa: E402
 from tracer.probes import CpuTimer, settle  # noqa: E402
@@ -99,6 +101,54 @@ def test_a_step_that_runs_other_ops_than_the_captured_one_is_refused() -> None:
     build = build_of(make)
     with pytest.raises(TraceError, match=r"op \d+ is aten.mul.Tensor and was to be"):
         measure(recorded(build), build, "cpu", rounds=1, warmup=1)
+
+
+@pytest.mark.parametrize("name", ["residual", "mlp", "tied"])
+def test_timed_rounds_work_in_place_where_the_step_with_everything_kept_does(name: str) -> None:
+    fake = recorded(load_spec(small_nets.spec(name)))
+    schedule = build_schedule(fake.trace)
+    graph = set(fake.graph_ops)
+    assert schedule.op == tuple(range(len(fake.trace.ops)))
+    scheduled = {i for i, s in enumerate(schedule.takes) if s >= 0 and i in graph}
+    assert scheduled
+    assert {fake.graph_ops[k] for k in profile_module.takeovers(fake)} == scheduled
+
+
+def test_in_place_twins_run_in_timed_rounds_and_only_there() -> None:
+    build = load_spec(small_nets.spec("residual"))
+    fake = recorded(build)
+    in_place = profile_module.takeovers(fake)
+    runner = profile_module.GraphRunner(fake.program, build(), in_place=in_place)
+    twins = {str(program_module.inplace_twin(fake.program.ops[k].node.target)) for k in in_place}
+
+    class Ran(CpuTimer):
+        def __init__(self, times: bool) -> None:
+            super().__init__()
+            self.times = times
+            self.really: list[str] = []
+
+        def run(self, target: Any, call: Any) -> Any:
+            self.really.append(str(getattr(call, "func", target)))
+            return super().run(target, call)
+
+    runner.round(CpuTimer())  # the optimizer makes its state
+    timed, other = Ran(True), Ran(False)
+    runner.round(timed)
+    runner.round(other)
+    assert timed.targets == other.targets == list(fake.trace.ops.target)
+    assert twins <= set(timed.really)
+    assert sum(a != b for a, b in zip(timed.really, other.really, strict=True)) == len(in_place)
+
+
+def test_the_step_computes_the_same_in_place() -> None:
+    build = load_spec(small_nets.spec("residual"))
+    fake = recorded(build)
+    gradients = []
+    for in_place in (frozenset[int](), profile_module.takeovers(fake)):
+        step = build()
+        profile_module.GraphRunner(fake.program, step, in_place=in_place).round(CpuTimer())
+        gradients.append([p.grad for p in step.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_the_runner_keeps_no_value_after_its_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
