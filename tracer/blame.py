@@ -25,6 +25,8 @@ _FOREIGN: Final = tuple(
         *(_ROOT / r for r in ("tracer", "executor", "traces")),
     )
 )
+_LAYERS: Final = f"{Path(torch.__file__).resolve().parent / 'nn' / 'modules'}{os.sep}"
+_DISTRIBUTIONS: Final = f"{Path(torch.__file__).resolve().parent / 'distributions'}{os.sep}"
 
 
 def is_data_dependent(error: BaseException) -> bool:
@@ -64,6 +66,9 @@ def explain(error: BaseException, model: nn.Module) -> BaseException:
 
 def _in_words(error: BaseException, name: str) -> CaptureError:
     line = blame(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.filename.startswith(_DISTRIBUTIONS) for frame in frames):
+        line += ", where a distribution checks its arguments; validate_args=False leaves that out"
     if is_data_dependent(error) or isinstance(error, DynamicOutputShapeException):
         op = getattr(error, "func", None)
         return CaptureError(
@@ -76,9 +81,10 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
 
 
 def blame(error: BaseException) -> str:
-    """ " at file:line, in function" for the innermost frame outside torch and Lowtide; "" if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        if not frame.filename.startswith(("<", *_FOREIGN)):
-            return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
+    """ " at file:line, in function" for the innermost frame outside torch and Lowtide, or else in torch's layers; "" if
+    there is neither."""
+    frames = list(reversed(traceback.extract_tb(error.__traceback__)))
+    own = [f for f in frames if not f.filename.startswith(("<", *_FOREIGN))]
+    for frame in (*own, *(f for f in frames if f.filename.startswith(_LAYERS))):
+        return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
     return ""

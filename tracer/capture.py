@@ -33,8 +33,10 @@ from tracer.batch_norm import put_cudnn
 from tracer.blame import explain, is_data_dependent, without_torch_log
 from tracer.cast_cache import cached_casts
 from tracer.dropout import split_dropout
+from tracer.effects import is_token, without_tokens
 from tracer.gpu import gpu_kernels
 from tracer.precision import OFF, Autocast, without_autocast
+from tracer.refusals import check_capturable
 from tracer.scopes import (
     as_compiled,
     fake_mode_of,
@@ -106,6 +108,7 @@ def capture(
     Raises:
         CaptureError: the model does something that a static graph cannot hold; names the op and the user's line.
     """
+    check_capturable(model)
     fake_mode = fake_mode_of(model, args, kwargs) or FakeTensorMode(allow_non_fake_inputs=True)
     try:
         return _capture(model, args, kwargs, wants_gradient, fake_mode, target, autocast, compiled=False)
@@ -218,6 +221,7 @@ def forward_once(model: nn.Module, run: Callable[[], None]) -> None:
 
 def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
     graph = gm.graph
+    without_tokens(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     output = next(n for n in graph.nodes if n.op == "output")
     parameters: list[str] = []
@@ -254,7 +258,7 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
             grads[_input_key(d.grad_of)] = value
         elif kind == "InputMutationAOTOutput":
             mutations.append((by_key[_input_key(d.mutated_input)], value))
-        elif d is not None:
+        elif d is not None and not is_token(d):
             raise CaptureError(
                 f"the captured graph has an output of the unknown kind {kind}; please report this."
             )

@@ -23,6 +23,7 @@ from tracer.cost import compute_dtype, op_bytes, op_flops, result_bytes
 from tracer.gpu import results
 from tracer.precision import without_autocast
 from tracer.signature import of_call
+from traces.errors import CaptureError
 from traces.trace import (
     ACTIVATION,
     BACKWARD,
@@ -167,6 +168,7 @@ def program_of(captured: Captured) -> Program:
                 out = n.target(*args, **kwargs)
                 out = results(n.target, args, kwargs, out, laptop=captured.target is not None)
                 env[n] = out
+                _check_dense(n, out)
                 i = len(rows)
                 before = len(storages)
                 outs = [storage_id(x, made_by(n, args, x, i)) for x in _tensors(out)]
@@ -231,6 +233,16 @@ def program_of(captured: Captured) -> Program:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     return (x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+
+
+def _check_dense(n: fx.Node, out: Any) -> None:
+    for x in _tensors(out):
+        if x.layout != torch.strided:
+            raise CaptureError(
+                f"the op {n.target} (module {_module_of(n) or 'of the model itself'}) makes a tensor of the layout "
+                f"{x.layout}, whose size depends on data. Only dense tensors can be planned; give an embedding "
+                "sparse=False."
+            )
 
 
 def _module_of(n: fx.Node) -> str:

@@ -31,6 +31,7 @@ def fake_parameters(
 
     def fake(x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, FakeTensor):
+            x.constant = None  # a value from the time of building, which training may change
             return x
         if id(x) not in converted:
             y = mode.from_tensor(x, static_shapes=True)
@@ -45,7 +46,7 @@ def fake_parameters(
         for module in flat.modules():
             for slots in (module._parameters, module._buffers):
                 for name, x in slots.items():
-                    if x is not None and not isinstance(x, FakeTensor):
+                    if x is not None and fake(x) is not x:
                         swapped.append((slots, name, x))
                         slots[name] = fake(x)
         yield fake
@@ -112,13 +113,15 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_compiled() -> Iterator[None]:
+    """Library code takes the branches that do not look at data; distributions do not validate their arguments."""
     compiler: Any = torch.compiler
-    saved = compiler._is_compiling_flag
-    compiler._is_compiling_flag = True
+    distribution: Any = torch.distributions.Distribution
+    saved = compiler._is_compiling_flag, distribution._validate_args
+    compiler._is_compiling_flag, distribution._validate_args = True, False
     try:
         yield
     finally:
-        compiler._is_compiling_flag = saved
+        compiler._is_compiling_flag, distribution._validate_args = saved
 
 
 @contextlib.contextmanager

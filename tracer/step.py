@@ -31,6 +31,7 @@ from tracer.batch import loss_in_outputs
 from tracer.calibration import Costs
 from tracer.capture import Captured, capture
 from tracer.program import Program, program_of
+from tracer.refusals import check_step
 from tracer.spec import BuildStep, TrainingStep
 from traces.devices import Device
 from traces.errors import CaptureError
@@ -87,8 +88,7 @@ def capture_step(step: TrainingStep, target: Device | None = None) -> Captured:
         step: the step.
         target: the GPU whose ops are wanted of a step on the CPU; None: those of the step's own device.
     """
-    if not any(p.requires_grad for p in step.model.parameters()):
-        raise CaptureError(f"{step.name}: no parameter requires a gradient, so there is no backward to plan.")
+    check_step(step)
     captured = _captured(step, target)
     if not captured.grad_outputs:
         raise CaptureError(

@@ -1,0 +1,168 @@
+"""What no plan can hold is refused in one sentence that says what to do; what only looks so is captured."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from executor.verify import verify  # noqa: E402
+from simulator.graph import analyse  # noqa: E402
+from tests.integration.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
+from traces.errors import CaptureError  # noqa: E402
+from traces.trace import EFFECT  # noqa: E402
+
+
+def refused(model: Any, batch: Any, loss: Any = None, optimizer: Any = None) -> str:
+    """What the refusal of a step says; the model is a function, so that it may be made on fake tensors."""
+
+    def make() -> tuple[Any, ...]:
+        made = model()
+        return made, batch(), loss or (lambda y: y.sum()), None if optimizer is None else optimizer(made)
+
+    with pytest.raises(CaptureError) as error:
+        recorded(build_of(make))
+    return str(error.value)
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+def row() -> torch.Tensor:
+    return torch.randn(2, 4)
+
+
+def test_compiled_models_are_refused() -> None:
+    assert "it was compiled by torch.compile" in refused(
+        lambda: torch.compile(linear(), backend="eager"), row
+    )
+
+    def inside() -> nn.Module:
+        model = linear()
+        model[0].compile(backend="eager")
+        return model
+
+    assert "its module 0 was compiled by torch.compile" in refused(inside, row)
+
+
+def test_scripted_models_are_refused() -> None:
+    def scripted() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.jit.script(linear())
+
+    assert "TorchScript" in refused(scripted, row)
+
+
+def test_optimizers_that_run_the_model_themselves_are_refused() -> None:
+    said = refused(linear, row, optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
+    assert "LBFGS runs forward and backward itself" in said
+
+
+def test_sparse_gradients_are_refused_with_the_module() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+
+    said = refused(model, lambda: torch.randint(9, (2, 3)))
+    assert "(module 0)" in said
+    assert "sparse=False" in said
+
+
+def test_a_value_from_the_time_of_building_is_not_baked_in() -> None:
+    # Batch norm without momentum divides by the number of batches so far, which is 0 only before the first step.
+    said = refused(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), row)
+    assert "float(self.num_batches_tracked)" in said
+    assert re.search(r"batchnorm\.py:\d+", said)
+
+
+class Sampler(nn.Module):
+    """Samples through a distribution, which looks at its arguments unless told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, width = self.a(x).chunk(2, -1)
+        return self.b(torch.distributions.Normal(mean, width.exp()).rsample())
+
+
+class Factors(nn.Module):
+    """Two linear-algebra ops that check for errors, one of them with several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 9), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x).view(-1, 3, 3)
+        s = h @ h.mT + torch.eye(3)
+        values, _vectors = torch.linalg.eigh(s)
+        return self.b(torch.linalg.cholesky(s).diagonal(dim1=-1, dim2=-2).exp() + values)
+
+
+@pytest.fixture
+def checked_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile switches these checks off for the whole process when it is first called."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+
+@pytest.mark.usefixtures("checked_distributions")
+@pytest.mark.parametrize("kind", [Sampler, Factors])
+def test_these_train_to_the_same_bits(kind: type[nn.Module]) -> None:
+    def make() -> tuple[Any, ...]:
+        model = kind()
+        return model, (row(), torch.randn(2, 3 if kind is Sampler else 2)), functional.mse_loss, None
+
+    build = build_of(make)
+    trace = recorded(build).trace
+    for actions in (recompute_all(analyse(trace)), random_actions(trace, random.Random(1))):
+        outcome = verify(build, plan_of(trace, *actions), steps=2)
+        assert outcome.bit_equal, outcome.first_difference
+
+
+def test_checks_for_errors_stay_in_the_graph_and_run_once() -> None:
+    def make() -> tuple[Any, ...]:
+        return Factors(), (row(), torch.randn(2, 2)), functional.mse_loss, None
+
+    ops = recorded(build_of(make)).trace.ops
+    checks = [i for i, t in enumerate(ops.target) if t == "aten._linalg_check_errors.default"]
+    assert next(ops.name[i] for i in checks) == "_linalg_check_errors"
+    assert all(ops.flags[i] & EFFECT for i in checks)
+    assert not any("with_effects" in t for t in ops.target)
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(-torch.eye(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.cholesky(self.w + 0 * x)
+
+    def broken() -> tuple[Any, ...]:
+        return Broken(), torch.randn(3, 3), lambda y: y.sum(), None
+
+    from executor.apply import apply_plan
+
+    trace = recorded(build_of(broken)).trace
+    step = build_of(broken)("cpu")
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+        apply_plan(step.model, plan_of(trace))(*step.args)
+
+
+@pytest.mark.usefixtures("checked_distributions")
+def test_a_loss_with_a_distribution_is_told_how_to_do_without_its_checks() -> None:
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return -torch.distributions.Normal(y, y.exp()).log_prob(torch.zeros(2, 4)).mean()
+
+    said = refused(linear, row, loss)
+    assert "validate_args=False" in said

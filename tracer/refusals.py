@@ -1,0 +1,42 @@
+"""Refuse, in words, what no capture of a training step can hold, before torch fails on it in words of its own."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+
+from tracer.spec import TrainingStep
+from traces.errors import CaptureError
+
+
+def check_capturable(model: nn.Module) -> None:
+    """Raise CaptureError for a model that is compiled or scripted, wholly or in part."""
+    for path, module in model.named_modules():
+        where = f"its module {path}" if path else "it"
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured: {where} was compiled by torch.compile, whose graphs no "
+                "plan reaches into. Leave torch.compile out."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured: {where} is a TorchScript module, whose code is not "
+                "Python's. Use the module that was scripted."
+            )
+
+
+def check_step(step: TrainingStep) -> None:
+    """Raise CaptureError for a step that the ordinary loop cannot run."""
+    check_capturable(step.model)
+    if not any(p.requires_grad for p in step.model.parameters()):
+        raise CaptureError(f"{step.name}: no parameter requires a gradient, so there is no backward to plan.")
+    if step.optimizer is None:
+        return
+    closure = inspect.signature(step.optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise CaptureError(
+            f"{step.name}: {type(step.optimizer).__name__} runs forward and backward itself, as often as it likes, "
+            "through a closure; a trace is of one forward, one backward and one step. Use another optimizer."
+        )
