@@ -143,7 +143,6 @@ def sweep(
     Each row of DIRECTORY/sweep.json that has a plan is measured (or, without a plan that fits, left as it is), and
     the figures are written back after every row, so that an interrupted sweep goes on where it stopped.
     """
-    from executor.measure import device_label
     from executor.plans import Settings
     from executor.sweeps import measure_sweep
     from traces.errors import VerificationError
@@ -156,13 +155,14 @@ def sweep(
         runs=runs,
         model="",
     )
-    table, failures = measure_sweep(directory, settings, lambda text: say(text, quiet=quiet))
+    done = measure_sweep(directory, settings, lambda text: say(text, quiet=quiet))
+    table = done.sweep
     if report is not None:
         from simulator.report.simulation import write_sweep
 
         text = analysis.read_text(encoding="utf-8") if analysis is not None else ""
         root = directory if directory.is_dir() else directory.parent
-        write_sweep(report, table, root=root, analysis=text, measured_on=device_label(device))
+        write_sweep(report, table, root=root, analysis=text, measured_on=done.place)
     if as_json:
         print_json(table.to_json())
     else:
@@ -179,8 +179,8 @@ def sweep(
             over = plan_peak is not None and plan_peak > row.budget_bytes
             note = f"; budget {show_bytes(row.budget_bytes)} EXCEEDED" if over else ""
             click.echo(f"batch size {row.batch_size:5}: {measured or row.message or 'not measured'}{note}")
-    if failures:
-        raise VerificationError("; ".join(failures))
+    if done.failures:
+        raise VerificationError("; ".join(done.failures))
 
 
 def answer(outcome: Any) -> dict[str, Any]:

@@ -49,10 +49,17 @@ def campaign(
     from executor.campaign.cases import find_cases, load_cases
     from executor.campaign.record import FAILED, NOT_EQUAL, Book, Store
     from executor.campaign.rows import answer, flat_rows, summary, write_rows
-    from traces.errors import LowtideError, VerificationError
+    from traces.errors import LowtideError, SpecError, VerificationError
 
     finished = _finished(cases)
     if finished is not None:
+        given = {"--output": output, "--device": device, "--only": only, "--retry-failed": retry_failed}
+        ignored = [name for name, value in given.items() if value]
+        if ignored:
+            raise SpecError(
+                f"{ignored[0]}: {cases} is a finished campaign, which is only reported; to run more of it, name its "
+                "file of cases (cpu.toml or gpu.toml for those that come with Lowtide) and its directory with -o."
+            )
         book = Book.load(finished)
     else:
         from executor.campaign.run import Choice, run_campaign

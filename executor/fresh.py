@@ -1,4 +1,8 @@
-"""Run a module's `main` in a fresh Python process: JSON in on stdin, JSON out on stdout, and deaths explained."""
+"""Run a module in a fresh Python process: JSON in on stdin, JSON out on stdout, and deaths explained.
+
+`run_fresh` is the side that waits, `serve` the side that works. The model's own code may print what it likes: the
+answer is the line that begins with `ANSWER`.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from traces.errors import EnvironmentProblem, LowtideError, OutOfMemoryProblem
 
+ANSWER: Final = "lowtide answer: "  # begins the line with the result
 KILLED: Final = (-9, 137)  # what Linux does to a process when memory runs out
 # How torch, the CUDA libraries and Python say that memory ran out.
 SIGNS: Final = (
@@ -34,10 +40,10 @@ def run_fresh(
     environment: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
-    """Run `python -m module` on `payload` and return the JSON object that it prints.
+    """Run `python -m module` on `payload` and return the JSON object that it answers.
 
     Args:
-        module: reads one JSON object on stdin and prints one as the last line that begins with a brace.
+        module: calls `serve`.
         payload: the object.
         what: what the process does, for messages ("measured the plan").
         environment: variables that are set unless they are set already.
@@ -70,9 +76,10 @@ def run_fresh(
         )
     except subprocess.TimeoutExpired:
         raise EnvironmentProblem(
-            f"the process that {what} took longer than {timeout_s:.0f} s and was ended."
+            f"the process that {what} took longer than {timeout_s:.0f} s and was ended; give it more time (a campaign: "
+            "timeout-minutes) or less to do."
         ) from None
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
     if not lines:
         tail = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])[:600]
         killed = done.returncode in KILLED
@@ -82,7 +89,7 @@ def run_fresh(
             + (" (killed: out of memory?)" if killed else "")
             + (f": {tail}" if tail else ".")
         )
-    data: dict[str, Any] = json.loads(lines[-1])
+    data: dict[str, Any] = json.loads(lines[-1].removeprefix(ANSWER))
     if "error" in data:
         if data.get("out_of_memory"):
             raise OutOfMemoryProblem(str(data["error"]))
@@ -90,6 +97,30 @@ def run_fresh(
         error.exit_code = int(data["exit_code"])
         raise error
     return data
+
+
+def serve(
+    do: Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    limited: Callable[[dict[str, Any]], bool] = lambda payload: False,
+) -> None:
+    """Read the payload on stdin, do it, and print the answer, or the error if a user can cause it.
+
+    Args:
+        do: the payload -> the answer.
+        limited: the payload -> whether this process has a limit on its memory.
+    """
+    warnings.simplefilter("ignore")
+    payload = json.loads(sys.stdin.read())
+    try:
+        answer = do(payload)
+    except Exception as error:
+        told = error_json(error, limited=limited(payload))
+        if told is None:
+            raise
+        answer = told
+    sys.stdout.write(f"\n{ANSWER}{json.dumps(answer)}\n")
+    sys.stdout.flush()  # before whatever the interpreter's end may break
 
 
 def error_json(error: Exception, *, limited: bool = False) -> dict[str, Any] | None:

@@ -341,15 +341,6 @@ def check_device(device: str) -> None:
     check(device)
 
 
-def device_label(device: str) -> str:
-    """What to call a device beside its figures: "CPU", or the GPU's name."""
-    if not device.startswith("cuda"):
-        return "CPU"
-    import torch
-
-    return torch.cuda.get_device_name()
-
-
 def predicted_figures(plan: Plan, which: str) -> RunFigures:
     """The plan's own prediction: "baseline" (everything kept) or "plan".
 

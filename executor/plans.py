@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from executor.matching import check_kind
+from executor.matching import check_kind, times_apply
 from executor.measure import (
     EAGER,
     KEEP_ALL,
@@ -89,14 +89,12 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
     for variant, label in ((EAGER, "eager"), (KEEP_ALL, "keep-all"), (PLAN, "the plan")):
         progress(f"Measuring {label} on {settings.device} ...")
         results[variant] = job(variant)
-    if plan.meta.mode != "real" or plan.meta.device != settings.device:
-        # A roofline of another device says nothing about this one's time.
-        same = plan.meta.target.lower() == settings.device
-        if not same:
-            predicted, baseline = replace(predicted, step_time_ns=None), replace(baseline, step_time_ns=None)
     warnings = [str(text) for text in plan.predicted.get("warnings", ())]
-    if told := other_threads(plan.meta, results[PLAN].environment):
+    told = other_threads(plan.meta, results[PLAN].environment)
+    if told:
         warnings.append(told)
+    if told or not times_apply(plan.meta, settings.device, results[PLAN].environment.get("gpu", "")):
+        # Another device's times say nothing about this one's.
         predicted, baseline = replace(predicted, step_time_ns=None), replace(baseline, step_time_ns=None)
     measurement = Measurement(
         model=plan.meta.model,
@@ -163,14 +161,16 @@ def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Tr
                 "--trace out, and the step is recorded again."
             )
         return trace
+    from tracer.device_profiles import board_of
     from tracer.spec import load_spec
     from tracer.step import trace_step
     from traces.devices import device as device_entry
     from traces.errors import SpecError
 
     try:
-        target = device_entry(plan.meta.target)
+        target = device_entry(board_of(plan.meta.target) or plan.meta.target)
     except SpecError:
+        # A GPU that the device table lacks: its times are another's, which the page says; sizes do not depend on it.
         target = device_entry("cpu" if device == "cpu" else "h200")
     build = load_spec(model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
     return trace_step(build, target, device=device, graph=plan.meta.device).trace

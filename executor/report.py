@@ -27,9 +27,7 @@ from simulator.report.simulation import describe, simulation_sections
 from traces.measurement import Measurement, RunFigures, signed_error_percent
 from traces.people import show_bytes, show_percent, show_time
 from traces.plan import ALLOCATED, Plan
-from traces.trace import Trace
-
-PLACES = {"measured-cpu": "CPU", "measured-cuda": "GPU"}
+from traces.trace import Trace, TraceMeta
 
 
 def write_measurement(
@@ -54,13 +52,13 @@ def write_measurement(
     c = with_reserved(
         compare(trace, plan, measurement.budget_bytes), ask(trace.meta, plan.meta.alloc_conf or None)
     )
-    where = place(measurement)
+    where = measurement.place
     page = Page(
         title=f"{measurement.model}: predicted beside measured on {where}",
         subtitle=f"{describe(trace.meta)} · planner {measurement.planner or 'none'}",
         sections=(
             Section(title="Headline", blocks=_headline(measurement, where)),
-            Section(title="Predicted beside measured", blocks=_errors(measurement, trace, where)),
+            Section(title="Predicted beside measured", blocks=_errors(measurement, plan.meta, where)),
             Section(title="From one iteration to the next", blocks=_iterations(measurement, where)),
             Section(title="Verification", blocks=_verification(measurement)),
             *simulation_sections(c, measured_curve),
@@ -68,13 +66,6 @@ def write_measurement(
         ),
     )
     return write_page(path, page)
-
-
-def place(m: Measurement) -> str:
-    """`CPU`, or `GPU (NVIDIA H200)`: what a measured figure was measured on."""
-    kind = PLACES.get(m.provenance, m.device)
-    gpu = m.environment.get("gpu")
-    return f"{kind} ({gpu})" if gpu else kind
 
 
 def _headline(m: Measurement, where: str) -> tuple[Block, ...]:
@@ -119,7 +110,7 @@ def _headline(m: Measurement, where: str) -> tuple[Block, ...]:
     return (Figures(figures=tuple(figures)),)
 
 
-def _errors(m: Measurement, trace: Trace, where: str) -> tuple[Block, ...]:
+def _errors(m: Measurement, meta: TraceMeta, where: str) -> tuple[Block, ...]:
     pairs = (("keep-all", m.keep_all_predicted, m.keep_all), ("plan", m.predicted, m.measured))
     rows: list[tuple[Cell | str, ...]] = []
     for way, predicted, measured in pairs:
@@ -139,15 +130,18 @@ def _errors(m: Measurement, trace: Trace, where: str) -> tuple[Block, ...]:
             "graph with the plan."
         )
     ]
-    if trace.meta.mode != "real":
-        target = trace.meta.target or trace.meta.device
-        notes.append(
-            Text(
-                text=f"The predicted times are a roofline's estimates for {target}, while the measurement ran on "
-                f"the {where}. Their error says how well the estimate fits this machine, nothing about the memory.",
-                tone="warning",
-            )
+    target = meta.target or meta.device
+    if m.predicted.step_time_ns is None:
+        text = (
+            f"The plan's times are for {target}, and the measurement ran on the {where}; they are left out."
         )
+        notes.append(Text(text=text, tone="note"))
+    elif meta.mode != "real":
+        text = (
+            f"The predicted times are those of a trace that was not run: a roofline's estimates for {target}, but for "
+            "the ops that a device profile knows. Their error says nothing about the memory."
+        )
+        notes.append(Text(text=text, tone="warning"))
     return (
         *notes,
         Table(

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from executor.measure import EAGER, KEEP_ALL, PLAN
 from executor.plans import Settings, measure_plan
 from simulator.sweep import Sweep
 from traces.errors import TraceError
-from traces.measurement import RunFigures
+from traces.measurement import Measurement, RunFigures
 
 
-def measure_sweep(
-    directory: Path, settings: Settings, progress: Callable[[str], None]
-) -> tuple[Sweep, list[str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSweep:
+    """A sweep with its measured rows, what they were measured on ("": nothing was), and what did not verify."""
+
+    sweep: Sweep
+    place: str = ""
+    failures: tuple[str, ...] = ()
+
+
+def measure_sweep(directory: Path, settings: Settings, progress: Callable[[str], None]) -> MeasuredSweep:
     """Measure every row of a sweep that has a plan, and write the figures back after each.
 
-    Returns the sweep, and a line for each row whose verification failed.
+    A row that is measured already stays as it is. One whose verification failed is saved as a measurement of its own
+    and not written back, so that the same command tries it again.
+
+    Raises:
+        TraceError: there is no sweep, or rows of it were measured on another device.
     """
     path = directory / "sweep.json" if directory.is_dir() else directory
     if not path.is_file():
@@ -26,6 +37,17 @@ def measure_sweep(
             f"{directory}: no sweep there; make one with `simulate sweep MODEL --batch-sizes 8,16 -o DIR`."
         )
     table = Sweep.load(path)
+    places: set[str] = set()
+    for row in table.rows:
+        if row.measured:
+            done = Measurement.load(_file(path, row.batch_size))
+            if done.provenance != f"measured-{settings.device.partition(':')[0]}":
+                raise TraceError(
+                    f"{path}: batch size {row.batch_size} was measured on {done.place}; measure on "
+                    f"{settings.device} in another directory (`simulate sweep ... -o OTHER`), so that the figures of "
+                    "two devices do not get into one table."
+                )
+            places.add(done.place)
     failures = []
     for k, row in enumerate(table.rows):
         if not row.feasible or not row.plan_path or row.measured:
@@ -33,11 +55,17 @@ def measure_sweep(
         progress(f"Batch size {row.batch_size} ({k + 1} of {len(table.rows)})")
         outcome = measure_plan(path.parent / row.plan_path, settings, progress)
         m = outcome.measurement
-        m.save(path.parent / f"measurement-b{row.batch_size}.json")
+        m.save(_file(path, row.batch_size))
         if m.verified is False:
             failures.append(f"batch size {row.batch_size}: {outcome.first_difference}")
+            continue
+        places.add(m.place)
         figures: dict[str, RunFigures] = {EAGER: m.eager, KEEP_ALL: m.keep_all, PLAN: m.measured}
         rows = (*table.rows[:k], replace(row, measured=figures), *table.rows[k + 1 :])
         table = replace(table, rows=rows)
         table.save(path)
-    return table, failures
+    return MeasuredSweep(sweep=table, place=" and ".join(sorted(places)), failures=tuple(failures))
+
+
+def _file(sweep: Path, batch_size: int) -> Path:
+    return sweep.parent / f"measurement-b{batch_size}.json"

@@ -11,13 +11,14 @@ from typing import Any, Final
 from tracer.signature import Signature, TensorSpec
 from tracer.step import Recorded
 from traces import profile as store
-from traces.devices import DEVICES, Device
+from traces.devices import DEVICES, GIB, Device
 from traces.errors import TraceError
 from traces.profile import MEASURED_CPU, MEASURED_CUDA, DeviceProfile, Entry, Identity, LibraryWorkspace
 from traces.trace import VIEW, WORKSPACE, Storages, Trace
 
 # Words in a GPU's name that make it another board than the one of the plain name.
-OTHER_BOARDS: Final = frozenset({"ti", "super", "laptop", "max", "nvl", "pcie", "d", "mig"})
+PACKAGES: Final = frozenset({"nvl", "pcie"})  # the same chip
+OTHER_BOARDS: Final = frozenset({"ti", "super", "laptop", "max", "d", "mig"}) | PACKAGES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,28 @@ def board_of(name: str) -> str:
         if entry.kind == "cuda" and set(entry.name.lower().split("-")) <= words:
             return entry.name
     return ""
+
+
+def nearest_board(name: str, memory_bytes: int) -> str:
+    """The entry of the same chip in another package (PCIe, NVL), of several the one of nearest memory; "" if none.
+
+    Counts: the chip. Ignores: that such boards have lower clocks and bandwidths, so times are too short. For what
+    must be right, `board_of`.
+    """
+    words = {w.removesuffix("gb") for w in re.findall(r"[a-z0-9]+", name.lower())} - PACKAGES
+    if words & OTHER_BOARDS:
+        return ""
+    fitting = [
+        d
+        for d in DEVICES
+        if d.kind == "cuda" and {w for w in d.name.lower().split("-") if not _is_memory(w, d)} <= words
+    ]
+    return min(fitting, key=lambda d: abs(d.memory_bytes - memory_bytes)).name if fitting else ""
+
+
+def _is_memory(word: str, entry: Device) -> bool:
+    """Whether a part of an entry's name says its memory in GiB: the 80 of A100-80."""
+    return word.isdigit() and abs(int(word) * GIB - entry.memory_bytes) < 2 * GIB
 
 
 def mismatch(have: Identity, want: Identity) -> str:

@@ -122,6 +122,13 @@ class Measurement:
     warnings: tuple[str, ...] = ()  # what the plan said beside its prediction
 
     @property
+    def place(self) -> str:
+        """What the figures were measured on: "CPU", or "GPU (NVIDIA H200)"."""
+        kind = {"measured-cpu": "CPU", "measured-cuda": "GPU"}.get(self.provenance, self.device)
+        gpu = self.environment.get("gpu")
+        return f"{kind} ({gpu})" if gpu else kind
+
+    @property
     def limited_bytes(self) -> int | None:
         """The measured peak that the budget limits."""
         of_reserved = self.budget_of == RESERVED

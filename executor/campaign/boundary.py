@@ -13,7 +13,7 @@ from pathlib import Path
 
 from executor.campaign.cases import NONE, Case, Step
 from executor.campaign.one import Bench, trace_step
-from executor.campaign.record import FAILED, Keys, Record, Trial
+from executor.campaign.record import INFEASIBLE, Keys, Record, Trial
 from executor.campaign.record_step import CALIBRATED_DIR, UNCALIBRATED_DIR
 from executor.measure import EAGER, PLAN
 from simulator.budget import parse_budget
@@ -48,7 +48,7 @@ def run_boundary(record: Record, keys: Keys, bench: Bench, progress: Progress) -
     tried = [t for t in trials if t.fits is not None]
     record = replace(record, limit_bytes=limit_bytes, trials=tuple(trials))
     if not tried:
-        return replace(record, status=FAILED, message="no batch size could be tried")
+        return replace(record, status=INFEASIBLE, message=f"no plan for any batch size: {trials[0].message}")
     return record
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.campaign.cases import NONE, Case, Method
+from executor.campaign.predict import KEEP_ALL_PLAN
 from executor.campaign.record import (
     CALIBRATED,
     DONE,
@@ -23,11 +24,11 @@ from executor.campaign.record_step import UNCALIBRATED_DIR
 from executor.fresh import run_fresh
 from executor.measure import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, run_job
 from simulator.budget import parse_budget
-from traces.errors import OutOfMemoryProblem
+from traces.devices import DEVICES
+from traces.errors import OutOfMemoryProblem, SpecError
 from traces.measurement import RunFigures
 
 Progress = Callable[[str], None]
-KEEP_ALL_PLAN = "keep-all.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,18 @@ class Bench:
 
     @classmethod
     def of(cls, method: Method, found: Mapping[str, Any], store: Store) -> Bench:
-        """From what the worker found out about the device."""
+        """From what the worker found out about the device.
+
+        Raises:
+            SpecError: it is not in the device table, and the campaign names no target.
+        """
+        target = method.target or str(found["target"])
+        if not target:
+            known = ", ".join(d.name for d in DEVICES if d.kind == "cuda")
+            raise SpecError(
+                f"{found['name']} is not in the device table; name the entry nearest to it as target in [campaign]: "
+                f"{known}."
+            )
         memory_bytes = int(found["memory_bytes"])
         own = {"device_name": str(found["name"]), "memory_bytes": str(memory_bytes)}
         return cls(
@@ -59,7 +71,7 @@ class Bench:
             store=store,
             environment={**found["environment"], **own},
             memory_bytes=memory_bytes,
-            target=method.target or str(found["target"]),
+            target=target,
             limit_bytes=parse_budget(method.memory_limit, memory_bytes) if method.memory_limit else None,
         )
 

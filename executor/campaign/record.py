@@ -287,10 +287,11 @@ def source_digest(model: str) -> str:
 
 
 def code_digest() -> str:
-    """A digest of Lowtide's own modules but for those that only show figures."""
+    """A digest of Lowtide's own modules but for those that only show figures, and of its tables of rules."""
     root = Path(__file__).resolve().parents[2]
+    rooms = ("traces", "tracer", "simulator", "executor")
     paths: Iterable[Path] = sorted(
-        p for room in ("traces", "tracer", "simulator", "executor") for p in (root / room).rglob("*.py")
+        [*(p for room in rooms for p in (root / room).rglob("*.py")), *(root / "tracer").rglob("*.toml")]
     )
     parts = []
     for path in paths:

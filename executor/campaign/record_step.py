@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-from traces.errors import SpecError
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tracer.spec import BuildStep
@@ -17,12 +14,12 @@ if TYPE_CHECKING:
     from traces.trace import Trace
 
 UNCALIBRATED_DIR, TRANSFERRED_DIR, CALIBRATED_DIR = "uncalibrated", "transferred", "calibrated"
-_CPUINFO: Final = Path("/proc/cpuinfo")
 
 
 def describe_device(*, device: str) -> dict[str, Any]:
-    """The device that a campaign runs on: its name, its memory, what the figures depend on."""
+    """The device of a campaign: its name, its memory, its entry in the device table ("": none), its environment."""
     from executor.measure import check_device, environment
+    from tracer.device_profiles import board_of, nearest_board, processor
 
     check_device(device)
     found = {"environment": environment(device)}
@@ -30,36 +27,11 @@ def describe_device(*, device: str) -> dict[str, Any]:
         import torch
 
         memory_bytes = int(torch.cuda.get_device_properties(device).total_memory)
-        name = torch.cuda.get_device_name()
-        return {**found, "name": name, "memory_bytes": memory_bytes, "target": target_of(name, memory_bytes)}
+        name = torch.cuda.get_device_name(device)
+        target = board_of(name) or nearest_board(name, memory_bytes)
+        return {**found, "name": name, "memory_bytes": memory_bytes, "target": target}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {**found, "name": _processor(), "memory_bytes": memory_bytes, "target": "cpu"}
-
-
-def _processor() -> str:
-    if _CPUINFO.is_file():
-        for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def target_of(name: str, memory_bytes: int) -> str:
-    """The entry of the device table that a GPU's name stands for; of several, the one with the nearest memory.
-
-    Raises:
-        SpecError: none does.
-    """
-    from traces.devices import DEVICES
-
-    words = name.lower().replace("-", " ").split()
-    fitting = [d for d in DEVICES if d.kind == "cuda" and d.name.lower().split("-")[0] in words]
-    if not fitting:
-        known = ", ".join(d.name for d in DEVICES if d.kind == "cuda")
-        raise SpecError(
-            f"{name} is not in the device table; name the entry nearest to it as target in [campaign]: {known}."
-        )
-    return min(fitting, key=lambda d: abs(d.memory_bytes - memory_bytes)).name
+    return {**found, "name": processor(), "memory_bytes": memory_bytes, "target": "cpu"}
 
 
 def record_step(

@@ -1,16 +1,13 @@
-"""The fresh process behind a campaign's cases: reads one task as JSON on stdin, does it, prints the result as JSON."""
+"""The fresh process behind a campaign's cases: does one task and answers with its result."""
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from executor.campaign.predict import predict_fit, predict_plan, predict_step
 from executor.campaign.record_step import describe_device, record_step
-from executor.fresh import error_json
+from executor.fresh import serve
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "device": describe_device,
@@ -21,19 +18,11 @@ TASKS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    task = json.loads(sys.stdin.read())
-    answer: dict[str, Any]
-    try:
-        answer = TASKS[task.pop("task")](**task)
-    except Exception as error:
-        told = error_json(error)
-        if told is None:
-            raise
-        answer = told
-    sys.stdout.write("\n" + json.dumps(answer) + "\n")
+def do(payload: dict[str, Any]) -> dict[str, Any]:
+    """A task's name and arguments -> what it returns."""
+    arguments = dict(payload)
+    return TASKS[arguments.pop("task")](**arguments)
 
 
 if __name__ == "__main__":
-    main()
+    serve(do)

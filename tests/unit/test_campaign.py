@@ -15,13 +15,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 import executor.campaign.one as one
+import executor.campaign.record as record_module
 import executor.campaign.run as run
 from executor.campaign import errors
 from executor.campaign.cases import Campaign, Case, Method, Step, parse_cases
 from executor.campaign.errors import Aggregate, ErrorRow, aggregate, aggregates, error_rows
 from executor.campaign.estimate import Estimate, show_duration
 from executor.campaign.predict import predict_fit, predict_plan, predict_step, tensors_only
-from executor.campaign.record import Book, Keys, Record, Store, Trial
+from executor.campaign.record import Book, Keys, Record, Store, Trial, code_digest
 from executor.campaign.rows import answer, flat_rows, summary, write_rows
 from executor.campaign.run import Choice, run_campaign
 from executor.cli import execute
@@ -53,6 +54,7 @@ class Machine:
         self.stop_at = -1  # the number of the measurement at which Ctrl-C comes
         self.fails: Callable[[str, str], Exception | None] = lambda what, plan: None
         self.equal = True
+        self.target = "cpu"  # the entry in the device table
 
     def fresh(self, module: str, payload: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         assert module == "executor.campaign.worker"
@@ -60,7 +62,7 @@ class Machine:
         name = task.pop("task")
         if name == "device":
             environment = GPU if self.device == "cuda" else CPU
-            target = "H200" if self.device == "cuda" else "cpu"
+            target = "H200" if self.device == "cuda" else self.target
             return {"environment": environment, "name": "test", "memory_bytes": 1000, "target": target}
         self.done.append(name)
         if name == "trace":
@@ -182,6 +184,37 @@ def test_another_method_code_or_device_asks_again(tmp_path: Path, machine: Machi
     assert keys.of_step(case) == keys.of_step(planned)
 
 
+def test_the_code_is_all_that_decides_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules and the table of rules; not the pages, the command lines, or the cases."""
+    root = tmp_path / "lowtide"
+    monkeypatch.setattr(record_module, "__file__", str(root / "executor" / "campaign" / "record.py"))
+    decides = ("tracer/cost.py", "tracer/workspaces.toml", "simulator/engine.py", "executor/measure.py")
+    shows = (
+        "simulator/report/bars.py",
+        "simulator/cli.py",
+        "executor/campaign/page.py",
+        "executor/cases/cpu.toml",
+    )
+    for name in (*decides, *shows):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("1")
+    before = code_digest()
+    for name in shows:
+        (root / name).write_text("2")
+    assert code_digest() == before
+    for name in decides:
+        (root / name).write_text("2")
+        assert code_digest() != before, name
+        before = code_digest()
+
+
+def test_a_device_that_the_table_lacks_must_have_a_target(tmp_path: Path, machine: Machine) -> None:
+    machine.target = ""
+    with pytest.raises(SpecError, match="name the entry nearest to it as target"):
+        go(tmp_path / "c")
+    assert go(tmp_path / "d", '[campaign]\ntarget = "t4"\n' + TWO_MODELS).records
+
+
 def test_editing_the_users_file_asks_again(tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text("a = 1\n")
@@ -256,6 +289,11 @@ def test_a_failed_verification_is_exit_code_1_and_keeps_its_figures(tmp_path: Pa
     assert len(rows) == 1 + 6
     # A finished campaign is only reported, with the same verdict.
     assert call(tmp_path / "c", "--json").exit_code == 1
+    # What it has no use for is refused, not passed over.
+    refused = call(tmp_path / "c", "--retry-failed")
+    assert refused.exit_code == 2
+    assert "--retry-failed" in refused.stderr
+    assert "only reported" in refused.stderr
     machine.equal = True
     assert call(tmp_path / "cases.toml", "-o", tmp_path / "c", "--retry-failed", "-q").exit_code == 0
 
@@ -316,6 +354,15 @@ def test_a_boundary_tries_both_sides_of_the_predicted_one(
     assert [t.predicted_fits for t in record.trials] == predicted
     assert [t.fits for t in record.trials] == tried
     assert record.limit_bytes == int(limit)
+
+
+def test_a_boundary_that_no_plan_meets_is_an_answer(tmp_path: Path, machine: Machine) -> None:
+    """w, x0, x1, x2 and g2 are at least 13 bytes, whatever is recomputed."""
+    text = BOUNDARY.format(limit="9") + 'planner = "mu-two"\n'
+    (record,) = go(tmp_path / "c", text).records
+    assert record.status == "infeasible"
+    assert "No plan can stay" in record.message
+    assert machine.measured == []
 
 
 def test_on_cuda_running_out_of_memory_is_not_fitting(tmp_path: Path, machine: Machine) -> None:
