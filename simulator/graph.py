@@ -153,6 +153,9 @@ class Floor:
     resident_bytes: int  # of the peak: parameters, buffers, optimizer state, inputs
     gradient_bytes: int  # of the peak: gradients and other storages that no plan can release by then
     working_bytes: int  # of the peak: what the op itself reads, creates and uses as workspace
+    brings_back: bool = (
+        False  # the working bytes are what bringing back the op's inputs takes, before it runs
+    )
 
 
 def floor(trace: Trace, graph: Graph | None = None) -> Floor:
@@ -160,7 +163,8 @@ def floor(trace: Trace, graph: Graph | None = None) -> Floor:
 
     Counts: resident storages; storages alive at that instant that are no candidates and that backward or a hold
     still needs; the op's own reads, outputs and workspace. Ignores: the working set of recomputation chains, and
-    non-candidates that only chains need; so the best possible plan may lie above it.
+    non-candidates that only chains need; so the best possible plan may lie above it. `simulator.bounds.lowest` goes
+    on from here.
     """
     graph = graph or analyse(trace)
     if not _floors or _floors[0][0] is not trace or _floors[0][1] is not graph:

@@ -16,10 +16,10 @@ from typing import Any, Final
 from simulator.allocator.device import CUDA, DeviceMemory
 from simulator.allocator.question import Question, ask, kind_of
 from simulator.boundary import Verdict, boundary
-from simulator.bounds.bound import bound_answer
+from simulator.bounds.bound import bound_answer, bounder_of
 from simulator.comparison import Comparison
 from simulator.fit import Fit, fit
-from simulator.graph import analyse, floor
+from simulator.graph import analyse
 from simulator.planners.limits import DEFAULTS, Limits
 from simulator.planners.outcome import Refusal
 from simulator.planning import keep_all, planned
@@ -179,7 +179,7 @@ class _Search:
     def floor_excess(self, batch_size: int) -> float:
         """How far the peak that no plan can go below is over what there is, as a share of it."""
         c = self.said[batch_size]
-        return floor(c.trace, c.graph).peak_bytes / max(1, self.request.device.usable_bytes) - 1
+        return bounder_of(c.trace, c.graph).floor.peak_bytes / max(1, self.request.device.usable_bytes) - 1
 
     def beyond(self, step: int) -> int:
         """The batch size up to which the line through the two largest probes' floors stays within what there is."""

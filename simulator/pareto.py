@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from simulator.allocator.question import recorded_reserved
 from simulator.allocator.reserved import ReservedFigures
-from simulator.bounds.bound import Bound, bound_curve
+from simulator.bounds.bound import Bound, bound_curve, bounder_of
 from simulator.caveats import warnings_of
 from simulator.engine import keep_all
-from simulator.graph import analyse, floor
+from simulator.graph import analyse
 from simulator.planners import plan_with
 from simulator.planners.limits import Limits
 from simulator.planners.outcome import Refusal, figures, percent, replayed
@@ -107,7 +107,7 @@ def front(
     start = time.perf_counter()
     graph = analyse(trace, limits.constraints)
     kept = keep_all(trace, graph)
-    least, most = floor(trace, graph).peak_bytes, kept.timeline.peak_allocated_bytes
+    least, most = bounder_of(trace, graph).floor.peak_bytes, kept.timeline.peak_allocated_bytes
     budgets = sorted({least + (most - least) * k // (points - 1) for k in range(points)})
     clock = limits.clock()
     plans: list[Pick | None] = []

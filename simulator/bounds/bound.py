@@ -55,7 +55,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulator.bounds.instants import TURN, Instants
-from simulator.graph import Graph, analyse, floor
+from simulator.bounds.lowest import lowest
+from simulator.graph import Floor, Graph, analyse
 from traces.trace import Trace
 
 
@@ -142,8 +143,15 @@ class Bounder:
     def __init__(self, trace: Trace, graph: Graph | None = None) -> None:
         graph = graph or analyse(trace)
         self.trace, self.constraints = trace, graph.constraints
-        self.floor = floor(trace, graph)
         self.instants = Instants(trace, graph)
+        self._floor: Floor | None = None
+
+    @property
+    def floor(self) -> Floor:
+        """The highest peak that is known to be below every plan's, worked out when first asked for."""
+        if self._floor is None:
+            self._floor = lowest(self.instants)
+        return self._floor
 
     def bound(self, budget_bytes: int) -> Bound:
         """The best over the turn and the instants worth a look."""

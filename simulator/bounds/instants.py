@@ -122,7 +122,7 @@ class Instants:
         return [TURN, *worth[: max(LEAST_INSTANTS, MOST_WORK // max(1, len(self.peaks)))]]
 
     def _instant(self, op: int) -> Instant:
-        setting = self._setting(op)
+        setting = self.setting(op)
         most, steps = self._components(setting)
         return Instant(op=op, unavoidable_bytes=setting.unavoidable_bytes, most_bytes=most, steps=steps)
 
@@ -132,7 +132,7 @@ class Instants:
         A later cut of a component takes the place of its earlier ones.
         """
         out: list[tuple[Fraction, Cut]] = []
-        for component, outputs, own, found in self._solved(self._setting(op)):
+        for component, outputs, own, found in self._solved(self.setting(op)):
             for k, corner in enumerate(found):
                 price = Fraction(-1)  # what runs again at no price
                 if k:
@@ -144,7 +144,8 @@ class Instants:
                     out.append((price, Cut(component=component[0], released=released, saved=saved)))
         return tuple(cut for _, cut in sorted(out, key=lambda c: (c[0], c[1].component)))
 
-    def _setting(self, op: int) -> Setting:
+    def setting(self, op: int) -> Setting:
+        """What is in memory while op `op` first runs, or at the turn."""
         trace, graph = self.trace, self.graph
         ops, nbytes, producer = trace.ops, trace.storages.nbytes, trace.storages.producer
         at = self.turn if op == TURN else op  # what was made before `at` can be in memory

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from simulator.bounds.bound import bounder_of
 from simulator.fast import Evaluator, State, evaluator_of, without
-from simulator.graph import Graph, analyse, floor
+from simulator.graph import Graph, analyse
 from simulator.planners.limits import DEFAULTS, Clock, Limits
 from simulator.planners.outcome import finish, refuse
 from simulator.planners.segmented import Segmentation, segmentations_of
@@ -77,7 +78,7 @@ class Search:
         self.nbytes = np.array(trace.storages.nbytes, np.int64)
         self.last_forward = np.array(self.evaluator.last_forward, np.int64)
         self.evaluations = 0
-        self.hopeless = budget_bytes < floor(trace, graph).peak_bytes
+        self.hopeless = budget_bytes < bounder_of(trace, graph).floor.peak_bytes
         self.clock = clock or Limits(seconds=float("inf")).clock()
 
     def run(self) -> Found | None:

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from simulator.allocator.reserved import ReservedFigures
+from simulator.bounds.bound import bounder_of
 from simulator.breaches import breach
 from simulator.engine import Replay, keep_all, run
-from simulator.graph import Graph, analyse, floor
+from simulator.graph import Graph, analyse
 from simulator.schedule import Schedule, build
 from simulator.timeline import Timeline
 from traces.errors import BudgetError, PlanError
@@ -151,11 +152,12 @@ def refuse(
     trace: Trace, graph: Graph, planner: str, budget_bytes: int, lowest_peak_bytes: int, note: str = ""
 ) -> Refusal:
     """The error that says why a budget cannot be met, and what to do."""
-    least = floor(trace, graph)
+    least = bounder_of(trace, graph).floor
     parts = (
         f"{show_bytes(least.resident_bytes)} resident (parameters, optimizer state, buffers, inputs), "
         f"{show_bytes(least.gradient_bytes)} gradients and values that must stay, "
-        f"{show_bytes(least.working_bytes)} read, made and used by that op"
+        f"{show_bytes(least.working_bytes)} "
+        + ("to bring back what that op reads" if least.brings_back else "read, made and used by that op")
     )
     if budget_bytes < least.peak_bytes:
         verdict = f"No plan can stay within {show_bytes(budget_bytes)} ({budget_bytes} bytes)"

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from simulator.bounds import instants as instants_module
 from simulator.bounds.bound import Bounder, bound_curve
 from simulator.bounds.instants import Instants
+from simulator.bounds.lowest import Pebbles, State
 from simulator.bounds.mincut import Rerun
 from simulator.graph import analyse
 from tests.exhaust import budgets, draw_trace, frontier, optimum
@@ -107,7 +108,16 @@ def test_bound_holds_on_any_trace_at_length(of: Trace) -> None:
     assert wrong is None, wrong
 
 
-MUTATIONS = ("reads twice", "no takeover", "links never saved", "outputs paid each", "nothing forced is free")
+MUTATIONS = (
+    "reads twice",
+    "no takeover",
+    "links never saved",
+    "outputs paid each",
+    "nothing forced is free",
+    "carried reads paid twice",
+    "what takes over never runs again",
+    "nothing is carried",
+)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
@@ -154,6 +164,31 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
             "Rerun",
             lambda time_ns, kept: Rerun(2 * time_ns if time_ns > 0 else time_ns, kept),
         )
+    elif mutation == "carried reads paid twice":
+        true_carried = Pebbles._carried
+
+        def carried(self: Pebbles, state: State, budget_bytes: int) -> list[State]:
+            storages, gap = state
+            trace = self.instants.trace
+            twice = sum(trace.storages.nbytes[s] for s in storages.intersection(trace.ops.reads[gap - 1]))
+            return true_carried(self, state, budget_bytes - twice)
+
+        monkeypatch.setattr(Pebbles, "_carried", carried)
+    elif mutation == "what takes over never runs again":
+        true_last = Pebbles._made_last
+
+        def made_last(self: Pebbles, state: State, budget_bytes: int) -> list[State]:
+            trace = self.instants.trace
+            takers = {q for q in range(len(trace.ops)) if trace.ops.overwrites[q] >= 0}
+            return true_last(
+                self,
+                (frozenset(s for s in state[0] if trace.storages.producer[s] not in takers), state[1]),
+                budget_bytes,
+            )
+
+        monkeypatch.setattr(Pebbles, "_made_last", made_last)
+    elif mutation == "nothing is carried":
+        monkeypatch.setattr(Pebbles, "_carried", lambda self, state, budget_bytes: [])
     else:
         # What t reads is in memory and paid for; forgetting that makes it cost time again.
         true_components = Instants._components
