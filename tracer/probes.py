@@ -25,8 +25,6 @@ MARK = "#lowtide "
 class Probe(abc.ABC):
     """Called around every op of a round; subclasses measure."""
 
-    times = False  # whether it is the time of ops that it measures, not what they allocate
-
     def __init__(self) -> None:
         self.targets: list[str] = []
 
@@ -35,46 +33,93 @@ class Probe(abc.ABC):
         """Run one op and return its result."""
 
 
-class CpuTimer(Probe):
-    times = True
+class Names(Probe):
+    """Notes which ops run, and nothing else."""
 
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        self.targets.append(str(target))
+        return call()
+
+
+class Timer(Probe):
+    """Measures times: of single ops (`run`), or of ops in a row, each from the tick before it to its own.
+
+    One timer serves several rounds, each ended by `finish`.
+    """
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Ops in a row follow."""
+
+    @abc.abstractmethod
+    def tick(self) -> None:
+        """One of them has ended."""
+
+    @abc.abstractmethod
+    def finish(self) -> list[int]:
+        """The times of the round's ops, in ns; `targets` and times begin anew."""
+
+
+class CpuTimer(Timer):
     def __init__(self) -> None:
         super().__init__()
-        self.times_ns: list[int] = []
+        self._times_ns: list[int] = []
+        self._last_ns = 0
 
     def run(self, target: Any, call: Callable[[], Any]) -> Any:
         self.targets.append(str(target))
         begin = time.perf_counter_ns()
         out = call()
-        self.times_ns.append(time.perf_counter_ns() - begin)
+        self._times_ns.append(time.perf_counter_ns() - begin)
         return out
 
+    def begin(self) -> None:
+        self._last_ns = time.perf_counter_ns()
+
+    def tick(self) -> None:
+        now = time.perf_counter_ns()
+        self._times_ns.append(now - self._last_ns)
+        self._last_ns = now
+
     def finish(self) -> list[int]:
-        return self.times_ns
+        times, self._times_ns, self.targets = self._times_ns, [], []
+        return times
 
 
-class CudaTimer(Probe):
+class CudaTimer(Timer):
     """CUDA events around every op; they are read after the round, so that nothing waits in between."""
-
-    times = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[tuple[Any, Any]] = []
+        self._events: list[tuple[Any, Any]] = []
+        self._last: Any = None
 
     def run(self, target: Any, call: Callable[[], Any]) -> Any:
         self.targets.append(str(target))
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
+        begin = _now()
         out = call()
-        end.record()
-        self.events.append((begin, end))
+        self._events.append((begin, _now()))
         return out
+
+    def begin(self) -> None:
+        self._last = _now()
+
+    def tick(self) -> None:
+        now = _now()
+        self._events.append((self._last, now))
+        self._last = now
 
     def finish(self) -> list[int]:
         torch.cuda.synchronize()
-        return [int(begin.elapsed_time(end) * 1e6) for begin, end in self.events]
+        times = [int(begin.elapsed_time(end) * 1e6) for begin, end in self._events]
+        self._events, self._last, self.targets = [], None, []
+        return times
+
+
+def _now() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class CpuMarker(Probe):

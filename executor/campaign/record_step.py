@@ -72,7 +72,9 @@ def record_step(
     batch_size = recorded.trace.meta.batch_size
     if transfer and batch_size > 1 and takes_batch_size(model):
         half = load_spec(model, {**options, "batch_size": batch_size // 2}, seed=seed)
-        store.save(_transferred(recorded, half, entry, device), root / TRANSFERRED_DIR, force=True)
+        store.save(
+            _transferred(recorded, half, entry, device, rounds, warmup), root / TRANSFERRED_DIR, force=True
+        )
     real = measure(recorded, build, device, rounds=rounds, warmup=warmup)
     store.save(real, root / CALIBRATED_DIR, force=True)
     return {"fingerprint": recorded.trace.meta.fingerprint}
@@ -88,7 +90,9 @@ def takes_batch_size(model: str) -> bool:
     return "batch_size" in path.read_text(encoding="utf-8", errors="replace")
 
 
-def _transferred(recorded: Recorded, other: BuildStep, entry: Device, device: str) -> Trace:
+def _transferred(
+    recorded: Recorded, other: BuildStep, entry: Device, device: str, rounds: int, warmup: int
+) -> Trace:
     """The trace with the costs that a profile of the step at another batch size gives it."""
     from tracer.assemble import recost
     from tracer.calibration import Costs
@@ -97,7 +101,7 @@ def _transferred(recorded: Recorded, other: BuildStep, entry: Device, device: st
     from tracer.step import trace_step
 
     smaller = trace_step(other, entry, device=device, costs=Costs())
-    measured = measure(smaller, other, device, rounds=1, warmup=1)
-    profile = profile_of(smaller, measured, identity_here(device), 1)
+    measured = measure(smaller, other, device, rounds=rounds, warmup=warmup)
+    profile = profile_of(smaller, measured, identity_here(device), rounds)
     trace = recost(recorded, entry, Costs(profile=profile)).trace
     return with_workspaces(trace, profile.workspaces) if profile.workspaces else trace

@@ -275,7 +275,7 @@ def test_measuring_waits_until_the_scaler_takes_a_step(monkeypatch: pytest.Monke
     spec = load_spec(OVERFLOWING)
     fake = recorded(spec)
     assert measure(fake, spec, "cpu", rounds=1, warmup=1).meta.mode == "real"
-    monkeypatch.setattr("tracer.profile.PATIENCE", 0)
+    monkeypatch.setattr("tracer.runner.PATIENCE", 0)
     with pytest.raises(TraceError, match="the real step differs"):
         measure(fake, spec, "cpu", rounds=1, warmup=1)
 

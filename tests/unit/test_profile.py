@@ -10,15 +10,17 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-import tracer.profile as profile_module  # noqa: E402
 import tracer.program as program_module  # noqa: E402
 from simulator.schedule import build as build_schedule  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, recorded  # noqa: E402
-from tracer.probes import CpuTimer, settle  # noqa: E402
-from tracer.profile import measure  # noqa: E402
+from tracer.probes import CpuTimer, Names, settle  # noqa: E402
+from tracer.profile import measure, typical  # noqa: E402
+from tracer.runner import GraphRunner  # noqa: E402
 from tracer.spec import load_spec  # noqa: E402
+from tracer.stepcode import step_code, takeovers  # noqa: E402
 from traces.errors import TraceError  # noqa: E402
 from traces.trace import VIEW, Trace  # noqa: E402
 
@@ -111,60 +113,141 @@ def test_timed_rounds_work_in_place_where_the_step_with_everything_kept_does(nam
     assert schedule.op == tuple(range(len(fake.trace.ops)))
     scheduled = {i for i, s in enumerate(schedule.takes) if s >= 0 and i in graph}
     assert scheduled
-    assert {fake.graph_ops[k] for k in profile_module.takeovers(fake)} == scheduled
+    assert {fake.graph_ops[k] for k in takeovers(fake)} == scheduled
 
 
-def test_in_place_twins_run_in_timed_rounds_and_only_there() -> None:
+class Written(TorchDispatchMode):
+    """Notes what really runs, in-place twins by their own names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.targets.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_timed_round_runs_the_twins_and_ticks_after_every_op() -> None:
     build = load_spec(small_nets.spec("residual"))
     fake = recorded(build)
-    in_place = profile_module.takeovers(fake)
-    runner = profile_module.GraphRunner(fake.program, build(), in_place=in_place)
-    twins = {str(program_module.inplace_twin(fake.program.ops[k].node.target)) for k in in_place}
+    in_place = takeovers(fake)
+    program = fake.program
+    ticks: list[int] = []
+    ran = Written()
+    code = step_code(program, in_place, lambda: ticks.append(len(ran.targets)))
+    step = build()
+    parameters, buffers = dict(step.model.named_parameters()), dict(step.model.named_buffers())
+    captured = program.captured
+    values = [
+        *(parameters[n].detach() for n in captured.parameters),
+        *(buffers[n] for n in captured.buffers),
+        *step.args,
+    ]
+    with torch.no_grad(), ran:
+        given = list(values)
+        outputs, saved = code.forward(given)
+        assert given == []  # so that each value goes after its last use
+        forward = len(ticks)
+        given = [*saved, *(torch.ones_like(x) for x in outputs)]
+        begun = len(ran.targets)
+        code.backward(given)
+    assert given == []
+    expected = [
+        str(program_module.inplace_twin(op.node.target) if k in in_place else op.node.target)
+        for k, op in enumerate(program.ops)
+    ]
+    assert forward == program.forward_ops
+    assert ran.targets[:forward] == expected[:forward]
+    assert ran.targets[begun:] == expected[forward:]
+    assert ticks == [*range(1, forward + 1), *range(begun + 1, begun + len(program.ops) - forward + 1)]
+    needed = {s for i in range(forward, len(program.ops)) for s in program.rows[i].reads}
+    held = {x.untyped_storage().data_ptr() for x in saved}
+    assert len(held) <= len(needed - set(program.tangent_storages))
 
-    class Ran(CpuTimer):
-        def __init__(self, times: bool) -> None:
-            super().__init__()
-            self.times = times
-            self.really: list[str] = []
 
-        def run(self, target: Any, call: Any) -> Any:
-            self.really.append(str(getattr(call, "func", target)))
-            return super().run(target, call)
-
-    runner.round(CpuTimer())  # the optimizer makes its state
-    timed, other = Ran(True), Ran(False)
-    runner.round(timed)
-    runner.round(other)
-    assert timed.targets == other.targets == list(fake.trace.ops.target)
-    assert twins <= set(timed.really)
-    assert sum(a != b for a, b in zip(timed.really, other.really, strict=True)) == len(in_place)
-
-
-def test_the_step_computes_the_same_in_place() -> None:
+def test_timed_rounds_compute_what_others_do() -> None:
     build = load_spec(small_nets.spec("residual"))
     fake = recorded(build)
     gradients = []
-    for in_place in (frozenset[int](), profile_module.takeovers(fake)):
+    for probe, in_place in (
+        (Names(), frozenset[int]()),
+        (CpuTimer(), frozenset[int]()),
+        (CpuTimer(), takeovers(fake)),
+    ):
         step = build()
-        profile_module.GraphRunner(fake.program, step, in_place=in_place).round(CpuTimer())
+        GraphRunner(fake.program, step, in_place=in_place).round(probe)
         gradients.append([p.grad for p in step.model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*gradients, strict=True))
+
+
+def test_a_timer_s_targets_are_the_trace_s() -> None:
+    """Two rounds under one timer, each with a time for every op."""
+    build = load_spec(small_nets.spec("residual"))
+    fake = recorded(build)
+    runner, timer = GraphRunner(fake.program, build(), in_place=takeovers(fake)), CpuTimer()
+    runner.round(timer)  # the optimizer makes its state
+    timer.finish()
+    for _ in range(2):
+        runner.round(timer)
+        assert timer.targets == list(fake.trace.ops.target)
+        assert len(timer.finish()) == len(fake.trace.ops)
+    assert timer.finish() == timer.targets == []
+
+
+def test_a_timer_s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr("tracer.probes.time.perf_counter_ns", lambda: now[0])
+    timer = CpuTimer()
+
+    def passes(ns: int) -> str:
+        now[0] += ns
+        return "done"
+
+    passes(5)
+    timer.begin()
+    for ns in (7, 11):
+        passes(ns)
+        timer.tick()
+    passes(13)  # between the ops in a row and a single op: nobody's
+    assert timer.run("aten.relu.default", lambda: passes(17)) == "done"
+    passes(19)
+    timer.begin()
+    passes(23)
+    timer.tick()
+    assert timer.targets == ["aten.relu.default"]
+    assert timer.finish() == [7, 11, 17, 23]
+
+
+@pytest.mark.parametrize(
+    ("samples", "times"),
+    [
+        ([[10, 20, 30]], [10, 20, 30]),
+        # One round of three was delayed in its first op: neither its median nor the median round knows.
+        ([[10, 20, 30], [10, 20, 30], [100, 20, 30]], [10, 20, 30]),
+        # Each round was delayed by 30, always elsewhere: medians 10, 20, 30, but a round takes 90.
+        ([[40, 20, 30], [10, 50, 30], [10, 20, 60]], [15, 30, 45]),
+        ([[0, 0], [0, 0]], [0, 0]),
+    ],
+)
+def test_typical_times_sum_to_the_median_round(samples: list[list[int]], times: list[int]) -> None:
+    assert typical(samples) == times
 
 
 def test_the_runner_keeps_no_value_after_its_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every storage that forward makes and backward does not read is gone when forward has ended."""
     build = load_spec(small_nets.spec("residual"))
     fake = recorded(build)
-    runner = profile_module.GraphRunner(fake.program, build())
+    runner = GraphRunner(fake.program, build())
     held: list[set[int]] = []
-    original = profile_module.GraphRunner.execute
+    original = GraphRunner.execute
 
     def watched(self: Any, env: Any, ops: Any, probe: Any, keep: Any) -> None:
         original(self, env, ops, probe, keep)
         held.append({s for n in env for s in fake.program.storage_of.get(n, ())})
 
-    monkeypatch.setattr(profile_module.GraphRunner, "execute", watched)
-    runner.round(CpuTimer())
+    monkeypatch.setattr(GraphRunner, "execute", watched)
+    runner.round(Names())
     p = fake.program
     made = {s for s, row in enumerate(p.storages) if 0 <= row.producer < p.forward_ops}
     needed = {s for i in range(p.forward_ops, len(p.ops)) for s in p.rows[i].reads}
