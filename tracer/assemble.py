@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tracer.attention import release_here
 from tracer.blame import explained
 from tracer.builder import OpRow
 from tracer.calibration import Costs
@@ -231,7 +232,7 @@ def _arrange(
     ]
     builder.ops = rows
     if program.captured.target is not None:
-        for storage in library_storages(rows, target):
+        for storage in library_storages(rows, target, release_here()):
             builder.add_storage(storage)
     meta = replace(
         meta,

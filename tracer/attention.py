@@ -1,8 +1,10 @@
 """Turn a call of scaled_dot_product_attention into the kernel that torch would take for it on a given GPU.
 
 The rules are those of torch's `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (`select_sdp_backend`) and of the
-composite in `attention.cpp`, restated for dense tensors and releases 2.11 to 2.13. They have been read, and no GPU has
-confirmed them here. What a build decides, and not the source, is taken from PyPI's wheels (CUDA 13.0): their cuDNN.
+composite in `attention.cpp`, restated for dense tensors and releases 2.11 to 2.13. They have been read, and compared with
+what the wheels' own `torch._fused_sdp_choice` answers for random calls when it is told of compute capabilities 7.5 to
+12.0; no GPU has confirmed them here. What a build decides, and not the source, is taken from PyPI's wheels (CUDA 13.0):
+their cuDNN.
 
 Counts: data types, head sizes, masks, dropout, gradients, compute capability, sequence lengths, grouped queries,
 strides, torch's own switches (`torch.backends.cuda.enable_flash_sdp` and its like) and the priority order.
@@ -31,6 +33,7 @@ BACKENDS: Final = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}  # numbers of torc
 CUDNN_VERSIONS: Final = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000}
 CUDNN_PREFERRED_FROM: Final = 91501  # older ones were slow or wrong for lengths off 128 (pytorch#169849)
 CUDNN_HEAD_LIMIT: Final = 128
+CUDNN_HOPPER_HEAD_LIMIT: Final = 256
 CUDNN_DROPOUT_STEPS: Final = (2, 12)  # from here on only multiples of 1/16 (pytorch#174245, February 2026)
 EFFICIENT_OFFSETS: Final = (2, 13)  # from here on storage offsets must be aligned (pytorch#184258, May 2026)
 HALVES: Final = ("float16", "bfloat16")
@@ -196,8 +199,11 @@ def _fits_cudnn(call: Call, sm: tuple[int, int], release: tuple[int, int], cudnn
         return False
     b, h, s_q, d = call.query.shape
     s_k, d_v = call.key.shape[2], call.value.shape[3]
-    wide = sm == (9, 0) or sm[0] == 10
-    limit = 192 if wide and cudnn >= 91100 and (d, d_v) == (192, 128) else CUDNN_HEAD_LIMIT
+    limit = CUDNN_HEAD_LIMIT
+    if sm == (9, 0) and cudnn >= 91000:
+        limit = CUDNN_HOPPER_HEAD_LIMIT
+    elif sm[0] == 10 and cudnn >= 91100 and (d, d_v) == (192, 128):
+        limit = 192
     if max(b, h) > 65535 or max(d, d_v) > limit or d % 8 or d_v % 8:
         return False
     if s_k == 1 or (call.dropout != 0.0 and s_q == 1):
@@ -284,7 +290,7 @@ def _attend(
         deterministic=torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    name = choose(call, device.sm, _release(), order=_order(), enabled=_enabled())
+    name = choose(call, device.sm, release_here(), order=_order(), enabled=_enabled())
     mask = _additive(attn_mask, query, cudnn=name == CUDNN)
     if name == CUDNN:
         out = aten._scaled_dot_product_cudnn_attention(
@@ -335,7 +341,8 @@ def _additive(mask: Any, query: Any, *, cudnn: bool) -> Any:
     return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
 
 
-def _release() -> tuple[int, int]:
+def release_here() -> tuple[int, int]:
+    """The installed torch's release, as (2, 13)."""
     import torch
 
     major, minor = torch.__version__.split(".")[:2]

@@ -128,13 +128,21 @@ def _cast(value: Any, dtype: torch.dtype, casts: dict[int, tuple[torch.Tensor, t
     return casts[id(value)][1]
 
 
+def _with_casts(op: Any, args: Any, kwargs: Any, dtype: torch.dtype, casts: dict[int, Any]) -> Any:
+    """The op on its arguments in another type. torch casts the last argument first: its casts are the arguments of one
+    C++ call, which the compiler of its wheels evaluates from the right."""
+    position = {a.name: k for k, a in enumerate(op._schema.arguments)}
+    for k in sorted(kwargs, key=lambda k: position.get(k, 0), reverse=True):
+        kwargs = {**kwargs, k: _cast(kwargs[k], dtype, casts)}
+    cast = [_cast(a, dtype, casts) for a in reversed(args)]
+    return op(*reversed(cast), **kwargs)
+
+
 def _lower(name: str, casts: dict[int, Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype("cpu")
         with _below():
-            return _op(name)(
-                *_cast(args, dtype, casts), **{k: _cast(v, dtype, casts) for k, v in kwargs.items()}
-            )
+            return _with_casts(_op(name), args, kwargs, dtype, casts)
 
     return call
 
@@ -143,9 +151,7 @@ def _float32(name: str, casts: dict[int, Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.float32
         with _below():
-            return _op(name)(
-                *_cast(args, dtype, casts), **{k: _cast(v, dtype, casts) for k, v in kwargs.items()}
-            )
+            return _with_casts(_op(name), args, kwargs, dtype, casts)
 
     return call
 
@@ -185,9 +191,7 @@ def _widest(name: str, casts: dict[int, Any]) -> Callable[..., Any]:
         wide = any(x.dtype == torch.float32 for x in found)
         dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
         with _below():
-            return _op(name)(
-                *_cast(args, dtype, casts), **{k: _cast(v, dtype, casts) for k, v in kwargs.items()}
-            )
+            return _with_casts(_op(name), args, kwargs, dtype, casts)
 
     return call
 

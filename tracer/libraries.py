@@ -2,9 +2,10 @@
 
 cuBLAS gets a buffer from torch's caching allocator at its first call in each thread, and keeps it. A training step has
 two such threads: the one that runs forward and the optimizer, and autograd's. The sizes are those of torch's
-`aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`); no GPU has confirmed them here.
+`aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`), and what the wheels of 2.11 and 2.12 ask their
+allocator for (both for CUDA 13.0); no GPU has confirmed them here.
 
-Counts: cuBLAS, and cuBLASLt where it is told to have a buffer of its own (by default it shares cuBLAS's). Ignores:
+Counts: cuBLAS, and cuBLASLt where it has a buffer of its own (2.11; later it shares cuBLAS's by default). Ignores:
 cuDNN, which gets its buffers per call; cuSOLVER, cuSPARSE and NCCL; the CUDA context, which is no memory of torch's;
 further streams and devices; the releases that let threads share a buffer (pytorch#180283, undone by #188623).
 """
@@ -22,6 +23,10 @@ from traces.trace import BACKWARD, WORKSPACE
 
 KIB: Final = 2**10
 LARGE_BYTES: Final = 4096 * 8 * KIB  # compute capability 9, and 10 and 12 from torch 2.12 on (pytorch#175344)
+SHARED_FROM: Final = (
+    2,
+    12,
+)  # from here on cuBLASLt shares cuBLAS's buffer unless told otherwise (pytorch#168175)
 SMALL_BYTES: Final = (4096 * 2 + 16 * 8) * KIB  # ":4096:2:16:8", all others
 LT_BYTES: Final = 1024 * KIB  # cuBLASLt by itself
 
@@ -36,38 +41,51 @@ CUBLAS: Final = frozenset(
 CUBLASLT: Final = frozenset({"aten.addmm", "aten._addmm_activation", "aten._scaled_mm"})
 
 
-def cublas_workspace_bytes(device: Device) -> int:
-    """The buffer of one cuBLAS handle. `CUBLAS_WORKSPACE_CONFIG` (":KiB:count", several) decides where it is set."""
+def cublas_workspace_bytes(device: Device, release: tuple[int, int]) -> int:
+    """The buffer of one cuBLAS handle. `CUBLAS_WORKSPACE_CONFIG` (":KiB:count", several) decides where it is set.
+
+    Args:
+        device: the GPU.
+        release: of torch, as (2, 13).
+    """
     sizes = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if sizes:
         return sum(int(size) * int(count) * KIB for size, count in sizes)
-    return LARGE_BYTES if device.sm[0] in (9, 10, 12) else SMALL_BYTES
+    return LARGE_BYTES if device.sm[0] in ((9, 10, 12) if release >= SHARED_FROM else (9,)) else SMALL_BYTES
 
 
-def cublaslt_workspace_bytes() -> int:
-    """The buffer that cuBLASLt has of its own: none by default, since it shares cuBLAS's."""
-    if os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1") != "0":
+def cublaslt_workspace_bytes(device: Device, release: tuple[int, int]) -> int:
+    """The buffer that cuBLASLt has of its own, at most cuBLAS's; 0 where it shares that, by default from 2.12 on."""
+    told = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+    if (told != "0") if release >= SHARED_FROM else (told == "1"):
         return 0
     given = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
-    return int(given) * KIB if given.isdecimal() else LT_BYTES
+    size = int(given) * KIB if given.isdecimal() else LT_BYTES
+    return min(size, cublas_workspace_bytes(device, release))
 
 
-def library_storages(ops: Iterable[OpRow], device: Device) -> tuple[StorageRow, ...]:
+def library_storages(
+    ops: Iterable[OpRow], device: Device, release: tuple[int, int]
+) -> tuple[StorageRow, ...]:
     """The buffers that stay, as storages that exist throughout the step.
 
     Args:
         ops: of the whole step.
         device: the GPU; a CPU has none.
+        release: of torch, as (2, 13).
     """
     if device.kind != "cuda":
         return ()
     found: list[StorageRow] = []
     rows = list(ops)
+    own = cublaslt_workspace_bytes(device, release)
+    # Up to 2.11 cuBLASLt runs on cuBLAS's handle, with which cuBLAS's buffer comes.
+    cublas = CUBLAS - CUBLASLT if own and release >= SHARED_FROM else CUBLAS
     for thread, backward in (("forward", False), ("backward", True)):
         names = {r.target.rpartition(".")[0] for r in rows if (r.phase == BACKWARD) is backward}
         for library, ops_of, size in (
-            ("cuBLAS", CUBLAS, cublas_workspace_bytes(device)),
-            ("cuBLASLt", CUBLASLT, cublaslt_workspace_bytes()),
+            ("cuBLAS", cublas, cublas_workspace_bytes(device, release)),
+            ("cuBLASLt", CUBLASLT, own),
         ):
             if names & ops_of and size:
                 found.append(

@@ -94,7 +94,10 @@ def without_autocast() -> Any:
 
 
 def lowered(args: Any, kwargs: Any, kind: str = "cpu") -> tuple[Any, Any]:
-    """Arguments as autocast's kernel of a lower-precision op passes them on; as they are if autocast is off."""
+    """Arguments as autocast's kernel of a lower-precision op passes them on; as they are if autocast is off.
+
+    The last is cast first, as torch does it (`tracer.autocast_lists`).
+    """
     import torch
     import torch.utils._pytree as pytree
 
@@ -107,7 +110,9 @@ def lowered(args: Any, kwargs: Any, kind: str = "cpu") -> tuple[Any, Any]:
         return x.to(dtype) if eligible and x.device.type == kind else x
 
     with without_autocast():
-        result: tuple[Any, Any] = pytree.tree_map(cast, (args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        cast_leaves = [cast(x) for x in reversed(leaves)]
+        result: tuple[Any, Any] = pytree.tree_unflatten(cast_leaves[::-1], spec)
     return result
 
 

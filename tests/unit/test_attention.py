@@ -11,6 +11,7 @@ from tracer.attention import CUDNN, DEFAULT_ORDER, EFFICIENT, FLASH, MATH, Call,
 from traces.devices import device
 
 T4, A100, RTX3090, L40S, H200 = (device(n).sm for n in ("t4", "a100-40", "rtx-3090", "l40s", "h200"))
+B200 = (10, 0)
 
 
 def call(
@@ -76,7 +77,10 @@ GROUPED = call((2, 8, 128, 64), (2, 2, 128, 64), grouped=True)
         (replace(PLAIN, dropout=0.125), H200, (2, 13), CUDNN),
         (replace(PLAIN, dropout=0.1, mask=mask((2, 1, 1, 128))), H200, (2, 13), EFFICIENT),
         # Head sizes: flash to 256, cuDNN to 128 in multiples of 8 (or 192 with values of 128 on Hopper).
-        (call((2, 4, 128, 160)), H200, (2, 13), FLASH),
+        (call((2, 4, 128, 160)), H200, (2, 13), CUDNN),  # its limit is 256 there, and 128 elsewhere
+        (call((2, 4, 128, 256)), H200, (2, 11), CUDNN),
+        (call((2, 4, 128, 160)), B200, (2, 13), FLASH),
+        (call((2, 4, 128, 192), v=(2, 4, 128, 128)), B200, (2, 13), CUDNN),
         (call((2, 4, 128, 192), v=(2, 4, 128, 128)), H200, (2, 13), CUDNN),
         (call((2, 4, 128, 192), v=(2, 4, 128, 128)), A100, (2, 13), EFFICIENT),
         (call((2, 4, 128, 264)), H200, (2, 13), EFFICIENT),

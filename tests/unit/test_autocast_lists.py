@@ -10,10 +10,11 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from tests.integration.steps import build_of  # noqa: E402
 from tracer import autocast_lists as lists  # noqa: E402
-from tracer.precision import Autocast  # noqa: E402
+from tracer.precision import Autocast, lowered  # noqa: E402
 from tracer.spec import load_spec  # noqa: E402
 from tracer.step import trace_step  # noqa: E402
 from traces.devices import device  # noqa: E402
@@ -78,6 +79,31 @@ POLICIES: list[tuple[str, Any, torch.dtype]] = [
 def test_a_policy(call: Any, dtype: torch.dtype) -> None:
     with BF16.region():
         assert call().dtype == dtype
+
+
+def test_the_last_argument_is_cast_first() -> None:
+    """As torch's wheels do it, whose compiler evaluates the casts of a call from the right."""
+    order: list[tuple[int, ...]] = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default:
+                order.append(tuple(args[0].shape))
+            return func(*args, **(kwargs or {}))
+
+    x, weight, bias = torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)
+    for call in (
+        lambda: functional.linear(x, weight, bias),
+        lambda: functional.linear(bias=bias, weight=weight, input=x),
+    ):
+        order.clear()
+        with Casts(), BF16.region():
+            call()
+        assert order == [(4,), (4, 3), (2, 3)]
+    order.clear()
+    with Casts(), BF16.region():
+        lowered((x, weight), {"attn_mask": bias})
+    assert order == [(4,), (4, 3), (2, 3)]
 
 
 def test_binary_cross_entropy_is_refused_as_on_cuda() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -20,15 +21,21 @@ from executor.plans import Settings, measure_plan  # noqa: E402
 from simulator.graph import analyse  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, plan_of, random_actions, recompute_all, step_of  # noqa: E402
-from tracer.attention import CUDNN_DROPOUT_STEPS, _release  # noqa: E402
+from tracer.attention import CUDNN_DROPOUT_STEPS, release_here  # noqa: E402
 from tracer.batch_norm import takes_cudnn  # noqa: E402
+from tracer.builder import OpRow  # noqa: E402
 from tracer.gpu import gpu_kernels  # noqa: E402
-from tracer.libraries import cublas_workspace_bytes, cublaslt_workspace_bytes  # noqa: E402
+from tracer.libraries import (  # noqa: E402
+    SHARED_FROM,
+    cublas_workspace_bytes,
+    cublaslt_workspace_bytes,
+    library_storages,
+)
 from tracer.program import Program, program_of  # noqa: E402
 from tracer.spec import load_spec  # noqa: E402
 from tracer.step import capture_step, trace_step  # noqa: E402
 from traces.devices import device  # noqa: E402
-from traces.trace import EFFECT, RANDOM, WORKSPACE, Trace  # noqa: E402
+from traces.trace import BACKWARD, EFFECT, FORWARD, RANDOM, WORKSPACE, Trace  # noqa: E402
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -358,19 +365,48 @@ def test_statistics_of_a_norm_are_float32_on_a_gpu() -> None:
 
 
 def test_what_cublas_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    assert cublas_workspace_bytes(device("h200")) == 32 * MIB
+    def keeps(name: str, release: tuple[int, int] = (2, 13)) -> tuple[int, int]:
+        return cublas_workspace_bytes(device(name), release), cublaslt_workspace_bytes(device(name), release)
+
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"):
+        monkeypatch.delenv(name, raising=False)
+    assert keeps("h200") == keeps("h200", (2, 12)) == (32 * MIB, 0)
+    assert keeps("h200", (2, 11)) == (32 * MIB, MIB)
+    blackwell = replace(device("h200"), sm=(10, 0))
+    assert [cublas_workspace_bytes(blackwell, r) for r in ((2, 11), (2, 12))] == [8_519_680, 32 * MIB]
     for name in ("a100-40", "l40s", "t4"):
-        assert cublas_workspace_bytes(device(name)) == 8_519_680
+        assert (keeps(name), keeps(name, (2, 11))) == ((8_519_680, 0), (8_519_680, MIB))
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "4096")
+    assert keeps("h200", (2, 11)) == (32 * MIB, 4 * MIB)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert keeps("h200", (2, 11)) == (128 * 1024, 128 * 1024)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
-    assert cublas_workspace_bytes(device("h200")) == (4096 * 2 + 16 * 8) * 1024
+    assert keeps("h200") == ((4096 * 2 + 16 * 8) * 1024, 0)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    assert cublas_workspace_bytes(device("h200")) == 0
+    assert keeps("h200", (2, 11)) == (0, 0)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "nonsense")
-    assert cublas_workspace_bytes(device("t4")) == 8_519_680
-    assert cublaslt_workspace_bytes() == 0
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE")
+    for told, own in (("0", MIB), ("1", 0), ("", 0)):
+        monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", told)
+        assert keeps("t4") == (8_519_680, own)
+        assert keeps("t4", (2, 11)) == (8_519_680, 0 if told == "1" else MIB)
+
+
+def test_where_cublas_and_cublaslt_keep_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear layer with a bias goes to cuBLASLt in forward, its gradients to cuBLAS: what the wheels allocate."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.delenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", raising=False)
+    rows = [
+        OpRow(name="a", target="aten.addmm.default", phase=FORWARD),
+        OpRow(name="b", target="aten.mm.default", phase=BACKWARD),
+    ]
+
+    def kept(release: tuple[int, int]) -> list[int]:
+        return [s.nbytes // MIB for s in library_storages(rows, device("h200"), release)]
+
+    assert (kept((2, 11)), kept((2, 12))) == ([32, 1, 32], [32, 32])
     monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0")
-    assert cublaslt_workspace_bytes() == MIB
+    assert (kept((2, 11)), kept((2, 12))) == ([32, 1, 32], [1, 32])
 
 
 def workspaces(trace: Trace) -> dict[str, int]:
@@ -380,8 +416,10 @@ def workspaces(trace: Trace) -> dict[str, int]:
 
 def test_only_a_step_that_multiplies_matrices_keeps_cublas_s_buffers() -> None:
     mlp = load_spec(small_nets.spec("mlp"))
+    own = {} if release_here() >= SHARED_FROM else {"cuBLASLt workspace (forward)": MIB}
     assert workspaces(trace_step(mlp, device("a100-40")).trace) == {
         "cuBLAS workspace (forward)": 8_519_680,
+        **own,
         "cuBLAS workspace (backward)": 8_519_680,
     }
     assert workspaces(trace_step(mlp, device("cpu")).trace) == {}
@@ -445,7 +483,7 @@ def test_a_plan_for_a_gpu_is_refused_on_the_cpu(tmp_path: Any) -> None:
 
 
 # From this release on, cuDNN's attention takes only such dropout as is a multiple of 1/16.
-STEPS = _release() >= CUDNN_DROPOUT_STEPS
+STEPS = release_here() >= CUDNN_DROPOUT_STEPS
 
 
 @pytest.mark.parametrize(
