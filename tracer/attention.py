@@ -1,10 +1,10 @@
 """Turn a call of scaled_dot_product_attention into the kernel that torch would take for it on a given GPU.
 
 The rules are those of torch's `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (`select_sdp_backend`) and of the
-composite in `attention.cpp`, restated for dense tensors and releases 2.11 to 2.13. They have been read, and compared with
-what the wheels' own `torch._fused_sdp_choice` answers for random calls when it is told of compute capabilities 7.5 to
-12.0; no GPU has confirmed them here. What a build decides, and not the source, is taken from PyPI's wheels (CUDA 13.0):
-their cuDNN.
+composite in `attention.cpp`, restated for dense tensors and releases 2.11 to 2.13. They have been read, and compared
+with what the wheels' own `torch._fused_sdp_choice` answers to random calls when it is told of compute capabilities from
+7.5 to 12.0; no GPU has confirmed them here. What a build decides, and not the source, is taken from PyPI's wheels (CUDA
+13.0): their cuDNN.
 
 Counts: data types, head sizes, masks, dropout, gradients, compute capability, sequence lengths, grouped queries,
 strides, torch's own switches (`torch.backends.cuda.enable_flash_sdp` and its like) and the priority order.
