@@ -67,8 +67,8 @@ def test_flash_forward_splits_only_what_leaves_the_gpu_idle() -> None:
     assert flash_splits(4, 216, 16) == 16
     lses, outs = 4 * 16 * 2 * 128, 4 * 16 * 2 * 128 * 64
     assert events(target, (q, k, k), (q, lse)) == (q.nbytes, lse.nbytes, lses, outs, -outs, -lses)
-    # With dropout the kernel does not split.
-    assert events(target, (q, k, k, 0.1), (q, lse)) == (q.nbytes, lse.nbytes)
+    # With dropout the kernel does not split, and its random state is copied.
+    assert events(target, (q, k, k, 0.1), (q, lse)) == (q.nbytes, lse.nbytes, 16, -16)
     assert events(target, (spec(1, 2, 1, 64), k, k), (q, lse)) is None  # one query: another path
 
 
@@ -126,6 +126,16 @@ def test_embedding_backward_sorts_above_3072_indices() -> None:
     )  # fmt: skip
 
 
+def test_an_embedding_copies_indices_that_are_not_contiguous() -> None:
+    # Token types are one row of zeros that is expanded: 4 * 64 indices of 8 bytes.
+    index = spec(4, 64, dtype="int64", stride=(0, 1))
+    table, out = spec(2, 8), spec(4, 64, 8)
+    assert events("aten.embedding.default", (table, index), (out,)) == (2048, 8192, -2048)
+    assert events("aten.embedding.default", (table, spec(4, 64, dtype="int64")), (out,)) == (8192,)
+    backward = (out, index, 2, -1, False)
+    assert events("aten.embedding_dense_backward.default", backward, (table,)) == (2048, 64, -2048)
+
+
 def test_layer_norm_backward_has_partial_sums_for_many_short_rows_only() -> None:
     target = "aten.native_layer_norm_backward.default"
 
@@ -150,8 +160,8 @@ def test_softmax() -> None:
         256,
         -256,
     )
-    # softmax 256, mask of 128 bools, 16 rows.
-    assert events("aten._safe_softmax.default", (x, -1), (x,)) == (256, 128, 16, 256, -16, -128, -256)
+    # softmax 256, mask of 128 bools, 16 rows, the zero that is filled in.
+    assert events("aten._safe_softmax.default", (x, -1), (x,)) == (256, 128, 16, 2, -2, -16, -128)
     turned = spec(2, 8, 8, dtype="float16", stride=(64, 1, 8))
     assert events("aten._log_softmax.default", (turned, -1, False), (x,)) == (256, 256, -256)
 
