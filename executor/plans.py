@@ -129,13 +129,14 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
 
 
 def other_threads(meta: TraceMeta, environment: Mapping[str, str]) -> str:
-    """What must be said where the ops of a CPU's trace were measured with other threads than the step; "": nothing."""
+    """What must be said where a CPU's trace was measured with other threads than the step; "": nothing."""
     now = environment.get("threads", "")
     if not meta.threads or not now or str(meta.threads) == now or meta.device != "cpu":
         return ""
     return (
-        f"The ops were measured with {meta.threads} threads and the step ran with {now}, so no time is predicted for "
-        f"it, and what ops allocate inside may differ; set OMP_NUM_THREADS={meta.threads}, or trace again."
+        f"The trace's times were measured with {meta.threads} threads and the step ran with {now}, so no time is "
+        f"predicted for it, and what ops allocate inside may differ; set OMP_NUM_THREADS={meta.threads}, or trace "
+        "again."
     )
 
 

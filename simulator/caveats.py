@@ -34,6 +34,8 @@ def provenance(meta: TraceMeta) -> str:
         return f"simulated from ops measured on {place}"
     if kind_of(meta) == CUDA:
         return f"simulated for {place}, {UNCONFIRMED}"
+    if meta.rates:
+        return "simulated, with measured rates of the processor; the step was not run"
     return "simulated, nothing was run"
 
 

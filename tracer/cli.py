@@ -57,6 +57,9 @@ def trace() -> None:
 @click.option(
     "--calibrate", is_flag=True, help="Run every op that the profile lacks alone on the target, and keep it."
 )
+@click.option(
+    "--probe", is_flag=True, help="Measure this processor's rates, for a second, for times on a CPU."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Directory of the trace; default: its name."
@@ -73,6 +76,7 @@ def run_model(
     profile: Path | None,
     no_profile: bool,
     calibrate: bool,
+    probe: bool,
     seed: int,
     output: Path | None,
     force: bool,
@@ -107,6 +111,15 @@ def run_model(
         check_device(device)
     if options.get("tf32") and entry.kind != "cuda":
         raise SpecError("--tf32 concerns GPUs; give one with --target, or --device cuda.")
+    if probe and (device is not None or entry.kind != "cpu"):
+        raise SpecError(
+            "--probe measures this processor for the times of a trace of --target cpu; leave it out with "
+            + (
+                "--device, which measures the ops themselves."
+                if device is not None
+                else f"--target {target}."
+            )
+        )
     given = {k: v for k, v in options.items() if v is not None}
     build = load_spec(model, given, seed=seed)
     where = output or Path(default_name(model, given))
@@ -123,6 +136,11 @@ def run_model(
     if device is not None:
         record = record_real(build, entry, device, use, tell, rounds=rounds, warmup=warmup)
     else:
+        if probe:
+            from tracer.machine import probed_cpu, rates_text
+
+            entry = probed_cpu()
+            tell(rates_text(entry))
         record = record_fake(build, entry, use, tell)
     store.save(record, where, force=force)
     seconds = time.perf_counter() - begin

@@ -135,6 +135,7 @@ def _filled(trace: Trace, times: list[int], events: Sequence[tuple[int, ...]], d
             mode="real",
             device=device,
             alloc_conf=_alloc_conf() if device.startswith("cuda") else "",
+            rates={},
             threads=0 if device.startswith("cuda") else torch.get_num_threads(),
             target=name,
             workspace={MEASURED: sum(1 for f in ops.flags if not f & VIEW)},

@@ -30,6 +30,7 @@ from tracer.assemble import Recorded, assemble
 from tracer.batch import loss_in_outputs
 from tracer.calibration import Costs
 from tracer.capture import Captured, capture
+from tracer.machine import rates_of
 from tracer.program import Program, program_of
 from tracer.refusals import check_step
 from tracer.spec import BuildStep, TrainingStep
@@ -186,6 +187,8 @@ def header(
         mode="fake",
         device=device,
         target=target.name,
+        rates=rates_of(target) if target.measured else {},
+        threads=torch.get_num_threads() if target.measured else 0,
         torch_version=torch.__version__,
         versions=versions(),
         grad_outputs=program.captured.grad_outputs,

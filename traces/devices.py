@@ -34,6 +34,7 @@ class Device:
     source: str
     sm: tuple[int, int] = (0, 0)  # CUDA compute capability, which decides the kernels; (0, 0): no NVIDIA GPU
     multiprocessors: int = 0  # of the board, by which some kernels choose how to split their work
+    measured: bool = False  # whether the rates were measured on this machine; see `tracer.machine`
 
     def peak_flops_per_s(self, dtype: str, *, tf32: bool = False) -> int:
         """The dense peak for a dtype. tf32: for float32, the rate of TF32 tensor cores if there are any.

@@ -133,9 +133,10 @@ class TraceMeta:
     torch_version: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     alloc_conf: str = ""
-    threads: int = (
-        0  # with which ops were measured on the CPU; 0: they were not, or an older trace does not say
-    )
+    # Of a roofline by measured rates: what ops reach (`float32_flops_per_s`, ..., `bytes_per_s`), and `op_ns`, the
+    # least that an op takes. Empty: the rates are the device table's, or the ops themselves were measured.
+    rates: dict[str, int] = field(default_factory=dict)
+    threads: int = 0  # with which ops or rates were measured on the CPU; 0: they were not, or not told
     grad_outputs: tuple[int, ...] = ()  # flat indices of the model outputs that receive a gradient
     forward_ops: int = 0  # the captured graph's forward ops are the rows before this one
     first_backward_graph_op: int = 0  # and its backward ops a run of rows from this one
@@ -164,6 +165,8 @@ class TraceMeta:
                 raise TypeError(f"{k} is a {type(value).__name__} and should be a {kind.__name__}")
         if not all(type(k) is str and type(n) is int for k, n in meta.workspace.items()):
             raise TypeError("workspace holds something else than numbers of ops")
+        if not all(type(k) is str and type(n) is int for k, n in meta.rates.items()):
+            raise TypeError("rates holds something else than whole numbers")
         if not all(type(k) is int for k in meta.grad_outputs):
             raise TypeError("grad_outputs holds something else than numbers of outputs")
         return meta

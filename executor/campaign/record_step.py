@@ -55,6 +55,7 @@ def record_step(
         LowtideError: as `trace` would; OutOfMemoryError of torch, from what runs.
     """
     from tracer.calibration import Costs
+    from tracer.machine import probed_cpu
     from tracer.profile import measure
     from tracer.spec import load_spec
     from tracer.step import trace_step
@@ -62,7 +63,8 @@ def record_step(
     from traces.devices import device as device_entry
 
     build = load_spec(model, dict(options), seed=seed)
-    entry = device_entry(target)
+    # The rates of a CPU stand in no datasheet: the machine itself tells them, in a second and without the model.
+    entry = probed_cpu() if target == device == "cpu" else device_entry(target)
     # Rules alone: what a machine that never saw this device can know.
     recorded = trace_step(build, entry, device="cpu", costs=Costs())
     root = Path(directory)
