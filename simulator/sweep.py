@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from traces.measurement import RunFigures
 from traces.plan import ALLOCATED
 from traces.trace import PARAMETER, Trace, canonical_json
 
+# A figure in a warning, with its unit: 1,348, +0.5 %, 3.51 GiB.
+_FIGURE: Final = re.compile(r"[+-]?[\d,]*\d(?:\.\d+)?(?: (?:[KMG]iB|B|%))?")
 SWEEP_VERSION: Final = 1
 EAGER, KEEP_ALL, PLAN = "eager", "keep_all", "plan"  # the keys of `SweepRow.measured`
 
@@ -80,12 +83,20 @@ class Sweep:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What must be said beside the predicted figures, with the batch sizes that it is about."""
-        about: dict[str, list[str]] = {}
+        """What must be said beside the predicted figures, with the batch sizes that it is about.
+
+        Warnings that differ in their figures alone are one, with those of the largest batch size.
+        """
+        about: dict[str, dict[int, str]] = {}
         for row in self.rows:
             for text in row.warnings:
-                about.setdefault(text, []).append(str(row.batch_size))
-        return tuple(f"Batch {', '.join(batches)}: {text}" for text, batches in about.items())
+                about.setdefault(_FIGURE.sub("#", text), {})[row.batch_size] = text
+        out = []
+        for texts in about.values():
+            largest = max(texts)
+            of = "" if len(set(texts.values())) == 1 else f" (figures of {largest})"
+            out.append(f"Batch {', '.join(map(str, texts))}{of}: {texts[largest]}")
+        return tuple(out)
 
     def to_json(self) -> dict[str, Any]:
         return {"record": "sweep", "sweep_version": SWEEP_VERSION, **asdict(self)}

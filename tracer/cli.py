@@ -246,7 +246,9 @@ def print_summary(name: str, record: Any, *, top: int) -> None:
     from traces.trace import FLAG_NAMES
 
     data, meta, ops, sts = summary(record), record.meta, record.ops, record.storages
-    origin = f"measured on {meta.target}" if meta.mode == "real" else f"roofline of {meta.target}"
+    from_profile = any(meta.workspace.get(k) for k in ("measured", "interpolated"))
+    estimated = f"profile and roofline of {meta.target}" if from_profile else f"roofline of {meta.target}"
+    origin = f"measured on {meta.target}" if meta.mode == "real" else estimated
     options = ", ".join(f"{k} {v}" for k, v in meta.options.items())
     click.echo(f"{name}: {meta.model} ({options}), {meta.optimizer}, torch {meta.torch_version}")
     click.echo(

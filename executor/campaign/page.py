@@ -289,10 +289,12 @@ def _bars(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
     for provenance in _provenances(rows):
         for figure in (ALLOCATED, RESERVED, SLOWDOWN):
             found = [(p.case, p.series, p.error) for p in _points(rows, figure, provenance)]
-            if found:
+            title = f"{TITLES[figure].capitalize()}, {provenance}"
+            if any(error for _, _, error in found):
                 unit = "points" if figure == SLOWDOWN else "%"
-                title = f"{TITLES[figure].capitalize()}, {provenance}"
                 blocks.append(Chart(spec=signed_errors(found, COLOURS, unit=unit), title=title))
+            elif found:
+                blocks.append(Text(text=f"{title}: every one of the {len(found)} errors is exactly 0."))
     return tuple(blocks)
 
 

@@ -116,10 +116,14 @@ def provenance(trace: Trace) -> str:
     if meta.mode == "real":
         kind = {"cpu": "the CPU", "cuda": "the GPU"}.get(meta.device, meta.device)
         return f"Op times were measured on {kind} ({target}). {inside}"
-    return (
-        f"Op times are estimates from a roofline model of {target}: nothing was run. Sizes are those of the "
-        f"tensors in the captured graph. {inside}"
+    known = meta.workspace.get("measured", 0) + meta.workspace.get("interpolated", 0)
+    times = (
+        f"Times of {known:,} of {sum(meta.workspace.values()):,} ops come from a device profile, the others are "
+        f"estimates from a roofline model of {target}; the step itself was not run."
+        if known
+        else f"Op times are estimates from a roofline model of {target}: nothing was run."
     )
+    return f"{times} Sizes are those of the tensors in the captured graph. {inside}"
 
 
 def headline(c: Comparison, fits: Fit | None = None) -> tuple[Block, ...]:

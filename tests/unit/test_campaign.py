@@ -651,8 +651,25 @@ def test_the_page_is_made_from_records_alone_and_without_torch(tmp_path: Path) -
     assert "No figure on this page is a GPU" in page
     assert "GPU (" not in page
     assert "<script>too small" not in page
-    for words in ("NOT as predicted", "out of memory", "infeasible", "broken", "NOT EQUAL", "not tried"):
-        assert words in page or words == "not tried"
+    for words in ("NOT as predicted", "out of memory", "infeasible", "broken", "NOT EQUAL"):
+        assert words in page, words
+
+
+def test_errors_that_are_all_zero_are_said_and_not_drawn() -> None:
+    pytest.importorskip("altair")
+    from executor.campaign.page import campaign_page
+
+    def shown(predicted_bytes: int) -> list[str]:
+        made = record(measured=figures(50, 120), predicted={"calibrated": figures(predicted_bytes, 120)})
+        (section,) = (
+            s for s in campaign_page(book(made)).sections if s.title == "Signed errors of each case"
+        )
+        return [
+            b.title if b.kind == "chart" else b.text for b in section.blocks if b.kind in ("chart", "text")
+        ]
+
+    assert "Peak allocated, measured-cpu" in shown(49)
+    assert "Peak allocated, measured-cpu: every one of the 2 errors is exactly 0." in shown(50)
 
 
 def test_a_page_of_a_gpu_says_which(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from simulator.report.page import (
     render,
     script_json,
 )
+from simulator.report.simulation import provenance
 from simulator.schedule import build
 from simulator.sweep import Sweep, SweepRow
 from tests import tiny
@@ -326,6 +327,30 @@ def test_a_predicted_sweep_shows_nothing_as_measured(tmp_path: Path, reporting: 
     assert "the floor is &lt;b&gt;9 GiB&lt;/b&gt;" in html
     assert "No trace of this sweep was kept" in html
     assert set().union(*map(series_of, specifications(html))) == {"keep-all, predicted", "plan, predicted"}
+
+
+def test_warnings_that_differ_in_figures_alone_are_one() -> None:
+    def risky(peak: str) -> tuple[str, ...]:
+        return (f"1,348 ops: the peak would be {peak}.", "No GPU.")
+
+    rows = (
+        sweep_row(8, warnings=risky("900.00 MiB (+0.5 %)")),
+        sweep_row(16, warnings=risky("1.92 GiB (+0.4 %)")),
+        sweep_row(4),
+        sweep_row(2, warnings=("Something else.",)),
+    )
+    assert Sweep(model="m", options={}, target="H200", rows=rows).warnings == (
+        "Batch 8, 16 (figures of 16): 1,348 ops: the peak would be 1.92 GiB (+0.4 %).",
+        "Batch 8, 16: No GPU.",
+        "Batch 2: Something else.",
+    )
+
+
+def test_times_from_a_profile_are_not_called_estimates() -> None:
+    trace = tiny.chain(2)
+    assert "Op times are estimates from a roofline" in provenance(trace)
+    known = replace(trace, meta=replace(trace.meta, workspace={"measured": 3, "interpolated": 1, "rules": 4}))
+    assert "Times of 4 of 8 ops come from a device profile" in provenance(known)
 
 
 def test_a_measured_sweep_names_the_device(tmp_path: Path, reporting: None) -> None:

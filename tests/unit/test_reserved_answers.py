@@ -379,7 +379,6 @@ def test_the_page_shows_reserved_memory_and_the_warnings(network: Path, tmp_path
         "Would these settings",
     ):
         assert part in html, part
-    assert "reserved 1" in html or "reserved 2" in html or "reserved " in html
 
 
 def test_what_the_untouched_model_may_need_beyond_the_graph_is_said() -> None:
@@ -394,6 +393,35 @@ def test_what_the_untouched_model_may_need_beyond_the_graph_is_said() -> None:
     c = compare(step, Plan(meta=step.meta), None)
     assert c.kept_timeline.peak_allocated_bytes == 150
     assert caveats.untouched_extra_bytes(c) == 50
-    assert any("untouched model may need up to about 50 B (+33.3 %)" in w for w in caveats.warnings(c))
+    assert any("untouched model needs about 50 B (+33.3 %)" in w for w in caveats.warnings(c))
     plain = trace([fwd({"y": 50}, "x"), bwd({"g": 50}, "y")], {"x": 100})
     assert not any("untouched" in w for w in caveats.warnings(compare(plain, Plan(meta=plain.meta), None)))
+
+
+def test_the_untouched_model_has_wide_dropout_masks_on_a_cpu() -> None:
+    """x: 10 floats. The graph's mask `m` has 10 bytes, eager's 40; at the peak, in g's op, x, m, y and g are live."""
+
+    def masked(device: str) -> Trace:
+        made = trace(
+            [
+                fwd({"m": 10}, "x", name="lowtide.dropout_mask.default"),
+                fwd({"y": 40}, "x", "m"),
+                bwd({"g": 40}, "y", "m"),
+            ],
+            {"x": 40},
+        )
+        return replace(made, meta=replace(made.meta, device=device))
+
+    def extra(of: Trace) -> int:
+        return caveats.untouched_extra_bytes(compare(of, Plan(meta=of.meta), None))
+
+    assert extra(masked("cpu")) == 30
+    assert extra(masked("cuda")) == 0  # CUDA's fused kernel writes a byte an element too
+
+
+def test_unknown_allocations_are_counted_as_the_trace_counts_them() -> None:
+    """Of four ops one is unknown, by the header; one that overwrites its argument has no events and is known."""
+    step = trace([fwd({"y": 50}, "x"), bwd({"g": 50}, "y")], {"x": 100})
+    step = replace(step, meta=replace(step.meta, workspace={"none": 1, "rules": 3}))
+    said = caveats.warnings(compare(step, Plan(meta=step.meta), None))
+    assert any("The inner allocations of 1 of 4 computing ops are unknown" in text for text in said), said
