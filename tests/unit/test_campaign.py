@@ -660,7 +660,8 @@ def test_errors_that_are_all_zero_are_said_and_not_drawn() -> None:
     from executor.campaign.page import campaign_page
 
     def shown(predicted_bytes: int) -> list[str]:
-        made = record(measured=figures(50, 120), predicted={"calibrated": figures(predicted_bytes, 120)})
+        predicted = {"calibrated": figures(predicted_bytes, 120)}
+        made = record(keep_all=figures(50, 100), predicted=predicted, keep_all_predicted=predicted)
         (section,) = (
             s for s in campaign_page(book(made)).sections if s.title == "Signed errors of each case"
         )
