@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from simulator.bounds.bound import bounder_of
-from simulator.fast import Evaluator, State, evaluator_of, without
+from simulator.fast import State, evaluator_of, without
 from simulator.graph import Graph, analyse
+from simulator.planners.costs import Costs
+from simulator.planners.exchange import exchanged
 from simulator.planners.limits import DEFAULTS, Clock, Limits
 from simulator.planners.outcome import finish, refuse
 from simulator.planners.segmented import Segmentation, segmentations_of
@@ -84,11 +86,11 @@ class Search:
     def run(self) -> Found | None:
         """Go down from keep-all; where that gets stuck or has to drop rebuilt values, go down from segments too."""
         state = self.evaluator.state()
-        best = self.keep_again(state) if self.release(state) else None
+        best = self.tidy(state) if self.release(state) else None
         if best is None or best.state.drops:
             state = segmented(self)
             if self.release(state):
-                other = self.keep_again(state)
+                other = self.tidy(state)
                 if best is None or other.time_ns < best.time_ns:
                     best = other
         return best
@@ -138,14 +140,20 @@ class Search:
     def idle(self, state: State, peak_step: int, steps: int) -> list[int]:
         """The kept candidates that are allocated at the instant of the peak, not in use, and needed only later.
 
-        Of the walk before, of so many steps after forward.
+        Of the walk before, of so many steps after forward. The small ones only if there are no others.
         """
-        ev, kept = self.evaluator, self.candidates[state.there[self.candidates] != 0]
+        return self.sizable(self.idle_among(self.candidates, state, peak_step, steps))
+
+    def idle_among(
+        self, storages: NDArray[np.int64], state: State, peak_step: int, steps: int
+    ) -> NDArray[np.int64]:
+        """The same among these storages, however small."""
+        ev, kept = self.evaluator, storages[state.there[storages] != 0]
         if peak_step < ev.forward:
-            return self.sizable(kept[self.last_forward[kept] < peak_step])
+            return cast("NDArray[np.int64]", kept[self.last_forward[kept] < peak_step])
         seq, _ = ev.steps(steps)
         seq = seq[: peak_step - ev.forward + 1]
-        return self.sizable(kept[~ev.read_by(np.where(seq < 0, ~seq, seq))[kept]])
+        return cast("NDArray[np.int64]", kept[~ev.read_by(np.where(seq < 0, ~seq, seq))[kept]])
 
     def drop(self, state: State, peak_step: int, steps: int, excess: int) -> bool:
         """Let values that a chain rebuilt on its way go when the op that demanded the chain has run, those needed last
@@ -183,6 +191,12 @@ class Search:
         return cast(list[int], (large if len(large) else storages).tolist())
 
     # Going up: keep again what need not be released.
+
+    def tidy(self, state: State) -> Found:
+        """Keep again what can be kept, and then what others make room for at less cost; ends when time is over."""
+        found = self.keep_again(state)
+        state, time_ns = exchanged(self, found.state, found.time_ns)
+        return Found(state=state, time_ns=time_ns)
 
     def keep_again(self, state: State) -> Found:
         """Keep what can be kept within the budget, dearest first, until nothing changes."""
@@ -255,65 +269,3 @@ def segmented(search: Search) -> State:
             break
     assert lowest is not None
     return lowest.state.copy()
-
-
-class Costs:
-    """The time that releasing one more value adds, given what is released already.
-
-    A value's chain is its producer and the ops behind it up to values that backward needs anyway; which of those are
-    kept does not matter, since the ops behind released ones run again already.
-    """
-
-    def __init__(self, evaluator: Evaluator, state: State) -> None:
-        self.evaluator, self.there = evaluator, state.there
-        self.used = [0] * evaluator.forward  # op -> how many released values have it in their chain
-        self.chains: dict[int, tuple[int, ...]] = {}
-        self.added: dict[int, int] = {}  # value -> what `of` says, as long as values are only released
-        self.behind: list[list[int]] = [
-            [] for _ in self.used
-        ]  # op -> the values in `added` with it in their chain
-        for s in evaluator.graph.candidates:
-            if not state.there[s]:
-                self.released(s)
-
-    def chain(self, s: int) -> tuple[int, ...]:
-        known = self.chains.get(s)
-        if known is not None:
-            return known
-        ev, wanted = self.evaluator, self.evaluator.graph.wanted
-        seen = {ev.producer[s]}
-        stack = [ev.producer[s]]
-        while stack:
-            for y in ev.needs[stack.pop()]:
-                p = ev.producer[y]
-                if not wanted[y] and not self.there[y] and p not in seen:
-                    seen.add(p)
-                    stack.append(p)
-        self.chains[s] = tuple(sorted(seen))
-        return self.chains[s]
-
-    def of(self, s: int) -> int:
-        """Added time if s is released too."""
-        known = self.added.get(s)
-        if known is None:
-            known = sum(self.evaluator.time_ns[k] for k in self.chain(s) if not self.used[k])
-            self.added[s] = known
-            for k in self.chain(s):
-                self.behind[k].append(s)
-        return known
-
-    def saved(self, s: int) -> int:
-        """Time saved if the released s is kept again."""
-        time_ns, used = self.evaluator.time_ns, self.used
-        return sum(time_ns[k] for k in self.chain(s) if used[k] == 1)
-
-    def released(self, s: int) -> list[int]:
-        """Count s as released; returns the values that this makes cheaper."""
-        cheaper: list[int] = []
-        for k in self.chain(s):
-            if not self.used[k] and self.evaluator.time_ns[k]:
-                for t in self.behind[k]:
-                    self.added[t] -= self.evaluator.time_ns[k]
-                cheaper += self.behind[k]
-            self.used[k] += 1
-        return cheaper

@@ -79,7 +79,7 @@ def _anneal(
     best = walk(start, moves, clock)
     if best is None:
         return None, annealer.lowest_peak_bytes
-    return greedy.keep_again(best.state.copy()), annealer.lowest_peak_bytes
+    return greedy.tidy(best.state.copy()), annealer.lowest_peak_bytes
 
 
 def _least_over(greedy: Search) -> State:

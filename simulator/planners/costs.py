@@ -1,0 +1,71 @@
+"""Turn what a plan releases into the time that releasing one more value adds, and that keeping one again saves.
+
+Counts: the exact union of ops that run again beside those that do already. Ignores: that links of a chain which are
+not shared may run again more than once.
+"""
+
+from __future__ import annotations
+
+from simulator.fast import Evaluator, State
+
+
+class Costs:
+    """The time that releasing one more value adds, given what is released already.
+
+    A value's chain is its producer and the ops behind it up to values that backward needs anyway; which of those are
+    kept does not matter, since the ops behind released ones run again already.
+    """
+
+    def __init__(self, evaluator: Evaluator, state: State) -> None:
+        self.evaluator, self.there = evaluator, state.there
+        self.used = [0] * evaluator.forward  # op -> how many released values have it in their chain
+        self.chains: dict[int, tuple[int, ...]] = {}
+        self.added: dict[int, int] = {}  # value -> what `of` says, as long as values are only released
+        self.behind: list[list[int]] = [
+            [] for _ in self.used
+        ]  # op -> the values in `added` with it in their chain
+        for s in evaluator.graph.candidates:
+            if not state.there[s]:
+                self.released(s)
+
+    def chain(self, s: int) -> tuple[int, ...]:
+        known = self.chains.get(s)
+        if known is not None:
+            return known
+        ev, wanted = self.evaluator, self.evaluator.graph.wanted
+        seen = {ev.producer[s]}
+        stack = [ev.producer[s]]
+        while stack:
+            for y in ev.needs[stack.pop()]:
+                p = ev.producer[y]
+                if not wanted[y] and not self.there[y] and p not in seen:
+                    seen.add(p)
+                    stack.append(p)
+        self.chains[s] = tuple(sorted(seen))
+        return self.chains[s]
+
+    def of(self, s: int) -> int:
+        """Added time if s is released too."""
+        known = self.added.get(s)
+        if known is None:
+            known = sum(self.evaluator.time_ns[k] for k in self.chain(s) if not self.used[k])
+            self.added[s] = known
+            for k in self.chain(s):
+                self.behind[k].append(s)
+        return known
+
+    def saved(self, s: int) -> int:
+        """Time saved if the released s is kept again."""
+        time_ns, used = self.evaluator.time_ns, self.used
+        return sum(time_ns[k] for k in self.chain(s) if used[k] == 1)
+
+    def released(self, s: int) -> list[int]:
+        """Count s as released; returns the values that this makes cheaper."""
+        cheaper: list[int] = []
+        for k in self.chain(s):
+            if not self.used[k] and self.evaluator.time_ns[k]:
+                for t in self.behind[k]:
+                    self.added[t] -= self.evaluator.time_ns[k]
+                cheaper += self.behind[k]
+            self.used[k] += 1
+        return cheaper

@@ -1,0 +1,127 @@
+"""Turn a plan within a budget into a cheaper one: keep one dear value again, and let cheap ones go to make room for it.
+
+μ-TWO's greedy and the walks of `annealing` pass over values of negligible size: the mean and the deviation of a norm,
+say, cost nothing to release where the norm runs again anyway. Dozens of them make room for one more large value, and so
+does a cheap value for a dear one of another size.
+
+Counts: the exact peak and time of every plan tried. Ignores: exchanges of several values for several.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from simulator.fast import State, without
+from simulator.planners.costs import Costs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from simulator.planners.mu_two import Search
+
+# How often more may be let go for one value, because the peak has moved; how often all values are looked at.
+ROUNDS: Final = 4
+PASSES: Final = 3
+MOST_EVALUATIONS: Final = 1000  # so that it ends on any trace
+
+
+def exchanged(search: Search, state: State, time_ns: int) -> tuple[State, int]:
+    """The plan after every exchange that makes it cheaper, and its time; the state given is not changed.
+
+    Args:
+        search: whose budget, clock and walks they are.
+        state, time_ns: a plan within the budget. One that drops rebuilt values is left as it is: it lies near the
+            floor, where single exchanges gain nothing.
+    """
+    if state.drops:
+        return state, time_ns
+    limit = search.evaluations + MOST_EVALUATIONS
+    for _ in range(PASSES):
+        before, offer = state, _Offer(search, state, time_ns)
+        gains = {group: offer.gain_ns(group) for group in _released(search, state)}
+        prices = {g: gain / sum(search.evaluator.nbytes[s] for s in g) for g, gain in gains.items() if gain}
+        for group in sorted(prices, key=lambda g: (-prices[g], g)):
+            if search.clock.over or search.evaluations >= limit:
+                return state, time_ns
+            better = offer.taken_for(group)
+            if better is not None:
+                state, time_ns = better
+                offer = _Offer(search, state, time_ns)
+        if state is before:
+            break
+    return state, time_ns
+
+
+def _released(search: Search, state: State) -> list[tuple[int, ...]]:
+    """The candidates that are computed again; those that one op makes together, since it runs for all of them."""
+    groups: dict[int, list[int]] = {}
+    for s in search.graph.candidates:
+        if not state.there[s]:
+            groups.setdefault(search.evaluator.producer[s], []).append(s)
+    return [tuple(g) for g in groups.values()]
+
+
+class _Offer:
+    """What a plan keeps, by added time per byte if it were let go."""
+
+    def __init__(self, search: Search, state: State, time_ns: int) -> None:
+        self.search, self.state, self.plan_ns = search, state, time_ns
+        graph, ev, there = search.graph, search.evaluator, state.there
+        self.costs = costs = Costs(ev, state)
+        links = [
+            s
+            for s in ev.made_forward
+            if ev.nbytes[s] and graph.rebuildable[s] and not graph.wanted[s] and not graph.pinned[s]
+        ]
+        kept = [s for s in (*graph.candidates, *links) if there[s]]
+        kept.sort(key=lambda s: ((costs.of(s) + 1) / ev.nbytes[s], s))
+        self.is_candidate = np.frombuffer(search.is_candidate, np.uint8)
+        self.kept = np.array(kept, np.int64)
+        self.nbytes = np.array([ev.nbytes[s] for s in kept], np.int64)
+        self.cost_ns = np.array([costs.of(s) for s in kept], np.int64)
+        self.slack_bytes = search.budget_bytes - search.walk(state)[0]
+
+    def gain_ns(self, group: tuple[int, ...]) -> int:
+        """The time saved if all values of one op are kept again."""
+        costs = self.costs
+        ops = costs.chain(group[0])
+        return sum(costs.evaluator.time_ns[k] for k in ops if costs.used[k] == len(group))
+
+    def taken_for(self, group: tuple[int, ...]) -> tuple[State, int] | None:
+        """A cheaper plan that keeps the group in place of some of what is offered; None if that costs what it saves."""
+        search, ev = self.search, self.search.evaluator
+        gain_ns = self.gain_ns(group)
+        everything = np.ones(len(self.kept), np.bool_)
+        if self._cheapest(everything, sum(ev.nbytes[s] for s in group) - self.slack_bytes, gain_ns) is None:
+            return None
+        state = self.state.copy()
+        for s in group:
+            state.there[s] = 1
+            state.drops = without(state.drops, s)
+        for _ in range(ROUNDS):
+            peak_bytes, added_ns, peak_step, steps = search.walk(state)
+            time_ns = ev.base_time_ns + added_ns
+            if time_ns >= self.plan_ns:
+                return None
+            excess = peak_bytes - search.budget_bytes
+            if excess <= 0:
+                return state, time_ns
+            idle = np.zeros(len(state.there), np.bool_)
+            idle[search.idle_among(self.kept, state, peak_step, steps)] = True
+            chosen = self._cheapest(idle[self.kept], excess, gain_ns)
+            if chosen is None:
+                return None
+            gain_ns -= int(self.cost_ns[chosen].sum())
+            gone = self.kept[chosen]
+            state.there[gone], state.share[gone] = 0, self.is_candidate[gone]
+        return None
+
+    def _cheapest(self, among: NDArray[np.bool_], excess: int, gain_ns: int) -> NDArray[np.int64] | None:
+        """Positions in `kept` of what frees so many bytes, by price; None if that costs as much as is gained."""
+        at = np.flatnonzero(among & (self.cost_ns < gain_ns))
+        count = int(np.searchsorted(np.cumsum(self.nbytes[at]), excess)) + 1
+        if excess > 0 and (count > len(at) or self.cost_ns[at[:count]].sum() >= gain_ns):
+            return None
+        return at[:count]

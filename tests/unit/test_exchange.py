@@ -1,0 +1,135 @@
+"""Exchanges: one dear value kept again in place of cheap ones, judged by the exact walk."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.engine import run
+from simulator.graph import analyse
+from simulator.planners import plan_with
+from simulator.planners.exchange import exchanged
+from simulator.planners.limits import Limits
+from simulator.planners.mu_two import Search
+from simulator.schedule import build
+from tests.strategies import traces
+from tests.tiny import bwd, chain, fwd, trace
+from traces.plan import Action
+from traces.trace import Trace
+
+HUGE = 100_000  # makes values of 10 bytes negligible to the greedy, which looks from 100,000 / 4,096 = 24 bytes on
+
+
+def norm_beside_matmul() -> Trace:
+    """A norm that runs again for its large output, three small ones that it makes as well, and a dear value of 30.
+
+    The peak with everything kept is at t: x 5, y 100,000, m, q, r 10 each, dear 30, end 1 and t 200,000: 300,066.
+    """
+    return trace(
+        [
+            fwd({"x": 5}, "w", time_ns=1),
+            fwd({"y": HUGE, "m": 10, "q": 10, "r": 10}, "x", time_ns=2),
+            fwd({"dear": 30}, "x", time_ns=50),
+            fwd({"end": 1}, "y", "m", "q", "r", "dear", time_ns=1),
+            bwd({"t": 200_000}, "end", time_ns=1),
+            bwd({"u": 1}, "t", time_ns=1),
+            bwd({"g3": 1}, "u", "dear", time_ns=1),
+            bwd({"g2": 1}, "g3", "y", "m", "q", "r", time_ns=1),
+            bwd({"g1": 1}, "g2", "x", time_ns=1),
+        ],
+        {"w": 0},
+    )
+
+
+BUDGET = 200_036  # at t: x 5, end 1, t 200,000, and 30: dear, or m, q and r
+
+
+def released(of: Trace, search: Search, there: object) -> set[str]:
+    return {of.storages.name[s] for s in search.graph.candidates if not there[s]}  # type: ignore[index]
+
+
+def test_small_values_that_cost_nothing_make_room_for_a_dear_one() -> None:
+    of = norm_beside_matmul()
+    assert run(of, build(of)).peak_allocated_bytes == 300_066
+    search = Search(of, analyse(of), BUDGET)
+    state = search.evaluator.state()
+    assert search.release(state)
+    found = search.keep_again(state)
+    # the greedy lets y go, which is cheap, and then dear, since the others are negligible
+    assert released(of, search, found.state.there) == {"y", "dear"}
+    assert found.time_ns == of.time_ns + 2 + 50
+    better, time_ns = exchanged(search, found.state, found.time_ns)
+    assert released(of, search, better.there) == {"y", "m", "q", "r"}
+    assert (search.evaluator.cost(better), time_ns) == ((BUDGET, time_ns), of.time_ns + 2)
+    assert released(of, search, found.state.there) == {"y", "dear"}  # as it was given
+
+
+def test_values_that_one_op_makes_are_kept_together() -> None:
+    """Keeping one of two outputs saves nothing, since the op still runs for the other."""
+    of = trace(
+        [
+            fwd({"x": 5}, "w", time_ns=1),
+            fwd({"a": 10, "b": 10}, "x", time_ns=50),
+            fwd({"c": 20}, "x", time_ns=3),
+            fwd({"end": 1}, "a", "b", "c", time_ns=1),
+            bwd({"g": 1}, "end", "c", "a", "b", "x", time_ns=1),
+        ],
+        {"w": 0},
+    )
+    graph = analyse(of)
+    ids = {n: of.storages.name.index(n) for n in "abc"}
+    # after forward x 5, end 1 and 20 bytes: c, or a and b
+    search = Search(of, graph, 1 << 40)
+    state = search.evaluator.state([Action(storage=ids["a"]), Action(storage=ids["b"])])
+    time_ns = search.evaluator.cost(state)[1]
+    better, faster_ns = exchanged(search, state, time_ns)
+    assert (time_ns, faster_ns) == (of.time_ns + 50, of.time_ns)
+    assert released(of, search, better.there) == set()
+
+
+def test_no_time_no_exchange() -> None:
+    of = norm_beside_matmul()
+    search = Search(of, analyse(of), 1 << 40, Limits(seconds=0).clock())
+    state = search.evaluator.state([Action(storage=of.storages.name.index("dear"))])
+    time_ns = search.evaluator.cost(state)[1]
+    assert exchanged(search, state, time_ns) == (state, time_ns)
+
+
+def test_a_plan_that_drops_values_is_left_alone() -> None:
+    of = chain(5)
+    search = Search(of, analyse(of), 1 << 40)
+    x1 = of.storages.name.index("x1")
+    state = search.evaluator.state([Action(storage=x1, drop_after=(search.evaluator.forward,))])
+    assert exchanged(search, state, 99) == (state, 99)
+
+
+@settings(max_examples=300, deadline=None)
+@given(of=traces(max_forward=12, max_backward=12), part=st.integers(0, 20))
+def test_an_exchange_is_never_slower_and_never_over_the_budget(of: Trace, part: int) -> None:
+    graph = analyse(of)
+    search = Search(of, graph, 0)
+    most, least = search.evaluator.cost(search.evaluator.state())[0], of.resident_bytes
+    search = Search(of, graph, least + (most - least) * part // 20)
+    state = search.evaluator.state()
+    if not search.release(state):
+        return
+    found = search.keep_again(state)
+    before = found.state.copy()
+    better, time_ns = exchanged(search, found.state, found.time_ns)
+    assert (before.there == found.state.there).all()
+    assert (before.share == found.state.share).all()
+    assert time_ns <= found.time_ns
+    tidied = search.tidy(found.state.copy())
+    assert tidied.time_ns <= found.time_ns
+    timeline = run(of, build(of, search.actions(tidied)))
+    assert timeline.step_time_ns == tidied.time_ns
+    assert timeline.peak_allocated_bytes <= search.budget_bytes
+    assert search.evaluator.cost(better) == (search.evaluator.cost(better)[0], time_ns)
+
+
+@pytest.mark.parametrize("planner", ["mu-two", "search"])
+def test_plans_have_their_exchanges_made(planner: str) -> None:
+    of = norm_beside_matmul()
+    timeline = run(of, build(of, plan_with(planner, of, BUDGET).actions))
+    assert (timeline.peak_allocated_bytes, timeline.step_time_ns) == (BUDGET, of.time_ns + 2)
