@@ -242,9 +242,8 @@ def _run(engine: Engine, module: nn.Module, tensors: list[torch.Tensor]) -> Any:
     results = list(_Outputs.apply(passing, token, *outputs))
     del outputs
     anchor = results[captured.grad_outputs[0]]
-    for k, x in enumerate(results):
-        if k not in captured.grad_outputs and (x.is_floating_point() or x.is_complex()):
-            results[k] = _Unplanned.apply(x, anchor, k)
+    for k in captured.other_outputs:
+        results[k] = _Unplanned.apply(results[k], anchor, k)
     return captured.outputs_from(results)
 
 

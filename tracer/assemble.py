@@ -102,7 +102,7 @@ class _Stub:
         self.program = program
         self.recorder = recorder
         captured = program.captured
-        self.inputs = [parameters[n] for n in captured.parameters]
+        self.parameters = [parameters[n] for n in captured.parameters]
         self.tangents: list[int] = []  # storages that the model's backward reads as its tangents
         self.rows_before_backward = 0  # eager rows recorded before the model's backward begins
 
@@ -137,16 +137,16 @@ class _Stub:
                 outer.rows_before_backward = len(recorder.rows)
                 del tangents, given, fitting
                 with recorder.paused():
-                    grads = [
-                        None if g is None else _empty_like(g.meta["val"]) for g in captured.parameter_grads
-                    ]
-                for x, g in zip(grads, captured.parameter_grads, strict=True):
+                    made = (*captured.parameter_grads, *captured.argument_grads)
+                    grads = [None if g is None else _empty_like(g.meta["val"]) for g in made]
+                for x, g in zip(grads, made, strict=True):
                     if x is not None:
                         recorder.know(x, program.storage_of[g][0], watch=True)
                 return tuple(grads)
 
         self.tangents = []
-        return captured.outputs_from(Model.apply(*self.inputs))
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        return captured.outputs_from(Model.apply(*self.parameters, *given))
 
 
 def _empty_like(val: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,7 @@ from tracer.scopes import (
     tied_slots,
     unpacked_sequences,
 )
+from tracer.shared_outputs import shared, without_clone
 from traces.devices import Device
 from traces.errors import CaptureError
 
@@ -70,6 +71,7 @@ class Captured:
     arguments: int  # how many tensor arguments
     outputs: tuple[fx.Node, ...]  # the model's tensor outputs
     grad_outputs: tuple[int, ...]  # indices into `outputs` that have a tangent
+    other_outputs: tuple[int, ...]  # those that could have one, had the loss differentiated them
     parameter_grads: tuple[fx.Node | None, ...]
     argument_grads: tuple[fx.Node | None, ...]
     output_spec: pytree.TreeSpec
@@ -172,10 +174,12 @@ def _capture(
             wanted = list(wants_gradient(outputs))
             notes["template"] = tuple(TENSOR if isinstance(x, torch.Tensor) else x for x in flat)
             # An output that is itself an argument or a parameter still needs a node of its own.
+            pairs = [(x, w) for x, w in zip(flat, wanted, strict=True) if isinstance(x, torch.Tensor)]
+            notes["cloned"] = shared([x for x, _ in pairs], given)
+            notes["other"] = tuple(k for k, (x, w) in enumerate(pairs) if x.requires_grad and not w)
             return tuple(
-                x if w else x.detach()
-                for x, w in zip(flat, wanted, strict=True)
-                if isinstance(x, torch.Tensor)
+                (x.clone() if alias else x) if w else x.detach()
+                for (x, w), alias in zip(pairs, notes["cloned"], strict=True)
             )
 
     flat_model = Flat()
@@ -248,12 +252,14 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
             )
     values = _flatten_outputs(output.args[0])
     outputs: dict[int, fx.Node] = {}
+    cloned: list[int] = []
     grads: dict[tuple[str, Any], fx.Node | None] = {}
     mutations: list[tuple[fx.Node, fx.Node]] = []
     for value, d in zip(values, output.meta["desc"], strict=True):
         kind = type(d).__name__
         if kind == "PlainAOTOutput":
             outputs[d.idx] = value
+            cloned += [d.idx] if notes["cloned"][d.idx] else []
         elif kind == "GradAOTOutput":
             grads[_input_key(d.grad_of)] = value
         elif kind == "InputMutationAOTOutput":
@@ -263,6 +269,9 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
                 f"the captured graph has an output of the unknown kind {kind}; please report this."
             )
 
+    wanted = {n.meta["tangent_of"] for n in placeholders if "tangent_of" in n.meta}
+    for k in cloned:
+        outputs[k] = without_clone(outputs[k]) if k in wanted else outputs[k]
     tangents = tuple(n.meta["tangent_of"] for n in placeholders if "tangent_of" in n.meta)
     model_outputs = tuple(outputs[k] for k in sorted(outputs))
     param_keys = [k for k in by_key if k[0] == "param"]
@@ -306,6 +315,7 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
         arguments=arguments,
         outputs=tuple(out_nodes),
         grad_outputs=tangents,
+        other_outputs=notes["other"],
         parameter_grads=tuple(param_grads),
         argument_grads=tuple(input_grads),
         output_spec=notes["spec"],

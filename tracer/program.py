@@ -165,7 +165,7 @@ def program_of(captured: Captured) -> Program:
                     )
                     op_of[n] = op_of[n.args[0]]
                     continue
-                out = n.target(*args, **kwargs)
+                out = _on_fakes(n.target, args, kwargs, mode)
                 out = results(n.target, args, kwargs, out, laptop=captured.target is not None)
                 env[n] = out
                 _check_dense(n, out)
@@ -235,9 +235,29 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     return (x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
 
 
+def _on_fakes(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
+    """Run an op on fake tensors, with the storage sizes that the kernel makes.
+
+    The mode remembers results by their strides and gives one with gaps (a copy of a slice) a storage that ends with
+    its last element; such an op is asked again without that memory.
+    """
+    out = target(*args, **kwargs)
+    if all(x.untyped_storage().nbytes() <= x.numel() * x.element_size() for x in _tensors(out) if _dense(x)):
+        return out
+    remembers, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        return target(*args, **kwargs)
+    finally:
+        mode.cache_enabled = remembers
+
+
+def _dense(x: torch.Tensor) -> bool:
+    return x.layout == torch.strided
+
+
 def _check_dense(n: fx.Node, out: Any) -> None:
     for x in _tensors(out):
-        if x.layout != torch.strided:
+        if not _dense(x):
             raise CaptureError(
                 f"the op {n.target} (module {_module_of(n) or 'of the model itself'}) makes a tensor of the layout "
                 f"{x.layout}, whose size depends on data. Only dense tensors can be planned; give an embedding "

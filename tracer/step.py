@@ -67,10 +67,12 @@ def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:
     def run() -> None:
         with step.autocast.region():
             outputs = step.model(*step.args, **step.kwargs)
-            loss = step.loss_of(outputs)
-        leaves = pytree.tree_leaves(outputs)
-        could = differentiable(outputs)
-        chosen = [x for x, c in zip(leaves, could, strict=True) if c]
+            leaves, spec = pytree.tree_flatten(outputs)
+            could = differentiable(outputs)
+            # Apart from one another: an output from which another is made is not thereby one that the loss uses.
+            apart = [x.detach().requires_grad_() if c else x for x, c in zip(leaves, could, strict=True)]
+            loss = step.loss_of(pytree.tree_unflatten(apart, spec))
+        chosen = [x for x, c in zip(apart, could, strict=True) if c]
         grads = iter(torch.autograd.grad(loss, chosen, allow_unused=True))
         answer.append([c and next(grads) is not None for c in could])
 
