@@ -152,11 +152,14 @@ class _Callable:
         class Model(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *values: torch.Tensor) -> Any:
-                # An input, or one tensor twice, would get a view from autograd, which is no op of the step.
-                known = {id(x) for x in values}
                 with eager.paused(), without_autocast():
-                    outs, ctx.state = runner.forward(values, probe)
-                    outs = tuple(x.detach() if id(x) in known or known.add(id(x)) else x for x in outs)
+                    results, ctx.state = runner.forward(values, probe)
+                    # An input, or one tensor twice, would get a view from autograd, which is no op of the step.
+                    before = [{id(x) for x in (*values, *results[:k])} for k in range(len(results))]
+                    outs = tuple(
+                        x.detach() if id(x) in b else x for x, b in zip(results, before, strict=True)
+                    )
+                del results
                 ctx.mark_non_differentiable(
                     *(x for k, x in enumerate(outs) if k not in captured.grad_outputs)
                 )
