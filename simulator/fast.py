@@ -244,6 +244,12 @@ class Evaluator:
         """Work space for finding a chain: a stack, and an order of ops."""
         return np.empty_like(self._space[-1]), np.empty(len(self.op_id) + 1, np.int32)
 
+    def work_space(self, steps: int) -> tuple[Any, ...]:
+        """What `kernels.walk` works in, with room for so many steps after forward at least, and leaves its steps in."""
+        if len(self._seq) < steps:
+            self._make_room(steps)
+        return self._space, self._seq, self._change, self._levels
+
     def _make_room(self, steps: int) -> None:
         self._seq = np.empty(steps, np.int32)
         self._change = np.empty((3, steps), np.int64)

@@ -1,8 +1,9 @@
 """Turn a trace and a budget into the best plan that a limited time finds: the default planner.
 
 First μ-TWO's greedy (`mu_two`); if its plan is as good as the certified bound allows, that is the answer. Else
-simulated annealing (`annealing`) goes on from there, shortly and cool, then longer and hot, until the gap to the bound
-is closed or the time is over. Whatever was found is then tidied: what need not be released is kept again.
+simulated annealing (`annealing`): a short fine walk from there, coarse ones, which find what to keep where the budget
+is tight, and a cool fine one from the best of all, until the gap to the bound is closed or the time is over. Whatever
+was found is then tidied: what need not be released is kept again.
 
 Counts: the exact peak and time of every plan tried, as `simulator.engine` counts them. Ignores: reordering of the step
 itself. How much it tries depends on `Limits.seconds` and the size of the trace, not on the clock, unless the machine
@@ -26,13 +27,16 @@ from traces.trace import Trace
 
 # A plan so close to the bound, in shares of the step, is good enough.
 CLOSED: Final = 0.0005
-# What one move is reckoned to take on a slow machine: so much, and so much for every op of the trace.
-MOVE_NS: Final = 10_000
+# What one fine move is reckoned to take on a slow machine: so much, and so much for every op of the trace. A coarse one
+# takes as long as so many fine ones.
+MOVE_NS: Final = 6_000
 MOVE_NS_PER_OP: Final = 20
+COARSE_MOVE: Final = 3
 # A small trace needs fewer moves than there is time for: so many for each pair of values that they are about.
 MOVES_PER_PAIR: Final = 40
-# Share of the time for the first, cool walk, and its heat.
-COOL_SHARE: Final = 0.15
+# Shares of the time for the first fine walk, from the greedy's plan, and for the coarse ones; heat of the cool ones.
+FIRST_SHARE: Final = 0.1
+COARSE_SHARE: Final = 0.5
 COOL_HEAT: Final = 0.25
 
 
@@ -69,22 +73,30 @@ def _anneal(
     )
     walk = partial(annealer.run, target_ns=good_enough_ns, ns_per_byte=bound.price_ns / bound.price_bytes)
     if found is not None:
-        start = found.state
-        annealer.best = Best(state=start.copy(), added_ns=found.time_ns - trace.time_ns)
-        walk(start, int(COOL_SHARE * moves), clock.share(COOL_SHARE), heat=COOL_HEAT)
-        moves -= int(COOL_SHARE * moves)
-        start = annealer.best.state
+        annealer.best = Best(state=found.state.copy(), added_ns=found.time_ns - trace.time_ns)
+        walk(found.state, int(FIRST_SHARE * moves), clock.share(FIRST_SHARE), heat=COOL_HEAT)
+        starts = [ev.state(), annealer.best.state]
     else:
-        start = _least_over(greedy)
-    best = walk(start, moves, clock)
+        starts = [ev.state(), *_ends(greedy)]
+    coarse = int(COARSE_SHARE * moves)
+    until = clock.share(COARSE_SHARE)
+    for k, start in enumerate(starts):
+        left = len(starts) - k
+        walk(start, coarse // len(starts) // COARSE_MOVE, until.share(1 / left), coarse=True)
+    rest = moves - coarse - (0 if found is None else int(FIRST_SHARE * moves))
+    if annealer.best is None:  # nearest to the budget
+        start = min(starts, key=lambda state: ev.excess(state, greedy.budget_bytes)[2])
+        best = walk(start, rest, clock)
+    else:
+        best = walk(annealer.best.state, rest, clock, heat=COOL_HEAT)
     if best is None:
         return None, annealer.lowest_peak_bytes
     return greedy.tidy(best.state.copy()), annealer.lowest_peak_bytes
 
 
-def _least_over(greedy: Search) -> State:
-    """Where the greedy ends without a plan, from everything kept or from segments: what is least over the budget."""
+def _ends(greedy: Search) -> list[State]:
+    """Where the greedy ends without a plan, from everything kept and from segments."""
     down, segments = greedy.evaluator.state(), segmented(greedy)
     greedy.release(down)
     greedy.release(segments)
-    return min((down, segments), key=lambda state: greedy.evaluator.excess(state, greedy.budget_bytes)[2])
+    return [down, segments]

@@ -13,7 +13,7 @@ from simulator.engine import run
 from simulator.fast import Evaluator
 from simulator.graph import analyse
 from simulator.planners import plan_with
-from simulator.planners.annealing import Annealer
+from simulator.planners.annealing import UNKNOWN, Annealer, Walk
 from simulator.planners.limits import Clock, Limits
 from simulator.planners.mu_two import Found, Search
 from simulator.planners.outcome import Refusal
@@ -21,7 +21,6 @@ from simulator.schedule import build
 from tests.exhaust import draw_trace, frontier, optimum
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
-from traces.errors import PlanError
 from traces.trace import Trace
 
 LONG = Limits(seconds=60)
@@ -68,40 +67,54 @@ def test_it_finds_the_best_plan_of_tiny_traces() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(of=traces(), seed=st.integers(0, 9))
-def test_what_a_walk_evaluates_is_what_its_actions_mean(of: Trace, seed: int) -> None:
+@given(of=traces(), seed=st.integers(0, 9), percent=st.integers(20, 100), coarse=st.booleans())
+def test_what_a_walk_evaluates_is_what_its_actions_mean(
+    of: Trace, seed: int, percent: int, coarse: bool
+) -> None:
+    """At a temperature at which every move is taken that makes a plan at all."""
     graph = analyse(of)
-    search = Search(of, graph, 1 << 40)
-    annealer = Annealer(search.evaluator, graph, 1 << 40, seed)
-    state = search.evaluator.state()
-    for _ in range(40):
-        if annealer.candidates:
-            annealer._move(state)
-    try:
-        expected = search.evaluator.cost(state)
-    except PlanError:
+    budget_bytes = run(of, build(of)).peak_allocated_bytes * percent // 100
+    search = Search(of, graph, budget_bytes)
+    annealer = Annealer(search.evaluator, graph, budget_bytes, seed)
+    if not annealer.candidates:
         return
-    timeline = run(of, build(of, search.actions(Found(state=state, time_ns=0)), graph), graph)
-    assert (timeline.peak_allocated_bytes, timeline.step_time_ns) == expected
+    walk = Walk(annealer, search.evaluator.state(), coarse)
+    for _ in range(8):
+        walk.go(5, temperature=1e30, price=0.0, target_ns=-1)
+        if walk.figures[0] == UNKNOWN:  # no move yet
+            continue
+        state = walk.state()
+        assert search.evaluator.cost(state)[1] == of.time_ns + walk.figures[0]
+        over = search.evaluator.excess(state, budget_bytes)[2]
+        assert bool(over) == walk.over
+        timeline = run(of, build(of, search.actions(Found(state=state, time_ns=0)), graph), graph)
+        assert timeline.step_time_ns == of.time_ns + walk.figures[0]
+        assert (timeline.peak_allocated_bytes > budget_bytes) == walk.over
+    if annealer.best is not None:
+        peak_bytes, time_ns = search.evaluator.cost(annealer.best.state)
+        assert peak_bytes <= budget_bytes
+        assert time_ns == of.time_ns + annealer.best.added_ns
 
 
 @settings(max_examples=60, deadline=None)
-@given(of=traces(), seed=st.integers(0, 9))
-def test_a_move_taken_back_leaves_no_trace(of: Trace, seed: int) -> None:
+@given(of=traces(), seed=st.integers(0, 9), coarse=st.booleans())
+def test_a_move_taken_back_leaves_no_trace(of: Trace, seed: int, coarse: bool) -> None:
+    """After some moves that are all taken, none is better than a state said to save time."""
     graph = analyse(of)
     evaluator = Evaluator(of, graph)
     annealer = Annealer(evaluator, graph, 1 << 40, seed)
-    state = evaluator.state()
-    for k in range(60):
-        if not annealer.candidates:
-            return
-        before = state.copy()
-        undo = annealer._move(state)
-        if undo is not None and k % 2:
-            undo()
-            assert (state.there == before.there).all()
-            assert (state.share == before.share).all()
-            assert state.drops == before.drops
+    if not annealer.candidates:
+        return
+    walk = Walk(annealer, evaluator.state(), coarse)
+    walk.go(20, temperature=1e30, price=0.0, target_ns=-1)
+    before, weight = walk.state(), annealer.retaining[6].copy()
+    walk.figures[0] = -(1 << 40)
+    walk.go(40, temperature=1e-9, price=0.0, target_ns=-1)
+    after = walk.state()
+    assert (after.there == before.there).all()
+    assert (after.share == before.share).all()
+    assert after.drops == before.drops
+    assert (annealer.retaining[6][:-1] == weight[:-1]).all()  # the last is a note
 
 
 def shared_link() -> Trace:

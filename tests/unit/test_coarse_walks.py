@@ -1,0 +1,145 @@
+"""Coarse walks: what becomes of rebuilt values follows from what is kept and from the room that there is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.engine import run
+from simulator.fast import Evaluator, State
+from simulator.graph import analyse
+from simulator.kernels.anneal import BORDER, KINDS, MOVE_BORDER
+from simulator.planners.annealing import Annealer, Walk
+from simulator.planners.limits import Clock
+from simulator.schedule import build
+from tests.strategies import traces
+from tests.tiny import bwd, fwd, trace
+from traces.trace import Trace
+
+NEVER = Clock(deadline=float("inf"))
+
+
+def ladder() -> Trace:
+    """Three values made from each other; the first is dear, the others cost nothing to speak of."""
+    return trace(
+        [
+            fwd({"a": 10}, "x", time_ns=100),
+            fwd({"b": 10}, "a", time_ns=1),
+            fwd({"c": 10}, "b", time_ns=1),
+            fwd({"y": 1}, "c", time_ns=1),
+            bwd({"e": 1}, "y", time_ns=1),
+            bwd({"f": 15}, "e", "c", time_ns=1),
+            bwd({"g": 20}, "f", "b", time_ns=1),
+            bwd({"h": 1}, "g", "a", time_ns=1),
+        ],
+        {"x": 0},
+    )
+
+
+def nothing_kept(of: Trace, budget_bytes: int) -> tuple[Annealer, State]:
+    graph = analyse(of)
+    evaluator = Evaluator(of, graph)
+    state = evaluator.state()
+    state.there[list(graph.candidates)] = 0
+    return Annealer(evaluator, graph, budget_bytes, 0), state
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "drops", "added_ns"),
+    [
+        # e rebuilds a, b, c and y. While f runs: a, b, c, e and f, 10 + 10 + 10 + 1 + 15 = 46
+        # bytes. While g runs: a, b, f and g, 10 + 10 + 15 + 20 = 55.
+        (55, {}, 103),
+        # In 54 a is idle while g runs: it goes after e, which had it last, and h makes it again.
+        (54, {4: ("a",)}, 203),
+        # In 45 one must go while f runs: b, which is cheap. g makes it again from a, which then goes for want of room.
+        (45, {4: ("b",), 6: ("a",)}, 204),
+    ],
+)
+def test_what_is_idle_goes_where_there_is_no_room(
+    budget_bytes: int, drops: dict[int, tuple[str, ...]], added_ns: int
+) -> None:
+    of = ladder()
+    annealer, state = nothing_kept(of, budget_bytes)
+    found = annealer.retained(state)
+    names = of.storages.name
+    assert {k: tuple(sorted(names[s] for s in d)) for k, d in found.drops.items()} == drops
+    assert annealer.evaluator.cost(found)[1] - of.time_ns == added_ns
+    assert budget_bytes < 54 or annealer.evaluator.cost(found)[0] <= budget_bytes
+
+
+def test_a_weight_turns_the_choice() -> None:
+    """In 45 bytes b goes while f runs, being cheap, unless a is weighted: then b may stay, and a is the only drop."""
+    of = ladder()
+    annealer, state = nothing_kept(of, 45)
+    a = of.storages.name.index("a")
+    annealer.retaining[6][a] = 256.0
+    assert annealer.retained(state).drops == {4: (a,)}
+
+
+@settings(max_examples=80, deadline=None)
+@given(of=traces(), percent=st.integers(20, 100), keep=st.integers(0, 2**16))
+def test_it_drops_only_what_is_rebuilt_and_read_again(of: Trace, percent: int, keep: int) -> None:
+    annealer, state = nothing_kept(of, run(of, build(of)).peak_allocated_bytes * percent // 100)
+    evaluator = annealer.evaluator
+    for k, s in enumerate(annealer.graph.candidates):
+        state.there[s] = keep >> (k % 16) & 1
+    found = annealer.retained(state)
+    for k, dropped in found.drops.items():
+        assert evaluator.forward <= k < len(evaluator.op_id)
+        for s in dropped:
+            assert not found.there[s]
+            assert evaluator.before[evaluator.last_backward_use[s]] > k
+    annealer.budget_bytes = 1 << 60
+    assert not annealer.retained(state).drops
+
+
+def chain(length: int) -> Trace:
+    """v0, v1, ... of 10 bytes, each made from the one before; backward reads them from the last to the first."""
+    forward = [fwd({f"v{k}": 10}, f"v{k - 1}" if k else "x", time_ns=10) for k in range(length)]
+    first = bwd({"g": 1}, f"v{length - 1}", time_ns=1)
+    backward = [
+        bwd({f"g{k}": 1}, "g" if k == length - 1 else f"g{k + 1}", f"v{k}", time_ns=1)
+        for k in reversed(range(length))
+    ]
+    return trace([*forward, first, *backward], {"x": 0})
+
+
+@pytest.mark.parametrize("kind", [BORDER, MOVE_BORDER])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_border_is_all_that_is_left_of_a_stretch(kind: int, seed: int) -> None:
+    """In a chain each position is crossed by the one value made there. Of those kept, a move releases neighbours, but
+    for one; and what it keeps is one value at most."""
+    of = chain(30)
+    graph = analyse(of)
+    evaluator = Evaluator(of, graph)
+    annealer = Annealer(evaluator, graph, 1 << 40, seed)
+    annealer.coarse = np.cumsum([float(k == kind) for k in range(KINDS)])
+    start = evaluator.state()
+    walk = Walk(annealer, start, True)
+    walk.go(1, temperature=1e30, price=0.0, target_ns=-1)
+    released = [k for k, s in enumerate(annealer.neighbours) if not walk.there[s]]
+    if released:
+        left = set(range(released[0], released[-1] + 1)) - set(released)
+        assert len(left) <= 1
+    walk.go(1, temperature=1e30, price=0.0, target_ns=-1)
+    again = [k for k in released if walk.there[annealer.neighbours[k]]]
+    assert len(again) <= 1
+
+
+def test_a_coarse_walk_finds_the_checkpoints_of_a_chain() -> None:
+    """30 values of 10 bytes in 120: with √30 kept values and as many at a time rebuilt, each is made again about once.
+
+    Keep-all needs 30 * 10 and the gradients. Chen's bound: 5 borders and a segment of 5, 100 bytes, and what one op of
+    backward needs; no more than forward itself is added, 30 * 10 ns.
+    """
+    of = chain(30)
+    graph = analyse(of)
+    evaluator = Evaluator(of, graph)
+    annealer = Annealer(evaluator, graph, 120, 0)
+    best = annealer.run(evaluator.state(), 2_000, NEVER, coarse=True)
+    assert best is not None
+    assert evaluator.cost(best.state)[0] <= 120
+    assert best.added_ns <= 300
