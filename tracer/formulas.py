@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from traces.errors import SpecError
 
-ATTRIBUTES: Final = frozenset({"shape", "stride", "dtype", "elements", "item_bytes", "nbytes"})
+ATTRIBUTES: Final = frozenset({"shape", "stride", "dtype", "elements", "item_bytes", "nbytes", "span_bytes"})
 BINARY: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tracer.formulas import Formula
+from tracer.reductions import partial_sums
 from tracer.signature import Signature, TensorSpec
 from traces.devices import Device
 
@@ -184,12 +185,24 @@ def flash_splits(blocks: int, slots: int, key_blocks: int, most: int = 128) -> i
     return next((k for k in fits if share[k] >= 0.85 * best), 1)
 
 
+def sum_buffer(x: TensorSpec, summed: Any, sm: int, processors: int) -> int:
+    """Bytes of a sum's partial results; see `tracer.reductions`. summed: dimensions, 0 for all of them."""
+    return sum(partial_sums(x, tuple(summed or ()), divmod(sm, 10), processors)[:1])
+
+
+def sum_counters(x: TensorSpec, summed: Any, sm: int, processors: int) -> int:
+    """Bytes of the counters that belong to `sum_buffer`."""
+    return sum(partial_sums(x, tuple(summed or ()), divmod(sm, 10), processors)[1:])
+
+
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "ceil_div": ceil_div,
     "round_up": round_up,
     "copied": copied,
     "largest": largest,
     "flash_splits": flash_splits,
+    "sum_buffer": sum_buffer,
+    "sum_counters": sum_counters,
     "min": min,
     "max": max,
     "product": math.prod,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tracer.reductions import partial_sums
 from tracer.signature import Signature, TensorSpec
 from tracer.workspaces import CONFIDENCES, FUNCTIONS, copied, flash_splits, rule_events, rule_for, rules
 from traces.devices import device
@@ -153,6 +154,42 @@ def test_layer_norm_backward_has_partial_sums_for_many_short_rows_only() -> None
     assert out == (n, 8192, 8192)
 
 
+# What torch's wheels for CUDA 13.0 asked their allocator for when told of 132 multiprocessors of capability 9.0.
+ASKED = [
+    (spec(8192, 128), (0,), (8_388_608, 4)),
+    (spec(8192, 512), (0,), (33_554_432, 16)),
+    (spec(16384, 768), (0,), (100_663_296, 24)),
+    (spec(256, 30522), (0,), ()),  # many results: a block each
+    (spec(8192, 50257), (0,), ()),
+]
+
+
+@pytest.mark.parametrize(("x", "dims", "asked"), ASKED)
+def test_sums_that_several_blocks_share(x: TensorSpec, dims: tuple[int, ...], asked: tuple[int, ...]) -> None:
+    out = spec(x.shape[1])
+    found = events("aten.sum.dim_IntList", (x, dims, False), (out,), H200)
+    assert found == (out.nbytes, *asked, *(-b for b in reversed(asked)))
+
+
+def test_the_buffer_of_a_sum_by_hand() -> None:
+    """8192 rows of 128 float32: 128 / 4 = 32 columns of threads, 128 // 32 = 4 rows of them, 2048 values each; 132 * 16
+    slots for 1 block, 2048 / 16 = 128 blocks of 16 values a thread: 128 results * 128 blocks * 32 * 4 * 4 bytes."""
+    assert partial_sums(spec(8192, 128), (0,), (9, 0), 132) == (128 * 128 * 32 * 4 * 4, 4)
+    # Fewer threads fit a multiprocessor of 8.6, but 2048 / 16 blocks are fewer still.
+    assert partial_sums(spec(8192, 128), (0,), (8, 6), 82) == (128 * 128 * 32 * 4 * 4, 4)
+    # Along the rows nothing is multiplied: 1 result, 512 threads, 2**20 / 512 = 2048 values each, 128 blocks.
+    assert partial_sums(spec(2**20), (), (9, 0), 132) == (128 * 4, 4)
+    assert partial_sums(spec(4, 100), (1,), (9, 0), 132) == ()
+    assert partial_sums(spec(0, 100), (0,), (9, 0), 132) == ()
+
+
+def test_a_sum_of_more_than_two_gib_is_unknown() -> None:
+    x = spec(2**20, 1024)
+    assert events("aten.sum.dim_IntList", (x, (0,), False), (spec(1024),), H200) is None
+    with pytest.raises(LookupError, match="2 GiB"):
+        partial_sums(x, (0,), (9, 0), 132)
+
+
 def test_softmax() -> None:
     x = spec(2, 8, 8, dtype="float16")
     assert events("aten._softmax_backward_data.default", (x, x, -1, "torch.float16"), (x,)) == (
@@ -198,7 +235,7 @@ def test_what_nobody_knows_has_no_rule() -> None:
         "aten.convolution.default",
         "aten.convolution_backward.default",
         "aten.cudnn_batch_norm.default",
-        "aten.sum.dim_IntList",
+        "aten.amax.default",
         "aten.sort.default",
         "aten.no_such_op.default",
         "elsewhere.mul.Tensor",
