@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from traces.devices import Device
+from traces.errors import CaptureError
 
 MATH: Final = "math"
 FLASH: Final = "flash"
@@ -87,6 +88,9 @@ def choose(
         release: of torch, as (2, 13).
         order: torch's priority order; the default one becomes cuDNN's on compute capability 9 and 10.
         enabled: the kernels that are switched on.
+
+    Raises:
+        CaptureError: none of those takes the call, which torch refuses too.
     """
     cudnn = cudnn_version(release)
     if order == DEFAULT_ORDER and sm[0] in (9, 10) and cudnn >= CUDNN_PREFERRED_FROM and not _deprioritized():
@@ -97,7 +101,15 @@ def choose(
         EFFICIENT: lambda: _fits_efficient(call, sm, release),
         MATH: lambda: True,
     }
-    return next((name for name in order if name in enabled and fits[name]()), MATH)
+    chosen = next((name for name in order if name in enabled and fits[name]()), "")
+    if not chosen:
+        raise CaptureError(
+            f"no attention kernel that is switched on ({', '.join(sorted(enabled)) or 'none'}) takes query "
+            f"{list(call.query.shape)} of {call.query.dtype} on compute capability {sm[0]}.{sm[1]}; there torch would "
+            "stop with `No available kernel`. Switch the math kernel on (torch.backends.cuda.enable_math_sdp), or take "
+            "another type or head size."
+        )
+    return chosen
 
 
 def cudnn_version(release: tuple[int, int]) -> int:
@@ -244,36 +256,10 @@ def attend(
 ) -> Any:
     """What `scaled_dot_product_attention` would run on `device`, on fake tensors of another device.
 
-    Takes the arguments of `torch.nn.functional.scaled_dot_product_attention` and returns its output. The steps around
-    the kernel (masks made additive and padded, head sizes padded) are those of `attention.cpp`.
+    Takes the arguments of `torch.nn.functional.scaled_dot_product_attention`, as autocast's kernel for it passes them
+    on, and returns its output. The steps around the kernel (masks made additive and padded, head sizes padded) are
+    those of `attention.cpp`.
     """
-    import torch
-
-    kind = query.device.type
-    if not torch.is_autocast_enabled(kind):
-        return _attend(device, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    # Autocast's lower-precision policy, which acts on the function that is replaced here: its tensors are cast, and
-    # what it consists of is not looked at again.
-    dtype = torch.get_autocast_dtype(kind)
-    query, key, value, attn_mask = (
-        x.to(dtype) if x is not None and x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x
-        for x in (query, key, value, attn_mask)
-    )
-    with torch.autocast(kind, enabled=False):
-        return _attend(device, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-def _attend(
-    device: Device,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Any:
     import torch
     from torch.nn import functional
 

@@ -10,6 +10,7 @@ by size; so two measured calls that allocate in another pattern are never joined
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -55,21 +56,14 @@ class Index:
         """
         points = self._points.get(_family(key), [])
         wanted, tensors = _sizes(key), _tensor_bytes(key)
-        # Only points that differ from the call in the same places can lie on one line with it.
-        groups: dict[tuple[bool, ...], list[_Point]] = {}
-        for point in points:
-            differs = tuple(a != b for a, b in zip(point.sizes, wanted, strict=True))
-            groups.setdefault(differs, []).append(point)
-        best: tuple[tuple[bool, Fraction, int], Estimate] | None = None
-        for group in groups.values():
-            for i, first in enumerate(group):
-                for second in group[i + 1 :]:
-                    share = _share(first.sizes, second.sizes, wanted)
-                    if share is None:
-                        continue
-                    made = _between(first.entry, second.entry, share)
-                    rank = (not 0 <= share <= 1, max(abs(share), abs(1 - share)), max(first.sizes))
-                    if made is not None and (best is None or rank < best[0]):
+        best: tuple[tuple[bool, int, tuple[int, ...], tuple[int, ...]], Estimate] | None = None
+        for direction, group in _lines(points, wanted).items():
+            width = max(map(abs, direction))
+            for (s, a), (t, b) in itertools.combinations(group, 2):
+                rank = ((s > 0) == (t > 0), width * max(abs(s), abs(t)), a.sizes, b.sizes)
+                if best is None or rank < best[0]:
+                    made = _between(a.entry, b.entry, Fraction(s, s - t))
+                    if made is not None:
                         best = (rank, made)
         if best is not None:
             return best[1]
@@ -105,18 +99,24 @@ def _sizes(key: str) -> tuple[int, ...]:
     return (*numbers_of(key), *_tensor_bytes(key))
 
 
-def _share(a: Sequence[int], b: Sequence[int], wanted: Sequence[int]) -> Fraction | None:
-    """t such that wanted = a + t (b - a) in every place; None if there is none."""
-    share: Fraction | None = None
-    for x, y, w in zip(a, b, wanted, strict=True):
-        if x == y:
-            if w != x:
-                return None
-        elif share is None:
-            share = Fraction(w - x, y - x)
-        elif (w - x) * share.denominator != share.numerator * (y - x):
-            return None
-    return share
+def _lines(
+    points: Iterable[_Point], wanted: Sequence[int]
+) -> dict[tuple[int, ...], list[tuple[int, _Point]]]:
+    """The straight lines through the wanted sizes on which points lie: direction -> points, each with its place.
+
+    A point's place is how many directions it is away from the wanted sizes, negative on the other side. All points of
+    a line have one direction (in lowest terms, its first step upward), so they are found in one pass.
+    """
+    lines: dict[tuple[int, ...], list[tuple[int, _Point]]] = {}
+    for point in points:
+        steps = [a - b for a, b in zip(point.sizes, wanted, strict=True)]
+        place = math.gcd(*steps)
+        if not place:
+            continue  # the call itself, whose measurement did not fit the step
+        if next(n for n in steps if n) < 0:
+            place = -place
+        lines.setdefault(tuple(n // place for n in steps), []).append((place, point))
+    return lines
 
 
 def _between(a: Entry, b: Entry, share: Fraction) -> Estimate | None:

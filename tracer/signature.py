@@ -16,9 +16,17 @@ if TYPE_CHECKING:
     from torch import fx
 
 ITEM_BYTES: Final = {
-    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2, "float16": 2,
-    "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex32": 4,
-    "complex64": 8, "complex128": 16,
+    dtype: size
+    for size, dtypes in {
+        1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
+           "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7 qint8 quint8 quint4x2 "
+           "quint2x4 bits8 bits1x8 bits2x4 bits4x2",
+        2: "int16 uint16 float16 bfloat16 bits16",
+        4: "int32 uint32 float32 complex32 qint32",
+        8: "int64 uint64 float64 complex64",
+        16: "complex128",
+    }.items()
+    for dtype in dtypes.split()
 }  # fmt: skip
 DEVICE: Final = "device"  # stands for every argument that is a device
 # A whole number that stands alone: not part of a name ("conv2d"), of a dtype ("float32") or of a float ("0.5").

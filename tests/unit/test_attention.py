@@ -9,6 +9,7 @@ import pytest
 
 from tracer.attention import CUDNN, DEFAULT_ORDER, EFFICIENT, FLASH, MATH, Call, View, choose, cudnn_version
 from traces.devices import device
+from traces.errors import CaptureError
 
 T4, A100, RTX3090, L40S, H200 = (device(n).sm for n in ("t4", "a100-40", "rtx-3090", "l40s", "h200"))
 B200 = (10, 0)
@@ -130,3 +131,12 @@ def test_switches_and_order_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_release_counts_as_the_nearest() -> None:
     assert cudnn_version((2, 9)) == cudnn_version((2, 11)) == 91900
     assert cudnn_version((2, 14)) == cudnn_version((2, 13)) == 92000
+
+
+def test_a_call_that_no_enabled_kernel_takes_is_refused_as_torch_refuses_it() -> None:
+    """float32 has no flash kernel; without the math kernel torch stops with `No available kernel`."""
+    only = frozenset((FLASH,))
+    assert choose(PLAIN, A100, (2, 13), enabled=only) == FLASH
+    with pytest.raises(CaptureError, match=r"\(flash\) takes query \[2, 4, 128, 64\] of float32"):
+        choose(FLOAT, A100, (2, 13), enabled=only)
+    assert choose(FLOAT, A100, (2, 13), enabled=only | {MATH}) == MATH

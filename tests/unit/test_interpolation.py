@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +76,28 @@ def test_neighbours_on_both_sides_come_first() -> None:
     found = index.estimate(conv_key(4))
     assert found is not None
     assert found.events == (2048, 40, -40)
+
+
+def test_near_neighbours_come_before_far_ones() -> None:
+    """Kernels change with the size: 8 lies in the middle of 2 and 14, but nearer to 7 and 10."""
+    scratch = {2: 20, 7: 700, 10: 1000, 14: 20}
+    index = Index([(conv_key(b), entry(512 * b, n, -n)) for b, n in scratch.items()])
+    found = index.estimate(conv_key(8))
+    assert found is not None
+    assert found.events == (4096, 800, -800)
+
+
+def test_a_call_that_was_measured_itself_joins_nothing() -> None:
+    """Its own entry is asked for first, and here only if that did not describe the step."""
+    assert Index([(conv_key(4), measured(4))]).estimate(conv_key(4)) is None
+
+
+def test_many_measured_calls_of_one_op_do_not_slow_it_down() -> None:
+    """Of 2,000 calls each pair would be 2 million; on one line with the wanted one lie the 4 batch sizes alone."""
+    index = Index([(conv_key(b, c), measured(b)) for b in (1, 2, 4, 8) for c in range(8, 4008, 8)])
+    begin = time.perf_counter()
+    assert index.estimate(conv_key(16, 800)) is not None
+    assert time.perf_counter() - begin < 1.0  # all pairs: over 5 s
 
 
 def test_a_convolution_is_not_joined_across_torch_s_choice_of_a_kernel() -> None:

@@ -9,7 +9,15 @@ torch = pytest.importorskip("torch")
 from torch import fx, nn  # noqa: E402
 
 from tests.integration.steps import program  # noqa: E402
-from tracer.signature import Signature, TensorSpec, numbers_of, of_call, of_node, structure_of  # noqa: E402
+from tracer.signature import (  # noqa: E402
+    ITEM_BYTES,
+    Signature,
+    TensorSpec,
+    numbers_of,
+    of_call,
+    of_node,
+    structure_of,
+)
 
 aten = torch.ops.aten
 
@@ -80,3 +88,11 @@ def test_every_op_of_a_program_has_the_signature_of_its_node() -> None:
     for op, row in zip(p.ops, p.rows, strict=True):
         assert isinstance(op.node, fx.Node)
         assert row.signature == of_node(op.node)
+
+
+def test_every_type_of_torch_has_its_size() -> None:
+    """One that lacks it would end a trace with a KeyError; a guess would be a wrong size."""
+    dtypes = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    wrong = {str(d) for d in dtypes if ITEM_BYTES.get(str(d).removeprefix("torch.")) != d.itemsize}
+    assert len(dtypes) > 20
+    assert wrong == set()
