@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from simulator.planners.limits import Limits
     from traces.trace import Trace
 
-MESSAGE_WIDTH = 110  # of a reason in the table; the page and the JSON have it whole
+MESSAGE_WIDTH = 110  # of a reason in the table; the JSON has it whole
 
 
 @click.command("compare")

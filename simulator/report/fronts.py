@@ -146,6 +146,8 @@ def _verdict(e: Entrant) -> Cell:
         return Cell(text=f"met{'; ' + e.message if e.message else ''}", tone="good")
     if e.peak_allocated_bytes is not None:
         return Cell(text=f"over the budget{'; ' + e.message if e.message else ''}", tone="bad")
+    if e.lowest_peak_bytes is not None:
+        return Cell(text=f"no plan; lowest peak {show_bytes(e.lowest_peak_bytes)}", tone="bad")
     return Cell(text=e.message, tone="bad")
 
 
@@ -166,7 +168,8 @@ def contest_chart(contest: Contest) -> dict[str, Any]:
         (e.planner, kinds[e.peer], (e.peak_allocated_bytes or 0) / unit, e.overhead_percent or 0.0)
         for e in drawn
     ]
-    heights = _label_heights([(peak / (most / unit), overhead / top) for _, _, peak, overhead in rows])
+    wide, high = most / unit - least + 2 * room, top * 1.2
+    heights = _label_heights([(peak / wide, overhead / high) for _, _, peak, overhead in rows])
     data = table(
         ["planner", "kind", "peak", "overhead", "dy"],
         [(*row, dy) for row, dy in zip(rows, heights, strict=True)],
@@ -201,7 +204,10 @@ def contest_chart(contest: Contest) -> dict[str, Any]:
 
 
 def _label_heights(places: list[tuple[float, float]]) -> list[int]:
-    """How far above its point each label stands: points that nearly coincide stack theirs. Places are shares."""
+    """How far above its point each label stands: points that nearly coincide stack theirs.
+
+    Places are in shares of the axes' lengths.
+    """
     out: list[int] = []
     for k, (x, y) in enumerate(places):
         near = sum(1 for a, b in places[:k] if abs(a - x) < 0.08 and abs(b - y) < 0.08)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -87,6 +87,24 @@ class Table:
     total: tuple[Cell | str, ...] = ()
     caption: str = ""
     folded: str = ""  # when set, the table starts folded under this summary
+
+
+def known_columns(table: Table) -> Table:
+    """The table without the columns of which no row knows anything (a CPU has no reserved memory)."""
+    kept = [
+        k
+        for k in range(len(table.columns))
+        if not table.rows
+        or any((c.text if isinstance(c, Cell) else c) != "–" for c in (r[k] for r in table.rows))
+    ]
+    return replace(
+        table,
+        columns=tuple(table.columns[k] for k in kept),
+        rows=tuple(tuple(row[k] for k in kept) for row in table.rows),
+        numbers=frozenset(new for new, k in enumerate(kept) if k in table.numbers),
+        code=frozenset(new for new, k in enumerate(kept) if k in table.code),
+        total=tuple(table.total[k] for k in kept) if table.total else (),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

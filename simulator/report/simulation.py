@@ -20,6 +20,7 @@ from simulator.report.page import (
     Table,
     Text,
     bytes_cell,
+    known_columns,
     percent_cell,
     time_cell,
     write_page,
@@ -201,10 +202,12 @@ def headline(c: Comparison, fits: Fit | None = None) -> tuple[Block, ...]:
         Figures(figures=tuple(figures)),
         Text(text=provenance(c.trace) + " Every figure in this section is predicted.", tone="note"),
         *(Text(text=text, tone="warning") for text in caveats.warnings(c)),
-        Table(
-            columns=("run", "peak allocated", "in blocks", "peak reserved", "step time", "overhead"),
-            rows=rows,
-            numbers=frozenset({1, 2, 3, 4, 5}),
+        known_columns(
+            Table(
+                columns=("run", "peak allocated", "in blocks", "peak reserved", "step time", "overhead"),
+                rows=rows,
+                numbers=frozenset({1, 2, 3, 4, 5}),
+            )
         ),
         *_what_if(c),
     )

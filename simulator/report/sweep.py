@@ -17,6 +17,7 @@ from simulator.report.page import (
     Text,
     bytes_cell,
     count_cell,
+    known_columns,
     paragraphs,
     percent_cell,
     time_cell,
@@ -125,23 +126,25 @@ def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
         Figures(figures=tuple(figures)),
         Text(text=note + source, tone="note"),
         *(Text(text=text, tone="warning") for text in sweep.warnings),
-        Table(
-            columns=(
-                "batch",
-                "planner",
-                "budget",
-                "peak, all kept",
-                "peak, plan",
-                "reserved, all kept",
-                "reserved, plan",
-                "step, all kept",
-                "step, plan",
-                "overhead",
-                "verdict",
-            ),
-            rows=rows,
-            numbers=frozenset({0, 2, 3, 4, 5, 6, 7, 8, 9}),
-            caption="Predicted",
+        known_columns(
+            Table(
+                columns=(
+                    "batch",
+                    "planner",
+                    "budget",
+                    "peak, all kept",
+                    "peak, plan",
+                    "reserved, all kept",
+                    "reserved, plan",
+                    "step, all kept",
+                    "step, plan",
+                    "overhead",
+                    "verdict",
+                ),
+                rows=rows,
+                numbers=frozenset({0, 2, 3, 4, 5, 6, 7, 8, 9}),
+                caption="Predicted",
+            )
         ),
     )
 
@@ -310,22 +313,24 @@ def _errors(sweep: Sweep, where: str) -> Table:
                     time_cell(real.step_time_ns),
                 )
             )
-    return Table(
-        columns=(
-            "batch",
-            "run",
-            "peak, predicted",
-            "peak, measured",
-            "error",
-            "reserved, predicted",
-            "reserved, measured",
-            "error",
-            f"step, predicted{f' ({sweep.target})' if sweep.target else ''}",
-            f"step, measured on {where}",
-        ),
-        rows=tuple(rows),
-        numbers=frozenset({0, 2, 3, 4, 5, 6, 7, 8, 9}),
-        caption=f"Measured on {where}. Error is 100·(predicted − measured)/measured. Predicted times are for "
-        "the target, so they compare with measured times only where both are the same device. Eager is set beside the "
-        "prediction for everything kept.",
+    return known_columns(
+        Table(
+            columns=(
+                "batch",
+                "run",
+                "peak, predicted",
+                "peak, measured",
+                "error",
+                "reserved, predicted",
+                "reserved, measured",
+                "error",
+                f"step, predicted{f' ({sweep.target})' if sweep.target else ''}",
+                f"step, measured on {where}",
+            ),
+            rows=tuple(rows),
+            numbers=frozenset({0, 2, 3, 4, 5, 6, 7, 8, 9}),
+            caption=f"Measured on {where}. Error is 100·(predicted − measured)/measured. Predicted times are for "
+            "the target, so they compare with measured times only where both are the same device. Eager is set beside "
+            "the prediction for everything kept.",
+        )
     )

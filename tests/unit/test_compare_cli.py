@@ -6,13 +6,14 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
 
 from simulator.bounds.bound import lower_bound
 from simulator.cli import main
-from simulator.contest import enter, open_contest
+from simulator.contest import Entrant, enter, open_contest
 from simulator.engine import run
 from simulator.pareto import GIB, cheapest, front, pick_of
 from simulator.planners import REGISTRY, plan_with
@@ -192,7 +193,7 @@ def test_the_pages_hold_the_figures_and_a_picture(directory: Path, tmp_path: Pat
     )
     assert done.exit_code == 0, done.output
     text = page.read_text(encoding="utf-8")
-    for part in ("mu-two", "keep-all", "the lowest peak that keep-all reaches", "Peak against added time"):
+    for part in ("mu-two", "keep-all", "no plan; lowest peak", "Peak against added time"):
         assert part in text
     page = tmp_path / "p.html"
     assert simulate("pareto", directory, "--points", 4, "--report", page, "-q").exit_code == 0
@@ -206,3 +207,29 @@ def test_labels_of_points_that_nearly_coincide_stack() -> None:
     from simulator.report.fronts import _label_heights
 
     assert _label_heights([(0.5, 0.5), (0.51, 0.49), (0.9, 0.5), (0.5, 0.5)]) == [-10, -22, -10, -34]
+
+
+def test_only_labels_that_would_overlap_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks of 200 to 214 MiB fill the axis, so plans 2 MiB apart have room although they differ by 1 %."""
+    pytest.importorskip("altair")
+    from simulator.report import fronts
+
+    seen: list[list[tuple[float, float]]] = []
+    plain = fronts._label_heights
+    monkeypatch.setattr(fronts, "_label_heights", lambda places: (seen.append(places), plain(places))[1])
+
+    def entrant(mib: int) -> Entrant:
+        return Entrant(
+            planner=f"p{mib}", feasible=True, peak_allocated_bytes=mib << 20, step_time_ns=110,
+            overhead_percent=10.0, recomputed_ops=1, gap_points=1.0, solve_seconds=0.1,
+        )  # fmt: skip
+
+    bound = SimpleNamespace(feasible=True, overhead_percent=9.0)
+    contest = SimpleNamespace(
+        budget_bytes=214 << 20, bound=bound, entrants=tuple(entrant(m) for m in (200, 202, 202, 214))
+    )
+    fronts.contest_chart(contest)  # type: ignore[arg-type]
+    # 14 MiB and 1 % of 214 on either side: 18.28 MiB across, so 2 MiB are 0.109 of it.
+    (places,) = seen
+    assert places[1][0] - places[0][0] == pytest.approx(2 / 18.28, abs=1e-4)
+    assert plain(places) == [-10, -10, -22, -10]

@@ -22,9 +22,12 @@ from simulator.graph import analyse
 from simulator.report import charts
 from simulator.report.activations import activations, by_module, recomputations
 from simulator.report.page import (
+    Cell,
     Page,
     Section,
+    Table,
     Text,
+    known_columns,
     paragraphs,
     render,
     script_json,
@@ -344,6 +347,21 @@ def test_warnings_that_differ_in_figures_alone_are_one() -> None:
         "Batch 8, 16: No GPU.",
         "Batch 2: Something else.",
     )
+
+
+def test_a_column_that_no_row_knows_is_left_out() -> None:
+    made = known_columns(
+        Table(
+            columns=("run", "blocks", "peak", "op"),
+            rows=(("a", "–", Cell(text="1 B", sort=1), "–"), ("b", Cell(text="–"), "–", "mm")),
+            numbers=frozenset({1, 2}),
+            code=frozenset({3}),
+            total=("", "x", "y", "z"),
+        )
+    )
+    assert made.columns == ("run", "peak", "op")
+    assert [len(row) for row in made.rows] == [3, 3]
+    assert (made.numbers, made.code, made.total) == (frozenset({1}), frozenset({2}), ("", "y", "z"))
 
 
 def test_times_from_a_profile_are_not_called_estimates() -> None:
