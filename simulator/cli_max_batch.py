@@ -161,8 +161,8 @@ def table(found: MaxBatch) -> str:
             )
         )
     widths = [max(len(row[k]) for row in rows) for k in range(5)]
-    lines = [f"{r.model} on {r.device.describe()}: {show_bytes(r.device.usable_bytes)} to use"]
-    lines += ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows]
+    lines = [f"{r.model} on {r.device.room()}"]
+    lines += ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     limit = show_bytes(r.device.usable_bytes)
     best = found.probe(found.without_plan)
     if best is None:

@@ -41,7 +41,7 @@ class Fit:
 
     def lines(self) -> list[str]:
         """To read."""
-        head = f"device  {self.device.describe()}: {show_bytes(self.device.usable_bytes)} to use"
+        head = f"device  {self.device.room()}"
         if self.left_bytes is None:
             return [head, f"        does not fit: {self.message}"]
         retries = f", with {self.plan_retries} retries a step" if self.plan_retries else ""

@@ -44,13 +44,19 @@ class DeviceMemory:
 
     def describe(self) -> str:
         """`A100-40: 40.00 GiB, less 512.00 MiB for the CUDA context (assumed)`."""
-        parts = [f"{self.name}: {show_bytes(self.memory_bytes)}"]
+        size = show_bytes(self.memory_bytes)
+        parts = [self.name if self.name.endswith(size) else f"{self.name}: {size}"]
         if self.context_bytes:
             assumed = " (assumed)" if self.context_bytes == CONTEXT_BYTES else ""
             parts.append(f"less {show_bytes(self.context_bytes)} for the CUDA context{assumed}")
         if self.reserve_bytes:
             parts.append(f"less {show_bytes(self.reserve_bytes)} in reserve")
         return ", ".join(parts)
+
+    def room(self) -> str:
+        """What `describe` says, and what that leaves to use."""
+        left = f": {show_bytes(self.usable_bytes)} to use" if self.usable_bytes != self.memory_bytes else ""
+        return self.describe() + left
 
 
 def device_memory(

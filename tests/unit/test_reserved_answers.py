@@ -425,3 +425,15 @@ def test_unknown_allocations_are_counted_as_the_trace_counts_them() -> None:
     step = replace(step, meta=replace(step.meta, workspace={"none": 1, "rules": 3}))
     said = caveats.warnings(compare(step, Plan(meta=step.meta), None))
     assert any("The inner allocations of 1 of 4 computing ops are unknown" in text for text in said), said
+
+
+def test_what_a_device_has_is_said_once() -> None:
+    plain = device_memory("cpu", memory="512MiB")
+    assert plain is not None
+    assert plain.room() == "a device of 512.00 MiB"
+    gpu = device_memory("cuda", gpu="a100-40", reserve="2%")
+    assert gpu is not None
+    assert gpu.room() == (
+        "A100-40: 40.00 GiB, less 512.00 MiB for the CUDA context (assumed), less 819.20 MiB in reserve: "
+        "38.70 GiB to use"
+    )
