@@ -47,14 +47,14 @@ def replay_command(
     Exit code: 0 done, 1 the replay runs out of memory, 2 the input is wrong.
     """
     from simulator.allocator.recording import read_recording
-    from simulator.allocator.replay import replay
+    from simulator.allocator.replay import replay, understood
     from simulator.allocator.settings import parse_alloc_conf
 
     memory_bytes = None if device_memory is None else _memory(device_memory)
     # Before any work, so that a bad one is known. It stands for all that was recorded, not on top of it.
     settings = None if alloc_conf is None else parse_alloc_conf(alloc_conf)
     _say(f"reading {recording}", quiet)
-    source = read_recording(recording, device)
+    source = understood(read_recording(recording, device))
     if (settings or source.settings).memory_fraction is not None and memory_bytes is None:
         _say("per_process_memory_fraction has no effect without --device-memory", quiet)
     for note in source.notes:

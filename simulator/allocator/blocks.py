@@ -5,26 +5,41 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from simulator.allocator.settings import LOWEST_ADDRESS, OLDER_SEGMENT
+
+_SERIALS: Final = count()
 
 
 class Pool:
-    """The free blocks of one size class, by stream: sorted lists, so that best fit is one bisection."""
+    """The free blocks of one size class, by stream: sorted lists, so that best fit is one bisection.
 
-    __slots__ = ("free", "searches", "small", "unmapped")
+    Of equally large blocks the settings say which comes first.
+    """
 
-    def __init__(self, small: bool) -> None:
+    __slots__ = ("free", "searches", "small", "ties", "unmapped")
+
+    def __init__(self, small: bool, ties: str) -> None:
         self.small = small
-        self.free: dict[int, list[tuple[int, int, Block]]] = {}  # stream -> (size, address, block), sorted
+        self.ties = ties
+        self.free: dict[int, list[tuple[int, int, int, Block]]] = {}  # stream -> (size, rank, block), sorted
         self.unmapped: dict[int, list[tuple[int, Block]]] = {}  # stream -> (address, block), sorted
         self.searches = 0  # the clock of garbage collection
 
     def insert(self, block: Block) -> None:
         block.born = self.searches
-        insort(self.free.setdefault(block.stream, []), (block.size, block.address, block))
+        insort(self.free.setdefault(block.stream, []), (*self._rank(block), block))
 
     def remove(self, block: Block) -> None:
         blocks = self.free[block.stream]
-        del blocks[bisect_left(blocks, (block.size, block.address))]
+        del blocks[bisect_left(blocks, self._rank(block))]
+
+    def _rank(self, block: Block) -> tuple[int, int, int]:
+        if self.ties == OLDER_SEGMENT:
+            return block.size, block.segment_serial, block.address
+        return block.size, block.address if self.ties == LOWEST_ADDRESS else block.serial, 0
 
     def insert_unmapped(self, block: Block) -> None:
         insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
@@ -34,9 +49,9 @@ class Pool:
         del blocks[bisect_left(blocks, (block.address,))]
 
     def blocks(self) -> Iterator[Block]:
-        """The free blocks by stream, size, address."""
+        """The free blocks by stream, size, rank."""
         for stream in sorted(self.free):
-            for _, _, block in self.free[stream]:
+            for *_, block in self.free[stream]:
                 yield block
 
 
@@ -45,7 +60,7 @@ class Block:
 
     __slots__ = (
         "address", "allocated", "born", "expandable", "mapped", "next", "origin", "pending", "pool", "prev",
-        "requested", "size", "stream", "users",
+        "requested", "segment_serial", "serial", "size", "stream", "users",
     )  # fmt: skip
 
     def __init__(self, address: int, size: int, stream: int, pool: Pool) -> None:
@@ -53,6 +68,8 @@ class Block:
         self.size = size
         self.stream = stream
         self.pool = pool
+        self.serial = next(_SERIALS)  # of all blocks ever; one that takes in its neighbours keeps its own
+        self.segment_serial = self.serial  # of all segments ever
         self.requested = 0
         self.allocated = False
         self.mapped = True
@@ -72,15 +89,18 @@ class Block:
     def usable(self) -> bool:
         return not self.allocated and not self.pending
 
-    def cut(self, size: int) -> Block:
-        """Make this block `size` bytes long; returns the rest, linked in behind it."""
+    def cut(self, size: int, rest_is_older: bool = False) -> Block:
+        """Make this block `size` bytes long; returns the rest, linked in behind it, as the newer block or the older."""
         rest = Block(self.address + size, self.size - size, self.stream, self.pool)
         rest.mapped, rest.expandable, rest.origin = self.mapped, self.expandable, self.origin
+        rest.segment_serial = self.segment_serial
         rest.prev, rest.next = self, self.next
         if self.next is not None:
             self.next.prev = rest
         self.next = rest
         self.size = size
+        if rest_is_older:
+            self.serial, rest.serial = rest.serial, self.serial
         return rest
 
 
@@ -101,6 +121,7 @@ class BlockState:
     size_bytes: int
     requested_bytes: int
     pending: bool = False  # freed, but another stream still uses it
+    sure: bool = True  # whether the size was seen, or follows from the request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

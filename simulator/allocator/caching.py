@@ -19,7 +19,7 @@ from typing import Final
 
 from simulator.allocator.blocks import Block, Pool
 from simulator.allocator.segments import Segments
-from simulator.allocator.settings import MIB, UNLIMITED, AllocatorSettings, round_up
+from simulator.allocator.settings import MIB, OLDER_SEGMENT, UNLIMITED, AllocatorSettings, round_up
 from traces.errors import LowtideError
 
 MIN_BLOCK_BYTES: Final = 512
@@ -63,12 +63,21 @@ class Allocator(Segments):
         self._waiting: dict[int, deque[Block]] = {}  # stream -> freed blocks whose event it has not passed
         self._ready: dict[int, int] = {}  # stream -> how many of these it has passed meanwhile
         self._held: dict[int, Block] = {}  # address -> block between request_free and complete_free
+        self.first_serial = -1  # of blocks that are older, nobody knows which is the oldest
         self.allocated = self.requested = self.active = 0
         self.peak_allocated = self.peak_requested = self.peak_active = 0
         self.num_alloc_retries = self.num_ooms = self.num_oom_rejections = 0
 
-    def malloc(self, size_bytes: int, stream: int = 0) -> Block:
+    def malloc(
+        self, size_bytes: int, stream: int = 0, search: bool = True, likely_address: int | None = None
+    ) -> Block:
         """A block for a request.
+
+        Args:
+            search: whether to look for a free block first. A recording may show that none was there, although the
+                request itself made one later on, by waiting for other streams.
+            likely_address: where it was recorded. Decides between equally large blocks of which both have been there
+                from the start of a recording, so that nobody knows which is older.
 
         Raises:
             OutOfMemory: the device has no room, and giving back cached blocks did not help.
@@ -77,7 +86,7 @@ class Allocator(Segments):
             self._collect_passed_events()
         size = round_up(size_bytes, self.settings)
         pool = self.small if size <= SMALL_BYTES else self.large
-        block = self._find(pool, size, stream)
+        block = self._find(pool, size, stream, likely_address) if search else None
         if block is None:
             if self._collects:
                 self._collect_garbage()
@@ -101,7 +110,7 @@ class Allocator(Segments):
             if pool.small or self.settings.expandable_segments
             else size < self.settings.max_split_bytes and rest > SMALL_BYTES
         ):
-            pool.insert(block.cut(size))
+            pool.insert(block.cut(size, rest_is_older=True))
         self.adopt(block, size_bytes)
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         self.peak_active = max(self.peak_active, self.active)
@@ -196,7 +205,7 @@ class Allocator(Segments):
             num_ooms=self.num_ooms,
         )
 
-    def _find(self, pool: Pool, size: int, stream: int) -> Block | None:
+    def _find(self, pool: Pool, size: int, stream: int, likely: int | None = None) -> Block | None:
         """Take the best fitting free block of the stream from the pool."""
         if self._collects:
             pool.searches += 1
@@ -206,20 +215,27 @@ class Allocator(Segments):
         at = bisect_left(blocks, (size,))
         if at == len(blocks):
             return None
-        block = blocks[at][2]
+        block = blocks[at][-1]
         settings = self.settings
         if block.expandable:
             if settings.expandable_segments:
                 # A block that can grow counts with what it can grow to, so that it is taken last.
-                while block.expandable and at + 1 < len(blocks) and _grown(blocks[at + 1][2]) < _grown(block):
+                while (
+                    block.expandable and at + 1 < len(blocks) and _grown(blocks[at + 1][-1]) < _grown(block)
+                ):
                     at += 1
-                    block = blocks[at][2]
+                    block = blocks[at][-1]
             else:
-                while at < len(blocks) and blocks[at][2].expandable:
+                while at < len(blocks) and blocks[at][-1].expandable:
                     at += 1
                 if at == len(blocks):
                     return None
-                block = blocks[at][2]
+                block = blocks[at][-1]
+        if likely is not None and self._order(block) < self.first_serial and block.address != likely:
+            at = next(
+                (j for j in range(at + 1, len(blocks)) if self._rivals(block, blocks[j][-1], likely)), at
+            )
+            block = blocks[at][-1]
         largest = settings.max_split_bytes
         if size < largest:
             if block.size >= largest:
@@ -228,6 +244,15 @@ class Allocator(Segments):
             return None
         del blocks[at]
         return block
+
+    def _rivals(self, block: Block, other: Block, address: int) -> bool:
+        """Whether the other block, at this address, may just as well be the one that comes first."""
+        if other.size != block.size or other.address != address or self._order(other) >= self.first_serial:
+            return False
+        return self._order(other) != self._order(block)
+
+    def _order(self, block: Block) -> int:
+        return block.segment_serial if self.settings.ties == OLDER_SEGMENT else block.serial
 
     def _leave(self, block: Block) -> None:
         if not block.allocated:
@@ -259,14 +284,14 @@ class Allocator(Segments):
         wanted = max(size, largest)
         blocks = pool.free.get(stream, [])
         at = bisect_left(blocks, (wanted,))
-        if at < len(blocks) and not blocks[at][2].expandable:
+        if at < len(blocks) and not blocks[at][-1].expandable:
             # A split block cannot go back to the driver by itself.
-            if blocks[at][2].is_split:
+            if blocks[at][-1].is_split:
                 return False
-            self._release(blocks[at][2])
+            self._release(blocks[at][-1])
             return True
         released = 0
-        for _, _, block in reversed(blocks[:at]):
+        for *_, block in reversed(blocks[:at]):
             if released >= wanted or block.size < largest:
                 break
             if not block.expandable and not block.is_split:

@@ -8,7 +8,7 @@ from typing import Any
 from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.device import CUDA, DeviceMemory
 from simulator.allocator.reserved import ReservedFigures, reserved_peak
-from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf
+from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
 from simulator.graph import Graph
 from simulator.schedule import Schedule
 from traces.errors import SpecError
@@ -76,9 +76,8 @@ def ask(
             )
         return None
     text = meta.alloc_conf if alloc_conf is None else alloc_conf
-    return Question(
-        alloc_conf=text, settings=parse_alloc_conf(text), asked=alloc_conf is not None, device=device
-    )
+    settings = as_in(parse_alloc_conf(text), meta.torch_version)
+    return Question(alloc_conf=text, settings=settings, asked=alloc_conf is not None, device=device)
 
 
 def reserve(trace: Trace, graph: Graph, schedule: Schedule, question: Question) -> Reserved:
@@ -88,8 +87,8 @@ def reserve(trace: Trace, graph: Graph, schedule: Schedule, question: Question) 
     wanted = figures.highest_reserved_bytes
     by_default = None
     if question.asked:
-        plain = settings == AllocatorSettings()
-        by_default = figures if plain else reserved_peak(trace, schedule, graph=graph)
+        plain = as_in(AllocatorSettings(), trace.meta.torch_version)
+        by_default = figures if settings == plain else reserved_peak(trace, schedule, plain, graph=graph)
     out_of_memory = ""
     if device is not None and (settings.memory_fraction is not None or wanted > device.usable_bytes):
         try:

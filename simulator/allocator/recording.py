@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from simulator.allocator.blocks import BlockState, SegmentState
-from simulator.allocator.settings import MIB, AllocatorSettings
+from simulator.allocator.settings import LOWEST_ADDRESS, MIB, AllocatorSettings
 from traces.errors import TraceError
 
 ALLOC: Final = "alloc"
@@ -123,7 +123,7 @@ def own_remainders(
             out.append(s)
             continue
         blocks = []
-        for b, end in _with_ends(s):
+        for b, end in with_ends(s):
             own = first_touch.get(b.address, b.address + b.size_bytes)
             if end - (b.address + b.size_bytes) <= MIB or b.size_bytes >= max_split_bytes:
                 own = end
@@ -132,7 +132,7 @@ def own_remainders(
     return tuple(out)
 
 
-def _with_ends(segment: SegmentState) -> list[tuple[BlockState, int]]:
+def with_ends(segment: SegmentState) -> list[tuple[BlockState, int]]:
     """Each block with where the next one, or the segment's end, begins."""
     after = [*(b.address for b in segment.blocks), segment.address + segment.size_bytes][1:]
     return list(zip(segment.blocks, after, strict=True))
@@ -144,7 +144,7 @@ def _first_touches(segments: Sequence[SegmentState], events: Events) -> dict[int
         (b.address + b.size_bytes, min(end, b.address + b.size_bytes + MIB + 1), b.address)
         for s in segments
         if not s.small and not s.expandable
-        for b, end in _with_ends(s)
+        for b, end in with_ends(s)
         if end > b.address + b.size_bytes
     )
     starts = [start for start, _, _ in spaces]
@@ -249,6 +249,7 @@ def _read_parquet(prefix: Path) -> Recording:
                 address=whole_number(r["address"], "a block's address", source),
                 size_bytes=whole_number(r["size_bytes"], "a block's size", source),
                 requested_bytes=r["size_bytes"],
+                sure=False,
             )
             for r in held
         ]
@@ -260,7 +261,7 @@ def _read_parquet(prefix: Path) -> Recording:
         raise TraceError(
             f"{source}: the start state is incomplete ({error}); copy all three files again."
         ) from None
-    settings = AllocatorSettings()
+    settings = AllocatorSettings(ties=LOWEST_ADDRESS)  # recorded with torch 2.11 and older
     start = own_remainders(place_blocks(states, in_use, source), table, settings.max_split_bytes)
     return Recording(
         source=source,

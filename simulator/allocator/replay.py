@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from simulator.allocator.blocks import Block
-from simulator.allocator.caching import SMALL_BYTES, Allocator, AllocatorFigures, OutOfMemory
+from simulator.allocator.caching import MIN_BLOCK_BYTES, SMALL_BYTES, Allocator, AllocatorFigures, OutOfMemory
+from simulator.allocator.pages import is_small_map, page_runs
 from simulator.allocator.recording import (
     ALLOC,
     FREE_COMPLETED,
     FREE_REQUESTED,
-    OOM,
     SEGMENT_ALLOC,
     SEGMENT_FREE,
     SEGMENT_MAP,
@@ -20,8 +20,14 @@ from simulator.allocator.recording import (
     Events,
     Recording,
 )
-from simulator.allocator.settings import AllocatorSettings
-from simulator.allocator.start import PageRun, repack, restore
+from simulator.allocator.settings import (
+    LOWEST_ADDRESS,
+    OLDER_BLOCK,
+    OLDER_SEGMENT,
+    AllocatorSettings,
+    round_up,
+)
+from simulator.allocator.start import repack, restore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,84 +82,200 @@ def replay(
         from_scratch = (
             settings or recording.settings
         ) != recording.settings or device_memory_bytes is not None
-    settings = settings or recording.settings
-    e = recording.events
-    feed = None if from_scratch else _Addresses(recording)
-    allocator = Allocator(settings, device_memory_bytes, None if feed is None else feed.place)
-    if feed is not None:
-        feed.allocator = allocator
     stopped: str | None = None
-    there: dict[int, Block] = {}
-    allocations = same = unknown = 0
-    requests_before = 0
-    freeing: dict[int, Block] = {}
-    giving_back = False  # within a run of recorded returns to the driver
     begin = time.perf_counter()
+    run = _Run(recording, settings or recording.settings, device_memory_bytes, from_scratch)
     try:
-        if from_scratch:
-            there = repack(allocator, recording.start)
-        else:
-            there = restore(allocator, recording.start, _page_runs(recording.events))
-        freeing = {at: b for at, b in there.items() if not b.allocated}
-        there = {at: b for at, b in there.items() if b.allocated}
-        requests_before = len(allocator.segment_events)
-        for k, (action, at, size) in enumerate(zip(e.action, e.address, e.size_bytes, strict=True)):
-            if action == ALLOC:
-                giving_back = False
-                block = allocator.malloc(size, e.stream[k])
-                there[at] = block
-                allocations += 1
-                same += block.address == at
-            elif action == FREE_REQUESTED:
-                giving_back = False
-                block_or_none = there.pop(at, None)
-                if block_or_none is None:
-                    unknown += 1
-                else:
-                    allocator.request_free(block_or_none)
-                    freeing[at] = block_or_none
-            elif action == FREE_COMPLETED:
-                if at in freeing:
-                    allocator.complete_free(freeing.pop(at))
-            elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
-                if not from_scratch:
-                    allocator.release_at(at, size)
-                elif not giving_back:
-                    allocator.release_cached()
-                giving_back = True
-            elif action in (SEGMENT_ALLOC, SEGMENT_MAP, OOM):
-                giving_back = False
+        run.start()
+        for k in range(len(recording.events)):
+            run.step(k)
     except OutOfMemory as error:
-        stopped = f"after {allocations} of {e.action.count(ALLOC)} allocations: {error}"
+        wanted = recording.events.action.count(ALLOC)
+        stopped = f"after {run.allocations} of {wanted} allocations: {error}"
     seconds = time.perf_counter() - begin
     return Replay(
-        figures=allocator.figures(),
+        figures=run.allocator.figures(),
         segment_requests=tuple(
             s.size_bytes
-            for s in allocator.segment_events[requests_before:]
+            for s in run.allocator.segment_events[run.requests_before :]
             if s.action in (SEGMENT_ALLOC, SEGMENT_MAP)
         ),
-        allocations=allocations,
-        same_addresses=same,
-        unknown_frees=unknown,
+        allocations=run.allocations,
+        same_addresses=run.same_addresses,
+        unknown_frees=run.unknown_frees,
         out_of_memory=stopped,
         seconds=seconds,
     )
 
 
-def _page_runs(events: Events) -> list[PageRun]:
-    """The maps of a recording; whose they are tells the allocation that follows, on whose behalf they happened."""
-    out: list[PageRun] = []
-    waiting: list[int] = []
-    for action, address, size, stream in zip(
-        events.action, events.address, events.size_bytes, events.stream, strict=True
-    ):
-        if action == SEGMENT_MAP:
-            waiting.append(address)
-        elif action == ALLOC:
-            out += [PageRun(address=a, small=size <= SMALL_BYTES, stream=stream) for a in waiting]
-            waiting.clear()
-    return out
+def understood(recording: Recording) -> Recording:
+    """The recording with what is not in it inferred from the addresses that are: see `settled`, and the rule of ties.
+
+    A snapshot does not name the version of torch that wrote it. If the rule that it was taken to follow does not put
+    every request where it was recorded, the one that puts most of them there is taken.
+    """
+    best: Recording | None = None
+    most = -1
+    for ties in dict.fromkeys((recording.settings.ties, OLDER_SEGMENT, OLDER_BLOCK, LOWEST_ADDRESS)):
+        tried = settled(replace(recording, settings=replace(recording.settings, ties=ties)))
+        result = replay(tried)
+        if result.same_addresses > most:
+            best, most = tried, result.same_addresses
+        if most == result.allocations:
+            break
+    assert best is not None
+    return best
+
+
+def settled(recording: Recording) -> Recording:
+    """The recording with a start state under which its requests land where they were recorded.
+
+    How much behind a block of the start state was the block's own is not recorded if it was freed later on. Where a
+    request lands in front of that space in the replay and did not in fact, it cannot have fitted there: the block
+    owned at least so much that it did not. Repeated until the first request that lands elsewhere has another reason.
+    """
+    unsure = {b.address for s in recording.start for b in s.blocks if not b.sure}
+    while unsure:
+        own = _first_stray(recording, unsure)
+        if own is None:
+            break
+        start = tuple(
+            replace(
+                s,
+                blocks=tuple(replace(b, size_bytes=own[1]) if b.address == own[0] else b for b in s.blocks),
+            )
+            if any(b.address == own[0] for b in s.blocks)
+            else s
+            for s in recording.start
+        )
+        recording = replace(recording, start=start)
+    return recording
+
+
+def _first_stray(recording: Recording, unsure: set[int]) -> tuple[int, int] | None:
+    """Of the first request that lands elsewhere: the block behind which it did, and the size that this must have."""
+    run = _Run(recording, recording.settings, None, False)
+    run.start()
+    e = recording.events
+    for k in range(len(e)):
+        landed = run.step(k)
+        if landed is None or landed.address == e.address[k]:
+            continue
+        before, rest = landed.prev, landed.next
+        if before is None or before.address not in unsure or before not in run.at_first:
+            return None
+        size = round_up(e.size_bytes[k], recording.settings)
+        room = landed.size + (rest.size if rest is not None and rest.usable and rest.mapped else 0)
+        own = before.size + room - size + MIN_BLOCK_BYTES
+        asked = round_up(before.requested, recording.settings)
+        return (before.address, own) if own - asked <= SMALL_BYTES else None
+    return None
+
+
+class _Run:
+    """An allocator in the middle of a recording."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        settings: AllocatorSettings,
+        device_memory_bytes: int | None,
+        from_scratch: bool,
+    ) -> None:
+        self.recording = recording
+        self.from_scratch = from_scratch
+        feed = None if from_scratch else _Addresses(recording)
+        self.allocator = Allocator(settings, device_memory_bytes, None if feed is None else feed.place)
+        if feed is not None:
+            feed.allocator = self.allocator
+        self.there: dict[int, Block] = {}
+        self.freeing: dict[int, Block] = {}
+        self.at_first: set[Block] = set()  # that have been there from the start on
+        self.left, self.again = (set[int](), set[int]())
+        if not from_scratch:
+            self.left, self.again = _inside_requests(recording.events)
+        self.allocations = self.same_addresses = self.unknown_frees = self.requests_before = 0
+        self.giving_back = False  # within a run of recorded returns to the driver
+
+    def start(self) -> None:
+        """Take the start state over, or ask for its blocks."""
+        first, allocator = self.recording.start, self.allocator
+        if self.from_scratch:
+            held = repack(allocator, first)
+        else:
+            page_bytes = allocator.settings.large_segment_bytes
+            held = restore(allocator, first, page_runs(first, self.recording.events, page_bytes))
+        self.freeing = {at: b for at, b in held.items() if not b.allocated}
+        self.there = {at: b for at, b in held.items() if b.allocated}
+        self.at_first = set(held.values())
+        self.requests_before = len(allocator.segment_events)
+
+    def step(self, k: int) -> Block | None:
+        """One event; returns the block if it is an allocation."""
+        e, allocator = self.recording.events, self.allocator
+        action, at, size = e.action[k], e.address[k], e.size_bytes[k]
+        if action == FREE_COMPLETED:
+            if at in self.freeing:
+                freed = self.freeing.pop(at)
+                self.at_first.discard(freed)
+                allocator.complete_free(freed)
+            return None
+        if action in (SEGMENT_FREE, SEGMENT_UNMAP):
+            if not self.from_scratch:
+                allocator.release_at(at, size)
+            elif not self.giving_back:
+                allocator.release_cached()
+            self.giving_back = True
+            return None
+        self.giving_back = False
+        if action == ALLOC:
+            likely = None if self.from_scratch else at
+            block = allocator.malloc(size, e.stream[k], k not in self.again, likely)
+            self.there[at] = block
+            self.allocations += 1
+            self.same_addresses += block.address == at
+            return block
+        if action == FREE_REQUESTED:
+            if at in self.there:
+                self.freeing[at] = self.there.pop(at)
+                allocator.request_free(self.freeing[at])
+            else:
+                self.unknown_frees += 1
+        elif k in self.left:
+            allocator.map_at(at, size, e.stream[k], is_small_map(size))
+        return None
+
+
+def _inside_requests(events: Events) -> tuple[set[int], set[int]]:
+    """What a recording shows of the inside of requests, as positions of events.
+
+    Returns the maps that belong to no request that was served: the driver refused the rest of what was asked for, and
+    the pages stayed. And the allocations for which memory was given back and then new memory was got: with a second
+    try the allocator does not look for a free block again, although giving back may have made one.
+    """
+    left: set[int] = set()
+    again: set[int] = set()
+    maps: list[int] = []
+    new = given_back = False  # in the events since the last that was about a block
+    for k, action in enumerate(events.action):
+        if action in (SEGMENT_MAP, SEGMENT_ALLOC):
+            new = True
+            if action == SEGMENT_MAP:
+                maps.append(k)
+            continue
+        if action == ALLOC:
+            if new and given_back:
+                again.add(k)
+            maps.clear()
+        left.update(maps)
+        maps.clear()
+        new = False
+        if action in (SEGMENT_FREE, SEGMENT_UNMAP):
+            given_back = True
+        elif action != FREE_COMPLETED:
+            given_back = False
+    left.update(maps)
+    return left, again
 
 
 class _Addresses:

@@ -42,6 +42,8 @@ class Segments:
         self.settings = settings or AllocatorSettings()
         self.device_memory_bytes = device_memory_bytes
         total = device_memory_bytes if total_memory_bytes is None else total_memory_bytes
+        # An expandable range is longer than the device's memory, so that pages can be moved to its end.
+        self.range_bytes = DEFAULT_RANGE_BYTES if total is None else total * 9 // 8
         fraction = self.settings.memory_fraction
         self.limit_bytes: int | None = None  # torch's own limit, below the driver's
         self.rejects_above_bytes: int | None = None  # beyond this a request is turned down with no second try
@@ -49,7 +51,8 @@ class Segments:
             self.limit_bytes = int(fraction * total)
         elif self.settings.throw_on_oom:
             self.rejects_above_bytes = total
-        self.small, self.large = Pool(True), Pool(False)
+        ties = self.settings.ties
+        self.small, self.large = Pool(True, ties), Pool(False, ties)
         self.segment_events: list[SegmentEvent] = []
         self.reserved = self.peak_reserved = 0
         self._place = place or self._next_address
@@ -100,6 +103,15 @@ class Segments:
         pool.remove(block)
         return block
 
+    def map_at(self, address: int, size: int, stream: int, small: bool) -> None:
+        """Map pages for a request that the driver then refused, so that they stay as free blocks."""
+        pool = self.small if small else self.large
+        for start, unmapped in pool.unmapped.get(stream, ()):
+            if start == address and unmapped.size >= size:
+                self._map(unmapped, size)
+                return
+        self._map(self._new_range(pool, size, stream), size)
+
     def _growable(self, pool: Pool, size: int, stream: int) -> Block:
         """An unmapped block, or the free block before it, with room for `size` bytes; a new range if there is none."""
         for _, unmapped in pool.unmapped.get(stream, ()):
@@ -112,11 +124,12 @@ class Segments:
                 block = block.next
             if room >= size:
                 return start
+        return self._new_range(pool, size, stream)
+
+    def _new_range(self, pool: Pool, size: int, stream: int) -> Block:
+        """An expandable range without any pages yet, as one unmapped block."""
         page = self._page(pool)
-        length = DEFAULT_RANGE_BYTES
-        if self.device_memory_bytes is not None:
-            length = self.device_memory_bytes * 9 // 8
-        length = -(-max(length, size) // page) * page
+        length = -(-max(self.range_bytes, size) // page) * page
         fresh = Block(self._place(length, stream, True), length, stream, pool)
         fresh.expandable, fresh.mapped = True, False
         self._end = max(self._end, fresh.address + length)
@@ -149,7 +162,7 @@ class Segments:
         pool = block.pool
         pool.remove(block)
         if start > block.address:
-            before, block = block, block.cut(start - block.address)
+            before, block = block, block.cut(start - block.address, rest_is_older=True)
             pool.insert(before)
         if end < block.address + block.size:
             pool.insert(block.cut(end - block.address))

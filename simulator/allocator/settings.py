@@ -13,6 +13,12 @@ from traces.errors import SpecError
 
 MIB: Final = 1 << 20
 UNLIMITED: Final = 1 << 63  # no max_split_size: larger than any request
+# Which of equally large free blocks is taken: the one at the lowest address (torch 2.11 and before), the one that has
+# existed longest as a block (2.12), the one in the segment that has existed longest, there the lowest address (2.13).
+# Read from the versions' own libraries; nothing documents it.
+LOWEST_ADDRESS: Final = "lowest address"
+OLDER_BLOCK: Final = "older block"
+OLDER_SEGMENT: Final = "older segment"
 INTERVALS: Final = 16  # sizes of 1 MiB, 2 MiB, ... 32 GiB and more may be rounded differently
 
 # Options that change how memory is asked for, but not how much of it, nor where. They are accepted and do nothing.
@@ -46,6 +52,9 @@ class AllocatorSettings:
     expandable_segments: bool = False
     memory_fraction: float | None = (
         None  # of the whole device; None and 1: no limit, and no garbage collection
+    )
+    ties: str = (
+        OLDER_SEGMENT  # which of equally large free blocks is taken; not an option, it goes by the version
     )
     throw_on_oom: bool = (
         False  # give up at once, cached memory or not, when a segment would exceed the device
@@ -94,6 +103,14 @@ def parse_alloc_conf(text: str, base: AllocatorSettings | None = None) -> Alloca
                 "expandable_segments."
             )
     return out
+
+
+def as_in(settings: AllocatorSettings, torch_version: str) -> AllocatorSettings:
+    """The same settings under the rules of a version of torch; the newest rules if it is not known."""
+    numbers = re.match(r"(\d+)\.(\d+)", torch_version)
+    version = (2, 13) if numbers is None else (int(numbers[1]), int(numbers[2]))
+    ties = OLDER_SEGMENT if version > (2, 12) else OLDER_BLOCK if version == (2, 12) else LOWEST_ADDRESS
+    return replace(settings, ties=ties)
 
 
 def round_up(size_bytes: int, settings: AllocatorSettings) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simulator.allocator.blocks import BlockState, SegmentState
-from simulator.allocator.caching import SMALL_BYTES
+from simulator.allocator.pages import Pages, is_small_map, learn_from
 from simulator.allocator.recording import (
     ACTIONS,
     ALLOC,
@@ -27,9 +27,18 @@ from simulator.allocator.recording import (
     place_blocks,
     running_reserved,
     whole_number,
+    with_ends,
 )
 from simulator.allocator.segments import SMALL_SEGMENT_BYTES
-from simulator.allocator.settings import INTERVALS, AllocatorSettings, parse_alloc_conf, round_up
+from simulator.allocator.settings import (
+    INTERVALS,
+    LOWEST_ADDRESS,
+    OLDER_BLOCK,
+    OLDER_SEGMENT,
+    AllocatorSettings,
+    parse_alloc_conf,
+    round_up,
+)
 from traces.errors import LowtideError, TraceError
 
 
@@ -64,9 +73,17 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
         )
     notes: list[str] = []
     settings = _settings(data.get("allocator_settings"), source, notes)
+    settings = replace(settings, ties=_ties(traces[device], data.get("allocator_settings")))
     final = _final_segments(data["segments"], device, source, notes)
     events = _events(traces[device], source)
     start = _rewind(final, events, settings, source)
+    if guessed := _guessed(start):
+        notes.append(
+            f"the history begins when blocks were in use already, and for {guessed} that were freed later it does not "
+            "say how much of the up to 1 MiB behind them was their own: allocated bytes may be higher, by "
+            f"{guessed} MiB "
+            "at most; reserved memory is as recorded"
+        )
     peak, end = running_reserved(sum(s.size_bytes for s in start), events)
     return Recording(
         source=source,
@@ -107,6 +124,19 @@ def _settings(data: Any, source: str, notes: list[str]) -> AllocatorSettings:
         if all(isinstance(d, int) and d >= 0 for d in table):
             out = replace(out, roundup_divisions=tuple(table))
     return out
+
+
+def _guessed(start: tuple[SegmentState, ...]) -> int:
+    """Blocks of the large pool whose size is not known, and behind which there is room."""
+    large = [s for s in start if not s.small and not s.expandable]
+    return sum(not b.sure and b.address + b.size_bytes < end for s in large for b, end in with_ends(s))
+
+
+def _ties(rows: list[Any], settings: Any) -> str:
+    """Which of equal blocks is taken, by what this version of torch writes into a snapshot."""
+    if not any(isinstance(row, dict) and "pool_id" in row for row in rows):
+        return LOWEST_ADDRESS  # the events name their pool from torch 2.12 on
+    return OLDER_SEGMENT if isinstance(settings, dict) and "max_cached_size" in settings else OLDER_BLOCK
 
 
 def _final_segments(rows: list[Any], device: int, source: str, notes: list[str]) -> tuple[SegmentState, ...]:
@@ -198,9 +228,10 @@ def _rewind(
         for b in s.blocks
     }
     segments = {s.address: replace(s, blocks=()) for s in final if not s.expandable}
-    pages = _Pages([s for s in final if s.expandable], events)
+    pages = Pages(final, settings.large_segment_bytes)
     for k in range(len(events) - 1, -1, -1):
         action, at, size = events.action[k], events.address[k], events.size_bytes[k]
+        learn_from(pages, action, at, size)
         if action == ALLOC:
             held.pop(at, None)
         elif action == FREE_COMPLETED:
@@ -214,59 +245,19 @@ def _rewind(
             small = size == SMALL_SEGMENT_BYTES
             segments[at] = SegmentState(address=at, size_bytes=size, small=small, stream=events.stream[k])
         elif action == SEGMENT_MAP:
-            pages.remove(at, at + size)
+            pages.learn(at, is_small_map(size))
+            pages.take_out(at, size)
         elif action == SEGMENT_UNMAP:
-            pages.add(at, at + size, events.stream[k])
+            pages.put_in(at, size, events.stream[k])
     blocks = [
         BlockState(
             address=at,
             size_bytes=round_up(h.requested_bytes, settings) if h.size_bytes is None else h.size_bytes,
             requested_bytes=h.requested_bytes,
             pending=h.pending,
+            sure=h.size_bytes is not None,
         )
         for at, h in held.items()
     ]
     placed = place_blocks([*segments.values(), *pages.segments()], blocks, source)
     return own_remainders(placed, events, settings.max_split_bytes)
-
-
-class _Pages:
-    """The mapped parts of expandable ranges, as intervals that grow and shrink."""
-
-    def __init__(self, final: list[SegmentState], events: Events) -> None:
-        self.parts = [(s.address, s.address + s.size_bytes, s.stream, s.small) for s in final]
-        # Addresses where a block of more than 1 MiB began tell the large pool's pages.
-        self.large = [
-            at
-            for a, at, n in zip(events.action, events.address, events.size_bytes, strict=True)
-            if a in (ALLOC, FREE_COMPLETED) and n > SMALL_BYTES
-        ]
-
-    def remove(self, start: int, end: int) -> None:
-        out = []
-        for a, b, stream, small in self.parts:
-            if a < start:
-                out.append((a, min(b, start), stream, small))
-            if b > end:
-                out.append((max(a, end), b, stream, small))
-        self.parts = out
-
-    def add(self, start: int, end: int, stream: int) -> None:
-        nearest = min(self.parts, key=lambda p: abs(p[0] - start), default=None)
-        if nearest is not None and nearest[2] == stream and abs(nearest[0] - start) < 1 << 36:
-            small = nearest[3]
-        else:
-            small = not any(start <= at < end for at in self.large)
-        self.parts.append((start, end, stream, small))
-
-    def segments(self) -> list[SegmentState]:
-        merged: list[tuple[int, int, int, bool]] = []
-        for a, b, stream, small in sorted(self.parts):
-            if merged and merged[-1][1] == a and merged[-1][2:] == (stream, small):
-                merged[-1] = (merged[-1][0], b, stream, small)
-            else:
-                merged.append((a, b, stream, small))
-        return [
-            SegmentState(address=a, size_bytes=b - a, small=small, stream=stream, expandable=True)
-            for a, b, stream, small in merged
-        ]

@@ -9,6 +9,7 @@ from typing import Final
 from simulator.allocator.blocks import Block, SegmentState
 from simulator.allocator.caching import Allocator
 from simulator.allocator.segments import DEFAULT_RANGE_BYTES
+from simulator.allocator.settings import LOWEST_ADDRESS
 
 MAX_RANGE_BYTES: Final = 1 << 38  # farther apart, two addresses are not in one range
 
@@ -73,6 +74,8 @@ def restore(
     for end in last.values():
         _add_unmapped_tail(allocator, end, starts)
     allocator.reset_peaks()
+    if allocator.settings.ties != LOWEST_ADDRESS:
+        allocator.first_serial = Block(0, 0, 0, allocator.small).serial
     return out
 
 
@@ -94,7 +97,7 @@ def repack(allocator: Allocator, segments: Iterable[SegmentState]) -> dict[int, 
 def _link_pages(last: Block, pages: Block) -> None:
     """Link mapped pages behind those before them in the same range, with the unmapped gap between."""
     end = last.address + last.size
-    pages.origin = last.origin
+    pages.origin, pages.segment_serial = last.origin, last.segment_serial
     if pages.address > end:
         gap = _unmapped(last, pages.address - end)
         last.pool.insert_unmapped(gap)
@@ -129,5 +132,6 @@ def _add_unmapped_tail(allocator: Allocator, last: Block, starts: list[int]) -> 
 def _unmapped(last: Block, length: int) -> Block:
     out = Block(last.address + last.size, length, last.stream, last.pool)
     out.expandable, out.mapped, out.origin = True, False, last.origin
+    out.segment_serial = last.segment_serial
     out.prev, last.next = last, out
     return out

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator, OutOfMemory
-from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf, round_up
+from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf, round_up
 from traces.errors import SpecError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -142,6 +142,54 @@ def test_best_fit_and_the_lowest_address_on_ties() -> None:
     # 10.5 MiB fit into 14, 30, 12 (third) and 12 (fifth): 12 is best, and the third lies lower.
     assert a.malloc(10 * MIB + 512 * KIB).address == blocks[2].address
     assert a.malloc(13 * MIB).address == blocks[0].address
+
+
+def test_ties_by_version() -> None:
+    # Two segments of 4 + 16 MiB; the second lies lower. In each 4, in the second another 4, are freed again.
+    def ties(version: str) -> list[str]:
+        places = iter([100 * MIB, 50 * MIB])
+        a = Allocator(as_in(AllocatorSettings(), version), place=lambda *_: next(places))
+        first = [a.malloc(9 * MIB), a.malloc(9 * MIB), a.malloc(2 * MIB)]  # 100, 109, 118
+        second = [a.malloc(9 * MIB), a.malloc(9 * MIB), a.malloc(2 * MIB)]  # 50, 59, 68
+        a.free(second[1])
+        a.free(first[0])
+        a.free(second[0])  # takes in its neighbour: 18 MiB at 50
+        a.free(first[1])  # 18 MiB at 100
+        names = {50 * MIB: "lower", 100 * MIB: "older segment"}
+        one = a.malloc(18 * MIB)
+        two = a.malloc(18 * MIB)
+        return [names[one.address], names[two.address]]
+
+    assert ties("2.11.0+cu130") == ["lower", "older segment"]
+    assert ties("2.13.0") == ["older segment", "lower"]
+    # 2.12 goes by the age of the block that took the other in: 109 (third cut) before 50 (fourth).
+    assert ties("2.12.1") == ["older segment", "lower"]
+
+
+def test_a_split_leaves_the_age_with_the_rest_in_2_12() -> None:
+    def lands(version: str) -> int:
+        a = Allocator(as_in(AllocatorSettings(), version))
+        blocks = [a.malloc(512) for _ in range(4)]  # at 0, 512, 1024, 1536, each cut from the front
+        a.free(blocks[2])
+        a.free(blocks[0])
+        return a.malloc(512).address
+
+    assert lands("2.11") == 0  # the lowest
+    assert lands("2.12") == 0  # cut first
+    assert lands("2.13") == 0  # the lowest of one segment
+
+
+def test_the_rest_of_a_block_is_older_than_what_was_cut_off_in_2_12() -> None:
+    def lands(version: str) -> int:
+        a = Allocator(as_in(AllocatorSettings(), version))
+        head = a.malloc(2 * MIB - 512)  # of the large pool: 20 MiB, of which 18 MiB + 512 are left
+        a.malloc(9 * MIB)
+        a.malloc(9 * MIB - 2 * MIB + 1024)  # leaves 2 MiB - 512, the oldest of all blocks
+        a.free(head)
+        return a.malloc(2 * MIB - 512).address
+
+    assert lands("2.11") == lands("2.13") == 0
+    assert lands("2.12") == (2 * MIB - 512) + 9 * MIB + (7 * MIB + 1024)
 
 
 def test_streams_do_not_share_free_blocks() -> None:

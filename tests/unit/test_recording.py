@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator
 from simulator.allocator.recording import read_recording
-from simulator.allocator.replay import replay
-from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf
+from simulator.allocator.replay import replay, settled
+from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
 from simulator.cli import main
 from traces.errors import TraceError
 
@@ -53,10 +53,11 @@ def test_speed() -> None:
 class Program:
     """A program whose allocator keeps a history, as torch's does, from `record()` on."""
 
-    def __init__(self, conf: str = "", base: int = 0x7F0000000000) -> None:
+    def __init__(self, conf: str = "", torch_version: str = "2.13", base: int = 0x7F0000000000) -> None:
         self.conf = conf
+        self.torch_version = torch_version
         self.next = base
-        self.allocator = Allocator(parse_alloc_conf(conf), None, self.place)
+        self.allocator = Allocator(as_in(parse_alloc_conf(conf), torch_version), None, self.place)
         self.live: list[Block] = []
         self.pending: list[Block] = []
         self.events: list[dict[str, Any]] = []
@@ -76,6 +77,8 @@ class Program:
 
     def note(self, action: str, address: int, size: int, stream: int) -> None:
         self.events.append({"action": action, "addr": address, "size": size, "stream": stream, "frames": []})
+        if self.torch_version != "2.11":
+            self.events[-1]["pool_id"] = (0, 0)
 
     def malloc(self, size: int) -> None:
         block = self.allocator.malloc(size)
@@ -149,13 +152,14 @@ class Program:
                 "garbage_collection_threshold": 0.0,
                 "expandable_segments": a.settings.expandable_segments,
                 "roundup_power2_divisions": {str(1 << k): 0 for k in range(16)},
+                **({"max_cached_size": 1 << 62} if self.torch_version == "2.13" else {}),
             },
         }
 
 
-def random_program(seed: int, conf: str) -> Program:
+def random_program(seed: int, conf: str, torch_version: str) -> Program:
     rng = random.Random(seed)
-    p = Program(conf)
+    p = Program(conf, torch_version)
     for k in range(500):
         if k == 200:
             p.record()
@@ -178,10 +182,14 @@ def write(path: Path, data: object) -> Path:
 
 
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
+@pytest.mark.parametrize("torch_version", ["2.11", "2.12", "2.13"])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_history_that_begins_midway_replays_to_the_byte(seed: int, conf: str, tmp_path: Path) -> None:
-    p = random_program(seed, conf)
-    recording = read_recording(write(tmp_path / "s.pickle", p.snapshot()))
+def test_a_history_that_begins_midway_replays_to_the_byte(
+    seed: int, torch_version: str, conf: str, tmp_path: Path
+) -> None:
+    p = random_program(seed, conf, torch_version)
+    recording = settled(read_recording(write(tmp_path / "s.pickle", p.snapshot())))
+    assert recording.settings.ties == p.allocator.settings.ties
     assert recording.settings.expandable_segments == (conf != "")
     result = replay(recording)
     assert recording.final_reserved_bytes == p.allocator.reserved
