@@ -184,7 +184,7 @@ class _Reserved:
 
     def __init__(self, trace: Trace, kept: Schedule) -> None:
         self.trace = trace
-        self.kept = recorded_reserved(trace, kept)
+        self.kept = recorded_reserved(trace, kept, compiled=True)
         self.known: dict[int, ReservedFigures | None] = {id(kept): self.kept}
 
     def of(self, pick: Pick | None) -> ReservedFigures | None:
@@ -193,7 +193,7 @@ class _Reserved:
             return self.kept
         key = id(pick.schedule)
         if key not in self.known:
-            self.known[key] = recorded_reserved(self.trace, pick.schedule)
+            self.known[key] = recorded_reserved(self.trace, pick.schedule, compiled=True)
         return self.known[key]
 
 

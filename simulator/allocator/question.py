@@ -111,7 +111,14 @@ def reserve(trace: Trace, graph: Graph, schedule: Schedule, question: Question) 
     )
 
 
-def recorded_reserved(trace: Trace, schedule: Schedule, graph: Graph | None = None) -> ReservedFigures | None:
-    """What the allocator makes of a schedule under the settings of the trace; None for a CPU's."""
+def recorded_reserved(
+    trace: Trace, schedule: Schedule, graph: Graph | None = None, *, compiled: bool = False
+) -> ReservedFigures | None:
+    """What the allocator makes of a schedule under the settings of the trace; None for a CPU's.
+
+    `compiled` as for `reserved_peak`.
+    """
     question = ask(trace.meta)
-    return None if question is None else reserved_peak(trace, schedule, question.settings, graph=graph)
+    if question is None:
+        return None
+    return reserved_peak(trace, schedule, question.settings, graph=graph, compiled=compiled)

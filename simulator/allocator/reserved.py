@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator, AllocatorFigures
+from simulator.allocator.requests import Requests, requests_of
 from simulator.allocator.settings import AllocatorSettings
 from simulator.graph import Graph, analyse
 from simulator.schedule import Schedule
-from traces.trace import OPTIMIZER, OPTIMIZER_STATE, WORKSPACE, Trace
+from traces.trace import Trace
 
 ITERATIONS = 5  # as many as `execute` measures; the last is the one that counts
 
@@ -65,6 +67,7 @@ def reserved_peak(
     device_memory_bytes: int | None = None,
     total_memory_bytes: int | None = None,
     graph: Graph | None = None,
+    compiled: bool = False,
 ) -> ReservedFigures:
     """Run a schedule several times through one simulated allocator, from the first iteration on.
 
@@ -77,6 +80,8 @@ def reserved_peak(
         iterations: how many to run at most. When one asked for no new memory, the next would be the same, so it ends.
         device_memory_bytes: what the device has for the allocator; None: enough.
         total_memory_bytes: what the device has in all, which torch's own limits are counted from; None: the same.
+        compiled: get the same figures from machine code where the settings are torch's defaults and there is enough
+            memory. Worth it for whoever has loaded the planners' loops anyway.
 
     Raises:
         OutOfMemory: the device has less than this takes.
@@ -90,114 +95,67 @@ def reserved_peak(
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; one at least must run")
     graph = graph or analyse(trace)
-    run = _Run(trace, graph, Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes))
-    events = run.allocator.segment_events
+    requests = requests_of(trace, schedule, graph)
+    if compiled and device_memory_bytes is None and (settings is None or settings == AllocatorSettings()):
+        return _compiled(requests, iterations)
+    allocator = Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes)
+    events = allocator.segment_events
+    for size in requests.residents:
+        allocator.malloc(size)
     figures: list[AllocatorFigures] = []
     steady = False
     while len(figures) < iterations and not steady:
         before = len(events)
-        run.allocator.reset_peaks()
-        for step in range(len(schedule)):
-            run.step(schedule, step)
-        run.begin_optimizer()  # a step without an optimizer op has all its residents by then
+        allocator.reset_peaks()
+        _play(requests, allocator, first=not figures)
         steady = len(figures) > 0 and len(events) == before
-        figures.append(run.allocator.figures())
-    requests = sum(1 for e in events if e.action in ("segment_alloc", "segment_map"))
-    return ReservedFigures(iterations=tuple(figures), segment_requests=requests, steady=steady)
+        figures.append(allocator.figures())
+    asked = sum(1 for e in events if e.action in ("segment_alloc", "segment_map"))
+    return ReservedFigures(iterations=tuple(figures), segment_requests=asked, steady=steady)
 
 
-class _Run:
-    """An allocator, and which block each storage has in it."""
-
-    def __init__(self, trace: Trace, graph: Graph, allocator: Allocator) -> None:
-        self.trace = trace
-        self.graph = graph
-        self.allocator = allocator
-        self.there: dict[int, list[Block]] = {}  # storage -> its blocks, the older first
-        sts = trace.storages
-        residents = [s for s, producer in enumerate(sts.producer) if producer < 0 and sts.nbytes[s]]
-        self.state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE]
-        self.workspaces = {s for s in residents if sts.category[s] == WORKSPACE}
-        self.workspaces.intersection_update(s for reads in trace.ops.reads for s in reads)
-        late = {*self.state, *self.workspaces}
-        for s in residents:
-            if s not in late:
-                allocator.malloc(sts.nbytes[s])
-
-    def begin_optimizer(self) -> None:
-        """Allocate the optimizer's state, unless that was done."""
-        for s in self.state:
-            self.allocator.malloc(self.trace.storages.nbytes[s])
-        self.state = []
-
-    def step(self, schedule: Schedule, step: int) -> None:
-        op, nbytes = schedule.op[step], self.trace.storages.nbytes
-        if self.state and self.trace.ops.phase[op] == OPTIMIZER:
-            self.begin_optimizer()
-        if self.workspaces:
-            for s in self.trace.ops.reads[op]:
-                if s in self.workspaces:
-                    self.workspaces.remove(s)
-                    self.allocator.malloc(nbytes[s])
-        wanted = [s for s in self.graph.creates[op] if nbytes[s]]
-        made: dict[int, Block] = {}
-        # Memory that the op takes over from its input: for an output of the same size, or else freed beforehand.
-        taken = schedule.takes[step]
-        events = list(self.trace.ops.events[op])
-        if taken >= 0 and nbytes[taken]:
-            heir = next((s for s in wanted if nbytes[s] == nbytes[taken]), None)
-            block = self.there[taken].pop(0)
-            if heir is None:
-                self.allocator.free(block)
-            else:
-                made[heir] = block
-                wanted.remove(heir)
-                if positions := _kept(events).get(nbytes[heir]):
-                    del events[positions[0]]
-        made |= self._replay(events, wanted) if events else self._outputs(wanted)
-        for s, block in made.items():
-            if s in schedule.binds[step]:
-                self.there.setdefault(s, []).append(block)
-            else:  # a recompute step also makes outputs that nobody asked for
-                self.allocator.free(block)
-        frees = list(schedule.frees[step])
-        if taken >= 0:
-            frees.remove(taken)
-        for s in frees:
-            if nbytes[s]:
-                self.allocator.free(self.there[s].pop(0))
-
-    def _outputs(self, wanted: Sequence[int]) -> dict[int, Block]:
-        return {s: self.allocator.malloc(self.trace.storages.nbytes[s]) for s in wanted}
-
-    def _replay(self, events: Sequence[int], wanted: Sequence[int]) -> dict[int, Block]:
-        """Allocate and free as measured; returns the outputs among what stays."""
-        nbytes = self.trace.storages.nbytes
-        stays = {k for positions in _kept(events).values() for k in positions}
-        temporary: dict[int, list[Block]] = {}
-        outputs: dict[int, list[Block]] = {}
-        for k, size in enumerate(events):
-            if size > 0:
-                (outputs if k in stays else temporary).setdefault(size, []).append(
-                    self.allocator.malloc(size)
-                )
-            elif temporary.get(-size):
-                self.allocator.free(temporary[-size].pop())
-        made = {s: outputs[nbytes[s]].pop(0) for s in wanted if outputs.get(nbytes[s])}
-        # An output that was obtained in pieces, or in place of memory freed: one block of its size stands for it.
-        for blocks in outputs.values():
-            for block in blocks:
-                self.allocator.free(block)
-        return made | self._outputs([s for s in wanted if s not in made])
+def _play(requests: Requests, allocator: Allocator, *, first: bool) -> None:
+    """One iteration."""
+    once = list(reversed(requests.once)) if first else []
+    held: dict[int, Block] = {}
+    for k, (block, size) in enumerate(zip(requests.blocks, requests.sizes, strict=True)):
+        while once and once[-1][0] == k:
+            allocator.malloc(once.pop()[1])
+        if block >= 0:
+            held[block] = allocator.malloc(size)
+        else:
+            allocator.free(held[~block])
+    while once:
+        allocator.malloc(once.pop()[1])
 
 
-def _kept(events: Sequence[int]) -> dict[int, list[int]]:
-    """Positions of the allocations that stay, by size: for each size as many of the first as are not freed."""
-    positions: dict[int, list[int]] = {}
-    freed: dict[int, int] = {}
-    for k, size in enumerate(events):
-        if size > 0:
-            positions.setdefault(size, []).append(k)
-        elif len(positions.get(-size, ())) > freed.get(-size, 0):
-            freed[-size] = freed.get(-size, 0) + 1
-    return {n: ks[: len(ks) - freed.get(n, 0)] for n, ks in positions.items() if len(ks) > freed.get(n, 0)}
+def _compiled(requests: Requests, iterations: int) -> ReservedFigures:
+    """The same under torch's default settings, in machine code."""
+    from simulator.kernels.best_fit import best_fit
+
+    once = np.array(requests.once, np.int64).reshape(-1, 2)
+    rows = np.zeros((iterations, 8), np.int64)
+    ran, asked, steady = best_fit(
+        np.array(requests.residents, np.int64),
+        np.array(requests.blocks, np.int64),
+        np.array(requests.sizes, np.int64),
+        once,
+        requests.count,
+        rows,
+    )
+    figures = tuple(
+        AllocatorFigures(
+            allocated_bytes=row[0],
+            requested_bytes=row[1],
+            active_bytes=row[0],
+            reserved_bytes=row[2],
+            peak_allocated_bytes=row[3],
+            peak_requested_bytes=row[4],
+            peak_active_bytes=row[3],
+            peak_reserved_bytes=row[5],
+            num_alloc_retries=0,
+            num_ooms=0,
+        )
+        for row in rows[:ran].tolist()
+    )
+    return ReservedFigures(iterations=figures, segment_requests=asked, steady=bool(steady))

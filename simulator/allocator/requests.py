@@ -1,0 +1,154 @@
+"""Turn a Schedule into what it asks of CUDA's caching allocator, in order: the sizes, and what is given back.
+
+Parameters, buffers and the batch come first, by id. Optimizer state comes when the first optimizer step begins, and
+stays; a library's workspace when the first op reads it. An op allocates and frees as its measured events say, or else
+allocates its outputs in order; what the schedule releases after a step is freed when the step has ended. None of this
+depends on where the allocator puts a block, so it is worked out once for all iterations and settings.
+
+Counts and ignores: of the requests, what `simulator.allocator.reserved` counts and ignores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from simulator.graph import Graph
+from simulator.schedule import Schedule
+from traces.trace import OPTIMIZER, OPTIMIZER_STATE, WORKSPACE, Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """What one iteration asks, as columns, and what is asked once."""
+
+    residents: tuple[int, ...]  # bytes of what is there before the first iteration
+    blocks: tuple[
+        int, ...
+    ]  # by request: the block that it is about, by a number of its own; ~number: given back
+    sizes: tuple[int, ...]  # by request: bytes; 0 where a block is given back
+    once: tuple[
+        tuple[int, int], ...
+    ]  # in the first iteration alone: how many requests come before it, and bytes
+    count: int  # of the blocks that one iteration asks for
+
+
+def requests_of(trace: Trace, schedule: Schedule, graph: Graph) -> Requests:
+    """The requests of a schedule."""
+    recording = _Recording(trace, graph)
+    for step in range(len(schedule)):
+        recording.step(schedule, step)
+    recording.begin_optimizer()  # a step without an optimizer op has all its residents by then
+    return Requests(
+        residents=recording.residents,
+        blocks=tuple(recording.blocks),
+        sizes=tuple(recording.sizes),
+        once=tuple(recording.once),
+        count=recording.count,
+    )
+
+
+class _Recording:
+    """The requests so far, and which block each storage has."""
+
+    def __init__(self, trace: Trace, graph: Graph) -> None:
+        self.trace = trace
+        self.graph = graph
+        self.blocks: list[int] = []
+        self.sizes: list[int] = []
+        self.count = 0
+        self.once: list[tuple[int, int]] = []
+        self.there: dict[int, list[int]] = {}  # storage -> its blocks, the older first
+        sts = trace.storages
+        residents = [s for s, producer in enumerate(sts.producer) if producer < 0 and sts.nbytes[s]]
+        self.state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE]
+        self.workspaces = {s for s in residents if sts.category[s] == WORKSPACE}
+        self.workspaces.intersection_update(s for reads in trace.ops.reads for s in reads)
+        late = {*self.state, *self.workspaces}
+        self.residents = tuple(sts.nbytes[s] for s in residents if s not in late)
+
+    def malloc(self, size_bytes: int) -> int:
+        self.blocks.append(self.count)
+        self.sizes.append(size_bytes)
+        self.count += 1
+        return self.count - 1
+
+    def free(self, block: int) -> None:
+        self.blocks.append(~block)
+        self.sizes.append(0)
+
+    def begin_optimizer(self) -> None:
+        """Allocate the optimizer's state, unless that was done."""
+        for s in self.state:
+            self.once.append((len(self.blocks), self.trace.storages.nbytes[s]))
+        self.state = []
+
+    def step(self, schedule: Schedule, step: int) -> None:
+        op, nbytes = schedule.op[step], self.trace.storages.nbytes
+        if self.state and self.trace.ops.phase[op] == OPTIMIZER:
+            self.begin_optimizer()
+        if self.workspaces:
+            for s in self.trace.ops.reads[op]:
+                if s in self.workspaces:
+                    self.workspaces.remove(s)
+                    self.once.append((len(self.blocks), nbytes[s]))
+        wanted = [s for s in self.graph.creates[op] if nbytes[s]]
+        made: dict[int, int] = {}
+        # Memory that the op takes over from its input: for an output of the same size, or else freed beforehand.
+        taken = schedule.takes[step]
+        events = list(self.trace.ops.events[op])
+        if taken >= 0 and nbytes[taken]:
+            heir = next((s for s in wanted if nbytes[s] == nbytes[taken]), None)
+            block = self.there[taken].pop(0)
+            if heir is None:
+                self.free(block)
+            else:
+                made[heir] = block
+                wanted.remove(heir)
+                if positions := _kept(events).get(nbytes[heir]):
+                    del events[positions[0]]
+        made |= self._replay(events, wanted) if events else self._outputs(wanted)
+        for s, block in made.items():
+            if s in schedule.binds[step]:
+                self.there.setdefault(s, []).append(block)
+            else:  # a recompute step also makes outputs that nobody asked for
+                self.free(block)
+        frees = list(schedule.frees[step])
+        if taken >= 0:
+            frees.remove(taken)
+        for s in frees:
+            if nbytes[s]:
+                self.free(self.there[s].pop(0))
+
+    def _outputs(self, wanted: Sequence[int]) -> dict[int, int]:
+        return {s: self.malloc(self.trace.storages.nbytes[s]) for s in wanted}
+
+    def _replay(self, events: Sequence[int], wanted: Sequence[int]) -> dict[int, int]:
+        """Allocate and free as measured; returns the outputs among what stays."""
+        nbytes = self.trace.storages.nbytes
+        stays = {k for positions in _kept(events).values() for k in positions}
+        temporary: dict[int, list[int]] = {}
+        outputs: dict[int, list[int]] = {}
+        for k, size in enumerate(events):
+            if size > 0:
+                (outputs if k in stays else temporary).setdefault(size, []).append(self.malloc(size))
+            elif temporary.get(-size):
+                self.free(temporary[-size].pop())
+        made = {s: outputs[nbytes[s]].pop(0) for s in wanted if outputs.get(nbytes[s])}
+        # An output that was obtained in pieces, or in place of memory freed: one block of its size stands for it.
+        for blocks in outputs.values():
+            for block in blocks:
+                self.free(block)
+        return made | self._outputs([s for s in wanted if s not in made])
+
+
+def _kept(events: Sequence[int]) -> dict[int, list[int]]:
+    """Positions of the allocations that stay, by size: for each size as many of the first as are not freed."""
+    positions: dict[int, list[int]] = {}
+    freed: dict[int, int] = {}
+    for k, size in enumerate(events):
+        if size > 0:
+            positions.setdefault(size, []).append(k)
+        elif len(positions.get(-size, ())) > freed.get(-size, 0):
+            freed[-size] = freed.get(-size, 0) + 1
+    return {n: ks[: len(ks) - freed.get(n, 0)] for n, ks in positions.items() if len(ks) > freed.get(n, 0)}

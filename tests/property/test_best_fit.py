@@ -1,0 +1,119 @@
+"""The compiled allocator reserves what the simulated one does, on random requests and on random steps."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.allocator.caching import Allocator, AllocatorFigures
+from simulator.allocator.requests import Requests, requests_of
+from simulator.allocator.reserved import ReservedFigures, _compiled, reserved_peak
+from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf
+from simulator.graph import analyse
+from simulator.schedule import build
+from tests.strategies import traces_with_actions
+from tests.tiny import bwd, fwd, trace
+from traces.plan import Action
+from traces.trace import Trace
+
+MIB = 1 << 20
+# Around every border: of rounding, of the small pool, of the segments of 2 MiB, 20 MiB and their own size.
+SIZES = st.sampled_from(
+    [
+        1,
+        511,
+        512,
+        513,
+        4096,
+        MIB - 1,
+        MIB,
+        MIB + 1,
+        2 * MIB,
+        3 * MIB + 7,
+        10 * MIB - 1,
+        10 * MIB,
+        11 * MIB + 1,
+    ]
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Requests:
+    blocks: list[int] = []
+    sizes: list[int] = []
+    there: list[int] = []
+    count = 0
+    for _ in range(draw(st.integers(0, 40))):
+        if there and draw(st.booleans()):
+            blocks.append(~there.pop(draw(st.integers(0, len(there) - 1))))
+            sizes.append(0)
+        else:
+            there.append(count)
+            blocks.append(count)
+            sizes.append(draw(SIZES))
+            count += 1
+    if draw(st.integers(0, 3)):  # else some are never given back
+        blocks += [~b for b in there]
+        sizes += [0] * len(there)
+    places = sorted(draw(st.lists(st.integers(0, len(blocks)), max_size=3)))
+    return Requests(
+        residents=tuple(draw(st.lists(SIZES, max_size=4))),
+        blocks=tuple(blocks),
+        sizes=tuple(sizes),
+        once=tuple((k, draw(SIZES)) for k in places),
+        count=count,
+    )
+
+
+def simulated(of: Requests, iterations: int) -> ReservedFigures:
+    """By the allocator itself, request by request."""
+    allocator = Allocator()
+    for size in of.residents:
+        allocator.malloc(size)
+    figures: list[AllocatorFigures] = []
+    steady = False
+    while len(figures) < iterations and not steady:
+        before = len(allocator.segment_events)
+        allocator.reset_peaks()
+        held = {}
+        for k in range(len(of.blocks) + 1):
+            for at, size in of.once:
+                if at == k and not figures:
+                    allocator.malloc(size)
+            if k < len(of.blocks):
+                if of.blocks[k] >= 0:
+                    held[of.blocks[k]] = allocator.malloc(of.sizes[k])
+                else:
+                    allocator.free(held[~of.blocks[k]])
+        steady = len(figures) > 0 and len(allocator.segment_events) == before
+        figures.append(allocator.figures())
+    return ReservedFigures(
+        iterations=tuple(figures), segment_requests=len(allocator.segment_events), steady=steady
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(of=requests(), iterations=st.integers(1, 4))
+def test_the_compiled_allocator_is_the_simulated_one(of: Requests, iterations: int) -> None:
+    assert _compiled(of, iterations) == simulated(of, iterations)
+
+
+@settings(max_examples=150, deadline=None)
+@given(drawn=traces_with_actions())
+def test_both_ways_say_the_same_of_a_step(drawn: tuple[Trace, tuple[Action, ...]]) -> None:
+    of, actions = drawn
+    schedule = build(of, actions)
+    expected = simulated(requests_of(of, schedule, analyse(of)), 5)
+    assert reserved_peak(of, schedule) == expected
+    assert reserved_peak(of, schedule, compiled=True) == expected
+
+
+def test_settings_that_the_compiled_one_does_not_know_are_simulated() -> None:
+    """A value of 30 MiB gets a segment of its own size by default, and two pages of 20 MiB where segments grow."""
+    of = trace([fwd({"x": 30 * MIB}, "w"), bwd({"g": 4}, "x")], {"w": 4})
+    schedule = build(of)
+    default = reserved_peak(of, schedule, AllocatorSettings(), compiled=True)
+    grown = reserved_peak(of, schedule, parse_alloc_conf("expandable_segments:True"), compiled=True)
+    assert default.peak_reserved_bytes == 32 * MIB  # 2 for the small ones
+    assert grown == reserved_peak(of, schedule, parse_alloc_conf("expandable_segments:True"))
+    assert grown.peak_reserved_bytes == 42 * MIB
