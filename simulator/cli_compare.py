@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from simulator.cli_device import Asked, device_options
 from simulator.cli_options import planning_options
 from traces.errors import BudgetError, SpecError
 
 if TYPE_CHECKING:
+    from simulator.allocator.asking import Asking
     from simulator.contest import Contest, Entrant
     from simulator.pareto import Front, Point
     from simulator.planners.limits import Limits
@@ -26,6 +28,7 @@ MESSAGE_WIDTH = 110  # of a reason in the table; the JSON has it whole
 @click.option("--budget", required=True, help="Bytes, a size such as 8GiB, or a share of the keep-all peak.")
 @click.option("--planners", help="Which, with commas (default: all; see `simulate planners`).")
 @planning_options
+@device_options
 @click.option(
     "--with-torch-budget", is_flag=True, help="Also torch's activation_memory_budget (runs `trace`)."
 )
@@ -42,6 +45,7 @@ def compare_command(
     budget: str,
     planners: str | None,
     limits: Limits,
+    asked: Asked,
     with_torch_budget: bool,
     saved: Path | None,
     report: Path | None,
@@ -60,10 +64,11 @@ def compare_command(
     from traces.store import load
 
     check_budget(budget)
+    asked.check()
     names = chosen_planners(planners)
     trace = load(trace_name)
     budget_bytes = parse_budget(budget, run(trace, build(trace)).peak_allocated_bytes)
-    contest = open_contest(trace, trace_name, budget_bytes, limits)
+    contest = open_contest(trace, trace_name, budget_bytes, limits, _asking(trace, asked))
     contest = enter(contest, names, limits, _progress(quiet))
     if with_torch_budget or saved is not None:
         from simulator.planners.torch_budget import BUDGETS, ask_torch
@@ -92,6 +97,7 @@ def compare_command(
 )
 @click.option("--planner", help="Which planner makes the plans (default: the default planner).")
 @planning_options
+@device_options
 @click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
@@ -100,6 +106,7 @@ def pareto_command(
     points: int,
     planner: str | None,
     limits: Limits,
+    asked: Asked,
     report: Path | None,
     as_json: bool,
     quiet: bool,
@@ -116,7 +123,9 @@ def pareto_command(
     name = planner or ("whole-modules" if limits.constraints.whole_modules else DEFAULT)
     if name not in REGISTRY:
         raise SpecError(f"--planner {name!r}: there is no such planner; there are {', '.join(REGISTRY)}.")
-    done = front(load(trace_name), trace_name, name, points, limits, _progress(quiet))
+    asked.check()
+    trace = load(trace_name)
+    done = front(trace, trace_name, name, points, limits, _progress(quiet), _asking(trace, asked))
     if report is not None:
         from simulator.report.fronts import write_front
 
@@ -184,6 +193,8 @@ def _note(e: Entrant, budget_bytes: int) -> str:
     from traces.people import show_bytes
 
     words = e.message
+    if e.fits is False:
+        words = f"does not fit the device{'; ' + words if words else ''}"
     if e.peak_allocated_bytes is not None and e.peak_allocated_bytes > budget_bytes:
         words = f"over the budget{'; ' + words if words else ''}"
     elif e.lowest_peak_bytes is not None:
@@ -196,26 +207,25 @@ def front_table(front: Front) -> str:
     from traces.people import show_bytes, show_percent, show_time
 
     most = front.points[-1].budget_bytes
-    lines: list[tuple[str, ...]] = [
-        ("budget", "share", "peak", "overhead", "bound", "gap, points", "one GiB less costs")
-    ]
+    titles = ("budget", "share", "peak", "overhead", "bound", "gap, points", "one GiB less costs")
+    lines: list[tuple[str, ...]] = [titles if front.device is None else (*titles, front.device.name)]
     for p in reversed(front.points):
         share = f"{100 * p.budget_bytes / most:.1f} %" if most else "–"
         gap = "–" if p.gap_points is None else f"{p.gap_points:.2f}"
         overhead = show_percent(p.overhead_percent, signed=True) if p.feasible else "no plan"
         bound = "infeasible" if p.bound_overhead_percent is None else show_percent(p.bound_overhead_percent)
         price = _price(p, front)
-        lines.append(
-            (
-                show_bytes(p.budget_bytes),
-                share,
-                show_bytes(p.peak_allocated_bytes),
-                overhead,
-                bound,
-                gap,
-                price,
-            )
+        row = (
+            show_bytes(p.budget_bytes),
+            share,
+            show_bytes(p.peak_allocated_bytes),
+            overhead,
+            bound,
+            gap,
+            price,
         )
+        fits = "–" if p.fits is None else "fits" if p.fits else "too large"
+        lines.append((*row, fits) if front.device is not None else row)
     head = (
         f"{front.trace_name}: {front.planner}, {len(front.points)} budgets in {front.solve_seconds:.2f} s; step "
         f"{show_time(front.kept.step_time_ns)} with everything kept; no plan can go below "
@@ -244,6 +254,13 @@ def _aligned(lines: list[tuple[str, ...]], left: frozenset[int] = frozenset()) -
         ).rstrip()
         for line in lines
     ]
+
+
+def _asking(trace: Trace, asked: Asked) -> Asking:
+    """The question about allocator and device, for plan after plan."""
+    from simulator.allocator.asking import Asking
+
+    return Asking(trace, asked.alloc_conf, asked.device(trace.meta))
 
 
 def _warned(text: str, trace: Trace) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from simulator.allocator.question import recorded_reserved
+from simulator.allocator.asking import Asking
 from simulator.bounds.bound import Bound, lower_bound
 from simulator.caveats import warnings_of
-from simulator.engine import run
+from simulator.engine import keep_all, run
 from simulator.graph import analyse
 from simulator.planners import find, plan_with
 from simulator.planners.limits import Limits
@@ -37,6 +37,7 @@ class Entrant:
         None  # the overhead less the certified bound's; only for a plan within the budget
     )
     recomputed_ops: int | None = None
+    fits: bool | None = None  # into the device that was named
     lowest_peak_bytes: int | None = None  # of a refusal: the lowest peak that the planner reached
     message: str = ""  # why there is no plan, or what is wrong with it
     peer: bool = False  # another system's plan, imported
@@ -51,6 +52,7 @@ class Contest:
     budget_bytes: int
     kept: Timeline
     bound: Bound
+    asking: Asking
     entrants: tuple[Entrant, ...] = ()
 
     def with_entrants(self, entrants: Iterable[Entrant]) -> Contest:
@@ -67,7 +69,8 @@ class Contest:
         """
         schedule = build(self.trace, plan.actions)
         timeline = run(self.trace, schedule)
-        run_figures = figures(timeline, recorded_reserved(self.trace, schedule))
+        verdict = self.asking.of(schedule, timeline)
+        run_figures = figures(timeline, verdict.reserved)
         base_ns = self.kept.step_time_ns
         added_ns = timeline.step_time_ns - base_ns
         feasible = timeline.peak_allocated_bytes <= self.budget_bytes
@@ -82,22 +85,26 @@ class Contest:
             overhead_percent=round(percent(added_ns, base_ns), 4),
             gap_points=round(gap, 4) if feasible and self.bound.feasible else None,
             recomputed_ops=timeline.recomputed_ops,
+            fits=verdict.fits,
             message=message,
             peer=peer,
         )
 
     def to_json(self) -> dict[str, Any]:
         """What `simulate compare --json` prints."""
-        meta, bound = self.trace.meta, self.bound
+        meta, bound, device = self.trace.meta, self.bound, self.asking.device
+        kept = self.asking.of(keep_all(self.trace).schedule, self.kept)
         return {
             "trace": self.trace_name,
             "model": meta.model,
             "batch_size": meta.batch_size,
             "target": meta.target,
             "fingerprint": meta.fingerprint,
+            "alloc_conf": self.asking.alloc_conf,
+            "device": None if device is None else device.to_json(),
             "budget_bytes": self.budget_bytes,
             "feasible": any(e.feasible for e in self.entrants),
-            "baseline": figures(self.kept, recorded_reserved(self.trace, build(self.trace))).headline(),
+            "baseline": figures(self.kept, kept.reserved).headline(),
             "bound": {
                 "overhead_percent": bound.overhead_percent if bound.feasible else None,
                 "added_time_ns": bound.added_time_ns if bound.feasible else None,
@@ -109,14 +116,17 @@ class Contest:
         }
 
 
-def open_contest(trace: Trace, trace_name: str, budget_bytes: int, limits: Limits) -> Contest:
+def open_contest(
+    trace: Trace, trace_name: str, budget_bytes: int, limits: Limits, asking: Asking | None = None
+) -> Contest:
     """A contest without entrants; the bound is that of the constrained problem."""
     graph = analyse(trace, limits.constraints)
     return Contest(
         trace=trace,
         trace_name=trace_name,
         budget_bytes=budget_bytes,
-        kept=run(trace, build(trace)),
+        kept=keep_all(trace).timeline,
+        asking=asking or Asking(trace),
         bound=lower_bound(trace, budget_bytes, graph),
     )
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from simulator.allocator.question import recorded_reserved
-from simulator.allocator.reserved import ReservedFigures
+from simulator.allocator.asking import Asking
+from simulator.allocator.device import DeviceMemory
 from simulator.bounds.bound import Bound, bound_curve, bounder_of
 from simulator.caveats import warnings_of
 from simulator.engine import keep_all
@@ -40,6 +40,7 @@ class Point:
     step_time_ns: int | None = None
     overhead_percent: float | None = None
     recomputed_ops: int | None = None
+    fits: bool | None = None  # into the device that was named
     made_for_bytes: int | None = None  # the budget that the plan was made for: this one or a smaller
     bound_overhead_percent: float | None = None  # certified; None: no plan can fit
     gap_points: float | None = None
@@ -63,6 +64,8 @@ class Front:
     points: tuple[Point, ...]
     solve_seconds: float
     plans: tuple[Plan | None, ...]  # by point
+    alloc_conf: str | None = None  # None: a CPU's trace
+    device: DeviceMemory | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What `simulate pareto --json` prints."""
@@ -74,6 +77,8 @@ class Front:
             "batch_size": meta.batch_size,
             "target": meta.target,
             "fingerprint": meta.fingerprint,
+            "alloc_conf": self.alloc_conf,
+            "device": None if self.device is None else self.device.to_json(),
             "planner": self.planner,
             "solve_seconds": round(self.solve_seconds, 3),
             "baseline": self.baseline.headline(),
@@ -91,6 +96,7 @@ def front(
     points: int,
     limits: Limits,
     progress: Callable[[str], None] = lambda line: None,
+    asking: Asking | None = None,
 ) -> Front:
     """The front with so many budgets, evenly from the floor to the keep-all peak.
 
@@ -100,6 +106,7 @@ def front(
         points: number of budgets, at least 2.
         limits: `seconds` is for the whole front: each plan has an equal share of what is left of it.
         progress: told one line about each plan.
+        asking: about which allocator settings and device; None: the trace's own settings, and no device.
 
     Raises:
         SpecError: the planner cannot plan this trace at all.
@@ -131,9 +138,17 @@ def front(
     messages.reverse()
     bounds = bound_curve(trace, budgets, graph).bounds
     chosen = cheapest(budgets, plans)
-    reserved = _Reserved(trace, kept.schedule)
+    asking = asking or Asking(trace)
     rows = [
-        _point(kept.timeline, budget, pick, reserved.of(pick), bound, spent, message)
+        _point(
+            kept.timeline,
+            budget,
+            pick,
+            asking,
+            bound,
+            spent,
+            message,
+        )
         for budget, pick, bound, spent, message in zip(
             budgets, chosen, bounds, seconds, messages, strict=True
         )
@@ -143,11 +158,13 @@ def front(
         trace_name=trace_name,
         planner=planner,
         kept=kept.timeline,
-        baseline=figures(kept.timeline, reserved.kept),
+        baseline=figures(kept.timeline, asking.of(kept.schedule, kept.timeline).reserved),
         floor_bytes=least,
         points=_priced(rows),
         solve_seconds=time.perf_counter() - start,
         plans=tuple(None if pick is None else pick.plan for pick in chosen),
+        alloc_conf=asking.alloc_conf,
+        device=asking.device,
     )
 
 
@@ -179,29 +196,11 @@ def cheapest(budgets: Sequence[int], plans: Sequence[Pick | None]) -> tuple[Pick
     )
 
 
-class _Reserved:
-    """What the allocator makes of the step with everything kept, and of each plan: worked out once."""
-
-    def __init__(self, trace: Trace, kept: Schedule) -> None:
-        self.trace = trace
-        self.kept = recorded_reserved(trace, kept, compiled=True)
-        self.known: dict[int, ReservedFigures | None] = {id(kept): self.kept}
-
-    def of(self, pick: Pick | None) -> ReservedFigures | None:
-        """Of a plan; one that several points share is asked about once."""
-        if pick is None or not pick.plan.actions:
-            return self.kept
-        key = id(pick.schedule)
-        if key not in self.known:
-            self.known[key] = recorded_reserved(self.trace, pick.schedule, compiled=True)
-        return self.known[key]
-
-
 def _point(
     kept: Timeline,
     budget_bytes: int,
     pick: Pick | None,
-    reserved: ReservedFigures | None,
+    asking: Asking,
     bound: Bound,
     solve_seconds: float,
     message: str,
@@ -219,7 +218,8 @@ def _point(
         )
     base_ns = kept.step_time_ns
     added_ns = pick.timeline.step_time_ns - base_ns
-    run_figures = figures(pick.timeline, reserved)
+    verdict = asking.of(pick.schedule, pick.timeline)
+    run_figures = figures(pick.timeline, verdict.reserved)
     return Point(
         budget_bytes=budget_bytes,
         feasible=True,
@@ -228,6 +228,7 @@ def _point(
         step_time_ns=run_figures.step_time_ns,
         overhead_percent=round(percent(added_ns, base_ns), 4),
         recomputed_ops=pick.timeline.recomputed_ops,
+        fits=verdict.fits,
         made_for_bytes=pick.made_for_bytes,
         bound_overhead_percent=least,
         gap_points=round(percent(added_ns - bound.added_time_ns, base_ns), 4) if bound.feasible else None,

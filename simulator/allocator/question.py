@@ -109,16 +109,3 @@ def reserve(trace: Trace, graph: Graph, schedule: Schedule, question: Question) 
         fits=not out_of_memory,
         out_of_memory=out_of_memory,
     )
-
-
-def recorded_reserved(
-    trace: Trace, schedule: Schedule, graph: Graph | None = None, *, compiled: bool = False
-) -> ReservedFigures | None:
-    """What the allocator makes of a schedule under the settings of the trace; None for a CPU's.
-
-    `compiled` as for `reserved_peak`.
-    """
-    question = ask(trace.meta)
-    if question is None:
-        return None
-    return reserved_peak(trace, schedule, question.settings, graph=graph, compiled=compiled)

@@ -11,6 +11,10 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner, Result
 
+from simulator.allocator.asking import Asking
+from simulator.allocator.device import DeviceMemory
+from simulator.allocator.reserved import reserved_peak
+from simulator.allocator.settings import parse_alloc_conf
 from simulator.bounds.bound import lower_bound
 from simulator.cli import main
 from simulator.contest import Entrant, enter, open_contest
@@ -183,6 +187,57 @@ def test_pareto_prints_a_table_and_one_object(directory: Path) -> None:
     assert data["smallest_peak_bytes"] >= data["floor_bytes"]
     whole = simulate("pareto", directory, "--points", 3, "--whole-modules", "--json", "-q")
     assert json.loads(whole.stdout)["planner"] == "whole-modules"
+
+
+def test_every_plan_of_a_cpus_trace_is_told_to_fit_or_not(directory: Path, small: Trace) -> None:
+    limit = peak(small) * 9 // 10
+    words = ("--device-memory", limit, "-q")
+    data = json.loads(
+        simulate("pareto", directory, "--points", 5, "--planner", "mu-two", "--json", *words).stdout
+    )
+    assert data["device"]["usable_bytes"] == limit
+    assert data["alloc_conf"] is None
+    made = [p for p in data["points"] if p["feasible"]]
+    assert [p["fits"] for p in made] == [p["peak_allocated_bytes"] <= limit for p in made]
+    assert {p["fits"] for p in made} == {True, False}
+    table = simulate("pareto", directory, "--points", 5, "--planner", "mu-two", *words).stdout
+    assert "too large" in table.splitlines()[2]
+    done = simulate("compare", directory, "--budget", "95%", "--planners", "mu-two,min-cut", "--json", *words)
+    rows = json.loads(done.stdout)["planners"]
+    assert [r["fits"] for r in rows] == [r["peak_allocated_bytes"] <= limit for r in rows]
+    assert False in [r["fits"] for r in rows]
+    table = simulate("compare", directory, "--budget", "95%", "--planners", "mu-two", *words).stdout
+    assert "does not fit the device" in table
+    for command in (("pareto",), ("compare", "--budget", "90%")):
+        done = simulate(command[0], directory, *command[1:], "--alloc-conf", "expandable_segments:True")
+        assert done.exit_code == 2
+        assert "no caching allocator" in done.output
+
+
+def test_reserved_memory_is_that_of_the_settings_asked_about(small: Trace) -> None:
+    of = replace(small, meta=replace(small.meta, device="cuda", target="h200"))
+    conf = "expandable_segments:True"
+    usable = peak(of) * 95 // 100
+    device = DeviceMemory(name="tiny", kind="cuda", memory_bytes=usable)
+    settings = parse_alloc_conf(conf)
+    plain = front(of, "t", "mu-two", 3, QUICK)
+    asked = front(of, "t", "mu-two", 3, QUICK, asking=Asking(of, conf, device))
+    contest = enter(
+        open_contest(of, "t", peak(of), QUICK, Asking(of, conf, device)), ["mu-two"], QUICK, lambda line: None
+    )
+    assert (asked.alloc_conf, plain.alloc_conf) == (conf, "")
+    for point, other, plan in zip(asked.points, plain.points, asked.plans, strict=True):
+        if plan is not None:
+            schedule = build(of, plan.actions)
+            grown = reserved_peak(of, schedule, settings)
+            assert point.fits == (grown.highest_reserved_bytes <= usable)
+            if point.fits:
+                assert point.peak_reserved_bytes == grown.peak_reserved_bytes
+            assert other.peak_reserved_bytes == reserved_peak(of, schedule).peak_reserved_bytes
+            assert other.fits is None
+    assert {p.fits for p in asked.points if p.feasible} == {True, False}
+    kept, row = asked.points[-1], contest.entrants[0]
+    assert (row.fits, row.peak_reserved_bytes) == (kept.fits, kept.peak_reserved_bytes)
 
 
 def test_the_pages_hold_the_figures_and_a_picture(directory: Path, tmp_path: Path) -> None:
