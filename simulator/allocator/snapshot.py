@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from simulator.allocator.blocks import BlockState, SegmentState
 from simulator.allocator.pages import Pages, is_small_map, learn_from
@@ -40,6 +40,8 @@ from simulator.allocator.settings import (
     round_up,
 )
 from traces.errors import LowtideError, TraceError
+
+DEFAULT_POOL: Final = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +76,21 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
     notes: list[str] = []
     settings = _settings(data.get("allocator_settings"), source, notes)
     settings = replace(settings, ties=_ties(traces[device], data.get("allocator_settings")))
-    final = _final_segments(data["segments"], device, source, notes)
-    events = _events(traces[device], source)
+    lanes = _Lanes(data["segments"])
+    final = _final_segments(data["segments"], device, lanes, source)
+    if lanes.private:
+        notes.append(
+            f"{lanes.private} private pools (of CUDA graphs, or a MemPool) are simulated as pools of their own, but "
+            "not what decides when their memory may go back"
+            + (
+                "; torch before 2.12 does not say whose an event is"
+                if settings.ties == LOWEST_ADDRESS
+                else ""
+            )
+        )
+    pending = {b.address for s in final for b in s.blocks if b.pending}
+    events = _events(traces[device], lanes, pending, source)
+    _check_order(events, source)
     start = _rewind(final, events, settings, source)
     if guessed := _guessed(start):
         notes.append(
@@ -139,15 +154,13 @@ def _ties(rows: list[Any], settings: Any) -> str:
     return OLDER_SEGMENT if isinstance(settings, dict) and "max_cached_size" in settings else OLDER_BLOCK
 
 
-def _final_segments(rows: list[Any], device: int, source: str, notes: list[str]) -> tuple[SegmentState, ...]:
+def _final_segments(rows: list[Any], device: int, lanes: _Lanes, source: str) -> tuple[SegmentState, ...]:
     segments: list[SegmentState] = []
-    private = 0
     for row in rows:
         if not isinstance(row, dict) or not isinstance(row.get("blocks"), list):
             raise TraceError(f"{source}: a segment is {row!r:.80}; the file is damaged or foreign.")
         if row.get("device", 0) != device:
             continue
-        private += row.get("segment_pool_id", (0, 0)) not in ((0, 0), [0, 0], None)
         address = whole_number(row.get("address"), "a segment's address", source)
         here = address
         blocks = []
@@ -174,21 +187,18 @@ def _final_segments(rows: list[Any], device: int, source: str, notes: list[str])
                 address=address,
                 size_bytes=whole_number(row.get("total_size"), "a segment's size", source),
                 small=row.get("segment_type") == "small",
-                stream=whole_number(row.get("stream", 0), "a segment's stream", source),
+                stream=lanes.of(
+                    row.get("segment_pool_id"), row.get("stream", 0), "a segment's stream", source
+                ),
                 expandable=row.get("is_expandable") is True,
                 blocks=tuple(blocks),
             )
-        )
-    if private:
-        notes.append(
-            f"{private} segments belong to CUDA graphs or other private pools, which are simulated as one pool with "
-            "all others"
         )
     held = [b for s in segments for b in s.blocks]
     return place_blocks([replace(s, blocks=()) for s in segments], held, source)
 
 
-def _events(rows: list[Any], source: str) -> Events:
+def _events(rows: list[Any], lanes: _Lanes, pending: set[int], source: str) -> Events:
     action, address, sizes, streams = [], [], [], []
     for row in rows:
         if not isinstance(row, dict):
@@ -198,24 +208,85 @@ def _events(rows: list[Any], source: str) -> Events:
         action.append(str(row["action"]))
         address.append(whole_number(row.get("addr", row.get("device_free", 0)), "an event's address", source))
         sizes.append(whole_number(row.get("size"), "an event's size", source))
-        streams.append(whole_number(row.get("stream", 0), "an event's stream", source))
+        pool = row["pool_id"] if "pool_id" in row else lanes.pool_at(address[-1])
+        streams.append(lanes.of(pool, row.get("stream", 0), "an event's stream", source))
     if not action:
         raise TraceError(
             f"{source}: none of the {len(rows)} events is an allocation or a free; record again."
         )
+    # Either half of a free can be left out of a history. Then the two are taken to be at once, but for what still waits
+    # for its second half in the end.
+    whole: tuple[str, ...] = ()
+    waits: set[int] = set()
     if FREE_COMPLETED not in action and FREE_REQUESTED in action:
-        # Such events can be left out of the history: then every free is taken to complete at once.
-        pairs = [(FREE_COMPLETED, k) for k, a in enumerate(action) if a == FREE_REQUESTED]
-        order = sorted([(k, 0, a) for k, a in enumerate(action)] + [(k, 1, a) for a, k in pairs])
-        return Events(
-            action=tuple(a for _, _, a in order),
-            address=tuple(address[k] for k, _, _ in order),
-            size_bytes=tuple(sizes[k] for k, _, _ in order),
-            stream=tuple(streams[k] for k, _, _ in order),
-        )
+        last = {at: k for k, at in enumerate(address)}
+        whole = (FREE_REQUESTED, FREE_COMPLETED)
+        waits = {k for at, k in last.items() if at in pending and action[k] == FREE_REQUESTED}
+    elif FREE_REQUESTED not in action and FREE_COMPLETED in action:
+        whole = (FREE_REQUESTED, FREE_COMPLETED)
+    steps = [
+        (k, half)
+        for k in range(len(action))
+        for half in (whole if action[k] in whole and k not in waits else (action[k],))
+    ]
     return Events(
-        action=tuple(action), address=tuple(address), size_bytes=tuple(sizes), stream=tuple(streams)
+        action=tuple(half for _, half in steps),
+        address=tuple(address[k] for k, _ in steps),
+        size_bytes=tuple(sizes[k] for k, _ in steps),
+        stream=tuple(streams[k] for k, _ in steps),
     )
+
+
+class _Lanes:
+    """One number for each stream of each pool: like streams, pools do not share free blocks."""
+
+    def __init__(self, segments: list[Any]) -> None:
+        self.numbers: dict[tuple[tuple[int, int], int], int] = {}
+        # Before torch 2.12 events do not name their pool; what lies in a private segment is of its pool.
+        self.ranges = [
+            (s["address"], s["address"] + s["total_size"], pool)
+            for s in segments
+            if isinstance(s, Mapping)
+            and isinstance(s.get("address"), int)
+            and isinstance(s.get("total_size"), int)
+            and (pool := _pool(s.get("segment_pool_id"))) != DEFAULT_POOL
+        ]
+
+    @property
+    def private(self) -> int:
+        return len({pool for pool, _ in self.numbers})
+
+    def pool_at(self, address: int) -> tuple[int, int]:
+        return next((pool for a, b, pool in self.ranges if a <= address < b), DEFAULT_POOL)
+
+    def of(self, pool: Any, stream: Any, what: str, source: str) -> int:
+        """The stream itself in the default pool, and negative numbers for all others."""
+        number = whole_number(stream, what, source)
+        key = (_pool(pool), number)
+        if key[0] == DEFAULT_POOL:
+            return number
+        return self.numbers.setdefault(key, -1 - len(self.numbers))
+
+
+def _pool(value: Any) -> tuple[int, int]:
+    if isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(v, int) for v in value):
+        return value[0], value[1]
+    return DEFAULT_POOL
+
+
+def _check_order(events: Events, source: str) -> None:
+    """Every block must be freed before it is allocated again, and the other way round."""
+    last: dict[int, str] = {}
+    follows = {ALLOC: (FREE_COMPLETED,), FREE_REQUESTED: (ALLOC,), FREE_COMPLETED: (FREE_REQUESTED, ALLOC)}
+    for action, at in zip(events.action, events.address, strict=True):
+        if action not in follows:
+            continue
+        if at in last and last[at] not in follows[action]:
+            raise TraceError(
+                f"{source}: the block at {at} has the events {last[at]} and {action} with nothing between; events are "
+                "missing. Record without skip_actions."
+            )
+        last[at] = action
 
 
 def _rewind(

@@ -1,0 +1,273 @@
+"""The simulated allocator beside torch's own: programs that torch 2.11, 2.12 and 2.13 ran, with what they recorded.
+
+`tests/standin` made the files in `tests/data/allocator/torch-*.pickle.gz`: the allocator's own code served random
+programs on a stand-in for the CUDA driver, which hands out addresses and no memory. No GPU was involved. Each program
+has its settings, the device's memory, its operations with where torch put each block, torch's statistics after each,
+and the snapshot that torch took in the end, of a history that begins with the program or in the middle.
+"""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import random
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from simulator.allocator.blocks import Block
+from simulator.allocator.caching import Allocator, OutOfMemory
+from simulator.allocator.pickles import load_plain
+from simulator.allocator.recording import read_recording
+from simulator.allocator.replay import replay, understood
+from simulator.allocator.settings import as_in, parse_alloc_conf
+from simulator.allocator.snapshot import recording_from_snapshot
+from simulator.cli import main
+from traces.errors import TraceError
+
+MIB = 1 << 20
+DATA = Path(__file__).parents[1] / "data" / "allocator"
+VERSIONS = ("2.11.0", "2.12.1", "2.13.0")
+TOTAL_BYTES = 80 << 30  # what the stand-in says that the device has; how much it gives differs
+RANGES_FROM, SEGMENTS_FROM = 0x300000000000, 0x7F0000000000
+
+
+def programs(version: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = load_plain(DATA / f"torch-{version}.pickle.gz")
+    return found
+
+
+class Driver:
+    """Hands out the lowest free addresses, in steps of 2 MiB, as the stand-in does."""
+
+    def __init__(self) -> None:
+        self.allocator: Allocator | None = None
+        self.taken: list[tuple[int, int]] = []
+        self.seen = 0
+
+    def place(self, size: int, stream: int, expandable: bool) -> int:
+        a = self.allocator
+        assert a is not None
+        gone = {e.address for e in a.segment_events[self.seen :] if e.action == "segment_free"}
+        self.seen = len(a.segment_events)
+        ranges = {b.origin for p in (a.small, a.large) for row in p.unmapped.values() for _, b in row}
+        self.taken = [t for t in self.taken if t[0] not in gone and (t[0] >= SEGMENTS_FROM or t[0] in ranges)]
+        at = RANGES_FROM if expandable else SEGMENTS_FROM
+        room = -(-size // (2 * MIB)) * 2 * MIB
+        for start, length in sorted(self.taken):
+            if start + length > at:
+                if start >= at + room:
+                    break
+                at = start + length
+        self.taken.append((at, room))
+        return at
+
+
+def first_difference(program: dict[str, Any], version: str) -> str | None:
+    """Run a program on the simulated allocator; where it first differs from torch, in address or statistics."""
+    settings = as_in(parse_alloc_conf(program["conf"]), version)
+    if program["limit"] is not None:
+        settings = replace(settings, memory_fraction=0.5)
+    driver = Driver()
+    a = driver.allocator = Allocator(settings, program["memory"], driver.place, TOTAL_BYTES)
+    if program["limit"] is not None:
+        a.limit_bytes = program["limit"]
+    live: dict[int, Block] = {}
+    for k, (op, figures) in enumerate(zip(program["ops"], program["figures"], strict=True)):
+        match op:
+            case ("alloc", number, size, stream, address):
+                live[number] = a.malloc(size, stream)
+                if live[number].address != address:
+                    return f"operation {k}: {op} landed at {live[number].address}"
+            case ("oom", size, stream):
+                with pytest.raises(OutOfMemory):
+                    a.malloc(size, stream)
+            case ("free", number):
+                a.free(live.pop(number))
+            case ("record", number, stream):
+                a.record_stream(live[number], stream)
+            case ("done", stream):
+                a.stream_done(stream)
+            case ("empty",):
+                a.release_cached()
+            case _:
+                for stream in list(a._waiting):
+                    a.stream_done(stream)
+        retries, ooms = program["base"]
+        mine = (
+            a.reserved,
+            a.allocated,
+            a.active,
+            a.requested,
+            a.num_alloc_retries + retries,
+            a.num_ooms + ooms,
+        )
+        if mine != tuple(figures):
+            return f"operation {k}: {op}: {mine}, torch has {figures}"
+    return None
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_block_lands_where_torch_put_it(version: str) -> None:
+    run = [p for p in programs(version) if p["ops"]]
+    assert len(run) == 22
+    assert len({p["conf"] for p in run}) == 11
+    for p in run:
+        assert first_difference(p, version) is None, (p["seed"], p["conf"])
+
+
+def test_the_versions_take_different_blocks() -> None:
+    """Which is why the version matters: by another's rule, programs land elsewhere."""
+    for version, other in (("2.11.0", "2.12"), ("2.12.1", "2.13"), ("2.13.0", "2.11"), ("2.11.0", "2.13")):
+        assert any(first_difference(p, other) for p in programs(version) if p["ops"]), (version, other)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_recordings_replay_to_torchs_own_figures(version: str) -> None:
+    for p in programs(version):
+        recording = understood(recording_from_snapshot(p["snapshot"], f"seed {p['seed']}"))
+        result = replay(recording)
+        where = (p["seed"], p["conf"])
+        assert recording.settings.ties == as_in(recording.settings, version).ties, where
+        assert recording.peak_reserved_bytes == p["peaks"]["reserved"], where
+        assert result.figures.peak_reserved_bytes == p["peaks"]["reserved"], where
+        assert result.figures.peak_requested_bytes == p["peaks"]["requested"], where
+        assert result.segment_requests == recording.segment_requests, where
+        assert result.same_addresses == result.allocations, where
+        if not any("1 MiB behind them" in n for n in recording.notes):
+            assert result.figures.peak_allocated_bytes == p["peaks"]["allocated"], where
+            assert result.figures.peak_active_bytes == p["peaks"]["active"], where
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_history_cut_anywhere_has_the_peak_from_there(version: str) -> None:
+    """As with max_entries: only the last events are kept, also in the middle of a request."""
+    rng = random.Random(0)
+    for p in programs(version):
+        snapshot = p["snapshot"]
+        events = snapshot["device_traces"][0]
+        cut = rng.randrange(len(events) - 20)
+        now = peak = sum(s["total_size"] for s in snapshot["segments"])
+        for e in reversed(events[cut:]):
+            if e["action"] in ("segment_alloc", "segment_map"):
+                now -= e["size"]
+            elif e["action"] in ("segment_free", "segment_unmap"):
+                now += e["size"]
+            peak = max(peak, now)
+        snapshot["device_traces"][0] = events[cut:]
+        recording = understood(recording_from_snapshot(snapshot, "cut"))
+        result = replay(recording)
+        assert recording.peak_reserved_bytes == peak, (p["seed"], cut)
+        assert result.figures.peak_reserved_bytes == peak, (p["seed"], cut)
+        assert result.segment_requests == recording.segment_requests, (p["seed"], cut)
+
+
+def test_what_a_cut_history_does_not_hold_is_said() -> None:
+    said = [
+        n
+        for p in programs("2.13.0")
+        for n in recording_from_snapshot(p["snapshot"], "s").notes
+        if "1 MiB behind them" in n
+    ]
+    assert said
+
+
+def test_private_pools_do_not_share_blocks() -> None:
+    p = next(p for p in programs("2.13.0") if p["conf"] == "pools")
+    recording = understood(recording_from_snapshot(p["snapshot"], "s"))
+    assert any("2 private pools" in n for n in recording.notes)
+    assert min(recording.events.stream) < 0
+    for e in p["snapshot"]["device_traces"][0]:
+        e["pool_id"] = (0, 0)
+    for s in p["snapshot"]["segments"]:
+        s["segment_pool_id"] = (0, 0)
+    mixed = replay(understood(recording_from_snapshot(p["snapshot"], "s")))
+    assert mixed.same_addresses < mixed.allocations
+
+
+# Files ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_device_of_several(tmp_path: Path) -> None:
+    first, second = programs("2.13.0")[:2]
+    for s in second["snapshot"]["segments"]:
+        s["device"] = 2
+    data = first["snapshot"] | {
+        "segments": first["snapshot"]["segments"] + second["snapshot"]["segments"],
+        "device_traces": [first["snapshot"]["device_traces"][0], [], second["snapshot"]["device_traces"][0]],
+        "something new": [{"of": b"a later version"}],
+    }
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps(data))
+    assert read_recording(path).peak_reserved_bytes == first["peaks"]["reserved"]
+    assert read_recording(path, 2).peak_reserved_bytes == second["peaks"]["reserved"]
+    with pytest.raises(TraceError, match=r"device 1 recorded no events \(devices 0, 2 have\)"):
+        read_recording(path, 1)
+
+
+def test_packed_files_are_read(tmp_path: Path) -> None:
+    plain = pickle.dumps(programs("2.12.1")[0]["snapshot"])
+    (tmp_path / "s.pickle").write_bytes(plain)
+    (tmp_path / "s.pickle.gz").write_bytes(gzip.compress(plain))
+    with zipfile.ZipFile(tmp_path / "s.zip", "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("folder/s.pickle", plain)
+    answers = [
+        CliRunner().invoke(main, ["replay", str(tmp_path / name), "-q"])
+        for name in ("s.pickle", "s.pickle.gz", "s.zip")
+    ]
+    assert [a.exit_code for a in answers] == [0, 0, 0], [a.output for a in answers]
+    assert all("+0 bytes reserved; the same segment requests; 100.0 %" in a.stdout for a in answers)
+
+
+class Hostile:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.mkdir, (self.mark,)
+
+
+def test_packed_files_that_are_hostile_or_broken_are_refused(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    bad = pickle.dumps({"segments": [], "device_traces": [[Hostile(mark)]]})
+    files = {
+        "hostile.gz": gzip.compress(bad),
+        "cut.gz": gzip.compress(bad)[:-20],
+        "wrong.gz": b"\x1f\x8b" + bytes(100),
+        "bomb.gz": gzip.compress(bytes(600 * MIB), 1),
+        "cut.zip": b"PK\x03\x04" + bytes(60),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "two.zip", "w") as z:
+        z.writestr("a", b"1")
+        z.writestr("b", b"2")
+    for name in [*files, "two.zip"]:
+        with pytest.raises(TraceError, match=name.replace(".", r"\.")):
+            read_recording(tmp_path / name)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("drop", "said"),
+    [("alloc", "without skip_actions"), ("free_requested", None), ("free_completed", None)],
+)
+def test_a_history_with_actions_left_out(drop: str, said: str | None) -> None:
+    """torch can leave actions out of a history: frees in one half lose nothing where one stream is used."""
+    p = next(
+        p
+        for p in programs("2.13.0")
+        if {e["stream"] for e in p["snapshot"]["device_traces"][0]} == {0} and p["start"] == 0
+    )
+    trace = p["snapshot"]["device_traces"][0]
+    p["snapshot"]["device_traces"][0] = [e for e in trace if e["action"] != drop]
+    if said is not None:
+        with pytest.raises(TraceError, match=said):
+            recording_from_snapshot(p["snapshot"], "s")
+        return
+    recording = understood(recording_from_snapshot(p["snapshot"], "s"))
+    assert replay(recording).figures.peak_reserved_bytes == p["peaks"]["reserved"]
