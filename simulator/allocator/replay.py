@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Final
 
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import MIN_BLOCK_BYTES, SMALL_BYTES, Allocator, AllocatorFigures, OutOfMemory
@@ -28,6 +29,8 @@ from simulator.allocator.settings import (
     round_up,
 )
 from simulator.allocator.start import repack, restore
+
+MAX_CORRECTIONS: Final = 100  # of a start state; each replays the recording up to where it first differs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +138,7 @@ def settled(recording: Recording) -> Recording:
     owned at least so much that it did not. Repeated until the first request that lands elsewhere has another reason.
     """
     unsure = {b.address for s in recording.start for b in s.blocks if not b.sure}
-    while unsure:
+    for _ in range(MAX_CORRECTIONS if unsure else 0):
         own = _first_stray(recording, unsure)
         if own is None:
             break
