@@ -79,7 +79,7 @@ def assemble(
     with mode, explained(step.name):
         with recorder, recorder.paused():
             run_step(step, stub, step.optimizer, recorder.begin)
-            for number, x in enumerate(_optimizer_tensors(step.optimizer)):
+            for number, x in enumerate(optimizer_tensors(step.optimizer)):
                 row = recorder.row(x, f"optimizer state {number}", OPTIMIZER_STATE)
                 elsewhere = captured.target is not None and _stays_on_cpu(x, step.optimizer)
                 recorder.id_of(x, replace(row, nbytes=0) if elsewhere else row)
@@ -153,7 +153,8 @@ def _empty_like(val: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state and settings."""
     if optimizer is None:
         return []
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

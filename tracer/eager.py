@@ -84,7 +84,7 @@ class EagerRecorder(TorchDispatchMode):
         """
         if watch and not self.active:
             return
-        self._ids[_key(x)] = storage
+        self._ids[storage_key(x)] = storage
         if watch:
             self._watched[storage] = StorageWeakRef(x.untyped_storage())
 
@@ -102,7 +102,7 @@ class EagerRecorder(TorchDispatchMode):
 
     def id_of(self, x: torch.Tensor, row: StorageRow) -> int:
         """The storage row of a tensor; `row` is added if its storage is new."""
-        key = _key(x)
+        key = storage_key(x)
         if key not in self._ids:
             self._ids[key] = self.builder.add_storage(row)
         return self._ids[key]
@@ -122,11 +122,11 @@ class EagerRecorder(TorchDispatchMode):
         if (
             asked and self.phase == OPTIMIZER
         ):  # the loss code is not answered: it would branch on a made-up value
-            if _key(args[0]) in self._found_inf:
+            if storage_key(args[0]) in self._found_inf:
                 return 0.0
             return 1.0 if args[0].is_floating_point() else 1
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-            self._found_inf = {_key(args[1])}
+            self._found_inf = {storage_key(args[1])}
         if self._paused or not is_op(func):
             return func(*args, **kwargs)
         self.look()
@@ -135,19 +135,19 @@ class EagerRecorder(TorchDispatchMode):
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(out))
-        self._constants += [x for x in inputs if _key(x) not in self._ids]
+        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        self._constants += [x for x in inputs if storage_key(x) not in self._ids]
         reads = [self.id_of(x, self.row(x, "constant", OTHER)) for x in inputs]
         i = len(self.rows)
         name = f"{str(func).removeprefix('aten.').split('.')[0]}_{i}"
         created = []
         for x in outputs:
-            if _key(x) not in self._ids:
+            if storage_key(x) not in self._ids:
                 row = self.row(x, name, ACTIVATION, i)
                 s = self.id_of(x, replace(row, nbytes=result_bytes(func, args, x)))
                 self._watched[s] = StorageWeakRef(x.untyped_storage())
                 created.append(s)
-        mutated = [self._ids[_key(x)] for x in _mutated(func, args, kwargs)]
+        mutated = [self._ids[storage_key(x)] for x in _mutated(func, args, kwargs)]
         flags = EAGER
         if outputs and not created and not mutated:
             flags |= VIEW
@@ -179,11 +179,13 @@ def is_op(func: Any) -> bool:
     return func.namespace not in ("prim", "prims", "profiler")
 
 
-def _key(x: torch.Tensor) -> int:
+def storage_key(x: torch.Tensor) -> int:
+    """What two tensors have in common exactly if they share a storage."""
     return int(x.untyped_storage()._cdata)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors anywhere in a value."""
     return (x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
 
 
@@ -191,4 +193,4 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     for k, arg in enumerate(func._schema.arguments):
         if arg.alias_info is not None and arg.alias_info.is_write:
             value = args[k] if k < len(args) else kwargs.get(arg.name)
-            yield from _tensors(value)
+            yield from tensors_in(value)

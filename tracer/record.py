@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +23,7 @@ from tracer.precision import set_tf32
 from tracer.profile import measure
 from tracer.spec import BuildStep
 from tracer.step import Recorded, trace_step
+from tracer.untouched import untouched_peak_bytes
 from traces import profile as store
 from traces.devices import Device
 from traces.errors import EnvironmentProblem
@@ -71,7 +72,7 @@ def record_fake(
             set_tf32(build.policy)
         profile, where = _calibrated(recorded, target, profile, use, say)
         recorded = recost(recorded, target, Costs(profile=profile, tf32=build.policy.get("tf32")))
-    trace = recorded.trace
+    trace = _counted(recorded.trace, build, target, Costs(profile=profile))
     if profile is not None and {w.op for w in profile.workspaces} & set(trace.ops.target):
         trace = with_workspaces(trace, profile.workspaces)
     say(sources_text(trace, where))
@@ -98,11 +99,18 @@ def record_real(
     recorded = trace_step(build, target, device=device, costs=Costs())
     say(f"Measuring {len(recorded.trace.ops)} ops on {device} ...")
     trace = measure(recorded, build, device, rounds=rounds, warmup=warmup)
+    own = profile_of(recorded, trace, identity_here(device), rounds)
+    trace = _counted(trace, build, target, Costs(profile=own))
     if path is not None:
-        identity = identity_here(device)
-        merged = store.add_to(path, profile_of(recorded, trace, identity, rounds))
+        merged = store.add_to(path, own)
         say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
     return trace
+
+
+def _counted(trace: Trace, build: BuildStep, target: Device, costs: Costs) -> Trace:
+    """The trace, with what the untouched model needs."""
+    peak_bytes = untouched_peak_bytes(build, target, costs)
+    return replace(trace, meta=replace(trace.meta, untouched_peak_bytes=peak_bytes))
 
 
 def _calibrated(

@@ -143,6 +143,7 @@ class TraceMeta:
     # How many computing ops have their allocations from which source: "measured", "interpolated" (from measurements
     # of other sizes), "rules", "none" (unknown: outputs only). Empty in traces older than this field.
     workspace: dict[str, int] = field(default_factory=dict)
+    untouched_peak_bytes: int = 0  # peak of the untouched model's eager step; 0: not counted
     graph_fingerprint: str = ""  # of the captured model graph, sizes included
     structure_fingerprint: str = ""  # of the captured model graph, sizes left out
     fingerprint: str = ""  # of the whole trace, times and workspaces left out

@@ -394,6 +394,10 @@ def test_what_the_untouched_model_may_need_beyond_the_graph_is_said() -> None:
     assert c.kept_timeline.peak_allocated_bytes == 150
     assert caveats.untouched_extra_bytes(c) == 50
     assert any("untouched model needs about 50 B (+33.3 %)" in w for w in caveats.warnings(c))
+    counted = replace(step, meta=replace(step.meta, untouched_peak_bytes=170))  # by running it as it is
+    c = compare(counted, Plan(meta=counted.meta), None)
+    assert caveats.untouched_extra_bytes(c) == 20
+    assert any("untouched model needs about 20 B (+13.3 %)" in w for w in caveats.warnings(c))
     plain = trace([fwd({"y": 50}, "x"), bwd({"g": 50}, "y")], {"x": 100})
     assert not any("untouched" in w for w in caveats.warnings(compare(plain, Plan(meta=plain.meta), None)))
 
