@@ -17,11 +17,12 @@ UNITS: Final = {
     **{p: 1024**k for k, p in enumerate("kmgt", 1)},
 }
 MEANING: Final = "give bytes (8589934592), a size (8GiB, 8GB, 512MiB), or a share of the keep-all peak (60%)"
+MOST_BYTES: Final = 1 << 62  # what is more is no limit, and does not fit 64 bits
 _NUMBER: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-zA-Z%]*)", re.ASCII)
 
 
 def parse_budget(text: str, keep_all_peak_bytes: int) -> int:
-    """The budget in bytes, rounded down.
+    """The budget in bytes, rounded down, at most `MOST_BYTES`.
 
     Args:
         text: bytes, a size with a unit, or a percentage, which may exceed 100.
@@ -45,7 +46,7 @@ def parse_budget(text: str, keep_all_peak_bytes: int) -> int:
     if budget_bytes < 1:
         hint = f" (did you mean {100 * float(number):g}%?)" if not unit else ""
         raise SpecError(f"budget {text!r} is less than one byte{hint}; {MEANING}.")
-    return budget_bytes
+    return min(budget_bytes, MOST_BYTES)
 
 
 def check_budget(text: str) -> None:

@@ -265,7 +265,10 @@ class BuildFunction:
                 "does not have; move that out of the function, or trace with --device cpu."
             ) from error
         except (Exception, SystemExit) as error:
-            raise SpecError(f"{self._where(error)}: {what}: {type(error).__name__}: {error}") from error
+            said = (str(error).strip().splitlines() or [""])[
+                0
+            ]  # torch's go on with the signatures that it knows
+            raise SpecError(f"{self._where(error)}: {what}: {type(error).__name__}: {said}") from error
 
     def _where(self, error: BaseException) -> str:
         """The last line of the user's own directory on the way to the error."""

@@ -25,6 +25,7 @@ from traces.errors import SpecError
         ("33.3%", 333),
         ("150%", 1500),
         ("0.1%", 1),
+        ("99999999999999TiB", 2**62),
     ],
 )
 def test_budgets(text: str, nbytes: int) -> None:

@@ -362,6 +362,10 @@ MISTAKES = [
     ("def build(): return Net(), x, F.mse_loss, None", "only the model's output, no targets"),
     ("def build(q): return 3", "needs a value for q"),
     ("def build(): raise KeyError('oh')", r"mine.py line 21: build.. failed: KeyError: 'oh'"),
+    (
+        "def build(): raise ValueError('first\\nsecond')",
+        r"mine.py line 21: build.. failed: ValueError: first$",
+    ),
     ("def build(): exit(3)", r"mine.py line 21: build.. failed: SystemExit: 3"),
     ("import nowhere_at_all", "mine.py line 21: importing the file failed: ModuleNotFoundError"),
     ("def build(:", "mine.py line 21: not valid Python"),
