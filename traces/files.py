@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -14,10 +15,20 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """An empty file beside `path`, which takes its place when the body has ended well and is gone if it has not.
 
     So a crash leaves the old file or the new. Parents are made.
+
+    Raises:
+        OSError: it cannot be written, or stands for a device or a pipe, in whose place no file may come. It names
+            `path`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file, and only such a one is replaced", str(path))
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     os.close(handle)
     temporary = Path(name)
     try:
@@ -26,8 +37,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, name):
+            error.filename = str(path)
         raise
 
 
