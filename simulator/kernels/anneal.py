@@ -207,7 +207,7 @@ def anneal(
 ) -> None:
     """So many moves, or fewer if the best state is as good as `target_ns`."""
     needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id, may_rerun, made = facts
-    by_producer, gone_at, gone, fixed, last_use, stays, weight, work = retaining
+    by_producer, gone_at, gone, fixed, last_use, stays, weight, best_weight, work = retaining
     energy = figures[0] + price * figures[1]
     for _ in range(moves):
         if figures[3] <= target_ns:
@@ -250,7 +250,7 @@ def anneal(
             figures[0], figures[1], figures[2] = added, over, n_drops
             if not over and added < figures[3]:
                 figures[3], figures[4] = added, n_drops
-                best_there[:], best_share[:] = there, share
+                best_there[:], best_share[:], best_weight[:] = there, share, weight
                 best_drops[:, :n_drops] = drops[:, :n_drops]
         else:
             for j in range(n_log - 1, -1, -1):

@@ -129,7 +129,7 @@ class Annealer:
     def retained(self, state: State) -> State:
         """With what `state` keeps, what a coarse walk does with the rest."""
         ev = self.evaluator
-        by_producer, gone_at, gone, fixed, last_use, stays, weight, work = self.retaining
+        by_producer, gone_at, gone, fixed, last_use, stays, weight, _, work = self.retaining
         drops = np.zeros((2, 4 * len(ev.op_id) + 64), np.int32)
         n = retain(
             ev.forward, self.budget_bytes, ev.facts, by_producer, gone_at, gone, fixed, last_use, stays, state.there,
@@ -196,7 +196,7 @@ class Annealer:
         work = (*ids, stack, order, np.zeros(n_op, np.int32), np.zeros(n_st))
         return (
             np.array(by_producer, np.int32), gone_at, np.array([s for x in going for s in x], np.int32), fixed,
-            np.array(last_use, np.int32), stays, np.ones(n_st + 1), work,
+            np.array(last_use, np.int32), stays, np.ones(n_st + 1), np.ones(n_st + 1), work,
         )  # fmt: skip
 
 
@@ -213,6 +213,9 @@ class Walk:
             values, made = annealer.problem[:2]
             self.problem = (values, made, values, *annealer.problem[3:])
             self.share[:] = annealer.problem[4] & (self.there == 0)
+            # Its weights are those with which it was found, if a coarse walk found it; else all the same.
+            known = annealer.best is not None and state is annealer.best.state
+            annealer.retaining[6][:] = annealer.retaining[7] if known else 1.0
         drops = [
             (k, s) for k, each in sorted(state.drops.items()) for s in sorted(set(each)) if not state.there[s]
         ]

@@ -1,9 +1,9 @@
 """Turn a trace and a budget into the best plan that a limited time finds: the default planner.
 
 First μ-TWO's greedy (`mu_two`); if its plan is as good as the certified bound allows, that is the answer. Else
-simulated annealing (`annealing`): a short fine walk from there, coarse ones, which find what to keep where the budget
-is tight, and a cool fine one from the best of all, until the gap to the bound is closed or the time is over. Whatever
-was found is then tidied: what need not be released is kept again.
+simulated annealing (`annealing`): a short fine walk from there; coarse ones from several states, which find what to
+keep where the budget is tight, and a cool one from the best of them; and a cool fine one from there, until the gap to
+the bound is closed or the time is over. Whatever was found is then tidied: what need not be released is kept again.
 
 Counts: the exact peak and time of every plan tried, as `simulator.engine` counts them. Ignores: reordering of the step
 itself. How much it tries depends on `Limits.seconds` and the size of the trace, not on the clock, unless the machine
@@ -30,7 +30,7 @@ CLOSED: Final = 0.0005
 # What one fine move is reckoned to take on a slow machine: so much, and so much for every op of the trace. A coarse one
 # takes as long as so many fine ones.
 MOVE_NS: Final = 6_000
-MOVE_NS_PER_OP: Final = 20
+MOVE_NS_PER_OP: Final = 14
 COARSE_MOVE: Final = 3
 # A small trace needs fewer moves than there is time for: so many for each pair of values that they are about.
 MOVES_PER_PAIR: Final = 40
@@ -38,6 +38,8 @@ MOVES_PER_PAIR: Final = 40
 FIRST_SHARE: Final = 0.1
 COARSE_SHARE: Final = 0.5
 COOL_HEAT: Final = 0.25
+# A cool coarse walk from the best of the others is so many times as long as one of them.
+AGAIN: Final = 1.5
 
 
 def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -80,9 +82,12 @@ def _anneal(
         starts = [ev.state(), *_ends(greedy)]
     coarse = int(COARSE_SHARE * moves)
     until = clock.share(COARSE_SHARE)
+    parts = len(starts) + AGAIN
+    one = coarse / parts / COARSE_MOVE
     for k, start in enumerate(starts):
-        left = len(starts) - k
-        walk(start, coarse // len(starts) // COARSE_MOVE, until.share(1 / left), coarse=True)
+        walk(start, int(one), until.share(1 / (parts - k)), coarse=True)
+    if annealer.best is not None:
+        walk(annealer.best.state, int(AGAIN * one), until, coarse=True, heat=COOL_HEAT)
     rest = moves - coarse - (0 if found is None else int(FIRST_SHARE * moves))
     if annealer.best is None:  # nearest to the budget
         start = min(starts, key=lambda state: ev.excess(state, greedy.budget_bytes)[2])
