@@ -143,3 +143,17 @@ def test_a_coarse_walk_finds_the_checkpoints_of_a_chain() -> None:
     assert best is not None
     assert evaluator.cost(best.state)[0] <= 120
     assert best.added_ns <= 300
+
+
+def test_only_a_coarse_walk_finds_the_checkpoints_of_a_long_chain_in_little_memory() -> None:
+    """60 values of 10 bytes in 80: seven at a time and the gradients, where √60 borders and a segment need 16.
+
+    So segments are rebuilt from borders that are rebuilt themselves. A fine walk of as many moves does not even fit.
+    """
+    of = chain(60)
+    graph = analyse(of)
+    evaluator = Evaluator(of, graph)
+    found = Annealer(evaluator, graph, 80, 0).run(evaluator.state(), 2_000, NEVER, coarse=True)
+    assert found is not None
+    assert evaluator.cost(found.state)[0] <= 80
+    assert Annealer(evaluator, graph, 80, 0).run(evaluator.state(), 2_000, NEVER) is None
