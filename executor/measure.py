@@ -305,8 +305,16 @@ def _fitting(make: Callable[[], Once] | None, *, limited: bool) -> Once | None:
     except Exception as error:
         if not is_out_of_memory(error, limited=limited):
             raise
-        return None
-    return once
+    else:
+        return once
+    # Out here, so that the error no longer holds the frames with what they allocated. What CUDA's allocator keeps of it
+    # would be in the way of the steps that follow.
+    gc.collect()
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
 
 
 def environment(device: str) -> dict[str, str]:
