@@ -2,7 +2,8 @@
 
 Each op of the fake trace is measured once per round, in the same order (see `tracer.runner`), and its row gets its
 typical time and its allocations. In the timed rounds the model runs as the code of the step with everything kept, ops
-in place included; in the round that shows the allocations, every op runs as the graph has it.
+in place included; in the round that shows the allocations, every op runs as the graph has it. Whole steps that nobody
+watches run in between; what they take beside all ops is shared by the ops outside the model.
 
 On CUDA the first round also shows what libraries allocate once and keep (cuBLAS): these become storages of the category
 "workspace" that are there throughout the step.
@@ -13,7 +14,8 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,14 +23,14 @@ import torch
 from tracer.calibration import MEASURED
 from tracer.cuda_history import History
 from tracer.device_profiles import with_workspaces
-from tracer.probes import CpuTimer, CudaHistory, CudaTimer, Timer, cpu_allocations, settle
+from tracer.probes import CpuTimer, CudaHistory, CudaTimer, Silent, Timer, cpu_allocations, settle
 from tracer.runner import GraphRunner
 from tracer.spec import BuildStep
 from tracer.step import Recorded
 from tracer.stepcode import takeovers
 from traces.errors import TraceError
 from traces.profile import LibraryWorkspace
-from traces.trace import VIEW, Trace
+from traces.trace import EAGER, VIEW, Trace
 
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
 
@@ -56,12 +58,16 @@ def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 
         runner.round(timer)
     timer.finish()
     runner.settle(recorded.trace.ops.target)
+    silent, wait = Silent(), torch.cuda.synchronize if cuda else lambda: None
+    _whole_ns(runner, silent, wait)
     samples: list[list[int]] = []
+    wholes: list[int] = []
     targets: list[str] = []
     for k in range(rounds):
         runner.round(timer)
         targets = timer.targets
         samples.append(timer.finish())
+        wholes.append(_whole_ns(runner, silent, wait))
         if sys.stderr.isatty():
             sys.stderr.write(f"\rmeasuring: round {k + 1} of {rounds}")
     if sys.stderr.isatty():
@@ -75,7 +81,8 @@ def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 
     expected = list(recorded.trace.ops.target)
     _compare(expected, targets)
     events = _cuda_round(runner).events if cuda else cpu_allocations(runner.round, len(expected))
-    trace = _filled(recorded.trace, typical(samples), events, device)
+    times = with_the_rest(typical(samples), recorded.trace.ops.flags, int(statistics.median(wholes)))
+    trace = _filled(recorded.trace, times, events, device)
     return with_workspaces(trace, kept) if cuda else trace
 
 
@@ -88,6 +95,31 @@ def typical(samples: Sequence[Sequence[int]]) -> list[int]:
     medians = [statistics.median(column) for column in zip(*samples, strict=True)]
     wanted, together = statistics.median(sum(s) for s in samples), sum(medians)
     return [round(m * wanted / together) if together else 0 for m in medians]
+
+
+def with_the_rest(times_ns: Sequence[int], flags: Sequence[int], whole_ns: int) -> list[int]:
+    """Times of ops that sum to the time of a whole step, which nobody watched.
+
+    What a step takes beside its ops is the Python of the loop and the optimizer, autograd's engine, and the release of
+    gradients. The ops of that code, those outside the captured model, share it evenly. If the ops alone took longer
+    than the whole step, the watching cost that, and all are scaled.
+    """
+    rest, together = whole_ns - sum(times_ns), sum(times_ns)
+    takers = [i for i, f in enumerate(flags) if f & EAGER and not f & VIEW]
+    if rest <= 0 or not takers:
+        return [round(t * whole_ns / together) if together else 0 for t in times_ns]
+    out = list(times_ns)
+    for k, i in enumerate(takers):
+        out[i] += rest * (k + 1) // len(takers) - rest * k // len(takers)
+    return out
+
+
+def _whole_ns(runner: GraphRunner, silent: Silent, wait: Callable[[], object]) -> int:
+    wait()
+    begin = time.perf_counter_ns()
+    runner.whole(silent)
+    wait()
+    return time.perf_counter_ns() - begin
 
 
 def _first_cuda_round(runner: GraphRunner) -> tuple[LibraryWorkspace, ...]:

@@ -39,7 +39,7 @@ class GraphRunner:
         self.step = step
         self._in_place = in_place
         self._targets = [str(op.node.target) for op in program.ops]
-        self._code: tuple[Timer, StepCode] | None = None
+        self._codes: dict[Timer, StepCode] = {}
         captured = program.captured
         self._position = {op.node: k for k, op in enumerate(program.ops)}
         last: dict[fx.Node, fx.Node] = {}
@@ -63,6 +63,12 @@ class GraphRunner:
         """One training step."""
         with explained(self.step.name), _EagerProbe(probe) as eager:
             run_step(self.step, _Callable(self, probe, eager), self.step.optimizer)
+
+    def whole(self, timer: Timer) -> None:
+        """One training step in which the timer, if it watches at all, watches the captured model's ops only."""
+        with explained(self.step.name):
+            run_step(self.step, _Callable(self, timer, None), self.step.optimizer)
+        timer.finish()
 
     def settle(self, targets: Sequence[str]) -> None:
         """Run steps until a gradient scaler takes one that is as recorded.
@@ -105,9 +111,9 @@ class GraphRunner:
         return [None if g is None else state[g] for g in wanted]
 
     def _coded(self, timer: Timer) -> StepCode:
-        if self._code is None or self._code[0] is not timer:
-            self._code = (timer, step_code(self.program, self._in_place, timer.tick))
-        return self._code[1]
+        if timer not in self._codes:
+            self._codes[timer] = step_code(self.program, self._in_place, timer.tick)
+        return self._codes[timer]
 
     def execute(self, env: dict[fx.Node, Any], ops: Any, probe: Probe, keep: set[fx.Node]) -> None:
         gm = self.program.captured.graph_module
@@ -136,11 +142,12 @@ class GraphRunner:
 class _Callable:
     """Called as the model is; runs the graph under the probe."""
 
-    def __init__(self, runner: GraphRunner, probe: Probe, eager: _EagerProbe) -> None:
+    def __init__(self, runner: GraphRunner, probe: Probe, eager: _EagerProbe | None) -> None:
         self.runner, self.probe, self.eager = runner, probe, eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        runner, probe, eager = self.runner, self.probe, self.eager
+        runner, probe = self.runner, self.probe
+        unwatched = contextlib.nullcontext if self.eager is None else self.eager.paused
         captured, model = runner.program.captured, runner.step.model
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -152,7 +159,7 @@ class _Callable:
         class Model(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *values: torch.Tensor) -> Any:
-                with eager.paused(), without_autocast():
+                with unwatched(), without_autocast():
                     results, ctx.state = runner.forward(values, probe)
                     # An input, or one tensor twice, would get a view from autograd, which is no op of the step.
                     before = [{id(x) for x in (*values, *results[:k])} for k in range(len(results))]
@@ -173,7 +180,7 @@ class _Callable:
                     fit_tangent(tangents[k], n.meta["val"])
                     for k, n in zip(captured.grad_outputs, holders, strict=True)
                 ]
-                with eager.paused():
+                with unwatched():
                     grads = runner.backward(state, fitting, probe)
                 n_parameters = len(captured.parameters)
                 return (*grads[:n_parameters], *(None for _ in captured.buffers), *grads[n_parameters:])

@@ -12,17 +12,18 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+import tracer.profile as profile_module  # noqa: E402
 import tracer.program as program_module  # noqa: E402
 from simulator.schedule import build as build_schedule  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, recorded  # noqa: E402
-from tracer.probes import CpuTimer, Names, settle  # noqa: E402
-from tracer.profile import measure, typical  # noqa: E402
+from tracer.probes import CpuTimer, Names, Silent, settle  # noqa: E402
+from tracer.profile import measure, typical, with_the_rest  # noqa: E402
 from tracer.runner import GraphRunner  # noqa: E402
 from tracer.spec import load_spec  # noqa: E402
 from tracer.stepcode import step_code, takeovers  # noqa: E402
 from traces.errors import TraceError  # noqa: E402
-from traces.trace import VIEW, Trace  # noqa: E402
+from traces.trace import EAGER, MUTATES, VIEW, Trace  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +233,48 @@ def test_a_timer_s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_typical_times_sum_to_the_median_round(samples: list[list[int]], times: list[int]) -> None:
     assert typical(samples) == times
+
+
+@pytest.mark.parametrize(
+    ("whole_ns", "times"),
+    [
+        (100, [10, 20, 30, 0, 40]),  # nothing beside the ops
+        (
+            107,
+            [10, 20, 33, 0, 44],
+        ),  # 7 more: 3 for one op outside the model, 4 for the other; the view takes none
+        (50, [5, 10, 15, 0, 20]),  # the watching cost as much as the ops
+    ],
+)
+def test_what_a_step_takes_beside_its_ops(whole_ns: int, times: list[int]) -> None:
+    flags = [0, 0, EAGER | MUTATES, EAGER | VIEW, EAGER]
+    assert with_the_rest([10, 20, 30, 0, 40], flags, whole_ns) == times
+    assert sum(times) == whole_ns
+
+
+def test_without_ops_outside_the_model_all_share() -> None:
+    assert with_the_rest([10, 30], [0, VIEW], 80) == [20, 60]
+    assert with_the_rest([0, 0], [0, 0], 80) == [0, 0]
+
+
+def test_a_trace_s_times_sum_to_the_median_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = load_spec(small_nets.spec("residual"))
+    wholes = iter([5_000_000_000, 9_000_000_000, 8_000_000_000, 7_000_000_000])  # the first warms up
+    monkeypatch.setattr(profile_module, "_whole_ns", lambda *a: next(wholes))
+    assert measure(recorded(build), build, "cpu", rounds=3, warmup=1).time_ns == 8_000_000_000
+
+
+def test_a_whole_step_is_the_step_and_nobody_watches() -> None:
+    build = load_spec(small_nets.spec("residual"))
+    fake = recorded(build)
+    gradients = []
+    for way in ("round", "whole"):
+        step = build()
+        runner, silent = GraphRunner(fake.program, step, in_place=takeovers(fake)), Silent()
+        getattr(runner, way)(silent)
+        gradients.append([p.grad for p in step.model.parameters()])
+        assert silent.finish() == []
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_the_runner_keeps_no_value_after_its_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
