@@ -156,8 +156,11 @@ def limit_memory(device: str, limit_bytes: int) -> None:
     if device.startswith("cuda"):
         import torch
 
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+        index = torch.device(device).index
+        if index is None:  # which the call below refuses
+            index = torch.cuda.current_device()
+        total = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), index)
         return
     import resource
 

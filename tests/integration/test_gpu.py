@@ -1,0 +1,108 @@
+"""The three commands and a campaign on a real GPU: `python -m pytest -m gpu` (a few minutes; skipped without one)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from executor.measure import limit_memory  # noqa: E402
+from tracer.device_profiles import board_of  # noqa: E402
+from tracer.spec import load_spec  # noqa: E402
+from tracer.step import trace_step  # noqa: E402
+from traces.devices import device  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+# A convnet, and transformers with and without dropout; small, so that all of it takes minutes.
+MODELS: dict[str, dict[str, Any]] = {
+    "resnet18": {"batch_size": 32, "image_size": 96},
+    "bert-tiny": {"batch_size": 16, "seq_len": 128, "optimizer": "sgd"},
+    "gpt2-tiny": {"batch_size": 8, "seq_len": 128, "amp": "bfloat16"},
+}
+
+
+def call(folder: Path, module: str, *words: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words, "--json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def options(model: str) -> list[str]:
+    return [w for k, v in MODELS[model].items() for w in (f"--{k.replace('_', '-')}", str(v))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_the_laptop_s_graph_is_the_gpu_s(model: str) -> None:
+    name = board_of(torch.cuda.get_device_name())
+    if not name:
+        pytest.skip(f"{torch.cuda.get_device_name()} is not in the device table")
+    build = load_spec(model, MODELS[model])
+    laptop = trace_step(build, device(name)).trace
+    here = trace_step(build, device(name), device="cuda").trace
+    assert list(laptop.ops.target) == list(here.ops.target)
+    assert laptop.meta.graph_fingerprint == here.meta.graph_fingerprint
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_a_plan_is_exact_and_its_peak_as_predicted(model: str, tmp_path: Path) -> None:
+    call(tmp_path, "tracer", model, *options(model), "--device", "cuda", "--no-profile", "-o", "t")
+    planned = call(tmp_path, "simulator", "t", "--budget", "97%", "-o", "plan.json")
+    assert planned["feasible"]
+    done = call(tmp_path, "executor", "plan.json", "--device", "cuda", "--steps", "3", "--runs", "5")
+    assert done["verified"] is True
+    assert abs(done["error_percent"]["peak_allocated_bytes"]) <= 1.0
+    assert done["measured"]["peak_reserved_bytes"] >= done["measured"]["peak_allocated_bytes"]
+
+
+@pytest.mark.gpu
+def test_a_campaign_with_a_limit_on_the_device(tmp_path: Path) -> None:
+    (tmp_path / "cases.toml").write_text(
+        '[campaign]\ndevice = "cuda"\nrounds = 2\nruns = 3\nverify-steps = 2\n'
+        '[[case]]\nmodel = "bert-tiny"\nbatch-size = 16\nseq-len = 128\nbudget = ["none"]\n'
+        '[[case]]\nkind = "boundary"\nmodel = "bert-tiny"\nlimit = "1GiB"\nseq-len = 128\nbatch-size = [8, 64]\n'
+    )
+    answer = call(tmp_path, "executor", "campaign", "cases.toml", "-o", "out")
+    assert [r["status"] for r in answer["cases"]] == ["measured", "measured"]
+
+
+@pytest.mark.gpu
+def test_a_limit_stops_the_allocator() -> None:
+    try:
+        limit_memory("cuda", 64 << 20)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_a_limit_names_the_device_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`set_per_process_memory_fraction` refuses "cuda" without one."""
+    asked: list[tuple[float, Any]] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"total_memory": 8 << 30})
+    )
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, index: asked.append((share, index))
+    )
+    limit_memory("cuda", 2 << 30)
+    limit_memory("cuda:0", 16 << 30)
+    assert asked == [(0.25, 1), (1.0, 0)]
