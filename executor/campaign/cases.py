@@ -138,7 +138,7 @@ def digest(data: object) -> str:
 
 
 def find_cases(name: str) -> Path:
-    """The path of a cases file: as given, or the packaged one of that name (`cpu`, `gpu`).
+    """The path of a cases file: as given, or the packaged one of that name (`cpu`, `gpu`, `gpu-quick`).
 
     Raises:
         SpecError: there is neither.

@@ -132,8 +132,8 @@ def test_a_file_that_is_no_toml(tmp_path: Path) -> None:
 def test_the_packaged_cases_can_be_read_by_their_name(path: Path) -> None:
     made = load_cases(find_cases(path.stem))
     assert made.name == path.stem
-    assert len(made.cases) > 10
-    assert made.method.device == {"cpu": "cpu", "gpu": "cuda"}[path.stem]
+    assert len(made.cases) >= 10
+    assert made.method.device == {"cpu": "cpu", "gpu": "cuda"}[path.stem.partition("-")[0]]
 
 
 def test_an_unknown_name_says_which_there_are() -> None:
