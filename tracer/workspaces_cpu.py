@@ -4,7 +4,8 @@ The rules restate what torch 2.13's profiler showed on an x86 processor with AVX
 why it is so is in torch's sources, named at each rule. `RULES` is the table: operator, rule.
 
 Counts: the temporaries of convolutions (oneDNN's reorders into its blocked layouts and back, its scratch for strided
-1x1 kernels, the columns of the native kernel), attention, normalizations, softmax and dropout; for the other listed ops
+1x1 kernels, the columns of the native kernel), attention, normalizations, softmax, dropout, losses that are reduced, and
+arithmetic on two types; for the other listed ops
 their outputs. Ignores: a few bytes of scalars; oneDNN's scratch in most backward kernels and in depthwise
 ones on images of a few pixels; other types than float32; other instruction sets, where blocks are taken to be half as
 wide.
@@ -265,8 +266,10 @@ def layer_norm(signature: Signature) -> tuple[int, ...] | None:
 
 
 def layer_norm_backward(signature: Signature) -> tuple[int, ...] | None:
-    """Partial sums of the gradients of weight and bias, for each thread."""
+    """Partial sums of the gradients of weight and bias, for each thread, if there are such gradients."""
     copies = tuple(s.nbytes for s in signature.args[:2] if not _contiguous(s))
+    if not any(signature.argument(7, "output_mask", (True,) * 3)[1:]):
+        return (*copies, *_made(signature), *(-c for c in copies))
     elements = 1
     for n in signature.args[2]:
         elements *= n
@@ -274,8 +277,24 @@ def layer_norm_backward(signature: Signature) -> tuple[int, ...] | None:
     return (*copies, *_made(signature), buffer, -buffer, *(-c for c in copies))
 
 
-def multiplication(signature: Signature) -> tuple[int, ...] | None:
-    """A factor of another type is converted to the result's first."""
+def softmax(signature: Signature) -> tuple[int, ...] | None:
+    """A contiguous copy of each argument that is not (`.contiguous()` in SoftMax.cpp)."""
+    copies = tuple(s.nbytes for s in signature.inputs if not _contiguous(s))
+    return (*_made(signature), *copies, *(-c for c in copies))
+
+
+def resized_loss(signature: Signature) -> tuple[int, ...] | None:
+    """A loss an element, and where it is reduced once more as much, in the storage that the result then keeps."""
+    shapes = [s.shape for s in signature.inputs[:2]]
+    (y,) = signature.results
+    if y.shape or shapes[0] != shapes[1]:
+        return plain(signature) if y.shape else None
+    whole = signature.inputs[0].elements * y.item_bytes
+    return (whole, whole, -whole)
+
+
+def arithmetic(signature: Signature) -> tuple[int, ...] | None:
+    """An argument of another type is converted to the result's first (TensorIterator's common type)."""
     (y,) = signature.results or (None,)
     if y is None or signature.target.rpartition(".")[0].endswith("_"):
         return plain(signature)
@@ -298,14 +317,14 @@ def roll(signature: Signature) -> tuple[int, ...] | None:
 
 # Ops that were seen to leave their outputs and to allocate nothing else but a few bytes.
 PLAIN: Final = """
-    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _log_softmax _log_softmax_backward_data _softmax
-    _softmax_backward_data _to_copy abs add add_ addcdiv_ addcmul_ addmm arange avg_pool2d avg_pool2d_backward
-    bernoulli bmm cat clone constant_pad_nd copy copy_ cos detach div div_ embedding
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _to_copy abs add_ addcdiv_ addcmul_ addmm arange
+    avg_pool2d avg_pool2d_backward
+    bernoulli bmm cat clone constant_pad_nd copy copy_ cos detach div_ embedding
     embedding_dense_backward empty empty_like eq fill full_like gather ge gelu
     gelu_backward gt hardtanh hardtanh_backward index lerp_ lift_fresh_copy log lt masked_fill
-    max_pool2d_with_indices max_pool2d_with_indices_backward mean minimum mm mse_loss mse_loss_backward ne neg
+    max_pool2d_with_indices max_pool2d_with_indices_backward mean mm mse_loss_backward ne neg
     new_empty_strided new_zeros nll_loss_backward nll_loss_forward ones ones_like pow relu rsqrt scalar_tensor
-    select_backward sigmoid sigmoid_backward silu silu_backward sin slice_backward sqrt sub sum tanh tanh_backward
+    select_backward sigmoid sigmoid_backward silu silu_backward sin slice_backward sqrt sum tanh tanh_backward
     threshold_backward tril where zero_ zeros zeros_like lowtide.dropout_mask
 """.split()  # noqa: SIM905
 RULES: Final[dict[str, Rule]] = {
@@ -320,7 +339,10 @@ RULES: Final[dict[str, Rule]] = {
     "native_layer_norm": layer_norm,
     "native_layer_norm_backward": layer_norm_backward,
     "native_dropout_backward": dropout_backward,
-    "mul": multiplication,
-    "mul_": multiplication,
+    **dict.fromkeys(("mul", "mul_", "add", "sub", "div", "minimum"), arithmetic),
+    **dict.fromkeys(
+        ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), softmax
+    ),
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss"), resized_loss),
     "roll": roll,
 }

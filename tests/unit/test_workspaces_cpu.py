@@ -14,8 +14,10 @@ from torch.nn import functional  # noqa: E402
 
 import tracer.workspaces_cpu as rules  # noqa: E402
 from tests.integration.steps import build_of, recorded  # noqa: E402
+from tracer.alone import Wanted, calibrate  # noqa: E402
+from tracer.device_profiles import identity_here  # noqa: E402
 from tracer.profile import measure  # noqa: E402
-from tracer.signature import Signature, TensorSpec  # noqa: E402
+from tracer.signature import Signature, TensorSpec, of_call  # noqa: E402
 from tracer.workspaces_cpu import cpu_events  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.trace import VIEW, Trace  # noqa: E402
@@ -163,6 +165,46 @@ def test_the_rules_say_what_is_measured_here() -> None:
             if abs(told - seen) > 64 + seen // 20:
                 off[fake.ops.name[i]] = (told, seen)
     assert off == {}
+
+
+def calls() -> list[tuple[Any, tuple[Any, ...]]]:
+    """Ops with arguments that take another path through their kernels than the usual ones."""
+    aten = torch.ops.aten
+    x, w = torch.rand(16, 64, 128), torch.rand(128)
+    y, mean, rstd = aten.native_layer_norm.default(x, [128], None, None, 1e-5)
+    turned, double, whole = x.transpose(1, 2), x.double(), x.long()
+    none, some = [True, False, False], [True, True, False]
+    return [
+        (aten.native_layer_norm_backward.default, (y, x, [128], mean, rstd, None, None, none)),
+        (aten.native_layer_norm_backward.default, (y, x, [128], mean, rstd, w, None, some)),
+        (aten._softmax.default, (x, -1, False)),
+        (aten._softmax.default, (turned, -1, False)),
+        (aten._log_softmax.default, (turned, 1, False)),
+        (aten._softmax_backward_data.default, (turned, turned, -1, torch.float32)),
+        (aten._log_softmax_backward_data.default, (x, x, -1, torch.float32)),
+        (aten.add.Tensor, (x, double)),
+        (aten.sub.Tensor, (x, whole)),
+        (aten.div.Tensor, (x, whole)),
+        (aten.mul.Tensor, (x, x > 0.5)),
+        (aten.add.Tensor, (x, w)),
+        (aten.mse_loss.default, (x, x)),
+        (aten.mse_loss.default, (x, x, 0)),
+        (aten.smooth_l1_loss.default, (x, x, 2)),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(calls())))
+def test_unusual_arguments_as_the_profiler_measures_them(number: int) -> None:
+    op, args = calls()[number]
+    out = op(*args)
+    made = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
+    signature = of_call(op, args, {}, out)
+    wanted = Wanted(signature=signature, created_bytes=sum(t.untyped_storage().nbytes() for t in made))
+    (found,) = calibrate([wanted], identity_here("cpu"), "cpu").profile.entries.values()
+    told = cpu_events(signature, CPU)
+    assert told is not None
+    assert sum(told) == sum(found.events)
+    assert abs(highest(told) - highest(found.events)) <= 64  # but for a few scalars
 
 
 def highest(events: tuple[int, ...]) -> int:
