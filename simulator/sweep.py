@@ -133,7 +133,9 @@ class Sweep:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise TraceError(f"{path}: cannot be read as a sweep ({error}).") from None
+            raise TraceError(
+                f"{path}: cannot be read as a sweep ({error}); make it again with `simulate sweep`."
+            ) from None
         try:
             return cls.from_json(data)
         except TraceError as error:

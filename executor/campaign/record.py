@@ -190,7 +190,10 @@ class Book:
                 ),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TraceError(f"{path}: malformed ({type(error).__name__}: {error}).") from None
+            raise TraceError(
+                f"{path}: malformed ({type(error).__name__}: {error}); run the "
+                "campaign again in a new directory."
+            ) from None
 
     def save(self, path: Path) -> Path:
         return write_text(path, canonical_json(self.to_json()) + "\n")
@@ -200,7 +203,9 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: cannot be read as JSON ({error}).") from None
+        raise TraceError(
+            f"{path}: cannot be read as JSON ({error}); name another, or run the campaign that makes it."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
