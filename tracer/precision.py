@@ -161,7 +161,9 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
     if dtype == FLOAT16 and scaler is None:
         scaler = torch.amp.GradScaler(kind)
     if scaler is not None and not scaler.is_enabled():
-        scaler = None
+        # A scaler for "cuda" switches itself off where there is no CUDA; the GPU that the tensors stand for has it.
+        away = as_on == "cuda" and dtype == FLOAT16 and scaler._device == "cuda"
+        scaler = torch.amp.GradScaler(kind) if away and not torch.cuda.is_available() else None
     lists = "cuda" if as_on == "cuda" and kind == "cpu" else ""
     return replace(
         step,

@@ -24,7 +24,7 @@ from tests.integration.steps import random_actions, recompute_all, recorded  # n
 from tracer import precision  # noqa: E402
 from tracer.calibration import Costs  # noqa: E402
 from tracer.loop import run_step  # noqa: E402
-from tracer.precision import Autocast, ambient, parse_policy  # noqa: E402
+from tracer.precision import Autocast, ambient, parse_policy, under_policy  # noqa: E402
 from tracer.profile import measure  # noqa: E402
 from tracer.program import program_of  # noqa: E402
 from tracer.spec import BuildStep, load_spec  # noqa: E402
@@ -225,6 +225,21 @@ def test_the_statistics_of_a_norm_between_types_are_counted_as_the_kernel_keeps_
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The gradient scaler
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the scaler works here")
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
+def test_a_laptop_s_trace_has_the_scaler_that_only_cuda_would_switch_on() -> None:
+    """GradScaler("cuda") switches itself off without CUDA; one of another device that is off is meant to be off."""
+    plain = load_spec(MLP, {"amp": "float16"})()
+    on_cuda = replace(plain, scaler=torch.amp.GradScaler("cuda"))
+    made = under_policy(on_cuda, {"amp": "float16"}, "cpu", as_on="cuda")
+    assert made.scaler is not None
+    assert made.scaler.is_enabled()
+    off = replace(plain, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    assert under_policy(off, {"amp": "float16"}, "cpu", as_on="cuda").scaler is None
+    assert under_policy(on_cuda, {"amp": "float16"}, "cpu").scaler is None
+    assert under_policy(on_cuda, {"amp": "bfloat16"}, "cpu", as_on="cuda").scaler is None
 
 
 def test_the_scaler_s_ops_and_state_are_in_the_trace_and_the_step_is_taken() -> None:
