@@ -275,11 +275,14 @@ def spread(runs: Sequence[tuple[str, Sequence[int]]], *, title: str, is_bytes: b
     unit, unit_name = bytes_unit(top) if is_bytes else time_unit(top)
     rows = [(way, k, v / unit) for way, values in runs for k, v in enumerate(values)]
     names = [way for way, _ in runs]
+    longest = max(1, *(len(values) for _, values in runs))
     chart = (
         alt.Chart(table(["way", "iteration", "size"], rows, ["way"]))
         .mark_line(point=True, strokeWidth=1.5)
         .encode(
-            alt.X("iteration:Q").title("iteration").axis(tickMinStep=1, format="d"),
+            alt.X("iteration:Q")
+            .title("iteration")
+            .axis(values=list(range(0, longest, -(-longest // 20))), format="d"),
             alt.Y("size:Q").title(f"{title}, {unit_name}").scale(zero=True),
             alt.Color("way:N").scale(domain=names, range=[WAY_COLOURS[n][1] for n in names]).title(None),
             tooltip=["way:N", "iteration:Q", alt.Tooltip("size:Q", format=",.3f", title=unit_name)],
