@@ -275,7 +275,7 @@ def spread(runs: Sequence[tuple[str, Sequence[int]]], *, title: str, is_bytes: b
     unit, unit_name = bytes_unit(top) if is_bytes else time_unit(top)
     rows = [(way, k, v / unit) for way, values in runs for k, v in enumerate(values)]
     names = [way for way, _ in runs]
-    longest = max(1, *(len(values) for _, values in runs))
+    longest = max([1, *(len(values) for _, values in runs)])
     chart = (
         alt.Chart(table(["way", "iteration", "size"], rows, ["way"]))
         .mark_line(point=True, strokeWidth=1.5)
