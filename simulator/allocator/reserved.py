@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator, AllocatorFigures
 from simulator.allocator.requests import Requests, requests_of
-from simulator.allocator.settings import AllocatorSettings
+from simulator.allocator.settings import OLDER_BLOCK, OLDER_SEGMENT, AllocatorSettings
 from simulator.graph import Graph, analyse
 from simulator.schedule import Schedule
 from traces.trace import Trace
@@ -96,7 +96,7 @@ def reserved_peak(
         raise ValueError(f"iterations is {iterations}; one at least must run")
     graph = graph or analyse(trace)
     requests = requests_of(trace, schedule, graph)
-    if compiled and device_memory_bytes is None and (settings is None or settings == AllocatorSettings()):
+    if compiled and device_memory_bytes is None and _by_address(settings or AllocatorSettings()):
         return _compiled(requests, iterations)
     allocator = Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes)
     events = allocator.segment_events
@@ -112,6 +112,14 @@ def reserved_peak(
         figures.append(allocator.figures())
     asked = sum(1 for e in events if e.action in ("segment_alloc", "segment_map"))
     return ReservedFigures(iterations=tuple(figures), segment_requests=asked, steady=steady)
+
+
+def _by_address(settings: AllocatorSettings) -> bool:
+    """Whether the settings are torch's defaults, and the lowest address decides between equally large blocks.
+
+    Without a recording, and with nothing given back, older segments have lower addresses.
+    """
+    return settings.ties != OLDER_BLOCK and replace(settings, ties=OLDER_SEGMENT) == AllocatorSettings()
 
 
 def _play(requests: Requests, allocator: Allocator, *, first: bool) -> None:

@@ -7,8 +7,14 @@ from hypothesis import strategies as st
 
 from simulator.allocator.caching import Allocator, AllocatorFigures
 from simulator.allocator.requests import Requests, requests_of
-from simulator.allocator.reserved import ReservedFigures, _compiled, reserved_peak
-from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf
+from simulator.allocator.reserved import ReservedFigures, _by_address, _compiled, reserved_peak
+from simulator.allocator.settings import (
+    LOWEST_ADDRESS,
+    OLDER_BLOCK,
+    OLDER_SEGMENT,
+    AllocatorSettings,
+    parse_alloc_conf,
+)
 from simulator.graph import analyse
 from simulator.schedule import build
 from tests.strategies import traces_with_actions
@@ -65,9 +71,9 @@ def requests(draw: st.DrawFn) -> Requests:
     )
 
 
-def simulated(of: Requests, iterations: int) -> ReservedFigures:
+def simulated(of: Requests, iterations: int, ties: str = OLDER_SEGMENT) -> ReservedFigures:
     """By the allocator itself, request by request."""
-    allocator = Allocator()
+    allocator = Allocator(AllocatorSettings(ties=ties))
     for size in of.residents:
         allocator.malloc(size)
     figures: list[AllocatorFigures] = []
@@ -93,19 +99,20 @@ def simulated(of: Requests, iterations: int) -> ReservedFigures:
 
 
 @settings(max_examples=400, deadline=None)
-@given(of=requests(), iterations=st.integers(1, 4))
-def test_the_compiled_allocator_is_the_simulated_one(of: Requests, iterations: int) -> None:
-    assert _compiled(of, iterations) == simulated(of, iterations)
+@given(of=requests(), iterations=st.integers(1, 4), ties=st.sampled_from([LOWEST_ADDRESS, OLDER_SEGMENT]))
+def test_the_compiled_allocator_is_the_simulated_one(of: Requests, iterations: int, ties: str) -> None:
+    assert _compiled(of, iterations) == simulated(of, iterations, ties)
 
 
 @settings(max_examples=150, deadline=None)
-@given(drawn=traces_with_actions())
-def test_both_ways_say_the_same_of_a_step(drawn: tuple[Trace, tuple[Action, ...]]) -> None:
+@given(drawn=traces_with_actions(), ties=st.sampled_from([LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT]))
+def test_both_ways_say_the_same_of_a_step(drawn: tuple[Trace, tuple[Action, ...]], ties: str) -> None:
     of, actions = drawn
     schedule = build(of, actions)
-    expected = simulated(requests_of(of, schedule, analyse(of)), 5)
-    assert reserved_peak(of, schedule) == expected
-    assert reserved_peak(of, schedule, compiled=True) == expected
+    expected = simulated(requests_of(of, schedule, analyse(of)), 5, ties)
+    of_version = AllocatorSettings(ties=ties)
+    assert reserved_peak(of, schedule, of_version) == expected
+    assert reserved_peak(of, schedule, of_version, compiled=True) == expected
 
 
 def test_settings_that_the_compiled_one_does_not_know_are_simulated() -> None:
@@ -117,3 +124,5 @@ def test_settings_that_the_compiled_one_does_not_know_are_simulated() -> None:
     assert default.peak_reserved_bytes == 32 * MIB  # 2 for the small ones
     assert grown == reserved_peak(of, schedule, parse_alloc_conf("expandable_segments:True"))
     assert grown.peak_reserved_bytes == 42 * MIB
+    assert [_by_address(AllocatorSettings(ties=t)) for t in (LOWEST_ADDRESS, OLDER_SEGMENT)] == [True, True]
+    assert not _by_address(AllocatorSettings(ties=OLDER_BLOCK))
