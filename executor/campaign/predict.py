@@ -60,7 +60,7 @@ def predict_plan(
 
     traces = load_traces(Path(directory))
     base = base_trace(traces, plan_from)
-    question = question_of(device)
+    question = question_of(device, base)
     whole = keep_all(base, question).kept_timeline.peak_allocated_bytes
     budget_bytes = parse_budget(budget, whole)
     try:
@@ -87,7 +87,7 @@ def predict_fit(
     from simulator.planning import planned
 
     base = base_trace(load_traces(Path(directory)), plan_from)
-    question = question_of(device)
+    question = question_of(device, base)
     plan, message = _keep_all(base, device), ""
     if planner != NONE:
         try:
@@ -180,18 +180,21 @@ def judged(trace: Trace, actions: tuple[Action, ...], device: str) -> Comparison
     """
     from simulator.comparison import compare, with_reserved
 
-    return with_reserved(compare(trace, Plan(meta=trace.meta, actions=actions), None), question_of(device))
+    return with_reserved(
+        compare(trace, Plan(meta=trace.meta, actions=actions), None), question_of(device, trace)
+    )
 
 
-def question_of(device: str) -> Question | None:
-    """The allocator's settings in this environment; None on the CPU, which has no such allocator."""
+def question_of(device: str, trace: Trace) -> Question | None:
+    """The settings of this environment's allocator, in the trace's torch; None on the CPU, which has no such allocator."""
     from simulator.allocator.question import Question
-    from simulator.allocator.settings import parse_alloc_conf
+    from simulator.allocator.settings import as_in, parse_alloc_conf
 
     if not device.startswith("cuda"):
         return None
     text = alloc_conf()
-    return Question(alloc_conf=text, settings=parse_alloc_conf(text), asked=False)
+    settings = as_in(parse_alloc_conf(text), trace.meta.torch_version)
+    return Question(alloc_conf=text, settings=settings, asked=False)
 
 
 def alloc_conf() -> str:
