@@ -186,7 +186,7 @@ def judged(trace: Trace, actions: tuple[Action, ...], device: str) -> Comparison
 
 
 def question_of(device: str, trace: Trace) -> Question | None:
-    """The settings of this environment's allocator, in the trace's torch; None on the CPU, which has no such allocator."""
+    """The settings of this environment's allocator, in the trace's torch; None on the CPU, which has none."""
     from simulator.allocator.question import Question
     from simulator.allocator.settings import as_in, parse_alloc_conf
 
