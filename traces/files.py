@@ -39,7 +39,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename in (None, name):
+        # One without a number says all in its text, which a file name would replace.
+        if isinstance(error, OSError) and error.errno is not None and error.filename in (None, name):
             error.filename = str(path)
         raise
 
