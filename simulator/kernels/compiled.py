@@ -9,6 +9,7 @@ any module of the package is thrown away here.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any, TypeVar, cast
 
 import numba
 from numba.core import event
+
+from simulator.planners.limits import excuse
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("lowtide")
@@ -37,18 +40,25 @@ def compiled(function: F) -> F:
 
 
 class _Announcement(event.Listener):  # type: ignore[misc]
-    """Says once that something is being compiled, since that takes seconds."""
+    """Says once that something is being compiled, which takes seconds, and keeps these off the planners' clocks."""
 
     def __init__(self) -> None:
         self.said = False
+        self.depth = 0  # a kernel's compilation compiles those that it calls
+        self.begin = 0.0
 
     def on_start(self, event: Any) -> None:
+        if not self.depth:
+            self.begin = time.perf_counter()
+        self.depth += 1
         if not self.said:
             self.said = True
             log.info("compiling the inner loops, which takes some seconds; the result is kept for later runs")
 
     def on_end(self, event: Any) -> None:
-        pass
+        self.depth -= 1
+        if not self.depth:
+            excuse(time.perf_counter() - self.begin)
 
 
 event.register("numba:compile", _Announcement())

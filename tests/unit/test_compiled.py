@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from simulator.kernels import compiled
+from simulator.planners import limits
+from simulator.planners.limits import Limits
 from tests.tiny import chain
 from traces.store import save
 
@@ -46,10 +48,10 @@ def test_quiet_says_nothing(tmp_path: Path) -> None:
 def test_without_a_place_to_keep_code_it_is_compiled_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     njit = compiled.numba.njit
 
-    def nowhere(**options: bool) -> object:
+    def nowhere(*functions: object, **options: bool) -> object:
         if options.get("cache"):
             raise RuntimeError("cannot cache function: no locator available")
-        return njit(**options)
+        return njit(*functions, **options)
 
     monkeypatch.setattr(compiled.numba, "njit", nowhere)
 
@@ -59,3 +61,30 @@ def test_without_a_place_to_keep_code_it_is_compiled_each_time(monkeypatch: pyte
     twice = compiled.compiled(double)
     assert twice(21) == 42
     assert isinstance(twice(np.int32(3)), int)
+
+
+def test_compiling_is_not_on_the_planners_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "excuse", lambda seconds: excused.append(seconds))
+    excused: list[float] = []
+
+    @compiled.numba.njit
+    def inner(x: int) -> int:
+        return x + 1
+
+    @compiled.numba.njit
+    def outer(x: int) -> int:
+        return inner(x) + 1
+
+    assert outer(1) == 3
+    assert len(excused) == 1  # the inner one is compiled within the outer one's time
+    assert excused[0] > 0
+
+
+def test_excused_seconds_lengthen_a_running_clock() -> None:
+    clock = Limits(seconds=0.0).clock()
+    assert clock.over
+    limits.excuse(60.0)
+    assert not clock.over
+    assert 50 < clock.left_seconds <= 60
+    assert 25 < clock.share(0.5).left_seconds <= 30
+    assert Limits(seconds=0.0).clock().over  # what was excused before it began is not its own

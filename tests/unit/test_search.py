@@ -14,7 +14,7 @@ from simulator.fast import Evaluator
 from simulator.graph import analyse
 from simulator.planners import plan_with
 from simulator.planners.annealing import UNKNOWN, Annealer, Walk
-from simulator.planners.limits import Clock, Limits
+from simulator.planners.limits import Limits
 from simulator.planners.mu_two import Found, Search
 from simulator.planners.outcome import Refusal
 from simulator.schedule import build
@@ -154,7 +154,7 @@ def test_a_seed_decides_the_plan_and_the_time_limit_is_kept() -> None:
     evaluator = Evaluator(of, graph)
     annealer = Annealer(evaluator, graph, 215, 0)
     begin = time.perf_counter()
-    annealer.run(evaluator.state(), 10**9, Clock(deadline=begin + 0.2))
+    annealer.run(evaluator.state(), 10**9, Limits(seconds=0.2).clock())
     assert time.perf_counter() - begin < 5
 
 
