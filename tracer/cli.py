@@ -94,7 +94,7 @@ def run_model(
     from tracer.spec import check_device, load_spec, require_torch
     from traces import store
     from traces.devices import device as device_entry
-    from traces.errors import SpecError, TraceError
+    from traces.errors import SpecError
 
     begin = time.perf_counter()
     if target is not None and device is not None:
@@ -123,8 +123,7 @@ def run_model(
     given = {k: v for k, v in options.items() if v is not None}
     build = load_spec(model, given, seed=seed)
     where = output or Path(default_name(model, given))
-    if where.exists() and not force:
-        raise TraceError(f"{where}: exists; give --force to replace it, or another name with -o.")
+    store.check_place(where, force=force)
     say(f"Capturing {model} ...", quiet=quiet)
     from tracer.record import ProfileUse, record_fake, record_real
 

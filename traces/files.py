@@ -21,11 +21,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
             `path`.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():
+    place = Path(os.path.realpath(path))  # a link stays, and leads to the new file
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.exists() and not place.is_file():
         raise OSError(errno.EINVAL, "not a regular file, and only such a one is replaced", str(path))
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
     except OSError as error:
         error.filename = str(path)
         raise
@@ -33,16 +34,35 @@ def replacing(path: str | Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        os.replace(temporary, path)
+        temporary.chmod(0o666 & ~umask())
+        os.replace(temporary, place)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         # One without a number says all in its text, which a file name would replace.
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, name):
             error.filename = str(path)
         raise
+
+
+def umask() -> int:
+    """The permissions that this process takes from what it makes."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def check_writable(path: str | Path) -> None:
+    """Find out whether `path` can be made, before the work whose result goes there. Nothing is made.
+
+    Raises:
+        OSError: the nearest of its parents that exists is no directory, or this process may not write there.
+    """
+    place = Path(os.path.realpath(path))
+    parent = next(p for p in place.parents if p.exists())
+    if not parent.is_dir():
+        raise OSError(errno.ENOTDIR, f"{parent} is not a directory", str(path))
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, f"nothing may be written in {parent}", str(path))
 
 
 def write_text(path: str | Path, text: str) -> Path:

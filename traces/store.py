@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 from traces import tables
 from traces.errors import TraceError
+from traces.files import check_writable, umask
 from traces.tables import ID as _ID
 from traces.tables import IDS as _IDS
 from traces.tables import INT as _INT
@@ -77,17 +81,10 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
         TraceError: the directory exists and `force` is off, or it holds something else than a trace.
     """
     directory = Path(directory)
-    if directory.exists():
-        is_trace = directory.is_dir() and {p.name for p in directory.iterdir()} <= {
-            OPS_FILE,
-            STORAGES_FILE,
-        }
-        if not is_trace:
-            raise TraceError(f"{directory}: exists and is not a trace; name another output with -o.")
-        if not force and any(directory.iterdir()):
-            raise TraceError(f"{directory}: exists; give --force to replace it, or another -o.")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    check_place(directory, force=force)
+    place = Path(os.path.realpath(directory))  # a link stays, and leads to the new trace
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     try:
         header = trace.meta.to_json()
         for file, table, columns in (
@@ -96,14 +93,58 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
         ):
             values = {c: getattr(table, c) for c in columns}
             tables.write(temporary / file, _form(columns), header, values)
-        temporary.chmod(0o755)
-        if directory.exists():
-            shutil.rmtree(directory)
-        os.replace(temporary, directory)
+        temporary.chmod(0o777 & ~umask())
+        _put(temporary, place, lambda: check_place(directory, force=force))
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return directory
+
+
+def check_place(directory: str | Path, *, force: bool = False) -> None:
+    """Find out whether a trace may be saved there, before the work of recording it. Nothing is made.
+
+    Raises:
+        TraceError: the directory exists and `force` is off, or it holds something else than a trace.
+        OSError: it cannot be made.
+    """
+    directory = Path(directory)
+    check_writable(directory)
+    there: set[str] = set()
+    with contextlib.suppress(FileNotFoundError):
+        there = {p.name for p in directory.iterdir()} if not directory.is_file() else {""}
+    if not there <= {OPS_FILE, STORAGES_FILE}:
+        raise TraceError(f"{directory}: exists and is not a trace; name another output with -o.")
+    if there and not force:
+        raise TraceError(f"{directory}: exists; give --force to replace it, or name another output with -o.")
+
+
+def _put(made: Path, place: Path, check: Callable[[], None]) -> None:
+    """Move a finished directory to its place. What stands there is moved aside as a whole first, and back if that is
+    all that can be done; another process that does the same goes before or after, and never in between.
+
+    Args:
+        check: raises if what stands there must stay.
+    """
+    aside = made.with_name(made.name + ".old")
+    try:
+        while True:
+            try:
+                os.replace(made, place)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+            check()
+            shutil.rmtree(aside, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another process was quicker
+                os.replace(place, aside)
+    except BaseException:
+        with contextlib.suppress(OSError):  # there is none, or another process has put its own there
+            os.replace(aside, place)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def find(name: str | Path) -> Path:

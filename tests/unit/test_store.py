@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +75,59 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="disk full"):
         save(STORED, tmp_path / "t")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_replacement_that_fails_leaves_the_old_trace(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one cannot be moved to its place (nor by a Ctrl-C there): the old one comes back."""
+    real = os.replace
+
+    def replace_file(source: object, target: object) -> None:
+        if str(target) == str(stored) and not str(source).endswith(".old") and not stored.exists():
+            raise KeyboardInterrupt
+        real(source, target)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "replace", replace_file)
+    with pytest.raises(KeyboardInterrupt):
+        save(chain(2), stored, force=True)
+    assert load(stored) == STORED
+    assert [p.name for p in stored.parent.iterdir()] == ["t"]
+
+
+def test_a_link_to_a_trace_stays(stored: Path) -> None:
+    link = stored.parent / "link"
+    link.symlink_to(stored)
+    save(chain(2), link, force=True)
+    assert link.is_symlink()
+    assert load(stored) == chain(2)
+
+
+def test_a_trace_has_the_permissions_that_the_user_gives_to_new_files(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        path = save(STORED, tmp_path / "t")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
+WRITER = """
+import sys
+from tests.tiny import chain
+from traces.store import save
+for k in range(60):
+    save(chain(2 + k % 2), sys.argv[1], force=True)
+"""
+
+
+def test_two_processes_that_replace_one_trace_take_turns(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", WRITER, str(tmp_path / "t")]
+    writers = [
+        subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        for _ in range(2)
+    ]
+    assert [w.communicate()[1] for w in writers] == ["", ""]
+    assert load(tmp_path / "t") in (chain(2), chain(3))
+    assert [p.name for p in tmp_path.iterdir()] == ["t"]
 
 
 @pytest.mark.parametrize("file", [OPS_FILE, STORAGES_FILE])
