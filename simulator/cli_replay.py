@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -55,6 +56,8 @@ def replay_command(
     settings = None if alloc_conf is None else parse_alloc_conf(alloc_conf)
     _say(f"reading {recording}", quiet)
     source = understood(read_recording(recording, device))
+    if settings is not None:  # which of equal blocks is taken goes by the version of torch, not by the text
+        settings = replace(settings, ties=source.settings.ties)
     if (settings or source.settings).memory_fraction is not None and memory_bytes is None:
         _say("per_process_memory_fraction has no effect without --device-memory", quiet)
     for note in source.notes:

@@ -245,6 +245,25 @@ def test_the_command_answers_as_json(tmp_path: Path) -> None:
     assert answer["what_if"]["peak_reserved_bytes"] == 60 * MIB
 
 
+def test_the_same_settings_in_words_change_nothing(tmp_path: Path) -> None:
+    """Of two free blocks of 8 MiB, torch 2.12 takes the older block for 5 MiB and then has no 8 MiB left in one."""
+    p = Program(torch_version="2.12")
+    p.malloc(8 * MIB)
+    p.malloc(4 * MIB)
+    p.free(0)
+    p.malloc(4 * MIB)
+    p.free(0)
+    p.malloc(5 * MIB)
+    p.malloc(8 * MIB)
+    path = write(tmp_path / "s.pickle", p.snapshot())
+    result = CliRunner().invoke(main, ["replay", str(path), "--alloc-conf", "", "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["replayed"]["peak_reserved_bytes"] == 40 * MIB
+    assert answer["as_recorded_from_scratch"]["peak_reserved_bytes"] == 40 * MIB
+    assert answer["what_if"]["peak_reserved_bytes"] == 40 * MIB
+
+
 def test_the_command_prints_a_table() -> None:
     result = CliRunner().invoke(main, ["replay", str(DATA / "transformer-b.events.parquet"), "-q"])
     assert result.exit_code == 0, result.output
