@@ -22,7 +22,7 @@ from executor.campaign.record import ALLOCATOR, CALIBRATED, RULES, TENSORS, TRAN
 from executor.campaign.record_step import CALIBRATED_DIR, TRANSFERRED_DIR, UNCALIBRATED_DIR
 from traces.errors import BudgetError
 from traces.measurement import RunFigures
-from traces.plan import Action, Plan
+from traces.plan import ALLOCATED, RESERVED, Action, Plan
 from traces.trace import WORKSPACE, Trace
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ def predict_fit(
     plan, message = _keep_all(base, device), ""
     if planner != NONE:
         try:
-            plan = planned(base, planner, budget_bytes=limit_bytes, question=question).plan
+            # On CUDA the limit is of what the allocator reserves.
+            of = ALLOCATED if question is None else RESERVED
+            plan = planned(base, planner, budget_bytes=limit_bytes, budget_of=of, question=question).plan
         except BudgetError as error:
             return {"fits": False, "predicted": asdict(RunFigures()), "message": str(error), "planned": False}
     plan.save(plan_path)

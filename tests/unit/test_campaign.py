@@ -377,6 +377,17 @@ def test_on_cuda_running_out_of_memory_is_not_fitting(tmp_path: Path, machine: M
     assert [t.predicted_fits for t in record.trials] == [False, False, False]  # the segment alone is larger
 
 
+def test_on_cuda_the_plan_of_a_boundary_is_for_reserved_memory(tmp_path: Path) -> None:
+    """Blocks of 4 MiB lie in segments of 20 MiB: 44 MiB allocated would keep to the limit of 45, and reserve 60."""
+    trace_store.save(tiny.chain(12, size=4 << 20), tmp_path / "calibrated")
+    made = predict_fit(
+        directory=str(tmp_path), device="cuda", plan_from="calibrated", planner="mu-two",
+        limit_bytes=45 << 20, plan_path=str(tmp_path / "plan.json"),
+    )  # fmt: skip
+    assert made["fits"], made["message"]
+    assert made["predicted"]["peak_reserved_bytes"] == 40 << 20
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors
 
