@@ -9,11 +9,12 @@ from typing import Any
 
 from simulator.allocator.asking import Asking
 from simulator.bounds.bound import Bound, lower_bound
+from simulator.breaches import breach
 from simulator.caveats import warnings_of
 from simulator.engine import keep_all, run
 from simulator.graph import analyse
 from simulator.planners import find, plan_with
-from simulator.planners.limits import Limits
+from simulator.planners.limits import NONE, Constraints, Limits
 from simulator.planners.outcome import Refusal, figures, percent
 from simulator.schedule import build
 from simulator.timeline import Timeline
@@ -27,7 +28,7 @@ class Entrant:
     """One planner's answer, or another system's plan replayed. The figures are empty where there is no plan."""
 
     planner: str
-    feasible: bool  # a plan is there and its replayed peak is within the budget
+    feasible: bool  # a plan is there, its replayed peak is within the budget, and it obeys the constraints
     solve_seconds: float | None
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
@@ -53,6 +54,7 @@ class Contest:
     kept: Timeline
     bound: Bound
     asking: Asking
+    constraints: Constraints = NONE  # what the bound assumes of a plan, beside the budget
     entrants: tuple[Entrant, ...] = ()
 
     def with_entrants(self, entrants: Iterable[Entrant]) -> Contest:
@@ -62,7 +64,9 @@ class Contest:
     def judged(
         self, planner: str, plan: Plan, solve_seconds: float | None, *, peer: bool = False, message: str = ""
     ) -> Entrant:
-        """A plan's row, by the exact replay, also if the plan is over the budget.
+        """A plan's row, by the exact replay, also if the plan is over the budget or breaks the constraints.
+
+        Neither makes a plan that can be had, and the bound says nothing of them.
 
         Raises:
             PlanError: the plan does not fit the trace.
@@ -73,7 +77,10 @@ class Contest:
         run_figures = figures(timeline, verdict.reserved)
         base_ns = self.kept.step_time_ns
         added_ns = timeline.step_time_ns - base_ns
-        feasible = timeline.peak_allocated_bytes <= self.budget_bytes
+        broken = breach(self.trace, schedule, self.constraints)
+        if broken:
+            message = "; ".join(part for part in (f"breaks the constraints: {broken}", message) if part)
+        feasible = timeline.peak_allocated_bytes <= self.budget_bytes and not broken
         gap = percent(added_ns - self.bound.added_time_ns, base_ns)
         return Entrant(
             planner=planner,
@@ -126,6 +133,7 @@ def open_contest(
         trace_name=trace_name,
         budget_bytes=budget_bytes,
         kept=keep_all(trace).timeline,
+        constraints=limits.constraints,
         asking=asking or Asking(trace),
         bound=lower_bound(trace, budget_bytes, graph),
     )

@@ -83,6 +83,22 @@ def test_a_peers_plan_over_the_budget_is_a_row_and_no_refusal() -> None:
     assert contest.with_entrants([row]).to_json()["planners"][0]["peer"] is True
 
 
+def test_a_peers_plan_that_breaks_the_constraints_is_no_answer() -> None:
+    """Its time is not bounded by what the constrained problem's bound says, so there is no gap between the two."""
+    of = chain(6, size=100)
+    budget = peak(of) - 100
+    actions = plan_with("mu-two", of, budget).actions
+    limits = Limits(seconds=1, constraints=Constraints(never=(":: aten.test",)))
+    free = open_contest(of, "t", budget, QUICK).judged("other", Plan(meta=of.meta, actions=actions), None)
+    assert free.feasible
+    assert free.gap_points == 0
+    bound = open_contest(of, "t", budget, limits)
+    row = bound.judged("other", Plan(meta=of.meta, actions=actions), None, peer=True, message="a note")
+    assert (row.feasible, row.gap_points) == (False, None)
+    assert "breaks the constraints" in row.message
+    assert "a note" in row.message
+
+
 def test_compare_prints_a_table_and_one_object(directory: Path, small: Trace) -> None:
     words = ("compare", directory, "--budget", "85%", "--planners", "mu-two,keep-all", "-q")
     table = simulate(*words)
