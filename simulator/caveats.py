@@ -155,7 +155,7 @@ def _item_bytes(trace: Trace, storage: int) -> int:
 
 def _untouched(c: Comparison) -> list[str]:
     extra, peak = untouched_extra_bytes(c), c.kept_timeline.peak_allocated_bytes
-    if 100 * extra < NOTABLE_PERCENT * peak:
+    if not peak or 100 * extra < NOTABLE_PERCENT * peak:
         return []
     return [
         "The figures are those of the captured graph, which reuses memory where it can. The untouched model needs "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -14,12 +15,22 @@ from simulator.selectors import check_selectors
 from traces.errors import SpecError
 
 
+class FiniteSeconds(click.FloatRange):
+    """Seconds of a clock that runs out: the range alone lets `nan` and `inf` through, and theirs never does."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is no number of seconds; give one such as 5.", param, ctx)
+        return seconds
+
+
 def planning_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of planning; it receives them as one argument, `limits`."""
 
     @click.option(
         "--seconds",
-        type=click.FloatRange(min=0),
+        type=FiniteSeconds(min=0),
         default=Limits().seconds,
         show_default=True,
         help="After so long a planner that searches stops improving its plan.",

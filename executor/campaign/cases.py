@@ -350,7 +350,7 @@ def _limit(value: Any, place: str) -> str:
 def _planner(value: Any, place: str) -> str:
     from simulator.planners import REGISTRY
 
-    if value not in REGISTRY:
+    if not isinstance(value, str) or value not in REGISTRY:
         raise SpecError(f"{place}: {value!r} is no planner; there are {', '.join(REGISTRY)}.")
     return str(value)
 

@@ -102,6 +102,7 @@ def test_a_models_file_is_looked_for_beside_the_cases(tmp_path: Path) -> None:
         ('[[case]]\nmodel = "resnet18"\nbudget = "much"\n', "case 1: budget 'much'"),
         ('[[case]]\nmodel = "resnet18"\nbudget = []\n', "budget is an empty list"),
         ('[[case]]\nmodel = "resnet18"\nplanner = "best"\n', "'best' is no planner"),
+        ('[[case]]\nmodel = "resnet18"\nplanner = [["search"]]\n', "is no planner"),
         ('[[case]]\nmodel = "resnet18"\nkind = "other"\n', "kind must be plan or boundary"),
         ('[[case]]\nmodel = "resnet18"\nlimit = "1GiB"\n', "limit belongs to"),
         ('[[case]]\nkind = "boundary"\nmodel = "resnet18"\nbatch-size = [1, 2]\n', "needs a limit"),

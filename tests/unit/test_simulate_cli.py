@@ -18,7 +18,7 @@ from simulator.planners import REGISTRY, plan_with
 from simulator.planners.limits import Limits
 from simulator.sweep import Sweep, SweepRequest, SweepRow, ensure_trace, predict
 from tests.synthetic import resnet
-from tests.tiny import chain
+from tests.tiny import chain, trace
 from traces.errors import LowtideError, TraceError
 from traces.measurement import RunFigures
 from traces.plan import Plan
@@ -87,6 +87,16 @@ def test_without_a_budget_the_step_is_simulated_as_it_is(network: Path) -> None:
     assert "with everything kept" in simulate(network).stdout
 
 
+def test_a_step_without_memory_or_ops_is_answered(tmp_path: Path) -> None:
+    empty = save(trace([]), tmp_path / "empty")
+    for words in (("--json",), ("--budget", "1", "--json"), ()):
+        done = simulate(empty, *words)
+        assert done.exit_code == 0, done.output
+    front = simulate("pareto", empty, "--json", "-q")
+    assert front.exit_code == 0, front.output
+    assert json.loads(front.stdout)["smallest_peak_bytes"] == 0
+
+
 def test_options_may_stand_before_the_trace(network: Path) -> None:
     assert simulate("--budget", "90%", network).exit_code == 0
 
@@ -139,6 +149,9 @@ def test_a_bad_budget_is_refused_before_the_trace_is_opened() -> None:
         (["T", "more"], "unexpected extra argument"),
         (["--json"], "Missing argument"),
         ([""], "Missing argument"),
+        (["T", "--budget", "60%", "--seconds", "nan"], "no number of seconds"),
+        (["T", "--budget", "60%", "--seconds", "inf"], "no number of seconds"),
+        (["T", "--budget", "60%", "--seconds", "-1"], "not in the range"),
     ],
 )
 def test_wrong_words(words: Sequence[str], message: str, network: Path) -> None:
