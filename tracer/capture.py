@@ -35,6 +35,7 @@ from tracer.cast_cache import cached_casts
 from tracer.dropout import split_dropout
 from tracer.effects import is_token, without_tokens
 from tracer.gpu import gpu_kernels
+from tracer.grouped import grouped_products
 from tracer.precision import OFF, Autocast, without_autocast
 from tracer.refusals import check_capturable
 from tracer.scopes import (
@@ -191,6 +192,7 @@ def _capture(
         for context in (
             without_torch_log(),
             without_autocast(),
+            grouped_products(),
             fake_mode,
             fx_traceback.preserve_node_meta(),
             unpacked_sequences(),
@@ -207,13 +209,13 @@ def _capture(
 def forward_once(model: nn.Module, run: Callable[[], None]) -> None:
     """Call `run`, which runs the model eagerly on fake tensors, under what the capture would use around it."""
     try:
-        with without_torch_log(), unpacked_sequences():
+        with without_torch_log(), grouped_products(), unpacked_sequences():
             run()
     except Exception as error:
         if not is_data_dependent(error):
             raise explain(error, model) from error
         try:
-            with without_torch_log(), unpacked_sequences(), as_compiled():
+            with without_torch_log(), grouped_products(), unpacked_sequences(), as_compiled():
                 run()
         except Exception as again:
             raise explain(again, model) from again

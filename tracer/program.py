@@ -21,6 +21,7 @@ from tracer.builder import OpRow, StorageRow, TraceBuilder
 from tracer.capture import Captured
 from tracer.cost import compute_dtype, op_bytes, op_flops, result_bytes
 from tracer.gpu import results
+from tracer.grouped import grouped_products
 from tracer.precision import without_autocast
 from tracer.signature import of_call
 from traces.errors import CaptureError
@@ -154,7 +155,7 @@ def program_of(captured: Captured) -> Program:
     graph_ops: list[GraphOp] = []
     rows: list[OpRow] = []
     op_of: dict[fx.Node, int] = {}
-    with mode, torch.no_grad(), without_autocast():
+    with mode, torch.no_grad(), without_autocast(), grouped_products():
         for phase, group in ((FORWARD, captured.forward), (BACKWARD, captured.backward)):
             for n in group:
                 args, kwargs = fx.node.map_arg((n.args, n.kwargs), lambda a: env[a])

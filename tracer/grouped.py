@@ -1,0 +1,53 @@
+"""Tell fake tensors what torch's grouped matrix product returns, as its kernels do and its meta function does not.
+
+`aten::_grouped_mm` multiplies the tokens of each expert of a mixture by that expert's weights; transformers' mixtures
+of experts are made of it. Its kernels take float32, float16 and bfloat16 (`_grouped_mm_validate_inputs` in
+aten/src/ATen/native/GroupedMMUtils.h) and give each row of the result a stride of a multiple of 16 bytes
+(`create_grouped_gemm_output_tensor` there). The function for fake tensors of torch 2.11 to 2.13 refuses all but
+bfloat16, and pads only if torch was built for CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import _meta_registrations as registrations
+
+_NAME: Final = "_meta_grouped_mm_common"
+_ALIGNMENT_BYTES: Final = 16
+
+
+@contextmanager
+def grouped_products() -> Iterator[None]:
+    """In the body, a grouped product of fake tensors has the type and the strides that the kernels would give it."""
+    original = getattr(registrations, _NAME, None)
+    if original is None:
+        yield
+        return
+
+    def product(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        scaled = kwargs.get("scale_a", args[0] if args else None) is not None
+        if scaled or a.dtype != b.dtype or a.dim() not in (2, 3) or b.dim() not in (2, 3):
+            return original(a, b, *args, **kwargs)
+        offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
+        return _result(a, b, offsets, kwargs.get("out_dtype") or a.dtype)
+
+    setattr(registrations, _NAME, product)
+    try:
+        yield
+    finally:
+        setattr(registrations, _NAME, original)
+
+
+def _result(a: torch.Tensor, b: torch.Tensor, offsets: Any, dtype: torch.dtype) -> torch.Tensor:
+    """An empty result; a matrix is split by `offsets` into groups, a stack of matrices has one for each."""
+    rows, columns = a.shape[-2], b.shape[-1]
+    step = _ALIGNMENT_BYTES // dtype.itemsize
+    padded = columns if torch.version.hip else -(-columns // step) * step
+    if a.dim() != b.dim():
+        return a.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
+    groups = a.shape[0] if a.dim() == 3 else offsets.shape[0]
+    return a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
