@@ -81,6 +81,10 @@ class Block:
         self.prev: Block | None = None
         self.next: Block | None = None
 
+    def __lt__(self, other: Block) -> bool:
+        """Any order that stays: two free blocks at one address, which only a recording that lies can bring about."""
+        return self.serial < other.serial
+
     @property
     def is_split(self) -> bool:
         return self.prev is not None or self.next is not None

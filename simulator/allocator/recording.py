@@ -173,6 +173,8 @@ def place_blocks(
             raise TraceError(f"{source}: the segments at {before.address} and {after.address} overlap.")
     for b in sorted(blocks, key=lambda b: b.address):
         k = bisect_right(starts, b.address) - 1
+        if not b.size_bytes:
+            raise TraceError(f"{source}: the block at {b.address} is empty; the file is damaged or foreign.")
         if k < 0 or b.address + b.size_bytes > ordered[k].address + ordered[k].size_bytes:
             raise TraceError(
                 f"{source}: the block of {b.size_bytes} bytes at {b.address} lies in no segment; record again from "

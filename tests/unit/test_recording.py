@@ -13,11 +13,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from simulator.allocator.blocks import Block
+from simulator.allocator.blocks import Block, Pool
 from simulator.allocator.caching import Allocator
 from simulator.allocator.recording import read_recording
 from simulator.allocator.replay import replay, settled
-from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
+from simulator.allocator.settings import (
+    LOWEST_ADDRESS,
+    OLDER_BLOCK,
+    OLDER_SEGMENT,
+    AllocatorSettings,
+    as_in,
+    parse_alloc_conf,
+)
 from simulator.cli import main
 from traces.errors import TraceError
 
@@ -305,6 +312,18 @@ class Hostile:
         return os.mkdir, (str(self.mark),)
 
 
+def test_free_blocks_at_one_address_have_an_order() -> None:
+    """A recording that says of two segments that they begin at one place must not stop the replay."""
+    for ties in (LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT):
+        pool = Pool(False, ties)
+        first, second = Block(0, 512, 0, pool), Block(0, 512, 0, pool)
+        second.segment_serial = first.segment_serial
+        for block in (first, second):
+            pool.insert(block)
+            pool.insert_unmapped(block)
+        assert [b for *_, b in pool.free[0]] == [b for _, b in pool.unmapped[0]] == [first, second]
+
+
 def test_a_hostile_pickle_does_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     path = write(tmp_path / "s.pickle", {"segments": [], "device_traces": [[Hostile(mark)]]})
@@ -332,6 +351,18 @@ def test_a_hostile_pickle_does_not_run(tmp_path: Path) -> None:
         ),
         pickle.dumps(
             {"segments": [], "device_traces": [[{"action": ["alloc"], "addr": 1 << 70, "size": -1}]]}
+        ),
+        pickle.dumps(  # a block of no bytes at the end of its segment
+            {
+                "segments": [
+                    {
+                        "address": 0,
+                        "total_size": 1024,
+                        "blocks": [{"size": 1024}, {"address": 1024, "size": 0}],
+                    }
+                ],
+                "device_traces": [[{"action": "alloc", "addr": 0, "size": 1}]],
+            }
         ),
         b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x",  # bytes of 2**62
         b"\x80\x04]r\xff\xff\xff\xff.",  # a memo of 2**32 entries: 64 GiB
