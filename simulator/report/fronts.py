@@ -129,7 +129,7 @@ def _contest_blocks(contest: Contest) -> tuple[Block, ...]:
                     Cell(text="–" if e.gap_points is None else f"{e.gap_points:.2f}", sort=e.gap_points),
                     time_cell(None if e.solve_seconds is None else e.solve_seconds * 1e9),
                     count_cell(e.recomputed_ops),
-                    _verdict(e),
+                    _verdict(e, contest.budget_bytes),
                 )
                 for e in rows
             ),
@@ -141,11 +141,12 @@ def _contest_blocks(contest: Contest) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _verdict(e: Entrant) -> Cell:
+def _verdict(e: Entrant, budget_bytes: int) -> Cell:
     if e.feasible:
         return Cell(text=f"met{'; ' + e.message if e.message else ''}", tone="good")
     if e.peak_allocated_bytes is not None:
-        return Cell(text=f"over the budget{'; ' + e.message if e.message else ''}", tone="bad")
+        over = "over the budget" if e.peak_allocated_bytes > budget_bytes else ""
+        return Cell(text="; ".join(part for part in (over, e.message) if part), tone="bad")
     if e.lowest_peak_bytes is not None:
         return Cell(text=f"no plan; lowest peak {show_bytes(e.lowest_peak_bytes)}", tone="bad")
     return Cell(text=e.message, tone="bad")

@@ -273,6 +273,16 @@ def test_the_pages_hold_the_figures_and_a_picture(directory: Path, tmp_path: Pat
         assert part in text
 
 
+def test_the_page_says_of_a_plan_that_cannot_be_had_why_not() -> None:
+    from simulator.report.fronts import _verdict
+
+    row = Entrant(
+        planner="torch", feasible=False, solve_seconds=1.0, peak_allocated_bytes=90, message="wrong gradients"
+    )
+    assert _verdict(row, 100).text == "wrong gradients"
+    assert _verdict(row, 80).text == "over the budget; wrong gradients"
+
+
 def test_labels_of_points_that_nearly_coincide_stack() -> None:
     pytest.importorskip("altair")
     from simulator.report.fronts import _label_heights
