@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from executor.cli_campaign import campaign
-from traces.commands import DefaultGroup, print_json, say
+from traces.commands import DefaultGroup, OutputFile, analysis_option, print_json, report_option, say
 from traces.people import show_bytes, show_time
 from traces.plan import ALLOCATED
 
@@ -28,7 +28,7 @@ def _measuring(command: Any) -> Any:
                          help="Timed iterations, of which the median counts."),
             click.option("--verify/--no-verify", default=True, show_default=True,
                          help="Compare losses, gradients, parameters, buffers and random state with eager."),
-            click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page."),
+            report_option,
             click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout."),
             click.option("-q", "--quiet", is_flag=True, help="No progress on stderr."),
         )
@@ -60,7 +60,7 @@ execute.add_command(campaign)
 @click.option(
     "--model", default="", help="Build this instead of what the plan names (the same step elsewhere)."
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Save the measurement as JSON.")
+@click.option("-o", "--output", type=OutputFile(), help="Save the measurement as JSON.")
 @click.option("--trace", "trace_name", help="The trace behind the plan, for the report's pictures.")
 @_measuring
 def run_plan(
@@ -121,13 +121,11 @@ def run_plan(
 
 @execute.command()
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option(
-    "--analysis", type=click.Path(path_type=Path), help="A text file to show at the top of the page."
-)
+@analysis_option
 @_measuring
 def sweep(
     directory: Path,
-    analysis: Path | None,
+    analysis: str | None,
     device: str,
     steps: int,
     memory_steps: int,
@@ -160,9 +158,8 @@ def sweep(
     if report is not None:
         from simulator.report.simulation import write_sweep
 
-        text = analysis.read_text(encoding="utf-8") if analysis is not None else ""
         root = directory if directory.is_dir() else directory.parent
-        write_sweep(report, table, root=root, analysis=text, measured_on=done.place)
+        write_sweep(report, table, root=root, analysis=analysis or "", measured_on=done.place)
     if as_json:
         print_json(table.to_json())
     else:

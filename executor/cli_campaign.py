@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from traces.commands import print_json, say
+from traces.commands import analysis_option, print_json, report_option, say
 
 
 @click.command()
@@ -21,10 +21,8 @@ from traces.commands import print_json, say
 @click.option("--device", help="cpu or cuda, instead of what the file says.")
 @click.option("--only", default="", help="Run only cases whose label has this in it (* and ? allowed).")
 @click.option("--retry-failed", is_flag=True, help="Run failed cases and failed verifications again.")
-@click.option(
-    "--analysis", type=click.Path(path_type=Path), help="A text file to show at the top of the page."
-)
-@click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page.")
+@analysis_option
+@report_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def campaign(
@@ -33,7 +31,7 @@ def campaign(
     device: str | None,
     only: str,
     retry_failed: bool,
-    analysis: Path | None,
+    analysis: str | None,
     report: Path | None,
     as_json: bool,
     quiet: bool,
@@ -75,8 +73,7 @@ def campaign(
     if report is not None:
         from executor.campaign.page import write_campaign
 
-        text = analysis.read_text(encoding="utf-8") if analysis is not None else ""
-        write_campaign(report, book, analysis=text)
+        write_campaign(report, book, analysis=analysis or "")
     if as_json:
         print_json(answer(book))
     else:

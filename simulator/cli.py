@@ -22,8 +22,9 @@ from simulator.cli_max_batch import max_batch_command
 from simulator.cli_options import planning_options
 from simulator.cli_replay import replay_command
 from simulator.cli_torch_budget import torch_budget_command
-from traces.commands import DefaultGroup, Refused
+from traces.commands import DefaultGroup, Refused, analysis_option, report_option
 from traces.errors import BudgetError, SpecError
+from traces.files import check_writable
 from traces.plan import ALLOCATED, RESERVED
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def main() -> None:
 @planning_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
 @click.option("-f", "--force", is_flag=True, help="Replace the file of -o if it exists.")
-@click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
+@report_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a summary.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def plan_command(
@@ -185,14 +186,12 @@ def plan_command(
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-sweep).")
 @click.option("--planner", help="Which planner (default: search).")
 @planning_options
-@click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
+@report_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("--seq-len", type=click.IntRange(min=1), help="Sequence length, for `trace`.")
 @click.option("--target", help="The device behind the op times, for `trace`.")
 @click.option("--optimizer", help="The optimizer, for `trace`.")
-@click.option(
-    "--analysis", type=click.Path(path_type=Path), help="A text file to show at the top of the page."
-)
+@analysis_option
 @click.option("--trace-option", multiple=True, metavar="KEY=VALUE", help="Any other option of `trace`.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def sweep_command(
@@ -209,7 +208,7 @@ def sweep_command(
     seq_len: int | None,
     target: str | None,
     optimizer: str | None,
-    analysis: Path | None,
+    analysis: str | None,
     trace_option: Sequence[str],
     quiet: bool,
 ) -> None:
@@ -250,8 +249,7 @@ def sweep_command(
     if report is not None:
         from simulator.report.simulation import write_sweep
 
-        text = analysis.read_text(encoding="utf-8") if analysis is not None else ""
-        write_sweep(report, sweep, root=request.directory, analysis=text)
+        write_sweep(report, sweep, root=request.directory, analysis=analysis or "")
     click.echo(json.dumps(sweep.to_json()) if as_json else sweep_table(sweep, request))
     if not any(row.feasible for row in sweep.rows):
         raise BudgetError(f"no batch size fits: {sweep.rows[0].message}")
@@ -316,11 +314,12 @@ def check_budget_text(text: str) -> None:
 
 
 def refuse_to_replace(path: Path, force: bool) -> None:
-    """Raise SpecError if the output is there already and --force is not given."""
+    """Raise SpecError if the output is there already and --force is not given, OSError if it cannot be made."""
     if path.is_dir():
         raise SpecError(f"{path} is a directory; name a file with -o.")
     if path.exists() and not force:
         raise SpecError(f"{path} exists; give --force to replace it, or name another file with -o.")
+    check_writable(path)
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import click
 
 from simulator.cli_device import Asked, device_options
 from simulator.cli_options import planning_options
+from traces.commands import report_option
 from traces.errors import BudgetError, SpecError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ MESSAGE_WIDTH = 110  # of a reason in the table; the JSON has it whole
     type=click.Path(path_type=Path),
     help="The same from what `trace torch-budget` wrote, without running torch.",
 )
-@click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
+@report_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def compare_command(
@@ -98,7 +99,7 @@ def compare_command(
 @click.option("--planner", help="Which planner makes the plans (default: the default planner).")
 @planning_options
 @device_options
-@click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
+@report_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def pareto_command(

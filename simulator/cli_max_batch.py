@@ -10,7 +10,7 @@ import click
 
 from simulator.cli_device import alloc_conf_option
 from simulator.cli_options import planning_options
-from traces.commands import Refused, say
+from traces.commands import Refused, report_option, say
 from traces.errors import SpecError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ DEFAULT_RESERVE = "2%"  # of a GPU: the median error that the prediction is mean
 @click.option("--planner", help="Which planner (see `simulate planners`).")
 @planning_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-max-batch).")
-@click.option("--report", type=click.Path(path_type=Path), help="Write an HTML page here.")
+@report_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def max_batch_command(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
-from traces.errors import LowtideError
+from traces.errors import LowtideError, SpecError
+from traces.files import check_writable
 
 
 class Refused(click.ClickException):
@@ -47,6 +50,44 @@ class DefaultGroup(click.Group):
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             raise Refused(f"{where}{error.strerror or error}; name another path.", 2) from None
+
+
+class OutputFile(click.Path):
+    """A file that is written in the end. Whether it can be is found out before the work."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(str(super().convert(value, param, ctx)))
+        check_writable(path)
+        return path
+
+
+class TextFile(click.Path):
+    """A file that is read at once: the command receives its text."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(str(super().convert(value, param, ctx)))
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise SpecError(f"{path}: is not a text in UTF-8 ({error}); name another file.") from None
+
+
+def report_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command --report."""
+    return click.option("--report", type=OutputFile(), help="Write an HTML page here.")(command)
+
+
+def analysis_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command --analysis; it receives the text."""
+    return click.option(
+        "--analysis", type=TextFile(), default=None, help="A text file to show at the top of the page."
+    )(command)
 
 
 def say(text: str, *, quiet: bool = False) -> None:

@@ -397,3 +397,65 @@ def test_simulate_works_without_torch(folder: Path, tmp_path_factory: pytest.Tem
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 1), done.stderr
     assert json.loads(done.stdout)["trace"] == "out"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (simulate, "chain", "--report", "FILE/page.html"),
+        (simulate, "chain", "--report", "FOLDER"),
+        (simulate, "chain", "-o", "FILE/plan.json"),
+        (simulate, "compare", "chain", "--budget", "90%", "--report", "FILE/page.html"),
+        (simulate, "pareto", "chain", "--report", "FILE/page.html"),
+        (simulate, "max-batch", "resnet18", "--memory", "1GiB", "--report", "FILE/page.html"),
+        (
+            simulate,
+            "sweep",
+            "resnet18",
+            "--batch-sizes",
+            "1",
+            "--budget",
+            "90%",
+            "--report",
+            "FILE/page.html",
+        ),
+        (
+            simulate,
+            "sweep",
+            "resnet18",
+            "--batch-sizes",
+            "1",
+            "--budget",
+            "90%",
+            "--analysis",
+            "FILE/none.txt",
+        ),
+        (simulate, "sweep", "resnet18", "--batch-sizes", "1", "--budget", "90%", "--analysis", "BYTES"),
+        (execute, "plan.json", "-o", "FILE/m.json"),
+        (execute, "plan.json", "--report", "FILE/page.html"),
+        (execute, "sweep", "FOLDER", "--analysis", "BYTES"),
+        (execute, "campaign", "cpu", "--report", "FILE/page.html"),
+        (execute, "campaign", "cpu", "--analysis", "BYTES"),
+    ],
+)
+def test_what_cannot_be_written_or_read_in_the_end_is_refused_before_the_work(
+    words: tuple[Any, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process is started, and no trace or plan is opened: there is no `chain` and no `plan.json`."""
+    (folder / "FILE").write_text("in the way")
+    (folder / "BYTES").write_bytes(b"\xff\xfe")
+    (folder / "FOLDER").mkdir()
+    before = sorted(folder.rglob("*"))
+
+    def forbidden(*args: object, **more: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "run", forbidden)
+    command, *rest = words
+    result = call(command, *rest)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert isinstance(result.exception, SystemExit)
+    assert "Error: " in result.stderr
+    assert "no such trace" not in result.stderr
+    assert "no such plan" not in result.stderr
+    assert sorted(folder.rglob("*")) == before
