@@ -49,6 +49,7 @@ class StorageRow:
     category: str = ACTIVATION
     producer: int = -1
     hold: int = -1
+    used_from: int = -1  # op that first uses it without reading it, as a library does its workspace
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
@@ -87,6 +88,10 @@ class TraceBuilder:
                     if first[op.phase][s] < 0:
                         first[op.phase][s] = i
                     last[op.phase][s] = i
+        for s, row in enumerate(self.storages):
+            if row.used_from >= 0:
+                use = first.get(self.ops[row.used_from].phase, first[FORWARD])
+                use[s] = row.used_from
         ops = Ops(**{c: tuple(getattr(r, c) for r in self.ops) for c in Ops.__dataclass_fields__})
         plain = ("name", "nbytes", "category", "producer", "hold", "dtype", "shape")
         columns: dict[str, Iterable[object]] = {c: tuple(getattr(r, c) for r in self.storages) for c in plain}

@@ -82,17 +82,22 @@ def library_storages(
     # Up to 2.11 cuBLASLt runs on cuBLAS's handle, with which cuBLAS's buffer comes.
     cublas = CUBLAS - CUBLASLT if own and release >= SHARED_FROM else CUBLAS
     for thread, backward in (("forward", False), ("backward", True)):
-        names = {r.target.rpartition(".")[0] for r in rows if (r.phase == BACKWARD) is backward}
+        uses: dict[str, int] = {}  # op -> where it runs first
+        for i, r in enumerate(rows):
+            if (r.phase == BACKWARD) is backward:
+                uses.setdefault(r.target.rpartition(".")[0], i)
         for library, ops_of, size in (
             ("cuBLAS", cublas, cublas_workspace_bytes(device, release)),
             ("cuBLASLt", CUBLASLT, own),
         ):
-            if names & ops_of and size:
+            first = min((i for name, i in uses.items() if name in ops_of), default=-1)
+            if first >= 0 and size:
                 found.append(
                     StorageRow(
                         name=f"{library} workspace ({thread})",
                         nbytes=size,
                         category=WORKSPACE,
+                        used_from=first,
                         dtype="uint8",
                         shape=(size,),
                     )

@@ -1,7 +1,7 @@
 """Turn a Schedule into what it asks of CUDA's caching allocator, in order: the sizes, and what is given back.
 
 Parameters, buffers and the batch come first, by id. Optimizer state comes when the first optimizer step begins, and
-stays; a library's workspace when the first op reads it. An op allocates and frees as its measured events say, or else
+stays; a library's workspace in the first op that uses it. An op allocates and frees as its measured events say, or else
 allocates its outputs in order; what the schedule releases after a step is freed when the step has ended. None of this
 depends on where the allocator puts a block, so it is worked out once for all iterations and settings.
 
@@ -62,9 +62,8 @@ class _Recording:
         sts = trace.storages
         residents = [s for s, producer in enumerate(sts.producer) if producer < 0 and sts.nbytes[s]]
         self.state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE]
-        self.workspaces = {s for s in residents if sts.category[s] == WORKSPACE}
-        self.workspaces.intersection_update(s for reads in trace.ops.reads for s in reads)
-        late = {*self.state, *self.workspaces}
+        self.workspaces = _workspaces(trace, residents)
+        late = {*self.state, *(s for made in self.workspaces.values() for s in made)}
         self.residents = tuple(sts.nbytes[s] for s in residents if s not in late)
 
     def malloc(self, size_bytes: int) -> int:
@@ -87,11 +86,6 @@ class _Recording:
         op, nbytes = schedule.op[step], self.trace.storages.nbytes
         if self.state and self.trace.ops.phase[op] == OPTIMIZER:
             self.begin_optimizer()
-        if self.workspaces:
-            for s in self.trace.ops.reads[op]:
-                if s in self.workspaces:
-                    self.workspaces.remove(s)
-                    self.once.append((len(self.blocks), nbytes[s]))
         wanted = [s for s in self.graph.creates[op] if nbytes[s]]
         made: dict[int, int] = {}
         # Memory that the op takes over from its input: for an output of the same size, or else freed beforehand.
@@ -108,6 +102,8 @@ class _Recording:
                 if positions := _kept(events).get(nbytes[heir]):
                     del events[positions[0]]
         made |= self._replay(events, wanted) if events else self._outputs(wanted)
+        # A library asks for its workspace when the op's outputs are there.
+        self.once += ((len(self.blocks), nbytes[s]) for s in self.workspaces.pop(op, ()))
         for s, block in made.items():
             if s in schedule.binds[step]:
                 self.there.setdefault(s, []).append(block)
@@ -140,6 +136,17 @@ class _Recording:
             for block in blocks:
                 self.free(block)
         return made | self._outputs([s for s in wanted if s not in made])
+
+
+def _workspaces(trace: Trace, residents: Sequence[int]) -> dict[int, list[int]]:
+    """Op -> the workspaces that libraries keep from it on; of others nobody knows when they came."""
+    sts = trace.storages
+    out: dict[int, list[int]] = {}
+    for s in residents:
+        uses = [n for n in (sts.first_forward_use[s], sts.first_backward_use[s]) if n >= 0]
+        if sts.category[s] == WORKSPACE and uses:
+            out.setdefault(min(uses), []).append(s)
+    return out
 
 
 def _kept(events: Sequence[int]) -> dict[int, list[int]]:
