@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simulator.graph import Graph, analyse
-from simulator.schedule import Schedule, build
+from simulator.schedule import Schedule, build, rerun_workspace_bytes
 from simulator.timeline import Breakdown, Timeline
 from traces.trace import CATEGORIES, WORKSPACE, Trace
 
@@ -21,7 +21,7 @@ def run(trace: Trace, schedule: Schedule, graph: Graph | None = None) -> Timelin
     """Replay a schedule; the result has one entry a step."""
     graph = graph or analyse(trace)
     ops, nbytes = trace.ops, trace.storages.nbytes
-    live = resident = trace.resident_bytes
+    live = resident = trace.resident_bytes + rerun_workspace_bytes(trace, schedule)
     now = 0
     start, duration, peaks, after = [], [], [], []
     for step, i in enumerate(schedule.op):
@@ -99,6 +99,7 @@ def breakdown(trace: Trace, schedule: Schedule, timeline: Timeline) -> Breakdown
     for s, p in enumerate(sts.producer):
         if p < 0:
             live[sts.category[s]] += sts.nbytes[s]
+    live[WORKSPACE] += rerun_workspace_bytes(trace, schedule)
     columns: dict[str, list[int]] = {c: [] for c in CATEGORIES}
     for binds, frees in zip(schedule.binds, schedule.frees, strict=True):
         for s in binds:

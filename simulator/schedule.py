@@ -34,6 +34,12 @@ class Schedule:
         return tuple(o for o, r in zip(self.op, self.recompute, strict=True) if r)
 
 
+def rerun_workspace_bytes(trace: Trace, schedule: Schedule) -> int:
+    """What libraries keep because of the ops that a schedule runs again, beside what they keep in any case."""
+    wanted, target = trace.meta.rerun_workspaces, trace.ops.target
+    return max((wanted.get(target[o], 0) for o in schedule.recomputed_ops), default=0) if wanted else 0
+
+
 def check_actions(trace: Trace, graph: Graph, actions: Iterable[Action]) -> dict[int, Action]:
     """The actions by storage id.
 

@@ -19,7 +19,7 @@ from tracer.blame import explained
 from tracer.builder import OpRow
 from tracer.calibration import Costs
 from tracer.eager import EagerRecorder
-from tracer.libraries import library_storages
+from tracer.libraries import library_storages, rerun_workspaces
 from tracer.loop import fit_tangent, run_step
 from tracer.precision import scaler_tensors
 from tracer.program import Program
@@ -235,9 +235,11 @@ def _arrange(
     if program.captured.target is not None:
         for storage in library_storages(rows, target, release_here()):
             builder.add_storage(storage)
+    on_gpu = meta.device.partition(":")[0] == "cuda"
     meta = replace(
         meta,
         workspace=_put_costs(rows, made, target, costs),
+        rerun_workspaces=rerun_workspaces(rows, target, release_here()) if on_gpu else {},
         forward_ops=n_forward,
         first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
     )

@@ -14,7 +14,7 @@ from traces import profile as store
 from traces.devices import DEVICES, GIB, Device
 from traces.errors import TraceError
 from traces.profile import MEASURED_CPU, MEASURED_CUDA, DeviceProfile, Entry, Identity, LibraryWorkspace
-from traces.trace import VIEW, WORKSPACE, Storages, Trace
+from traces.trace import BACKWARD, FORWARD, VIEW, WORKSPACE, Storages, Trace
 
 # Words in a GPU's name that make it another board than the one of the plain name.
 PACKAGES: Final = frozenset({"nvl", "pcie"})  # the same chip
@@ -202,7 +202,11 @@ def profile_of(recorded: Recorded, measured: Trace, identity: Identity, samples:
 
 
 def with_workspaces(trace: Trace, workspaces: tuple[LibraryWorkspace, ...]) -> Trace:
-    """The trace with these library workspaces, in place of those that it had, as storages that are always there."""
+    """The trace with these library workspaces, in place of those that it had, as storages that are always there.
+
+    A library asks for one in the first op of its kind. Each thread has its own, so one of a size that has been there
+    before is backward's.
+    """
     sts = trace.storages
     count = len(sts)
     while count and sts.category[count - 1] == WORKSPACE and sts.producer[count - 1] < 0:
@@ -215,11 +219,28 @@ def with_workspaces(trace: Trace, workspaces: tuple[LibraryWorkspace, ...]) -> T
         "shape": tuple((w.nbytes,) for w in workspaces),
         "aliases": ((),) * len(workspaces),
     }
+    uses: dict[str, list[int]] = {FORWARD: [], BACKWARD: []}
+    for k, w in enumerate(workspaces):
+        backward = any(w.nbytes == earlier.nbytes for earlier in workspaces[:k])
+        first = _first_op(trace, w.op, backward)
+        phase = BACKWARD if first >= 0 and trace.ops.phase[first] == BACKWARD else FORWARD
+        for p, column in uses.items():
+            column.append(first if p == phase else -1)
+    rows["first_forward_use"], rows["first_backward_use"] = tuple(uses[FORWARD]), tuple(uses[BACKWARD])
     none = (-1,) * len(workspaces)
     columns = {f.name: getattr(sts, f.name)[:count] + rows.get(f.name, none) for f in fields(sts)}
     made = replace(trace, storages=Storages(**columns))
     made.validate()
     return made
+
+
+def _first_op(trace: Trace, target: str, backward: bool) -> int:
+    """The first op of that kind, in the whole step or in backward; -1: there is none."""
+    ops = trace.ops
+    return next(
+        (i for i, t in enumerate(ops.target) if t == target and (not backward or ops.phase[i] == BACKWARD)),
+        -1,
+    )
 
 
 def workspaces_of(trace: Trace) -> tuple[LibraryWorkspace, ...]:

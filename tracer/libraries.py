@@ -19,7 +19,7 @@ from typing import Final
 
 from tracer.builder import OpRow, StorageRow
 from traces.devices import Device
-from traces.trace import BACKWARD, WORKSPACE
+from traces.trace import BACKWARD, FORWARD, WORKSPACE
 
 KIB: Final = 2**10
 LARGE_BYTES: Final = 4096 * 8 * KIB  # compute capability 9, and 10 and 12 from torch 2.12 on (pytorch#175344)
@@ -103,3 +103,23 @@ def library_storages(
                     )
                 )
     return tuple(found)
+
+
+def rerun_workspaces(ops: Iterable[OpRow], device: Device, release: tuple[int, int]) -> dict[str, int]:
+    """What a library keeps in backward's thread once that runs an op of forward again: target -> bytes.
+
+    cuBLASLt's buffer, where it has one of its own and backward has no op for it; 0 for the other ops of cuBLAS, whose
+    buffer backward has anyway.
+
+    Args:
+        ops: of the whole step.
+        device: the GPU; a CPU has none.
+        release: of torch, as (2, 13).
+    """
+    if device.kind != "cuda":
+        return {}
+    rows = list(ops)
+    there = {r.target.rpartition(".")[0] for r in rows if r.phase == BACKWARD}
+    own = 0 if there & CUBLASLT else cublaslt_workspace_bytes(device, release)
+    again = sorted({r.target for r in rows if r.phase == FORWARD and r.target.rpartition(".")[0] in CUBLAS})
+    return {target: own if target.rpartition(".")[0] in CUBLASLT else 0 for target in again}

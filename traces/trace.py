@@ -143,6 +143,9 @@ class TraceMeta:
     # How many computing ops have their allocations from which source: "measured", "interpolated" (from measurements
     # of other sizes), "rules", "none" (unknown: outputs only). Empty in traces older than this field.
     workspace: dict[str, int] = field(default_factory=dict)
+    # What a library keeps for good once backward runs an op of forward again, by the op's target: bytes, 0 if backward
+    # has such a workspace anyway.
+    rerun_workspaces: dict[str, int] = field(default_factory=dict)
     untouched_peak_bytes: int = 0  # peak of the untouched model's eager step; 0: not counted
     graph_fingerprint: str = ""  # of the captured model graph, sizes included
     structure_fingerprint: str = ""  # of the captured model graph, sizes left out
@@ -166,6 +169,8 @@ class TraceMeta:
                 raise TypeError(f"{k} is a {type(value).__name__} and should be a {kind.__name__}")
         if not all(type(k) is str and type(n) is int for k, n in meta.workspace.items()):
             raise TypeError("workspace holds something else than numbers of ops")
+        if not all(type(k) is str and type(n) is int and n >= 0 for k, n in meta.rerun_workspaces.items()):
+            raise TypeError("rerun_workspaces holds something else than bytes")
         if not all(type(k) is str and type(n) is int for k, n in meta.rates.items()):
             raise TypeError("rates holds something else than whole numbers")
         if not all(type(k) is int for k in meta.grad_outputs):

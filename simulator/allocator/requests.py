@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from simulator.graph import Graph
 from simulator.schedule import Schedule
-from traces.trace import OPTIMIZER, OPTIMIZER_STATE, WORKSPACE, Trace
+from traces.trace import BACKWARD, OPTIMIZER, OPTIMIZER_STATE, WORKSPACE, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,7 @@ class _Recording:
         residents = [s for s, producer in enumerate(sts.producer) if producer < 0 and sts.nbytes[s]]
         self.state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE]
         self.workspaces = _workspaces(trace, residents)
+        self.rerun_bytes = trace.meta.rerun_workspaces
         late = {*self.state, *(s for made in self.workspaces.values() for s in made)}
         self.residents = tuple(sts.nbytes[s] for s in residents if s not in late)
 
@@ -81,6 +82,19 @@ class _Recording:
         for s in self.state:
             self.once.append((len(self.blocks), self.trace.storages.nbytes[s]))
         self.state = []
+
+    def ask_for_workspaces(self, op: int, again: bool) -> None:
+        """A library asks for its workspace when an op's outputs are there; for backward's thread also in a rerun."""
+        now = self.workspaces.pop(op, []) if not again else []
+        target = self.trace.ops.target[op]
+        if again and target in self.rerun_bytes:
+            first = min((o for o in self.workspaces if self.trace.ops.phase[o] == BACKWARD), default=-1)
+            now += self.workspaces.pop(first, [])
+        sizes = [self.trace.storages.nbytes[s] for s in now]
+        if again and self.rerun_bytes.get(target):
+            sizes.append(self.rerun_bytes[target])
+            self.rerun_bytes = dict.fromkeys(self.rerun_bytes, 0)
+        self.once += ((len(self.blocks), n) for n in sizes)
 
     def step(self, schedule: Schedule, step: int) -> None:
         op, nbytes = schedule.op[step], self.trace.storages.nbytes
@@ -102,8 +116,7 @@ class _Recording:
                 if positions := _kept(events).get(nbytes[heir]):
                     del events[positions[0]]
         made |= self._replay(events, wanted) if events else self._outputs(wanted)
-        # A library asks for its workspace when the op's outputs are there.
-        self.once += ((len(self.blocks), nbytes[s]) for s in self.workspaces.pop(op, ()))
+        self.ask_for_workspaces(op, schedule.recompute[step])
         for s, block in made.items():
             if s in schedule.binds[step]:
                 self.there.setdefault(s, []).append(block)

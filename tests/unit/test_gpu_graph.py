@@ -24,17 +24,20 @@ from tests.integration.steps import build_of, plan_of, random_actions, recompute
 from tracer.attention import CUDNN_DROPOUT_STEPS, release_here  # noqa: E402
 from tracer.batch_norm import takes_cudnn  # noqa: E402
 from tracer.builder import OpRow  # noqa: E402
+from tracer.device_profiles import with_workspaces  # noqa: E402
 from tracer.gpu import gpu_kernels  # noqa: E402
 from tracer.libraries import (  # noqa: E402
     SHARED_FROM,
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
     library_storages,
+    rerun_workspaces,
 )
 from tracer.program import Program, program_of  # noqa: E402
 from tracer.spec import load_spec  # noqa: E402
 from tracer.step import capture_step, trace_step  # noqa: E402
 from traces.devices import device  # noqa: E402
+from traces.profile import LibraryWorkspace  # noqa: E402
 from traces.trace import BACKWARD, EFFECT, FORWARD, RANDOM, WORKSPACE, Trace  # noqa: E402
 
 aten = torch.ops.aten
@@ -407,6 +410,54 @@ def test_where_cublas_and_cublaslt_keep_buffers(monkeypatch: pytest.MonkeyPatch)
     assert (kept((2, 11)), kept((2, 12))) == ([32, 1, 32], [32, 32])
     monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0")
     assert (kept((2, 11)), kept((2, 12))) == ([32, 1, 32], [1, 32])
+
+
+def test_what_a_rerun_linear_layer_keeps_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 gives cuBLASLt 1 MiB in each thread that runs an addmm; backward does only if a plan reruns one."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.delenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", raising=False)
+    addmm = OpRow(name="a", target="aten.addmm.default", phase=FORWARD)
+    bmm = OpRow(name="b", target="aten.bmm.default", phase=FORWARD)
+    mm = OpRow(name="c", target="aten.mm.default", phase=BACKWARD)
+    backward_addmm = OpRow(name="d", target="aten.addmm.default", phase=BACKWARD)
+    h200 = device("h200")
+    assert rerun_workspaces([addmm, bmm, mm], h200, (2, 11)) == {
+        "aten.addmm.default": MIB,
+        "aten.bmm.default": 0,
+    }
+    assert rerun_workspaces([addmm, mm], h200, (2, 12)) == {"aten.addmm.default": 0}  # shares cuBLAS's
+    assert rerun_workspaces([addmm, backward_addmm], h200, (2, 11)) == {
+        "aten.addmm.default": 0
+    }  # there anyway
+    assert rerun_workspaces([addmm, mm], device("cpu"), (2, 11)) == {}
+
+
+def test_libraries_workspaces_know_the_op_that_brings_them() -> None:
+    t = trace_step(load_spec(small_nets.spec("mlp")), device("h200")).trace
+    sts = t.storages
+    uses = {
+        sts.name[s]: (sts.first_forward_use[s], sts.first_backward_use[s])
+        for s in range(len(sts))
+        if sts.category[s] == WORKSPACE
+    }
+    forward = t.ops.target.index("aten.addmm.default")
+    backward = next(
+        i
+        for i, (target, phase) in enumerate(zip(t.ops.target, t.ops.phase, strict=True))
+        if phase == BACKWARD and target == "aten.mm.default"
+    )
+    assert uses["cuBLAS workspace (forward)"] == (forward, -1)
+    assert uses["cuBLAS workspace (backward)"] == (-1, backward)
+    measured = (
+        LibraryWorkspace(nbytes=32 * MIB, op="aten.addmm.default"),
+        LibraryWorkspace(nbytes=32 * MIB, op="aten.mm.default"),
+        LibraryWorkspace(nbytes=5, op="aten.nobody.default"),
+    )
+    sts = with_workspaces(t, measured).storages
+    assert (sts.first_forward_use[-3:], sts.first_backward_use[-3:]) == (
+        (forward, -1, -1),
+        (-1, backward, -1),
+    )
 
 
 def workspaces(trace: Trace) -> dict[str, int]:

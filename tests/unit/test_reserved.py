@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
 from simulator.allocator.caching import OutOfMemory
+from simulator.allocator.requests import requests_of
 from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import AllocatorSettings
 from simulator.engine import run
+from simulator.graph import analyse
 from simulator.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, trace
+from traces.plan import RECOMPUTE, Action
+from traces.trace import WORKSPACE, Trace
 
 MIB = 1 << 20
 
@@ -50,6 +56,57 @@ def test_measured_temporaries_count_and_outputs_stay() -> None:
     assert figures.peak_allocated_bytes == 34 * MIB
     assert figures.peak_reserved_bytes == 50 * MIB
     assert figures.segment_requests == 2  # the second and third iteration find all they need
+
+
+def with_workspace(t: Trace, first_op: int) -> Trace:
+    """The trace whose storage "lib" is a library's workspace, used from an op on."""
+    sts, at = t.storages, t.storages.name.index("lib")
+    uses = (*sts.first_forward_use[:at], first_op, *sts.first_forward_use[at + 1 :])
+    return replace(t, storages=replace(sts, first_forward_use=uses))
+
+
+def test_a_library_asks_for_its_workspace_in_its_first_op() -> None:
+    ops = [
+        fwd({"x": 2 * MIB}, "w", events=(30 * MIB, 2 * MIB, -30 * MIB)),
+        fwd({"y": 512}, "x"),
+        bwd({"g": 512}, "y"),
+    ]
+    t = trace(ops, {"w": 512, "lib": 24 * MIB}, categories={"lib": WORKSPACE})
+    # Unknown when: 2 (w) + 24, then 20 (x) + 30 (scratch): 76.
+    first = reserved_peak(t, build(t)).iterations[0]
+    assert (first.peak_allocated_bytes, first.reserved_bytes) == (56 * MIB + 512, 76 * MIB)
+    # In op 1: 2 + 20 + 30, and the workspace lies where the scratch was: 52, never more allocated than 32 and w. In the
+    # second iteration the scratch finds 6 of its 30 left and gets new ones: 82.
+    figures = reserved_peak(with_workspace(t, 1), build(t))
+    first, last = figures.iterations[0], figures.iterations[-1]
+    assert (first.peak_allocated_bytes, first.reserved_bytes) == (32 * MIB + 512, 52 * MIB)
+    assert (last.peak_allocated_bytes, last.reserved_bytes) == (56 * MIB + 512, 82 * MIB)
+
+
+def test_backward_asks_for_its_workspaces_when_it_runs_such_an_op_again() -> None:
+    ops = [
+        fwd({"x": 4 * MIB}, "w", name="aten.addmm.default"),
+        fwd({"y": 512}, "x"),
+        bwd({"g": 30 * MIB}, "y"),
+        bwd({"h": 512}, "x", "g", name="aten.mm.default"),
+    ]
+    t = trace(ops, {"w": 512, "lib": 24 * MIB}, categories={"lib": WORKSPACE})
+    sts, at = t.storages, t.storages.name.index("lib")
+    uses = (*sts.first_backward_use[:at], 3, *sts.first_backward_use[at + 1 :])
+    t = replace(
+        t,
+        storages=replace(sts, first_backward_use=uses),
+        meta=replace(t.meta, rerun_workspaces={"aten.addmm.default": 3 * MIB}),
+    )
+    kept = build(t)
+    plan = build(t, [Action(storage=t.storages.name.index("x"), action=RECOMPUTE)])
+    assert plan.op == (0, 1, 2, 0, 3)
+    assert run(t, plan).peak_allocated_bytes == run(t, kept).peak_allocated_bytes + 3 * MIB
+    requests = requests_of(t, plan, analyse(t))
+    # w is there; x, y, x given back, g, x again: then 24 MiB and 3 MiB, before h.
+    assert requests.sizes[:5] == (4 * MIB, 512, 0, 30 * MIB, 0)
+    assert requests.once == ((6, 24 * MIB), (6, 3 * MIB))
+    assert requests_of(t, kept, analyse(t)).once == ((5, 24 * MIB),)
 
 
 def test_an_output_taken_over_in_place_needs_no_block() -> None:
