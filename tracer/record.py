@@ -26,7 +26,8 @@ from tracer.step import Recorded, trace_step
 from tracer.untouched import untouched_peak_bytes
 from traces import profile as store
 from traces.devices import Device
-from traces.errors import EnvironmentProblem
+from traces.errors import EnvironmentProblem, TraceError
+from traces.files import check_writable
 from traces.profile import DeviceProfile, Identity
 from traces.trace import Trace
 
@@ -58,10 +59,9 @@ def record_fake(
         EnvironmentProblem: calibration is asked for and the target is not here.
     """
     want = identity_wanted(target, build.policy.get("tf32"))
-    path = use.path if use.path is not None and use.path.exists() else None
-    if use.path is not None and path is None and not use.calibrate:
-        path = use.path  # to be refused by `find`
-    found = None if use.off else find(want, path)
+    # A named file that is to be made gets everything, whatever other profiles hold: it is there to be carried away.
+    new = use.calibrate and use.path is not None and not use.path.exists()
+    found = None if use.off or new else find(want, use.path)
     if found is not None and found.warning:
         say(f"warning: {found.warning}")
     profile = found.profile if found is not None else None
@@ -95,14 +95,16 @@ def record_real(
         TraceError: the real step ran other ops than the captured one; the profile that was named is none, or is of
             another device.
     """
-    path = None if use.off else _own_file(use, identity_here(device))
+    if device.startswith("cuda"):
+        set_tf32(build.policy)  # before anything asks whose measurements these are
+    identity = identity_here(device)
+    path = None if use.off else _own_file(use, identity, say)
     recorded = trace_step(build, target, device=device, costs=Costs())
     say(f"Measuring {len(recorded.trace.ops)} ops on {device} ...")
     trace = measure(recorded, build, device, rounds=rounds, warmup=warmup)
-    own = profile_of(recorded, trace, identity_here(device), rounds)
+    own = profile_of(recorded, trace, identity, rounds)
     trace = _counted(trace, build, target, Costs(profile=own))
-    if path is not None:
-        merged = store.add_to(path, own)
+    if path is not None and (merged := _added(path, own, use, say)) is not None:
         say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
     return trace
 
@@ -132,28 +134,64 @@ def _calibrated(
                 "there and bring the profile with --profile, or leave --calibrate out."
             )
     identity = identity_here(device)
-    path = None if use.off else _own_file(use, identity)
+    path = None if use.off else _own_file(use, identity, say)
     lacking = missing(recorded, profile)
     say(f"Calibrating: {len(lacking)} distinct calls to run alone on {device} ...")
     done = calibrate(lacking, identity, device)
     new = done.profile
-    if path is None:
-        whole = new if profile is None else profile.merged(new)
-    else:
-        whole = store.add_to(path, new)
-        if profile is not None and not store.differences(profile.identity, whole.identity):
-            whole = profile.merged(whole)
+    kept = None if path is None else _added(path, new, use, say)
+    whole = new if kept is None else kept
+    if profile is not None and not store.differences(profile.identity, whole.identity):
+        whole = profile.merged(whole)
     if done.skipped:
         say(skipped_text(done.skipped))
-    return whole, "" if path is None else str(path)
+    return whole, "" if kept is None else str(path)
 
 
-def _own_file(use: ProfileUse, identity: Identity) -> Path:
-    """Where new measurements go; raises TraceError before the work if the file there cannot take them."""
+def _own_file(use: ProfileUse, identity: Identity, say: Callable[[str], None]) -> Path | None:
+    """Where new measurements go, asked before the work; None (and a warning) if the user's own directory takes none.
+
+    Raises:
+        TraceError: the file there cannot take them.
+        OSError: the file that was named cannot be written.
+    """
     path = use.path or store.cache_directory() / identity.file_name
+    try:
+        check_writable(path)
+    except OSError as error:
+        if use.path is not None:
+            raise
+        say(_not_kept(path, error))
+        return None
     if path.exists():
-        find(identity, path)
+        different = store.differences(store.load(path).identity, identity)
+        if different:
+            raise TraceError(
+                f"{path}: what is measured now cannot be added to this profile, since they differ: {different}. Name "
+                "another file with --profile."
+            )
     return path
+
+
+def _added(
+    path: Path, new: DeviceProfile, use: ProfileUse, say: Callable[[str], None]
+) -> DeviceProfile | None:
+    """Add measurements to the file; None (and a warning) if the user's own directory takes none. A trace is worth more
+    than that file, which nobody named."""
+    try:
+        return store.add_to(path, new)
+    except OSError as error:
+        if use.path is not None:
+            raise
+        say(_not_kept(path, error))
+        return None
+
+
+def _not_kept(path: Path, error: OSError) -> str:
+    return (
+        f"warning: the device profile {path} cannot be written ({error.strerror or error}), so the measurements are "
+        "kept for this trace alone; name another file with --profile, or give --no-profile."
+    )
 
 
 def skipped_text(skipped: dict[str, str]) -> str:

@@ -148,6 +148,71 @@ def test_a_damaged_profile_is_refused_before_anything_is_measured(
         record_fake(net(2), CPU, ProfileUse(calibrate=True))
 
 
+def test_a_profile_that_cannot_take_more_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.save(DeviceProfile(identity=identity_here("cpu")), tmp_path / "p.parquet")
+    _changed(path, flags={**identity_here("cpu").flags, "threads": "96"})
+    monkeypatch.setattr("tracer.record.measure", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr("tracer.record.calibrate", lambda *a, **k: pytest.fail("measured"))
+    with pytest.raises(TraceError, match=r"p\.parquet: .*threads 96 and "):
+        record_real(net(2), CPU, "cpu", ProfileUse(path=path))
+    with pytest.raises(TraceError, match=r"p\.parquet: .*threads 96 and "):
+        record_fake(net(2), CPU, ProfileUse(path=path, calibrate=True))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="not a directory"):
+        record_real(net(2), CPU, "cpu", ProfileUse(path=tmp_path / "file" / "p.parquet"))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_cache_that_cannot_be_written_costs_no_trace(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A home directory may be read-only, as in containers, or full."""
+    if when == "before":
+        cache.parent.write_text("no directory")
+    else:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(store, "save", full)
+    said: list[str] = []
+    assert record_real(net(2), CPU, "cpu", ProfileUse(), said.append, rounds=1).meta.mode == "real"
+    assert sum("warning: the device profile" in line for line in said) == 1
+    made = record_fake(net(2), CPU, ProfileUse(calibrate=True), said.append)
+    assert set(made.meta.workspace) == {"measured"}
+    assert sum("warning: the device profile" in line for line in said) == 2
+
+
+def test_a_new_profile_gets_all_calls_although_the_cache_knows_them(tmp_path: Path, cache: Path) -> None:
+    """It is made to be carried to another machine, where that cache is not."""
+    record_real(net(2), CPU, "cpu", ProfileUse(), rounds=1, warmup=1)
+    (known,) = cache.glob("*.parquet")
+    path = tmp_path / "mine.parquet"
+    record_fake(net(2), CPU, ProfileUse(path=path, calibrate=True))
+    assert set(store.load(path).entries) == set(store.load(known).entries)
+
+
+def test_tf32_is_set_before_a_gpu_s_profile_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else measurements with TF32 would go to the file of those without."""
+    flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    seen: list[bool] = []
+
+    def identity(device: str) -> None:
+        seen.append(torch.backends.cuda.matmul.allow_tf32)
+        raise EnvironmentProblem("no GPU")
+
+    monkeypatch.setattr("tracer.record.identity_here", identity)
+    build = load_spec(small_nets.spec("residual"), {"batch_size": 2, "tf32": True})
+    try:
+        with pytest.raises(EnvironmentProblem):
+            record_real(build, device("h200"), "cuda", ProfileUse())
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = flags
+    assert seen == [True]
+
+
 def test_a_gpu_s_profile_serves_a_laptop(cache: Path) -> None:
     want = identity_wanted(device("h200"))
     have = replace(want, device="NVIDIA H200")
