@@ -11,25 +11,14 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from traces.errors import EnvironmentProblem, LowtideError, OutOfMemoryProblem
+from traces.errors import EnvironmentProblem, LowtideError, OutOfMemoryProblem, is_out_of_memory
 
 ANSWER: Final = "lowtide answer: "  # begins the line with the result
 KILLED: Final = (-9, 137)  # what Linux does to a process when memory runs out
-# How torch, the CUDA libraries and Python say that memory ran out.
-SIGNS: Final = (
-    "out of memory",
-    "can't allocate memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "cudaErrorMemoryAllocation",
-    "std::bad_alloc",
-)
-# Under a limit on the process's data there is no room for a new thread's stack either, and C says only this.
-LIMITED_SIGNS: Final = ("Resource temporarily unavailable",)
 
 
 def run_fresh(
@@ -130,27 +119,8 @@ def error_json(error: Exception, *, limited: bool = False) -> dict[str, Any] | N
     """
     if is_out_of_memory(error, limited=limited):
         text = " ".join(str(error).split())[:400] or type(error).__name__
-        return {"error": f"out of memory: {text}", "exit_code": 2, "out_of_memory": True}
+        told = text if isinstance(error, OutOfMemoryProblem) else f"out of memory: {text}"
+        return {"error": told, "exit_code": 2, "out_of_memory": True}
     if isinstance(error, LowtideError):
         return {"error": str(error), "exit_code": error.exit_code}
     return None
-
-
-def is_out_of_memory(error: BaseException, *, limited: bool = False) -> bool:
-    """Whether an error, or one behind it, says that memory ran out."""
-    signs = (*SIGNS, *LIMITED_SIGNS) if limited else SIGNS
-    return any(
-        isinstance(e, MemoryError)
-        or type(e).__name__ == "OutOfMemoryError"
-        or (isinstance(e, RuntimeError) and any(sign in str(e) for sign in signs))
-        for e in _chain(error)
-    )
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    here: BaseException | None = error
-    while here is not None and id(here) not in seen:
-        seen.add(id(here))
-        yield here
-        here = here.__cause__ or here.__context__

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from executor.fresh import is_out_of_memory, run_fresh
+from executor.fresh import run_fresh
 from executor.timing import alone, in_turns
-from traces.errors import PlanError, SpecError
+from traces.errors import PlanError, SpecError, is_out_of_memory
 from traces.measurement import RunFigures
 from traces.plan import Plan
 

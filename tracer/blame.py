@@ -1,4 +1,4 @@
-"""Turn an exception from a capture into a message that names the op and the line of the user's code."""
+"""Turn an exception from building, capturing or running a step into a message that names the user's line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from traces.errors import CaptureError, LowtideError
+from traces.errors import CaptureError, LowtideError, OutOfMemoryProblem, SpecError, is_out_of_memory
 
 # Directories whose frames are not the user's: torch's, and Lowtide's own rooms.
 _ROOT: Final = Path(__file__).resolve().parent.parent
@@ -35,14 +35,46 @@ def is_data_dependent(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn what the user's loss or optimizer raises in the body into a CaptureError that names its line."""
+    """Turn what the user's loss or optimizer raises in the body into a CaptureError that names its line; where memory
+    ran out, into an OutOfMemoryProblem."""
     try:
         with without_torch_log():
             yield
     except LowtideError:
         raise
     except Exception as error:
-        raise _in_words(error, name) from error
+        raise _memory(error, name) or _in_words(error, name) from error
+
+
+@contextlib.contextmanager
+def built(name: str) -> Iterator[None]:
+    """Turn what building a step raises in the body for its sizes into a SpecError; where memory ran out, into an
+    OutOfMemoryProblem."""
+    try:
+        with without_torch_log():
+            yield
+    except LowtideError as error:
+        problem = _memory(error, name)
+        if problem is None or problem is error:
+            raise
+        raise problem from error
+    except (RuntimeError, ValueError, TypeError, OverflowError, MemoryError) as error:
+        raise _memory(error, name) or SpecError(
+            f"{name} cannot be built with these options: {type(error).__name__}: {_first_line(error)}; other "
+            "sizes may do."
+        ) from error
+
+
+def _memory(error: Exception, name: str) -> OutOfMemoryProblem | None:
+    """What is to be said if an error means that memory ran out."""
+    if isinstance(error, OutOfMemoryProblem):
+        return error
+    if not is_out_of_memory(error):
+        return None
+    return OutOfMemoryProblem(
+        f"{name} ran out of memory ({_first_line(error)}); take a smaller batch, or leave --device out: a fake trace "
+        "needs no memory for the step."
+    )
 
 
 @contextlib.contextmanager
@@ -76,8 +108,12 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
             f"output whose shape depends on data{line}. Only one fixed sequence of ops can be planned; replace the "
             "branch by torch.where or by a Python value that is known beforehand."
         )
-    text = (str(error).strip().splitlines() or [""])[0][:400].rstrip(".")
-    return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {text}{line}.")
+    return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {_first_line(error)}{line}.")
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, without the stack of C++ frames that torch's go on with."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400].rstrip(".")
 
 
 def blame(error: BaseException) -> str:

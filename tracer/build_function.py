@@ -132,7 +132,10 @@ class BuildFunction:
         return cast(Callable[..., Any], function)
 
     def _accepted(self, build: Callable[..., Any], options: dict[str, Any], device: str) -> dict[str, Any]:
-        parameters = inspect.signature(build).parameters
+        try:
+            parameters = inspect.signature(build).parameters
+        except (TypeError, ValueError):  # of some functions that are written in C
+            raise SpecError(f"{self.label}: Python does not know its parameters; wrap it in a def.") from None
         anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         named = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         # The policy is applied around the function, which need not know of it.
@@ -272,15 +275,20 @@ class BuildFunction:
 
     def _where(self, error: BaseException) -> str:
         """The last line of the user's own directory on the way to the error."""
-        root = str(self.path.parent)
+        root = self.path.parent
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if f.filename.startswith(root) and "site-packages" not in f.filename]
+        own = [f for f in frames if _belongs(f.filename, root)]
         exact = [f for f in frames if f.filename == str(self.path)]
         if not (exact or own):
             return self.label
-        frame = (exact or own)[-1] if not own else own[-1]
+        frame = (own or exact)[-1]
         name = Path(frame.filename).relative_to(root)
         return f"{name} line {frame.lineno}"
+
+
+def _belongs(file: str, directory: Path) -> bool:
+    """Whether a file is the user's own: in that directory, and not installed there."""
+    return Path(file).is_relative_to(directory) and "site-packages" not in file
 
 
 class _FromSource(SourceFileLoader):
@@ -323,7 +331,7 @@ def _importable_from(directory: Path) -> Iterator[None]:
             sys.path.remove(place)
         for name in set(sys.modules) - before:
             file = getattr(sys.modules[name], "__file__", None)
-            if file and file.startswith(place) and "site-packages" not in file:
+            if file and _belongs(file, directory):
                 _siblings[name] = place
 
 

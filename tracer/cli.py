@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,15 @@ def run_model(
         say(text, quiet=quiet)
 
     if device is not None:
-        record = record_real(build, entry, device, use, tell, rounds=rounds, warmup=warmup)
+
+        def round_done(done: int) -> None:
+            if sys.stderr.isatty() and not quiet:
+                text = f"measuring: round {done} of {rounds}" if done < rounds else ""
+                click.echo(f"\r{text:40}\r", nl=False, err=True)
+
+        record = record_real(
+            build, entry, device, use, tell, rounds=rounds, warmup=warmup, progress=round_done
+        )
     else:
         if probe:
             from tracer.machine import probed_cpu, rates_text

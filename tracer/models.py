@@ -236,6 +236,12 @@ class NamedModel:
             if option in given and (not isinstance(given[option], int) or given[option] < 1):
                 flag = "--" + option.replace("_", "-")
                 raise SpecError(f"{flag} {given[option]!r} must be a whole number of at least 1.")
+        for option in ("optimizer", "optimizer_impl", "dtype", "attention"):
+            if not isinstance(given.get(option, ""), str):
+                flag = "--" + option.replace("_", "-")
+                raise SpecError(f"{flag} {given[option]!r} must be a name.")
+        if type(given.get("dropout", 0.0)) not in (int, float):
+            raise SpecError(f"--dropout {given['dropout']!r} must be a number.")
         if "dropout" in given and not 0.0 <= float(given["dropout"]) < 1.0:
             raise SpecError(f"--dropout {given['dropout']} must be at least 0 and less than 1.")
         options = {**_defaults(known), **given}

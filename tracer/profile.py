@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,19 +22,29 @@ import torch
 from tracer.calibration import MEASURED
 from tracer.cuda_history import History
 from tracer.device_profiles import with_workspaces
-from tracer.probes import CpuTimer, CudaHistory, CudaTimer, Silent, Timer, cpu_allocations, settle
+from tracer.probes import CpuTimer, CudaHistory, CudaTimer, Probe, Silent, Timer, cpu_allocations, settle
 from tracer.runner import GraphRunner
 from tracer.spec import BuildStep
 from tracer.step import Recorded
 from tracer.stepcode import takeovers
 from traces.errors import TraceError
+from traces.people import show_time
 from traces.profile import LibraryWorkspace
 from traces.trace import EAGER, VIEW, Trace
 
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
 
 
-def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 5, warmup: int = 2) -> Trace:
+def measure(
+    recorded: Recorded,
+    build: BuildStep,
+    device: str,
+    *,
+    rounds: int = 5,
+    warmup: int = 2,
+    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Trace:
     """The recorded trace with measured times and allocations.
 
     Args:
@@ -44,6 +53,8 @@ def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 
         device: "cpu" or "cuda".
         rounds: timed rounds; see `typical`.
         warmup: rounds before the first timed one.
+        say: told what makes the times doubtful.
+        progress: told how many timed rounds are done.
 
     Raises:
         TraceError: the real step ran other ops than the recorded one.
@@ -62,25 +73,25 @@ def measure(recorded: Recorded, build: BuildStep, device: str, *, rounds: int = 
     _whole_ns(runner, silent, wait)
     samples: list[list[int]] = []
     wholes: list[int] = []
-    targets: list[str] = []
+    expected = list(recorded.trace.ops.target)
     for k in range(rounds):
         runner.round(timer)
-        targets = timer.targets
+        _compare(expected, timer.targets)
         samples.append(timer.finish())
         wholes.append(_whole_ns(runner, silent, wait))
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\rmeasuring: round {k + 1} of {rounds}")
-    if sys.stderr.isatty():
-        sys.stderr.write("\r" + " " * 40 + "\r")
+        progress(k + 1)
     totals = [sum(s) for s in samples]
     if max(totals) > SPREAD * min(totals):
-        sys.stderr.write(
-            f"warning: the rounds took between {min(totals) / 1e6:.0f} and {max(totals) / 1e6:.0f} ms; the machine is "
-            "busy, and the times of this trace are not reliable (its sizes are).\n"
+        say(
+            f"warning: the rounds took between {show_time(min(totals))} and {show_time(max(totals))}; the machine is "
+            "busy, and the times of this trace are not reliable (its sizes are)."
         )
-    expected = list(recorded.trace.ops.target)
-    _compare(expected, targets)
-    events = _cuda_round(runner).events if cuda else cpu_allocations(runner.round, len(expected))
+
+    def watched(probe: Probe) -> None:
+        runner.round(probe)
+        _compare(expected, probe.targets)
+
+    events = _cuda_round(watched).events if cuda else cpu_allocations(watched, len(expected))
     times = with_the_rest(typical(samples), recorded.trace.ops.flags, int(statistics.median(wholes)))
     trace = _filled(recorded.trace, times, events, device)
     return with_workspaces(trace, kept) if cuda else trace
@@ -127,13 +138,13 @@ def _first_cuda_round(runner: GraphRunner) -> tuple[LibraryWorkspace, ...]:
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
-    return _cuda_round(runner).workspaces
+    return _cuda_round(runner.round).workspaces
 
 
-def _cuda_round(runner: GraphRunner) -> History:
+def _cuda_round(work: Callable[[Probe], None]) -> History:
     history = CudaHistory()
     with history.recording():
-        runner.round(history)
+        work(history)
     return history.finish()
 
 
@@ -148,7 +159,8 @@ def _compare(expected: list[str], real: list[str]) -> None:
     b = real[k] if k < len(real) else "nothing"
     raise TraceError(
         f"the real step differs from the captured one: op {k} is {b} and was to be {a} ({len(real)} ops, "
-        f"{len(expected)} captured). Code outside the model that branches on data cannot be traced in real mode."
+        f"{len(expected)} captured). Code outside the model that branches on data, or does something else in some "
+        "steps, cannot be traced in real mode."
     )
 
 
@@ -165,7 +177,7 @@ def _filled(trace: Trace, times: list[int], events: Sequence[tuple[int, ...]], d
         meta=replace(
             trace.meta,
             mode="real",
-            device=device,
+            device=device.partition(":")[0],
             alloc_conf=_alloc_conf() if device.startswith("cuda") else "",
             rates={},
             threads=0 if device.startswith("cuda") else torch.get_num_threads(),

@@ -88,6 +88,7 @@ def record_real(
     *,
     rounds: int = 5,
     warmup: int = 2,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Trace:
     """A trace measured on this machine; what was measured is added to the device's profile.
 
@@ -101,7 +102,7 @@ def record_real(
     path = None if use.off else _own_file(use, identity, say)
     recorded = trace_step(build, target, device=device, costs=Costs())
     say(f"Measuring {len(recorded.trace.ops)} ops on {device} ...")
-    trace = measure(recorded, build, device, rounds=rounds, warmup=warmup)
+    trace = measure(recorded, build, device, rounds=rounds, warmup=warmup, say=say, progress=progress)
     own = profile_of(recorded, trace, identity, rounds)
     trace = _counted(trace, build, target, Costs(profile=own))
     if path is not None and (merged := _added(path, own, use, say)) is not None:

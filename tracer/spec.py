@@ -8,9 +8,10 @@ allocating anything.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tracer.precision import OFF, Autocast, parse_policy, set_tf32, under_policy
 from traces.errors import SpecError
@@ -18,6 +19,9 @@ from traces.errors import SpecError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+SEEDS: Final = (-(2**63), 2**64 - 1)  # the least and the greatest that torch's generators take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +94,24 @@ class BuildStep:
             SpecError: the spec or what the user's function returned does not make sense.
             CaptureError: the model cannot be built on fake tensors.
             EnvironmentProblem: torch, torchvision or transformers is missing, or there is no such device.
+            OutOfMemoryProblem: the device's memory does not suffice.
         """
         import torch
+
+        from tracer.blame import built
+        from tracer.surroundings import is_fake
 
         check_device(device)
         if device.startswith("cuda"):
             set_tf32(self.policy)
+            if not is_fake():
+                torch.cuda.set_device(
+                    device
+                )  # what asks for the GPU's name, memory or events then asks this one
         random.seed(self.seed)
         torch.manual_seed(self.seed)
-        step = under_policy(self.make(device), self.policy, device, optimizer_as_on)
+        with built(self.model):
+            step = under_policy(self.make(device), self.policy, device, optimizer_as_on)
         if optimizer_as_on == "cuda" and step.optimizer is not None:
             from tracer.optimizers import choose_as_on_cuda
 
@@ -120,6 +133,8 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
         SpecError: unknown name or option, missing file; EnvironmentProblem: torch is not installed.
     """
     require_torch()
+    if not SEEDS[0] <= seed <= SEEDS[1]:
+        raise SpecError(f"--seed {seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}.")
     given = {k: v for k, v in (options or {}).items() if v is not None}
     policy = parse_policy(given)
     given |= policy
@@ -167,15 +182,19 @@ def check_device(device: str) -> None:
     from tracer.surroundings import is_fake
     from traces.errors import EnvironmentProblem
 
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise SpecError(f"device {device!r} is neither cpu nor cuda.")
-    if kind == "cpu":
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+    if found is None:
+        raise SpecError(f"device {device!r} is neither cpu nor cuda (nor, of several GPUs, cuda:1).")
+    if device == "cpu":
         return
     if torch.version.cuda is None:
         raise EnvironmentProblem(
             f"--device {device}: this torch ({torch.__version__}) was built without CUDA; install one with "
             "CUDA, or trace with --target for that GPU on fake CPU tensors."
         )
-    if not is_fake() and not torch.cuda.is_available():
+    if is_fake():
+        return
+    if not torch.cuda.is_available():
         raise EnvironmentProblem(f"--device {device}: no GPU was found; use --device cpu.")
+    if (count := torch.cuda.device_count()) <= int(found[1] or 0):
+        raise EnvironmentProblem(f"--device {device}: this machine has {count} GPU(s), counted from cuda:0.")

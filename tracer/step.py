@@ -152,7 +152,7 @@ def trace_step(
             program,
             mode,
             target,
-            header(step, program, build, target.kind if as_gpu else device, target, meta),
+            header(step, program, build, target.kind if as_gpu else device.partition(":")[0], target, meta),
             costs,
         )
 

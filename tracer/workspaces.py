@@ -14,7 +14,7 @@ import math
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -164,6 +164,19 @@ def copied(x: TensorSpec, *permutation: int) -> int:
     return 0
 
 
+def converted(x: TensorSpec, y: TensorSpec) -> TensorSpec:
+    """What the kernel of a sum of `x` into `y` reads: `x`, or `x` converted to the type of `y`.
+
+    The copy has the strides of `x` if they leave no gaps. Halves are summed to float32 as they are.
+    """
+    if x.dtype == y.dtype or (x.dtype in ("float16", "bfloat16") and y.dtype == "float32"):
+        return x
+    stride = x.stride
+    if x.span_bytes != x.nbytes:
+        stride = tuple(math.prod(x.shape[k + 1 :]) for k in range(len(x.shape)))
+    return replace(x, dtype=y.dtype, stride=stride)
+
+
 def largest(specs: Any) -> int:
     """The most elements that a tensor of a list has."""
     return max((x.elements for x in specs if isinstance(x, TensorSpec)), default=0)
@@ -199,6 +212,7 @@ FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "ceil_div": ceil_div,
     "round_up": round_up,
     "copied": copied,
+    "converted": converted,
     "largest": largest,
     "flash_splits": flash_splits,
     "sum_buffer": sum_buffer,

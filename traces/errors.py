@@ -4,6 +4,23 @@ Exit codes: 1 means that the question was understood and the answer is no (the b
 verification failed); 2 means that the input or the environment is wrong.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+# How torch, the CUDA libraries and Python say that memory ran out.
+SIGNS: Final = (
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "cudaErrorMemoryAllocation",
+    "std::bad_alloc",
+)
+# Under a limit on the process's data there is no room for a new thread's stack either, and C says only this.
+LIMITED_SIGNS: Final = ("Resource temporarily unavailable",)
+
 
 class LowtideError(Exception):
     """Base of all errors that a user can cause; the message is complete and needs no traceback."""
@@ -45,3 +62,23 @@ class VerificationError(LowtideError):
     """A rewritten model did not compute what the original computes."""
 
     exit_code = 1
+
+
+def is_out_of_memory(error: BaseException, *, limited: bool = False) -> bool:
+    """Whether an error, or one behind it, says that memory ran out."""
+    signs = (*SIGNS, *LIMITED_SIGNS) if limited else SIGNS
+    return any(
+        isinstance(e, MemoryError)
+        or type(e).__name__ == "OutOfMemoryError"
+        or (isinstance(e, RuntimeError) and any(sign in str(e) for sign in signs))
+        for e in _chain(error)
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    here: BaseException | None = error
+    while here is not None and id(here) not in seen:
+        seen.add(id(here))
+        yield here
+        here = here.__cause__ or here.__context__

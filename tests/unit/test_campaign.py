@@ -26,11 +26,18 @@ from executor.campaign.record import Book, Keys, Record, Store, Trial, code_dige
 from executor.campaign.rows import answer, flat_rows, summary, write_rows
 from executor.campaign.run import Choice, run_campaign
 from executor.cli import execute
-from executor.fresh import error_json, is_out_of_memory
+from executor.fresh import error_json
 from executor.measure import Job, JobResult
 from tests import tiny
 from traces import store as trace_store
-from traces.errors import BudgetError, LowtideError, OutOfMemoryProblem, SpecError, TraceError
+from traces.errors import (
+    BudgetError,
+    LowtideError,
+    OutOfMemoryProblem,
+    SpecError,
+    TraceError,
+    is_out_of_memory,
+)
 from traces.measurement import RunFigures
 
 # w (4 bytes) is resident; x0, x1, x2 are kept for backward. While g2 runs, w, x0, x1, x2 and g2 are live: 20 bytes.

@@ -17,11 +17,11 @@ from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
 from tracer.models import TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
-from tracer.spec import TrainingStep, load_spec  # noqa: E402
+from tracer.spec import BuildStep, TrainingStep, load_spec  # noqa: E402
 from tracer.step import capture_step  # noqa: E402
 from tracer.torchvision_shim import import_torchvision  # noqa: E402
 from tracer.vision import IMAGE_SIZES, classification_loss  # noqa: E402
-from traces.errors import CaptureError, EnvironmentProblem, SpecError  # noqa: E402
+from traces.errors import CaptureError, EnvironmentProblem, OutOfMemoryProblem, SpecError  # noqa: E402
 
 NAMES = [m.name for m in list_models()]
 # Parameter counts from torchvision's documentation and the publications' checkpoints.
@@ -178,6 +178,21 @@ def test_an_undecided_optimizer_can_take_the_path_of_a_gpu() -> None:
         ("bert-base", {"seq_len": 513}, "513 is more than its 512 positions"),
         ("gpt2", {"batch_size": 0}, "at least 1"),
         ("gpt2", {"dropout": 1.0}, "less than 1"),
+        ("gpt2", {"dropout": "much"}, "--dropout 'much' must be a number"),
+        ("gpt2", {"dropout": True}, "--dropout True must be a number"),
+        ("gpt2", {"dtype": 32}, "--dtype 32 must be a name"),
+        ("gpt2", {"optimizer": ["sgd"]}, "--optimizer .'sgd'. must be a name"),
+        (
+            "resnet18",
+            {"batch_size": 10**18},
+            "resnet18 cannot be built with these options: RuntimeError: numel",
+        ),
+        (
+            "resnet18",
+            {"image_size": 10**11},
+            "resnet18 cannot be built with these options: TypeError: .*other sizes",
+        ),
+        ("bert-tiny", {"batch_size": 10**18}, "bert-tiny cannot be built with these options"),
         ("gpt2", {"dtype": "int8"}, "--dtype 'int8' is unknown"),
         ("gpt2", {"optimizer": "lion"}, "'lion' is unknown; known are sgd"),
         ("gpt2", {"optimizer_impl": "magic"}, "'magic' is unknown"),
@@ -200,8 +215,52 @@ def test_cuda_without_a_gpu_is_refused() -> None:
         pytest.skip("this machine has a GPU")
     with pytest.raises(EnvironmentProblem, match="--device cuda"):
         load_spec("resnet18")("cuda")
+
+
+@pytest.mark.parametrize("device", ["tpu", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "cuda1", ""])
+def test_what_is_no_device_is_refused(device: str) -> None:
     with pytest.raises(SpecError, match="neither cpu nor cuda"):
-        load_spec("resnet18")("tpu")
+        load_spec("resnet18")(device)
+
+
+def test_one_of_several_gpus_is_the_one_that_is_asked_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory statistics, its name and its clock: torch's functions for them ask the current device."""
+    chosen: list[str] = []
+    made: list[str] = []
+
+    def make(device: str) -> TrainingStep:
+        made.append(device)
+        raise SpecError("no GPU")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    build = BuildStep(model="m", options={}, seed=0, make=make)
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(SpecError, match="no GPU"):
+            build(device)
+    assert chosen == made == ["cuda", "cuda:1"]
+    with pytest.raises(EnvironmentProblem, match=r"has 2 GPU\(s\)"):
+        build("cuda:2")
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_that_torch_does_not_take(seed: int) -> None:
+    with pytest.raises(SpecError, match=f"--seed {seed} "):
+        load_spec("resnet18", seed=seed)
+
+
+@pytest.mark.parametrize("model", ["resnet18", "mine"])
+def test_memory_that_does_not_suffice_is_an_answer(tmp_path: Path, model: str) -> None:
+    if model == "mine":
+        (tmp_path / "mine.py").write_text(
+            "import torch\ndef build(batch_size): torch.empty(batch_size, 2**33)\n"
+        )
+        model = f"{tmp_path}/mine.py"
+    with pytest.raises(OutOfMemoryProblem, match=r"ran out of memory .*take a smaller batch") as caught:
+        load_spec(model, {"batch_size": 10**8})("cpu")
+    assert "\n" not in str(caught.value)
 
 
 PRELUDE = """
@@ -367,6 +426,7 @@ MISTAKES = [
         r"mine.py line 21: build.. failed: ValueError: first$",
     ),
     ("def build(): exit(3)", r"mine.py line 21: build.. failed: SystemExit: 3"),
+    ("build = max", "mine.py:build: Python does not know its parameters"),
     ("import nowhere_at_all", "mine.py line 21: importing the file failed: ModuleNotFoundError"),
     ("def build(:", "mine.py line 21: not valid Python"),
 ]
@@ -376,6 +436,16 @@ MISTAKES = [
 def test_mistakes_of_a_build_function_are_named(tmp_path: Path, source: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         user_step(tmp_path, source)
+
+
+def test_an_error_in_a_directory_of_a_similar_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its path begins with that of the user's directory, and is not in it."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project_tools").mkdir()
+    (tmp_path / "project_tools" / "beside.py").write_text("def fail(): raise KeyError('oh')\n")
+    monkeypatch.syspath_prepend(tmp_path / "project_tools")
+    with pytest.raises(SpecError, match=r"^mine.py line 22: build\(\) failed: KeyError: 'oh'"):
+        user_step(tmp_path / "project", "import beside\ndef build(): beside.fail()")
 
 
 def test_reading_values_without_having_them_is_explained(tmp_path: Path) -> None:

@@ -106,6 +106,52 @@ def test_a_step_that_runs_other_ops_than_the_captured_one_is_refused() -> None:
         measure(recorded(build), build, "cpu", rounds=1, warmup=1)
 
 
+@pytest.mark.parametrize("odd", [3, 5, 7])
+def test_every_measured_round_must_run_the_recorded_ops(odd: int) -> None:
+    """An optimizer that does more in some steps: in a timed round (3 and 5) and in the one of the allocations (7).
+
+    Step 1 warms up, then comes one without a watch, and twice a timed round and one without.
+    """
+
+    class Sometimes(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            self.steps += 1
+            if self.steps == odd:
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].mul_(0.5)
+
+    def make() -> tuple[Any, ...]:
+        model = nn.Linear(4, 4)
+        return model, torch.randn(2, 4), lambda y: y.sum(), Sometimes(model.parameters())
+
+    build = build_of(make)
+    with pytest.raises(TraceError, match=r"op \d+ is aten.mul_.* does something else in some steps"):
+        measure(recorded(build), build, "cpu", rounds=2, warmup=1)
+
+
+def test_a_busy_machine_is_told_of_and_so_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tracer.profile as profile
+
+    class Slowing(CpuTimer):
+        rounds = 0
+
+        def finish(self) -> list[int]:
+            Slowing.rounds += 1
+            return [1_000_000 * 2**Slowing.rounds for _ in super().finish()]
+
+    monkeypatch.setattr(profile, "CpuTimer", Slowing)
+    build = load_spec(small_nets.spec("mlp"))
+    said: list[str] = []
+    done: list[int] = []
+    measure(recorded(build), build, "cpu", rounds=2, warmup=1, say=said.append, progress=done.append)
+    ops = len(recorded(build).trace.ops)
+    assert said[0].startswith(f"warning: the rounds took between {4 * ops:.2f} ms and {8 * ops:.2f} ms; ")
+    assert done == [1, 2]
+
+
 @pytest.mark.parametrize("name", ["residual", "mlp", "tied"])
 def test_timed_rounds_work_in_place_where_the_step_with_everything_kept_does(name: str) -> None:
     fake = recorded(load_spec(small_nets.spec(name)))

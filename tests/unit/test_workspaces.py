@@ -183,6 +183,35 @@ def test_the_buffer_of_a_sum_by_hand() -> None:
     assert partial_sums(spec(0, 100), (0,), (9, 0), 132) == ()
 
 
+def test_a_sum_of_another_type_than_its_input_reads_a_converted_copy() -> None:
+    """A mask of 6 bools becomes 6 int64; a slice of 2 x 3 bools (strides 4, 1) a dense copy of 6; float16 stays."""
+    total = TensorSpec(shape=(), stride=(), dtype="int64")
+    mask = TensorSpec(shape=(2, 3), stride=(3, 1), dtype="bool")
+    assert events("aten.sum.default", (mask,), (total,), H200) == (8, 48, -48)
+    cut = TensorSpec(shape=(2, 3), stride=(4, 1), dtype="bool")
+    assert events("aten.sum.default", (cut,), (total,), H200) == (8, 48, -48)
+    half = TensorSpec(shape=(2, 3), stride=(3, 1), dtype="float16")
+    single = TensorSpec(shape=(), stride=(), dtype="float32")
+    assert events("aten.sum.default", (half,), (single,), H200) == (4,)
+    # 2**20 bools are 2**20 int64, whose partial sums are as wide: 128 blocks, as in the test by hand above.
+    many = TensorSpec(shape=(2**20,), stride=(1,), dtype="bool")
+    assert events("aten.sum.default", (many,), (total,), H200) == (
+        8,
+        2**23,
+        128 * 8,
+        4,
+        -4,
+        -128 * 8,
+        -(2**23),
+    )
+
+
+def test_a_scalar_may_be_summed_over_its_one_dimension() -> None:
+    scalar = TensorSpec(shape=(), stride=(), dtype="float32")
+    for dims in ((0,), (-1,), ()):
+        assert events("aten.sum.dim_IntList", (scalar, dims, False), (scalar,), H200) == (4,)
+
+
 def test_a_sum_of_more_than_two_gib_is_unknown() -> None:
     x = spec(2**20, 1024)
     assert events("aten.sum.dim_IntList", (x, (0,), False), (spec(1024),), H200) is None
