@@ -13,14 +13,15 @@ sets, where blocks are taken to be half as wide.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, Final
+from typing import Final
 
-from tracer.signature import Signature, TensorSpec
+from tracer import onednn
+from tracer.convolutions_cpu import convolution, convolution_backward
+from tracer.onednn import FLOAT, contiguous
+from tracer.signature import Signature
 from traces.devices import Device
 
 Rule = Callable[[Signature], "tuple[int, ...] | None"]
-FLOAT: Final = 4
 
 
 def cpu_events(signature: Signature, device: Device) -> tuple[int, ...] | None:
@@ -35,41 +36,6 @@ def cpu_events(signature: Signature, device: Device) -> tuple[int, ...] | None:
     return rule(signature) if rule is not None else None
 
 
-@cache
-def _block() -> int:
-    """Channels in a block of oneDNN's layouts: as many float32 as a vector register holds."""
-    import torch
-
-    return 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8
-
-
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
-
-
-def _padded(channels: int) -> int:
-    return -(-channels // _block()) * _block()
-
-
-def _contiguous(spec: TensorSpec) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _channels_last(spec: TensorSpec) -> bool:
-    if len(spec.shape) != 4 or _contiguous(spec):
-        return False
-    n, c, h, w = spec.shape
-    wanted = (h * w * c, 1, w * c, c)
-    return all(size == 1 or s == t for size, s, t in zip((n, c, h, w), spec.stride, wanted, strict=True))
-
-
 def _made(signature: Signature) -> tuple[int, ...]:
     return tuple(s.nbytes for s in signature.results)
 
@@ -82,135 +48,6 @@ def plain(signature: Signature) -> tuple[int, ...] | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Convolutions
-
-
-def _uses_onednn(x: TensorSpec, w: TensorSpec, stride: Any, dilation: Any, groups: int) -> bool:
-    """torch's own choice (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp) for float32 on the CPU."""
-    kernel = w.shape[2:]
-    worth = (
-        any(s != 1 for s in stride)
-        or any(d != 1 for d in dilation)
-        or x.shape[0] >= 16
-        or any(k != 1 for k in kernel)
-        or _threads() > 1
-    )
-    large = groups > 1 or all(k > 3 for k in kernel) or x.shape[0] > 1 or x.elements > 20480
-    return worth and large
-
-
-def _blocked(spec: TensorSpec, w: TensorSpec, groups: int) -> int:
-    """Bytes of an image tensor in oneDNN's layout, its channels in whole blocks (not if they are in groups)."""
-    n, c, height, width = spec.shape
-    channels = c if groups > 1 and w.shape[1] > 1 else _padded(c)
-    return n * channels * height * width * FLOAT
-
-
-def _blocked_weight(w: TensorSpec, groups: int) -> int:
-    out, per_group = w.shape[:2]
-    kernel = w.shape[2] * w.shape[3]
-    if groups > 1 and per_group == 1 and out == groups:
-        return _padded(groups) * kernel * FLOAT  # depthwise: the groups are blocked
-    if groups == 1 and per_group < 4:
-        return _padded(out) * per_group * kernel * FLOAT  # a first layer reads the plain image
-    if groups > 1:
-        return w.nbytes
-    return _padded(out) * _padded(per_group) * kernel * FLOAT
-
-
-def _strided_scratch(x: TensorSpec, y: TensorSpec, w: TensorSpec, stride: Any, most: int = 1 << 30) -> int:
-    """oneDNN runs a strided 1x1 convolution on a thinned copy of one image a thread (`rtus`); 0: none."""
-    if w.shape[2:] != (1, 1) or all(s == 1 for s in stride):
-        return 0
-    return _threads() * min(most, _padded(x.shape[1])) * y.shape[2] * y.shape[3] * FLOAT + 128
-
-
-def convolution(signature: Signature) -> tuple[int, ...] | None:
-    """Forward, images in rows (NCHW) or channels last."""
-    x, w, _bias, stride, padding, dilation, transposed, _, groups = signature.args
-    y = signature.results[0]
-    if len(x.shape) != 4 or transposed or x.dtype != "float32":
-        return None
-    if _channels_last(x):
-        weight = _blocked_weight(w, groups)
-        copy = () if groups > 1 else (w.nbytes,)
-        return (*copy, y.nbytes, weight, -weight, *(-c for c in copy))
-    copy = () if _contiguous(x) else (x.nbytes,)
-    undo = tuple(-c for c in copy)
-    if not _uses_onednn(x, w, stride, dilation, groups):
-        if w.shape[2:] == (1, 1) and all(s == 1 for s in stride) and not any(padding):
-            return (*copy, y.nbytes, *undo)
-        columns = x.shape[0] * x.shape[1] * w.shape[2] * w.shape[3] * y.shape[2] * y.shape[3] * FLOAT
-        return (*copy, columns, y.nbytes, -columns, *undo)
-    inside = _blocked(y, w, groups)
-    weight = _blocked_weight(w, groups)
-    scratch = _strided_scratch(x, y, w, stride)
-    image = 0 if groups == 1 and x.shape[1] < 4 else _blocked(x, w, groups)
-    took = tuple(n for n in (scratch, image, weight) if n)
-    return (*copy, *took, inside, *(-n for n in reversed(took)), y.nbytes, -inside, *undo)
-
-
-def convolution_backward(signature: Signature) -> tuple[int, ...] | None:
-    """The gradients of the input, then of weight and bias."""
-    dy, x, w, _bias, stride, _padding, dilation, transposed, _, groups, mask = signature.args
-    if len(x.shape) != 4 or transposed or x.dtype != "float32":
-        return None
-    bias = w.shape[0] * FLOAT if mask[2] else 0
-    if not _uses_onednn(x, w, stride, dilation, groups):
-        return _native_backward(signature, bias)
-    if _channels_last(x):
-        return _channels_last_backward(signature, bias)
-    events: list[int] = []
-    copies = [s.nbytes for s in (dy, x) if not _contiguous(s)]
-    events += copies
-    image = _blocked(x, w, groups)
-    grad = _blocked(dy, w, groups)
-    weight = _blocked_weight(w, groups)
-    per_group = w.shape[1]
-    if mask[0]:
-        events += [grad, weight, image, -weight, -grad, x.nbytes]
-        # A strided kernel leaves the gradient in a layout that takes two reorders.
-        twice = [image, -image] if groups == 1 and any(s != 1 for s in stride) else []
-        events += [*twice, -image]
-    if mask[1]:
-        first = groups == 1 and per_group < 4
-        took = [grad] if first else [grad, image]
-        scratch = _strided_scratch(x, dy, w, stride, most=128)
-        events += [*took, weight, *([bias] if bias else []), *([scratch, -scratch] if scratch else [])]
-        events += [-n for n in reversed(took)]
-        events += [*([bias] if bias else []), w.nbytes, -weight, *([-bias] if bias else [])]
-    return (*events, *(-c for c in copies))
-
-
-def _native_backward(signature: Signature, bias: int) -> tuple[int, ...]:
-    dy, x, w, *_, mask = signature.args
-    copies = [s.nbytes for s in (dy, x) if not _contiguous(s)]
-    made = [x.nbytes] * bool(mask[0]) + ([bias] if bias else []) + [w.nbytes] * bool(mask[1])
-    columns = x.shape[0] * x.shape[1] * w.shape[2] * w.shape[3] * dy.shape[2] * dy.shape[3] * FLOAT
-    if w.shape[2:] == (1, 1) and dy.shape[2:] == x.shape[2:]:
-        columns = 0
-    inside = [columns, -columns] if columns else []
-    return (*copies, *made, *inside, *(-c for c in copies))
-
-
-def _channels_last_backward(signature: Signature, bias: int) -> tuple[int, ...]:
-    """Weights and images are copied to channels last where they are not; a grouped kernel sums dense blocks."""
-    dy, x, w, *_, groups, mask = signature.args
-    kernel = w.shape[2] * w.shape[3]
-    weight = _blocked_weight(w, groups)
-    copies = [s.nbytes for s in (dy, x) if not _channels_last(s)]
-    if groups == 1:
-        copies.append(w.nbytes)
-    events = list(copies)
-    if mask[0]:
-        events += [x.nbytes, weight, -weight]
-    if mask[1]:
-        dense = groups * _block() * _block() * kernel * FLOAT if groups > 1 else 2 * weight
-        events += [dense, *([bias] if bias else []), w.nbytes, -dense]
-    return (*events, *(-c for c in reversed(copies)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Attention, normalization, the rest
 
 
@@ -218,7 +55,7 @@ def attention(signature: Signature) -> tuple[int, ...] | None:
     """A tile of scores, two rows of sums and a tile of output a thread (FlashAttentionKernel.cpp)."""
     query, keys = signature.inputs[:2]
     rows, columns = _tiles(query.shape[2], keys.shape[2])
-    buffer = _threads() * rows * (columns + 2 + query.shape[3]) * FLOAT
+    buffer = onednn.threads() * rows * (columns + 2 + query.shape[3]) * FLOAT
     return (*_made(signature), buffer, -buffer)
 
 
@@ -227,7 +64,7 @@ def attention_backward(signature: Signature) -> tuple[int, ...] | None:
     grad, query, keys = signature.inputs[:3]
     copy = (grad.nbytes,) if grad.stride[-1] != 1 or 0 in grad.stride else ()
     rows, columns = _tiles(query.shape[2], keys.shape[2])
-    buffer, sums = _threads() * 2 * rows * columns * FLOAT, rows * FLOAT
+    buffer, sums = onednn.threads() * 2 * rows * columns * FLOAT, rows * FLOAT
     return (*copy, *_made(signature), buffer, sums, -sums, -buffer, *(-c for c in copy))
 
 
@@ -260,25 +97,25 @@ def batch_norm_backward(signature: Signature) -> tuple[int, ...] | None:
 def layer_norm(signature: Signature) -> tuple[int, ...] | None:
     """A contiguous copy of the input where it is not."""
     x = signature.args[0]
-    copy = () if _contiguous(x) else (x.nbytes,)
+    copy = () if contiguous(x) else (x.nbytes,)
     return (*copy, *_made(signature), *(-c for c in copy))
 
 
 def layer_norm_backward(signature: Signature) -> tuple[int, ...] | None:
     """Partial sums of the gradients of weight and bias, for each thread, if there are such gradients."""
-    copies = tuple(s.nbytes for s in signature.args[:2] if not _contiguous(s))
+    copies = tuple(s.nbytes for s in signature.args[:2] if not contiguous(s))
     if not any(signature.argument(7, "output_mask", (True,) * 3)[1:]):
         return (*copies, *_made(signature), *(-c for c in copies))
     elements = 1
     for n in signature.args[2]:
         elements *= n
-    buffer = 2 * _threads() * elements * FLOAT
+    buffer = 2 * onednn.threads() * elements * FLOAT
     return (*copies, *_made(signature), buffer, -buffer, *(-c for c in copies))
 
 
 def softmax(signature: Signature) -> tuple[int, ...] | None:
     """A contiguous copy of each argument that is not (`.contiguous()` in SoftMax.cpp)."""
-    copies = tuple(s.nbytes for s in signature.inputs if not _contiguous(s))
+    copies = tuple(s.nbytes for s in signature.inputs if not contiguous(s))
     return (*_made(signature), *copies, *(-c for c in copies))
 
 

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-import tracer.workspaces_cpu as rules  # noqa: E402
 from tests.integration.steps import build_of, recorded  # noqa: E402
+from tracer import onednn  # noqa: E402
 from tracer.alone import Wanted, calibrate  # noqa: E402
 from tracer.device_profiles import identity_here  # noqa: E402
 from tracer.profile import measure  # noqa: E402
@@ -28,8 +28,8 @@ CPU = device("cpu")
 @pytest.fixture
 def avx512(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread, blocks of 16 channels."""
-    monkeypatch.setattr(rules, "_block", lambda: 16)
-    monkeypatch.setattr(rules, "_threads", lambda: 1)
+    monkeypatch.setattr(onednn, "block", lambda: 16)
+    monkeypatch.setattr(onednn, "threads", lambda: 1)
 
 
 def dense(*shape: int, dtype: str = "float32") -> TensorSpec:
@@ -67,7 +67,7 @@ def test_torch_s_own_kernel_serves_1x1_on_one_thread(monkeypatch: pytest.MonkeyP
     assert conv(x, w, y) == (2048,)  # no reorder at all
     many = conv(dense(16, 16, 4, 4), w, dense(16, 16, 4, 4))
     assert many == (16384, 1024, 16384, -1024, -16384, 16384, -16384)  # oneDNN from batch 16 on
-    monkeypatch.setattr(rules, "_threads", lambda: 2)
+    monkeypatch.setattr(onednn, "threads", lambda: 2)
     assert conv(x, w, y) == (2048, 1024, 2048, -1024, -2048, 2048, -2048)
 
 
@@ -91,9 +91,6 @@ def test_what_has_no_rule_has_none() -> None:
     half = [TensorSpec(shape=s.shape, stride=s.stride, dtype="bfloat16") for s in (x, w, y)]
     assert conv(*half) is None
     assert cpu_events(Signature(target="aten.some_new_op.default", args=(x,), outputs=(y,)), CPU) is None
-    line = dense(2, 16, 4)
-    args = (line, dense(16, 16, 3), None, (1,), (1,), (1,), False, (0,), 1)
-    assert cpu_events(Signature(target="aten.convolution.default", args=args, outputs=(line,)), CPU) is None
 
 
 @pytest.mark.usefixtures("avx512")
@@ -213,3 +210,61 @@ def highest(events: tuple[int, ...]) -> int:
         live += e
         peak = max(peak, live)
     return peak
+
+
+def convolutions() -> list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]]:
+    """Image, weight, and what is not the usual."""
+    return [
+        ((4, 32, 50), (48, 32, 3), {"padding": 1}),  # along one dimension
+        ((4, 3, 50), (48, 3, 3), {"padding": 1}),  # a first layer whose image wants a gradient
+        ((1, 32, 50), (48, 32, 3), {}),
+        ((4, 20, 50), (40, 20, 3), {"stride": 2, "bias": True}),
+        ((2, 20, 8, 8, 8), (24, 20, 3, 3, 3), {"padding": 1}),
+        ((2, 20, 8, 8, 8), (24, 20, 1, 1, 1), {}),
+        ((2, 16, 8, 8, 8), (32, 16, 3, 3, 3), {"stride": 2, "padding": 1}),
+        ((4, 32, 8, 8), (32, 24, 4, 4), {"stride": 2, "padding": 1, "transposed": True}),
+        ((4, 20, 8, 8), (20, 3, 4, 4), {"stride": 2, "padding": 1, "transposed": True, "bias": True}),
+        ((4, 32, 8, 8), (32, 24, 3, 3), {"padding": 1, "transposed": True}),
+        ((1, 32, 8, 8), (32, 24, 2, 2), {"stride": 2, "transposed": True}),
+        ((2, 24, 28, 28), (24, 40, 3, 3), {"padding": 1, "transposed": True, "bias": True}),
+        ((1, 12, 10, 10), (16, 3, 3, 3), {"groups": 4}),  # groups of three and four channels
+        ((2, 128, 9, 9), (128, 4, 3, 3), {"groups": 32, "padding": 1}),
+        ((2, 32, 10, 10), (64, 8, 3, 3), {"groups": 4, "stride": 2}),
+        ((2, 64, 9, 9), (64, 2, 1, 1), {"groups": 32}),  # group after group by torch's own kernel
+        ((2, 32, 12, 12), (32, 1, 7, 7), {"groups": 32, "padding": 3}),
+        ((2, 32, 12, 12), (32, 1, 3, 3), {"groups": 32, "padding": 1}),
+        ((2, 32, 2, 2), (32, 1, 3, 3), {"groups": 32, "padding": 1}),
+        ((4, 20, 16, 16), (40, 20, 1, 1), {"stride": 2}),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(convolutions())))
+def test_convolutions_of_every_kind_as_the_profiler_measures_them(number: int) -> None:
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("the rules were read off a processor with AVX-512")
+    shape, kernel, given = convolutions()[number]
+    x, w = torch.rand(shape), torch.rand(kernel)
+    many = [[given.get(name, usual)] * (len(shape) - 2) for name, usual in (("stride", 1), ("padding", 0))]
+    transposed, groups = given.get("transposed", False), given.get("groups", 1)
+    channels = kernel[1] * groups if transposed else kernel[0]
+    bias = torch.rand(channels) if given.get("bias") else None
+    rest = (*many, [1] * (len(shape) - 2), transposed, [0] * (len(shape) - 2), groups)
+    forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+    y = forward(x, w, bias, *rest)
+    mask = [True, True, bias is not None]
+    for op, args in (
+        (forward, (x, w, bias, *rest)),
+        (backward, (torch.rand_like(y), x, w, [channels] if given.get("bias") else None, *rest, mask)),
+    ):
+        out = op(*args)
+        made = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
+        signature = of_call(op, args, {}, out)
+        wanted = Wanted(signature=signature, created_bytes=sum(t.untyped_storage().nbytes() for t in made))
+        (found,) = calibrate([wanted], identity_here("cpu"), "cpu").profile.entries.values()
+        told = cpu_events(signature, CPU)
+        assert told is not None
+        assert sum(told) == sum(found.events)
+        assert abs(highest(told) - highest(found.events)) <= 2048 + highest(found.events) // 100, (
+            op,
+            found.events,
+        )

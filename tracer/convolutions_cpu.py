@@ -1,0 +1,320 @@
+"""Turn a convolution's signature into what it allocates on a CPU, by torch's choice of kernel and oneDNN's layouts.
+
+A transposed convolution is the gradient of a convolution that goes the other way, in oneDNN as in mathematics: its
+forward is that one's gradient of the image, and its gradient of the image is that one's forward. So everything here is
+about one `_Pair` of tensors, the image that a convolution reads and the one that it makes. A convolution along one
+dimension runs as one of images of a single row (`view1d_as_2d` in aten/src/ATen/native/Convolution.cpp).
+
+The sequences were read off torch 2.13's profiler, float32, on a processor with AVX-512, with one and two threads.
+
+Counts: reorders into oneDNN's layouts and back, its scratch for strided kernels, for those that go through columns
+(`gemm`) and for biases that are padded, the columns and slices of torch's own kernels. Ignores: scratch in which
+threads sum the gradients of weights; other types than float32; channels last in other than two dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tracer import onednn
+from tracer.onednn import FLOAT, block, channels_last, contiguous, padded
+from tracer.signature import Signature, TensorSpec
+
+Events = list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """A convolution: what it reads, what it makes, and its weight (channels made, channels read / groups, kernel)."""
+
+    read: TensorSpec
+    made: TensorSpec
+    weight: TensorSpec
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return self.weight.shape[2:]
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.kernel)
+
+    @property
+    def strided(self) -> bool:
+        return any(s != 1 for s in self.stride)
+
+    @property
+    def per_group(self) -> tuple[int, int]:
+        """Channels of a group: read, made."""
+        return self.weight.shape[1], self.weight.shape[0] // self.groups
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.per_group == (1, 1)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is a first layer, whose forward reads the image as it is."""
+        return self.groups == 1 and self.read.shape[1] < 4 and self.taps > 1
+
+    def blocked(self, image: TensorSpec) -> int:
+        """Bytes of an image in oneDNN's layout, its channels in whole blocks (not if they are in groups)."""
+        whole = self.groups > 1 and not self.depthwise
+        channels = image.shape[1] if whole else padded(image.shape[1])
+        return image.shape[0] * channels * math.prod(image.shape[2:]) * FLOAT
+
+    @property
+    def blocked_weight(self) -> int:
+        made, read = self.weight.shape[:2]
+        if self.depthwise:
+            return padded(self.groups) * self.taps * FLOAT
+        if self.groups > 1:
+            return self.weight.nbytes
+        return padded(made) * (read if self.first else padded(read)) * self.taps * FLOAT
+
+    @property
+    def columns(self) -> int:
+        """Bytes of one image of a group as a matrix of columns; of a volume, one slice."""
+        return self.per_group[0] * self.taps * math.prod(self.made.shape[-2:]) * FLOAT
+
+    def gemm(self, *, of_weights: bool) -> bool:
+        """Whether oneDNN has nothing better than columns and a matrix product for these groups."""
+        if self.groups == 1:
+            return False
+        volume = len(self.kernel) > 2
+        if not self.depthwise:
+            return any(c % ((block() if volume else 8) if of_weights else 4) for c in self.per_group)
+        # Depthwise gradients of weights have a kernel for 3 x 3, on images of so many pixels.
+        small = any(
+            n < k + s - 1 for n, k, s in zip(self.read.shape[2:], self.kernel, self.stride, strict=True)
+        )
+        return volume or (of_weights and (max(self.kernel) > 3 or small))
+
+    @property
+    def batched(self) -> bool:
+        """Whether the gradient of the image is made by matrix products in batches, in channels last."""
+        return self.strided and (self.groups == 1 or self.per_group[1] > block())
+
+
+def convolution(signature: Signature) -> tuple[int, ...] | None:
+    """Forward."""
+    pair, transposed = _pair(signature, signature.results[0])
+    if pair is None:
+        return None
+    x, y, w = (pair.made, pair.read, pair.weight) if transposed else (pair.read, pair.made, pair.weight)
+    has_bias = signature.args[2] is not None
+    if channels_last(x) and not transposed:
+        copy = () if pair.groups > 1 else (w.nbytes,)
+        return (*copy, y.nbytes, pair.blocked_weight, -pair.blocked_weight, *(-c for c in copy))
+    copy = () if contiguous(x) else (x.nbytes,)
+    undo = tuple(-c for c in copy)
+    if not _uses_onednn(x, pair):
+        return (*copy, *_native(pair, x, y, padding=signature.args[4], transposed=transposed), *undo)
+    events = _transposed(pair, has_bias) if transposed else _forward(pair, has_bias)
+    return (*copy, *events, *undo)
+
+
+def convolution_backward(signature: Signature) -> tuple[int, ...] | None:
+    """The gradients of the input, then of weight and bias."""
+    pair, transposed = _pair(signature, signature.args[0])
+    if pair is None:
+        return None
+    dy, x = (pair.read, pair.made) if transposed else (pair.made, pair.read)
+    mask = signature.args[-1]
+    bias = dy.shape[1] * FLOAT if mask[2] else 0
+    if not _uses_onednn(x, pair):
+        return _native_backward(pair, x, dy, bias, mask, transposed=transposed)
+    if channels_last(x) and not transposed:
+        return _channels_last_backward(pair, bias, mask)
+    copies = [s.nbytes for s in (dy, x) if not contiguous(s)]
+    events = list(copies)
+    if mask[0]:
+        events += _forward(pair, False) if transposed else _image_gradient(pair)
+    if mask[1]:
+        events += _weight_gradient(pair, bias)
+    return (*events, *(-c for c in copies))
+
+
+def _pair(signature: Signature, y: TensorSpec) -> tuple[_Pair | None, bool]:
+    """The convolution that a call is or is the transpose of, and which; None: no rule says what it does."""
+    at = 1 if "backward" in signature.target else 0
+    x, w = signature.args[at], signature.args[at + 1]
+    stride, _padding, dilation, transposed, _, groups = signature.args[at + 3 : at + 9]
+    if x.dtype != "float32" or w.dtype != "float32" or not 3 <= len(x.shape) <= 5:
+        return None, False
+    if len(x.shape) == 3:
+        x, y, w = _one_row(x), _one_row(y), _one_row(w)
+        stride, dilation = (1, *stride), (1, *dilation)
+    read, made = (y, x) if transposed else (x, y)
+    pair = _Pair(
+        read=read, made=made, weight=w, stride=tuple(stride), dilation=tuple(dilation), groups=groups
+    )
+    return pair, bool(transposed)
+
+
+def _one_row(spec: TensorSpec) -> TensorSpec:
+    n, c, length = spec.shape
+    a, b, s = spec.stride
+    return replace(spec, shape=(n, c, 1, length), stride=(a, b, length * s, s))
+
+
+def _uses_onednn(x: TensorSpec, pair: _Pair) -> bool:
+    """torch's own choice (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp) for float32 on the CPU."""
+    kernel = pair.kernel[-2:]
+    worth = (
+        pair.strided
+        or any(d != 1 for d in pair.dilation)
+        or x.shape[0] >= 16
+        or any(k != 1 for k in kernel)
+        or onednn.threads() > 1
+    )
+    large = pair.groups > 1 or all(k > 3 for k in kernel) or x.shape[0] > 1 or math.prod(x.shape[:4]) > 20480
+    return worth and large
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# oneDNN
+
+
+def _strided_scratch(pair: _Pair, most: int = 1 << 30) -> int:
+    """oneDNN runs a strided 1x1 convolution on a thinned copy of one image a thread (`rtus`); 0: none."""
+    if pair.kernel[-2:] != (1, 1) or len(pair.kernel) > 2 or not pair.strided or pair.groups > 1:
+        return 0
+    pixels = math.prod(pair.made.shape[2:])
+    return onednn.threads() * min(most, padded(pair.read.shape[1])) * pixels * FLOAT + 128
+
+
+def _padded_bias(pair: _Pair) -> int:
+    """A bias is copied where it does not fill whole blocks of channels."""
+    channels = pair.made.shape[1]
+    whole = pair.groups > 1 and not pair.depthwise
+    return 0 if whole or channels == padded(channels) else padded(channels) * FLOAT + 128
+
+
+def _forward(pair: _Pair, has_bias: bool) -> Events:
+    y = pair.made.nbytes
+    if pair.gemm(of_weights=False) and not pair.depthwise:
+        scratch = onednn.threads() * pair.columns + 128
+        return [scratch, y, -scratch, y, -y]
+    inside = pair.blocked(pair.made)
+    scratch = _strided_scratch(pair) or (_padded_bias(pair) if has_bias else 0)
+    image = 0 if pair.first else pair.blocked(pair.read)
+    took = [n for n in (scratch, image, pair.blocked_weight) if n]
+    # A depthwise volume's result is in channels last.
+    twice = [y, -y] if pair.depthwise and len(pair.kernel) > 2 else []
+    return [*took, inside, *(-n for n in reversed(took)), y, *twice, -inside]
+
+
+def _image_gradient(pair: _Pair) -> Events:
+    """The gradient of what the convolution reads."""
+    dx = pair.read.nbytes
+    if pair.gemm(of_weights=False):
+        scratch = onednn.threads() * pair.columns + 128
+        return [dx, scratch, -scratch, dx, -dx]
+    if pair.batched:
+        grad, weight, scratch = _strided_gradient(pair)
+        return [grad, weight, dx, scratch, -scratch, -weight, -grad, dx, dx, -dx, -dx]
+    grad, image = pair.blocked(pair.made), pair.blocked(pair.read)
+    weight = pair.blocked_weight
+    if pair.first:
+        weight = padded(pair.weight.shape[0]) * padded(pair.weight.shape[1]) * pair.taps * FLOAT
+    return [grad, weight, image, -weight, -grad, dx, -image]
+
+
+def _transposed(pair: _Pair, has_bias: bool) -> Events:
+    """The same as a transposed convolution's forward; its bias is added to a second result inside."""
+    y = pair.read.nbytes
+    if pair.batched and not pair.gemm(of_weights=False):
+        grad, weight, scratch = _strided_gradient(pair)
+        scratch += 128
+        return [scratch, grad, weight, y, -weight, -grad, -scratch, y, y, -y, -y]
+    events = _image_gradient(pair)
+    if not has_bias or pair.gemm(of_weights=False):
+        return events
+    grad, weight, image, *_ = events
+    second = image + 128
+    return [second, grad, weight, image, -weight, -grad, -second, y, -image]
+
+
+def _strided_gradient(pair: _Pair) -> tuple[int, int, int]:
+    """Gradient, weight and scratch of matrix products in batches: in channels last, those read not padded."""
+    weight = pair.weight.shape[0] * padded(pair.weight.shape[1]) * pair.taps * FLOAT
+    return pair.made.nbytes, weight, 12_288 + 24_600 * onednn.threads()
+
+
+def _weight_gradient(pair: _Pair, bias: int) -> Events:
+    dw = pair.weight.nbytes
+    given = [bias] if bias else []
+    if pair.gemm(of_weights=True):
+        # A matrix of columns and four of weights a thread.
+        scratch = onednn.threads() * (pair.columns + 4 * dw) + 256
+        return [dw, scratch, *given, -scratch, *given, dw, -dw, *(-b for b in given)]
+    took = [pair.blocked(pair.made)] + ([] if pair.first else [pair.blocked(pair.read)])
+    weight = pair.blocked_weight
+    scratch = _strided_scratch(pair, most=128) or (_padded_bias(pair) if bias else 0)
+    during = [scratch, *given, -scratch] if scratch else given
+    freed = [-n for n in reversed(took)]
+    return [*took, weight, *during, *freed, *given, dw, -weight, *(-b for b in given)]
+
+
+def _channels_last_backward(pair: _Pair, bias: int, mask: Any) -> tuple[int, ...]:
+    """Weights and images are copied to channels last where they are not; a grouped kernel sums dense blocks."""
+    weight = pair.blocked_weight
+    copies = [s.nbytes for s in (pair.made, pair.read) if not channels_last(s)]
+    if pair.groups == 1:
+        copies.append(pair.weight.nbytes)
+    events = list(copies)
+    if mask[0]:
+        events += [pair.read.nbytes, weight, -weight]
+    if mask[1]:
+        dense = pair.groups * onednn.block() ** 2 * pair.taps * FLOAT if pair.groups > 1 else 2 * weight
+        events += [dense, *([bias] if bias else []), pair.weight.nbytes, -dense]
+    return (*events, *(-c for c in reversed(copies)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch's own kernels
+
+
+def _native_columns(pair: _Pair, x: TensorSpec, *, plain: bool) -> int:
+    """The whole batch as columns, for what is no plain matrix product already."""
+    if plain:
+        return 0
+    # Of a transposed convolution, the columns are those of its result, at the places of its input.
+    return x.shape[0] * pair.read.shape[1] * pair.taps * math.prod(pair.made.shape[2:]) * FLOAT
+
+
+def _native(pair: _Pair, x: TensorSpec, y: TensorSpec, *, padding: Any, transposed: bool) -> Events:
+    plain = all(k == 1 for k in pair.kernel) and not pair.strided and not any(padding)
+    if pair.groups > 1:
+        part = x.nbytes // pair.groups  # one group after the other, and all put together
+        return [y.nbytes, part, -part, y.nbytes, -y.nbytes]
+    columns = _native_columns(pair, x, plain=plain and not transposed)
+    if transposed:
+        return [y.nbytes, columns, -columns]
+    return [columns, y.nbytes, -columns] if columns else [y.nbytes]
+
+
+def _native_backward(
+    pair: _Pair, x: TensorSpec, dy: TensorSpec, bias: int, mask: Any, *, transposed: bool
+) -> tuple[int, ...]:
+    copies = [s.nbytes for s in (dy, x) if not contiguous(s)]
+    made = [x.nbytes] * bool(mask[0]) + ([bias] if bias else []) + [pair.weight.nbytes] * bool(mask[1])
+    if pair.groups > 1:
+        return (
+            *copies,
+            *made,
+            *made,
+            *(-n for n in made),
+            *(-c for c in copies),
+        )  # in parts, and put together
+    plain = all(k == 1 for k in pair.kernel) and dy.shape[2:] == x.shape[2:] and not transposed
+    # A volume's gradient goes through columns even so.
+    columns = _native_columns(pair, x, plain=plain and len(pair.kernel) == 2)
+    inside = [columns, -columns] if columns else []
+    return (*copies, *made, *inside, *(-c for c in copies))
