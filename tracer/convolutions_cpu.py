@@ -60,7 +60,7 @@ class _Pair:
     @property
     def first(self) -> bool:
         """Whether this is a first layer, whose forward reads the image as it is."""
-        return self.groups == 1 and self.read.shape[1] < 4 and self.taps > 1
+        return self.groups == 1 and self.read.shape[1] < block() and self.taps > 1
 
     def blocked(self, image: TensorSpec) -> int:
         """Bytes of an image in oneDNN's layout, its channels in whole blocks (not if they are in groups)."""
@@ -68,14 +68,14 @@ class _Pair:
         channels = image.shape[1] if whole else padded(image.shape[1])
         return image.shape[0] * channels * math.prod(image.shape[2:]) * FLOAT
 
-    @property
-    def blocked_weight(self) -> int:
+    def blocked_weight(self, *, plain: bool = False) -> int:
+        """Bytes of the weight in oneDNN's layout; plain: where the channels that are read are as they are."""
         made, read = self.weight.shape[:2]
         if self.depthwise:
             return padded(self.groups) * self.taps * FLOAT
         if self.groups > 1:
             return self.weight.nbytes
-        return padded(made) * (read if self.first else padded(read)) * self.taps * FLOAT
+        return padded(made) * (read if plain else padded(read)) * self.taps * FLOAT
 
     @property
     def columns(self) -> int:
@@ -110,7 +110,8 @@ def convolution(signature: Signature) -> tuple[int, ...] | None:
     has_bias = signature.args[2] is not None
     if channels_last(x) and not transposed:
         copy = () if pair.groups > 1 else (w.nbytes,)
-        return (*copy, y.nbytes, pair.blocked_weight, -pair.blocked_weight, *(-c for c in copy))
+        weight = pair.blocked_weight(plain=x.shape[1] < 4)
+        return (*copy, y.nbytes, weight, -weight, *(-c for c in copy))
     copy = () if contiguous(x) else (x.nbytes,)
     undo = tuple(-c for c in copy)
     if not _uses_onednn(x, pair):
@@ -204,7 +205,7 @@ def _forward(pair: _Pair, has_bias: bool) -> Events:
     inside = pair.blocked(pair.made)
     scratch = _strided_scratch(pair) or (_padded_bias(pair) if has_bias else 0)
     image = 0 if pair.first else pair.blocked(pair.read)
-    took = [n for n in (scratch, image, pair.blocked_weight) if n]
+    took = [n for n in (scratch, image, pair.blocked_weight(plain=pair.first)) if n]
     # A depthwise volume's result is in channels last.
     twice = [y, -y] if pair.depthwise and len(pair.kernel) > 2 else []
     return [*took, inside, *(-n for n in reversed(took)), y, *twice, -inside]
@@ -220,9 +221,7 @@ def _image_gradient(pair: _Pair) -> Events:
         grad, weight, scratch = _strided_gradient(pair)
         return [grad, weight, dx, scratch, -scratch, -weight, -grad, dx, dx, -dx, -dx]
     grad, image = pair.blocked(pair.made), pair.blocked(pair.read)
-    weight = pair.blocked_weight
-    if pair.first:
-        weight = padded(pair.weight.shape[0]) * padded(pair.weight.shape[1]) * pair.taps * FLOAT
+    weight = pair.blocked_weight()
     return [grad, weight, image, -weight, -grad, dx, -image]
 
 
@@ -254,17 +253,33 @@ def _weight_gradient(pair: _Pair, bias: int) -> Events:
         # A matrix of columns and four of weights a thread.
         scratch = onednn.threads() * (pair.columns + 4 * dw) + 256
         return [dw, scratch, *given, -scratch, *given, dw, -dw, *(-b for b in given)]
-    took = [pair.blocked(pair.made)] + ([] if pair.first else [pair.blocked(pair.read)])
-    weight = pair.blocked_weight
+    few, tiny = pair.first, pair.first and pair.read.shape[1] < 4
+    if few and not tiny:
+        weight, *took = _in_half_blocks(pair)
+    else:
+        took = [pair.blocked(pair.made)] + ([] if tiny else [pair.blocked(pair.read)])
+        weight = pair.blocked_weight(plain=tiny)
     scratch = _strided_scratch(pair, most=128) or (_padded_bias(pair) if bias else 0)
     during = [scratch, *given, -scratch] if scratch else given
     freed = [-n for n in reversed(took)]
     return [*took, weight, *during, *freed, *given, dw, -weight, *(-b for b in given)]
 
 
+def _in_half_blocks(pair: _Pair) -> tuple[int, int, int]:
+    """Weight, image made and image read where few channels are read: both in blocks of half a vector register."""
+
+    def whole(channels: int) -> int:
+        half = block() // 2
+        return -(-channels // half) * half
+
+    made, read = (x.shape[0] * whole(x.shape[1]) * math.prod(x.shape[2:]) for x in (pair.made, pair.read))
+    weight = whole(pair.weight.shape[0]) * whole(pair.weight.shape[1]) * pair.taps
+    return weight * FLOAT, made * FLOAT, read * FLOAT
+
+
 def _channels_last_backward(pair: _Pair, bias: int, mask: Any) -> tuple[int, ...]:
     """Weights and images are copied to channels last where they are not; a grouped kernel sums dense blocks."""
-    weight = pair.blocked_weight
+    weight = pair.blocked_weight(plain=pair.read.shape[1] < 4)
     copies = [s.nbytes for s in (pair.made, pair.read) if not channels_last(s)]
     if pair.groups == 1:
         copies.append(pair.weight.nbytes)

@@ -3,11 +3,9 @@
 The rules restate what torch 2.13's profiler showed on an x86 processor with AVX-512, one and two threads, in float32;
 why it is so is in torch's sources, named at each rule. `RULES` is the table: operator, rule.
 
-Counts: the temporaries of convolutions (oneDNN's reorders into its blocked layouts and back, its scratch for strided
-1x1 kernels, the columns of the native kernel), attention, normalizations, softmax, dropout, losses that are reduced,
-and arithmetic on two types; for the other listed ops their outputs. Ignores: a few bytes of scalars; oneDNN's scratch
-in most backward kernels and in depthwise ones on images of a few pixels; other types than float32; other instruction
-sets, where blocks are taken to be half as wide.
+Counts: the temporaries of convolutions (`tracer.convolutions_cpu`), attention, normalizations, softmax, dropout,
+losses that are reduced, and arithmetic on two types; for the other listed ops their outputs. Ignores: a few bytes of
+scalars; other types than float32; other instruction sets, where blocks are taken to be half as wide.
 """
 
 from __future__ import annotations

@@ -235,6 +235,8 @@ def convolutions() -> list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any
         ((2, 32, 12, 12), (32, 1, 3, 3), {"groups": 32, "padding": 1}),
         ((2, 32, 2, 2), (32, 1, 3, 3), {"groups": 32, "padding": 1}),
         ((4, 20, 16, 16), (40, 20, 1, 1), {"stride": 2}),
+        ((2, 12, 16, 16), (40, 12, 3, 3), {"padding": 1, "bias": True}),  # fewer channels than a block
+        ((2, 4, 16, 16), (16, 4, 3, 3), {"padding": 1, "stride": 2}),
     ]
 
 
