@@ -7,14 +7,13 @@ attention took as much again inside as its largest tensor. Real ones may take mo
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from simulator.allocator.question import ask, kind_of
 from simulator.comparison import Comparison, compare, with_reserved
-from simulator.engine import run
 from simulator.schedule import Schedule
 from simulator.timeline import Timeline
+from simulator.untouched import untouched_peak_bytes
 from traces.devices import device
 from traces.errors import SpecError
 from traces.people import show_bytes, show_percent
@@ -23,7 +22,6 @@ from traces.trace import VIEW, Trace, TraceMeta
 
 UNKNOWN, INTERPOLATED, RULES = "none", "interpolated", "rules"
 FAKE, CUDA = "fake", "cuda"
-DROPOUT_MASK = "lowtide.dropout_mask.default"  # a byte an element
 NOTABLE_PERCENT = 2  # an underestimate by more than this is not left without a warning
 UNCONFIRMED = "not confirmed on a GPU"
 
@@ -43,7 +41,7 @@ def provenance(meta: TraceMeta) -> str:
 def warnings(c: Comparison) -> tuple[str, ...]:
     """What must be said beside the figures of a comparison, the gravest first; empty if nothing."""
     trace, meta = c.trace, c.trace.meta
-    out = [*_unknown(trace, c.planned, c.planned_timeline), *_untouched(c)]
+    out = [*_unknown(trace, c.planned, c.planned_timeline), *about_untouched(c)]
     out += _derived(meta)
     if meta.mode == FAKE and kind_of(meta) == CUDA:
         out.append(
@@ -111,57 +109,17 @@ def risk_bytes(trace: Trace, schedule: Schedule, timeline: Timeline) -> int:
     return worst - timeline.peak_allocated_bytes
 
 
-def untouched_extra_bytes(c: Comparison) -> int:
-    """How much more than the captured graph with everything kept the untouched model needs at its peak.
-
-    The trace says so if its step was counted as it runs untouched (`tracer/untouched.py`): on the CPU, but for traces
-    that are older than that. Otherwise it is concluded from the graph.
-
-    Counts: that autograd's own code lets no op take over its input's memory; on the CPU, dropout masks in the type of
-    what they mask (`_dropout_impl` in aten/src/ATen/native/Dropout.cpp), where the graph has a byte an element.
-    Ignores: what else eager code holds longer. Measured on the CPU for six steps of BERT, GPT-2 and T5, whose eager
-    peaks are 0.6 to 14 % above the graph's: right to within 96 bytes in each. No GPU has confirmed it there.
-    """
-    counted = c.trace.meta.untouched_peak_bytes
-    if counted:
-        return max(0, counted - c.kept_timeline.peak_allocated_bytes)
-    untaken = run(c.trace, replace(c.kept, takes=(-1,) * len(c.kept)), c.graph)
-    wider = [0] * len(c.kept) if kind_of(c.trace.meta) == CUDA else _wider_masks(c.trace, c.kept)
-    highest = max((n + more for n, more in zip(untaken.peak_bytes, wider, strict=True)), default=0)
-    return max(0, highest - c.kept_timeline.peak_allocated_bytes)
-
-
-def _wider_masks(trace: Trace, schedule: Schedule) -> list[int]:
-    """Step -> by how many bytes the live dropout masks grow if their elements are as wide as what they mask."""
-    sts = trace.storages
-    more = {
-        s: (max((_item_bytes(trace, x) for x in trace.ops.reads[op]), default=1) - 1) * sts.nbytes[s]
-        for s, op in enumerate(sts.producer)
-        if op >= 0 and trace.ops.target[op] == DROPOUT_MASK
-    }
-    out, live = [], 0
-    for binds, frees in zip(schedule.binds, schedule.frees, strict=True):
-        live += sum(more.get(s, 0) for s in binds)
-        out.append(live)
-        live -= sum(more.get(s, 0) for s in frees)
-    return out
-
-
-def _item_bytes(trace: Trace, storage: int) -> int:
-    """Bytes of an element, from the storage's size and shape (1 where they do not say)."""
-    elements = math.prod(trace.storages.shape[storage])
-    return max(1, trace.storages.nbytes[storage] // elements) if elements else 1
-
-
-def _untouched(c: Comparison) -> list[str]:
-    extra, peak = untouched_extra_bytes(c), c.kept_timeline.peak_allocated_bytes
+def about_untouched(c: Comparison) -> tuple[str, ...]:
+    """That the untouched model needs notably more than what stands for everything kept, and how much."""
+    peak = c.kept_timeline.peak_allocated_bytes
+    extra = untouched_peak_bytes(c) - peak
     if not peak or 100 * extra < NOTABLE_PERCENT * peak:
-        return []
-    return [
+        return ()
+    return (
         "The figures are those of the captured graph, which reuses memory where it can. The untouched model needs "
         f"about {show_bytes(extra)} ({show_percent(100 * extra / peak, signed=True, digits=1)}) more than what "
-        "stands here for everything kept."
-    ]
+        "stands here for everything kept.",
+    )
 
 
 def _derived(meta: TraceMeta) -> list[str]:

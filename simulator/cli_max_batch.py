@@ -147,7 +147,7 @@ def table(found: MaxBatch) -> str:
     for p in found.probes:
         kept, plan = (
             None if f is None else f.peak_reserved_bytes if gpu else f.peak_allocated_bytes
-            for f in (p.kept, p.plan)
+            for f in (p.untouched, p.plan)
         )
         least = ">= " if p.plan is None and p.overhead_percent is not None else ""
         price = "" if p.plan_fits is None else least + show_percent(p.overhead_percent)
@@ -168,7 +168,7 @@ def table(found: MaxBatch) -> str:
     if best is None:
         lines.append(f"without a plan: not even batch {r.multiple_of} fits")
     else:
-        peak = best.kept.peak_reserved_bytes if gpu else best.kept.peak_allocated_bytes
+        peak = best.untouched.peak_reserved_bytes if gpu else best.untouched.peak_allocated_bytes
         lines.append(f"without a plan: batch {best.batch_size} ({what} {show_bytes(peak)} of {limit})")
     planned = found.probe(found.with_plan)
     price = f"of at most +{r.overhead_percent:g} %"

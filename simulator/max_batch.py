@@ -18,11 +18,12 @@ from simulator.allocator.question import Question, ask, kind_of
 from simulator.boundary import Verdict, boundary
 from simulator.bounds.bound import bound_answer, bounder_of
 from simulator.comparison import Comparison
-from simulator.fit import Fit, fit
+from simulator.fit import fit
 from simulator.graph import analyse
 from simulator.planners.limits import DEFAULTS, Limits
 from simulator.planners.outcome import Refusal
 from simulator.planning import keep_all, planned
+from simulator.untouched import Untouched, untouched
 from traces.errors import SpecError
 from traces.measurement import RunFigures
 from traces.plan import ALLOCATED, RESERVED
@@ -50,12 +51,17 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One batch size: what it takes with everything kept, and with the cheapest plan that fits, if that was tried."""
+    """One batch size: what the untouched model takes, and the cheapest plan that fits, if that was tried.
+
+    `kept` is of the captured graph with everything kept, which an empty plan runs.
+    """
 
     batch_size: int
+    untouched: RunFigures
+    fits: bool  # the untouched model
+    retries_a_step: int  # how often all cached memory must be given back for that
     kept: RunFigures
-    fits: bool
-    retries_a_step: int = 0  # how often all cached memory must be given back for that
+    kept_fits: bool
     plan: RunFigures | None = None
     overhead_percent: float | None = (
         None  # of the plan, or what any plan must at least cost where none was made
@@ -69,7 +75,9 @@ class Probe:
             "batch_size": self.batch_size,
             "fits": self.fits,
             "retries_a_step": self.retries_a_step,
+            "untouched": self.untouched.headline(),
             "baseline": self.kept.headline(),
+            "baseline_fits": self.kept_fits,
             "plan_fits": self.plan_fits,
             "plan": None if self.plan is None else self.plan.headline(),
             "overhead_percent": self.overhead_percent,
@@ -142,29 +150,32 @@ class _Search:
             )
         return ask(trace.meta, self.request.alloc_conf, device)
 
-    def kept(self, batch_size: int) -> Verdict:
-        """Whether the step fits with everything kept."""
+    def without(self, batch_size: int) -> Verdict:
+        """Whether the untouched model's step fits."""
         if batch_size not in self.probes:
-            trace = self.load(batch_size)
+            trace, usable = self.load(batch_size), self.request.device.usable_bytes
             c = keep_all(trace, self.question(trace))
             verdict = fit(c, self.request.device)
             assert verdict is not None
+            plain = untouched(c)
             self.said[batch_size] = c
             # On a GPU that runs short the allocator gives cached memory back and goes on, so what is in use decides.
-            used = c.kept_figures.peak_block_bytes or verdict.kept_bytes
-            self.excess[batch_size] = used / max(1, self.request.device.usable_bytes) - 1
+            used = plain.figures.peak_block_bytes or plain.needs_bytes
+            self.excess[batch_size] = used / max(1, usable) - 1
             self.probes[batch_size] = Probe(
                 batch_size=batch_size,
+                untouched=plain.figures,
+                fits=plain.fits(usable),
+                retries_a_step=plain.retries_a_step,
                 kept=c.kept_figures,
-                fits=verdict.kept_fits,
-                retries_a_step=verdict.kept_retries,
+                kept_fits=verdict.kept_fits,
             )
-            self.progress(f"batch {batch_size}: {_needs(verdict)}")
+            self.progress(f"batch {batch_size}: {_needs(plain, usable)}")
         return Verdict(fits=self.probes[batch_size].fits, excess=self.excess[batch_size])
 
     def plan(self, batch_size: int) -> Verdict:
         """Whether a plan within the price fits."""
-        if self.kept(batch_size).fits:
+        if self.without(batch_size).fits:
             return Verdict(fits=True, excess=self.floor_excess(batch_size))
         probe, excess = self._plan(self.said[batch_size].trace, self.probes[batch_size])
         self.probes[batch_size] = probe
@@ -192,6 +203,9 @@ class _Search:
     def _plan(self, trace: Trace, probe: Probe) -> tuple[Probe, float]:
         """The probe with what was found of plans, and by how much, as a share, memory or price are exceeded."""
         request = self.request
+        if probe.kept_fits:  # the captured graph alone makes room
+            empty = replace(probe, plan=probe.kept, overhead_percent=0.0, plan_fits=True)
+            return self._saved(empty, self.said[probe.batch_size]), _over(0.0, request.overhead_percent)
         usable, price = request.device.usable_bytes, request.overhead_percent
         if self.floor_excess(probe.batch_size) > 0:
             return replace(probe, plan_fits=False, message="no plan needs so little"), 0.0
@@ -220,11 +234,6 @@ class _Search:
         assert verdict is not None
         cost = c.overhead_percent
         fits = verdict.plan_fits and cost <= price
-        path = ""
-        if fits:
-            path = f"plan-b{probe.batch_size}.json"
-            c.plan.save(request.directory / path)
-            self.said[probe.batch_size] = c
         why = (
             "" if fits else f"the plan that was found adds {cost:.2f} %" if cost > price else verdict.message
         )
@@ -233,10 +242,18 @@ class _Search:
             plan=c.planned_figures,
             overhead_percent=cost,
             plan_fits=fits,
-            plan_path=path,
             message=why,
         )
-        return probe, _over(cost, price) if fits else max(SLIGHTLY, _over(cost, price))
+        if fits:
+            return self._saved(probe, c), _over(cost, price)
+        return probe, max(SLIGHTLY, _over(cost, price))
+
+    def _saved(self, probe: Probe, c: Comparison) -> Probe:
+        """The probe with the file of the plan that fits."""
+        path = f"plan-b{probe.batch_size}.json"
+        c.plan.save(self.request.directory / path)
+        self.said[probe.batch_size] = c
+        return replace(probe, plan_path=path)
 
 
 def _over(cost: float, price: float) -> float:
@@ -261,7 +278,7 @@ def max_batch(
         raise SpecError(f"--max {request.maximum}: there is no multiple of {step} up to it.")
     search = _Search(request=request, load=load, progress=progress)
     first = min(top, -(-FIRST // step) * step)
-    without = boundary(search.kept, first=first, step=step, top=top)
+    without = boundary(search.without, first=first, step=step, top=top)
     with_plan = without
     if without < top:
         guess = min(top, max(without + step, search.beyond(step)))
@@ -275,7 +292,8 @@ def max_batch(
         with_plan=with_plan,
         probes=tuple(search.probes[b] for b in sorted(search.probes)),
         provenance=caveats.provenance(shown.trace.meta),
-        warnings=caveats.warnings(shown),
+        # What the untouched model needs is in the figures here.
+        warnings=tuple(w for w in caveats.warnings(shown) if w not in caveats.about_untouched(shown)),
         stopped_at_maximum=with_plan == top,
     )
 
@@ -302,9 +320,9 @@ def traces_in(request: Request, progress: Callable[[str], None]) -> Callable[[in
     return get
 
 
-def _needs(verdict: Fit) -> str:
+def _needs(plain: Untouched, usable_bytes: int) -> str:
     from traces.people import show_bytes
 
-    retries = f" with {verdict.kept_retries} retries a step" if verdict.kept_retries else ""
-    outcome = f"fits{retries}" if verdict.kept_fits else "does not fit"
-    return f"{show_bytes(verdict.kept_bytes)} of {show_bytes(verdict.device.usable_bytes)}, {outcome}"
+    retries = f" with {plain.retries_a_step} retries a step" if plain.retries_a_step else ""
+    outcome = f"fits{retries}" if plain.fits(usable_bytes) else "does not fit"
+    return f"{show_bytes(plain.needs_bytes)} of {show_bytes(usable_bytes)}, {outcome}"

@@ -85,6 +85,7 @@ def predict_fit(
     from simulator.allocator.caching import OutOfMemory
     from simulator.allocator.reserved import reserved_peak
     from simulator.planning import planned
+    from simulator.untouched import untaken, untouched
 
     base = base_trace(load_traces(Path(directory)), plan_from)
     question = question_of(device, base)
@@ -98,13 +99,18 @@ def predict_fit(
             return {"fits": False, "predicted": asdict(RunFigures()), "message": str(error), "planned": False}
     plan.save(plan_path)
     made = judged(base, plan.actions, device)
-    fits = made.planned_timeline.peak_allocated_bytes <= limit_bytes
+    schedule, figures = made.planned, made.planned_figures
+    if planner == NONE:  # the graph with everything kept may need less than the untouched model, or more
+        schedule = untaken(made)
+        figures = replace(untouched(made).figures, step_time_ns=figures.step_time_ns)
+    assert figures.peak_allocated_bytes is not None
+    fits = figures.peak_allocated_bytes <= limit_bytes
     if question is not None:
         try:
-            reserved_peak(base, made.planned, question.settings, device_memory_bytes=limit_bytes)
+            reserved_peak(base, schedule, question.settings, device_memory_bytes=limit_bytes)
         except OutOfMemory as error:
             fits, message = False, str(error)
-    return {"fits": fits, "predicted": asdict(made.planned_figures), "message": message, "planned": True}
+    return {"fits": fits, "predicted": asdict(figures), "message": message, "planned": True}
 
 
 def load_traces(directory: Path) -> dict[str, Trace]:

@@ -49,7 +49,7 @@ def max_batch_page(found: MaxBatch) -> Page:
     chart: list[bars.Bar] = []
     rows: list[tuple[Cell | str, ...]] = []
     for p in found.probes:
-        runs = (("keep-all", p.kept), ("plan", p.plan))
+        runs = (("eager", p.untouched), ("plan", p.plan))
         for way, run in runs:
             value = None if run is None else run.headline()[key]
             if value is not None:
@@ -60,7 +60,7 @@ def max_batch_page(found: MaxBatch) -> Page:
         rows.append(
             (
                 count_cell(p.batch_size),
-                bytes_cell(p.kept.headline()[key]),
+                bytes_cell(p.untouched.headline()[key]),
                 Cell(text="yes", tone="good") if p.fits else Cell(text="no", tone="bad"),
                 bytes_cell(None if p.plan is None else p.plan.headline()[key]),
                 percent_cell(p.overhead_percent, signed=True),
@@ -91,7 +91,7 @@ def max_batch_page(found: MaxBatch) -> Page:
                             is_bytes=True,
                             limits=limits,
                         ),
-                        caption="The red line is the memory that there is to use.",
+                        caption="eager is the untouched model. The red line is the memory that there is to use.",
                     ),
                     Table(
                         columns=(

@@ -363,6 +363,54 @@ def test_a_boundary_tries_both_sides_of_the_predicted_one(
     assert record.limit_bytes == int(limit)
 
 
+@pytest.mark.parametrize(
+    ("limit_bytes", "untouched", "empty_plan"),
+    [(PEAK - 1, False, False), (PEAK, False, True), (22, True, True)],
+)
+def test_without_a_plan_a_limit_is_for_the_untouched_model(
+    tmp_path: Path, limit_bytes: int, untouched: bool, empty_plan: bool
+) -> None:
+    """The graph with everything kept has 20 bytes at its peak, the untouched model's loop 22."""
+    trace = replace(CHAIN, meta=replace(CHAIN.meta, untouched_peak_bytes=22))
+    trace_store.save(trace, tmp_path / "calibrated")
+
+    def fit(planner: str) -> dict[str, Any]:
+        return predict_fit(
+            directory=str(tmp_path),
+            device="cpu",
+            plan_from="calibrated",
+            planner=planner,
+            limit_bytes=limit_bytes,
+            plan_path=str(tmp_path / "plan.json"),
+        )
+
+    alone = fit("none")
+    assert (alone["fits"], alone["predicted"]["peak_allocated_bytes"]) == (untouched, 22)
+    assert fit("keep-all")["fits"] is empty_plan
+
+
+def test_on_cuda_the_untouched_model_takes_over_no_memory(tmp_path: Path) -> None:
+    """`g` takes over `y`'s segment of 20 MiB in the graph; with x's the untouched model reserves three of them."""
+    size = 20 * 2**20
+    trace = tiny.trace([tiny.fwd({"y": size}, "x"), tiny.bwd({"g": size}, "y", overwrites="y")], {"x": size})
+    trace_store.save(replace(trace, meta=replace(trace.meta, device="cuda")), tmp_path / "calibrated")
+
+    def fits(limit_bytes: int) -> bool:
+        made = predict_fit(
+            directory=str(tmp_path),
+            device="cuda",
+            plan_from="calibrated",
+            planner="none",
+            limit_bytes=limit_bytes,
+            plan_path=str(tmp_path / "plan.json"),
+        )
+        assert made["predicted"]["peak_reserved_bytes"] == 3 * size
+        return bool(made["fits"])
+
+    assert fits(3 * size)
+    assert not fits(3 * size - 1)
+
+
 def test_a_boundary_that_no_plan_meets_is_an_answer(tmp_path: Path, machine: Machine) -> None:
     """w, x0, x1, x2 and g2 are at least 13 bytes, whatever is recomputed."""
     text = BOUNDARY.format(limit="9") + 'planner = "mu-two"\n'

@@ -21,6 +21,7 @@ from simulator.engine import run
 from simulator.max_batch import MaxBatch, Request, max_batch
 from simulator.planners import plan_with
 from simulator.schedule import build
+from tests import tiny
 from tests.synthetic import resnet
 from traces.errors import BudgetError, SpecError
 from traces.plan import Plan
@@ -147,6 +148,65 @@ def test_on_a_gpu_reserved_memory_decides(tmp_path: Path) -> None:
     assert peak is not None
     assert peak <= memory
     assert any("not confirmed on a GPU" in text for text in found.warnings)
+
+
+def test_without_a_plan_the_untouched_model_must_fit(tmp_path: Path) -> None:
+    """It needs a quarter more than its graph: batches at which only the graph fits get an empty plan."""
+
+    def needs(batch: int) -> int:
+        return run(load(batch), build(load(batch))).peak_allocated_bytes
+
+    def counted(batch: int) -> Trace:
+        of = load(batch)
+        return replace(of, meta=replace(of.meta, untouched_peak_bytes=needs(batch) * 5 // 4))
+
+    memory = needs(20) * 5 // 4
+    graph = 20  # the largest batch whose graph fits
+    while needs(graph + 1) <= memory:
+        graph += 1
+    found = max_batch(request(tmp_path, memory, overhead_percent=0.0), counted)
+    assert (found.without_plan, found.with_plan) == (20, graph)
+    best, kept = found.probe(20), found.probe(graph)
+    assert best is not None
+    assert kept is not None
+    assert best.untouched.peak_allocated_bytes == memory
+    assert best.kept.peak_allocated_bytes == needs(20)
+    assert (kept.fits, kept.kept_fits, kept.plan_fits, kept.overhead_percent) == (False, True, True, 0.0)
+    plan = Plan.load(tmp_path / kept.plan_path)
+    assert plan.actions == ()
+    assert plan.predicted["plan"]["peak_allocated_bytes"] == needs(graph)
+    assert not any("untouched" in text for text in found.warnings)  # which the figures themselves say
+
+
+def test_an_untouched_model_that_needs_less_than_its_graph_may_be_larger(tmp_path: Path) -> None:
+    """As with `torch.utils.checkpoint` inside, which the graph leaves out."""
+
+    def counted(batch: int) -> Trace:
+        of = load(batch)
+        return replace(of, meta=replace(of.meta, untouched_peak_bytes=1000 * batch))
+
+    found = max_batch(request(tmp_path, 1000 * 64 + 999), counted)
+    assert found.without_plan == 64
+    assert found.with_plan >= 64
+
+
+def test_on_a_gpu_the_untouched_model_takes_over_no_memory(tmp_path: Path) -> None:
+    """`y` and `g` have 20 MiB a sample. The graph's `g` takes over `y`'s memory, the untouched model's does not."""
+
+    def step(batch: int) -> Trace:
+        size = 20 * MIB * batch
+        made = tiny.trace(
+            [tiny.fwd({"y": size}, "x"), tiny.bwd({"g": size}, "y", overwrites="y")], {"x": 20 * MIB}
+        )
+        return replace(made, meta=replace(made.meta, device="cuda", options={"batch_size": batch}))
+
+    # Segments of 20 MiB a sample, and x's: the graph takes (b + 1) of 20 MiB, the untouched model (2 b + 1).
+    found = max_batch(request(tmp_path, 9 * 20 * MIB, "cuda"), step)
+    assert (found.without_plan, found.with_plan) == (4, 8)
+    best = found.probe(4)
+    assert best is not None
+    assert best.untouched.peak_reserved_bytes == 9 * 20 * MIB
+    assert best.kept.peak_reserved_bytes == 5 * 20 * MIB
 
 
 def test_limits_of_the_batch_sizes(tmp_path: Path) -> None:
