@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
-from traces.errors import LowtideError, SpecError
+from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.files import check_writable
+
+PAGE_NEEDS: Final = {
+    "altair": "altair",
+    "vl_convert": "vl-convert-python",
+    "jinja2": "jinja2",
+}  # module -> package
 
 
 class Refused(click.ClickException):
@@ -64,6 +71,27 @@ class OutputFile(click.Path):
         return path
 
 
+class ReportFile(OutputFile):
+    """A page that is written in the end. Whether the packages are here that it needs is found out before the work."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        missing = [package for module, package in PAGE_NEEDS.items() if not _installed(module)]
+        if missing:
+            raise EnvironmentProblem(
+                f"--report {value}: a report needs {' and '.join(missing)}, not installed here; nothing was run. "
+                f"Install with `pip install {' '.join(missing)}`, or leave --report out."
+            )
+        return super().convert(value, param, ctx)
+
+
+def _installed(module: str) -> bool:
+    """Whether a module can be found; it is not loaded."""
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # from a finder that refuses it
+        return False
+
+
 class TextFile(click.Path):
     """A file that is read at once: the command receives its text."""
 
@@ -80,7 +108,7 @@ class TextFile(click.Path):
 
 def report_option(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command --report."""
-    return click.option("--report", type=OutputFile(), help="Write an HTML page here.")(command)
+    return click.option("--report", type=ReportFile(), help="Write an HTML page here.")(command)
 
 
 def analysis_option(command: Callable[..., None]) -> Callable[..., None]:
