@@ -6,7 +6,6 @@ report shows both.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
@@ -186,15 +185,16 @@ def predict(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
 def ensure_trace(
     request: SweepRequest, batch_size: int, directory: Path, progress: Callable[[str], None]
 ) -> None:
-    """Run `trace` in a process of its own, unless the same command made the trace that stands there already.
+    """Run `trace` in a process of its own, unless the trace that stands there already is what it would make.
 
     Raises:
         LowtideError: `trace` failed; with what it wrote.
     """
+    from simulator.stamps import stamp
+
     words = [request.model, "--batch-size", str(batch_size), *request.tracer_options]
-    stamp = directory.with_name(f"{directory.name}.json")
-    made_by = {"command": words, "source": _source_digest(request.model)}
-    if _same(stamp, directory, made_by):
+    note = directory.with_name(f"{directory.name}.json")
+    if _fresh(note, directory, stamp(request.model, words)):
         progress(f"batch {batch_size}: using {directory}")
         return
     progress(f"batch {batch_size}: tracing")
@@ -205,14 +205,17 @@ def ensure_trace(
             done.stderr.strip().removeprefix("Error: ") or f"`trace` ended with exit code {done.returncode}"
         )
         raise LowtideError(f"batch {batch_size} could not be traced: {said}")
-    write_text(stamp, canonical_json({**made_by, "fingerprint": _fingerprint(directory)}) + "\n")
+    made = stamp(request.model, words)  # with what --calibrate has added to the profile
+    write_text(note, canonical_json({**made, "fingerprint": _fingerprint(directory)}) + "\n")
 
 
-def _same(stamp: Path, directory: Path, made_by: dict[str, Any]) -> bool:
+def _fresh(note: Path, directory: Path, now: dict[str, Any]) -> bool:
+    from simulator.stamps import same
+
     try:
-        data = json.loads(stamp.read_text(encoding="utf-8"))
-        return bool(data == {**made_by, "fingerprint": _fingerprint(directory)})
-    except (OSError, ValueError, TraceError):
+        data = json.loads(note.read_text(encoding="utf-8"))
+        return same(data, {**now, "fingerprint": _fingerprint(directory)})
+    except (OSError, ValueError, TypeError, TraceError):
         return False
 
 
@@ -220,12 +223,6 @@ def _fingerprint(directory: Path) -> str:
     from traces.store import load
 
     return load(directory).meta.fingerprint
-
-
-def _source_digest(model: str) -> str:
-    """A digest of the user's own file, so that editing it makes a new trace; empty for a named model."""
-    path = Path(model.rpartition(":")[0])
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
 def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) -> SweepRow:

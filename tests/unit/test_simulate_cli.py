@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from simulator import stamps
 from simulator import sweep as sweep_module
 from simulator.cli import main
 from simulator.planners import REGISTRY, plan_with
@@ -19,6 +21,7 @@ from simulator.planners.limits import Limits
 from simulator.sweep import Sweep, SweepRequest, SweepRow, ensure_trace, predict
 from tests.synthetic import resnet
 from tests.tiny import chain, trace
+from traces import profile
 from traces.errors import LowtideError, TraceError
 from traces.measurement import RunFigures
 from traces.plan import Plan
@@ -318,6 +321,78 @@ def test_a_trace_is_used_again_only_if_the_same_command_made_it(tracer: Tracer, 
     assert ensure(request) == 1
     (directory / "ops.parquet").write_bytes(b"")
     assert ensure(request) == 1
+
+
+def test_another_torch_makes_a_new_trace(
+    tracer: Tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an older torch the graph may be another; where there is none, the trace that stands there is taken."""
+
+    def runs(**installed: str) -> int:
+        monkeypatch.setattr(stamps, "versions", lambda: installed)
+        before = len(tracer.commands)
+        ensure_trace(request_for(tmp_path), 4, tmp_path / "trace-b4", lambda line: None)
+        return len(tracer.commands) - before
+
+    assert runs(torch="2.13.0", transformers="5.1") == 1
+    assert runs(torch="2.13.0", transformers="5.1") == 0
+    assert runs(torch="2.12.1", transformers="5.1") == 1
+    assert runs(torch="2.12.1", transformers="5.2") == 1
+    assert runs() == 0
+    note = tmp_path / "trace-b4.json"
+    older = json.loads(note.read_text("utf-8"))
+    del older["versions"]  # as notes were written before
+    note.write_text(json.dumps(older))
+    assert runs(torch="2.12.1", transformers="5.2") == 1
+    assert runs(torch="2.12.1", transformers="5.2") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [
+        ((), True),
+        (("--target=cpu",), True),
+        (("--target", "h200"), False),  # which has its costs from a GPU's profile
+        (("--device", "cpu"), False),  # which is measured
+        (("--no-profile",), False),
+        (("--profile", "mine.parquet"), False),
+    ],
+)
+def test_another_device_profile_makes_a_new_trace(
+    options: tuple[str, ...], again: bool, tracer: Tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    identity = profile.Identity(device="a cpu", kind="cpu", target="cpu", torch_version="2.13.0", flags={})
+    entry = profile.Entry(
+        target="aten.relu.default",
+        shapes="4",
+        events=(4,),
+        time_ns=3,
+        samples=1,
+        provenance=profile.MEASURED_CPU,
+    )
+
+    def runs() -> int:
+        before = len(tracer.commands)
+        ensure_trace(request_for(tmp_path, tracer_options=options), 4, tmp_path / "t", lambda line: None)
+        return len(tracer.commands) - before
+
+    def measured(path: Path, time_ns: int) -> None:
+        found = profile.DeviceProfile(identity=identity, entries={"s": replace(entry, time_ns=time_ns)})
+        profile.save(found, path)
+
+    own = profile.cache_directory() / identity.file_name
+    measured(tmp_path / "mine.parquet", 3)
+    assert runs() == 1
+    measured(own, 3)
+    assert runs() == again
+    measured(own, 3)
+    assert runs() == 0
+    measured(own, 4)
+    assert runs() == again
+    measured(tmp_path / "mine.parquet", 4)
+    assert runs() == ("--profile" in options)
 
 
 def test_editing_the_build_function_makes_a_new_trace(tracer: Tracer, tmp_path: Path) -> None:
