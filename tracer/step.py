@@ -217,9 +217,9 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the graph."""
-    out = {"python": platform.python_version()}
-    for name in ("torch", "torchvision", "transformers", "lowtide"):
+    """Versions of what decides the graph; torch's with its build, which the installed package does not always name."""
+    out = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in ("torchvision", "transformers", "lowtide"):
         try:
             out[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

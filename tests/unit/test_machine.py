@@ -108,3 +108,14 @@ def test_only_for_a_processor_whose_times_are_not_measured(tmp_path: Path, other
     assert result.exit_code == 2
     assert f"leave it out with {other[0]}" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_record_names_torch_with_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that was installed as 2.11.0 may hold the build 2.11.0+cu130."""
+    from importlib import metadata
+
+    from tracer.step import versions
+
+    monkeypatch.setattr(metadata, "version", lambda name: "1.0")
+    assert versions()["torch"] == str(torch.__version__)
+    assert versions()["transformers"] == "1.0"
