@@ -39,6 +39,11 @@ def compiled(function: F) -> F:
     return cast(F, kernel)
 
 
+def inlined(function: F) -> F:
+    """The function, for kernels to call at no cost: its machine code goes into each of theirs, and is kept with it."""
+    return cast(F, numba.njit(forceinline=True, error_model="numpy")(function))
+
+
 class _Announcement(event.Listener):  # type: ignore[misc]
     """Says once that something is being compiled, which takes seconds, and keeps these off the planners' clocks."""
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from simulator.kernels.chain import chain, missing
 from simulator.kernels.changes import (
     change,
     end_at,
@@ -96,37 +97,15 @@ def flip(forward: int, facts: Any, base: Any, work: Any, flips: Any, begin: int,
                     pending[n_pending] = x
                     n_log += 1
                     n_pending += 1
-        n_order = top = 0
-        for j in range(needs_at[c + 1] - 1, needs_at[c] - 1, -1):
-            x = needs[j]
-            if not (there[x] or (share[x] and bound[x] < c)):
-                stack[top] = x
-                top += 1
-        while top:
-            top -= 1
-            x = stack[top]
-            if x < 0:
-                order[n_order] = ~x
-                n_order += 1
-                continue
-            demanded[x] = mark
-            q = producer[x]
-            if visited[q] == mark:
-                continue
-            visited[q] = mark
-            if not may_rerun[q]:
-                status = FORBIDDEN
-                break
-            stack[top] = ~q
-            top += 1
-            for j in range(needs_at[q + 1] - 1, needs_at[q] - 1, -1):
-                x = needs[j]
-                if not (there[x] or (share[x] and bound[x] < c)):
-                    stack[top] = x
-                    top += 1
         if status:
             break
-        if status or n_steps + n_order + 1 >= step_op.shape[0] or n_walks + 1 >= walk_c.shape[0]:
+        n_order = chain(
+            c, mark, there, (share, bound), needs_at, needs, producer, may_rerun, demanded, visited, stack, order
+        )  # fmt: skip
+        if n_order < 0:
+            status = FORBIDDEN
+            break
+        if n_steps + n_order + 1 >= step_op.shape[0] or n_walks + 1 >= walk_c.shape[0]:
             status = GIVEN_UP
             break
         walk_c[n_walks] = c
@@ -149,7 +128,7 @@ def flip(forward: int, facts: Any, base: Any, work: Any, flips: Any, begin: int,
                 gain = 0
                 for j in range(creates_at[q], creates_at[q + 1]):
                     x = creates[j]
-                    if there[x] or (share[x] and bound[x] < c):
+                    if not missing(x, c, there, (share, bound)):
                         continue
                     if not (demanded[x] == mark or (share[x] and last_backward[x] > op_id[c])):
                         continue

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from simulator.kernels.chain import chain
 from simulator.kernels.compiled import compiled
 
 
@@ -93,29 +94,7 @@ def retain(
     for k in range(visited.shape[0]):
         visited[k] = -1
     for c in range(forward, fixed.shape[0]):
-        n_order = top = 0
-        for j in range(needs_at[c + 1] - 1, needs_at[c] - 1, -1):
-            if not here[needs[j]]:
-                stack[top] = needs[j]
-                top += 1
-        while top:
-            top -= 1
-            x = stack[top]
-            if x < 0:
-                order[n_order] = ~x
-                n_order += 1
-                continue
-            demanded[x] = c
-            b = producer[x]
-            if visited[b] == c:
-                continue
-            visited[b] = c
-            stack[top] = ~b
-            top += 1
-            for j in range(needs_at[b + 1] - 1, needs_at[b] - 1, -1):
-                if not here[needs[j]]:
-                    stack[top] = needs[j]
-                    top += 1
+        n_order = chain(c, c, here, None, needs_at, needs, producer, None, demanded, visited, stack, order)
         order[n_order] = c
         for k in range(n_order + 1):
             b = order[k]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from simulator.kernels.chain import chain
 from simulator.kernels.compiled import compiled
 
 if TYPE_CHECKING:
@@ -86,39 +87,12 @@ def walk(
     added_ns = 0
     for c in range(forward, n_ops):
         n_rebuilt = 0
-        whole = True
-        for j in range(needs_at[c], needs_at[c + 1]):
-            if not there[needs[j]]:
-                whole = False
-                break
-        if not whole:
-            # What must run again, in the order of a depth-first walk from the inputs of c.
-            n_order = 0
-            top = 0
-            for j in range(needs_at[c + 1] - 1, needs_at[c] - 1, -1):
-                if not there[needs[j]]:
-                    stack[top] = needs[j]
-                    top += 1
-            while top:
-                top -= 1
-                x = stack[top]
-                if x < 0:
-                    order[n_order] = ~x
-                    n_order += 1
-                    continue
-                demanded[x] = c
-                b = producer[x]
-                if visited[b] == c:
-                    continue
-                visited[b] = c
-                if not may_rerun[b]:
-                    return FORBIDDEN, op_id[c], op_id[b], 0
-                stack[top] = ~b
-                top += 1
-                for j in range(needs_at[b + 1] - 1, needs_at[b] - 1, -1):
-                    if not there[needs[j]]:
-                        stack[top] = needs[j]
-                        top += 1
+        n_order = chain(
+            c, c, there, None, needs_at, needs, producer, may_rerun, demanded, visited, stack, order
+        )
+        if n_order < 0:
+            return FORBIDDEN, op_id[c], op_id[~n_order], 0
+        if n_order:
             if steps + n_order >= room:
                 return FULL, 0, 0, 0
             after = op_id[c]
