@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
-from numba.core import event
+from numba.core import event, options
 
 from simulator.planners.limits import excuse
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("lowtide")
+UNCOUNTED: dict[str, bool] = {"_nrt": False} if hasattr(options.DefaultOptions, "_nrt") else {}
 CHANGED = max(source.stat().st_mtime for source in Path(__file__).parent.glob("*.py"))
 
 
@@ -40,8 +41,12 @@ def compiled(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """The function, for kernels to call at no cost: its machine code goes into each of theirs, and is kept with it."""
-    return cast(F, numba.njit(forceinline=True, error_model="numpy")(function))
+    """The function, for kernels to call at no cost; it may make no arrays.
+
+    Its machine code goes into each of theirs, and is kept with it. It does not count references to the arrays that it
+    is given, which whoever calls it holds: counting them at each call takes longer than a short call does.
+    """
+    return cast(F, numba.njit(forceinline=True, error_model="numpy", **UNCOUNTED)(function))
 
 
 class _Announcement(event.Listener):  # type: ignore[misc]

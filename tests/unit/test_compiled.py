@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +63,39 @@ def test_without_a_place_to_keep_code_it_is_compiled_each_time(monkeypatch: pyte
     twice = compiled.compiled(double)
     assert twice(21) == 42
     assert isinstance(twice(np.int32(3)), int)
+
+
+def test_a_changed_inlined_function_is_compiled_into_the_kept_kernels_anew(tmp_path: Path) -> None:
+    """A kernel's own module is as old as before; what it has inlined is not."""
+    package = tmp_path / "loops"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    shutil.copy(compiled.__file__, package / "compiled.py")
+    inner, outer = package / "inner.py", package / "outer.py"
+    inner.write_text("from loops.compiled import inlined\n@inlined\ndef more(x):\n    return x + 1\n")
+    outer.write_text(
+        "from loops.compiled import compiled\nfrom loops.inner import more\n"
+        "@compiled\ndef twice(x):\n    return 2 * more(x)\n"
+    )
+
+    def says() -> str:
+        code = "from loops.outer import twice; print(twice(3), sum(twice.stats.cache_hits.values()))"
+        env = {
+            **os.environ,
+            "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        return subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert says() == "8 0"
+    assert says() == "8 1"  # kept
+    inner.write_text(inner.read_text().replace("x + 1", "x + 2"))
+    later = time.time() + 2
+    os.utime(inner, (later, later))
+    assert says() == "10 0"
 
 
 def test_compiling_is_not_on_the_planners_clock(monkeypatch: pytest.MonkeyPatch) -> None:
