@@ -5,17 +5,21 @@ The argument for it stands in `simulator.bounds.bound`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
-from typing import Final
+from itertools import chain
+from typing import TYPE_CHECKING, Final
 
-from simulator.bounds.mincut import Corner, Link, Rerun, corners
-from simulator.engine import run
+import numpy as np
+
+from simulator.bounds.components import Alone, Components
+from simulator.engine import keep_all
 from simulator.graph import Graph, analyse
-from simulator.schedule import build
 from traces.trace import Trace
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 TURN: Final = -1  # the instant when forward has ended, in place of an op id
 LEAST_INSTANTS: Final = 8  # looked at for one budget, if so many exceed it
@@ -55,16 +59,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is in memory at an instant whatever the plan, and what is wanted after it (by storage id)."""
+    """What is in memory at an instant whatever the plan, and what is wanted after it, by storage id."""
 
     unavoidable_bytes: int
-    wanted: set[int]
-    forced: set[int]
+    wanted: NDArray[np.bool_]
+    forced: NDArray[np.bool_]
     at: int  # what was made before this op can be in memory
-
-
-# Ops of a component, the wanted outputs of every op, the component's links, its corners.
-Solved = tuple[list[int], dict[int, list[int]], list[int], tuple[Corner, ...]]
 
 
 class Instants:
@@ -74,26 +74,67 @@ class Instants:
         self.trace = trace
         self.graph = graph = graph or analyse(trace)
         ops, sts = trace.ops, trace.storages
-        n_st = len(sts)
         self.turn = turn = graph.first_backward_op
-        candidate = [False] * n_st
-        for s in graph.candidates:
-            candidate[s] = True
-        self.last_read = [-1] * n_st  # op, in any phase
-        forced_until = list(sts.hold)
-        for i in range(len(ops)):
-            for s in ops.reads[i]:
-                self.last_read[s] = i
-                kept = graph.pinned[s] or (graph.wanted[s] and not candidate[s])
-                if i < turn or kept or sts.producer[s] >= turn:
-                    forced_until[s] = max(forced_until[s], i)
-        self.forced_until = forced_until
-        self.made = [s for s in range(n_st) if sts.producer[s] >= 0]
-        self.made_forward = [s for s in self.made if sts.producer[s] < turn]
         # By op: the schedule of an empty plan has no further steps.
-        self.peaks = run(trace, build(trace, (), graph), graph).peak_bytes
+        self.peaks = keep_all(trace, graph).timeline.peak_bytes
         self._instants: dict[int, Instant] = {}
-        self._corners: dict[object, tuple[Corner, ...]] = {}
+        # Each pair of an op and a storage that it reads, once.
+        n_st = max(1, len(sts))
+        counts = np.fromiter((len(r) for r in ops.reads), np.int64, len(ops))
+        flat = np.fromiter(chain.from_iterable(ops.reads), np.int64, int(counts.sum()))
+        reader, read = np.divmod(np.unique(np.repeat(np.arange(len(ops)), counts) * n_st + flat), n_st)
+        self._producer = np.array(sts.producer, np.int64)
+        self._last_read = np.full(len(sts), -1, np.int64)  # op, in any phase
+        np.maximum.at(self._last_read, read, reader)
+        kept = np.array(graph.pinned, np.bool_) | np.array(graph.wanted, np.bool_)
+        kept[[s for s in graph.candidates if not graph.pinned[s]]] = False
+        forces = (reader < turn) | kept[read] | (self._producer[read] >= turn)
+        self._until = np.array(sts.hold, np.int64)
+        np.maximum.at(self._until, read[forces], reader[forces])
+        self.last_read, self.forced_until = self._last_read.tolist(), self._until.tolist()
+        in_forward = (reader < turn) & (self._producer[read] >= 0)
+        self._components = Components(trace, graph, reader[in_forward], read[in_forward])
+        self._weigh(reader, read)
+
+    def _weigh(self, reader: NDArray[np.int64], read: NDArray[np.int64]) -> None:
+        """What is in memory whatever the plan: before each op, by what each op reads beyond that, and at each op."""
+        ops, nbytes = self.trace.ops, self.trace.storages.nbytes
+        sizes = np.array(nbytes, np.int64)
+        begin, end = self._producer + 1, self._until + 1
+        lasts = (begin > 0) & (begin < end)
+        change = np.zeros(len(ops) + 1, np.int64)
+        np.add.at(change, begin[lasts], sizes[lasts])
+        np.add.at(change, end[lasts], -sizes[lasts])
+        # [op + 1]: in the gap before the op; the turn is the gap before backward.
+        self.sure_bytes: list[int] = (self.trace.resident_bytes + np.cumsum(change)).tolist()
+        # [op]: of what it reads, that which the gap before it need not have.
+        brought = np.zeros(len(ops), np.int64)
+        extra = (self._producer[read] >= 0) & (self._until[read] < reader)
+        np.add.at(brought, reader[extra], sizes[read[extra]])
+        self.brought_bytes: list[int] = brought.tolist()
+        # [op]: while it runs.
+        self.unavoidable_bytes: list[int] = [
+            sure + more + rise
+            for sure, more, rise in zip(
+                self.sure_bytes, self.brought_bytes, self.graph.rise_bytes, strict=False
+            )
+        ]
+        for i, s in enumerate(ops.overwrites):
+            if s >= 0 and self._taken(i) >= 0:
+                self.unavoidable_bytes[i] -= nbytes[s]
+
+    def sure(self, s: int, gap: int) -> bool:
+        """Whether a storage is in memory in the gap before an op whatever the plan."""
+        producer = self.trace.storages.producer[s]
+        return producer < 0 or (producer < gap and self.forced_until[s] >= gap)
+
+    def _taken(self, op: int) -> int:
+        """The storage that an op takes over although it is there whatever the plan, as it need not survive; or -1."""
+        s = self.trace.ops.overwrites[op]
+        if s < 0 or not 0 <= self.trace.storages.producer[s] < op:
+            return -1
+        until = self.forced_until[s]
+        return s if until == op or (until < op and s in self.trace.ops.reads[op]) else -1
 
     def at(self, op: int) -> Instant:
         """The instant at which op `op` first runs, or the turn."""
@@ -123,7 +164,7 @@ class Instants:
 
     def _instant(self, op: int) -> Instant:
         setting = self.setting(op)
-        most, steps = self._components(setting)
+        most, steps = self._savings(setting)
         return Instant(op=op, unavoidable_bytes=setting.unavoidable_bytes, most_bytes=most, steps=steps)
 
     def cuts(self, op: int) -> tuple[Cut, ...]:
@@ -131,109 +172,56 @@ class Instants:
 
         A later cut of a component takes the place of its earlier ones.
         """
+        setting = self.setting(op)
+        now = self._at(setting)
         out: list[tuple[Fraction, Cut]] = []
-        for component, outputs, own, found in self._solved(self.setting(op)):
-            for k, corner in enumerate(found):
-                price = Fraction(-1)  # what runs again at no price
-                if k:
-                    a = found[k - 1]
-                    price = Fraction(corner.time_ns - a.time_ns, a.nbytes - corner.nbytes)
-                released = tuple(s for p in corner.again for s in outputs[component[p]])
-                saved = tuple(own[x] for x in corner.saved)
+        free = Fraction(-1)  # what runs again at no price
+        for p, ns, nbytes in zip(*(x.tolist() for x in (now.op, now.time_ns, now.kept_bytes)), strict=True):
+            if ns >= 0 and nbytes:
+                released = tuple(s for s in self.graph.creates[p] if setting.wanted[s])
+                price = Fraction(ns, nbytes) if ns else free
+                out.append((price, Cut(component=p, released=released, saved=())))
+        for part in self._components.linked.values():
+            prices = (free, *(Fraction(*step) for step in part.steps))
+            for price, corner in zip(prices, part.corners, strict=True):
+                released = tuple(s for p in corner.again for s in part.outputs[p])
+                saved = tuple(part.links[x] for x in corner.saved)
                 if released or saved:
-                    out.append((price, Cut(component=component[0], released=released, saved=saved)))
+                    out.append((price, Cut(component=part.ops[0], released=released, saved=saved)))
         return tuple(cut for _, cut in sorted(out, key=lambda c: (c[0], c[1].component)))
 
     def setting(self, op: int) -> Setting:
         """What is in memory while op `op` first runs, or at the turn."""
-        trace, graph = self.trace, self.graph
-        ops, nbytes, producer = trace.ops, trace.storages.nbytes, trace.storages.producer
-        at = self.turn if op == TURN else op  # what was made before `at` can be in memory
-        needed_now: frozenset[int] = frozenset() if op == TURN else frozenset(ops.reads[op])
-        forced = {
-            s for s in self.made if producer[s] < at and (self.forced_until[s] >= at or s in needed_now)
-        }
-        unavoidable = trace.resident_bytes
-        if op != TURN:
-            unavoidable += graph.rise_bytes[op]
-            taken = ops.overwrites[op]
-            if taken in forced and self.forced_until[taken] <= op:
-                forced.discard(taken)
-        unavoidable += sum(nbytes[s] for s in forced)
-        after = at - 1 if op == TURN else op
-
-        wanted = {
-            s for s in self.made_forward if producer[s] < at and s not in forced and self.last_read[s] > after
-        }
+        at = self.turn if op == TURN else op
+        forced = (self._producer >= 0) & (self._producer < at) & (self._until >= at)
+        after = op
+        unavoidable = self.sure_bytes[at]
+        if op == TURN:
+            after = at - 1
+        else:
+            unavoidable = self.unavoidable_bytes[op]
+            producer = self.trace.storages.producer
+            forced[[s for s in self.trace.ops.reads[op] if 0 <= producer[s] < op]] = True
+            if self._taken(op) >= 0:
+                forced[self._taken(op)] = False
+        made = (self._producer >= 0) & (self._producer < min(at, self.turn))
+        wanted = made & ~forced & (self._last_read > after)
         return Setting(unavoidable_bytes=unavoidable, wanted=wanted, forced=forced, at=at)
 
-    def _components(self, setting: Setting) -> tuple[int, tuple[tuple[int, int], ...]]:
+    def _at(self, setting: Setting) -> Alone:
+        """Move the components there; those that no link connects."""
+        made = (self._producer >= 0) & (self._producer < min(setting.at, self.turn))
+        self._components.move(setting.wanted, made & ~setting.wanted & ~setting.forced)
+        return self._components.alone
+
+    def _savings(self, setting: Setting) -> tuple[int, tuple[tuple[int, int], ...]]:
         """Bytes with everything wanted kept, and the savings of all components, cheapest first."""
-        most = 0
-        steps: list[tuple[int, int]] = []
-        for _, _, _, found in self._solved(setting):
-            most += found[0].nbytes
-            steps += [(b.time_ns - a.time_ns, a.nbytes - b.nbytes) for a, b in pairwise(found)]
+        now = self._at(setting)
+        most = int(now.kept_bytes[now.time_ns != 0].sum()) + self._components.linked_bytes
+        paid = (now.time_ns > 0) & (now.kept_bytes > 0)
+        steps = Counter(zip(now.time_ns[paid].tolist(), now.kept_bytes[paid].tolist(), strict=True))
+        steps.update(self._components.linked_steps)
         # Shifted far enough that two different prices never round to the same int, nor swap places.
         shift = 2 * max((b for _, b in steps), default=1).bit_length()
-        steps.sort(key=lambda step: ((step[0] << shift) // step[1], step))
-        return most, tuple(steps)
-
-    def _solved(self, setting: Setting) -> Iterator[Solved]:
-        """The components of an instant with their corners."""
-        wanted, forced, at = setting.wanted, setting.forced, setting.at
-        ops, producer = self.trace.ops, self.trace.storages.producer
-        outputs: dict[int, list[int]] = {}  # op that may be needed again -> its wanted outputs
-        for s in sorted(wanted):
-            outputs.setdefault(producer[s], []).append(s)
-        links: dict[int, list[int]] = {}  # link -> ops that read it
-        stack = list(outputs)
-        while stack:
-            p = stack.pop()
-            for s in ops.reads[p]:
-                if s in wanted or s in forced or not 0 <= producer[s] < at:
-                    continue
-                if s not in links:
-                    links[s] = []
-                    if producer[s] not in outputs:
-                        outputs[producer[s]] = []
-                        stack.append(producer[s])
-                links[s].append(p)
-        root = {p: p for p in outputs}
-
-        def find(p: int) -> int:
-            while root[p] != p:
-                root[p] = root[root[p]]
-                p = root[p]
-            return p
-
-        for s, readers in links.items():
-            for p in readers:
-                root[find(p)] = find(producer[s])
-        members: dict[int, list[int]] = {}
-        for p in sorted(outputs):
-            members.setdefault(find(p), []).append(p)
-        links_of: dict[int, list[int]] = {}
-        for s in sorted(links):
-            links_of.setdefault(find(producer[s]), []).append(s)
-        for r, component in members.items():
-            own = links_of.get(r, [])
-            yield component, outputs, own, self._solve(component, outputs, own, links)
-
-    def _solve(
-        self, component: list[int], outputs: dict[int, list[int]], own: list[int], links: dict[int, list[int]]
-    ) -> tuple[Corner, ...]:
-        ops, nbytes, producer = self.trace.ops, self.trace.storages.nbytes, self.trace.storages.producer
-        key = (tuple((p, *outputs[p]) for p in component), tuple((s, *links[s]) for s in own))
-        if key not in self._corners:
-            place = {p: k for k, p in enumerate(component)}
-            self._corners[key] = corners(
-                tuple(
-                    Rerun(
-                        ops.time_ns[p] if self.graph.may_rerun[p] else -1, sum(nbytes[s] for s in outputs[p])
-                    )
-                    for p in component
-                ),
-                tuple(Link(nbytes[s], place[producer[s]], tuple(place[p] for p in links[s])) for s in own),
-            )
-        return self._corners[key]
+        ordered = sorted(steps, key=lambda step: ((step[0] << shift) // step[1], step))
+        return most, tuple(step for step in ordered for _ in range(steps[step]))

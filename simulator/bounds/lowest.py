@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from simulator.bounds.instants import TURN, Instants
+from simulator.bounds.instants import Instants
 from simulator.graph import Floor, floor
 
 MOST_STATES = 300  # of one question: (set, gap) pairs followed
@@ -45,40 +45,25 @@ class Pebbles:
     def __init__(self, instants: Instants) -> None:
         self.instants = instants
         self.left = MOST_WORK
-        trace, turn = instants.trace, instants.turn
-        nbytes, producer = trace.storages.nbytes, trace.storages.producer
-        change = [0] * (len(trace.ops) + 1)
-        for s in instants.made:
-            begin, end = max(producer[s] + 1, turn), instants.forced_until[s]
-            if end >= begin:
-                change[begin] += nbytes[s]
-                change[end + 1] -= nbytes[s]
-        # Op -> what is in memory in the gap before it, whatever the plan; meant for backward only.
-        resident = trace.resident_bytes
-        self.base_bytes = [resident + x for x in accumulate(change[:-1])]
+        turn = instants.turn
+        # Op -> what is in memory in the gap before it, whatever the plan.
+        self.base_bytes = instants.sure_bytes
         # Op -> what is in memory while it runs, whatever the plan; in forward all of it is that of the turn.
-        at_turn = instants.setting(TURN).unavoidable_bytes
-        self.need_bytes = [at_turn] * turn + [self._need(i) for i in range(turn, len(trace.ops))]
+        at_turn = self.base_bytes[turn]
+        self.need_bytes = [at_turn] * turn + instants.unavoidable_bytes[turn:]
         # Op -> the most that one op between the turn and the gap before it needs.
         self.most_bytes = [0, *accumulate(self.need_bytes, max)]
         self._dead: tuple[int, set[State]] = (0, set())  # sets that the budget rules out
 
-    def _need(self, op: int) -> int:
-        """`Setting.unavoidable_bytes` of an op of backward, from the gap before it."""
-        trace = self.instants.trace
-        nbytes, reads, taken = trace.storages.nbytes, trace.ops.reads[op], trace.ops.overwrites[op]
-        need = self.base_bytes[op] + self.instants.graph.rise_bytes[op]
-        need += sum(nbytes[s] for s in reads if not self._sure(s, op))
-        if taken in reads and trace.storages.producer[taken] >= 0 and self.instants.forced_until[taken] <= op:
-            need -= nbytes[taken]
-        return need
-
     def possible(self, op: int, budget_bytes: int) -> bool:
         """Whether nothing shows that what `op` reads cannot be brought together within the budget."""
+        if self.instants.brought_bytes[op] + self.most_bytes[op] <= budget_bytes:  # stays from the turn on
+            self.left -= 1
+            return True
         if self._dead[0] != budget_bytes:
             self._dead = (budget_bytes, set())
         dead = self._dead[1]
-        first = (frozenset(s for s in self.instants.trace.ops.reads[op] if not self._sure(s, op)), op)
+        first = (frozenset(s for s in self.instants.trace.ops.reads[op] if not self.instants.sure(s, op)), op)
         if first in dead:
             return False
         seen, stack = {first}, [first]
@@ -93,11 +78,6 @@ class Pebbles:
                     stack.append(before)
         dead |= seen
         return False
-
-    def _sure(self, s: int, gap: int) -> bool:
-        """Whether a storage is in memory in a gap whatever the plan: it is part of the base."""
-        sts = self.instants.trace.storages
-        return sts.producer[s] < 0 or (sts.producer[s] < gap and self.instants.forced_until[s] >= gap)
 
     def _fits_from_the_turn(self, state: State, budget_bytes: int) -> bool:
         """Whether the whole set can stay from the turn on, even if no op between needs any of it itself."""
@@ -119,7 +99,7 @@ class Pebbles:
         )
         if extra + self.need_bytes[ran] > budget_bytes:
             return []
-        return [(frozenset(s for s in storages if not self._sure(s, ran)), ran)]
+        return [(frozenset(s for s in storages if not self.instants.sure(s, ran)), ran)]
 
     def _made_last(self, state: State, budget_bytes: int) -> list[State]:
         """What was in memory before the last op that ran again in the gap and made a part of the set."""
@@ -130,7 +110,7 @@ class Pebbles:
             if not graph.may_rerun[q]:
                 continue
             rest = storages.difference(graph.creates[q])
-            before = rest.union(s for s in trace.ops.reads[q] if not self._sure(s, gap))
+            before = rest.union(s for s in trace.ops.reads[q] if not self.instants.sure(s, gap))
             taken = trace.ops.overwrites[q]
             rise = graph.rise_bytes[q]
             if taken in before and taken not in rest:

@@ -179,8 +179,7 @@ class Tree:
         self.least_ns = trace.time_ns + bound.added_time_ns
         instants = bounder.instants
         # Room for kept values at each op, and which of them are there in addition to what must be.
-        unavoidable = [instants.at(i).unavoidable_bytes for i in range(len(ops))]
-        self.room = [budget_bytes - u for u in unavoidable]
+        self.room = [budget_bytes - u for u in instants.unavoidable_bytes]
         self.occupies: list[tuple[int, ...]] = []
         for v in values:
             s = v.storage

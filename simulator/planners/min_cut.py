@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from simulator.bounds.instants import Instants
+from simulator.bounds.bound import bounder_of
 from simulator.fast import evaluator_of
 from simulator.graph import analyse
 from simulator.planners.limits import DEFAULTS, Limits
@@ -33,7 +33,7 @@ def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """
     graph = analyse(trace, limits.constraints)
     evaluator = evaluator_of(trace, graph)
-    instants = Instants(trace, graph)
+    instants = bounder_of(trace, graph).instants
     clock = limits.clock()
     candidates = frozenset(graph.candidates)
     best: tuple[int, tuple[Action, ...]] | None = None

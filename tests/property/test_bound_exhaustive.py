@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
+from simulator.bounds import components as components_module
 from simulator.bounds import instants as instants_module
 from simulator.bounds.bound import Bounder, bound_curve
-from simulator.bounds.instants import Instants
+from simulator.bounds.instants import Instants, Setting
 from simulator.bounds.lowest import Pebbles, State
-from simulator.bounds.mincut import Rerun
 from simulator.graph import analyse
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.strategies import traces
@@ -131,14 +132,15 @@ def test_the_comparison_catches_a_bound_that_claims_too_much(
 
 def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     true_instant = Instants._instant
-    true_corners = instants_module.corners
+    true_savings = Instants._savings
+    true_corners = components_module.corners
 
     if mutation == "reads twice":
 
         def instant(self: Instants, op: int) -> instants_module.Instant:
             found = true_instant(self, op)
             reads = self.trace.ops.reads[op] if op >= 0 else ()
-            extra = sum(self.trace.storages.nbytes[s] for s in reads if s in self.made)
+            extra = sum(self.trace.storages.nbytes[s] for s in reads if self.trace.storages.producer[s] >= 0)
             return replace(found, unavoidable_bytes=found.unavoidable_bytes + extra)
 
         monkeypatch.setattr(Instants, "_instant", instant)
@@ -154,16 +156,17 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Instants, "_instant", instant_without)
     elif mutation == "links never saved":
         monkeypatch.setattr(
-            instants_module,
+            components_module,
             "corners",
             lambda ops, links: true_corners(ops, tuple(replace(x, nbytes=10**9) for x in links)),
         )
     elif mutation == "outputs paid each":
-        monkeypatch.setattr(
-            instants_module,
-            "Rerun",
-            lambda time_ns, kept: Rerun(2 * time_ns if time_ns > 0 else time_ns, kept),
-        )
+
+        def savings_doubled(self: Instants, setting: Setting) -> tuple[int, tuple[tuple[int, int], ...]]:
+            most, steps = true_savings(self, setting)
+            return most, tuple((2 * time_ns, nbytes) for time_ns, nbytes in steps)
+
+        monkeypatch.setattr(Instants, "_savings", savings_doubled)
     elif mutation == "carried reads paid twice":
         true_carried = Pebbles._carried
 
@@ -191,9 +194,7 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Pebbles, "_carried", lambda self, state, budget_bytes: [])
     else:
         # What t reads is in memory and paid for; forgetting that makes it cost time again.
-        true_components = Instants._components
+        def savings(self: Instants, setting: Setting) -> tuple[int, tuple[tuple[int, int], ...]]:
+            return true_savings(self, replace(setting, forced=np.zeros_like(setting.forced)))
 
-        def components(self: Instants, setting: instants_module.Setting):  # type: ignore[no-untyped-def]
-            return true_components(self, replace(setting, forced=set()))
-
-        monkeypatch.setattr(Instants, "_components", components)
+        monkeypatch.setattr(Instants, "_savings", savings)

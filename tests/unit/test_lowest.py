@@ -7,7 +7,7 @@ import pytest
 from simulator.bounds import lowest as lowest_module
 from simulator.bounds.bound import Bounder, lower_bound
 from simulator.bounds.instants import Instants
-from simulator.bounds.lowest import Pebbles, lowest
+from simulator.bounds.lowest import lowest
 from simulator.graph import floor
 from simulator.planners import plan_with
 from simulator.planners.outcome import Refusal
@@ -102,15 +102,6 @@ def test_it_stays_below_every_plan_and_often_reaches_the_best_one() -> None:
     assert seen >= 200
     assert higher >= 5
     assert reached >= seen // 2
-
-
-def test_needs_are_those_of_the_instants() -> None:
-    for seed in range(100):
-        of = draw_trace(seed)
-        instants = Instants(of)
-        pebbles = Pebbles(instants)
-        for op in range(instants.turn, len(of.ops)):
-            assert pebbles.need_bytes[op] == instants.setting(op).unavoidable_bytes
 
 
 def test_too_much_work_counts_as_possible(monkeypatch: pytest.MonkeyPatch) -> None:
