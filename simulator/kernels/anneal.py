@@ -28,6 +28,9 @@ WEIGHT: Final = 8  # let a rebuilt value go sooner or later when there is no roo
 KINDS: Final = 9
 WIDE: Final = 20.0  # how many positions of forward a stretch covers on average
 MOST: Final = 1 << 62
+# What a step of a coarse move and a move that changes nothing count for, in steps of a fine one.
+COARSE_STEP: Final = 3
+IDLE: Final = 10
 
 
 @compiled
@@ -178,7 +181,8 @@ def propose(
 
 @compiled
 def anneal(
-    moves: int,
+    until: int,  # walks until so many steps have been walked in all,
+    least: int,  # and at least so many moves
     temperature: float,
     price: float,
     target_ns: int,
@@ -203,15 +207,21 @@ def anneal(
     spare: Any,  # work space like `drops`
     log: Any,
     rng: Any,
-    figures: Any,  # in and out: added time, bytes over, drops, best added time, its drops, lowest peak, walks
+    figures: Any,  # in and out: added time, bytes over, drops, best added time, its drops, lowest peak, moves, steps
 ) -> None:
-    """So many moves, or fewer if the best state is as good as `target_ns`."""
+    """Moves until so many steps have been walked, or fewer if the best state is as good as `target_ns`.
+
+    A step is one of the plan that a move leads to, forward included; a coarse move counts COARSE_STEP for each, and one
+    that leads nowhere IDLE in all.
+    """
     needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id, may_rerun, made = facts
     by_producer, gone_at, gone, fixed, last_use, stays, weight, best_weight, work = retaining
     energy = figures[0] + price * figures[1]
-    for _ in range(moves):
+    enough = figures[6] + least
+    while figures[7] < until or figures[6] < enough:
         if figures[3] <= target_ns:
             return
+        figures[6] += 1
         draw = chance(rng)
         kind = 0
         while kind < KINDS - 1 and draw > chances[kind]:
@@ -220,6 +230,7 @@ def anneal(
         spare[:, :n_before] = drops[:, :n_before]
         n_log, n_drops = propose(rng, kind, problem, there, share, drops, n_before, weight, log)
         if not n_log and n_drops == n_before:
+            figures[7] += IDLE
             continue
         if retain_now:
             n_drops = retain(
@@ -231,8 +242,10 @@ def anneal(
             may_rerun, made, there, share, drops[0, :n_drops], drops[1, :n_drops], space[0], space[1], space[2],
             space[3], space[4], seq, change, levels,
         )  # fmt: skip
-        figures[6] += 1
         accepted = False
+        # A walk that was given up counts as one of forward and backward alone.
+        walked = forward + (steps if peak >= 0 else op_id.shape[0] - forward)
+        figures[7] += COARSE_STEP * walked if retain_now else walked
         if peak >= 0:
             over = 0
             if peak > budget_bytes:

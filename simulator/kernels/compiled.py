@@ -59,7 +59,7 @@ class _Announcement(event.Listener):  # type: ignore[misc]
 
     def on_start(self, event: Any) -> None:
         if not self.depth:
-            self.begin = time.perf_counter()
+            self.begin = time.thread_time()
         self.depth += 1
         if not self.said:
             self.said = True
@@ -68,7 +68,7 @@ class _Announcement(event.Listener):  # type: ignore[misc]
     def on_end(self, event: Any) -> None:
         self.depth -= 1
         if not self.depth:
-            excuse(time.perf_counter() - self.begin)
+            excuse(time.thread_time() - self.begin)
 
 
 event.register("numba:compile", _Announcement())

@@ -37,8 +37,8 @@ COLD: Final = 0.02  # the last one
 # what the bound says that the last byte costs.
 PRICE, MARGIN = 10.0, 2.0
 REVIEWS, LEAST_REVIEW = 400, 20  # corrections of that price in a walk, and the least moves between two
+MOST_STEPS: Final = 4_000_000  # and the most steps between two, some 50 ms: the clock is looked at then
 DEARER, CHEAPER = 1.1, 0.96
-CHECK: Final = 64  # moves between two looks at the clock
 ROOM: Final = 4  # a state with more steps than so many times those of the first is not looked at
 UNKNOWN: Final = 1 << 62
 NOTHING: Final = 1 << 62  # crosses a position, or too much: no border there
@@ -63,7 +63,6 @@ class Annealer:
         self.evaluator, self.graph, self.budget_bytes = evaluator, graph, budget_bytes
         self.best: Best | None = None
         self.lowest_peak_bytes = 1 << 62
-        self.moves = 0
         nbytes, ev = evaluator.nbytes, evaluator
         self.largest = max((nbytes[s] for s in graph.candidates), default=0)
         least = max(1, self.largest // NEGLIGIBLE)
@@ -87,9 +86,9 @@ class Annealer:
     def run(
         self,
         state: State,
-        moves: int,
-        clock: Clock,
+        steps: int,
         *,
+        clock: Clock,
         heat: float = 1.0,
         target_ns: int = 0,
         ns_per_byte: float = 0.0,
@@ -99,31 +98,23 @@ class Annealer:
 
         Args:
             state: where to begin; may be over the budget.
-            moves: how many to try; fewer if the clock runs out, and then the temperature falls faster.
-            clock: when to end.
+            steps: how many to walk in all, as `kernels.anneal` counts them.
+            clock: when to end before that, wherever it is.
             heat: scales the first temperature.
             target_ns: an added time that is good enough to end at.
             ns_per_byte: what the last byte of the budget is worth at least.
             coarse: choose only what is kept; of `state` only that is taken.
         """
-        if not self.candidates or moves <= 0:
+        if not self.candidates or steps <= 0:
             return self.best
         hot, cold = heat * HOT * self.unit_ns, COLD * self.unit_ns
         price = max(PRICE * HOT * self.unit_ns / max(1, self.largest), MARGIN * ns_per_byte)
-        review = max(LEAST_REVIEW, moves // REVIEWS)
-        begin_s = clock.left_seconds
         walk = Walk(self, state, coarse)
-        done = 0
-        while done < moves:
-            spent = 1 - clock.left_seconds / begin_s if begin_s else 1.0
-            if spent >= 1 or (self.best is not None and self.best.added_ns <= target_ns):
-                break
-            temperature = hot * (cold / hot) ** max(done / moves, spent)
-            some = min(CHECK, moves - done, review - done % review)
-            walk.go(some, temperature, price, target_ns)
-            done += some
-            if done % review == 0:
-                price *= DEARER if walk.over else CHEAPER
+        while walk.steps < steps and not clock.over and not (self.best and self.best.added_ns <= target_ns):
+            temperature = hot * (cold / hot) ** (walk.steps / steps)
+            some = min(1 + steps // REVIEWS, MOST_STEPS)
+            walk.go(min(steps, walk.steps + some), temperature, price, target_ns)
+            price *= DEARER if walk.over else CHEAPER
         return self.best
 
     def retained(self, state: State) -> State:
@@ -235,27 +226,32 @@ class Walk:
         lowest = min(peak_bytes, annealer.lowest_peak_bytes)
         if coarse:  # what becomes of what is not kept is decided anew, so the first move is taken
             added_ns = UNKNOWN
-        self.figures = np.array((added_ns, over, len(drops), best_ns, 0, lowest, 0), np.int64)
+        self.figures = np.array((added_ns, over, len(drops), best_ns, 0, lowest, 0, 0), np.int64)
 
     @property
     def over(self) -> bool:
         """Whether the walk is at a state over the budget."""
         return bool(self.figures[1])
 
-    def go(self, moves: int, temperature: float, price: float, target_ns: int) -> None:
-        """So many moves; tells the annealer what came of them."""
+    @property
+    def steps(self) -> int:
+        """How many it has walked."""
+        return int(self.figures[7])
+
+    def go(
+        self, until: int, temperature: float, price: float, target_ns: int, least: int = LEAST_REVIEW
+    ) -> None:
+        """Go on until so many steps have been walked, and at least so many moves made; tells the annealer."""
         annealer, ev, figures = self.annealer, self.evaluator, self.figures
         before = int(figures[3])
         space, seq, change, levels = self.space
         anneal(
-            moves, temperature, price, target_ns, annealer.budget_bytes, self.chances, self.problem, ev.forward,
-            ev.resident_bytes, ev.facts, space, seq, change, levels, self.there, self.share, self.drops,
+            until, least, temperature, price, target_ns, annealer.budget_bytes, self.chances, self.problem,
+            ev.forward, ev.resident_bytes, ev.facts, space, seq, change, levels, self.there, self.share, self.drops,
             self.best_there, self.best_share, self.best_drops, annealer.retaining, self.coarse, self.spare, self.log,
             annealer.rng, figures,
         )  # fmt: skip
         annealer.lowest_peak_bytes = int(figures[5])
-        annealer.moves += int(figures[6])
-        figures[6] = 0
         if figures[3] < before:
             found = _state(self.best_there, self.best_share, self.best_drops[:, : int(figures[4])])
             annealer.best = Best(state=found, added_ns=int(figures[3]))

@@ -52,9 +52,9 @@ NONE: Final = Constraints()
 class Limits:
     """How a planner may look for a plan.
 
-    `seconds`: after about so long a planner that searches stops improving and returns the best plan so far; the
-    others end by themselves. `seed`: of random choices; for one seed a plan depends on the machine only if the time
-    ran out.
+    `seconds`: after about so much processor time a planner that searches stops improving and returns the best plan so
+    far; the others end by themselves. `seed`: of random choices; for one seed a plan depends on the machine only if the
+    time ran out.
     """
 
     seconds: float = 5.0
@@ -71,8 +71,11 @@ _excused_seconds = [0.0]
 
 
 def now() -> float:
-    """Seconds, from any instant, without those that were excused."""
-    return time.perf_counter() - _excused_seconds[0]
+    """Seconds that this thread has had of a processor, without those that were excused.
+
+    Not those that went by: a machine that does other things beside gives the same plan, only later.
+    """
+    return time.thread_time() - _excused_seconds[0]
 
 
 def excuse(seconds: float) -> None:

@@ -16,9 +16,11 @@ from typing import Final
 from simulator.bounds.bound import bounder_of
 from simulator.fast import evaluator_of
 from simulator.graph import analyse
+from simulator.planners.cuts import states
 from simulator.planners.limits import DEFAULTS, Limits
+from simulator.planners.mu_two import Found, Search
 from simulator.planners.outcome import finish, refuse
-from traces.plan import SAVE, Action, Plan
+from traces.plan import Plan
 from traces.trace import Trace
 
 NAME: Final = "min-cut"
@@ -35,37 +37,16 @@ def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     evaluator = evaluator_of(trace, graph)
     instants = bounder_of(trace, graph).instants
     clock = limits.clock()
-    candidates = frozenset(graph.candidates)
-    best: tuple[int, tuple[Action, ...]] | None = None
-    lowest = 1 << 62
+    search = Search(trace, graph, budget_bytes, clock)
+    best: Found | None = None
     for op in instants.overfull(budget_bytes)[:MOST_INSTANTS]:
         if best is not None and clock.over:
             break
-        state = evaluator.state()
-        kept, share = state.there.copy(), state.share.copy()
-        released: dict[int, tuple[int, ...]] = {}
-        saved: dict[int, tuple[int, ...]] = {}
-        peak, time_ns = evaluator.cost(state)
-        lowest = min(lowest, peak)
-        if peak <= budget_bytes:
-            best = (time_ns, ())
-            break
-        for cut in instants.cuts(op):
-            # take the component's earlier cut back, put this one in its place
-            for s in (*released.get(cut.component, ()), *saved.get(cut.component, ())):
-                state.there[s], state.share[s] = kept[s], share[s]
-            released[cut.component] = tuple(s for s in cut.released if s in candidates)
-            saved[cut.component] = cut.saved
-            for s in released[cut.component]:
-                state.there[s], state.share[s] = 0, 1
-            for s in cut.saved:
-                state.there[s] = 1
-            peak, time_ns = evaluator.cost(state)
-            lowest = min(lowest, peak)
-            if peak <= budget_bytes and (best is None or time_ns < best[0]):
-                actions = [Action(storage=s) for mine in released.values() for s in mine]
-                actions += [Action(storage=s, action=SAVE) for mine in saved.values() for s in mine]
-                best = (time_ns, tuple(actions))
+        for _, state in states(evaluator, graph, instants, op):
+            peak_bytes, added_ns, _, _ = search.walk(state)
+            time_ns = evaluator.base_time_ns + added_ns
+            if peak_bytes <= budget_bytes and (best is None or time_ns < best.time_ns):
+                best = Found(state=state.copy(), time_ns=time_ns)
     if best is None:
-        raise refuse(trace, graph, NAME, budget_bytes, lowest)
-    return finish(trace, graph, NAME, budget_bytes, best[1])
+        raise refuse(trace, graph, NAME, budget_bytes, search.lowest_peak_bytes)
+    return finish(trace, graph, NAME, budget_bytes, search.actions(best))

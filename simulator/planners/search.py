@@ -1,9 +1,11 @@
 """Turn a trace and a budget into the best plan that a limited time finds: the default planner.
 
-First μ-TWO's greedy (`mu_two`); if its plan is as good as the certified bound allows, that is the answer. Else
-simulated annealing (`annealing`): a short fine walk from there; coarse ones from several states, which find what to
-keep where the budget is tight, and a cool one from the best of them; and a cool fine one from there, until the gap to
-the bound is closed or the time is over. Whatever was found is then tidied: what need not be released is kept again.
+First μ-TWO's greedy (`mu_two`) and plans from the cuts behind the certified bound (`cuts`); if the better one is as
+good as the bound allows, that is the answer. Else simulated annealing (`annealing`), until the gap to the bound is
+closed or the time is over: short cool walks from these plans and from the best, again and again, since one alone often
+ends in a plan that no single change improves; coarse ones, which find what to keep where the budget is tight; and
+longer cool ones from the best. Where no plan is known yet, coarse walks come first. Whatever was found is then tidied:
+what need not be released is kept again.
 
 Counts: the exact peak and time of every plan tried, as `simulator.engine` counts them. Ignores: reordering of the step
 itself. How much it tries depends on `Limits.seconds` and the size of the trace, not on the clock, unless the machine
@@ -12,6 +14,7 @@ is so slow that the time runs out first; so equal seeds make equal plans.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -19,7 +22,8 @@ from simulator.bounds.bound import Bound, bounder_of
 from simulator.fast import State
 from simulator.graph import analyse
 from simulator.planners.annealing import Annealer, Best
-from simulator.planners.limits import DEFAULTS, Clock, Limits
+from simulator.planners.cuts import best_cut
+from simulator.planners.limits import DEFAULTS, Limits
 from simulator.planners.mu_two import Found, Search, segmented
 from simulator.planners.outcome import finish, refuse
 from traces.plan import Plan
@@ -27,19 +31,23 @@ from traces.trace import Trace
 
 # A plan so close to the bound, in shares of the step, is good enough.
 CLOSED: Final = 0.0005
-# What one fine move is reckoned to take on a slow machine: so much, and so much for every op of the trace. A coarse one
-# takes as long as so many fine ones.
-MOVE_NS: Final = 6_000
-MOVE_NS_PER_OP: Final = 14
-COARSE_MOVE: Final = 3
+# What a step of a walk is reckoned to take: half as much again as it takes on the 2-core machine where it was measured
+# (10 to 14 ns; up to twice that on 50,000 ops, whose facts do not fit the caches).
+STEP_NS: Final = 16
+STEP_NS_PER_OP: Final = 1 / 4000
 # A small trace needs fewer moves than there is time for: so many for each pair of values that they are about.
 MOVES_PER_PAIR: Final = 40
-# Shares of the time for the first fine walk, from the greedy's plan, and for the coarse ones; heat of the cool ones.
-FIRST_SHARE: Final = 0.1
-COARSE_SHARE: Final = 0.5
+# Shares of the time. Where a plan is known: a coarse walk from everything kept; ROUNDS times a short walk from each
+# plan and from the best; a cool coarse walk; LAST_WALKS longer ones. Tried on nine budgets of five traces, three seeds.
+COARSE_FIRST: Final = 0.06
+ROUNDS, SHORT = 3, 0.04
+COARSE_COOL: Final = 0.12
+LAST_WALKS: Final = 4
+# Where none is: so much for coarse walks, one of which, cool and from the best, is so many times as long as another.
+COARSE_SHARE, AGAIN = 0.5, 1.5
 COOL_HEAT: Final = 0.25
-# A cool coarse walk from the best of the others is so many times as long as one of them.
-AGAIN: Final = 1.5
+
+Walk = Callable[..., Best | None]
 
 
 def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -49,54 +57,75 @@ def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
         BudgetError: none was found.
     """
     graph = analyse(trace, limits.constraints)
-    clock = limits.clock()
-    greedy = Search(trace, graph, budget_bytes, clock)
-    found = greedy.run()
+    greedy = Search(trace, graph, budget_bytes, limits.clock())
     bound = bounder_of(trace, graph).bound(budget_bytes)
-    if found is None and not bound.feasible:
+    good_enough_ns = trace.time_ns + bound.added_time_ns + int(CLOSED * trace.time_ns)
+    known = [found] if (found := greedy.run()) else []
+    if not known and not bound.feasible:
         raise refuse(trace, graph, "search", budget_bytes, greedy.lowest_peak_bytes)
-    good_enough_ns = bound.added_time_ns + int(CLOSED * trace.time_ns)
-    if found is None or found.time_ns - trace.time_ns > good_enough_ns:
-        found, lowest = _anneal(greedy, found, bound, good_enough_ns, limits, clock)
-        if found is None:
-            raise refuse(trace, graph, "search", budget_bytes, min(lowest, greedy.lowest_peak_bytes))
-    return finish(trace, graph, "search", budget_bytes, greedy.actions(found))
+    if not known or known[0].time_ns > good_enough_ns:
+        known += [found] if (found := best_cut(greedy, bound, good_enough_ns)) else []
+    best = min(known, key=lambda found: found.time_ns, default=None)
+    if best is None or best.time_ns > good_enough_ns:
+        best = _anneal(greedy, known, bound, good_enough_ns, limits)
+    if best is None:
+        raise refuse(trace, graph, "search", budget_bytes, greedy.lowest_peak_bytes)
+    return finish(trace, graph, "search", budget_bytes, greedy.actions(best))
 
 
 def _anneal(
-    greedy: Search, found: Found | None, bound: Bound, good_enough_ns: int, limits: Limits, clock: Clock
-) -> tuple[Found | None, int]:
-    """The best plan that walks from the greedy's end find, tidied, and the lowest peak seen on the way."""
-    trace, ev = greedy.trace, greedy.evaluator
+    greedy: Search, known: list[Found], bound: Bound, good_enough_ns: int, limits: Limits
+) -> Found | None:
+    """The best plan that walks find, tidied."""
+    ev = greedy.evaluator
     annealer = Annealer(ev, greedy.graph, greedy.budget_bytes, limits.seed)
-    moves = min(
-        int(limits.seconds * 1e9 / (MOVE_NS + MOVE_NS_PER_OP * len(ev.op_id))),
-        MOVES_PER_PAIR * len(annealer.neighbours) ** 2,
+    n_op = len(ev.op_id)
+    steps = min(
+        int(limits.seconds * 1e9 / (STEP_NS + STEP_NS_PER_OP * n_op)),
+        MOVES_PER_PAIR * len(annealer.neighbours) ** 2 * n_op,
     )
-    walk = partial(annealer.run, target_ns=good_enough_ns, ns_per_byte=bound.price_ns / bound.price_bytes)
-    if found is not None:
-        annealer.best = Best(state=found.state.copy(), added_ns=found.time_ns - trace.time_ns)
-        walk(found.state, int(FIRST_SHARE * moves), clock.share(FIRST_SHARE), heat=COOL_HEAT)
-        starts = [ev.state(), annealer.best.state]
-    else:
-        starts = [ev.state(), *_ends(greedy)]
-    coarse = int(COARSE_SHARE * moves)
-    until = clock.share(COARSE_SHARE)
-    parts = len(starts) + AGAIN
-    one = coarse / parts / COARSE_MOVE
-    for k, start in enumerate(starts):
-        walk(start, int(one), until.share(1 / (parts - k)), coarse=True)
+    walk = partial(
+        annealer.run,
+        clock=greedy.clock,
+        target_ns=good_enough_ns - greedy.trace.time_ns,
+        ns_per_byte=bound.price_ns / bound.price_bytes,
+    )
+    best = _improve(annealer, walk, known, steps) if known else _find(greedy, annealer, walk, steps)
+    greedy.lowest_peak_bytes = min(greedy.lowest_peak_bytes, annealer.lowest_peak_bytes)
+    return greedy.tidy(best.state.copy()) if best else None
+
+
+def _improve(annealer: Annealer, walk: Walk, known: list[Found], steps: int) -> Best | None:
+    """The best plan of walks that start at plans within the budget."""
+    ev = annealer.evaluator
+    first = min(known, key=lambda found: found.time_ns)
+    best = annealer.best = Best(state=first.state, added_ns=first.time_ns - ev.base_time_ns)
+    best = walk(ev.state(), int(COARSE_FIRST * steps), coarse=True) or best
+    for _ in range(ROUNDS):
+        for found in known:
+            best = walk(found.state, int(2 / len(known) * SHORT * steps), heat=COOL_HEAT) or best
+        best = walk(best.state, int(SHORT * steps), heat=COOL_HEAT) or best
+    best = walk(best.state, int(COARSE_COOL * steps), coarse=True, heat=COOL_HEAT) or best
+    left = 1 - COARSE_FIRST - COARSE_COOL - 3 * ROUNDS * SHORT
+    for _ in range(LAST_WALKS):
+        best = walk(best.state, int(left / LAST_WALKS * steps), heat=COOL_HEAT) or best
+    return best
+
+
+def _find(greedy: Search, annealer: Annealer, walk: Walk, steps: int) -> Best | None:
+    """The best plan of walks that start where the greedy ends without one."""
+    ev = greedy.evaluator
+    starts = [ev.state(), *_ends(greedy)]
+    one = int(COARSE_SHARE * steps / (len(starts) + AGAIN))
+    for start in starts:
+        walk(start, one, coarse=True)
     if annealer.best is not None:
-        walk(annealer.best.state, int(AGAIN * one), until, coarse=True, heat=COOL_HEAT)
-    rest = moves - coarse - (0 if found is None else int(FIRST_SHARE * moves))
-    if annealer.best is None:  # nearest to the budget
-        start = min(starts, key=lambda state: ev.excess(state, greedy.budget_bytes)[2])
-        best = walk(start, rest, clock)
-    else:
-        best = walk(annealer.best.state, rest, clock, heat=COOL_HEAT)
-    if best is None:
-        return None, annealer.lowest_peak_bytes
-    return greedy.tidy(best.state.copy()), annealer.lowest_peak_bytes
+        walk(annealer.best.state, int(AGAIN * one), coarse=True, heat=COOL_HEAT)
+    rest = int((1 - COARSE_SHARE) * steps)
+    if annealer.best is not None:
+        return walk(annealer.best.state, rest, heat=COOL_HEAT)
+    nearest = min(starts, key=lambda state: ev.excess(state, greedy.budget_bytes)[2])
+    return walk(nearest, rest)
 
 
 def _ends(greedy: Search) -> list[State]:

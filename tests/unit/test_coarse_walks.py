@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simulator.engine import run
 from simulator.fast import Evaluator, State
 from simulator.graph import analyse
-from simulator.kernels.anneal import BORDER, KINDS, MOVE_BORDER
+from simulator.kernels.anneal import BORDER, COARSE_STEP, KINDS, MOVE_BORDER
 from simulator.planners.annealing import Annealer, Walk
 from simulator.planners.limits import Clock
 from simulator.schedule import build
@@ -119,12 +119,12 @@ def test_a_border_is_all_that_is_left_of_a_stretch(kind: int, seed: int) -> None
     annealer.coarse = np.cumsum([float(k == kind) for k in range(KINDS)])
     start = evaluator.state()
     walk = Walk(annealer, start, True)
-    walk.go(1, temperature=1e30, price=0.0, target_ns=-1)
+    walk.go(0, least=1, temperature=1e30, price=0.0, target_ns=-1)
     released = [k for k, s in enumerate(annealer.neighbours) if not walk.there[s]]
     if released:
         left = set(range(released[0], released[-1] + 1)) - set(released)
         assert len(left) <= 1
-    walk.go(1, temperature=1e30, price=0.0, target_ns=-1)
+    walk.go(0, least=1, temperature=1e30, price=0.0, target_ns=-1)
     again = [k for k in released if walk.there[annealer.neighbours[k]]]
     assert len(again) <= 1
 
@@ -139,7 +139,7 @@ def test_a_coarse_walk_finds_the_checkpoints_of_a_chain() -> None:
     graph = analyse(of)
     evaluator = Evaluator(of, graph)
     annealer = Annealer(evaluator, graph, 120, 0)
-    best = annealer.run(evaluator.state(), 2_000, NEVER, coarse=True)
+    best = annealer.run(evaluator.state(), 2_000 * COARSE_STEP * 100, clock=NEVER, coarse=True)
     assert best is not None
     assert evaluator.cost(best.state)[0] <= 120
     assert best.added_ns <= 300
@@ -148,12 +148,14 @@ def test_a_coarse_walk_finds_the_checkpoints_of_a_chain() -> None:
 def test_only_a_coarse_walk_finds_the_checkpoints_of_a_long_chain_in_little_memory() -> None:
     """60 values of 10 bytes in 80: seven at a time and the gradients, where √60 borders and a segment need 16.
 
-    So segments are rebuilt from borders that are rebuilt themselves. A fine walk of as many moves does not even fit.
+    So segments are rebuilt from borders that are rebuilt themselves. A fine walk of as many steps does not
+    even fit.
     """
     of = chain(60)
     graph = analyse(of)
     evaluator = Evaluator(of, graph)
-    found = Annealer(evaluator, graph, 80, 0).run(evaluator.state(), 2_000, NEVER, coarse=True)
+    steps = 2_000 * COARSE_STEP * 200  # a plan has some 200 steps
+    found = Annealer(evaluator, graph, 80, 0).run(evaluator.state(), steps, clock=NEVER, coarse=True)
     assert found is not None
     assert evaluator.cost(found.state)[0] <= 80
-    assert Annealer(evaluator, graph, 80, 0).run(evaluator.state(), 2_000, NEVER) is None
+    assert Annealer(evaluator, graph, 80, 0).run(evaluator.state(), steps, clock=NEVER) is None

@@ -1,0 +1,86 @@
+"""Turn the cuts behind the certified bound into plans: what a cut keeps is kept, and what does not fit then released.
+
+At one instant the cuts are the cheapest way to free any number of bytes there, so a plan made from the one that just
+fits costs little more than the bound, unless other instants or the recomputations themselves need the memory.
+
+Source: the cuts of `simulator.bounds.bound`, step 4 of the argument; corrected by the greedy of `mu_two`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from simulator.bounds.bound import Bound, bounder_of
+from simulator.bounds.instants import Instants
+from simulator.fast import Evaluator, State
+from simulator.graph import Graph
+from simulator.planners.mu_two import Found, Search
+
+INSTANTS: Final = 4  # tried for one budget: that of the bound and others of high peak
+
+
+def states(evaluator: Evaluator, graph: Graph, instants: Instants, op: int) -> Iterator[tuple[int, State]]:
+    """(bytes in memory at the instant, state) by rising price per byte; the first keeps everything.
+
+    One and the same State is yielded again and again, edited in place: copy what is to last.
+    """
+    setting, nbytes = instants.setting(op), evaluator.nbytes
+    level = setting.unavoidable_bytes + sum(nbytes[s] for s in setting.wanted)
+    candidates = frozenset(graph.candidates)
+    state = evaluator.state()
+    there, share = state.there.copy(), state.share.copy()
+    touched: dict[int, tuple[int, ...]] = {}
+    freed: dict[int, int] = {}
+    yield level, state
+    for cut in instants.cuts(op):
+        # The component's earlier cut is taken back, this one takes its place.
+        for s in touched.get(cut.component, ()):
+            state.there[s], state.share[s] = there[s], share[s]
+        released = tuple(s for s in cut.released if s in candidates)
+        for s in released:
+            state.there[s], state.share[s] = 0, 1
+        for s in cut.saved:
+            state.there[s] = 1
+        touched[cut.component] = (*released, *cut.saved)
+        frees = sum(nbytes[s] for s in cut.released) - sum(nbytes[s] for s in cut.saved)
+        level += freed.get(cut.component, 0) - frees
+        freed[cut.component] = frees
+        yield level, state
+
+
+def best_cut(search: Search, bound: Bound, good_enough_ns: int) -> Found | None:
+    """The cheapest plan that cuts lead to, None if none of them fits; ends at an added time that is good enough."""
+    instants = bounder_of(search.trace, search.graph).instants
+    ops = dict.fromkeys((bound.op, *instants.overfull(search.budget_bytes)[:INSTANTS]))
+    best: Found | None = None
+    for op in list(ops)[:INSTANTS]:
+        for state in _starts(search, instants, op):
+            if search.clock.over or (best and best.time_ns - search.trace.time_ns <= good_enough_ns):
+                return best
+            if search.release(state):
+                found = search.tidy(state)
+                if best is None or found.time_ns < best.time_ns:
+                    best = found
+    return best
+
+
+def _starts(search: Search, instants: Instants, op: int) -> list[State]:
+    """Around the first state that fits at the instant: the one before, that one, and the next that fits everywhere.
+
+    How far to go for the last is doubled each time, so that few are looked at.
+    """
+    over, fitting, away = None, list[State](), 0
+    for level, state in states(search.evaluator, search.graph, instants, op):
+        if level > search.budget_bytes:
+            over = state.copy()
+            continue
+        away += 1
+        if away & (away - 1):
+            continue
+        fits = search.walk(state)[0] <= search.budget_bytes
+        if away == 1 or fits:
+            fitting.append(state.copy())
+        if fits:
+            break
+    return fitting if over is None else [over, *fitting]

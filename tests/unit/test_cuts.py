@@ -1,0 +1,102 @@
+"""Plans from the cuts behind the bound: what each cut frees, and where the search begins from them."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.bounds.bound import bounder_of
+from simulator.bounds.instants import TURN
+from simulator.engine import run
+from simulator.fast import Evaluator
+from simulator.graph import analyse
+from simulator.planners import plan_with
+from simulator.planners.cuts import best_cut, states
+from simulator.planners.limits import Limits
+from simulator.planners.mu_two import Search
+from simulator.planners.outcome import Refusal
+from simulator.schedule import build
+from tests.strategies import traces
+from tests.tiny import bwd, fwd, trace
+from traces.trace import Trace
+
+
+def pairs() -> Trace:
+    """Three pairs, each one op's input and its cheap output; backward reads all six.
+
+    No residents. a, b, c are dear (100 ns, 40 bytes), their outputs p, q, r cheap (1, 2 and 3 ns, 30 bytes).
+    """
+    return trace(
+        [
+            fwd({"a": 40}, "x", time_ns=100),
+            fwd({"p": 30}, "a", time_ns=1),
+            fwd({"b": 40}, "p", time_ns=100),
+            fwd({"q": 30}, "b", time_ns=2),
+            fwd({"c": 40}, "q", time_ns=100),
+            fwd({"r": 30}, "c", time_ns=3),
+            bwd({"g": 1}, "r", "c", time_ns=1),
+            bwd({"h": 1}, "g", "q", "b", time_ns=1),
+            bwd({"i": 1}, "h", "p", "a", time_ns=1),
+        ],
+        {"x": 0},
+    )
+
+
+def test_each_cut_frees_what_it_says_at_the_turn() -> None:
+    """Everything kept: 3 * 70 = 210. By price per byte p goes first (1 ns for 30 bytes), then q, then r; then all."""
+    of = pairs()
+    graph = analyse(of)
+    evaluator = Evaluator(of, graph)
+    seen = [
+        (level, sorted(of.storages.name[s] for s in graph.candidates if not state.there[s]))
+        for level, state in states(evaluator, graph, bounder_of(of, graph).instants, TURN)
+    ]
+    assert seen[:4] == [(210, []), (180, ["p"]), (150, ["p", "q"]), (120, ["p", "q", "r"])]
+    levels = [level for level, _ in seen]
+    assert levels == sorted(levels, reverse=True)
+    assert levels[-1] == 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(of=traces())
+def test_the_level_of_a_state_is_what_is_in_memory_then(of: Trace) -> None:
+    """At the turn nothing has run again, so the level is the bytes of what the replay has when forward has ended."""
+    graph = analyse(of)
+    evaluator = Evaluator(of, graph)
+    instants = bounder_of(of, graph).instants
+    setting = instants.setting(TURN)
+    for level, state in states(evaluator, graph, instants, TURN):
+        kept = {s for s in evaluator.made_forward if state.there[s] and s not in setting.forced}
+        assert level == setting.unavoidable_bytes + sum(of.storages.nbytes[s] for s in kept)
+
+
+def test_a_plan_from_cuts_costs_what_the_bound_says() -> None:
+    """In 150 p and q must go, 3 ns, and no less is enough; the chains take 30 bytes when c and b have gone."""
+    of = pairs()
+    graph = analyse(of)
+    search = Search(of, graph, 151)  # and the 1 byte of g
+    bound = bounder_of(of, graph).bound(151)
+    found = best_cut(search, bound, 0)
+    assert found is not None
+    assert search.evaluator.cost(found.state)[0] <= 151
+    assert found.time_ns - of.time_ns == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(of=traces(), percent=st.integers(20, 100))
+def test_the_default_is_never_worse_than_cuts(of: Trace, percent: int) -> None:
+    """`best_cut` keeps to the budget, `min-cut` is one of what it looks at or is beaten by the search that follows."""
+    graph = analyse(of)
+    budget_bytes = run(of, build(of)).peak_allocated_bytes * percent // 100
+    found = best_cut(Search(of, graph, budget_bytes), bounder_of(of, graph).bound(budget_bytes), 0)
+    if found is not None:
+        peak_bytes, time_ns = Evaluator(of, graph).cost(found.state)
+        assert peak_bytes <= budget_bytes
+        assert time_ns == found.time_ns
+    try:
+        cut = plan_with("min-cut", of, budget_bytes, Limits(seconds=60))
+    except Refusal:
+        return
+    ours = plan_with("search", of, budget_bytes, Limits(seconds=60))
+    times = [run(of, build(of, plan.actions)).step_time_ns for plan in (ours, cut)]
+    assert times[0] <= times[1]
