@@ -104,7 +104,8 @@ def front(
         trace, trace_name: what to plan, and how to call it.
         planner: makes every plan.
         points: number of budgets, at least 2.
-        limits: `seconds` is for the whole front: each plan has an equal share of what is left of it.
+        limits: `seconds` is for the whole front. Most budgets are easy, so each plan may take twice an equal share of
+            it as long as there is time: the same for each, so that equal seeds make equal fronts.
         progress: told one line about each plan.
         asking: about which allocator settings and device; None: the trace's own settings, and no device.
 
@@ -120,11 +121,11 @@ def front(
     plans: list[Pick | None] = []
     seconds: list[float] = []
     messages: list[str] = []
-    # From the largest budget down, so that the time that easy budgets leave over goes to the hard ones.
+    # From the largest budget down: should the time run out, then at those that are hardest to meet.
     for k, budget in enumerate(reversed(budgets)):
         progress(f"budget {k + 1} of {len(budgets)}: {budget} bytes")
         began = time.perf_counter()
-        share = clock.left_seconds / (len(budgets) - k)
+        share = min(2 * limits.seconds / len(budgets), clock.left_seconds)
         try:
             plan = plan_with(planner, trace, budget, replace(limits, seconds=share))
             plans.append(pick_of(trace, plan, budget))

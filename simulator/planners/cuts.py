@@ -9,6 +9,7 @@ Source: the cuts of `simulator.bounds.bound`, step 4 of the argument; corrected 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import compress
 from typing import Final
 
 from simulator.bounds.bound import Bound, bounder_of
@@ -26,7 +27,7 @@ def states(evaluator: Evaluator, graph: Graph, instants: Instants, op: int) -> I
     One and the same State is yielded again and again, edited in place: copy what is to last.
     """
     setting, nbytes = instants.setting(op), evaluator.nbytes
-    level = setting.unavoidable_bytes + sum(nbytes[s] for s in setting.wanted)
+    level = setting.unavoidable_bytes + sum(compress(nbytes, setting.wanted))
     candidates = frozenset(graph.candidates)
     state = evaluator.state()
     there, share = state.there.copy(), state.share.copy()

@@ -66,7 +66,7 @@ def test_the_level_of_a_state_is_what_is_in_memory_then(of: Trace) -> None:
     instants = bounder_of(of, graph).instants
     setting = instants.setting(TURN)
     for level, state in states(evaluator, graph, instants, TURN):
-        kept = {s for s in evaluator.made_forward if state.there[s] and s not in setting.forced}
+        kept = {s for s in evaluator.made_forward if state.there[s] and not setting.forced[s]}
         assert level == setting.unavoidable_bytes + sum(of.storages.nbytes[s] for s in kept)
 
 
