@@ -33,7 +33,7 @@ def planning_options(command: Callable[..., None]) -> Callable[..., None]:
         type=FiniteSeconds(min=0),
         default=Limits().seconds,
         show_default=True,
-        help="After so long a planner that searches stops improving its plan.",
+        help="After so much processor time a planner that searches stops improving its plan.",
     )
     @click.option(
         "--seed", type=int, default=Limits().seed, show_default=True, help="Of a planner's random choices."
