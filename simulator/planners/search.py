@@ -94,6 +94,7 @@ def _anneal(
         target_ns=good_enough_ns - greedy.trace.time_ns,
         ns_per_byte=bound.price_ns / bound.price_bytes,
     )
+    best: Best | None
     if known:
         time_ns = greedy.trace.time_ns
         near = _Near(added_ns=bound.added_time_ns + int(NEAR * time_ns), gain_ns=int(STALE * time_ns))
@@ -117,8 +118,7 @@ def _improve(annealer: Annealer, walk: Walk, known: list[Found], steps: int, nea
     ev = annealer.evaluator
     first = min(known, key=lambda found: found.time_ns)
     start = annealer.best = Best(state=first.state, added_ns=first.time_ns - ev.base_time_ns)
-    best = start
-    best = walk(ev.state(), int(COARSE_FIRST * steps), coarse=True) or best
+    best = walk(ev.state(), int(COARSE_FIRST * steps), coarse=True) or start
     for _ in range(ROUNDS):
         for found in known:
             best = walk(found.state, int(2 / len(known) * SHORT * steps), heat=COOL_HEAT) or best
