@@ -2,7 +2,8 @@
 
 A workspace that is not known counts as nothing, so the peak may be higher than predicted. How much higher is not known
 either; the size that is named beside it is what the peak would be if every such convolution, matrix product or
-attention took as much again inside as its largest tensor. Real ones may take more.
+attention took as much again inside as its largest tensor, or on a CPU as its tensors together. Real ones may take
+more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from traces.people import show_bytes, show_percent
 from traces.plan import Plan
 from traces.trace import VIEW, Trace, TraceMeta
 
-UNKNOWN, INTERPOLATED, RULES = "none", "interpolated", "rules"
+UNKNOWN, INTERPOLATED, RULES, ELSEWHERE = "none", "interpolated", "rules", "rules elsewhere"
 FAKE, CUDA = "fake", "cuda"
 NOTABLE_PERCENT = 2  # an underestimate by more than this is not left without a warning
 UNCONFIRMED = "not confirmed on a GPU"
@@ -96,16 +97,19 @@ def unknown_ops(trace: Trace) -> tuple[int, ...]:
 def risk_bytes(trace: Trace, schedule: Schedule, timeline: Timeline) -> int:
     """By how much the peak would rise if unknown workspaces were as large as the largest tensor of their op.
 
+    On a CPU, where a convolution copies all that it reads and makes to layouts of its own: as large as these together.
+
     Counts: ops that do floating-point arithmetic by the trace's count, that is convolutions, matrix products and
     attention. Ignores: all others, and workspaces that are larger than that.
     """
+    together = sum if kind_of(trace.meta) != CUDA else max
     ops, nbytes = trace.ops, trace.storages.nbytes
     unknown = {i for i in unknown_ops(trace) if ops.flops[i]}
     worst = timeline.peak_allocated_bytes
     for step, i in enumerate(schedule.op):
         if i in unknown:
-            largest = max((nbytes[s] for s in (*ops.reads[i], *ops.writes[i])), default=0)
-            worst = max(worst, timeline.peak_bytes[step] + largest)
+            inside = together((0, *(nbytes[s] for s in {*ops.reads[i], *ops.writes[i]})))
+            worst = max(worst, timeline.peak_bytes[step] + inside)
     return worst - timeline.peak_allocated_bytes
 
 
@@ -124,7 +128,8 @@ def about_untouched(c: Comparison) -> tuple[str, ...]:
 
 def _derived(meta: TraceMeta) -> list[str]:
     """What was concluded from other calls than this step's own."""
-    interpolated, rules = meta.workspace.get(INTERPOLATED, 0), meta.workspace.get(RULES, 0)
+    interpolated, elsewhere = meta.workspace.get(INTERPOLATED, 0), meta.workspace.get(ELSEWHERE, 0)
+    rules = meta.workspace.get(RULES, 0) + elsewhere
     parts = [
         *(
             [f"of {interpolated:,} ops are interpolated from measurements at other sizes"]
@@ -135,9 +140,14 @@ def _derived(meta: TraceMeta) -> list[str]:
     ]
     if not parts:
         return []
-    return [
-        f"The inner allocations {' and '.join(parts)}; other sizes, machines and versions may differ from them."
-    ]
+    told = f"The inner allocations {' and '.join(parts)}; other sizes, machines and versions may differ from them."
+    if elsewhere:
+        told += (
+            " The rules were read from a processor with AVX-512, and this one has none: they were compared with "
+            "torch's AVX2 kernels in a few networks only, so the real peak may be some percent higher. To know it, "
+            "trace with --device cpu."
+        )
+    return [told]
 
 
 def _unknown(trace: Trace, schedule: Schedule, timeline: Timeline) -> list[str]:
@@ -149,8 +159,9 @@ def _unknown(trace: Trace, schedule: Schedule, timeline: Timeline) -> list[str]:
     computing = sum(told.values()) or sum(1 for f in trace.ops.flags if not f & VIEW)
     number = told.get(UNKNOWN, 0) or len(unknown)
     risk, peak = risk_bytes(trace, schedule, timeline), timeline.peak_allocated_bytes
+    what = "its largest tensor" if kind_of(trace.meta) == CUDA else "its tensors together"
     size = (
-        f" If each convolution, matrix product and attention took as much as its largest tensor, the peak would "
+        f" If each convolution, matrix product and attention took as much as {what}, the peak would "
         f"be {show_bytes(peak + risk)} ({show_percent(100 * risk / peak, signed=True, digits=1)})."
         if risk
         else ""

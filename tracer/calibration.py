@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from tracer import onednn
 from tracer.builder import OpRow
 from tracer.cost import op_time_ns, uses_tf32
 from tracer.interpolation import Index
@@ -21,8 +22,9 @@ from traces.trace import VIEW
 MEASURED: Final = "measured"
 INTERPOLATED: Final = "interpolated"
 RULES: Final = "rules"
+ELSEWHERE: Final = "rules elsewhere"  # of another kind of processor than the one that they were read from
 NONE: Final = "none"
-SOURCES: Final = (MEASURED, INTERPOLATED, RULES, NONE)
+SOURCES: Final = (MEASURED, INTERPOLATED, RULES, ELSEWHERE, NONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,8 @@ class Costs:
             ask = cpu_events if device.kind == "cpu" else rule_events
             events = ask(row.signature, device)
             if events is not None and _leaves(events, created_bytes):
-                return Cost(time_ns=time_ns, events=events, source=RULES)
+                elsewhere = device.kind == "cpu" and not onednn.measured_kind()
+                return Cost(time_ns=time_ns, events=events, source=ELSEWHERE if elsewhere else RULES)
         return Cost(time_ns=time_ns, events=(), source=NONE)
 
 

@@ -9,7 +9,7 @@ The sequences were read off torch 2.13's profiler, float32, on a processor with 
 
 Counts: reorders into oneDNN's layouts and back, its scratch for strided kernels, for those that go through columns
 (`gemm`) and for biases that are padded, the columns and slices of torch's own kernels. Ignores: scratch in which
-threads sum the gradients of weights; other types than float32; channels last in other than two dimensions.
+threads sum the gradients of weights; other types than float32 and bfloat16; channels last in other than two dimensions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tracer import onednn
+from tracer import onednn, workspaces_bf16
 from tracer.onednn import FLOAT, block, channels_last, contiguous, padded
 from tracer.signature import Signature, TensorSpec
 
@@ -84,6 +84,13 @@ class _Pair:
 
     def gemm(self, *, of_weights: bool) -> bool:
         """Whether oneDNN has nothing better than columns and a matrix product for these groups."""
+        if (
+            of_weights
+            and onednn.block() == 8
+            and len(self.kernel) == 2
+            and self.read.shape[-1] < self.kernel[-1]
+        ):
+            return True  # without AVX-512, rows that are shorter than the weight's
         if self.groups == 1:
             return False
         volume = len(self.kernel) > 2
@@ -103,12 +110,14 @@ class _Pair:
 
 def convolution(signature: Signature) -> tuple[int, ...] | None:
     """Forward."""
+    if _in_bfloat16(signature.args[0]):
+        return workspaces_bf16.convolution(signature)
     pair, transposed = _pair(signature, signature.results[0])
     if pair is None:
         return None
     x, y, w = (pair.made, pair.read, pair.weight) if transposed else (pair.read, pair.made, pair.weight)
     has_bias = signature.args[2] is not None
-    if channels_last(x) and not transposed:
+    if channels_last(x) and not transposed and x.dtype == "float32":
         copy = () if pair.groups > 1 else (w.nbytes,)
         weight = pair.blocked_weight(plain=x.shape[1] < 4)
         return (*copy, y.nbytes, weight, -weight, *(-c for c in copy))
@@ -122,12 +131,14 @@ def convolution(signature: Signature) -> tuple[int, ...] | None:
 
 def convolution_backward(signature: Signature) -> tuple[int, ...] | None:
     """The gradients of the input, then of weight and bias."""
+    if _in_bfloat16(signature.args[1]):
+        return workspaces_bf16.convolution_backward(signature)
     pair, transposed = _pair(signature, signature.args[0])
     if pair is None:
         return None
     dy, x = (pair.read, pair.made) if transposed else (pair.made, pair.read)
     mask = signature.args[-1]
-    bias = dy.shape[1] * FLOAT if mask[2] else 0
+    bias = dy.shape[1] * dy.item_bytes if mask[2] else 0
     if not _uses_onednn(x, pair):
         return _native_backward(pair, x, dy, bias, mask, transposed=transposed)
     if channels_last(x) and not transposed:
@@ -141,12 +152,16 @@ def convolution_backward(signature: Signature) -> tuple[int, ...] | None:
     return (*events, *(-c for c in copies))
 
 
+def _in_bfloat16(x: TensorSpec) -> bool:
+    return x.dtype == "bfloat16" and onednn.bfloat16_in_onednn()
+
+
 def _pair(signature: Signature, y: TensorSpec) -> tuple[_Pair | None, bool]:
     """The convolution that a call is or is the transpose of, and which; None: no rule says what it does."""
     at = 1 if "backward" in signature.target else 0
     x, w = signature.args[at], signature.args[at + 1]
     stride, _padding, dilation, transposed, _, groups = signature.args[at + 3 : at + 9]
-    if x.dtype != "float32" or w.dtype != "float32" or not 3 <= len(x.shape) <= 5:
+    if x.dtype != w.dtype or x.dtype not in ("float32", "bfloat16") or not 3 <= len(x.shape) <= 5:
         return None, False
     if len(x.shape) == 3:
         x, y, w = _one_row(x), _one_row(y), _one_row(w)
@@ -166,6 +181,8 @@ def _one_row(spec: TensorSpec) -> TensorSpec:
 
 def _uses_onednn(x: TensorSpec, pair: _Pair) -> bool:
     """torch's own choice (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp) for float32 on the CPU."""
+    if x.dtype != "float32":
+        return False
     kernel = pair.kernel[-2:]
     worth = (
         pair.strided
@@ -301,7 +318,7 @@ def _native_columns(pair: _Pair, x: TensorSpec, *, plain: bool) -> int:
     if plain:
         return 0
     # Of a transposed convolution, the columns are those of its result, at the places of its input.
-    return x.shape[0] * pair.read.shape[1] * pair.taps * math.prod(pair.made.shape[2:]) * FLOAT
+    return x.shape[0] * pair.read.shape[1] * pair.taps * math.prod(pair.made.shape[2:]) * x.item_bytes
 
 
 def _native(pair: _Pair, x: TensorSpec, y: TensorSpec, *, padding: Any, transposed: bool) -> Events:

@@ -18,6 +18,36 @@ def block() -> int:
     return 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8
 
 
+@cache
+def bfloat16_in_onednn() -> bool:
+    """Whether torch gives oneDNN its bfloat16 convolutions and products (`mkldnn_bf16_device_check`)."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+@cache
+def measured_kind() -> bool:
+    """Whether this is the kind of processor from which the rules were read: with AVX-512."""
+    return block() == 16
+
+
+@cache
+def has_amx() -> bool:
+    """Whether oneDNN runs bfloat16 on AMX tiles, with layouts of their own."""
+    import torch
+
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself."""
+    import torch
+
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
 def threads() -> int:
     """Threads that torch's kernels share their work among."""
     import torch

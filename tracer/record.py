@@ -10,7 +10,7 @@ from typing import Final
 
 from tracer.alone import calibrate, missing
 from tracer.assemble import recost
-from tracer.calibration import INTERPOLATED, MEASURED, NONE, RULES, Costs
+from tracer.calibration import ELSEWHERE, INTERPOLATED, MEASURED, NONE, RULES, Costs
 from tracer.device_profiles import (
     board_of,
     find,
@@ -211,7 +211,7 @@ def sources_text(trace: Trace, where: str) -> str:
     parts = [
         f"{counts.get(MEASURED, 0)} measured",
         f"{counts.get(INTERPOLATED, 0)} interpolated",
-        f"{counts.get(RULES, 0)} by rule",
+        f"{counts.get(RULES, 0) + counts.get(ELSEWHERE, 0)} by rule",
         f"{counts.get(NONE, 0)} unknown",
     ]
     text = f"Allocations inside the {sum(counts.values())} computing ops: {', '.join(parts)}"

@@ -1,11 +1,14 @@
 """Turn an op's signature into what the op allocates while it runs on a CPU, by rules instead of measurements.
 
 The rules restate what torch 2.13's profiler showed on an x86 processor with AVX-512, one and two threads, in float32;
-why it is so is in torch's sources, named at each rule. `RULES` is the table: operator, rule.
+those for bfloat16 are in `tracer.workspaces_bf16`. Why it is so is in torch's sources, named at each rule. `RULES` is
+the table: operator, rule. With AVX2 alone (tried by ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 on the same
+processor: 31 convolutions, two networks) blocks are half as wide, and weights' gradients go through columns where rows
+are shorter than the weight's; a trace made on such a processor says so.
 
 Counts: the temporaries of convolutions (`tracer.convolutions_cpu`), attention, normalizations, softmax, dropout,
 losses that are reduced, and arithmetic on two types; for the other listed ops their outputs. Ignores: a few bytes of
-scalars; other types than float32; other instruction sets, where blocks are taken to be half as wide.
+scalars; float16; with AVX2, 37 to 57 KB of scratch a thread in strided convolutions' gradients.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from tracer import onednn
+from tracer import onednn, workspaces_bf16
 from tracer.convolutions_cpu import convolution, convolution_backward
 from tracer.onednn import FLOAT, contiguous
 from tracer.signature import Signature
@@ -45,6 +48,13 @@ def plain(signature: Signature) -> tuple[int, ...] | None:
     return _made(signature)
 
 
+def product(signature: Signature) -> tuple[int, ...] | None:
+    """A matrix product: its result, but for blocks in bfloat16."""
+    if onednn.bfloat16_in_onednn() and any(s.dtype == "bfloat16" for s in signature.results):
+        return workspaces_bf16.product(signature)
+    return _made(signature)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention, normalization, the rest
 
@@ -53,6 +63,8 @@ def attention(signature: Signature) -> tuple[int, ...] | None:
     """A tile of scores, two rows of sums and a tile of output a thread (FlashAttentionKernel.cpp)."""
     query, keys = signature.inputs[:2]
     rows, columns = _tiles(query.shape[2], keys.shape[2])
+    if query.dtype == "bfloat16":
+        return workspaces_bf16.attention(signature, rows, columns)
     buffer = onednn.threads() * rows * (columns + 2 + query.shape[3]) * FLOAT
     return (*_made(signature), buffer, -buffer)
 
@@ -62,6 +74,8 @@ def attention_backward(signature: Signature) -> tuple[int, ...] | None:
     grad, query, keys = signature.inputs[:3]
     copy = (grad.nbytes,) if grad.stride[-1] != 1 or 0 in grad.stride else ()
     rows, columns = _tiles(query.shape[2], keys.shape[2])
+    if query.dtype == "bfloat16":
+        return workspaces_bf16.attention_backward(signature, rows, columns, copy)
     buffer, sums = onednn.threads() * 2 * rows * columns * FLOAT, rows * FLOAT
     return (*copy, *_made(signature), buffer, sums, -sums, -buffer, *(-c for c in copy))
 
@@ -143,6 +157,15 @@ def dropout_backward(signature: Signature) -> tuple[int, ...] | None:
     return (y.nbytes, y.nbytes, -y.nbytes, y.nbytes, -y.nbytes)
 
 
+def mean(signature: Signature) -> tuple[int, ...] | None:
+    """In bfloat16, the sum and all that is summed up once more in float32."""
+    (y,) = signature.results
+    if y.dtype != "bfloat16":
+        return (y.nbytes,)
+    wide = (2 * y.nbytes, signature.inputs[0].elements * FLOAT)
+    return (y.nbytes, *wide, -wide[1], -wide[0])
+
+
 def roll(signature: Signature) -> tuple[int, ...] | None:
     """One dimension after the other, each into a new tensor."""
     (y,) = signature.results
@@ -151,18 +174,20 @@ def roll(signature: Signature) -> tuple[int, ...] | None:
 
 # Ops that were seen to leave their outputs and to allocate nothing else but a few bytes.
 PLAIN: Final = """
-    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _to_copy abs add_ addcdiv_ addcmul_ addmm arange
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _to_copy abs add_ addcdiv_ addcmul_ arange
     avg_pool2d avg_pool2d_backward
-    bernoulli bmm cat clone constant_pad_nd copy copy_ cos detach div_ embedding
+    bernoulli cat clone constant_pad_nd copy copy_ cos detach div_ embedding
     embedding_dense_backward empty empty_like eq fill full_like gather ge gelu
     gelu_backward gt hardtanh hardtanh_backward index lerp_ lift_fresh_copy log lt masked_fill
-    max_pool2d_with_indices max_pool2d_with_indices_backward mean mm mse_loss_backward ne neg
+    max_pool2d_with_indices max_pool2d_with_indices_backward mse_loss_backward ne neg
     new_empty_strided new_zeros nll_loss_backward nll_loss_forward ones ones_like pow relu rsqrt scalar_tensor
     select_backward sigmoid sigmoid_backward silu silu_backward sin slice_backward sqrt sum tanh tanh_backward
     threshold_backward tril where zero_ zeros zeros_like lowtide.dropout_mask
 """.split()  # noqa: SIM905
 RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(PLAIN, plain),
+    **dict.fromkeys(("mm", "addmm", "bmm"), product),
+    "mean": mean,
     "convolution": convolution,
     "convolution_backward": convolution_backward,
     "_scaled_dot_product_flash_attention_for_cpu": attention,

@@ -320,8 +320,8 @@ def test_device_memory_in_words() -> None:
 
 
 def test_what_is_said_beside_a_prediction() -> None:
-    # w 4, x 8; at g: w, x, g. The product x has flops: with as much inside as its largest tensor (8) the peak
-    # would be at x: 4 + 8 + 8 = 20, or at g (16) if that is more.
+    # w 4, x 8; at g: w, x, g. The product x has flops: with as much inside as its tensors together (12, on a GPU its
+    # largest one, 8) the peak would be at x: 4 + 8 + 12 = 24, or at g (16) if that is more.
     ops = [fwd({"x": 8}, "w"), bwd({"g": 4}, "x")]
     of = trace(ops, {"w": 4})
     of = replace(of, ops=replace(of.ops, flops=(10, 0)))
@@ -331,9 +331,10 @@ def test_what_is_said_beside_a_prediction() -> None:
 
     (warning,) = said(of)
     assert "2 of 2 computing ops" in warning
-    assert "20 B (+25.0 %)" in warning
+    assert "its tensors together, the peak would be 24 B (+50.0 %)" in warning
     schedule = build(of)
-    assert caveats.risk_bytes(of, schedule, run(of, schedule)) == 4
+    assert caveats.risk_bytes(of, schedule, run(of, schedule)) == 8
+    assert caveats.risk_bytes(on_gpu(of), schedule, run(of, schedule)) == 4
     measured = replace(of, meta=replace(of.meta, mode="real", workspace={"measured": 2}))
     assert said(measured) == ()
     partly = replace(of, meta=replace(of.meta, workspace={"measured": 1, "interpolated": 1}))
@@ -344,6 +345,10 @@ def test_what_is_said_beside_a_prediction() -> None:
     assert "not confirmed on a GPU" in warning
     assert "2 ops follow from rules" in derived
     assert said(replace(ruled, meta=replace(ruled.meta, device="cpu", target="cpu"))) == (derived,)
+    elsewhere = replace(of, meta=replace(of.meta, workspace={"rules": 1, "rules elsewhere": 1}))
+    (derived,) = said(elsewhere)
+    assert "2 ops follow from rules" in derived
+    assert "this one has none" in derived
     other = replace(of, meta=replace(of.meta, target="H200", workspace={"rules": 2}))
     assert "those of a CPU" in said(other)[1]
 

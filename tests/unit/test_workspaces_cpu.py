@@ -88,7 +88,7 @@ def test_one_small_image_goes_through_columns() -> None:
 @pytest.mark.usefixtures("avx512")
 def test_what_has_no_rule_has_none() -> None:
     x, w, y = dense(2, 16, 4, 4), dense(16, 16, 3, 3), dense(2, 16, 4, 4)
-    half = [TensorSpec(shape=s.shape, stride=s.stride, dtype="bfloat16") for s in (x, w, y)]
+    half = [TensorSpec(shape=s.shape, stride=s.stride, dtype="float16") for s in (x, w, y)]
     assert conv(*half) is None
     assert cpu_events(Signature(target="aten.some_new_op.default", args=(x,), outputs=(y,)), CPU) is None
 
