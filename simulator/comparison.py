@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simulator.allocator.question import Question, Reserved, reserve
-from simulator.engine import run
+from simulator.engine import keep_all
 from simulator.graph import Graph, analyse
-from simulator.planners.outcome import figures, predicted
-from simulator.schedule import Schedule, build
+from simulator.planners.outcome import figures, predicted, replayed
+from simulator.schedule import Schedule
 from simulator.timeline import Timeline
 from traces.measurement import RunFigures
 from traces.plan import Plan
@@ -61,15 +61,16 @@ class Comparison:
 def compare(trace: Trace, plan: Plan, budget_bytes: int | None) -> Comparison:
     """Replay a trace without and with the plan; raises PlanError if the plan does not fit the trace."""
     graph = analyse(trace)
-    kept, planned = build(trace, (), graph), build(trace, plan.actions, graph)
+    kept = keep_all(trace, graph)
+    planned = replayed(trace, plan) if plan.actions else kept
     return Comparison(
         trace=trace,
         plan=plan,
         graph=graph,
-        kept=kept,
-        kept_timeline=run(trace, kept, graph),
-        planned=planned,
-        planned_timeline=run(trace, planned, graph),
+        kept=kept.schedule,
+        kept_timeline=kept.timeline,
+        planned=planned.schedule,
+        planned_timeline=planned.timeline,
         budget_bytes=budget_bytes,
     )
 

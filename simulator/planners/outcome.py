@@ -87,7 +87,7 @@ def replayed(trace: Trace, plan: Plan) -> Replay:
     Raises:
         PlanError: it does not fit the trace.
     """
-    if _finished and _finished[0][0] is trace and _finished[0][1] is plan:
+    if _finished and _finished[0][0] is trace and _finished[0][1].actions is plan.actions:
         return _finished[0][2]
     graph = analyse(trace)
     schedule = build(trace, plan.actions, graph)
