@@ -334,7 +334,7 @@ def environment(device: str) -> dict[str, str]:
     }
     if device.startswith("cuda"):
         out |= {
-            "gpu": torch.cuda.get_device_name(),
+            "gpu": torch.cuda.get_device_name(device),
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
             "cudnn_benchmark": str(torch.backends.cudnn.benchmark),

@@ -104,10 +104,11 @@ class BuildStep:
         check_device(device)
         if device.startswith("cuda"):
             set_tf32(self.policy)
-            if not is_fake():
-                torch.cuda.set_device(
-                    device
-                )  # what asks for the GPU's name, memory or events then asks this one
+            if (
+                device != "cuda" and not is_fake()
+            ):  # without a number torch refuses it; the current one is meant
+                # What asks for the GPU's name, memory, generator or events then asks this one.
+                torch.cuda.set_device(device)
         random.seed(self.seed)
         torch.manual_seed(self.seed)
         with built(self.model):

@@ -224,8 +224,11 @@ def test_what_is_no_device_is_refused(device: str) -> None:
 
 
 def test_one_of_several_gpus_is_the_one_that_is_asked_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory statistics, its name and its clock: torch's functions for them ask the current device."""
-    chosen: list[str] = []
+    """Its memory statistics, its name and its clock: torch's functions for them ask the current device.
+
+    Without a number that is the one already, and torch would refuse to be told so.
+    """
+    chosen: list[int] = []
     made: list[str] = []
 
     def make(device: str) -> TrainingStep:
@@ -235,12 +238,13 @@ def test_one_of_several_gpus_is_the_one_that_is_asked_from_then_on(monkeypatch: 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
     build = BuildStep(model="m", options={}, seed=0, make=make)
     for device in ("cuda", "cuda:1"):
         with pytest.raises(SpecError, match="no GPU"):
             build(device)
-    assert chosen == made == ["cuda", "cuda:1"]
+    assert made == ["cuda", "cuda:1"]
+    assert chosen == [1]
     with pytest.raises(EnvironmentProblem, match=r"has 2 GPU\(s\)"):
         build("cuda:2")
 
