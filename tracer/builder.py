@@ -16,6 +16,7 @@ from traces.trace import (
     Trace,
     TraceMeta,
     fingerprint,
+    uses_of,
 )
 
 
@@ -76,31 +77,22 @@ class TraceBuilder:
             TraceError: what was collected contradicts itself (a defect of the tracer).
         """
         n = len(self.storages)
-        first = {FORWARD: [-1] * n, BACKWARD: [-1] * n}
-        last = {FORWARD: [-1] * n, BACKWARD: [-1] * n}
         aliases: list[list[int]] = [[] for _ in range(n)]
         for i, op in enumerate(self.ops):
             if op.flags & VIEW:
                 for s in op.reads:
                     aliases[s].append(i)
-            if op.phase in first:
-                for s in op.reads:
-                    if first[op.phase][s] < 0:
-                        first[op.phase][s] = i
-                    last[op.phase][s] = i
-        for s, row in enumerate(self.storages):
-            if row.used_from >= 0:
-                use = first.get(self.ops[row.used_from].phase, first[FORWARD])
-                use[s] = row.used_from
         ops = Ops(**{c: tuple(getattr(r, c) for r in self.ops) for c in Ops.__dataclass_fields__})
         plain = ("name", "nbytes", "category", "producer", "hold", "dtype", "shape")
         columns: dict[str, Iterable[object]] = {c: tuple(getattr(r, c) for r in self.storages) for c in plain}
+        uses = {column: list(values) for column, values in uses_of(ops, n).items()}
+        for s, row in enumerate(self.storages):
+            if row.used_from >= 0:
+                phase = BACKWARD if self.ops[row.used_from].phase == BACKWARD else FORWARD
+                uses[f"first_{phase}_use"][s] = row.used_from
+        columns |= {column: tuple(values) for column, values in uses.items()}
         storages = Storages(
             **columns,  # type: ignore[arg-type]
-            first_forward_use=tuple(first[FORWARD]),
-            last_forward_use=tuple(last[FORWARD]),
-            first_backward_use=tuple(first[BACKWARD]),
-            last_backward_use=tuple(last[BACKWARD]),
             aliases=tuple(tuple(a) for a in aliases),
         )
         meta = replace(meta, fingerprint=fingerprint(ops, storages))

@@ -67,6 +67,7 @@ FLAG_NAMES: Final = {
     VIEW: "view",
     EAGER: "eager",
 }
+MOST: Final = 1 << 61  # of all sizes, and of all times, together: plans are reckoned with in 64 bits
 FORBIDS_RECOMPUTE: Final = RANDOM | MUTATES | COLLECTIVE | EFFECT | EAGER
 
 
@@ -200,9 +201,10 @@ class Trace:
     def validate(self) -> None:
         """Raise TraceError if the tables contradict each other.
 
-        Checked: every id is in range; no op reads a storage or takes a value that does not exist yet;
-        every produced storage is written by its producer; sizes and times are not negative; the phases
-        stand in order; the measured events of an op sum to what it leaves behind.
+        Checked: every id is in range; no op reads or writes a storage or takes a value that does not exist yet, nor
+        names a storage twice; every produced storage is written by its producer, which is no view; sizes and times are
+        not negative, and their sums fit 64 bits with room to spare; the phases stand in order; the measured events of
+        an op sum to what it leaves behind; first and last uses of what the step makes are its readers.
         """
         ops, sts = self.ops, self.storages
         n_ops, n_st = len(ops), len(sts)
@@ -222,6 +224,9 @@ class Trace:
                 )
             if not -1 <= sts.hold[s] < n_ops:
                 raise TraceError(f"storages: storage {s} is held by op {sts.hold[s]}, which does not exist.")
+        for what, total in (("sizes", sum(sts.nbytes)), ("times", sum(ops.time_ns))):
+            if total > MOST:
+                raise TraceError(f"the {what} sum to {total}, more than can be reckoned with.")
         for i in range(n_ops):
             if ops.phase[i] not in rank:
                 raise TraceError(f"ops: op {i} has the unknown phase {ops.phase[i]!r}.")
@@ -237,8 +242,14 @@ class Trace:
             for s in ops.writes[i]:
                 if not 0 <= s < n_st:
                     raise TraceError(f"ops: op {i} writes storage {s}, which does not exist.")
+                if sts.producer[s] > i:
+                    raise TraceError(
+                        f"ops: op {i} ({ops.name[i]}) writes storage {s}, which op {sts.producer[s]} makes only later."
+                    )
                 if sts.producer[s] == i:
                     created += sts.nbytes[s]
+                    if ops.flags[i] & VIEW:
+                        raise TraceError(f"ops: op {i} ({ops.name[i]}) is a view, and makes storage {s}.")
             for s in ops.reads[i]:
                 if not 0 <= s < n_st:
                     raise TraceError(f"ops: op {i} reads storage {s}, which does not exist.")
@@ -247,6 +258,9 @@ class Trace:
                         f"ops: op {i} ({ops.name[i]}) reads storage {s}, which op {sts.producer[s]} "
                         "produces only later; record the trace again."
                     )
+            for verb, named in (("reads", ops.reads[i]), ("writes", ops.writes[i])):
+                if len(set(named)) != len(named):
+                    raise TraceError(f"ops: op {i} ({ops.name[i]}) {verb} a storage twice.")
             if ops.events[i] and sum(ops.events[i]) != created:
                 raise TraceError(
                     f"ops: op {i} ({ops.name[i]}) leaves {sum(ops.events[i])} bytes by its events and "
@@ -254,6 +268,28 @@ class Trace:
                 )
             if not -1 <= ops.overwrites[i] < n_st:
                 raise TraceError(f"ops: op {i} overwrites storage {ops.overwrites[i]}, which does not exist.")
+        for column, uses in uses_of(ops, n_st).items():
+            for s, (told, use) in enumerate(zip(getattr(sts, column), uses, strict=True)):
+                if told != use and sts.producer[s] >= 0:  # a library uses its workspace without reading it
+                    raise TraceError(
+                        f"storages: storage {s} ({sts.name[s]}) has the {column.replace('_', ' ')} {told}, and by the "
+                        f"ops that read it is {use}."
+                    )
+
+
+def uses_of(ops: Ops, storages: int) -> dict[str, tuple[int, ...]]:
+    """The columns of first and last uses that these ops make of so many storages: op ids by phase; -1: none."""
+    out: dict[str, tuple[int, ...]] = {}
+    for phase in (FORWARD, BACKWARD):
+        first, last = [-1] * storages, [-1] * storages
+        for i, reads in enumerate(ops.reads):
+            if ops.phase[i] == phase:
+                for s in reads:
+                    last[s] = i
+                    if first[s] < 0:
+                        first[s] = i
+        out |= {f"first_{phase}_use": tuple(first), f"last_{phase}_use": tuple(last)}
+    return out
 
 
 def fingerprint(ops: Ops, storages: Storages, *, sizes: bool = True, eager: bool = True) -> str:

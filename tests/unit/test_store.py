@@ -19,7 +19,7 @@ from tests.strategies import traces
 from tests.tiny import chain
 from traces.errors import TraceError
 from traces.store import META_KEY, OPS_FILE, STORAGES_FILE, find, load, save
-from traces.trace import TraceMeta
+from traces.trace import VIEW, TraceMeta
 
 STORED = chain(3)
 
@@ -247,9 +247,19 @@ def test_the_header_survives_fields_that_this_version_does_not_know(stored: Path
         ("storages", "category", 1, "treasure", "unknown category"),
         ("storages", "producer", 1, 99, "does not exist"),
         ("storages", "hold", 1, 99, "held by op 99"),
+        ("storages", "nbytes", 1, 1 << 62, "sizes sum to"),
+        ("storages", "first_forward_use", 1, 2, "first forward use 2"),
+        ("storages", "last_forward_use", 1, -1, "last forward use -1"),
+        ("storages", "first_backward_use", 1, 3, "first backward use 3"),
+        ("storages", "last_backward_use", 1, -1, "last backward use -1"),
         ("ops", "phase", 0, "sideways", "unknown phase"),
         ("ops", "phase", 0, "backward", "after an op of a later phase"),
         ("ops", "time_ns", 0, -1, "negative time"),
+        ("ops", "time_ns", 0, 1 << 62, "times sum to"),
+        ("ops", "flags", 0, VIEW, "is a view"),
+        ("ops", "reads", 1, (1, 1), "reads a storage twice"),
+        ("ops", "writes", 1, (2, 2), "writes a storage twice"),
+        ("ops", "writes", 0, (1, 2), "makes only later"),
         ("ops", "inputs", 0, (3,), "does not run before it"),
         ("ops", "reads", 0, (99,), "reads storage 99"),
         ("ops", "reads", 0, (3,), "produces only later"),
