@@ -361,7 +361,9 @@ def predicted_figures(plan: Plan, which: str) -> RunFigures:
     data = plan.predicted.get(which)
     if not isinstance(data, dict):
         raise PlanError("the plan carries no prediction; make it again with `simulate`.")
-    wrong = [k for k in RunFigures().headline() if not isinstance(data.get(k), int | None)]
-    if wrong:
-        raise PlanError(f"the plan's predicted {wrong[0]} is no number; make it again with `simulate`.")
-    return RunFigures.from_json({k: data.get(k) for k in RunFigures().headline()})
+    try:
+        return RunFigures.from_json({k: data.get(k) for k in RunFigures().headline()})
+    except TypeError as error:
+        raise PlanError(
+            f"the plan's prediction is no number ({error}); make it again with `simulate`."
+        ) from None

@@ -6,7 +6,6 @@ report shows both.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any, Final
 
 from simulator.budget import parse_budget
 from simulator.planners.limits import DEFAULTS, Limits
+from traces.checked import checked, read_json
 from traces.errors import BudgetError, LowtideError, TraceError
 from traces.files import write_text
 from traces.measurement import RunFigures
@@ -68,7 +68,7 @@ class SweepRow:
             values[key] = RunFigures.from_json(values[key])
         values["measured"] = {k: RunFigures.from_json(v) for k, v in values.get("measured", {}).items()}
         values["warnings"] = tuple(values.get("warnings", ()))
-        return cls(**values)
+        return checked(cls(**values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class Sweep:
     def load(cls, path: str | Path) -> Sweep:
         """Read a sweep; raises TraceError if the file is not one."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = read_json(path)
         except (OSError, ValueError) as error:
             raise TraceError(
                 f"{path}: cannot be read as a sweep ({error}); make it again with `simulate sweep`."
@@ -213,7 +213,7 @@ def _fresh(note: Path, directory: Path, now: dict[str, Any]) -> bool:
     from simulator.stamps import same
 
     try:
-        data = json.loads(note.read_text(encoding="utf-8"))
+        data = read_json(note)
         return same(data, {**now, "fingerprint": _fingerprint(directory)})
     except (OSError, ValueError, TypeError, TraceError):
         return False

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from traces.checked import checked, read_json
 from traces.errors import TraceError
 from traces.files import write_text
 from traces.plan import ALLOCATED, RESERVED
@@ -54,16 +54,23 @@ class RunFigures:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RunFigures:
-        return cls(
-            peak_allocated_bytes=data.get("peak_allocated_bytes"),
-            peak_block_bytes=data.get("peak_block_bytes"),
-            peak_reserved_bytes=data.get("peak_reserved_bytes"),
-            step_time_ns=data.get("step_time_ns"),
-            peaks_bytes=tuple(data.get("peaks_bytes", ())),
-            times_ns=tuple(data.get("times_ns", ())),
-            reserved_bytes=tuple(data.get("reserved_bytes", ())),
-            keep_all_times_ns=tuple(data.get("keep_all_times_ns", ())),
+        """Build figures from parsed JSON; raises TypeError if one is no whole number, ValueError if pairs are none."""
+        figures = checked(
+            cls(
+                peak_allocated_bytes=data.get("peak_allocated_bytes"),
+                peak_block_bytes=data.get("peak_block_bytes"),
+                peak_reserved_bytes=data.get("peak_reserved_bytes"),
+                step_time_ns=data.get("step_time_ns"),
+                peaks_bytes=tuple(data.get("peaks_bytes", ())),
+                times_ns=tuple(data.get("times_ns", ())),
+                reserved_bytes=tuple(data.get("reserved_bytes", ())),
+                keep_all_times_ns=tuple(data.get("keep_all_times_ns", ())),
+            )
         )
+        pairs = figures.keep_all_times_ns
+        if pairs and (len(pairs) != len(figures.times_ns) or min(pairs) <= 0):
+            raise ValueError("keep_all_times_ns are not the times of as many steps as times_ns")
+        return figures
 
 
 def measured_slowdown_percent(plan: RunFigures, keep_all: RunFigures) -> float | None:
@@ -168,13 +175,13 @@ class Measurement:
     def load(cls, path: str | Path) -> Measurement:
         """Read a measurement; raises TraceError if the file is not one."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = read_json(path)
             if data.get("record") != "measurement" or data.get("measurement_version") != MEASUREMENT_VERSION:
                 raise ValueError("not a Lowtide measurement of this version")
             values = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
             for key in ("predicted", "measured", "keep_all_predicted", "keep_all", "eager"):
                 values[key] = RunFigures.from_json(values[key])
             values["warnings"] = tuple(values.get("warnings", ()))
-            return cls(**values)
+            return checked(cls(**values))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TraceError(f"{path}: not a measurement ({error}); run `execute` again.") from None

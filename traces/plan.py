@@ -20,12 +20,12 @@ storage of forward is released after its last use there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from traces.checked import checked, read_json
 from traces.errors import PlanError
 from traces.files import write_text
 from traces.trace import Trace, TraceMeta, canonical_json
@@ -106,7 +106,7 @@ class Plan:
         if not path.is_file():
             raise PlanError(f"{path}: no such plan; make one with `simulate TRACE --budget 60% -o {path}`.")
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
         except (ValueError, OSError) as error:
             raise PlanError(
                 f"{path}: not a JSON file ({error}); make the plan again with `simulate`."
@@ -127,16 +127,17 @@ class Plan:
                 "make the plan again with `simulate`."
             )
         try:
-            budget = data["budget_bytes"]
-            return cls(
-                meta=TraceMeta.from_json(data["trace"]),
-                planner=str(data["planner"]),
-                budget_bytes=None if budget is None else int(budget),
-                budget_of=_budget_of(data),
-                exactness=str(data["exactness"]),
-                predicted=dict(data["predicted"]),
-                constraints=dict(data.get("constraints", {})),
-                actions=tuple(_action(a) for a in data["actions"]),
+            return checked(
+                cls(
+                    meta=TraceMeta.from_json(data["trace"]),
+                    planner=str(data["planner"]),
+                    budget_bytes=data["budget_bytes"],
+                    budget_of=_budget_of(data),
+                    exactness=str(data["exactness"]),
+                    predicted=dict(data["predicted"]),
+                    constraints=dict(data.get("constraints", {})),
+                    actions=tuple(_action(a) for a in data["actions"]),
+                )
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(
@@ -154,14 +155,16 @@ def _budget_of(data: Mapping[str, Any]) -> str:
 def _action(data: dict[str, Any]) -> Action:
     if data["action"] not in (RECOMPUTE, SAVE):
         raise ValueError(f"unknown action {data['action']!r}")
-    return Action(
-        storage=int(data["storage"]),
-        action=data["action"],
-        share=bool(data.get("share", True)),
-        drop_after=tuple(int(i) for i in data.get("drop_after", ())),
-        op=str(data.get("op", "")),
-        module=str(data.get("module", "")),
-        nbytes=int(data.get("nbytes", 0)),
+    return checked(
+        Action(
+            storage=data["storage"],
+            action=data["action"],
+            share=data.get("share", True),
+            drop_after=tuple(data.get("drop_after", ())),
+            op=str(data.get("op", "")),
+            module=str(data.get("module", "")),
+            nbytes=data.get("nbytes", 0),
+        )
     )
 
 

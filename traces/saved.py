@@ -7,12 +7,12 @@ choice need not be the same process.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from traces.checked import checked, read_json
 from traces.errors import PlanError
 from traces.files import write_text
 from traces.trace import TraceMeta, canonical_json
@@ -86,7 +86,7 @@ class SavedSets:
         if not path.is_file():
             raise PlanError(f"{path}: no such file; {advice}.")
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
         except (ValueError, OSError) as error:
             raise PlanError(f"{path}: not a JSON file ({error}); {advice}.") from None
         if not isinstance(data, dict) or data.get("record") != "saved sets":
@@ -96,26 +96,30 @@ class SavedSets:
                 f"{path}: version {data.get('saved_version')}, and this Lowtide reads {SAVED_VERSION}; {advice}."
             )
         try:
-            return cls(
-                meta=TraceMeta.from_json(data["trace"]),
-                source=str(data["source"]),
-                capture_seconds=float(data["capture_seconds"]),
-                sets=tuple(_set(s) for s in data["sets"]),
+            return checked(
+                cls(
+                    meta=TraceMeta.from_json(data["trace"]),
+                    source=str(data["source"]),
+                    capture_seconds=data["capture_seconds"],
+                    sets=tuple(_set(s) for s in data["sets"]),
+                )
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"{path}: malformed ({type(error).__name__}: {error}); {advice}.") from None
 
 
 def _set(data: dict[str, Any]) -> SavedSet:
-    def ids(name: str) -> tuple[int, ...]:
-        return tuple(int(k) for k in data[name])
-
-    return SavedSet(
-        label=str(data["label"]),
-        settings=dict(data["settings"]),
-        solve_seconds=float(data["solve_seconds"]),
-        saved=ids("saved"),
-        recomputed=ids("recomputed"),
-        recomputed_ops=int(data["recomputed_ops"]),
-        random_again=ids("random_again"),
+    label = str(data["label"])
+    if Path(label).name != label:  # plans are written to files of that name
+        raise ValueError(f"the label {label!r:.80} is no name for a file")
+    return checked(
+        SavedSet(
+            label=label,
+            settings=dict(data["settings"]),
+            solve_seconds=data["solve_seconds"],
+            saved=tuple(data["saved"]),
+            recomputed=tuple(data["recomputed"]),
+            recomputed_ops=data["recomputed_ops"],
+            random_again=tuple(data["random_again"]),
+        )
     )

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
+from traces.checked import checked
 from traces.errors import LowtideError, SpecError
 from traces.trace import canonical_json
 
@@ -87,13 +88,15 @@ class Case:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Case:
-        return cls(
-            kind=str(data["kind"]),
-            step=Step(model=str(data["model"]), options=dict(data["options"])),
-            budget=str(data["budget"]),
-            planner=str(data["planner"]),
-            limit=str(data["limit"]),
-            batch_sizes=tuple(int(b) for b in data["batch_sizes"]),
+        return checked(
+            cls(
+                kind=str(data["kind"]),
+                step=Step(model=str(data["model"]), options=dict(data["options"])),
+                budget=str(data["budget"]),
+                planner=str(data["planner"]),
+                limit=str(data["limit"]),
+                batch_sizes=tuple(data["batch_sizes"]),
+            )
         )
 
 
@@ -120,7 +123,7 @@ class Method:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Method:
-        return cls(**{f.name: data[f.name] for f in fields(cls)})
+        return checked(cls(**{f.name: data[f.name] for f in fields(cls)}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
 from executor.campaign.cases import Case, Method, digest
+from traces.checked import checked, read_json
 from traces.errors import TraceError
 from traces.files import write_text
 from traces.measurement import RunFigures
@@ -136,7 +136,7 @@ class Record:
             values["case"] = Case.from_json(values["case"])
             values["trials"] = tuple(_trial(t) for t in values["trials"])
             values["notes"] = tuple(values["notes"])
-            return cls(**values)
+            return checked(cls(**values))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TraceError(
                 f"{place}a malformed record ({type(error).__name__}: {error}); delete it, and the case runs again."
@@ -145,7 +145,7 @@ class Record:
 
 def _trial(data: Mapping[str, Any]) -> Trial:
     figures = {k: RunFigures.from_json(data[k]) for k in ("predicted", "measured")}
-    return Trial(**{**data, **figures})
+    return checked(Trial(**{**data, **figures}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,13 +181,15 @@ class Book:
                 "campaign again."
             )
         try:
-            return cls(
-                name=str(data["name"]),
-                asked=int(data["asked"]),
-                method=Method.from_json(data["method"]),
-                records=tuple(
-                    Record.from_json(r, f"{path}, case {k}") for k, r in enumerate(data["cases"], 1)
-                ),
+            return checked(
+                cls(
+                    name=str(data["name"]),
+                    asked=data["asked"],
+                    method=Method.from_json(data["method"]),
+                    records=tuple(
+                        Record.from_json(r, f"{path}, case {k}") for k, r in enumerate(data["cases"], 1)
+                    ),
+                )
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TraceError(
@@ -201,7 +203,7 @@ class Book:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError) as error:
         raise TraceError(
             f"{path}: cannot be read as JSON ({error}); name another, or run the campaign that makes it."

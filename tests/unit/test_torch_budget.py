@@ -133,6 +133,13 @@ def test_damaged_saved_sets_are_refused(tmp_path: Path, text: str, says: str) ->
         SavedSets.load(tmp_path / "none.json")
 
 
+def test_a_label_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    """Plans are written to files that are named by it."""
+    path = sets_of(links(), replace(choice((1, 2)), label="../../plan")).save(tmp_path / "s.json")
+    with pytest.raises(PlanError, match="no name for a file"):
+        SavedSets.load(path)
+
+
 def test_ours_stands_beside_each_of_torchs() -> None:
     record = links()
     (row,) = rows(record, sets_of(record, choice((2,), (1, 3, 4))), "keep-all", Limits())

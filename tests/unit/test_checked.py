@@ -1,0 +1,143 @@
+"""Records out of JSON files: a value of another type than its field's is named, in whichever record it stands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.campaign.record import Book
+from simulator.sweep import Sweep
+from traces.checked import checked
+from traces.errors import LowtideError
+from traces.measurement import Measurement, RunFigures
+from traces.plan import Plan
+from traces.saved import SavedSets
+from traces.store import GALLERY
+
+
+@dataclass(frozen=True)
+class Inner:
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    number: int = 0
+    share: float = 0.0
+    maybe: int | None = None
+    many: tuple[int, ...] = ()
+    pair: tuple[int, str] = (0, "")
+    named: Mapping[str, int] = field(default_factory=dict)
+    inner: Inner = field(default_factory=Inner)
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"number": 1 << 80, "share": 1, "maybe": 3, "many": (1, 2), "pair": (1, "a"), "named": {"a": 1}},
+        {"anything": object()},
+    ],
+)
+def test_what_fits_comes_back_as_it_is(values: dict[str, Any]) -> None:
+    record = Sample(**values)
+    assert checked(record) is record
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"number": True},
+        {"number": 1.0},
+        {"number": None},
+        {"share": True},
+        {"share": "1"},
+        {"maybe": "3"},
+        {"many": [1]},
+        {"many": (1, "2")},
+        {"pair": (1, 2)},
+        {"pair": (1,)},
+        {"named": {"a": "b"}},
+        {"named": {1: 1}},
+        {"named": []},
+        {"inner": 0},
+    ],
+)
+def test_what_does_not_fit_is_named(values: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=next(iter(values))):
+        checked(Sample(**values))
+
+
+CPU = GALLERY / "resnet152-cpu"
+FILES: dict[str, tuple[Callable[[Path], object], Path]] = {
+    "plan": (Plan.load, CPU / "plan-b16.json"),
+    "sweep": (Sweep.load, CPU / "sweep.json"),
+    "measurement": (Measurement.load, CPU / "measurement-b16.json"),
+    "book": (Book.load, GALLERY / "cpu-campaign" / "campaign.json"),
+}
+INFINITE = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("plan", ("budget_bytes",), INFINITE),
+        ("plan", ("budget_bytes",), "7"),
+        ("plan", ("actions", 0, "storage"), INFINITE),
+        ("plan", ("actions", 0, "storage"), 1.7),
+        ("plan", ("actions", 0, "share"), "false"),
+        ("plan", ("actions", 0, "nbytes"), None),
+        ("sweep", ("rows", 0, "baseline", "peak_allocated_bytes"), INFINITE),
+        ("sweep", ("rows", 0, "feasible"), "yes"),
+        ("sweep", ("rows", 0, "overhead_percent"), {}),
+        ("sweep", ("rows", 0, "breakdown_plan"), []),
+        ("sweep", ("rows", 0, "breakdown_baseline", "gradient"), None),
+        ("sweep", ("rows", 0, "trace_path"), 3),
+        ("measurement", ("measured", "step_time_ns"), "1"),
+        ("measurement", ("measured", "keep_all_times_ns"), [1]),
+        ("measurement", ("verified",), "yes"),
+        ("book", ("asked",), INFINITE),
+        ("book", ("method", "runs"), "5"),
+        ("book", ("cases", 0, "measured", "times_ns"), ["a"]),
+        ("book", ("cases", 0, "measured", "keep_all_times_ns"), [0]),
+        ("book", ("cases", 0, "case", "batch_sizes"), ["8"]),
+        ("book", ("cases", 0, "verified"), 1),
+    ],
+)
+def test_a_record_with_a_value_of_another_type_is_refused(
+    name: str, place: tuple[str | int, ...], value: object, tmp_path: Path
+) -> None:
+    load, path = FILES[name]
+    data = json.loads(path.read_text())
+    inside = data
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[place[-1]] = value
+    (tmp_path / "r.json").write_text(json.dumps(data))
+    with pytest.raises(LowtideError, match=r"r\.json"):
+        load(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize("load", [*(load for load, _ in FILES.values()), SavedSets.load])
+def test_a_file_that_is_nested_too_deeply_is_refused(load: Callable[[Path], object], tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text("[" * 100_000)
+    with pytest.raises(LowtideError, match="nested too deeply"):
+        load(tmp_path / "r.json")
+
+
+def test_the_gallery_is_read_as_before() -> None:
+    for load, path in FILES.values():
+        load(path)
+
+
+def test_times_in_turns_come_in_pairs() -> None:
+    RunFigures.from_json({"times_ns": [1, 2], "keep_all_times_ns": [3, 4]})
+    for pairs in ([3], [3, 0]):
+        with pytest.raises(ValueError, match="as many steps"):
+            RunFigures.from_json({"times_ns": [1, 2], "keep_all_times_ns": pairs})
