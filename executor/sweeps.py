@@ -55,6 +55,11 @@ def measure_sweep(directory: Path, settings: Settings, progress: Callable[[str],
         progress(f"Batch size {row.batch_size} ({k + 1} of {len(table.rows)})")
         outcome = measure_plan(path.parent / row.plan_path, settings, progress)
         m = outcome.measurement
+        if places and m.place not in places:
+            raise TraceError(
+                f"{path}: other batch sizes were measured on {' and '.join(sorted(places))}, and this is {m.place}; "
+                "measure here in another directory (`simulate sweep ... -o OTHER`)."
+            )
         m.save(_file(path, row.batch_size))
         if m.verified is False:
             failures.append(f"batch size {row.batch_size}: {outcome.first_difference}")

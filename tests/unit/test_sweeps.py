@@ -78,9 +78,20 @@ def test_figures_of_two_devices_do_not_get_into_one_table(directory: Path, run: 
     run({"plan-b2.json": MEASURED, "plan-b4.json": replace(MEASURED, verified=False)})
     with pytest.raises(TraceError, match=r"batch size 2 was measured on CPU; measure on cuda in another"):
         run({}, device="cuda")
-    assert replace(MEASURED, provenance="measured-cuda", environment={"gpu": "NVIDIA H200"}).place == (
-        "GPU (NVIDIA H200)"
-    )
+
+
+def test_figures_of_two_gpus_do_not_get_into_one_table(directory: Path, run: Any) -> None:
+    one = replace(MEASURED, provenance="measured-cuda", environment={"gpu": "NVIDIA H200"})
+    two = replace(one, environment={"gpu": "NVIDIA H100"})
+    assert one.place == "GPU (NVIDIA H200)"
+    with pytest.raises(
+        TraceError, match=r"were measured on GPU \(NVIDIA H200\), and this is GPU \(NVIDIA H100\)"
+    ):
+        run({"plan-b2.json": one, "plan-b4.json": two}, device="cuda")
+    kept = Sweep.load(directory / "sweep.json").rows
+    assert [bool(r.measured) for r in kept] == [True, False, False]
+    done, ran = run({"plan-b4.json": one}, device="cuda")
+    assert (ran, done.place) == (["plan-b4.json"], "GPU (NVIDIA H200)")
 
 
 @pytest.mark.parametrize(
