@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from executor.campaign.cases import BOUNDARY, NONE
-from executor.campaign.record import CALIBRATED, RULES, STAGES, Record
+from executor.campaign.record import CALIBRATED, OUT_OF_MEMORY, RULES, STAGES, Record
 from traces.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
 
 # Allocated is what was asked for; blocks is the same as CUDA's allocator hands it out, rounded up.
@@ -208,6 +208,25 @@ def unwarned(rows: Iterable[ErrorRow]) -> list[ErrorRow]:
         and r.figure in (ALLOCATED, BLOCKS, RESERVED)
         and r.stage in SHOWN_STAGES
     ]
+
+
+def ran_out_unforeseen(records: Iterable[Record]) -> list[Record]:
+    """Cases that ran out of a GPU's memory although the best prediction of them fits it.
+
+    They have no measured peak, so that no error tells of them; each is an underestimate all the same. Not for the CPU,
+    where the predicted memory is a part of what the process takes.
+    """
+    out = []
+    for r in records:
+        best = r.predicted.get(CALIBRATED) or r.predicted.get(RULES) or RunFigures()
+        room = r.limit_bytes or int(r.environment.get("memory_bytes", 0))
+        if (
+            r.status == OUT_OF_MEMORY
+            and best.peak_reserved_bytes is not None
+            and best.peak_reserved_bytes <= room
+        ):
+            out.append(r)
+    return out
 
 
 SHOWN_STAGES: Final = (CALIBRATED, RULES)  # in most tables: with calibration and without

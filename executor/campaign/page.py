@@ -21,10 +21,11 @@ from executor.campaign.errors import (
     ErrorRow,
     aggregates,
     error_rows,
+    ran_out_unforeseen,
     unwarned,
 )
 from executor.campaign.page_cases import boundary_blocks, case_blocks, one_line, other_blocks
-from executor.campaign.record import CALIBRATED, NOT_EQUAL, RULES, STAGES, Book, Record
+from executor.campaign.record import CALIBRATED, NOT_EQUAL, OUT_OF_MEMORY, RULES, STAGES, Book, Record
 from simulator.report.errors import Point, errors_by_stage, scatter, signed_errors
 from simulator.report.page import (
     Block,
@@ -148,6 +149,16 @@ def _headline(book: Book, rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
             tone="bad" if silent else "good",
         )
     )
+    if any(r.status == OUT_OF_MEMORY and r.provenance == "measured-cuda" for r in records):
+        unforeseen = ran_out_unforeseen(records)
+        figures.append(
+            Figure(
+                label="Predicted to fit the GPU, and ran out of memory",
+                value=str(len(unforeseen)),
+                detail="in no table of errors, since nothing was measured" if unforeseen else "",
+                tone="bad" if unforeseen else "good",
+            )
+        )
     for g, a in aggregates(rows).items():
         if g.stage in NAMES and g.figure in (ALLOCATED, RESERVED):
             worst = (

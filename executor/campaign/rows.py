@@ -17,6 +17,7 @@ from executor.campaign.errors import (
     aggregates,
     error_rows,
     fragmentation_percent,
+    ran_out_unforeseen,
 )
 from executor.campaign.record import CALIBRATED, RULES, STAGES, Book, Record
 from traces.files import replacing, write_text
@@ -148,6 +149,7 @@ def answer(book: Book) -> dict[str, Any]:
         "asked": book.asked,
         "finished": len(book.records),
         "statuses": counts(book),
+        "ran_out_unforeseen": [r.case.label for r in ran_out_unforeseen(book.records)],
         "errors": listed(by_model=False, eager=False),
         "errors_by_model": listed(by_model=True, eager=False),
         "errors_eager": listed(by_model=False, eager=True),
@@ -175,6 +177,9 @@ def summary(book: Book) -> str:
     lines.append("")
     parts = ", ".join(f"{n} {status}" for status, n in counts(book).items())
     lines.append(f"{len(book.records)} of {book.asked} cases: {parts or 'none finished'}")
+    if unforeseen := ran_out_unforeseen(book.records):
+        names = "; ".join(r.case.label for r in unforeseen)
+        lines.append(f"predicted to fit, and ran out of memory (no error below tells of it): {names}")
     found = aggregates(error_rows(book.records))
     for provenance in dict.fromkeys(g.provenance for g in found):
         lines.append(f"errors, predicted beside {provenance} (keep-all and plans):")

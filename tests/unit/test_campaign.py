@@ -19,7 +19,14 @@ import executor.campaign.record as record_module
 import executor.campaign.run as run
 from executor.campaign import errors
 from executor.campaign.cases import Campaign, Case, Method, Step, parse_cases
-from executor.campaign.errors import Aggregate, ErrorRow, aggregate, aggregates, error_rows
+from executor.campaign.errors import (
+    Aggregate,
+    ErrorRow,
+    aggregate,
+    aggregates,
+    error_rows,
+    ran_out_unforeseen,
+)
 from executor.campaign.estimate import Estimate, show_duration
 from executor.campaign.predict import predict_fit, predict_plan, predict_step, tensors_only
 from executor.campaign.record import Book, Keys, Record, Store, Trial, code_digest
@@ -737,6 +744,36 @@ def test_errors_that_are_all_zero_are_said_and_not_drawn() -> None:
 
     assert "Peak allocated, measured-cpu" in shown(49)
     assert "Peak allocated, measured-cpu: every one of the 2 errors is exactly 0." in shown(50)
+
+
+def test_a_gpu_that_ran_out_although_the_prediction_fits_it_is_counted() -> None:
+    """No peak was measured, so no error tells of it: 60 bytes were to be reserved of 100."""
+    gone = record(
+        provenance="measured-cuda",
+        environment={**GPU, "memory_bytes": "100"},
+        status="out of memory",
+        message="killed",
+        measured=RunFigures(),
+        predicted={"rules": figures(50, 120, 200), "calibrated": figures(50, 120, 60)},
+    )
+    foreseen = replace(gone, predicted={"calibrated": figures(50, 120, 101)})
+    limited = replace(gone, limit_bytes=59)
+    on_a_cpu = record(status="out of memory", message="killed", measured=RunFigures())
+    assert ran_out_unforeseen([gone, foreseen, limited, on_a_cpu]) == [gone]
+    assert answer(book(gone, foreseen))["ran_out_unforeseen"] == [gone.case.label]
+    assert "predicted to fit, and ran out of memory" in summary(book(gone))
+    assert "predicted to fit, and ran out of memory" not in summary(book(foreseen, on_a_cpu))
+    pytest.importorskip("altair")
+    from executor.campaign.page import campaign_page
+
+    def shown(*records: Record) -> list[tuple[str, str]]:
+        (section,) = (s for s in campaign_page(book(*records)).sections if s.title == "Headline")
+        (block,) = (b for b in section.blocks if b.kind == "figures")
+        return [(f.value, f.tone) for f in block.figures if "ran out" in f.label]
+
+    assert shown(gone, foreseen) == [("1", "bad")]
+    assert shown(foreseen) == [("0", "good")]
+    assert shown(on_a_cpu) == []
 
 
 def test_a_page_of_a_gpu_says_which(tmp_path: Path) -> None:
