@@ -111,7 +111,7 @@ def plan_command(
 ) -> None:
     """Simulate one trace."""
     say = progress(quiet)
-    planner = known_planner(planner, WITHOUT_BUDGET if budget is None else whole_or_none(limits))
+    planner = known_planner(planner, limits) if planner or budget is not None else WITHOUT_BUDGET
     if budget is not None and budget != DEVICE:
         check_budget_text(budget)
     asked.check()
@@ -240,7 +240,7 @@ def sweep_command(
         budget=budget,
         budget_of=budget_of,
         alloc_conf=alloc_conf,
-        planner=known_planner(planner, whole_or_none(limits)),
+        planner=known_planner(planner, limits),
         limits=limits,
         directory=output or Path(f"{name}-sweep"),
         tracer_options=tuple(words),
@@ -291,19 +291,14 @@ def progress(quiet: bool) -> Callable[[str], None]:
     return (lambda line: None) if quiet else (lambda line: click.echo(line, err=True))
 
 
-def known_planner(name: str | None, default: str | None = None) -> str:
+def known_planner(name: str | None, limits: Limits) -> str:
     """The planner to use; raises SpecError if there is none of that name."""
-    from simulator.planners import DEFAULT, REGISTRY
+    from simulator.planners import REGISTRY, default_for
 
-    name = name or default or DEFAULT
+    name = name or default_for(limits)
     if name not in REGISTRY:
         raise SpecError(f"--planner {name!r}: there is no such planner; there are {', '.join(REGISTRY)}.")
     return name
-
-
-def whole_or_none(limits: Limits) -> str | None:
-    """The planner that --whole-modules asks for, if it is given."""
-    return "whole-modules" if limits.constraints.whole_modules else None
 
 
 def check_budget_text(text: str) -> None:

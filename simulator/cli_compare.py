@@ -118,10 +118,10 @@ def pareto_command(
     budget never has a slower plan. --seconds is for the whole front.
     """
     from simulator.pareto import front
-    from simulator.planners import DEFAULT, REGISTRY
+    from simulator.planners import REGISTRY, default_for
     from traces.store import load
 
-    name = planner or ("whole-modules" if limits.constraints.whole_modules else DEFAULT)
+    name = planner or default_for(limits)
     if name not in REGISTRY:
         raise SpecError(f"--planner {name!r}: there is no such planner; there are {', '.join(REGISTRY)}.")
     asked.check()

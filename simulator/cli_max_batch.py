@@ -77,7 +77,7 @@ def max_batch_command(
     from simulator.allocator.device import device_memory as memory_of
     from simulator.allocator.settings import parse_alloc_conf
     from simulator.max_batch import Request, max_batch, traces_in
-    from simulator.planners import DEFAULT, find
+    from simulator.planners import default_for, find
     from traces.devices import device
     from traces.files import write_text
     from traces.trace import canonical_json
@@ -91,7 +91,8 @@ def max_batch_command(
         raise SpecError("name the device with --gpu, or its memory with --memory.")
     if alloc_conf is not None:
         parse_alloc_conf(alloc_conf)
-    find(planner or DEFAULT)
+    planner = planner or default_for(limits)
+    find(planner)
     kind = device(gpu).kind if gpu is not None else CPU
     memory = memory_of(
         kind,
@@ -111,7 +112,7 @@ def max_batch_command(
         device=memory,
         directory=output or Path(f"{name}-max-batch"),
         overhead_percent=_percent(budget_overhead),
-        planner=planner or DEFAULT,
+        planner=planner,
         limits=limits,
         alloc_conf=alloc_conf,
         multiple_of=multiple_of,

@@ -43,13 +43,13 @@ def torch_budget_command(
 
     torch runs in a process of its own, on the graph of TRACE. Each of its plans is imported and replayed exactly.
     """
-    from simulator.planners import DEFAULT, find
+    from simulator.planners import default_for, find
     from simulator.planners.torch_budget import BUDGETS, ask_torch
     from simulator.torch_comparison import rows
     from traces.saved import SavedSets
     from traces.store import load
 
-    planner = planner or DEFAULT
+    planner = planner or default_for(limits)
     find(planner)
     if output is not None and output.exists() and not output.is_dir():
         raise SpecError(f"{output} is a file; name a directory with -o.")

@@ -87,6 +87,11 @@ REGISTRY: Final[dict[str, Entry]] = {
 DEFAULT: Final = "search"
 
 
+def default_for(limits: Limits) -> str:
+    """The planner where none is named: one that can obey the constraints."""
+    return "whole-modules" if limits.constraints.whole_modules else DEFAULT
+
+
 def find(name: str) -> Planner:
     """The planner of that name.
 
