@@ -25,6 +25,9 @@ UNKNOWN, INTERPOLATED, RULES, ELSEWHERE = "none", "interpolated", "rules", "rule
 FAKE, CUDA = "fake", "cuda"
 NOTABLE_PERCENT = 2  # an underestimate by more than this is not left without a warning
 UNCONFIRMED = "not confirmed on a GPU"
+# How the warnings end that stand beside every prediction of their kind and so say nothing of this one.
+MAY_DIFFER = "other sizes, machines and versions may differ from them."
+CONFIRM_IT = "To confirm it, run `execute --device cuda` there, or trace with --device cuda."
 
 
 def provenance(meta: TraceMeta) -> str:
@@ -45,10 +48,7 @@ def warnings(c: Comparison) -> tuple[str, ...]:
     out = [*_unknown(trace, c.planned, c.planned_timeline), *about_untouched(c)]
     out += _derived(meta)
     if meta.mode == FAKE and kind_of(meta) == CUDA:
-        out.append(
-            f"This prediction is {UNCONFIRMED}: the step was not run on one. To confirm it, run "
-            "`execute --device cuda` there, or trace with --device cuda."
-        )
+        out.append(f"This prediction is {UNCONFIRMED}: the step was not run on one. {CONFIRM_IT}")
     elif meta.mode == FAKE and _is_gpu(meta.target):
         out.append(
             f"The times are for {meta.target}, but the graph and its memory are those of a CPU; a GPU takes other "
@@ -140,7 +140,7 @@ def _derived(meta: TraceMeta) -> list[str]:
     ]
     if not parts:
         return []
-    told = f"The inner allocations {' and '.join(parts)}; other sizes, machines and versions may differ from them."
+    told = f"The inner allocations {' and '.join(parts)}; {MAY_DIFFER}"
     if elsewhere:
         told += (
             " The rules were read from a processor with AVX-512, and this one has none: they were compared with "
@@ -148,6 +148,11 @@ def _derived(meta: TraceMeta) -> list[str]:
             "trace with --device cpu."
         )
     return [told]
+
+
+def stands_always(warning: str) -> bool:
+    """Whether a warning stands beside every prediction of its kind, whatever the step."""
+    return warning.endswith((MAY_DIFFER, CONFIRM_IT))
 
 
 def _unknown(trace: Trace, schedule: Schedule, timeline: Timeline) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Final
 
 from executor.campaign.cases import BOUNDARY, NONE
 from executor.campaign.record import CALIBRATED, OUT_OF_MEMORY, RULES, STAGES, Record
+from simulator.caveats import stands_always
 from traces.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
 
 # Allocated is what was asked for; blocks is the same as CUDA's allocator hands it out, rounded up.
@@ -44,7 +45,9 @@ class ErrorRow:
     measured: float
     provenance: str  # of `measured`; `predicted` is simulated
     place: str
-    warned: bool = False  # whether `simulate` prints a warning beside this prediction
+    warned: bool = (
+        False  # whether `simulate` warns of this prediction, beyond what it says beside every such one
+    )
 
     @property
     def error(self) -> float:
@@ -113,7 +116,9 @@ def _row(r: Record, run: str, stage: str, figure: str, predicted: float, measure
         measured=measured,
         provenance=r.provenance,
         place=r.place,
-        warned=bool((r.warnings if run == PLAN else r.keep_all_warnings).get(stage)),
+        warned=not all(
+            map(stands_always, (r.warnings if run == PLAN else r.keep_all_warnings).get(stage, ()))
+        ),
     )
 
 
@@ -199,7 +204,10 @@ LARGE: Final = 2.0  # percent; an underestimate above it must have a warning bes
 
 
 def unwarned(rows: Iterable[ErrorRow]) -> list[ErrorRow]:
-    """Memory that was predicted more than LARGE percent too low, by `simulate` and without a warning from it."""
+    """Memory that was predicted more than LARGE percent too low, by `simulate` and without a warning from it.
+
+    What it says of every uncalibrated prediction (that rules may differ, that no GPU confirmed it) is no such warning.
+    """
     return [
         r
         for r in rows

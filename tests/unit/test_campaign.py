@@ -35,6 +35,7 @@ from executor.campaign.run import Choice, run_campaign
 from executor.cli import execute
 from executor.fresh import error_json
 from executor.measure import Job, JobResult
+from simulator import caveats
 from tests import tiny
 from traces import store as trace_store
 from traces.errors import (
@@ -566,6 +567,13 @@ def test_an_underestimate_without_a_warning_is_told_from_one_with() -> None:
     assert sorted(silent()) == sorted(everywhere)
     assert silent(rules=("unknown",)) == [("eager", "calibrated")]
     assert silent(rules=("unknown",), calibrated=("eager differs",)) == []
+    # What stands beside every prediction from rules, or for a GPU, says nothing of this one.
+    known = replace(CHAIN.meta, workspace={"rules": len(CHAIN.ops)})
+    standing = caveats.warnings_of(replace(CHAIN, meta=known))
+    gpu = caveats.warnings_of(replace(CHAIN, meta=replace(known, device="cuda", target="H200")))
+    assert (len(standing), len(gpu)) == (1, 2)
+    assert sorted(silent(rules=standing)) == sorted(silent(rules=gpu)) == sorted(everywhere)
+    assert silent(rules=(*gpu, "unknown")) == [("eager", "calibrated")]
 
 
 def test_the_tensors_stage_has_no_workspace_at_all() -> None:
