@@ -32,7 +32,8 @@ SCALER = "scaler_state"  # one more kind, where the step has a gradient scaler
 class Verification:
     """The outcome: `bit_equal` means every bit of every tensor after every step.
 
-    `equal` is the verdict: bit-equal, or within the noise of an untouched model that differs from itself.
+    `equal` is the verdict: equal in every value (0 and -0 are, and one NaN and another), or within the noise of an
+    untouched model that differs from itself.
     """
 
     equal: bool
@@ -179,7 +180,7 @@ def _side(build: BuildStep, plan: Plan | None, device: str) -> _Side:
 
 def _train(a: _Side, b: _Side, steps: int) -> Verification:
     worst = dict.fromkeys((*KINDS, *((SCALER,) if a.step.scaler is not None else ())), 0.0)
-    first = ""
+    first, bits = "", True
     largest = dict.fromkeys(("loss", "gradients", "buffers"), 0.0)
     relative = 0.0
     losses = []
@@ -192,6 +193,7 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
         pairs += [(*key, mine.get(key), theirs.get(key)) for key in {**mine, **theirs}]
         for kind, name, x, y in pairs:
             difference = _difference(x, y)
+            bits = bits and not difference and _same_bits(x, y)
             worst[kind] = max(worst[kind], difference)
             if k == 0 and kind in largest and x is not None and x.is_floating_point():
                 largest[kind] = max(largest[kind], float(x.abs().max()) if x.numel() else 0.0)
@@ -209,13 +211,28 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
         sys.stderr.write("\r" + " " * 40 + "\r")
     return Verification(
         equal=not first,
-        bit_equal=not first,
+        bit_equal=bits,
         steps=steps,
         max_abs_difference=worst,
         first_difference=first,
         losses=tuple(losses),
         first_step_relative=relative,
     )
+
+
+def _same_bits(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+    """Whether two tensors of one layout hold the same bits: 0 and -0, which are equal, do not."""
+    if x is None or y is None:
+        return x is y
+    pair = [v.detach() for v in (x, y)]
+    if x.is_complex():
+        pair = [torch.view_as_real(v.resolve_conj()) for v in pair]
+    if pair[0].is_floating_point():
+        pair = [v.view(_INTS[v.element_size()]) for v in pair]
+    return torch.equal(*pair)
+
+
+_INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _difference(x: torch.Tensor | None, y: torch.Tensor | None) -> float:

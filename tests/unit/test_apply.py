@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.nn import functional  # noqa: E402
 import executor.apply as apply_module  # noqa: E402
 from executor import PlannedModule, apply_plan  # noqa: E402
 from executor.apply import capture_now, planned_otherwise  # noqa: E402
-from executor.verify import _difference, verify  # noqa: E402
+from executor.verify import _difference, _train, verify  # noqa: E402
 from simulator.graph import analyse  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
@@ -434,8 +435,6 @@ def test_verification_notices_a_mask_that_is_drawn_again(monkeypatch: pytest.Mon
 
 
 def _labelled(build: Any, plan: Plan) -> list[Any]:
-    from types import SimpleNamespace
-
     names = recorded(build).trace.storages.name
     return [SimpleNamespace(storage_name=names[a.storage]) for a in plan.actions]
 
@@ -568,3 +567,33 @@ def test_differences() -> None:
     assert _difference(None, None) == 0.0
     assert _difference(x, x.double()) == inf
     assert _difference(torch.ones(0), torch.ones(0)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "equal", "same_bits"),
+    [
+        (torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), True, True),
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), True, False),
+        (torch.tensor(float("nan")), torch.tensor(float("nan")), True, True),
+        (torch.tensor(float("nan")), -torch.tensor(float("nan")), True, False),
+        (torch.tensor([0.0]).bfloat16(), torch.tensor([-0.0]).bfloat16(), True, False),
+        (torch.tensor([1 + 0j]), torch.tensor([complex(1, -0.0)]), True, False),
+        (torch.ones(2, 3).t(), torch.ones(3, 2), True, True),
+        (torch.tensor([1, 2]), torch.tensor([1, 2]), True, True),
+        (torch.tensor([1.0]), torch.tensor([1.0 + 2**-23]), False, False),
+    ],
+)
+def test_bit_equal_means_every_bit(
+    left: torch.Tensor, right: torch.Tensor, equal: bool, same_bits: bool
+) -> None:
+    """0 and -0 are equal, so that a plan may swap them, but `bit_equal` must not say so."""
+
+    def side(value: torch.Tensor) -> Any:
+        return SimpleNamespace(
+            step=SimpleNamespace(scaler=None),
+            run=lambda: torch.tensor(1.0),
+            tensors=lambda: {("parameters", "w"): value, ("gradients", "w"): None},
+        )
+
+    outcome = _train(side(left), side(right), 1)
+    assert (outcome.equal, outcome.bit_equal) == (equal, same_bits)
