@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -261,6 +261,21 @@ class Store:
 
     def save_step(self, key: str, data: Mapping[str, Any]) -> None:
         write_text(self.root / "steps" / f"{key}.json", canonical_json({**data, "key": key}) + "\n")
+
+    def put_aside(self, current: Collection[str]) -> Path | None:
+        """Keep the `campaign.json` that is there under another name, if it holds records of other keys than these.
+
+        Those were made by other code, other versions, another device, or for cases that the file has no more; the next
+        `campaign.json` is without them.
+        """
+        path = self.root / "campaign.json"
+        if not path.is_file():
+            return None
+        book = Book.load(path)
+        made = sorted(r.key for r in book.records)
+        if all(key in current for key in made):
+            return None
+        return book.save(self.root / f"campaign-{digest(made)}.json")
 
     def save_book(self, book: Book) -> Path:
         return book.save(self.root / "campaign.json")

@@ -66,6 +66,12 @@ def run_campaign(campaign: Campaign, store: Store, choice: Choice, progress: Pro
             name=campaign.name, method=campaign.method, asked=len(campaign.cases), records=tuple(in_order)
         )
 
+    earlier = store.put_aside({keys.of_case(c) for c in campaign.cases})
+    if earlier is not None:
+        progress(
+            "What this directory holds was made in part by other code, versions or another device, or for other cases. "
+            f"It is kept in {earlier}, which `execute campaign` reports like any other."
+        )
     store.save_book(book())
     queue = [c for c in chosen if keys.of_case(c) not in records]
     if kept_number := len(chosen) - len(queue):

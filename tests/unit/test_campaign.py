@@ -183,6 +183,31 @@ def test_an_interrupted_campaign_loses_the_running_case_alone(
     assert machine.done == machine.measured == []
 
 
+def test_what_other_code_measured_is_kept_beside(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = go(tmp_path / "c")
+    assert go(tmp_path / "c") == first
+    folder = {p.name for p in (tmp_path / "c").iterdir()}
+    monkeypatch.setattr(run, "code_digest", lambda: "another")
+    machine.stop_at = len(machine.measured) + 1
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "c")
+    assert Book.load(tmp_path / "c" / "campaign.json").records == ()
+    (kept,) = {p.name for p in (tmp_path / "c").iterdir()} - folder
+    assert Book.load(tmp_path / "c" / kept) == first
+    machine.stop_at = -1
+    second = go(tmp_path / "c")
+    assert len(second.records) == len(first.records)
+    # A case that the file has no more is kept in the same way.
+    one = go(tmp_path / "c", TWO_MODELS.replace(', "t5-tiny"', ""))
+    assert len(one.records) == 3
+    books = [Book.load(p) for p in sorted((tmp_path / "c").glob("campaign-*.json"))]
+    assert len(books) == 2
+    assert first in books
+    assert second in books
+
+
 def test_another_method_code_or_device_asks_again(tmp_path: Path, machine: Machine) -> None:
     case = Case(step=Step(model="bert-tiny"))
     keys = Keys(method=Method(), code="a", environment=CPU)
