@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -125,5 +126,14 @@ def say(text: str, *, quiet: bool = False) -> None:
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """The one object that `--json` prints on stdout."""
-    click.echo(json.dumps(data, indent=1))
+    """The one object that `--json` prints on stdout; a number that JSON does not have is null."""
+    click.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    """The same with None in place of infinities and NaN, which Python writes and other readers of JSON refuse."""
+    if isinstance(data, Mapping):
+        return {k: _finite(v) for k, v in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(v) for v in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -13,6 +13,7 @@ import pytest
 from executor.campaign.record import Book
 from simulator.sweep import Sweep
 from traces.checked import checked
+from traces.commands import print_json
 from traces.errors import LowtideError
 from traces.measurement import Measurement, RunFigures
 from traces.plan import Plan
@@ -141,3 +142,14 @@ def test_times_in_turns_come_in_pairs() -> None:
     for pairs in ([3], [3, 0]):
         with pytest.raises(ValueError, match="as many steps"):
             RunFigures.from_json({"times_ns": [1, 2], "keep_all_times_ns": pairs})
+
+
+def test_what_is_printed_is_json_for_every_reader(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    print_json(
+        {"a": {"loss": float("inf"), "gradients": 0.5}, "b": [float("nan"), 1, True, None, "x"], "c": (2.5,)}
+    )
+    said = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert said == {"a": {"loss": None, "gradients": 0.5}, "b": [None, 1, True, None, "x"], "c": [2.5]}
