@@ -10,11 +10,11 @@ from traces.trace import (
     ACTIVATION,
     BACKWARD,
     FORWARD,
-    VIEW,
     Ops,
     Storages,
     Trace,
     TraceMeta,
+    aliases_of,
     fingerprint,
     uses_of,
 )
@@ -77,11 +77,6 @@ class TraceBuilder:
             TraceError: what was collected contradicts itself (a defect of the tracer).
         """
         n = len(self.storages)
-        aliases: list[list[int]] = [[] for _ in range(n)]
-        for i, op in enumerate(self.ops):
-            if op.flags & VIEW:
-                for s in op.reads:
-                    aliases[s].append(i)
         ops = Ops(**{c: tuple(getattr(r, c) for r in self.ops) for c in Ops.__dataclass_fields__})
         plain = ("name", "nbytes", "category", "producer", "hold", "dtype", "shape")
         columns: dict[str, Iterable[object]] = {c: tuple(getattr(r, c) for r in self.storages) for c in plain}
@@ -93,7 +88,7 @@ class TraceBuilder:
         columns |= {column: tuple(values) for column, values in uses.items()}
         storages = Storages(
             **columns,  # type: ignore[arg-type]
-            aliases=tuple(tuple(a) for a in aliases),
+            aliases=aliases_of(ops, n),
         )
         meta = replace(meta, fingerprint=fingerprint(ops, storages))
         trace = Trace(meta=meta, ops=ops, storages=storages)

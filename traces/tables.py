@@ -74,7 +74,7 @@ def read_header(path: Path, form: Format) -> dict[str, Any]:
     try:
         with pq.ParquetFile(path) as file:
             return _header(path, form, file.schema_arrow)
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, form, error) from None
 
 
@@ -101,7 +101,7 @@ def read(path: Path, form: Format) -> tuple[dict[str, Any], dict[str, tuple[Any,
                         f"{path}: the column {column!r} is {schema.field(column).type}, not {kind}; {form.again}"
                     )
             table = file.read(columns=list(form.columns))
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, form, error) from None
     values = {c: _column(table.column(c), kind) for c, kind in form.columns.items()}
     for column, items in values.items():

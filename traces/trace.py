@@ -204,7 +204,8 @@ class Trace:
         Checked: every id is in range; no op reads or writes a storage or takes a value that does not exist yet, nor
         names a storage twice; every produced storage is written by its producer, which is no view; sizes and times are
         not negative, and their sums fit 64 bits with room to spare; the phases stand in order; the measured events of
-        an op sum to what it leaves behind; first and last uses of what the step makes are its readers.
+        an op sum to what it leaves behind; first and last uses of what the step makes are its readers, and views its
+        aliases; flags are known ones; the header's rows exist.
         """
         ops, sts = self.ops, self.storages
         n_ops, n_st = len(ops), len(sts)
@@ -224,6 +225,8 @@ class Trace:
                 )
             if not -1 <= sts.hold[s] < n_ops:
                 raise TraceError(f"storages: storage {s} is held by op {sts.hold[s]}, which does not exist.")
+            if any(n < 0 for n in sts.shape[s]):
+                raise TraceError(f"storages: storage {s} has the shape {sts.shape[s]}.")
         for what, total in (("sizes", sum(sts.nbytes)), ("times", sum(ops.time_ns))):
             if total > MOST:
                 raise TraceError(f"the {what} sum to {total}, more than can be reckoned with.")
@@ -235,6 +238,12 @@ class Trace:
             last = rank[ops.phase[i]]
             if ops.time_ns[i] < 0:
                 raise TraceError(f"ops: op {i} takes the negative time {ops.time_ns[i]} ns.")
+            if ops.flops[i] < 0 or ops.bytes_moved[i] < 0:
+                raise TraceError(
+                    f"ops: op {i} has {ops.flops[i]} FLOPs and moves {ops.bytes_moved[i]} bytes."
+                )
+            if not 0 <= ops.flags[i] <= sum(FLAG_NAMES):
+                raise TraceError(f"ops: op {i} has the unknown flags {ops.flags[i]}.")
             for j in ops.inputs[i]:
                 if not 0 <= j < i:
                     raise TraceError(f"ops: op {i} takes the value of op {j}, which does not run before it.")
@@ -275,6 +284,18 @@ class Trace:
                         f"storages: storage {s} ({sts.name[s]}) has the {column.replace('_', ' ')} {told}, and by the "
                         f"ops that read it is {use}."
                     )
+                if not -1 <= told < n_ops:
+                    raise TraceError(f"storages: storage {s} is used by op {told}, which does not exist.")
+        for s, (said, views) in enumerate(zip(sts.aliases, aliases_of(ops, n_st), strict=True)):
+            if said != views:
+                raise TraceError(
+                    f"storages: storage {s} has the aliases {said}, and the views of it are {views}."
+                )
+        if not 0 <= self.meta.forward_ops <= self.meta.first_backward_graph_op <= n_ops:
+            raise TraceError(
+                f"header: forward ends at op {self.meta.forward_ops} and backward begins at op "
+                f"{self.meta.first_backward_graph_op} of {n_ops}."
+            )
 
 
 def uses_of(ops: Ops, storages: int) -> dict[str, tuple[int, ...]]:
@@ -290,6 +311,16 @@ def uses_of(ops: Ops, storages: int) -> dict[str, tuple[int, ...]]:
                         first[s] = i
         out |= {f"first_{phase}_use": tuple(first), f"last_{phase}_use": tuple(last)}
     return out
+
+
+def aliases_of(ops: Ops, storages: int) -> tuple[tuple[int, ...], ...]:
+    """The column of aliases: of each of so many storages, the views that read it."""
+    out: list[list[int]] = [[] for _ in range(storages)]
+    for i, (flags, reads) in enumerate(zip(ops.flags, ops.reads, strict=True)):
+        if flags & VIEW:
+            for s in reads:
+                out[s].append(i)
+    return tuple(map(tuple, out))
 
 
 def fingerprint(ops: Ops, storages: Storages, *, sizes: bool = True, eager: bool = True) -> str:

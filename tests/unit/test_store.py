@@ -266,6 +266,13 @@ def test_the_header_survives_fields_that_this_version_does_not_know(stored: Path
         ("ops", "writes", 7, (99,), "writes storage 99"),
         ("ops", "events", 0, (1,), "by its events"),
         ("ops", "overwrites", 0, 99, "overwrites storage 99"),
+        ("ops", "flops", 0, -1, "-1 FLOPs"),
+        ("ops", "bytes_moved", 0, -1, "moves -1 bytes"),
+        ("ops", "flags", 0, -1, "unknown flags -1"),
+        ("ops", "flags", 0, 64, "unknown flags 64"),
+        ("storages", "shape", 1, (2, -1), "shape"),
+        ("storages", "first_forward_use", 0, 99, "used by op 99"),
+        ("storages", "aliases", 1, (0,), "has the aliases"),
     ],
 )
 def test_validate_names_the_row(table: str, column: str, row: int, value: object, message: str) -> None:
@@ -278,3 +285,19 @@ def test_validate_names_the_row(table: str, column: str, row: int, value: object
         wrong = replace(wrong, storages=replace(STORED.storages, producer=producers))
     with pytest.raises(TraceError, match=message):
         wrong.validate()
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(-1, 3), (4, 3), (3, 99)])
+def test_a_header_whose_rows_do_not_exist(forward: int, backward: int) -> None:
+    meta = replace(STORED.meta, forward_ops=forward, first_backward_graph_op=backward)
+    with pytest.raises(
+        TraceError, match=rf"forward ends at op {forward} and backward begins at op {backward}"
+    ):
+        replace(STORED, meta=meta).validate()
+
+
+def test_a_header_that_is_nested_too_deeply(stored: Path) -> None:
+    deep = b"[" * 100_000
+    rewrite(stored / OPS_FILE, lambda t: t.replace_schema_metadata({META_KEY: deep}))
+    with pytest.raises(TraceError, match="cannot be read"):
+        load(stored)
