@@ -26,6 +26,7 @@ from traces.commands import DefaultGroup, Refused, analysis_option, report_optio
 from traces.errors import BudgetError, SpecError
 from traces.files import check_writable
 from traces.plan import ALLOCATED, RESERVED
+from traces.reference import short_name
 
 if TYPE_CHECKING:
     from simulator.planners.limits import Limits
@@ -233,7 +234,6 @@ def sweep_command(
         words += [f"--{key}", value] if separator else [f"--{key}"]
     asked = Asked(alloc_conf=alloc_conf)
     asked.check()
-    name = Path(model.rpartition(":")[0]).stem if ".py:" in model else model
     request = SweepRequest(
         model=model,
         batch_sizes=parse_batch_sizes(batch_sizes),
@@ -242,7 +242,7 @@ def sweep_command(
         alloc_conf=alloc_conf,
         planner=known_planner(planner, limits),
         limits=limits,
-        directory=output or Path(f"{name}-sweep"),
+        directory=output or Path(f"{short_name(model)}-sweep"),
         tracer_options=tuple(words),
     )
     sweep = predict(request, progress(quiet))

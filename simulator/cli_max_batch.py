@@ -12,6 +12,7 @@ from simulator.cli_device import alloc_conf_option
 from simulator.cli_options import planning_options
 from traces.commands import Refused, report_option, say
 from traces.errors import SpecError
+from traces.reference import short_name
 
 if TYPE_CHECKING:
     from simulator.max_batch import MaxBatch
@@ -106,11 +107,10 @@ def max_batch_command(
         raise SpecError("--alloc-conf: a CPU has no caching allocator; name a GPU with --gpu.")
     measured = any(word.partition("=")[0] == "--device" for word in trace_words)
     target = ("--target", memory.name) if gpu is not None and kind != CPU and not measured else ()
-    name = Path(model.rpartition(":")[0]).stem if ".py:" in model else model
     request = Request(
         model=model,
         device=memory,
-        directory=output or Path(f"{name}-max-batch"),
+        directory=output or Path(f"{short_name(model)}-max-batch"),
         overhead_percent=_percent(budget_overhead),
         planner=planner,
         limits=limits,

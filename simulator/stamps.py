@@ -11,6 +11,7 @@ from typing import Any, Final
 from traces.devices import device
 from traces.errors import LowtideError
 from traces.profile import GALLERY_PROFILES, cache_directory, load_identity
+from traces.reference import source_file
 
 PACKAGES: Final = ("torch", "torchvision", "transformers")  # whose code is in the graph
 
@@ -23,7 +24,7 @@ def stamp(model: str, words: Sequence[str]) -> dict[str, Any]:
     """
     return {
         "command": list(words),
-        "source": _digest(Path(model.rpartition(":")[0])),
+        "source": "" if (file := source_file(model)) is None else _digest(file),
         "versions": versions(),
         "profiles": _profiles(words),
     }

@@ -47,8 +47,8 @@ from tracer.surroundings import (
     outside_fake_mode,
 )
 from traces.errors import CaptureError, LowtideError, SpecError
+from traces.reference import DEFAULT_FUNCTION, split_reference
 
-DEFAULT_FUNCTION: Final = "build"
 RETURNS: Final = (
     "return (model, batch, loss, optimizer), (model, batch, optimizer) with the loss inside the model, or a "
     "dict with these keys"
@@ -67,9 +67,7 @@ class BuildFunction:
     @classmethod
     def parse(cls, reference: str) -> BuildFunction:
         """Split "path/to/file.py:function"; SpecError if the file is missing or is not Python."""
-        path_text, _, function = reference.rpartition(":")
-        if reference.endswith(".py"):
-            path_text, function = reference, DEFAULT_FUNCTION
+        path_text, function = split_reference(reference) or (reference, DEFAULT_FUNCTION)
         path = Path(path_text).expanduser()
         if not function.isidentifier():
             raise SpecError(f"{reference}: {function!r} is not a function's name; write {path_text}:build.")

@@ -11,6 +11,7 @@ import click
 from tracer.cli_torch_budget import torch_budget
 from traces.commands import DefaultGroup, print_json, say
 from traces.people import show_bytes, show_time
+from traces.reference import short_name
 
 
 @click.group(cls=DefaultGroup, default="run", context_settings={"help_option_names": ["-h", "--help"]})
@@ -161,9 +162,8 @@ def run_model(
 
 def default_name(model: str, options: dict[str, Any]) -> str:
     """A directory name for a trace: the model, and b for batch, s for sequence."""
-    stem = Path(model.rpartition(":")[0] or model).stem if ".py" in model else model
     marks = {"batch_size": "b", "seq_len": "s", "image_size": "px"}
-    return "-".join([stem, *(f"{m}{options[k]}" for k, m in marks.items() if k in options)])
+    return "-".join([short_name(model), *(f"{m}{options[k]}" for k, m in marks.items() if k in options)])
 
 
 @trace.command()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tracer.precision import OFF, Autocast, parse_policy, set_tf32, under_policy
 from traces.errors import SpecError
+from traces.reference import is_build_function
 
 if TYPE_CHECKING:
     import torch
@@ -153,12 +154,6 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     named = NamedModel.parse(model, {k: v for k, v in given.items() if k not in policy})
     options = {**named.options, **policy}
     return BuildStep(model=named.name, options=options, seed=seed, make=named.step, policy=policy)
-
-
-def is_build_function(model: str) -> bool:
-    """Whether a spec is a path to a user's function and not the name of a known model."""
-    path, _, _ = model.rpartition(":")
-    return model.endswith(".py") or path.endswith(".py")
 
 
 def require_torch() -> None:

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from traces.checked import checked
 from traces.errors import LowtideError, SpecError
+from traces.reference import short_name, split_reference
 from traces.trace import canonical_json
 
 PACKAGED: Final = Path(__file__).resolve().parent.parent / "cases"
@@ -43,7 +44,6 @@ class Step:
     @property
     def label(self) -> str:
         """`resnet50 b8 px64 amp bfloat16`."""
-        name = Path(self.model.rpartition(":")[0] or self.model).stem if ".py" in self.model else self.model
         known = [f"{mark}{self.options[k]}" for k, mark in SHORT.items() if k in self.options]
         plain = [k for k in ("dtype", "optimizer") if self.options.get(k, "none") != "none"]
         rest = [
@@ -51,7 +51,7 @@ class Step:
             for k, v in sorted(self.options.items())
             if k not in SHORT
         ]
-        return " ".join([name, *known, *rest])
+        return " ".join([short_name(self.model), *known, *rest])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,12 +315,11 @@ def _model(model: Any, place: str, root: Path) -> tuple[str, tuple[str, ...] | N
     """The model's full name or path, and the options that it takes (None: its own function says)."""
     from tracer.models import find_model
     from tracer.precision import POLICY_OPTIONS
-    from tracer.spec import is_build_function
 
     if not isinstance(model, str):
         raise SpecError(f"{place}: model = {model!r} must be text.")
-    if is_build_function(model):
-        file, _, function = model.rpartition(":") if not model.endswith(".py") else (model, "", "build")
+    if (parts := split_reference(model)) is not None:
+        file, function = parts
         path = root / file
         if not path.is_file():
             raise SpecError(f"{place}: {path}: no such file; paths of models are relative to the cases file.")

@@ -12,6 +12,7 @@ from traces.checked import checked, read_json
 from traces.errors import TraceError
 from traces.files import write_text
 from traces.measurement import RunFigures
+from traces.reference import source_file
 from traces.trace import canonical_json
 
 RECORD_VERSION: Final = 1
@@ -304,8 +305,10 @@ class Keys:
 
 def source_digest(model: str) -> str:
     """A digest of the user's own file, so that editing it makes a new case; empty for a named model."""
-    path = Path(model.rpartition(":")[0])
-    return digest(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else ""
+    path = source_file(model)
+    if path is None or not path.is_file():
+        return ""
+    return digest(path.read_text(encoding="utf-8", errors="replace"))
 
 
 def code_digest() -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from traces.reference import source_file
+
 if TYPE_CHECKING:
     from tracer.spec import BuildStep
     from tracer.step import Recorded
@@ -84,12 +86,8 @@ def record_step(
 
 def takes_batch_size(model: str) -> bool:
     """Whether `batch_size` is an option of the model; of a user's function, as its text says."""
-    from tracer.spec import is_build_function
-
-    if not is_build_function(model):
-        return True
-    path = Path(model if model.endswith(".py") else model.rpartition(":")[0])
-    return "batch_size" in path.read_text(encoding="utf-8", errors="replace")
+    path = source_file(model)
+    return path is None or "batch_size" in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _transferred(

@@ -395,10 +395,11 @@ def test_another_device_profile_makes_a_new_trace(
     assert runs() == ("--profile" in options)
 
 
-def test_editing_the_build_function_makes_a_new_trace(tracer: Tracer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", [":build", ""])
+def test_editing_the_build_function_makes_a_new_trace(tracer: Tracer, tmp_path: Path, function: str) -> None:
     source = tmp_path / "train.py"
     source.write_text("one")
-    request = request_for(tmp_path, model=f"{source}:build")
+    request = request_for(tmp_path, model=f"{source}{function}")
     for text, runs in (("one", 1), ("one", 1), ("two", 2)):
         source.write_text(text)
         ensure_trace(request, 4, tmp_path / "trace-b4", lambda line: None)
