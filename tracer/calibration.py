@@ -72,7 +72,8 @@ class Costs:
             entry = self.profile.entries[key]
             if _leaves(entry.events, created_bytes):
                 return Cost(time_ns=entry.time_ns, events=entry.events, source=MEASURED)
-        if key and (estimate := self._index.estimate(key)) and _leaves(estimate.events, created_bytes):
+        estimate = self._index.estimate(key, call_ns=device.launch_ns) if key else None
+        if estimate is not None and _leaves(estimate.events, created_bytes):
             return Cost(time_ns=estimate.time_ns, events=estimate.events, source=INTERPOLATED)
         tf32 = uses_tf32(row.target) if self.tf32 is None else self.tf32
         time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=tf32)

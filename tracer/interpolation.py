@@ -2,7 +2,8 @@
 
 Growing the batch moves every size of a call along a straight line: shapes, strides and tensors' bytes are affine in the
 batch size. So are the allocations inside most ops. A call is estimated from two measured ones if it lies on the line
-through them, and from one if every size that differs has the same ratio to the measured one.
+through them, and from one if every size that differs has the same ratio to the measured one: its time then grows in
+proportion but for what calling any op takes.
 
 Counts: allocations and times as affine functions of the position on that line. Ignores: kernels that a library chooses
 by size; so two measured calls that allocate in another pattern are never joined.
@@ -49,10 +50,14 @@ class Index:
             point = _Point(_sizes(key), _tensor_bytes(key), entry)
             self._points.setdefault(_family(key), []).append(point)
 
-    def estimate(self, key: str) -> Estimate | None:
+    def estimate(self, key: str, *, call_ns: int = 0) -> Estimate | None:
         """The cost of a call that was not measured; None if the measured ones do not say.
 
         Two points between which the call lies are taken before two beside it, and near ones before far ones.
+
+        Args:
+            key: the call.
+            call_ns: what an op takes on the device however small it is.
         """
         points = self._points.get(_family(key), [])
         wanted, tensors = _sizes(key), _tensor_bytes(key)
@@ -71,7 +76,7 @@ class Index:
         if not ratios:
             return None
         ratio, point = min(ratios, key=lambda x: max(x[0], 1 / x[0]))
-        return _scaled(point, tensors, ratio)
+        return _scaled(point, tensors, ratio, call_ns)
 
 
 def _family(key: str) -> str:
@@ -145,11 +150,13 @@ def _ratio(measured: Sequence[int], wanted: Sequence[int]) -> Fraction | None:
     return ratio
 
 
-def _scaled(point: _Point, tensors: Sequence[int], ratio: Fraction) -> Estimate:
-    """One measured call scaled: what has the size of a tensor that stays as it is (a weight) stays, the rest grows."""
+def _scaled(point: _Point, tensors: Sequence[int], ratio: Fraction, call_ns: int) -> Estimate:
+    """One measured call scaled: what has the size of a tensor that stays as it is (a weight) stays, the rest grows; of
+    its time, what the call itself takes stays."""
     stays = {m for m, w in zip(point.tensors, tensors, strict=True) if m == w}
     grows = {m for m, w in zip(point.tensors, tensors, strict=True) if m != w}
     events = tuple(
         e if abs(e) in stays and abs(e) not in grows else round(e * ratio) for e in point.entry.events
     )
-    return Estimate(events=events, time_ns=max(1, round(point.entry.time_ns * ratio)))
+    stays_ns = min(call_ns, point.entry.time_ns)
+    return Estimate(events=events, time_ns=max(1, round(stays_ns + (point.entry.time_ns - stays_ns) * ratio)))

@@ -50,6 +50,15 @@ def test_one_measured_size_gives_others_in_proportion() -> None:
     assert found.time_ns == 2 * 1040
 
 
+def test_what_calling_an_op_takes_does_not_grow() -> None:
+    """Of 1040 ns 600 are the call: 600 + 440 * 8 / 4. An op that took less is all call."""
+    index = Index([(conv_key(4), measured(4))])
+    for call_ns, time_ns in ((600, 600 + 880), (5000, 1040)):
+        found = index.estimate(conv_key(8), call_ns=call_ns)
+        assert found is not None
+        assert found.time_ns == time_ns
+
+
 def test_a_size_that_does_not_scale_in_step_is_not_estimated() -> None:
     """More channels: shapes double, the weight's bytes grow fourfold."""
     index = Index([(conv_key(4, 8), measured(4)), (conv_key(4, 16), measured(4))])
