@@ -7,8 +7,9 @@ processor: 31 convolutions, two networks) blocks are half as wide, and weights' 
 are shorter than the weight's; a trace made on such a processor says so.
 
 Counts: the temporaries of convolutions (`tracer.convolutions_cpu`), attention, normalizations, softmax, dropout,
-losses that are reduced, and arithmetic on two types; for the other listed ops their outputs. Ignores: a few bytes of
-scalars; float16; with AVX2, 37 to 57 KB of scratch a thread in strided convolutions' gradients.
+losses that are reduced, and arithmetic on two types; copies of what lies otherwise than a kernel takes it
+(`tracer.layouts_cpu`); for the other listed ops their outputs. Ignores: a few bytes of scalars; float16; with AVX2, 37 to
+57 KB of scratch a thread in strided convolutions' gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from tracer import onednn, workspaces_bf16
+from tracer import layouts_cpu, onednn, workspaces_bf16
 from tracer.convolutions_cpu import convolution, convolution_backward
 from tracer.onednn import FLOAT, contiguous
 from tracer.signature import Signature
@@ -49,10 +50,10 @@ def plain(signature: Signature) -> tuple[int, ...] | None:
 
 
 def product(signature: Signature) -> tuple[int, ...] | None:
-    """A matrix product: its result, but for blocks in bfloat16."""
+    """A matrix product: blocks in bfloat16, and copies of factors that BLAS does not take in others."""
     if onednn.bfloat16_in_onednn() and any(s.dtype == "bfloat16" for s in signature.results):
         return workspaces_bf16.product(signature)
-    return _made(signature)
+    return layouts_cpu.product(signature)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,13 +100,6 @@ def batch_norm(signature: Signature) -> tuple[int, ...] | None:
     return (*made, small, small, -small, -small)
 
 
-def batch_norm_backward(signature: Signature) -> tuple[int, ...] | None:
-    """A second image beside the gradient."""
-    made = _made(signature)
-    image = signature.args[1].nbytes
-    return (*made, image, -image)
-
-
 def layer_norm(signature: Signature) -> tuple[int, ...] | None:
     """A contiguous copy of the input where it is not."""
     x = signature.args[0]
@@ -125,12 +119,6 @@ def layer_norm_backward(signature: Signature) -> tuple[int, ...] | None:
     return (*copies, *_made(signature), buffer, -buffer, *(-c for c in copies))
 
 
-def softmax(signature: Signature) -> tuple[int, ...] | None:
-    """A contiguous copy of each argument that is not (`.contiguous()` in SoftMax.cpp)."""
-    copies = tuple(s.nbytes for s in signature.inputs if not contiguous(s))
-    return (*_made(signature), *copies, *(-c for c in copies))
-
-
 def resized_loss(signature: Signature) -> tuple[int, ...] | None:
     """A loss an element, and where it is reduced once more as much, in the storage that the result then keeps."""
     shapes = [s.shape for s in signature.inputs[:2]]
@@ -144,11 +132,11 @@ def resized_loss(signature: Signature) -> tuple[int, ...] | None:
 def arithmetic(signature: Signature) -> tuple[int, ...] | None:
     """An argument of another type is converted to the result's first (TensorIterator's common type)."""
     (y,) = signature.results or (None,)
-    if y is None or signature.target.rpartition(".")[0].endswith("_"):
+    if y is None:
         return plain(signature)
     others = [s for s in signature.inputs if s.dtype != y.dtype and s.shape]
     casts = tuple(s.elements * y.item_bytes for s in others)
-    return (y.nbytes, *casts, *(-c for c in casts))
+    return (*(plain(signature) or ()), *casts, *(-c for c in casts))
 
 
 def dropout_backward(signature: Signature) -> tuple[int, ...] | None:
@@ -161,29 +149,21 @@ def mean(signature: Signature) -> tuple[int, ...] | None:
     """In bfloat16, the sum and all that is summed up once more in float32."""
     (y,) = signature.results
     if y.dtype != "bfloat16":
-        return (y.nbytes,)
+        return layouts_cpu.reduction(signature)
     wide = (2 * y.nbytes, signature.inputs[0].elements * FLOAT)
     return (y.nbytes, *wide, -wide[1], -wide[0])
 
 
-def roll(signature: Signature) -> tuple[int, ...] | None:
-    """One dimension after the other, each into a new tensor."""
-    (y,) = signature.results
-    return (y.nbytes, y.nbytes, -y.nbytes) if len(signature.args[1]) > 1 else (y.nbytes,)
-
-
 # Ops that were seen to leave their outputs and to allocate nothing else but a few bytes.
 PLAIN: Final = """
-    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _to_copy abs add_ addcdiv_ addcmul_ arange
-    avg_pool2d avg_pool2d_backward
-    bernoulli cat clone constant_pad_nd copy copy_ cos detach div_ embedding
-    embedding_dense_backward empty empty_like eq fill full_like gather ge gelu
-    gelu_backward gt hardtanh hardtanh_backward index lerp_ lift_fresh_copy log lt masked_fill
-    max_pool2d_with_indices max_pool2d_with_indices_backward mse_loss_backward ne neg
-    new_empty_strided new_zeros nll_loss_backward nll_loss_forward ones ones_like pow relu rsqrt scalar_tensor
-    select_backward sigmoid sigmoid_backward silu silu_backward sin slice_backward sqrt sum tanh tanh_backward
-    threshold_backward tril where zero_ zeros zeros_like lowtide.dropout_mask
+    _adaptive_avg_pool2d _to_copy abs addcdiv_ addcmul_ arange avg_pool2d bernoulli cat clone constant_pad_nd
+    copy copy_ detach empty empty_like fill full_like gather gelu gelu_backward hardtanh hardtanh_backward
+    index lerp_ lift_fresh_copy masked_fill max_pool2d_with_indices mse_loss_backward neg new_empty_strided
+    new_zeros nll_loss_backward ones ones_like relu scalar_tensor select_backward sigmoid_backward silu
+    silu_backward slice_backward tanh_backward threshold_backward zero_ zeros zeros_like lowtide.dropout_mask
 """.split()  # noqa: SIM905
+# Pointwise ops whose arguments have, or are converted to, the type of the result.
+ARITHMETIC: Final = "mul mul_ add add_ sub div div_ minimum pow rsqrt sqrt cos sin log sigmoid tanh".split()  # noqa: SIM905
 RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(PLAIN, plain),
     **dict.fromkeys(("mm", "addmm", "bmm"), product),
@@ -194,14 +174,31 @@ RULES: Final[dict[str, Rule]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
     "_safe_softmax": safe_softmax,
     "_native_batch_norm_legit_functional": batch_norm,
-    "native_batch_norm_backward": batch_norm_backward,
+    "native_batch_norm_backward": layouts_cpu.batch_norm_backward,
     "native_layer_norm": layer_norm,
     "native_layer_norm_backward": layer_norm_backward,
     "native_dropout_backward": dropout_backward,
-    **dict.fromkeys(("mul", "mul_", "add", "sub", "div", "minimum"), arithmetic),
+    **dict.fromkeys(ARITHMETIC, arithmetic),
     **dict.fromkeys(
-        ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"), softmax
+        (
+            "_softmax",
+            "_log_softmax",
+            "_softmax_backward_data",
+            "_log_softmax_backward_data",
+            "embedding_dense_backward",
+            "nll_loss_forward",
+        ),
+        layouts_cpu.contiguous_arguments,
     ),
+    "sum": layouts_cpu.reduction,
+    **dict.fromkeys(("eq", "ne", "lt", "gt", "ge"), layouts_cpu.comparison),
+    **dict.fromkeys(
+        ("max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward"),
+        layouts_cpu.pooling_backward,
+    ),
+    "tril": layouts_cpu.triangle,
+    "embedding": layouts_cpu.embedding,
+    "where": layouts_cpu.chosen,
     **dict.fromkeys(("mse_loss", "smooth_l1_loss"), resized_loss),
-    "roll": roll,
+    "roll": layouts_cpu.roll,
 }

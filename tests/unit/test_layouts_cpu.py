@@ -1,0 +1,151 @@
+"""The CPU's rules on tensors that lie otherwise than kernels take them, against what torch's profiler sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tracer.probes import CpuMarker, cpu_allocations  # noqa: E402
+from tracer.signature import of_call  # noqa: E402
+from tracer.workspaces_cpu import cpu_events  # noqa: E402
+from traces.devices import device  # noqa: E402
+
+aten = torch.ops.aten
+N = 32
+MATRICES = {
+    "rows": (N, 1), "columns": (1, N), "one number": (0, 0), "one row": (0, 1), "one column": (1, 0),
+    "part": (2 * N, 1), "every second": (2 * N, 2),
+}  # fmt: skip
+IMAGES = {"rows": (256, 64, 8, 1), "channels last": (256, 1, 32, 4), "one number": (0, 0, 0, 0)}
+
+
+def tensor(shape: tuple[int, ...], stride: tuple[int, ...] | None = None, dtype: Any = torch.float32) -> Any:
+    if stride is None:
+        return torch.ones(shape, dtype=dtype)
+    items = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    return torch.rand(items).to(dtype).as_strided(shape, stride)
+
+
+def peak(events: tuple[int, ...]) -> int:
+    live = most = 0
+    for event in events:
+        live += event
+        most = max(most, live)
+    return most
+
+
+def check(op: Any, *args: Any, **kwargs: Any) -> tuple[int, ...]:
+    """The rule's events, whose peak must be the measured one."""
+    outs: list[Any] = []
+
+    def work(marker: CpuMarker) -> None:
+        outs.append(marker.run(op, lambda: op(*args, **kwargs)))
+
+    with torch.no_grad():
+        op(*args, **kwargs)
+        (measured,) = cpu_allocations(work, 1)
+    events = cpu_events(of_call(op, args, kwargs, outs[0]), device("cpu"))
+    assert events is not None
+    assert peak(events) == peak(measured), (events, measured)
+    assert sum(events) == sum(measured)
+    return events
+
+
+@pytest.mark.parametrize("layout", MATRICES)
+def test_matrix_products(layout: str) -> None:
+    odd, plain = tensor((N, N), MATRICES[layout]), tensor((N, N))
+    copied = layout in ("one number", "one row", "one column", "every second")
+    for a, b in ((odd, plain), (plain, odd)):
+        # The product is 32 x 32 floats: 4096 bytes, and so is a copied factor.
+        assert check(aten.mm.default, a, b) == ((4096, 4096, -4096) if copied else (4096,))
+        check(aten.addmm.default, tensor((N,)), a, b)
+    check(aten.mm.default, odd, odd.t())
+    batch = tensor((3, N, N), (4 * N * N, *MATRICES[layout]))
+    check(aten.bmm.default, batch, tensor((3, N, N)))
+    check(aten.bmm.default, batch, batch)
+    few = tensor((3, 4, 4), (64, *MATRICES[layout]))  # 4 * 4 * 4 multiplications
+    assert check(aten.bmm.default, few, few) == (3 * 64,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32])
+def test_sums_of_other_types(dtype: Any) -> None:
+    x = tensor((N, N), None, dtype)
+    wide = dtype in (torch.int64, torch.float32)
+    # 1024 elements become int64: 8192 bytes.
+    assert check(aten.sum.dim_IntList, x, [0])[1:] == (() if wide else (8192, -8192))
+    check(aten.sum.default, x)
+    check(aten.sum.default, x, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("op", ["eq", "ne", "lt", "gt", "ge"])
+def test_comparisons_of_two_types(op: str) -> None:
+    compare = getattr(aten, op).Tensor
+    single, double = tensor((N, N)), tensor((N, N), None, torch.float64)
+    short, long = tensor((N, N), None, torch.int32), tensor((N, 1), None, torch.int64)
+    # float32 becomes float64, 8192 bytes; the result is 1024 bools.
+    assert check(compare, single, double) == (8192, 1024, -8192)
+    assert check(compare, short, long) == (8192, 1024, -8192)
+    assert check(compare, single, long) == (128, 1024, -128)
+    assert check(compare, single, single) == (1024,)
+    assert check(compare, single.sum(), single.sum()) == (1,)
+
+
+def test_arithmetic_in_place_and_of_one_argument() -> None:
+    single, long = tensor((N, N)), tensor((N, N), None, torch.int64)
+    assert check(aten.add_.Tensor, single, long) == (4096, -4096)
+    assert check(aten.add_.Tensor, single, single) == ()
+    assert check(aten.sqrt.default, long) == (4096, 4096, -4096)
+    assert check(aten.where.self, single > 0, single, tensor((N, N), None, torch.float64)) == (
+        8192,
+        8192,
+        -8192,
+    )
+    assert check(aten.where.self, single > 0, single, single) == (4096,)
+
+
+@pytest.mark.parametrize("layout", ["rows", "one number"])
+def test_arguments_that_must_be_contiguous(layout: str) -> None:
+    x = tensor((N, N), MATRICES[layout])
+    indices = torch.zeros(N, dtype=torch.int64)
+    copy = () if layout == "rows" else (4096, -4096)
+    # 100 x 32 floats are 12,800 bytes.
+    assert check(aten.embedding_dense_backward.default, x, indices, 100, -1, False) == (12800, *copy)
+    assert check(aten.tril.default, x) == (4096,)
+    assert check(aten.tril.default, tensor((2, N, N), (N * N, 1, N))) == (8192,)
+    check(aten.tril.default, tensor((4, 2, 4, 4), IMAGES[layout]))
+    check(aten.nll_loss_forward.default, x, indices, None, 1, -100)
+    check(aten.embedding.default, x, indices)
+    check(aten.embedding.default, x, torch.zeros(8, 4, dtype=torch.int64).t())
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_rolls(dims: int) -> None:
+    check(aten.roll.default, tensor((4, 4, 4, 4)), [1] * dims, list(range(dims)))
+
+
+@pytest.mark.parametrize("layout", IMAGES)
+@pytest.mark.parametrize("image", ["rows", "channels last"])
+def test_backward_of_pooling_and_batch_norm(layout: str, image: str) -> None:
+    gradient = tensor((2, 4, 8, 8), IMAGES[layout])
+    last = image == "channels last"
+    x = torch.rand(2, 4, 16, 16).to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    check(aten._adaptive_avg_pool2d_backward.default, gradient, x)
+    square = [2, 2]
+    check(aten.avg_pool2d_backward.default, gradient, x, square, square, [0, 0], False, True, None)
+    _, indices = aten.max_pool2d_with_indices.default(x, square, square)
+    check(
+        aten.max_pool2d_with_indices_backward.default,
+        gradient,
+        x,
+        square,
+        square,
+        [0, 0],
+        [1, 1],
+        False,
+        indices,
+    )
+    y, c = tensor((2, 4, 8, 8), IMAGES[image]), torch.rand(4)
+    check(aten.native_batch_norm_backward.default, gradient, y, c, c, c, c, c, True, 1e-5, [True, True, True])

@@ -1,0 +1,131 @@
+"""Turn calls whose tensors lie in memory, or are typed, as a CPU kernel does not take them into the copies it makes.
+
+A gradient of a sum is one number, expanded; a transposed tensor has no contiguous rows. Many kernels copy such an
+argument first. Each rule restates what torch 2.13's profiler showed for the layouts named there, beside the source that
+says why.
+
+Counts: one copy of each such argument, of the result where it lies in another memory format than the gradient, and of
+what is converted to a common type. Ignores: the tile of 14,400 bytes through which a matrix is transposed; scalars.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+from tracer.onednn import channels_last, contiguous
+from tracer.signature import ITEM_BYTES, Signature, TensorSpec
+
+FLOATS: Final = ("float32", "float64")
+HALVES: Final = ("float16", "bfloat16")
+SMALL_PRODUCT: Final = 400  # multiplications; below, a product of a batch of matrices is torch's own loop
+Events = tuple[int, ...]
+
+
+def with_copies(signature: Signature, copies: Iterable[int], *, first: bool = False) -> Events:
+    """The outputs, and copies that are there together while the op runs.
+
+    Args:
+        first: whether the copies are made before the outputs.
+    """
+    took = tuple(n for n in copies if n)
+    made = tuple(s.nbytes for s in signature.results)
+    freed = tuple(-n for n in reversed(took))
+    return (*took, *made, *freed) if first else (*made, *took, *freed)
+
+
+def contiguous_arguments(signature: Signature) -> Events:
+    """A copy of each argument that is not contiguous (`.contiguous()` in SoftMax.cpp, Embedding.cpp, LossNLL.cpp)."""
+    return with_copies(signature, (s.nbytes for s in signature.inputs if not contiguous(s)))
+
+
+def triangle(signature: Signature) -> Events:
+    """A copy of a batch of matrices that do not lie behind each other (`checkTrilTriuBatchContiguous`)."""
+    x = signature.inputs[0]
+    expected, behind = x.shape[-1] * x.shape[-2], True
+    for size, stride in zip(reversed(x.shape[:-2]), reversed(x.stride[:-2]), strict=True):
+        behind = behind and stride == expected
+        expected *= size
+    return with_copies(signature, () if behind or contiguous(x) else (x.nbytes,))
+
+
+def embedding(signature: Signature) -> Events:
+    """A copy of the indices if they are not contiguous (Embedding.cpp)."""
+    return with_copies(signature, (s.nbytes for s in signature.inputs[1:] if not contiguous(s)), first=True)
+
+
+def product(signature: Signature) -> Events:
+    """A copy of each factor whose strides BLAS does not take (`addmm_impl_cpu_` in LinearAlgebra.cpp); of a batch of
+    matrices one matrix at a time (`bmm_out_or_baddbmm_`)."""
+    factors = signature.inputs[-2:]
+    small = (
+        len(factors[0].shape) == 3 and math.prod((*factors[0].shape[1:], factors[1].shape[2])) < SMALL_PRODUCT
+    )
+    if small or not signature.results[0].elements or any(s.dtype not in FLOATS for s in factors):
+        return with_copies(signature, ())
+    return with_copies(
+        signature,
+        (s.shape[-2] * s.shape[-1] * s.item_bytes for s in factors if not _fits_blas(s)),
+    )
+
+
+def _fits_blas(spec: TensorSpec) -> bool:
+    rows, columns = spec.shape[-2:]
+    down, across = spec.stride[-2:]
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
+def reduction(signature: Signature) -> Events:
+    """A sum reads its input in the type of its result (`make_reduction_from_ty` in ReduceOpsUtils.h)."""
+    (y,) = signature.results
+    x = signature.inputs[0]
+    return with_copies(signature, (x.elements * y.item_bytes,) if x.dtype != y.dtype else ())
+
+
+def comparison(signature: Signature) -> Events | None:
+    """What is compared is converted to one type first (TensorIterator's common type)."""
+    tensors = [s for s in signature.inputs if s.shape]
+    types = {s.dtype for s in tensors}
+    if not types:
+        return with_copies(signature, ())
+    floats = [d for d in types if d in (*FLOATS, *HALVES)]
+    if len(types & set(HALVES)) > 1 or any(d.startswith("complex") for d in types):
+        return None
+    if any(isinstance(a, float) for a in signature.args) and not floats:
+        common = "float32"
+    else:
+        common = max(floats or types, key=lambda d: ITEM_BYTES[d])
+    casts = (s.elements * ITEM_BYTES[common] for s in tensors if s.dtype != common)
+    return with_copies(signature, casts, first=True)
+
+
+def chosen(signature: Signature) -> Events:
+    """What `where` chooses from is converted to the result's type first."""
+    (y,) = signature.results
+    others = (s for s in signature.inputs[1:] if s.shape and s.dtype != y.dtype)
+    return with_copies(signature, (s.elements * y.item_bytes for s in others))
+
+
+def roll(signature: Signature) -> Events:
+    """One dimension after the other, each into a new tensor that stays until all are done (`roll_common`)."""
+    (y,) = signature.results
+    return with_copies(signature, (y.nbytes,) * (len(signature.args[1]) - 1))
+
+
+def pooling_backward(signature: Signature) -> Events:
+    """Gradient, result and indices in the memory format of the incoming gradient (AveragePoolKernel.cpp,
+    AdaptiveAvgPoolKernel.cpp, MaxPoolKernel.cpp)."""
+    gradient, (result,) = signature.inputs[0], signature.results
+    indices = [s for s in signature.inputs[2:] if s.dtype == "int64"]
+    last = channels_last(gradient)
+    fits = channels_last if last else contiguous
+    return with_copies(signature, (s.nbytes for s in (gradient, *indices, result) if not fits(s)))
+
+
+def batch_norm_backward(signature: Signature) -> Events:
+    """A second image beside the gradient, if gradient and input lie in memory the same way; else two sums."""
+    gradient, x = signature.args[:2]
+    same = any(fits(gradient) and fits(x) for fits in (contiguous, channels_last))
+    channels = signature.results[-1].nbytes if len(signature.results) > 1 else 0
+    return with_copies(signature, (x.nbytes if same else channels,))
