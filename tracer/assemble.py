@@ -72,7 +72,7 @@ def assemble(
         recorder.know(x, program.storage_of[captured.placeholders[first_argument + k]][0])
     for x in step.tensors():
         recorder.id_of(x, recorder.row(x, "batch", INPUT))
-    for name, p in parameters.items():
+    for name, p in (parameters | step.loss_parameters).items():
         recorder.id_of(p, recorder.row(p, name, PARAMETER))
 
     stub = _Stub(program, recorder, parameters)

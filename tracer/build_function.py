@@ -106,8 +106,10 @@ class BuildFunction:
                 returned = build(**accepted)
             model, batch, loss, optimizer = self._unpack(returned)
             amp, scaler = self._precision(returned)
-            if (mode := active_fake_mode()) is not None and isinstance(model, nn.Module):
-                make_fake(model, mode, conversions)
+            if (mode := active_fake_mode()) is not None:
+                for module in (model, loss):
+                    if isinstance(module, nn.Module):
+                        make_fake(module, mode, conversions)
             if isinstance(optimizer, torch.optim.Optimizer):
                 for group in optimizer.param_groups:
                     group["params"] = [conversions.latest(p) for p in group["params"]]
@@ -223,6 +225,9 @@ class BuildFunction:
             batch_size=int(options.get("batch_size") or example_count(batch)),
             name=self.label,
             options=dict(options),
+            loss_parameters={f"loss.{n}": p for n, p in loss.named_parameters()}
+            if isinstance(loss, nn.Module)
+            else {},
         )
 
     def _optimizer(self, model: nn.Module, loss: Any, optimizer: Any) -> torch.optim.Optimizer | None:

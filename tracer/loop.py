@@ -25,7 +25,7 @@ def run_step(
         optimizer: None leaves the parameters as they are.
         on_phase: told when forward, backward and the optimizer begin.
     """
-    for p in (*step.model.parameters(), *step.tensors()):
+    for p in (*step.model.parameters(), *step.loss_parameters.values(), *step.tensors()):
         p.grad = None  # a tensor of the batch may want one too; the next batch comes without
     on_phase(FORWARD)
     with step.autocast.region():

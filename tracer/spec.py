@@ -44,6 +44,7 @@ class TrainingStep:
     options: dict[str, Any] = field(default_factory=dict)  # enough to build the same step again
     autocast: Autocast = OFF
     scaler: torch.amp.GradScaler | None = None
+    loss_parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # of a loss that has some, by name
 
     def loss_of(self, outputs: Any) -> torch.Tensor:
         """The scalar loss for what `model(*args, **kwargs)` returned; SpecError if it is not a scalar."""

@@ -89,6 +89,7 @@ class _Counter(EagerRecorder):
         for x in (
             *step.model.parameters(),
             *step.model.buffers(),
+            *step.loss_parameters.values(),
             *step.tensors(),
             *optimizer_tensors(step.optimizer),
             *scaler_tensors(step.scaler),

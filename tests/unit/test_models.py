@@ -16,11 +16,13 @@ pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
+from tracer.loop import run_step  # noqa: E402
 from tracer.models import TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
 from tracer.spec import BuildStep, TrainingStep, load_spec  # noqa: E402
-from tracer.step import capture_step  # noqa: E402
+from tracer.step import capture_step, trace_step  # noqa: E402
 from tracer.torchvision_shim import import_torchvision  # noqa: E402
 from tracer.vision import IMAGE_SIZES, classification_loss  # noqa: E402
+from traces.devices import device  # noqa: E402
 from traces.errors import CaptureError, EnvironmentProblem, OutOfMemoryProblem, SpecError  # noqa: E402
 
 NAMES = [m.name for m in list_models()]
@@ -240,9 +242,9 @@ def test_one_of_several_gpus_is_the_one_that_is_asked_from_then_on(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
     build = BuildStep(model="m", options={}, seed=0, make=make)
-    for device in ("cuda", "cuda:1"):
+    for place in ("cuda", "cuda:1"):
         with pytest.raises(SpecError, match="no GPU"):
-            build(device)
+            build(place)
     assert made == ["cuda", "cuda:1"]
     assert chosen == [1]
     with pytest.raises(EnvironmentProblem, match=r"has 2 GPU\(s\)"):
@@ -368,6 +370,41 @@ def test_shared_parameters_stay_shared_through_fake_conversions(tmp_path: Path) 
     step = user_step(tmp_path, body)
     assert step.model[1].weight is step.model[0].weight
     assert step.model[0].weight.dtype == torch.bfloat16
+
+
+LEARNED_LOSS = """
+class Center(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.centres = nn.Parameter(torch.zeros(7, 3))
+    def forward(self, out, target):
+        return (out - self.centres[target]).square().mean()
+LOSS = Center()
+def build():
+    m = Net()
+    return m, (x, y), LOSS, torch.optim.SGD([*m.parameters(), *LOSS.parameters()])
+"""
+
+
+def test_a_loss_with_parameters_of_its_own_begins_each_step_without_gradients(tmp_path: Path) -> None:
+    """As after the ordinary loop's zero_grad(set_to_none=True): otherwise they would add up from step to step, in
+    memory that is never given back."""
+    step = user_step(tmp_path, LEARNED_LOSS, fake=False)
+    assert list(step.loss_parameters) == ["loss.centres"]
+    gradients = []
+    for _ in range(2):
+        run_step(step, step.model, None)
+        gradients.append(step.loss_parameters["loss.centres"].grad.clone())
+    assert torch.equal(*gradients)
+
+
+def test_a_loss_s_parameters_are_parameters_of_the_trace(tmp_path: Path) -> None:
+    """Made at import, outside the fake mode: 7 * 3 floats."""
+    assert all(isinstance(p, FakeTensor) for p in user_step(tmp_path, LEARNED_LOSS).loss_parameters.values())
+    sts = trace_step(load_spec(f"{tmp_path}/mine.py"), device("cpu")).trace.storages
+    (own,) = [s for s, name in enumerate(sts.name) if name == "loss.centres"]
+    assert (sts.category[own], sts.nbytes[own], sts.producer[own]) == ("parameter", 84, -1)
+    assert [n for n in sts.name if n == "constant"] == []
 
 
 def test_build_gets_the_options_that_it_names(tmp_path: Path) -> None:
