@@ -6,8 +6,10 @@ pyarrow imports pandas by itself in most of its convenience functions; the reade
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +18,7 @@ from traces.errors import TraceError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 META_KEY: Final = b"lowtide"
 TEXT, INT, ID, IDS, INTS = "text", "int64", "int32", "list<int32>", "list<int64>"
@@ -60,49 +63,49 @@ def write(path: Path, form: Format, header: dict[str, Any], values: dict[str, An
     pq.write_table(pa.Table.from_arrays(arrays, schema=schema), path, compression="zstd")
 
 
+@contextlib.contextmanager
+def _opened(path: Path, form: Format) -> Iterator[tuple[pq.ParquetFile, dict[str, Any]]]:
+    """The file and its header; what cannot be read of it, here or in the body, becomes a TraceError."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        raise TraceError(f"{path}: {'a directory' if path.is_dir() else 'missing'}; {form.again}")
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file, _header(path, form, file.schema_arrow)
+    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, form, error) from None
+
+
 def read_header(path: Path, form: Format) -> dict[str, Any]:
     """The header alone.
 
     Raises:
         TraceError: the file is missing, no Parquet, or another record or version.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not path.is_file():
-        raise TraceError(f"{path}: missing; {form.again}")
-    try:
-        with pq.ParquetFile(path) as file:
-            return _header(path, form, file.schema_arrow)
-    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, form, error) from None
+    with _opened(path, form) as (_, header):
+        return header
 
 
 def read(path: Path, form: Format) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """The header, and the columns.
 
     Raises:
-        TraceError: as `read_header`; or a column is missing, has another type, or has empty cells.
+        TraceError: as `read_header`; or a column is missing, is there twice, has another type, or has empty cells.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if not path.is_file():
-        raise TraceError(f"{path}: missing; {form.again}")
-    try:
-        with pq.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            header = _header(path, form, schema)
-            for column, kind in form.columns.items():
-                if column not in schema.names:
-                    raise TraceError(f"{path}: the column {column!r} is missing; {form.again}")
-                if schema.field(column).type != arrow_type(kind):
-                    raise TraceError(
-                        f"{path}: the column {column!r} is {schema.field(column).type}, not {kind}; {form.again}"
-                    )
-            table = file.read(columns=list(form.columns))
-    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, form, error) from None
+    with _opened(path, form) as (file, header):
+        schema = file.schema_arrow
+        for column, kind in form.columns.items():
+            if (times := schema.names.count(column)) != 1:
+                raise TraceError(
+                    f"{path}: the column {column!r} is {'there twice' if times else 'missing'}; {form.again}"
+                )
+            if schema.field(column).type != arrow_type(kind):
+                raise TraceError(
+                    f"{path}: the column {column!r} is {schema.field(column).type}, not {kind}; {form.again}"
+                )
+        table = file.read(columns=list(form.columns))
     values = {c: _column(table.column(c), kind) for c, kind in form.columns.items()}
     for column, items in values.items():
         if any(x is None for x in items):

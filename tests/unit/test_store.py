@@ -151,6 +151,19 @@ def test_a_missing_file(stored: Path) -> None:
         load(stored)
 
 
+def test_a_directory_in_a_file_s_place(stored: Path) -> None:
+    (stored / STORAGES_FILE).unlink()
+    (stored / STORAGES_FILE).mkdir()
+    with pytest.raises(TraceError, match=f"{STORAGES_FILE}: a directory"):
+        load(stored)
+
+
+def test_a_column_that_is_there_twice(stored: Path) -> None:
+    rewrite(stored / OPS_FILE, lambda t: t.append_column("name", t.column("name")))
+    with pytest.raises(TraceError, match="column 'name' is there twice"):
+        load(stored)
+
+
 def test_a_foreign_parquet_file(stored: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2]}), stored / OPS_FILE)
     with pytest.raises(TraceError, match="not one of Lowtide's"):
