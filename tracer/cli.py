@@ -37,7 +37,7 @@ def trace() -> None:
 @click.option("--image-size", type=click.IntRange(min=1), help="Height and width of an image (vision).")
 @click.option("--optimizer", help="sgd, adam, adamw or none.")
 @click.option("--optimizer-impl", help="foreach, fused or for-loop; without it, what torch chooses.")
-@click.option("--dtype", help="Of the weights: float32 or bfloat16.")
+@click.option("--dtype", help="Of the weights: float32, bfloat16 or float16.")
 @click.option("--amp", help="Autocast of forward and loss to bfloat16 or float16; the weights stay float32.")
 @click.option(
     "--tf32/--no-tf32", default=None, help="Whether float32 is computed as TF32 on CUDA; default: torch's."
