@@ -33,7 +33,7 @@ from tracer.batch_norm import put_cudnn
 from tracer.blame import explain, is_data_dependent, without_torch_log
 from tracer.cast_cache import cached_casts
 from tracer.dropout import split_dropout
-from tracer.effects import is_token, without_tokens
+from tracer.effects import checks_kept, is_token, without_tokens
 from tracer.gpu import gpu_kernels
 from tracer.grouped import grouped_products
 from tracer.precision import OFF, Autocast, without_autocast
@@ -193,6 +193,7 @@ def _capture(
             without_torch_log(),
             without_autocast(),
             grouped_products(),
+            checks_kept(),
             fake_mode,
             fx_traceback.preserve_node_meta(),
             unpacked_sequences(),

@@ -7,14 +7,36 @@ them. Nothing here reorders ops, so the tokens go.
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Iterator
 from typing import Any, Final
 
 from torch import fx
-from torch._higher_order_ops.effects import with_effects
+from torch._higher_order_ops.effects import _get_effect, _register_effectful_op, with_effects
+from torch._library.effects import EffectType
+
+CHECK: Final = "aten::_linalg_check_errors"
 
 TOKEN_INPUTS: Final = ("ForwardTokenAOTInput", "BackwardTokenAOTInput")
 TOKEN_OUTPUTS: Final = ("ForwardTokenAOTOutput", "BackwardTokenAOTOutput")
+
+
+@contextlib.contextmanager
+def checks_kept() -> Iterator[None]:
+    """Keep the op that checks for errors in graphs that are captured here.
+
+    torch 2.13 does so by itself. In 2.11 and 2.12 the export does not know that the op does anything and leaves it
+    out, as nobody reads it: where eager raises LinAlgError, the graph would go on.
+    """
+    if _get_effect(CHECK) is not None:
+        yield
+        return
+    handle = _register_effectful_op(CHECK, EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        handle.destroy()
 
 
 def is_token(desc: Any) -> bool:
