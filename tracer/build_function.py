@@ -34,17 +34,20 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from tracer.batch import example_count, split_batch, to_device
 from tracer.precision import POLICY_OPTIONS, Autocast, parse_amp
 from tracer.spec import TrainingStep
 from tracer.surroundings import (
+    Conversions,
     active_fake_mode,
     fake_conversions,
     initialisers_without_values,
     is_fake,
     make_fake,
     outside_fake_mode,
+    rows_with_values,
 )
 from traces.errors import CaptureError, LowtideError, SpecError
 from traces.reference import DEFAULT_FUNCTION, split_reference
@@ -97,15 +100,11 @@ class BuildFunction:
             # Fake CUDA tensors cannot be moved like real ones, so they are made in place.
             place = torch.device(device) if is_fake() and device != "cpu" else torch.device("cpu")
             accepted = self._accepted(build, options, device)
-            with (
-                self._explained(f"{self.function}() failed"),
-                initialisers_without_values(),
-                fake_conversions() as conversions,
-                place,
-            ):
-                returned = build(**accepted)
+            with place:
+                returned, conversions = self._returned(build, accepted)
             model, batch, loss, optimizer = self._unpack(returned)
             amp, scaler = self._precision(returned)
+            self._check_complete(model)
             if (mode := active_fake_mode()) is not None:
                 for module in (model, loss):
                     if isinstance(module, nn.Module):
@@ -115,6 +114,28 @@ class BuildFunction:
                     group["params"] = [conversions.latest(p) for p in group["params"]]
             step = self._assemble(model, batch, loss, optimizer, options, device)
             return replace(step, autocast=Autocast(dtype=amp), scaler=scaler)
+
+    def _returned(self, build: Callable[..., Any], accepted: dict[str, Any]) -> tuple[Any, Conversions]:
+        """What the function returns. Where it needs values that fake tensors lack, it is called for real, in memory."""
+        with self._explained(f"{self.function}() failed"):
+            with initialisers_without_values(), fake_conversions() as conversions:
+                try:
+                    with rows_with_values():
+                        return build(**accepted), conversions
+                except Exception as error:
+                    if not is_fake() or not _needs_values(error):
+                        raise
+            with outside_fake_mode():
+                return build(**accepted), Conversions()
+
+    def _check_complete(self, model: Any) -> None:
+        """Refuse a model whose lazy modules have not seen an input yet."""
+        for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+                raise SpecError(
+                    f"{self.label}: the module {name!r} ({type(module).__name__}) does not know its sizes yet; call "
+                    "the model once with an example in the function, or give the module its sizes."
+                )
 
     def _function(self) -> Callable[..., Any]:
         with outside_fake_mode(), self._explained("importing the file failed"):
@@ -268,7 +289,7 @@ class BuildFunction:
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError(
                 f"{self._where(error)}: {what}: it reads the values of tensors ({error}), which a fake trace "
-                "does not have; move that out of the function, or trace with --device cpu."
+                "does not have; move that out of the function."
             ) from error
         except (Exception, SystemExit) as error:
             said = (str(error).strip().splitlines() or [""])[
@@ -292,6 +313,14 @@ class BuildFunction:
 def _belongs(file: str, directory: Path) -> bool:
     """Whether a file is the user's own: in that directory, and not installed there."""
     return Path(file).is_relative_to(directory) and "site-packages" not in file
+
+
+def _needs_values(error: Exception) -> bool:
+    """Whether code failed because tensors were fake: it read their values, or made modules that learn their sizes."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    lazy = "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error)
+    return lazy or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
 
 
 class _FromSource(SourceFileLoader):

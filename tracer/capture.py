@@ -31,6 +31,7 @@ from torch.fx import traceback as fx_traceback
 
 from tracer.batch_norm import put_cudnn
 from tracer.blame import explain, is_data_dependent, without_torch_log
+from tracer.caches import emptied_caches, holds_kept_tensor
 from tracer.cast_cache import cached_casts
 from tracer.dropout import split_dropout
 from tracer.effects import checks_kept, is_token, without_tokens
@@ -114,13 +115,14 @@ def capture(
     check_capturable(model)
     fake_mode = fake_mode_of(model, args, kwargs) or FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        return _capture(model, args, kwargs, wants_gradient, fake_mode, target, autocast, compiled=False)
+        with emptied_caches(model):
+            return _capture(model, args, kwargs, wants_gradient, fake_mode, target, autocast, compiled=False)
     except Exception as error:
-        if not is_data_dependent(error):
+        if not is_data_dependent(error) and not holds_kept_tensor(error):
             raise explain(error, model) from error
     try:
-        # Library code that looks at the data of a mask takes its data-independent branch when it believes that it
-        # is being compiled.
+        # Library code that looks at the data of a mask takes its data-independent branch, and leaves its caches
+        # alone, when it believes that it is being compiled.
         return _capture(model, args, kwargs, wants_gradient, fake_mode, target, autocast, compiled=True)
     except Exception as error:
         raise explain(error, model) from error
@@ -210,7 +212,7 @@ def _capture(
 def forward_once(model: nn.Module, run: Callable[[], None]) -> None:
     """Call `run`, which runs the model eagerly on fake tensors, under what the capture would use around it."""
     try:
-        with without_torch_log(), grouped_products(), unpacked_sequences():
+        with without_torch_log(), emptied_caches(model), grouped_products(), unpacked_sequences():
             run()
     except Exception as error:
         if not is_data_dependent(error):

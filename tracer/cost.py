@@ -114,8 +114,16 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     return formulas
 
 
-# Losses that allocate one element a prediction and then resize that to the reduced result, which keeps the memory.
-RESIZED: Final = frozenset({"aten.mse_loss.default", "aten.smooth_l1_loss.default"})
+# Losses that allocate one element a prediction and then resize that to the reduced result, which keeps the memory
+# (aten/src/ATen/native/Loss.cpp). Name -> where the reduction stands among the arguments.
+RESIZED: Final = {
+    "aten.mse_loss.default": 2,
+    "aten.smooth_l1_loss.default": 2,
+    "aten.soft_margin_loss.default": 2,
+    "aten.binary_cross_entropy.default": 3,
+}
+# Ops that allocate as much as their input takes and then resize that, likewise (Im2Col.cpp, Col2Im.cpp).
+RESIZED_INPUT: Final = frozenset({"aten.col2im.default"})
 
 # Norms whose CPU kernels keep the statistics in the type of weights and running statistics, where that is another than
 # the input's (float32 weights under autocast), while torch's fake tensors say the input's (2.13,
@@ -135,7 +143,9 @@ def result_bytes(func: Any, args: Sequence[Any], result: torch.Tensor) -> int:
 
     nbytes = int(result.untyped_storage().nbytes())
     name = str(func)
-    if name in RESIZED and (len(args) < 3 or args[2] != 0):  # 0: not reduced
+    if name in RESIZED_INPUT:
+        nbytes = max(nbytes, args[0].numel() * result.element_size())
+    if name in RESIZED and (len(args) <= RESIZED[name] or args[RESIZED[name]] != 0):  # 0: not reduced
         rows = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
         nbytes = max(nbytes, int(rows) * result.element_size())
     if name in MIXED_STATISTICS and result.device.type == "cpu":

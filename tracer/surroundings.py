@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
+
+MOST_VALUES: Final = 4096  # of a row that keeps them
 
 
 def active_fake_mode() -> Any | None:
@@ -65,6 +67,35 @@ def initialisers_without_values() -> Iterator[None]:
         yield
     finally:
         nn.init._no_grad_trunc_normal_ = original
+
+
+@contextmanager
+def rows_with_values() -> Iterator[None]:
+    """Under a fake mode, let `torch.linspace` in the body keep its values, which models read while they are built.
+
+    The rates of stochastic depth are made so: `[x.item() for x in torch.linspace(0, rate, depth)]`. What is taken from
+    such a row one by one has its value, too; nothing else has.
+    """
+    mode = active_fake_mode()
+    if mode is None:
+        yield
+        return
+    original = torch.linspace
+
+    def linspace(*args: Any, **kwargs: Any) -> torch.Tensor:
+        fake = original(*args, **kwargs)
+        if fake.device.type != "cpu" or fake.numel() > MOST_VALUES or "out" in kwargs:
+            return fake
+        with outside_fake_mode():
+            real = original(*args, **kwargs)
+        made: torch.Tensor = mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
+        return made
+
+    torch.linspace = linspace  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.linspace = original
 
 
 class Conversions:

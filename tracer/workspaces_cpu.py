@@ -129,6 +129,59 @@ def resized_loss(signature: Signature) -> tuple[int, ...] | None:
     return (whole, whole, -whole)
 
 
+def kept_loss(signature: Signature) -> tuple[int, ...] | None:
+    """A loss an element, in the storage that the result keeps where it is reduced."""
+    return (max(signature.inputs[0].nbytes, signature.results[0].nbytes),)
+
+
+def soft_margin_backward(signature: Signature) -> tuple[int, ...] | None:
+    """The exponentials, one more than these, and the products with both (Loss.cpp)."""
+    (y,) = signature.results
+    return (y.nbytes, y.nbytes, y.nbytes, -y.nbytes, -y.nbytes)
+
+
+def columns(signature: Signature) -> tuple[int, ...] | None:
+    """As much as the input takes, and if that is too little, as much as is needed in its place."""
+    x, y = signature.inputs[0].nbytes, signature.results[0].nbytes
+    return (x,) if x >= y else (x, y, -x)
+
+
+def reduced_loss(signature: Signature) -> tuple[int, ...] | None:
+    """A loss an element beside the result that it is reduced to."""
+    (y,) = signature.results
+    whole = signature.inputs[0].nbytes
+    return None if y.shape else (whole, y.nbytes, -whole)
+
+
+def loss_with_logits(signature: Signature) -> tuple[int, ...] | None:
+    """`1 - target`, a log of sigmoids, and their sum in place of one of them (Loss.cpp)."""
+    (y,) = signature.results
+    whole = signature.inputs[0].nbytes
+    return None if y.shape else (whole, whole, -whole, whole, y.nbytes, -whole, -whole)
+
+
+def logsumexp(signature: Signature) -> tuple[int, ...] | None:
+    """The exponentials of all elements, less the largest of each row."""
+    (y,) = signature.results
+    whole = signature.inputs[0].nbytes
+    return (y.nbytes, y.nbytes, whole, y.nbytes, -whole, -y.nbytes, -y.nbytes)
+
+
+def group_norm_backward(signature: Signature) -> tuple[int, ...] | None:
+    """Two sums for each channel of each example."""
+    rows = 1
+    for n in signature.args[1].shape[:2]:
+        rows *= n
+    sums = rows * FLOAT
+    return (*_made(signature), sums, sums, -sums, -sums)
+
+
+def rms_norm(signature: Signature) -> tuple[int, ...] | None:
+    """Squares, the input times the root, and that times the weight."""
+    y, root = (s.nbytes for s in signature.results[:2])
+    return (y, root, -y, y, y, -y)
+
+
 def arithmetic(signature: Signature) -> tuple[int, ...] | None:
     """An argument of another type is converted to the result's first (TensorIterator's common type)."""
     (y,) = signature.results or (None,)
@@ -156,11 +209,14 @@ def mean(signature: Signature) -> tuple[int, ...] | None:
 
 # Ops that were seen to leave their outputs and to allocate nothing else but a few bytes.
 PLAIN: Final = """
-    _adaptive_avg_pool2d _to_copy abs addcdiv_ addcmul_ arange avg_pool2d bernoulli cat clone constant_pad_nd
-    copy copy_ detach empty empty_like fill full_like gather gelu gelu_backward hardtanh hardtanh_backward
-    index lerp_ lift_fresh_copy masked_fill max_pool2d_with_indices mse_loss_backward neg new_empty_strided
-    new_zeros nll_loss_backward ones ones_like relu scalar_tensor select_backward sigmoid_backward silu
-    silu_backward slice_backward tanh_backward threshold_backward zero_ zeros zeros_like lowtide.dropout_mask
+    _adaptive_avg_pool2d _to_copy abs addcdiv_ addcmul_ arange avg_pool2d avg_pool3d baddbmm bernoulli cat
+    clone constant_pad_nd copy copy_ detach empty empty_like fill full_like gather gelu gelu_backward
+    grid_sampler_2d hardtanh hardtanh_backward huber_loss_backward index index_add index_put leaky_relu
+    leaky_relu_backward lerp_ lift_fresh_copy linalg_vector_norm lowtide.dropout_mask masked_fill
+    max_pool2d_with_indices max_pool3d_with_indices mse_loss_backward native_group_norm neg new_empty_strided
+    new_zeros nll_loss_backward ones ones_like relu scalar_tensor scatter_add select_backward sigmoid_backward
+    silu silu_backward slice_backward smooth_l1_loss_backward softplus sort tanh_backward threshold_backward
+    topk upsample_bilinear2d_backward var_mean zero_ zeros zeros_like
 """.split()  # noqa: SIM905
 # Pointwise ops whose arguments have, or are converted to, the type of the result.
 ARITHMETIC: Final = "mul mul_ add add_ sub div div_ minimum pow rsqrt sqrt cos sin log sigmoid tanh".split()  # noqa: SIM905
@@ -190,7 +246,7 @@ RULES: Final[dict[str, Rule]] = {
         ),
         layouts_cpu.contiguous_arguments,
     ),
-    "sum": layouts_cpu.reduction,
+    **dict.fromkeys(("sum", "cumsum"), layouts_cpu.reduction),
     **dict.fromkeys(("eq", "ne", "lt", "gt", "ge"), layouts_cpu.comparison),
     **dict.fromkeys(
         ("max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward"),
@@ -200,5 +256,13 @@ RULES: Final[dict[str, Rule]] = {
     "embedding": layouts_cpu.embedding,
     "where": layouts_cpu.chosen,
     **dict.fromkeys(("mse_loss", "smooth_l1_loss"), resized_loss),
+    **dict.fromkeys(("binary_cross_entropy", "soft_margin_loss"), kept_loss),
+    **dict.fromkeys(("col2im", "im2col"), columns),
+    "soft_margin_loss_backward": soft_margin_backward,
+    "huber_loss": reduced_loss,
+    "binary_cross_entropy_with_logits": loss_with_logits,
+    "logsumexp": logsumexp,
+    "native_group_norm_backward": group_norm_backward,
+    "_fused_rms_norm": rms_norm,
     "roll": layouts_cpu.roll,
 }

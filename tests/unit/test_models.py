@@ -489,14 +489,54 @@ def test_an_error_in_a_directory_of_a_similar_name(tmp_path: Path, monkeypatch: 
         user_step(tmp_path / "project", "import beside\ndef build(): beside.fail()")
 
 
-def test_reading_values_without_having_them_is_explained(tmp_path: Path) -> None:
+CALLS = """
+calls = []
+def build():
+    calls.append(type(torch.empty(1)).__name__)
+    m = Net()
+    {reads}
+    m.calls = calls
+    return m, x, lambda o: o.square().mean(), torch.optim.SGD(m.parameters(), lr=0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("reads", "kinds"),
+    [
+        ("assert bool(m.one.weight.abs().sum() > 0)", ["FakeTensor", "Tensor"]),
+        ("m.three = nn.LazyLinear(2); m.three(x)", ["FakeTensor", "Tensor"]),
+        ("assert [v.item() for v in torch.linspace(0, 1, 3)] == [0.0, 0.5, 1.0]", ["FakeTensor"]),
+        ("assert torch.linspace(0, 1, 3).tolist() == [0.0, 0.5, 1.0]", ["FakeTensor"]),
+    ],
+)
+def test_a_function_that_reads_values_is_called_for_real(
+    tmp_path: Path, reads: str, kinds: list[str]
+) -> None:
+    step = user_step(tmp_path, CALLS.format(reads=reads))
+    assert step.model.calls == kinds
+    parameters = list(step.model.parameters())
+    assert all(isinstance(p, FakeTensor) for p in parameters)
+    assert isinstance(step.args[0], FakeTensor)
+    assert [id(p) for p in step.optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]
+
+
+def test_a_lazy_module_without_sizes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        SpecError, match=r"the module 'three' \(LazyLinear\) does not know its sizes yet; call"
+    ):
+        user_step(tmp_path, CALLS.format(reads="m.three = nn.LazyLinear(2)"))
+
+
+def test_an_optimizer_s_function_that_reads_values_is_explained(tmp_path: Path) -> None:
     body = """
+    def optimizer(parameters):
+        if parameters[0].sum() > 0: pass
     def build():
-        m = Net()
-        if m.one.weight.sum() > 0: pass
-        return m, x, None, None
+        return Net(), x, lambda o: o.mean(), optimizer
     """
-    with pytest.raises(CaptureError, match=r"mine.py line 24: build\(\) failed: it reads the values"):
+    with pytest.raises(
+        CaptureError, match=r"mine.py line 23: making the optimizer failed: it reads the values"
+    ):
         user_step(tmp_path, body)
 
 
