@@ -91,7 +91,7 @@ def rows_with_values() -> Iterator[None]:
         made: torch.Tensor = mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
         return made
 
-    torch.linspace = linspace  # type: ignore[assignment]
+    torch.linspace = linspace
     try:
         yield
     finally:
