@@ -101,7 +101,8 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.filename.startswith(_DISTRIBUTIONS) for frame in frames):
         line += ", where a distribution checks its arguments; validate_args=False leaves that out"
-    if is_data_dependent(error) or isinstance(error, DynamicOutputShapeException):
+    ragged = "shape_env must not be None" in str(error)  # a nested tensor's rows have lengths that are data
+    if is_data_dependent(error) or ragged or isinstance(error, DynamicOutputShapeException):
         op = getattr(error, "func", None)
         return CaptureError(
             f"{name} cannot be captured: the op {op or 'there'} makes Python look at the data of a tensor, or has an "

@@ -423,6 +423,30 @@ def test_verification_of_an_honest_plan() -> None:
     assert len(outcome.losses) == 2
 
 
+class Unseeded(nn.Module):
+    """Seeds torch's generator anew in each step, from the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.seed()
+        return (self.linear(x) * torch.rand(4)).square().mean()
+
+
+def test_verification_says_when_eager_differs_from_itself() -> None:
+    def make() -> tuple[Any, ...]:
+        model = Unseeded()
+        return model, torch.randn(3, 4), None, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    build = build_of(make)
+    outcome = verify(build, plan_of(recorded(build).trace), steps=2)
+    assert not outcome.equal
+    assert outcome.control_difference["loss"] > 0
+    assert "two untouched models differ from each other, too (step 1: loss" in outcome.note
+
+
 def test_verification_notices_a_mask_that_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_module, "is_random", lambda n: False)
     build, plan = fresh()

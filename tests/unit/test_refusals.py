@@ -68,13 +68,50 @@ def test_optimizers_that_run_the_model_themselves_are_refused() -> None:
     assert "LBFGS runs forward and backward itself" in said
 
 
-def test_sparse_gradients_are_refused_with_the_module() -> None:
-    def model() -> nn.Module:
-        return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_with_the_module(kind: Any) -> None:
+    def model(*, frozen: bool = False) -> nn.Module:
+        made = nn.Sequential(kind(9, 4, sparse=True), nn.Linear(4, 2))
+        made[0].weight.requires_grad_(not frozen)
+        return made
 
     said = refused(model, lambda: torch.randint(9, (2, 3)))
-    assert "(module 0)" in said
+    assert f"its module 0 ({kind.__name__}) has gradients" in said
     assert "sparse=False" in said
+    recorded(build_of(lambda: (model(frozen=True), torch.randint(9, (2, 3)), lambda y: y.sum(), None)))
+
+
+class Lookup(nn.Module):
+    """A table without a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(x, self.table, sparse=True)
+
+
+def test_sparse_gradients_of_a_function_are_refused_with_the_op() -> None:
+    assert "makes a tensor of the layout torch.sparse_coo" in refused(
+        Lookup, lambda: torch.randint(9, (2, 3))
+    )
+
+
+class Ragged(nn.Module):
+    """Rows of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nested.nested_tensor([x[:1], x], layout=torch.jagged)
+        return self.a(rows).to_padded_tensor(0.0)
+
+
+def test_nested_tensors_are_refused_as_what_depends_on_data() -> None:
+    assert "has an output whose shape depends on data" in refused(Ragged, row)
 
 
 def test_a_value_from_the_time_of_building_is_not_baked_in() -> None:
