@@ -72,18 +72,27 @@ class Costs:
             entry = self.profile.entries[key]
             if _leaves(entry.events, created_bytes):
                 return Cost(time_ns=entry.time_ns, events=entry.events, source=MEASURED)
-        estimate = self._index.estimate(key, call_ns=device.launch_ns) if key else None
-        if estimate is not None and _leaves(estimate.events, created_bytes):
+        by_rule = self._by_rule(row, created_bytes, device)
+        if (
+            key
+            and (estimate := self._index.estimate(key, by_rule, call_ns=device.launch_ns))
+            and _leaves(estimate.events, created_bytes)
+        ):
             return Cost(time_ns=estimate.time_ns, events=estimate.events, source=INTERPOLATED)
         tf32 = uses_tf32(row.target) if self.tf32 is None else self.tf32
         time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=tf32)
-        if self.rules and row.signature is not None:
-            ask = cpu_events if device.kind == "cpu" else rule_events
-            events = ask(row.signature, device)
-            if events is not None and _leaves(events, created_bytes):
-                elsewhere = device.kind == "cpu" and not onednn.measured_kind()
-                return Cost(time_ns=time_ns, events=events, source=ELSEWHERE if elsewhere else RULES)
+        if by_rule is not None:
+            elsewhere = device.kind == "cpu" and not onednn.measured_kind()
+            return Cost(time_ns=time_ns, events=by_rule, source=ELSEWHERE if elsewhere else RULES)
         return Cost(time_ns=time_ns, events=(), source=NONE)
+
+    def _by_rule(self, row: OpRow, created_bytes: int, device: Device) -> tuple[int, ...] | None:
+        """What the rules say of an op; None: nothing, or what does not fit this call."""
+        if not self.rules or row.signature is None:
+            return None
+        ask = cpu_events if device.kind == "cpu" else rule_events
+        events = ask(row.signature, device)
+        return events if events is not None and _leaves(events, created_bytes) else None
 
 
 def _leaves(events: tuple[int, ...], created_bytes: int) -> bool:

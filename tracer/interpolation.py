@@ -50,13 +50,14 @@ class Index:
             point = _Point(_sizes(key), _tensor_bytes(key), entry)
             self._points.setdefault(_family(key), []).append(point)
 
-    def estimate(self, key: str, *, call_ns: int = 0) -> Estimate | None:
+    def estimate(self, key: str, rule: Sequence[int] | None = None, *, call_ns: int = 0) -> Estimate | None:
         """The cost of a call that was not measured; None if the measured ones do not say.
 
         Two points between which the call lies are taken before two beside it, and near ones before far ones.
 
         Args:
             key: the call.
+            rule: its allocations by rule, if one knows it; see `_scaled`.
             call_ns: what an op takes on the device however small it is.
         """
         points = self._points.get(_family(key), [])
@@ -76,7 +77,7 @@ class Index:
         if not ratios:
             return None
         ratio, point = min(ratios, key=lambda x: max(x[0], 1 / x[0]))
-        return _scaled(point, tensors, ratio, call_ns)
+        return _scaled(point, tensors, ratio, call_ns, rule)
 
 
 def _family(key: str) -> str:
@@ -150,13 +151,22 @@ def _ratio(measured: Sequence[int], wanted: Sequence[int]) -> Fraction | None:
     return ratio
 
 
-def _scaled(point: _Point, tensors: Sequence[int], ratio: Fraction, call_ns: int) -> Estimate:
+def _scaled(
+    point: _Point, tensors: Sequence[int], ratio: Fraction, call_ns: int, rule: Sequence[int] | None
+) -> Estimate:
     """One measured call scaled: what has the size of a tensor that stays as it is (a weight) stays, the rest grows; of
-    its time, what the call itself takes stays."""
+    its time, what the call itself takes stays.
+
+    A weight in a library's own layout has the size of no tensor. So where a rule lists the same allocations, and says
+    of each either what was measured or that scaled, the rule is right about this call.
+    """
     stays = {m for m, w in zip(point.tensors, tensors, strict=True) if m == w}
     grows = {m for m, w in zip(point.tensors, tensors, strict=True) if m != w}
     events = tuple(
         e if abs(e) in stays and abs(e) not in grows else round(e * ratio) for e in point.entry.events
     )
+    both = [{e, round(e * ratio)} for e in point.entry.events]
+    if rule is not None and len(rule) == len(both) and all(r in b for r, b in zip(rule, both, strict=True)):
+        events = tuple(rule)
     stays_ns = min(call_ns, point.entry.time_ns)
     return Estimate(events=events, time_ns=max(1, round(stays_ns + (point.entry.time_ns - stays_ns) * ratio)))

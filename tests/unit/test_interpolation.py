@@ -59,6 +59,20 @@ def test_what_calling_an_op_takes_does_not_grow() -> None:
         assert found.time_ns == time_ns
 
 
+def test_a_rule_decides_what_of_one_measured_size_stays() -> None:
+    """512 bytes of result and 40 of scratch at batch 2: at 4 the scratch may be 40 or 80, and nothing else."""
+    index = Index([(conv_key(2), entry(1024, 40, -40))])
+    asked = {
+        rule: index.estimate(conv_key(4), rule) for rule in (None, (2048, 40, -40), (2048, 48, -48), (2048,))
+    }
+    assert {rule: found and found.events for rule, found in asked.items()} == {
+        None: (2048, 80, -80),
+        (2048, 40, -40): (2048, 40, -40),
+        (2048, 48, -48): (2048, 80, -80),
+        (2048,): (2048, 80, -80),
+    }
+
+
 def test_a_size_that_does_not_scale_in_step_is_not_estimated() -> None:
     """More channels: shapes double, the weight's bytes grow fourfold."""
     index = Index([(conv_key(4, 8), measured(4)), (conv_key(4, 16), measured(4))])
