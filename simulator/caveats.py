@@ -152,7 +152,7 @@ def _derived(meta: TraceMeta) -> list[str]:
 
 def stands_always(warning: str) -> bool:
     """Whether a warning stands beside every prediction of its kind, whatever the step."""
-    return warning.endswith((MAY_DIFFER, CONFIRM_IT))
+    return MAY_DIFFER in warning or warning.endswith(CONFIRM_IT)
 
 
 def _unknown(trace: Trace, schedule: Schedule, timeline: Timeline) -> list[str]:
