@@ -97,6 +97,10 @@ def run_plan(
     measurement = outcome.measurement
     if output is not None:
         measurement.save(output)
+    if as_json:
+        print_json(answer(outcome))
+    else:
+        print_outcome(outcome)
     if report is not None:
         from executor.plans import trace_of
         from executor.report import write_measurement
@@ -109,10 +113,6 @@ def run_plan(
         say("Writing the report ...", quiet=quiet)
         recorded = trace_of(outcome.plan, model, device, trace_name)
         write_measurement(report, measurement, recorded, outcome.plan, measured_curve=outcome.curve or None)
-    if as_json:
-        print_json(answer(outcome))
-    else:
-        print_outcome(outcome)
     if measurement.verified is False:
         raise VerificationError(
             f"the planned step does not compute what the untouched model computes: {outcome.first_difference}"

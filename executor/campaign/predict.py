@@ -206,8 +206,9 @@ def question_of(device: str, trace: Trace) -> Question | None:
 
 
 def alloc_conf() -> str:
-    """The caching allocator's settings that torch would take from the environment."""
-    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    """The caching allocator's settings that torch takes from the environment: those of CUDA's own name first
+    (`CUDAAllocatorConfig::instance`)."""
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
 
 
 def _keep_all(trace: Trace, device: str) -> Plan:

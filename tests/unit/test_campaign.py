@@ -28,7 +28,7 @@ from executor.campaign.errors import (
     ran_out_unforeseen,
 )
 from executor.campaign.estimate import Estimate, show_duration
-from executor.campaign.predict import predict_fit, predict_plan, predict_step, tensors_only
+from executor.campaign.predict import alloc_conf, predict_fit, predict_plan, predict_step, tensors_only
 from executor.campaign.record import Book, Keys, Record, Store, Trial, code_digest
 from executor.campaign.rows import answer, flat_rows, summary, write_rows
 from executor.campaign.run import Choice, run_campaign
@@ -875,3 +875,12 @@ def test_every_stage_and_figure_has_its_label() -> None:
         for s in errors.STAGE_LABELS for f in errors.FIGURES
     ]  # fmt: skip
     assert len(aggregates(rows)) == len(rows)
+
+
+def test_cuda_s_own_name_of_the_allocators_settings_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `CUDAAllocatorConfig::instance` of torch 2.11 to 2.13."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert alloc_conf() == "max_split_size_mb:64"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert alloc_conf() == "expandable_segments:True"
