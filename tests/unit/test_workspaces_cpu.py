@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -240,6 +240,16 @@ def convolutions() -> list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any
     ]
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """What several threads take to sum a weight's gradient, the rules leave out (`tracer.convolutions_cpu`)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("number", range(len(convolutions())))
 def test_convolutions_of_every_kind_as_the_profiler_measures_them(number: int) -> None:
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
