@@ -132,6 +132,11 @@ class Evaluator:
                 self.forward_take[s] = k
         self.made_forward = [s for s in range(n_st) if made_forward[s]]
         self.resident_bytes = trace.resident_bytes
+        # What a library keeps, from the start of the step on, if an op of forward runs again; empty where none does.
+        wanted = trace.meta.rerun_workspaces
+        self.rerun_bytes = [wanted.get(ops.target[i], 0) for i in chosen[: self.forward]]
+        if not any(self.rerun_bytes):
+            self.rerun_bytes = []
         # Forward, with every storage released after its last forward use.
         born = [0] * self.forward
         for s in self.made_forward:
@@ -284,6 +289,7 @@ class Evaluator:
             np.array(self.op_id, np.int32),
             np.array(self.may_rerun, np.uint8),
             np.array(self.made_forward, np.int32),
+            np.array(self.rerun_bytes, np.int64),
         )
         self._space = (
             np.empty(n_st, np.uint8),

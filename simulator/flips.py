@@ -103,13 +103,14 @@ class Flips:
         bound, bound_at = np.empty(n_st, np.int32), np.empty(n_st, np.int32)
         read_at, touch_at = np.empty(n_st + 1, np.int32), np.empty(n_st + 1, np.int32)
         highest = np.empty(-(-(ev.forward + steps) // BLOCK), np.int64)
+        kept = np.empty(n_op - ev.forward + 2 if ev.rerun_bytes else 0, np.int64)
         index(
             ev.forward, ev.facts, state.there, state.share, seq, levels[0], steps, segment_at, segment_ns, segment_of,
-            bound, bound_at, read_at, read_step, touch_at, touch, highest,
+            bound, bound_at, read_at, read_step, touch_at, touch, highest, kept,
         )  # fmt: skip
         self._base = (
             state.there, state.share, seq, levels[0], levels[1], segment_at, segment_ns, segment_of, bound, bound_at,
-            read_at, read_step, touch_at, touch, highest, ev.held, ev.taken_over,
+            read_at, read_step, touch_at, touch, highest, kept, ev.held, ev.taken_over,
         )  # fmt: skip
         self._work = (state.there.copy(), state.share.copy(), bound.copy(), *_space(ev, steps))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from simulator.graph import Graph, analyse
 from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action
-from traces.trace import FLAG_NAMES, FORBIDS_RECOMPUTE, Trace
+from traces.trace import FLAG_NAMES, FORBIDS_RECOMPUTE, VIEW, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,15 @@ class Schedule:
 
 
 def rerun_workspace_bytes(trace: Trace, schedule: Schedule) -> int:
-    """What libraries keep because of the ops that a schedule runs again, beside what they keep in any case."""
-    wanted, target = trace.meta.rerun_workspaces, trace.ops.target
-    return max((wanted.get(target[o], 0) for o in schedule.recomputed_ops), default=0) if wanted else 0
+    """What libraries keep because of the ops that a schedule runs again, beside what they keep in any case.
+
+    The most that any of them asks for. A view runs nothing, so asks for nothing.
+    """
+    wanted, target, flags = trace.meta.rerun_workspaces, trace.ops.target, trace.ops.flags
+    if not wanted:
+        return 0
+    again = (o for o in schedule.recomputed_ops if not flags[o] & VIEW)
+    return max((wanted.get(target[o], 0) for o in again), default=0)
 
 
 def check_actions(trace: Trace, graph: Graph, actions: Iterable[Action]) -> dict[int, Action]:

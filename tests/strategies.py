@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from simulator.graph import analyse
@@ -74,6 +76,16 @@ def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trac
 
 
 @st.composite
+def traces_with_reruns(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trace:
+    """A trace, some of whose ops make a library keep bytes once they run again: of two targets, views included."""
+    of = draw(traces(max_forward, max_backward))
+    targets = st.sampled_from(["aten.test.default", "aten.mm.default", "aten.addmm.default"])
+    target = tuple(draw(st.lists(targets, min_size=len(of.ops), max_size=len(of.ops))))
+    kept = {name: draw(SIZES) for name in ("aten.mm.default", "aten.addmm.default")}
+    return replace(of, ops=replace(of.ops, target=target), meta=replace(of.meta, rerun_workspaces=kept))
+
+
+@st.composite
 def actions(draw: st.DrawFn, of: Trace, *, repeats: bool = True) -> tuple[Action, ...]:
     """Valid actions for a trace: recomputed candidates and links, shared, dropped and not, and saved links."""
     graph = analyse(of)
@@ -94,6 +106,6 @@ def actions(draw: st.DrawFn, of: Trace, *, repeats: bool = True) -> tuple[Action
 
 
 @st.composite
-def traces_with_actions(draw: st.DrawFn) -> tuple[Trace, tuple[Action, ...]]:
-    of = draw(traces())
+def traces_with_actions(draw: st.DrawFn, *, reruns: bool = False) -> tuple[Trace, tuple[Action, ...]]:
+    of = draw(traces_with_reruns() if reruns else traces())
     return of, draw(actions(of))

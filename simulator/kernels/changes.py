@@ -135,6 +135,28 @@ def highest_under(
 
 
 @compiled
+def kept_under(
+    forward: int, kept: Any, rerun_bytes: Any, walk_c: Any, n_walks: int, step_op: Any, n_steps: int, in_walk: Any,
+    now: int,
+) -> Any:  # fmt: skip
+    """How much more libraries keep because of reruns than before the changes; see `flip_index.index`."""
+    n_segments = kept.shape[0] - 2
+    before, left = kept[n_segments], kept[n_segments + 1]
+    most = np.int64(0)
+    for k in range(n_steps):
+        if step_op[k] < forward:
+            most = max(most, rerun_bytes[step_op[k]])
+    for w in range(n_walks):
+        left -= kept[walk_c[w] - forward] == before
+    if left:
+        return max(most, before) - before
+    for m in range(n_segments):
+        if in_walk[forward + m] != now:
+            most = max(most, kept[m])
+    return most - before
+
+
+@compiled
 def end_at(x: int, k: int, nbytes: Any, overwrites: Any, step_op: Any, released: Any, takes: Any) -> None:
     """Storage x goes with walked step k, which may take it over."""
     released[k] += nbytes[x]

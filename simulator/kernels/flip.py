@@ -20,6 +20,7 @@ from simulator.kernels.changes import (
     end_at,
     gather,
     highest_under,
+    kept_under,
     move_point,
     next_touch,
     op_at,
@@ -39,9 +40,12 @@ def flip(forward: int, facts: Any, base: Any, work: Any, flips: Any, begin: int,
 
     A flip s >= 0 keeps storage s if it was not kept, and the other way round; ~s does so with sharing.
     """
-    needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id, may_rerun, _ = facts
+    (
+        needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id, may_rerun,
+        _, rerun_bytes,
+    ) = facts  # fmt: skip
     (there_before, share_before, seq, peaks, live_at, segment_at, segment_ns, segment_of, bound_before, bound_at,
-     read_at, read_step, touch_at, touch, highest, held, taken_over) = base  # fmt: skip
+     read_at, read_step, touch_at, touch, highest, kept, held, taken_over) = base  # fmt: skip
     there, share, bound, epoch, ids, stamps, op_stamps, stack, order, heap, walked, flows, changes = work
     time_ns, settled, rise, overwrites = per_op[0], per_op[2], per_op[1], per_op[3]
     nbytes, producer, last_backward = per_storage[0], per_storage[1], per_storage[2]
@@ -278,6 +282,8 @@ def flip(forward: int, facts: Any, base: Any, work: Any, flips: Any, begin: int,
             forward, seq, peaks, highest, live_at, segment_at, rise, heap, walk_c, walk_at, n_walks, n_steps, step_op,
             gained, released, takes, changes, n_changes,
         )  # fmt: skip
+        if rerun_bytes.shape[0]:
+            most += kept_under(forward, kept, rerun_bytes, walk_c, n_walks, step_op, n_steps, in_walk, now)
     for k in range(n_log):
         bound[log[k]] = bound_before[log[k]]
     for f in range(begin, end):

@@ -31,8 +31,12 @@ def index(
     touch_at: Any,  # out, [storage + 1], and by storage the ops whose segments look at it
     touch: Any,
     highest: Any,  # out, [block of steps]: their highest peak
+    kept: Any,  # out, [backward op + 2]: the most that a rerun in its segment makes a library keep; the most of these,
+    # and in how many segments it is; empty where nothing is kept
 ) -> None:
-    needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id, _, _ = facts
+    needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id, _, _, rerun_bytes = (
+        facts
+    )
     n_storages = there.shape[0]
     for s in range(n_storages):
         first_bound[s] = NEVER
@@ -64,8 +68,20 @@ def index(
             if j < k:
                 added += per_op[0, ~seq[j]]
         segment_ns[c - forward] = added
+        if rerun_bytes.shape[0]:
+            kept[c - forward] = 0
+            for m in range(begin, k):
+                kept[c - forward] = max(kept[c - forward], rerun_bytes[~seq[m]])
         begin = k + 1
-    segment_at[per_op.shape[1] - forward] = steps
+    n_segments = per_op.shape[1] - forward
+    segment_at[n_segments] = steps
+    if rerun_bytes.shape[0]:
+        most = np.int64(0)
+        for m in range(n_segments):
+            most = max(most, kept[m])
+        kept[n_segments], kept[n_segments + 1] = most, 0
+        for m in range(n_segments):
+            kept[n_segments + 1] += kept[m] == most
 
     # Twice over the steps: count, then fill. A storage that two ops of a segment look at is entered twice.
     for fill in range(2):

@@ -43,6 +43,7 @@ def walk(
     op_id: Ids,
     may_rerun: Bytes,
     made: Ids,
+    rerun_bytes: Longs,  # [op of forward]: what a library keeps once it has run again; empty where none keeps any
     there0: Bytes,
     share: Bytes,
     drop_at: Ids,
@@ -169,6 +170,12 @@ def walk(
             peaks[last_forward[s]] += nbytes[s]
 
     live = resident_bytes
+    if rerun_bytes.shape[0]:
+        kept_bytes = 0
+        for k in range(steps):
+            if seq[k] < 0:
+                kept_bytes = max(kept_bytes, rerun_bytes[~seq[k]])
+        live += kept_bytes
     peak = live
     at = -1
     for k in range(forward):

@@ -114,9 +114,4 @@ def plan_with(name: str, trace: Trace, budget_bytes: int, limits: Limits = DEFAU
     if limits.constraints.whole_modules and name in REGISTRY and not REGISTRY[name].whole_modules:
         able = ", ".join(n for n, entry in REGISTRY.items() if entry.whole_modules)
         raise SpecError(f"{name} recomputes single ops; with --whole-modules, use --planner {able}.")
-    make = find(name)
-    if not any(trace.meta.rerun_workspaces.values()):
-        return make(trace, budget_bytes, limits)
-    from simulator.planners.reruns import with_room
-
-    return with_room(name, make, trace, budget_bytes, limits)
+    return find(name)(trace, budget_bytes, limits)

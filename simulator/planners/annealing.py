@@ -179,7 +179,7 @@ class Annealer:
         gone_at = np.zeros(n_op + 1, np.int32)
         np.cumsum([len(x) for x in going], out=gone_at[1:])
         settled = np.cumsum(ev.settled)
-        fixed = ev.resident_bytes + settled - np.array(ev.settled)
+        fixed = ev.resident_bytes + max(ev.rerun_bytes, default=0) + settled - np.array(ev.settled)
         stays = np.zeros(n_st, np.uint8)
         stays[list(self.graph.candidates)] = 1
         stack, order = ev.chain_space()

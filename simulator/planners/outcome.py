@@ -10,7 +10,7 @@ from simulator.bounds.bound import bounder_of
 from simulator.breaches import breach
 from simulator.engine import Replay, keep_all, run
 from simulator.graph import Graph, analyse
-from simulator.schedule import Schedule, build, rerun_workspace_bytes
+from simulator.schedule import Schedule, build
 from simulator.timeline import Timeline
 from traces.errors import BudgetError, PlanError
 from traces.measurement import RunFigures
@@ -59,8 +59,7 @@ def finish(
     if kept != chosen:
         chosen, schedule = kept, build(trace, kept, graph)
     timeline = run(trace, schedule, graph)
-    # What libraries keep because of reruns is `plan_with`'s affair: no planner counts it.
-    if timeline.peak_allocated_bytes - rerun_workspace_bytes(trace, schedule) > budget_bytes:
+    if timeline.peak_allocated_bytes > budget_bytes:
         raise refuse(trace, graph, planner, budget_bytes, timeline.peak_allocated_bytes)
     broken = breach(trace, schedule, graph.constraints)
     if broken:

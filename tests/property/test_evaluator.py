@@ -43,6 +43,13 @@ def test_it_agrees_on_any_trace_and_plan(case: tuple[Trace, tuple[Action, ...]])
     check(of, Evaluator(of), actions)
 
 
+@settings(max_examples=400, deadline=None)
+@given(traces_with_actions(reruns=True))
+def test_it_counts_what_libraries_keep_because_of_reruns(case: tuple[Trace, tuple[Action, ...]]) -> None:
+    of, actions = case
+    check(of, Evaluator(of), actions)
+
+
 def draw_actions(draw: random.Random, of: Trace, graph: Graph) -> tuple[Action, ...]:
     """A plan of any density with every kind of action."""
     share, recompute, saved, dropped = (draw.random() for _ in range(4))

@@ -55,6 +55,19 @@ def test_every_flip_of_any_plan(case: tuple[Trace, tuple[Action, ...]]) -> None:
     check(evaluator, state, groups)
 
 
+@settings(max_examples=200, deadline=None)
+@given(case=traces_with_actions(reruns=True))
+def test_every_flip_where_libraries_keep_bytes_because_of_reruns(
+    case: tuple[Trace, tuple[Action, ...]],
+) -> None:
+    """A flip may be the first or take away the last rerun of an op that makes a library keep them."""
+    of, actions = case
+    evaluator = Evaluator(of)
+    state = evaluator.state(actions)
+    state.drops = {}
+    check(evaluator, state, [[f] for s in evaluator.made_forward for f in (s, ~s)])
+
+
 @settings(max_examples=150, deadline=None)
 @given(case=traces_with_actions(), data=st.data())
 def test_flips_made_together(case: tuple[Trace, tuple[Action, ...]], data: st.DataObject) -> None:

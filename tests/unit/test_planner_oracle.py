@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -34,10 +35,16 @@ def added(of: Trace, name: str, budget_bytes: int) -> int | None:
     return timeline.step_time_ns - of.time_ns
 
 
-def cases(seeds: Iterable[int]) -> Iterator[tuple[Trace, dict[int, int]]]:
-    """Traces with the whole frontier of their plans, drops included; only those with something to decide."""
+def cases(seeds: Iterable[int], rerun_bytes: int = 0) -> Iterator[tuple[Trace, dict[int, int]]]:
+    """Traces with the whole frontier of their plans, drops included; only those with something to decide.
+
+    rerun_bytes: what a library keeps once any op of theirs runs again.
+    """
     for seed in seeds:
         of = draw_trace(seed)
+        if rerun_bytes:
+            kept = dict.fromkeys(of.ops.target, rerun_bytes)
+            of = replace(of, meta=replace(of.meta, rerun_workspaces=kept))
         front = frontier(of, drops=2, most=1_500)
         if front is not None and len(front) > 2:
             yield of, front
@@ -49,9 +56,9 @@ def test_there_are_cases() -> None:
     assert any(t for _, front in found for t in front.values())
 
 
-@pytest.mark.parametrize("chunk", range(10))
-def test_exact_finds_the_optimum_and_no_planner_beats_it(chunk: int) -> None:
-    for of, front in cases(range(60 * chunk, 60 * chunk + 60)):
+@pytest.mark.parametrize(("chunk", "rerun_bytes"), [*((chunk, 0) for chunk in range(10)), (10, 4), (11, 40)])
+def test_exact_finds_the_optimum_and_no_planner_beats_it(chunk: int, rerun_bytes: int) -> None:
+    for of, front in cases(range(60 * chunk, 60 * chunk + 60), rerun_bytes):
         for budget in list(budgets(front))[:8]:
             best = optimum(front, budget)
             assert added(of, "exact", budget) == best

@@ -22,7 +22,7 @@ from simulator.planners.outcome import Refusal
 from simulator.planners.segments import equal_segments
 from simulator.planners.sequential import sequence_of, torch_segment
 from simulator.schedule import build
-from tests.strategies import traces
+from tests.strategies import traces, traces_with_reruns
 from tests.synthetic import ladder, resnet
 from tests.tiny import bwd, chain, fwd, trace
 from traces.errors import BudgetError, SpecError
@@ -41,8 +41,8 @@ def names(of: Trace, plan: Plan, action: str = "recompute") -> set[str]:
 
 
 @pytest.mark.parametrize("name", [n for n in REGISTRY if n != "exact"])  # which may refuse the trace itself
-@settings(max_examples=30, deadline=None)
-@given(of=traces(), percent=st.integers(1, 120))
+@settings(max_examples=40, deadline=None)
+@given(of=st.one_of(traces(), traces_with_reruns()), percent=st.integers(1, 120))
 def test_a_plan_is_within_the_budget_or_refused(name: str, of: Trace, percent: int) -> None:
     before = peak(of)
     budget_bytes = before * percent // 100
