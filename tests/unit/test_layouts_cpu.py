@@ -8,10 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tracer.probes import CpuMarker, cpu_allocations  # noqa: E402
-from tracer.signature import of_call  # noqa: E402
-from tracer.workspaces_cpu import cpu_events  # noqa: E402
-from traces.devices import device  # noqa: E402
+from tests.cpu_calls import peak, told_and_found  # noqa: E402
 
 aten = torch.ops.aten
 N = 32
@@ -29,29 +26,11 @@ def tensor(shape: tuple[int, ...], stride: tuple[int, ...] | None = None, dtype:
     return torch.rand(items).to(dtype).as_strided(shape, stride)
 
 
-def peak(events: tuple[int, ...]) -> int:
-    live = most = 0
-    for event in events:
-        live += event
-        most = max(most, live)
-    return most
-
-
 def check(op: Any, *args: Any, **kwargs: Any) -> tuple[int, ...]:
     """The rule's events, whose peak must be the measured one."""
-    outs: list[Any] = []
-
-    def work(marker: CpuMarker) -> None:
-        outs.append(marker.run(op, lambda: op(*args, **kwargs)))
-
-    with torch.no_grad():
-        op(*args, **kwargs)
-        (measured,) = cpu_allocations(work, 1)
-    events = cpu_events(of_call(op, args, kwargs, outs[0]), device("cpu"))
-    assert events is not None
-    assert peak(events) == peak(measured), (events, measured)
-    assert sum(events) == sum(measured)
-    return events
+    told, found = told_and_found(op, *args, **kwargs)
+    assert peak(told) == peak(found), (told, found)
+    return told
 
 
 @pytest.mark.parametrize("layout", MATRICES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,16 +13,14 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from simulator.engine import keep_all  # noqa: E402
+from tests import cpu_calls  # noqa: E402
+from tests.cpu_calls import CPU  # noqa: E402
 from tests.integration.steps import build_of, recorded  # noqa: E402
 from tracer import onednn  # noqa: E402
 from tracer.calibration import ELSEWHERE  # noqa: E402
-from tracer.profile import measure  # noqa: E402
 from tracer.signature import Signature, TensorSpec  # noqa: E402
 from tracer.workspaces_bf16 import product_scratch  # noqa: E402
 from tracer.workspaces_cpu import cpu_events  # noqa: E402
-from traces.devices import device  # noqa: E402
-
-CPU = device("cpu")
 
 
 @pytest.fixture
@@ -42,15 +39,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def spec(*shape: int, dtype: str = "bfloat16", last: bool = False, turned: bool = False) -> TensorSpec:
-    stride = [1]
-    for n in reversed(shape[1:]):
-        stride.insert(0, stride[0] * n)
-    if last:
-        n, c, h, w = shape
-        stride = [h * w * c, 1, w * c, c]
-    if turned:
-        stride = [*stride[:-2], 1, shape[-2]]
-    return TensorSpec(shape=shape, stride=tuple(stride), dtype=dtype)
+    return cpu_calls.spec(*shape, dtype=dtype, last=last, turned=turned)
 
 
 def forward(
@@ -226,11 +215,8 @@ def test_the_peak_is_what_is_measured_here() -> None:
             torch.optim.SGD(model.parameters(), lr=0.1),
         )
 
-    plain = build_of(make)
-    build = replace(plain, policy={"amp": "bfloat16"})
-    step = recorded(build)
-    real = measure(step, build, "cpu", rounds=1, warmup=1)
-    told, seen = (keep_all(t).timeline.peak_allocated_bytes for t in (step.trace, real))
+    traces = cpu_calls.faked_and_measured(make, amp="bfloat16")
+    told, seen = (keep_all(t).timeline.peak_allocated_bytes for t in traces)
     assert abs(told - seen) <= seen // 100
 
 

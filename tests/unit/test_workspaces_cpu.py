@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,17 +12,11 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from tests.integration.steps import build_of, recorded  # noqa: E402
+from tests.cpu_calls import CPU, faked_and_measured, peak, spec, told_and_found  # noqa: E402
 from tracer import onednn  # noqa: E402
-from tracer.alone import Wanted, calibrate  # noqa: E402
-from tracer.device_profiles import identity_here  # noqa: E402
-from tracer.profile import measure  # noqa: E402
-from tracer.signature import Signature, TensorSpec, of_call  # noqa: E402
+from tracer.signature import Signature, TensorSpec  # noqa: E402
 from tracer.workspaces_cpu import cpu_events  # noqa: E402
-from traces.devices import device  # noqa: E402
-from traces.trace import VIEW, Trace  # noqa: E402
-
-CPU = device("cpu")
+from traces.trace import VIEW  # noqa: E402
 
 
 @pytest.fixture
@@ -30,13 +24,6 @@ def avx512(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread, blocks of 16 channels."""
     monkeypatch.setattr(onednn, "block", lambda: 16)
     monkeypatch.setattr(onednn, "threads", lambda: 1)
-
-
-def dense(*shape: int, dtype: str = "float32") -> TensorSpec:
-    stride = [1]
-    for n in reversed(shape[1:]):
-        stride.insert(0, stride[0] * n)
-    return TensorSpec(shape=shape, stride=tuple(stride[: len(shape)]), dtype=dtype)
 
 
 def conv(
@@ -50,22 +37,22 @@ def conv(
 def test_a_convolution_reorders_image_weight_and_result() -> None:
     # 2 x 20 x 4 x 4 floats are 2560 bytes; in blocks of 16, 20 channels become 32: 4096 bytes.
     # The weight 24 x 20 x 3 x 3 becomes 32 x 32 x 9 x 4 = 36,864; the result with 32 channels 4096, then with 24 3072.
-    found = conv(dense(2, 20, 4, 4), dense(24, 20, 3, 3), dense(2, 24, 4, 4), padding=1)
+    found = conv(spec(2, 20, 4, 4), spec(24, 20, 3, 3), spec(2, 24, 4, 4), padding=1)
     assert found == (4096, 36864, 4096, -36864, -4096, 3072, -4096)
 
 
 @pytest.mark.usefixtures("avx512")
 def test_a_first_layer_reads_the_plain_image() -> None:
     # Weight 16 x 3 x 3 x 3 floats: 1728 bytes, already whole blocks of 16; result 2 x 16 x 8 x 8 floats: 8192 bytes.
-    found = conv(dense(2, 3, 8, 8), dense(16, 3, 3, 3), dense(2, 16, 8, 8), padding=1)
+    found = conv(spec(2, 3, 8, 8), spec(16, 3, 3, 3), spec(2, 16, 8, 8), padding=1)
     assert found == (1728, 8192, -1728, 8192, -8192)
 
 
 @pytest.mark.usefixtures("avx512")
 def test_torch_s_own_kernel_serves_1x1_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w, y = dense(2, 16, 4, 4), dense(16, 16, 1, 1), dense(2, 16, 4, 4)
+    x, w, y = spec(2, 16, 4, 4), spec(16, 16, 1, 1), spec(2, 16, 4, 4)
     assert conv(x, w, y) == (2048,)  # no reorder at all
-    many = conv(dense(16, 16, 4, 4), w, dense(16, 16, 4, 4))
+    many = conv(spec(16, 16, 4, 4), w, spec(16, 16, 4, 4))
     assert many == (16384, 1024, 16384, -1024, -16384, 16384, -16384)  # oneDNN from batch 16 on
     monkeypatch.setattr(onednn, "threads", lambda: 2)
     assert conv(x, w, y) == (2048, 1024, 2048, -1024, -2048, 2048, -2048)
@@ -74,20 +61,20 @@ def test_torch_s_own_kernel_serves_1x1_on_one_thread(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("avx512")
 def test_a_strided_1x1_kernel_thins_its_image_first() -> None:
     # One image: 16 channels x 2 x 2 floats = 256 bytes, and 128.
-    found = conv(dense(2, 16, 4, 4), dense(16, 16, 1, 1), dense(2, 16, 2, 2), stride=2)
+    found = conv(spec(2, 16, 4, 4), spec(16, 16, 1, 1), spec(2, 16, 2, 2), stride=2)
     assert found == (384, 2048, 1024, 512, -1024, -2048, -384, 512, -512)
 
 
 @pytest.mark.usefixtures("avx512")
 def test_one_small_image_goes_through_columns() -> None:
     # 8 channels x 9 taps x 4 x 4 places x 4 bytes.
-    found = conv(dense(1, 8, 4, 4), dense(8, 8, 3, 3), dense(1, 8, 4, 4), padding=1)
+    found = conv(spec(1, 8, 4, 4), spec(8, 8, 3, 3), spec(1, 8, 4, 4), padding=1)
     assert found == (4608, 512, -4608)
 
 
 @pytest.mark.usefixtures("avx512")
 def test_what_has_no_rule_has_none() -> None:
-    x, w, y = dense(2, 16, 4, 4), dense(16, 16, 3, 3), dense(2, 16, 4, 4)
+    x, w, y = spec(2, 16, 4, 4), spec(16, 16, 3, 3), spec(2, 16, 4, 4)
     half = [TensorSpec(shape=s.shape, stride=s.stride, dtype="float16") for s in (x, w, y)]
     assert conv(*half) is None
     assert cpu_events(Signature(target="aten.some_new_op.default", args=(x,), outputs=(y,)), CPU) is None
@@ -96,19 +83,19 @@ def test_what_has_no_rule_has_none() -> None:
 @pytest.mark.usefixtures("avx512")
 def test_attention_s_tiles() -> None:
     # 197 queries: tiles of 64 rows; 197 keys. 64 * (197 + 2 + 64) * 4 bytes.
-    q = dense(2, 3, 197, 64)
-    sums = dense(2, 3, 197)
+    q = spec(2, 3, 197, 64)
+    sums = spec(2, 3, 197)
     target = "aten._scaled_dot_product_flash_attention_for_cpu.default"
     found = cpu_events(Signature(target=target, args=(q, q, q), outputs=(q, sums)), CPU)
     assert found == (302592, 4728, 67328, -67328)
 
 
 def test_an_op_that_overwrites_its_argument_leaves_nothing() -> None:
-    x = dense(4, 4)
+    x = spec(4, 4)
     assert cpu_events(Signature(target="aten.add_.Tensor", args=(x, x), outputs=(x,)), CPU) == ()
     assert cpu_events(Signature(target="aten.mul_.Tensor", args=(x, 0.9), outputs=(x,)), CPU) == ()
     assert cpu_events(Signature(target="aten.mul.Tensor", args=(x, x), outputs=(x,)), CPU) == (64,)
-    mask = dense(4, 4, dtype="bool")
+    mask = spec(4, 4, dtype="bool")
     assert cpu_events(Signature(target="aten.mul.Tensor", args=(x, mask), outputs=(x,)), CPU) == (64, 64, -64)
 
 
@@ -133,12 +120,6 @@ class Bottleneck(nn.Module):
         return functional.scaled_dot_product_attention(q, q, q).sum((1, 2))
 
 
-def measured(make: Callable[[], tuple[Any, ...]]) -> tuple[Trace, Trace]:
-    build = build_of(make)
-    step = recorded(build)
-    return step.trace, measure(step, build, "cpu", rounds=1, warmup=1)
-
-
 def test_the_rules_say_what_is_measured_here() -> None:
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         pytest.skip("the rules were read off a processor with AVX-512")
@@ -152,12 +133,12 @@ def test_the_rules_say_what_is_measured_here() -> None:
             torch.optim.AdamW(model.parameters()),
         )
 
-    fake, real = measured(make)
+    fake, real = faked_and_measured(make)
     assert fake.meta.workspace.get("none", 0) <= 2
     off = {}
     for i, flags in enumerate(fake.ops.flags):
         if not flags & VIEW and fake.ops.events[i]:
-            told, seen = highest(fake.ops.events[i]), highest(real.ops.events[i])
+            told, seen = peak(fake.ops.events[i]), peak(real.ops.events[i])
             # A few scalars, and the scratch that backward kernels of a few pixels need, are left out.
             if abs(told - seen) > 64 + seen // 20:
                 off[fake.ops.name[i]] = (told, seen)
@@ -190,31 +171,11 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
     ]
 
 
-def told_and_found(op: Any, args: tuple[Any, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the rules say that a call allocates, and what the profiler measures of it."""
-    out = op(*args)
-    made = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
-    signature = of_call(op, args, {}, out)
-    wanted = Wanted(signature=signature, created_bytes=sum(t.untyped_storage().nbytes() for t in made))
-    (found,) = calibrate([wanted], identity_here("cpu"), "cpu").profile.entries.values()
-    told = cpu_events(signature, CPU)
-    assert told is not None
-    return told, tuple(found.events)
-
-
 @pytest.mark.parametrize("number", range(len(calls())))
 def test_unusual_arguments_as_the_profiler_measures_them(number: int) -> None:
-    told, found = told_and_found(*calls()[number])
-    assert sum(told) == sum(found)
-    assert abs(highest(told) - highest(found)) <= 64  # but for a few scalars
-
-
-def highest(events: tuple[int, ...]) -> int:
-    live = peak = 0
-    for e in events:
-        live += e
-        peak = max(peak, live)
-    return peak
+    op, args = calls()[number]
+    told, found = told_and_found(op, *args)
+    assert abs(peak(told) - peak(found)) <= 64  # but for a few scalars
 
 
 def convolutions() -> list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]]:
@@ -273,6 +234,5 @@ def test_convolutions_of_every_kind_as_the_profiler_measures_them(number: int) -
         (forward, (x, w, bias, *rest)),
         (backward, (torch.rand_like(y), x, w, [channels] if given.get("bias") else None, *rest, mask)),
     ):
-        told, found = told_and_found(op, args)
-        assert sum(told) == sum(found)
-        assert abs(highest(told) - highest(found)) <= 2048 + highest(found) // 100, (op, found)
+        told, found = told_and_found(op, *args)
+        assert abs(peak(told) - peak(found)) <= 2048 + peak(found) // 100, (op, found)
