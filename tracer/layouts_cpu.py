@@ -5,7 +5,8 @@ argument first. Each rule restates what torch 2.13's profiler showed for the lay
 says why.
 
 Counts: one copy of each such argument, of the result where it lies in another memory format than the gradient, and of
-what is converted to a common type. Ignores: the tile of 14,400 bytes through which a matrix is transposed; scalars.
+what is converted to a common type. Ignores: the tile through which a matrix is transposed, but for copies that are ops
+of their own (14,400 bytes in float32); scalars.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tracer.signature import ITEM_BYTES, Signature, TensorSpec
 
 FLOATS: Final = ("float32", "float64")
 HALVES: Final = ("float16", "bfloat16")
+TILE: Final = 60 * 60  # elements
 SMALL_PRODUCT: Final = 400  # multiplications; below, a product of a batch of matrices is torch's own loop
 Events = tuple[int, ...]
 
@@ -38,6 +40,28 @@ def with_copies(signature: Signature, copies: Iterable[int], *, first: bool = Fa
 def contiguous_arguments(signature: Signature) -> Events:
     """A copy of each argument that is not contiguous (`.contiguous()` in SoftMax.cpp, Embedding.cpp, LossNLL.cpp)."""
     return with_copies(signature, (s.nbytes for s in signature.inputs if not contiguous(s)))
+
+
+def tile(x: TensorSpec, *, to_rows: bool = False) -> int:
+    """Bytes of the tile through which a matrix is copied into the other order (`copy_transpose_valid` in Copy.cpp).
+
+    Args:
+        x: the matrix, which lies in rows; to_rows: which lies in columns.
+    """
+    if len(x.shape) != 2 or x.elements < TILE:
+        return 0
+    wanted = (1, x.shape[0]) if to_rows else (x.shape[1], 1)
+    return TILE * x.item_bytes if x.stride == wanted else 0
+
+
+def copied(signature: Signature) -> Events:
+    """A copy, in place or not; into rows from columns, through a tile."""
+    in_place = signature.target.startswith("aten.copy_.")
+    x = signature.inputs[-1]
+    y = signature.inputs[0] if in_place else signature.results[0]
+    made = () if in_place else (y.nbytes,)
+    through = tile(x, to_rows=True) if (x.shape, x.dtype) == (y.shape, y.dtype) and contiguous(y) else 0
+    return (*made, through, -through) if through else made
 
 
 def triangle(signature: Signature) -> Events:

@@ -7,8 +7,8 @@ processor: 31 convolutions, two networks) blocks are half as wide, and weights' 
 are shorter than the weight's; a trace made on such a processor says so.
 
 Counts: the temporaries of convolutions (`tracer.convolutions_cpu`), attention, normalizations, softmax, dropout,
-losses that are reduced, and arithmetic on two types; copies of what lies otherwise than a kernel takes it
-(`tracer.layouts_cpu`); for the other listed ops their outputs. Ignores: a few bytes of scalars; float16; with AVX2,
+losses that are reduced, and arithmetic on two types; linear algebra (`tracer.linalg_cpu`); copies of what lies otherwise
+than a kernel takes it (`tracer.layouts_cpu`); for the other listed ops their outputs. Ignores: a few bytes of scalars; float16; with AVX2,
 37 to 57 KB of scratch a thread in strided convolutions' gradients.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from tracer import layouts_cpu, onednn, workspaces_bf16
+from tracer import layouts_cpu, linalg_cpu, onednn, workspaces_bf16
 from tracer.convolutions_cpu import convolution, convolution_backward
 from tracer.onednn import FLOAT, contiguous
 from tracer.signature import Signature
@@ -209,8 +209,8 @@ def mean(signature: Signature) -> tuple[int, ...] | None:
 
 # Ops that were seen to leave their outputs and to allocate nothing else but a few bytes.
 PLAIN: Final = """
-    _adaptive_avg_pool2d _to_copy abs addcdiv_ addcmul_ arange avg_pool2d avg_pool3d baddbmm bernoulli cat
-    clone constant_pad_nd copy copy_ detach empty empty_like fill full_like gather gelu gelu_backward
+    _adaptive_avg_pool2d abs addcdiv_ addcmul_ arange avg_pool2d avg_pool3d baddbmm bernoulli cat
+    constant_pad_nd detach empty empty_like fill full_like gather gelu gelu_backward
     grid_sampler_2d hardtanh hardtanh_backward huber_loss_backward index index_add index_put leaky_relu
     leaky_relu_backward lerp_ lift_fresh_copy linalg_vector_norm lowtide.dropout_mask masked_fill
     max_pool2d_with_indices max_pool3d_with_indices mse_loss_backward native_group_norm neg new_empty_strided
@@ -246,6 +246,7 @@ RULES: Final[dict[str, Rule]] = {
         ),
         layouts_cpu.contiguous_arguments,
     ),
+    **dict.fromkeys(("clone", "copy", "copy_", "_to_copy"), layouts_cpu.copied),
     **dict.fromkeys(("sum", "cumsum"), layouts_cpu.reduction),
     **dict.fromkeys(("eq", "ne", "lt", "gt", "ge"), layouts_cpu.comparison),
     **dict.fromkeys(
@@ -265,4 +266,5 @@ RULES: Final[dict[str, Rule]] = {
     "native_group_norm_backward": group_norm_backward,
     "_fused_rms_norm": rms_norm,
     "roll": layouts_cpu.roll,
+    **linalg_cpu.RULES,
 }

@@ -100,6 +100,21 @@ def test_arguments_that_must_be_contiguous(layout: str) -> None:
     check(aten.embedding.default, x, torch.zeros(8, 4, dtype=torch.int64).t())
 
 
+def test_copies_into_rows_from_columns_go_through_a_tile() -> None:
+    x, y = torch.rand(60, 70), torch.rand(70, 60)
+    rows = {"memory_format": torch.contiguous_format}
+    # 4,200 floats through 3,600.
+    assert check(aten.clone.default, x.t(), **rows) == (16800, 14400, -14400)
+    assert check(aten._to_copy.default, x.t(), **rows) == (16800, 14400, -14400)
+    assert check(aten.copy.default, y, x.t()) == (16800, 14400, -14400)
+    assert check(aten.copy_.default, y, x.t()) == (14400, -14400)
+    assert check(aten.copy_.default, y.t(), x) == ()
+    assert check(aten.clone.default, x.t()) == (16800,)
+    assert check(aten.clone.default, x[:, :59].t(), **rows) == (14160,)
+    assert check(aten.clone.default, x.bfloat16().t(), **rows) == (8400, 7200, -7200)
+    assert check(aten._to_copy.default, x.t(), dtype=torch.bfloat16) == (8400,)
+
+
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_rolls(dims: int) -> None:
     check(aten.roll.default, tensor((4, 4, 4, 4)), [1] * dims, list(range(dims)))
