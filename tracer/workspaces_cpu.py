@@ -7,9 +7,9 @@ processor: 31 convolutions, two networks) blocks are half as wide, and weights' 
 are shorter than the weight's; a trace made on such a processor says so.
 
 Counts: the temporaries of convolutions (`tracer.convolutions_cpu`), attention, normalizations, softmax, dropout,
-losses that are reduced, and arithmetic on two types; linear algebra (`tracer.linalg_cpu`); copies of what lies otherwise
-than a kernel takes it (`tracer.layouts_cpu`); for the other listed ops their outputs. Ignores: a few bytes of scalars; float16; with AVX2,
-37 to 57 KB of scratch a thread in strided convolutions' gradients.
+losses that are reduced, arithmetic on two types, and linear algebra (`tracer.linalg_cpu`); copies of what lies
+otherwise than a kernel takes it (`tracer.layouts_cpu`); for the other listed ops their outputs. Ignores: a few bytes of
+scalars; float16; with AVX2, 37 to 57 KB of scratch a thread in strided convolutions' gradients.
 """
 
 from __future__ import annotations
