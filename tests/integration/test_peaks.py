@@ -153,7 +153,8 @@ def test_the_predicted_peak_is_the_measured_one(
         ("llama-tiny", {"batch_size": 4, "seq_len": 128, "optimizer": "sgd"}),
         ("t5-tiny", {"batch_size": 4, "seq_len": 64}),
         ("llama-tiny", {"batch_size": 4, "seq_len": 64, "amp": "bfloat16"}),
-        ("bert-tiny", {"batch_size": 8, "seq_len": 128, "amp": "float16"}),
+        # The CPU multiplies float16 some hundred times slower than float32.
+        ("bert-tiny", {"batch_size": 2, "seq_len": 32, "amp": "float16"}),
         ("vit-tiny", {"batch_size": 2, "image_size": 64}),
         ("googlenet", {"batch_size": 2, "image_size": 64}),
         ("resnet50", {"batch_size": 4, "image_size": 64, "optimizer": "none"}),
