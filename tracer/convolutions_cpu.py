@@ -16,13 +16,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from tracer import onednn, workspaces_bf16
 from tracer.onednn import FLOAT, block, channels_last, contiguous, padded
 from tracer.signature import Signature, TensorSpec
 
 Events = list[int]
+
+
+# What is to be made.
+FORWARD: Final = "forward"
+IMAGE: Final = "gradient of the image"
+WEIGHT: Final = "gradient of the weight"
+# Elements of a row that a kernel makes at once, by the blocks of channels that it makes at once.
+PIECE: Final = {1: 15, 2: 10, 3: 7, 4: 6}
+MOST_COLUMNS: Final = 829_440  # bytes, about: forward makes columns in parts that the cache holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +42,7 @@ class _Pair:
     made: TensorSpec
     weight: TensorSpec
     stride: tuple[int, ...]
+    padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
 
@@ -82,25 +92,41 @@ class _Pair:
         """Bytes of one image of a group as a matrix of columns; of a volume, one slice."""
         return self.per_group[0] * self.taps * math.prod(self.made.shape[-2:]) * FLOAT
 
-    def gemm(self, *, of_weights: bool) -> bool:
-        """Whether oneDNN has nothing better than columns and a matrix product for these groups."""
-        if (
-            of_weights
-            and onednn.block() == 8
-            and len(self.kernel) == 2
-            and self.read.shape[-1] < self.kernel[-1]
-        ):
-            return True  # without AVX-512, rows that are shorter than the weight's
+    def gemm(self, task: str) -> bool:
+        """Whether oneDNN has nothing better than columns and a matrix product for this task."""
+        if self._too_wide(task):
+            return True
         if self.groups == 1:
             return False
         volume = len(self.kernel) > 2
+        if self.depthwise and any(d != 1 for d in self.dilation):
+            return True
         if not self.depthwise:
-            return any(c % ((block() if volume else 8) if of_weights else 4) for c in self.per_group)
+            least = 4 if task != WEIGHT else block() if volume else 8
+            return any(c % least for c in self.per_group)
         # Depthwise gradients of weights have a kernel for 3 x 3, on images of so many pixels.
         small = any(
             n < k + s - 1 for n, k, s in zip(self.read.shape[2:], self.kernel, self.stride, strict=True)
         )
-        return volume or (of_weights and (max(self.kernel) > 3 or small))
+        return volume or (task == WEIGHT and (max(self.kernel) > 3 or small))
+
+    def _too_wide(self, task: str) -> bool:
+        """Whether rows of the weight or what is padded to those of the image are too long for oneDNN's own kernels."""
+        width, taps, left = self.read.shape[-1], self.kernel[-1], self.padding[-1]
+        if len(self.kernel) > 2:
+            return False
+        if task == WEIGHT and block() == 8 and width < taps:
+            return True  # without AVX-512, rows that are shorter than the weight's
+        if block() != 16 or self.groups > 1 or self.strided:
+            return False
+        if taps > 14:
+            return task != FORWARD or left > 0
+        if task == WEIGHT:
+            return taps > 1 and (2 * left >= width or left > 28)
+        # A row is made in pieces, which its left end may not be longer than; short rows of three taps are one piece.
+        made = self.weight.shape[0] if task == FORWARD else self.weight.shape[1]
+        short = 28 if task == FORWARD else 30
+        return taps == 3 and width > short and left > PIECE[_together(-(-made // block()), task)]
 
     @property
     def batched(self) -> bool:
@@ -124,7 +150,7 @@ def convolution(signature: Signature) -> tuple[int, ...] | None:
     copy = () if contiguous(x) else (x.nbytes,)
     undo = tuple(-c for c in copy)
     if not _uses_onednn(x, pair):
-        return (*copy, *_native(pair, x, y, padding=signature.args[4], transposed=transposed), *undo)
+        return (*copy, *_native(pair, x, y, transposed=transposed, has_bias=has_bias), *undo)
     events = _transposed(pair, has_bias) if transposed else _forward(pair, has_bias)
     return (*copy, *events, *undo)
 
@@ -160,15 +186,23 @@ def _pair(signature: Signature, y: TensorSpec) -> tuple[_Pair | None, bool]:
     """The convolution that a call is or is the transpose of, and which; None: no rule says what it does."""
     at = 1 if "backward" in signature.target else 0
     x, w = signature.args[at], signature.args[at + 1]
-    stride, _padding, dilation, transposed, _, groups = signature.args[at + 3 : at + 9]
+    stride, padding, dilation, transposed, more, groups = signature.args[at + 3 : at + 9]
+    if transposed and any(m >= s for m, s in zip(more, stride, strict=True)):
+        return None, False
     if x.dtype != w.dtype or x.dtype not in ("float32", "bfloat16") or not 3 <= len(x.shape) <= 5:
         return None, False
     if len(x.shape) == 3:
         x, y, w = _one_row(x), _one_row(y), _one_row(w)
-        stride, dilation = (1, *stride), (1, *dilation)
+        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
     read, made = (y, x) if transposed else (x, y)
     pair = _Pair(
-        read=read, made=made, weight=w, stride=tuple(stride), dilation=tuple(dilation), groups=groups
+        read=read,
+        made=made,
+        weight=w,
+        stride=tuple(stride),
+        padding=tuple(padding),
+        dilation=tuple(dilation),
+        groups=groups,
     )
     return pair, bool(transposed)
 
@@ -207,6 +241,12 @@ def _strided_scratch(pair: _Pair, most: int = 1 << 30) -> int:
     return onednn.threads() * min(most, padded(pair.read.shape[1])) * pixels * FLOAT + 128
 
 
+def _together(blocks: int, task: str) -> int:
+    """Blocks of channels that a kernel makes at once: as many as divide them, at most four, or three of gradients."""
+    most = max(n for n in (1, 2, 3, 4) if blocks % n == 0)
+    return min(most, 4 if task == FORWARD else 3)
+
+
 def _padded_bias(pair: _Pair) -> int:
     """A bias is copied where it does not fill whole blocks of channels."""
     channels = pair.made.shape[1]
@@ -216,8 +256,10 @@ def _padded_bias(pair: _Pair) -> int:
 
 def _forward(pair: _Pair, has_bias: bool) -> Events:
     y = pair.made.nbytes
-    if pair.gemm(of_weights=False) and not pair.depthwise:
-        scratch = onednn.threads() * pair.columns + 128
+    if pair.gemm(FORWARD) and not pair.depthwise:
+        scratch = (
+            onednn.threads() * min(pair.columns, MOST_COLUMNS if pair.groups == 1 else pair.columns) + 128
+        )
         return [scratch, y, -scratch, y, -y]
     inside = pair.blocked(pair.made)
     scratch = _strided_scratch(pair) or (_padded_bias(pair) if has_bias else 0)
@@ -231,7 +273,7 @@ def _forward(pair: _Pair, has_bias: bool) -> Events:
 def _image_gradient(pair: _Pair) -> Events:
     """The gradient of what the convolution reads."""
     dx = pair.read.nbytes
-    if pair.gemm(of_weights=False):
+    if pair.gemm(IMAGE):
         scratch = onednn.threads() * pair.columns + 128
         return [dx, scratch, -scratch, dx, -dx]
     if pair.batched:
@@ -245,12 +287,12 @@ def _image_gradient(pair: _Pair) -> Events:
 def _transposed(pair: _Pair, has_bias: bool) -> Events:
     """The same as a transposed convolution's forward; its bias is added to a second result inside."""
     y = pair.read.nbytes
-    if pair.batched and not pair.gemm(of_weights=False):
+    if pair.batched and not pair.gemm(IMAGE):
         grad, weight, scratch = _strided_gradient(pair)
         scratch += 128
         return [scratch, grad, weight, y, -weight, -grad, -scratch, y, y, -y, -y]
     events = _image_gradient(pair)
-    if not has_bias or pair.gemm(of_weights=False):
+    if not has_bias or pair.gemm(IMAGE):
         return events
     grad, weight, image, *_ = events
     second = image + 128
@@ -266,7 +308,7 @@ def _strided_gradient(pair: _Pair) -> tuple[int, int, int]:
 def _weight_gradient(pair: _Pair, bias: int) -> Events:
     dw = pair.weight.nbytes
     given = [bias] if bias else []
-    if pair.gemm(of_weights=True):
+    if pair.gemm(WEIGHT):
         # A matrix of columns and four of weights a thread.
         scratch = onednn.threads() * (pair.columns + 4 * dw) + 256
         return [dw, scratch, *given, -scratch, *given, dw, -dw, *(-b for b in given)]
@@ -276,7 +318,9 @@ def _weight_gradient(pair: _Pair, bias: int) -> Events:
     else:
         took = [pair.blocked(pair.made)] + ([] if tiny else [pair.blocked(pair.read)])
         weight = pair.blocked_weight(plain=tiny)
-    scratch = _strided_scratch(pair, most=128) or (_padded_bias(pair) if bias else 0)
+    scratch = _strided_scratch(pair, most=128)
+    if bias and not scratch and not pair.depthwise:
+        scratch = _padded_bias(pair)
     during = [scratch, *given, -scratch] if scratch else given
     freed = [-n for n in reversed(took)]
     return [*took, weight, *during, *freed, *given, dw, -weight, *(-b for b in given)]
@@ -321,14 +365,16 @@ def _native_columns(pair: _Pair, x: TensorSpec, *, plain: bool) -> int:
     return x.shape[0] * pair.read.shape[1] * pair.taps * math.prod(pair.made.shape[2:]) * x.item_bytes
 
 
-def _native(pair: _Pair, x: TensorSpec, y: TensorSpec, *, padding: Any, transposed: bool) -> Events:
-    plain = all(k == 1 for k in pair.kernel) and not pair.strided and not any(padding)
+def _native(pair: _Pair, x: TensorSpec, y: TensorSpec, *, transposed: bool, has_bias: bool) -> Events:
+    plain = all(k == 1 for k in pair.kernel) and not pair.strided and not any(pair.padding)
     if pair.groups > 1:
         part = x.nbytes // pair.groups  # one group after the other, and all put together
         return [y.nbytes, part, -part, y.nbytes, -y.nbytes]
     columns = _native_columns(pair, x, plain=plain and not transposed)
     if transposed:
-        return [y.nbytes, columns, -columns]
+        # Of volumes, ones by which the bias is added.
+        ones = math.prod(y.shape[2:]) * y.item_bytes if has_bias and len(pair.kernel) > 2 else 0
+        return [y.nbytes, columns, *((ones, -ones) if ones else ()), -columns]
     return [columns, y.nbytes, -columns] if columns else [y.nbytes]
 
 

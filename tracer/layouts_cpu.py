@@ -12,7 +12,7 @@ of their own (14,400 bytes in float32); scalars.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from tracer.onednn import channels_last, contiguous
@@ -64,6 +64,21 @@ def copied(signature: Signature) -> Events:
     return (*made, through, -through) if through else made
 
 
+def contiguous_gradient(signature: Signature) -> Events:
+    """A copy of the incoming gradient if it is not contiguous; indices and images lie as forward left them."""
+    return with_copies(signature, () if contiguous(signature.inputs[0]) else (signature.inputs[0].nbytes,))
+
+
+def repeated(signature: Signature) -> Events:
+    """Sizes and strides as lists of tensors, 32 bytes a dimension (`repeat` in TensorShape.cpp)."""
+    return with_copies(signature, (32 * len(signature.results[0].shape),))
+
+
+def with_gaps(signature: Signature) -> Events:
+    """From the first element to the last, whatever lies between them."""
+    return tuple(s.span_bytes for s in signature.results)
+
+
 def triangle(signature: Signature) -> Events:
     """A copy of a batch of matrices that do not lie behind each other (`checkTrilTriuBatchContiguous`)."""
     x = signature.inputs[0]
@@ -77,6 +92,20 @@ def triangle(signature: Signature) -> Events:
 def embedding(signature: Signature) -> Events:
     """A copy of the indices if they are not contiguous (Embedding.cpp)."""
     return with_copies(signature, (s.nbytes for s in signature.inputs[1:] if not contiguous(s)), first=True)
+
+
+def by_index(signature: Signature) -> Events:
+    """Indices of 32 bits are converted (`gather`, `scatter` and their kind in TensorAdvancedIndexing.cpp)."""
+    narrow = (s for s in signature.inputs if s.dtype == "int32" and s.shape)
+    return with_copies(signature, (s.elements * ITEM_BYTES["int64"] for s in narrow))
+
+
+def sort(signature: Signature) -> Events:
+    """The indices of one row (Sorting.cpp's kernel)."""
+    x = signature.inputs[0]
+    place = 2 if signature.target == "aten.sort.stable" else 1
+    dimension = signature.argument(place, "dim", -1)
+    return with_copies(signature, (x.shape[dimension] * ITEM_BYTES["int64"],) if x.shape else ())
 
 
 def product(signature: Signature) -> Events:
@@ -142,9 +171,53 @@ def pooling_backward(signature: Signature) -> Events:
     AdaptiveAvgPoolKernel.cpp, MaxPoolKernel.cpp)."""
     gradient, (result,) = signature.inputs[0], signature.results
     indices = [s for s in signature.inputs[2:] if s.dtype == "int64"]
-    last = channels_last(gradient)
-    fits = channels_last if last else contiguous
+    fits = in_channels_last if _suggests_channels_last(gradient) else contiguous
     return with_copies(signature, (s.nbytes for s in (gradient, *indices, result) if not fits(s)))
+
+
+def in_channels_last(spec: TensorSpec) -> bool:
+    """Whether an image's elements lie in the order NHWC without gaps; it may lie in NCHW as well."""
+    return channels_last(spec) or (len(spec.shape) == 4 and contiguous(_as_nhwc(spec)))
+
+
+def _as_nhwc(spec: TensorSpec) -> TensorSpec:
+    n, c, h, w = range(4)
+    order = (n, h, w, c)
+    return TensorSpec(
+        shape=tuple(spec.shape[k] for k in order),
+        stride=tuple(spec.stride[k] for k in order),
+        dtype=spec.dtype,
+    )
+
+
+def _suggests_channels_last(spec: TensorSpec) -> bool:
+    """torch's guess from strides alone, where one pixel lies in both orders (`is_channels_last_strides_2d_s4`)."""
+    if len(spec.shape) != 4 or spec.stride[1] == 0:
+        return False
+    least = 0
+    for k in (1, 3, 2, 0):
+        size, stride = spec.shape[k], spec.stride[k]
+        if size == 0 or stride < least or (k == 0 and least == spec.stride[1]):
+            return False
+        least = stride * max(1, size)
+    return True
+
+
+def enlarged(taps: int, *, to_last: bool = False) -> Callable[[Signature], Events]:
+    """Interpolation: for each place along an edge of the result the sources and their weights (UpSampleKernel.cpp).
+
+    Args:
+        taps: how many sources a place has.
+        to_last: whether small results are made in channels last, from a copy and to be copied.
+    """
+
+    def rule(signature: Signature) -> Events:
+        x, (y,) = signature.inputs[0], signature.results
+        if to_last and (sum(y.shape[-2:]) <= 128 or (in_channels_last(x) and x.shape[1] > 3)):
+            return with_copies(signature, (s.nbytes for s in (x, y) if not in_channels_last(s)))
+        return with_copies(signature, [sum(y.shape[2:]) * taps * (ITEM_BYTES["int64"] + y.item_bytes)])
+
+    return rule
 
 
 def batch_norm_backward(signature: Signature) -> Events:

@@ -17,6 +17,7 @@ of less than 16 channels, most of which are told too high, and the scratch of st
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tracer import onednn
@@ -60,17 +61,74 @@ def _weight(w: TensorSpec, groups: int) -> int:
     return onednn.padded(out) * onednn.padded(per_group) * taps * ITEM
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Convolution:
+    """One call: the image, the weight, what is made of them (or its gradient), and how."""
+
+    x: TensorSpec
+    w: TensorSpec
+    y: TensorSpec
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    transposed: bool
+    groups: int
+    last: bool  # whether kernels for channels last run
+
+    @property
+    def per_group(self) -> int:
+        return self.w.shape[1]
+
+    @property
+    def taps(self) -> int:
+        return self.w.shape[2] * self.w.shape[3]
+
+    @property
+    def strided(self) -> bool:
+        return any(s != 1 for s in self.stride)
+
+    @property
+    def depthwise(self) -> bool:
+        return _depthwise(self.w, self.groups)
+
+    @property
+    def one_tap(self) -> bool:
+        return self.w.shape[2:] == (1, 1) and not any(self.padding)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is a first layer, which reads the plain image."""
+        return self.groups == 1 and self.x.shape[1] < 4 and self.w.shape[2:] != (1, 1)
+
+    @property
+    def turned(self) -> _Convolution:
+        """The one whose weight's gradient this one has: of a transposed one, images change places."""
+        return replace(self, x=self.y, y=self.x, transposed=False) if self.transposed else self
+
+    def blocked(self, image: TensorSpec) -> int:
+        return _image(image, self.per_group, self.groups)
+
+
+def _of_call(x: TensorSpec, w: TensorSpec, y: TensorSpec, how: Any) -> _Convolution | None:
+    """The call; None: there is no rule for it here. how: stride, padding, dilation, transposed, _, groups."""
+    stride, padding, dilation, transposed, _, groups = how
+    if not known_here() or len(x.shape) != 4 or any(d != 1 for d in dilation):
+        return None
+    if transposed and (groups > 1 or onednn.channels_last(x)):
+        return None
+    return _Convolution(
+        x=x,
+        w=w,
+        y=y,
+        stride=tuple(stride),
+        padding=tuple(padding),
+        transposed=bool(transposed),
+        groups=groups,
+        last=onednn.channels_last(x),
+    )
+
+
 def _depthwise(w: TensorSpec, groups: int) -> bool:
     return groups > 1 and w.shape[1] == 1 and w.shape[0] == groups
-
-
-def _first_layer(x: TensorSpec, w: TensorSpec, groups: int) -> bool:
-    """Whether a convolution reads the plain image."""
-    return groups == 1 and x.shape[1] < 4 and w.shape[2:] != (1, 1)
-
-
-def _one_tap(w: TensorSpec, padding: Any) -> bool:
-    return w.shape[2:] == (1, 1) and not any(padding)
 
 
 def _made_and_undone(*sizes: int) -> list[int]:
@@ -79,153 +137,128 @@ def _made_and_undone(*sizes: int) -> list[int]:
 
 def convolution(signature: Signature) -> Events | None:
     """Forward; a transposed convolution is the gradient of a plain one."""
-    x, w, bias, stride, padding, dilation, transposed, _, groups = signature.args
-    y = signature.results[0]
-    if not known_here() or len(x.shape) != 4 or any(d != 1 for d in dilation):
+    x, w, bias, *how = signature.args
+    call = _of_call(x, w, signature.results[0], how)
+    if call is None:
         return None
     copy = () if onednn.contiguous(x) or onednn.channels_last(x) else (x.nbytes,)
     undo = tuple(-c for c in copy)
-    if transposed:
-        inside = (
-            _transposed(x, w, y, stride, bias is not None)
-            if groups == 1 and not onednn.channels_last(x)
-            else None
-        )
-        return None if inside is None else (*copy, *inside, *undo)
-    strided = any(s != 1 for s in stride)
-    if onednn.channels_last(x):
-        return _channels_last(x, w, y, groups, padding)
-    per_group, threads = w.shape[1], onednn.threads()
+    if call.transposed:
+        return (*copy, *_transposed(call, bias is not None), *undo)
+    if call.last:
+        return _channels_last(call)
+    y, threads = call.y, onednn.threads()
     took = []
-    if _one_tap(w, padding) and groups == 1:
+    if call.one_tap and call.groups == 1:
         places = y.shape[2] * y.shape[3]
         scratch = threads * onednn.padded(y.shape[1]) * places * FLOAT + 128
-        if strided:
+        if call.strided:
             scratch += threads * onednn.padded(x.shape[1]) * places * ITEM + 128
         took.append(scratch)
-    if _first_layer(x, w, groups):
-        took.append(onednn.padded(w.shape[0]) * _even(per_group) * w.shape[2] * w.shape[3] * ITEM)
+    if call.first:
+        took.append(onednn.padded(w.shape[0]) * _even(call.per_group) * call.taps * ITEM)
     else:
-        took += [_image(x, per_group, groups), _weight(w, groups)]
-    blocked = _image(y, per_group, groups)
+        took += [call.blocked(x), _weight(w, call.groups)]
+    blocked = call.blocked(y)
     return (*copy, *took, blocked, *(-n for n in reversed(took)), y.nbytes, -blocked, *undo)
 
 
-def _channels_last(x: TensorSpec, w: TensorSpec, y: TensorSpec, groups: int, padding: Any) -> Events:
-    if groups > 1:
-        return (y.nbytes, *_made_and_undone(_weight(w, groups)))
-    weight = onednn.padded(w.shape[0]) * _even(w.shape[1]) * w.shape[2] * w.shape[3] * ITEM
-    copy = [] if _one_tap(w, padding) else [w.nbytes]
-    return (*copy, y.nbytes, *_made_and_undone(BLOCK_ROWS, weight), *(-c for c in copy))
+def _channels_last(call: _Convolution) -> Events:
+    w, made = call.w, call.y.nbytes
+    if call.groups > 1:
+        return (made, *_made_and_undone(_weight(w, call.groups)))
+    weight = onednn.padded(w.shape[0]) * _even(w.shape[1]) * call.taps * ITEM
+    copy = [] if call.one_tap else [w.nbytes]
+    return (*copy, made, *_made_and_undone(BLOCK_ROWS, weight), *(-c for c in copy))
 
 
-def _transposed(x: TensorSpec, w: TensorSpec, y: TensorSpec, stride: Any, bias: bool) -> Events:
-    taps = w.shape[2] * w.shape[3]
-    if all(s == 1 for s in stride):
+def _transposed(call: _Convolution, bias: bool) -> Events:
+    x, w, y = call.x, call.w, call.y
+    if not call.strided:
         swapped = TensorSpec(shape=(w.shape[1], w.shape[0], *w.shape[2:]), stride=w.stride, dtype=w.dtype)
         image, inside = _image(x, 2, 1), _image(y, 2, 1)
         took = [*([2 * inside + 128] if bias else []), image, _weight(swapped, 1)]
         return (*took, inside, *(-n for n in reversed(took)), y.nbytes, -inside)
     scratch = onednn.threads() * (x.nbytes // x.shape[0]) + STRIDED
-    if bias and any(k % s for k, s in zip(w.shape[2:], stride, strict=True)):
+    if bias and any(k % s for k, s in zip(w.shape[2:], call.stride, strict=True)):
         scratch += 2 * y.nbytes
-    took = [scratch, x.nbytes, onednn.padded(w.shape[1]) * _even(w.shape[0]) * taps * ITEM]
+    took = [scratch, x.nbytes, onednn.padded(w.shape[1]) * _even(w.shape[0]) * call.taps * ITEM]
     return (*took, y.nbytes, *(-n for n in reversed(took)), y.nbytes, y.nbytes, -y.nbytes, -y.nbytes)
 
 
 def convolution_backward(signature: Signature) -> Events | None:
     """The gradient of the input, then of weight and bias."""
-    dy, x, w, _bias, stride, padding, dilation, transposed, _, groups, mask = signature.args
-    if not known_here() or len(x.shape) != 4 or any(d != 1 for d in dilation):
+    dy, x, w, _bias, *how, mask = signature.args
+    call = _of_call(x, w, dy, how)
+    if call is None:
         return None
-    if transposed and (groups > 1 or onednn.channels_last(x)):
-        return None
-    last = onednn.channels_last(x) and not transposed
-    fits = onednn.channels_last if last else onednn.contiguous
+    fits = onednn.channels_last if call.last else onednn.contiguous
     copies = [s.nbytes for s in (dy, x) if not fits(s)]
-    if last and groups == 1 and not _one_tap(w, padding):
+    if call.last and call.groups == 1 and not call.one_tap:
         copies.append(w.nbytes)
-    bias = [w.shape[1 if transposed else 0] * ITEM] if mask[2] else []
+    bias = [w.shape[1 if call.transposed else 0] * ITEM] if mask[2] else []
     events = list(copies)
     if mask[0]:
-        events += _input_gradient(dy, x, w, stride, padding, transposed, groups, last)
+        events += _input_gradient(call)
     if mask[1]:
-        events += _weight_gradient(dy, x, w, stride, padding, transposed, groups, last, bias)
+        events += _weight_gradient(call.turned, bias)
     return (*events, *(-c for c in copies))
 
 
-def _input_gradient(
-    dy: TensorSpec,
-    x: TensorSpec,
-    w: TensorSpec,
-    stride: Any,
-    padding: Any,
-    transposed: bool,
-    groups: int,
-    last: bool,
-) -> list[int]:
-    per_group, taps, threads = w.shape[1], w.shape[2] * w.shape[3], onednn.threads()
-    strided = any(s != 1 for s in stride) and not transposed
-    if strided and _depthwise(w, groups):
-        weight = groups * 2 * onednn.block() * taps * ITEM
-    elif strided or last:
-        weight = w.nbytes if groups > 1 else onednn.padded(per_group) * _even(w.shape[0]) * taps * ITEM
+def _input_gradient(call: _Convolution) -> list[int]:
+    dy, x, w, groups = call.y, call.x, call.w, call.groups
+    threads, strided = onednn.threads(), call.strided and not call.transposed
+    if strided and call.depthwise:
+        weight = groups * 2 * onednn.block() * call.taps * ITEM
+    elif strided or call.last:
+        weight = (
+            w.nbytes if groups > 1 else onednn.padded(call.per_group) * _even(w.shape[0]) * call.taps * ITEM
+        )
     else:
         weight = _weight(w, groups)
     scratch = threads * (dy.nbytes // dy.shape[0]) + STRIDED if strided else BLOCK_ROWS + 128
-    if last and groups > 1 and not strided:
+    if call.last and groups > 1 and not strided:
         return [x.nbytes, *_made_and_undone(_weight(w, groups))]
-    if last:
+    if call.last:
         return [x.nbytes, *_made_and_undone(weight, scratch)]
     if strided:
         # These kernels take channels last, and what they make needs two reorders.
         begin = [dy.nbytes, weight, x.nbytes, scratch, -scratch, -weight, -dy.nbytes]
         return [*begin, x.nbytes, x.nbytes, -x.nbytes, -x.nbytes]
-    grad, image = _image(dy, per_group, groups), _image(x, per_group, groups)
-    if _one_tap(w, padding) and groups == 1:
+    grad, image = call.blocked(dy), call.blocked(x)
+    if call.one_tap and groups == 1:
         sums = threads * onednn.padded(x.shape[1]) * x.shape[2] * x.shape[3] * FLOAT + 128
         return [grad, weight, image, sums, -sums, -weight, -grad, x.nbytes, -image]
     return [grad, weight, image, -weight, -grad, x.nbytes, -image]
 
 
-def _weight_gradient(
-    dy: TensorSpec,
-    x: TensorSpec,
-    w: TensorSpec,
-    stride: Any,
-    padding: Any,
-    transposed: bool,
-    groups: int,
-    last: bool,
-    bias: list[int],
-) -> list[int]:
-    if transposed:  # the gradient is what the image was, and the other way round
-        dy, x = x, dy
-    per_group, taps, threads = w.shape[1], w.shape[2] * w.shape[3], onednn.threads()
-    first = _first_layer(x, w, groups)
-    took = [_image(dy, per_group, groups), _image(x, per_group, groups)]
-    if _depthwise(w, groups) and max(w.shape[2:]) <= 3:
-        weight = _weight(w, groups)
+def _weight_gradient(call: _Convolution, bias: list[int]) -> list[int]:
+    """bias: the bytes of its gradient, if it is wanted."""
+    dy, x, w, last = call.y, call.x, call.w, call.last
+    threads = onednn.threads()
+    took = [call.blocked(dy), call.blocked(x)]
+    if call.depthwise and max(w.shape[2:]) <= 3:
+        weight = _weight(w, call.groups)
         scratch = 2 * weight + 128
-    elif groups > 1 or (first and w.shape[0] % onednn.block()):
+    elif call.groups > 1 or (call.first and w.shape[0] % onednn.block()):
         # Columns, and sums in float32.
         took, weight = [], w.nbytes
-        columns = threads * per_group * taps * dy.shape[2] * dy.shape[3] * ITEM
+        columns = threads * call.per_group * call.taps * dy.shape[2] * dy.shape[3] * ITEM
         scratch = 4 * FLOAT * w.elements + columns + 384
-    elif _one_tap(w, padding):
-        weight = _weight(w, groups)
+    elif call.one_tap:
+        weight = _weight(w, call.groups)
         scratch = 2 * weight + 128
-        if last or any(s != 1 for s in stride):
+        if last or call.strided:
             scratch += threads * onednn.padded(x.shape[1]) * x.shape[2] * x.shape[3] * ITEM + 256
         if last:
             scratch += threads * onednn.padded(dy.shape[1]) * dy.shape[2] * dy.shape[3] * ITEM
     else:
-        weight = w.nbytes if first else _weight(w, groups)
-        took = took[:1] if first else took
+        weight = w.nbytes if call.first else _weight(w, call.groups)
+        took = took[:1] if call.first else took
         scratch = 2 * weight + threads * onednn.padded(dy.shape[1]) * dy.shape[2] * _even(dy.shape[3]) * ITEM
-        if not first or last:
-            channels = x.shape[1] if first else onednn.padded(x.shape[1])
-            scratch += threads * channels * x.shape[2] * _padded_row(x, dy, w, stride, padding) * ITEM
+        if not call.first or last:
+            channels = x.shape[1] if call.first else onednn.padded(x.shape[1])
+            scratch += threads * channels * x.shape[2] * _padded_row(call) * ITEM
         scratch += TRANSPOSED
     if last:
         return [weight, *bias, scratch, -scratch, w.nbytes, w.nbytes, -w.nbytes, -weight]
@@ -233,10 +266,10 @@ def _weight_gradient(
     return [*begin, *bias, w.nbytes, -weight, *(-b for b in bias)]
 
 
-def _padded_row(x: TensorSpec, dy: TensorSpec, w: TensorSpec, stride: Any, padding: Any) -> int:
+def _padded_row(call: _Convolution) -> int:
     """Elements in a row of a transposed image, with what the kernel reads on either side of it."""
-    width, out, step, left = x.shape[3], dy.shape[3], stride[1], padding[1]
-    right = max(0, (out - 1) * step + w.shape[3] - width - left)
+    width, out, step, left = call.x.shape[3], call.y.shape[3], call.stride[1], call.padding[1]
+    right = max(0, (out - 1) * step + call.w.shape[3] - width - left)
     return _even(-(-width // step) + _even(max(left, right + 1))) * step
 
 
@@ -289,4 +322,4 @@ def attention_backward(signature: Signature, rows: int, columns: int, copy: Even
         )
         blocks = max(first, second)
     made = tuple(s.nbytes for s in signature.results)
-    return (*copy, *made, *_made_and_undone(tiles, reduced, rows * FLOAT, blocks), *(-c for c in copy))
+    return (*made, *copy, *_made_and_undone(tiles, reduced, rows * FLOAT, blocks), *(-c for c in copy))

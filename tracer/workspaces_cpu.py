@@ -15,6 +15,7 @@ scalars; float16; with AVX2, 37 to 57 KB of scratch a thread in strided convolut
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from tracer import layouts_cpu, linalg_cpu, onednn, workspaces_bf16
@@ -71,14 +72,22 @@ def attention(signature: Signature) -> tuple[int, ...] | None:
 
 
 def attention_backward(signature: Signature) -> tuple[int, ...] | None:
-    """Two tiles of scores a thread, a row of sums, and a copy of a gradient that is expanded."""
+    """Two tiles of scores a thread, a row of sums, and a copy of a gradient in which heads lie outside of rows."""
     grad, query, keys = signature.inputs[:3]
-    copy = (grad.nbytes,) if grad.stride[-1] != 1 or 0 in grad.stride else ()
+    rows_outside = replace(
+        grad, shape=_swapped(grad.shape), stride=_swapped(grad.stride)
+    )  # as the kernel takes it
+    copy = () if contiguous(rows_outside) else (grad.nbytes,)
     rows, columns = _tiles(query.shape[2], keys.shape[2])
     if query.dtype == "bfloat16":
         return workspaces_bf16.attention_backward(signature, rows, columns, copy)
     buffer, sums = onednn.threads() * 2 * rows * columns * FLOAT, rows * FLOAT
-    return (*copy, *_made(signature), buffer, sums, -sums, -buffer, *(-c for c in copy))
+    return (*_made(signature), *copy, buffer, sums, -sums, -buffer, *(-c for c in copy))
+
+
+def _swapped(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    a, b, c, d = numbers
+    return a, c, b, d
 
 
 def _tiles(queries: int, keys: int) -> tuple[int, int]:
@@ -160,6 +169,29 @@ def loss_with_logits(signature: Signature) -> tuple[int, ...] | None:
     return None if y.shape else (whole, whole, -whole, whole, y.nbytes, -whole, -whole)
 
 
+def magnitude(signature: Signature) -> tuple[int, ...] | None:
+    """Of complex numbers a complex result first (`abs` in UnaryOps.cpp)."""
+    wide = sum(s.nbytes for s in signature.inputs[:1] if s.dtype.startswith("complex"))
+    return layouts_cpu.with_copies(signature, (wide,))
+
+
+def infinite(signature: Signature) -> tuple[int, ...] | None:
+    """The magnitudes, to be compared with infinity (`isinf` in TensorCompare.cpp)."""
+    return layouts_cpu.with_copies(signature, (signature.inputs[0].nbytes,), first=True)
+
+
+def distance(signature: Signature) -> tuple[int, ...] | None:
+    """The difference, of which the norm is taken (`dist` in Distance.cpp)."""
+    sizes = [s.elements for s in signature.inputs[:2]]
+    (y,) = signature.results
+    return layouts_cpu.with_copies(signature, (max(sizes) * y.item_bytes,), first=True)
+
+
+def ctc_backward(signature: Signature) -> tuple[int, ...] | None:
+    """As many sums from behind as there are from the front (`log_beta` in LossCTC.cpp)."""
+    return layouts_cpu.with_copies(signature, (signature.inputs[-1].nbytes,))
+
+
 def logsumexp(signature: Signature) -> tuple[int, ...] | None:
     """The exponentials of all elements, less the largest of each row."""
     (y,) = signature.results
@@ -209,17 +241,37 @@ def mean(signature: Signature) -> tuple[int, ...] | None:
 
 # Ops that were seen to leave their outputs and to allocate nothing else but a few bytes.
 PLAIN: Final = """
-    _adaptive_avg_pool2d abs addcdiv_ addcmul_ arange avg_pool2d avg_pool3d baddbmm bernoulli cat
-    constant_pad_nd detach empty empty_like fill full_like gather gelu gelu_backward
-    grid_sampler_2d hardtanh hardtanh_backward huber_loss_backward index index_add index_put leaky_relu
-    leaky_relu_backward lerp_ lift_fresh_copy linalg_vector_norm lowtide.dropout_mask masked_fill
-    max_pool2d_with_indices max_pool3d_with_indices mse_loss_backward native_group_norm neg new_empty_strided
-    new_zeros nll_loss_backward ones ones_like relu scalar_tensor scatter_add select_backward sigmoid_backward
-    silu silu_backward slice_backward smooth_l1_loss_backward softplus sort tanh_backward threshold_backward
-    topk upsample_bilinear2d_backward var_mean zero_ zeros zeros_like
+    _adaptive_avg_pool2d _adaptive_avg_pool3d _prelu_kernel _prelu_kernel_backward _ctc_loss adaptive_max_pool2d
+    adaptive_max_pool3d addcdiv_ addcmul_ all amax amin aminmax any arange argmax argmin as_strided_copy
+    as_strided_scatter avg_pool2d avg_pool3d baddbmm bernoulli bernoulli_ binary_cross_entropy_backward bitwise_and
+    bitwise_not bitwise_or bitwise_xor block_diag cat celu channel_shuffle clamp_ clamp_min_ complex constant_pad_nd
+    cummax cummin detach diag_embed diagonal_backward diagonal_copy diagonal_scatter dot elu elu_backward empty
+    empty_like empty_permuted expand_copy exponential_ eye fill fill_ flip fractional_max_pool2d fractional_max_pool3d
+    full full_like gelu gelu_backward glu glu_backward grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d
+    grid_sampler_3d_backward hardshrink hardshrink_backward hardsigmoid hardsigmoid_backward hardswish
+    hardswish_backward hardtanh hardtanh_backward huber_loss_backward index index_add index_copy index_fill index_put
+    index_select isnan isneginf isposinf leaky_relu leaky_relu_backward lerp_ lift_fresh_copy linalg_cross linspace
+    log_sigmoid_backward log_sigmoid_forward logcumsumexp logical_and logical_not logical_or logical_xor logit_backward
+    lowtide.dropout_mask masked_fill masked_fill_ max max_pool2d_with_indices max_pool3d_with_indices max_unpool2d
+    max_unpool3d min mish mish_backward mse_loss_backward multi_margin_loss multi_margin_loss_backward
+    multilabel_margin_loss_backward multilabel_margin_loss_forward mv nan_to_num native_group_norm neg new_empty
+    new_full new_ones new_zeros nll_loss_backward nll_loss2d_backward nll_loss2d_forward normal_ ones ones_like
+    permute_copy pixel_shuffle pixel_unshuffle polar rand rand_like randint randint_like randn randn_like
+    reflection_pad1d reflection_pad2d reflection_pad3d relu replication_pad1d replication_pad2d replication_pad3d round
+    rrelu_with_noise_backward scalar_tensor select_backward select_scatter sgn sigmoid_backward sign silu silu_backward
+    slice_backward slice_scatter smooth_l1_loss_backward softplus softplus_backward softshrink softshrink_backward
+    split_with_sizes_copy squeeze_copy stack std std_mean t_copy take tanh_backward threshold threshold_backward topk
+    trace transpose_copy uniform_ unfold_copy unsqueeze_copy var var_mean view_copy zero_ zeros zeros_like
 """.split()  # noqa: SIM905
 # Pointwise ops whose arguments have, or are converted to, the type of the result.
-ARITHMETIC: Final = "mul mul_ add add_ sub div div_ minimum pow rsqrt sqrt cos sin log sigmoid tanh".split()  # noqa: SIM905
+ARITHMETIC: Final = """
+    acos acosh add add_ addcdiv addcmul asin asinh atan atan2 atanh ceil clamp clamp_max clamp_min copysign cos cosh
+    deg2rad digamma div div_ erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod frac hypot lerp lgamma log
+    log10 log1p log2 logaddexp logaddexp2 logit maximum minimum mul mul_ pow rad2deg reciprocal remainder rsqrt rsub
+    sigmoid sin sinc sinh sqrt sub sub_ tan tanh trunc xlogy
+""".split()  # noqa: SIM905
+# Interpolation: sources that a place along an edge has.
+TAPS: Final = {"nearest1d": 1, "linear1d": 2, "bicubic2d": 4, "nearest3d": 1, "trilinear3d": 2}
 RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(PLAIN, plain),
     **dict.fromkeys(("mm", "addmm", "bmm"), product),
@@ -247,8 +299,36 @@ RULES: Final[dict[str, Rule]] = {
         layouts_cpu.contiguous_arguments,
     ),
     **dict.fromkeys(("clone", "copy", "copy_", "_to_copy"), layouts_cpu.copied),
-    **dict.fromkeys(("sum", "cumsum"), layouts_cpu.reduction),
-    **dict.fromkeys(("eq", "ne", "lt", "gt", "ge"), layouts_cpu.comparison),
+    **dict.fromkeys(
+        ("sum", "cumsum", "prod", "cumprod", "nansum", "linalg_vector_norm"), layouts_cpu.reduction
+    ),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), layouts_cpu.comparison),
+    **dict.fromkeys(("gather", "scatter", "scatter_add"), layouts_cpu.by_index),
+    "sort": layouts_cpu.sort,
+    **{f"upsample_{name}": layouts_cpu.enlarged(taps) for name, taps in TAPS.items()},
+    "upsample_nearest2d": layouts_cpu.enlarged(1, to_last=True),
+    "upsample_bilinear2d": layouts_cpu.enlarged(2, to_last=True),
+    "repeat": layouts_cpu.repeated,
+    "new_empty_strided": layouts_cpu.with_gaps,
+    "abs": magnitude,
+    "isinf": infinite,
+    "dist": distance,
+    "_ctc_loss_backward": ctc_backward,
+    **dict.fromkeys(
+        (
+            "adaptive_max_pool2d_backward",
+            "adaptive_max_pool3d_backward",
+            "avg_pool3d_backward",
+            "_adaptive_avg_pool3d_backward",
+            "max_pool3d_with_indices_backward",
+            "fractional_max_pool2d_backward",
+            "fractional_max_pool3d_backward",
+            *(f"{kind}_pad{n}d_backward" for kind in ("reflection", "replication") for n in (1, 2, 3)),
+            *(f"upsample_{kind}_backward" for kind in ("nearest1d", "nearest2d", "linear1d", "bilinear2d")),
+            *(f"upsample_{kind}_backward" for kind in ("bicubic2d", "trilinear3d")),
+        ),
+        layouts_cpu.contiguous_gradient,
+    ),
     **dict.fromkeys(
         ("max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward"),
         layouts_cpu.pooling_backward,
