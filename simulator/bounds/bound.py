@@ -42,22 +42,30 @@ Assumed of a plan, and true of all that `schedule.build` makes: ops run first in
 forward run again and only after the turn, and nothing is copied elsewhere. A plan that reorders or offloads is not
 bound by this.
 
+From the best instant the bound goes on to what must run again more than once, because little can be in memory at a
+time: `bounds.working_sets`.
+
 Counts: at each instant, all that is in memory whatever the plan (parameters, gradients, temporaries of eager code,
 the op's own reads, outputs and workspace), and each op that must then run again, once. Ignores: the memory that
-recomputations themselves take, recomputations before the instant, running one op twice, and that a storage is kept
-whole or not at all.
+recomputations themselves take, recomputations before the instant, running one op twice (but see
+`bounds.working_sets`), and that a storage is kept whole or not at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from simulator.bounds.instants import TURN, Instants
 from simulator.bounds.lowest import lowest
+from simulator.bounds.working_sets import WorkingSets
 from simulator.graph import Floor, Graph, analyse
 from traces.trace import Trace
+
+TWICE = "what backward reads must be brought together op after op in so little memory that some ops run again twice"
+
+NO_WAY = "no plan fits: what backward reads cannot be brought together, op after op, in so little memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +76,7 @@ class Bound:
     feasible: bool  # False: certainly no plan fits; True: none of the instants looked at rules one out
     added_time_ns: int  # rounded down; 0 if not feasible
     overhead_percent: float  # of the step time with everything kept
-    op: int  # the op whose run gave it; TURN: the end of forward; also TURN if nothing needs to be added
+    op: int  # the op whose run gave it, or after which it holds; TURN: the end of forward, or nothing to be added
     price_ns: int  # the price there is price_ns / price_bytes: what the last byte costs
     price_bytes: int
     reason: str  # in words
@@ -145,6 +153,8 @@ class Bounder:
         self.trace, self.constraints = trace, graph.constraints
         self.instants = Instants(trace, graph)
         self._floor: Floor | None = None
+        self._working_sets = WorkingSets(self.instants)
+        self._known: dict[int, Bound] = {}  # by budget
 
     @property
     def floor(self) -> Floor:
@@ -154,7 +164,12 @@ class Bounder:
         return self._floor
 
     def bound(self, budget_bytes: int) -> Bound:
-        """The best over the turn and the instants worth a look."""
+        """The best over the turn and the instants worth a look, and what working sets cost after the best of these."""
+        if budget_bytes not in self._known:
+            self._known[budget_bytes] = self._found(budget_bytes)
+        return self._known[budget_bytes]
+
+    def _found(self, budget_bytes: int) -> Bound:
         if budget_bytes < self.floor.peak_bytes:
             return self._infeasible(budget_bytes, self.floor.op, self.floor.peak_bytes)
         best, at = (0, 0, 1), TURN
@@ -166,25 +181,49 @@ class Bounder:
                 return self._infeasible(budget_bytes, op, least)
             if found[0] > best[0]:
                 best, at = found, op
-        return self._bound(budget_bytes, at, *best)
+        bound = self._bound(budget_bytes, at, *best)
+        if max(self.instants.peaks) <= budget_bytes:
+            return bound
+        if at < self.instants.turn:  # in forward nothing runs again
+            at, best = TURN, self.instants.at(TURN).added(budget_bytes) or best
+        added_time_ns = self._working_sets.added_ns(budget_bytes, at, *best[1:])
+        if added_time_ns is None:
+            return replace(bound, feasible=False, added_time_ns=0, overhead_percent=0.0, reason=NO_WAY)
+        if added_time_ns <= bound.added_time_ns:
+            return bound
+        return self._bound(budget_bytes, at, added_time_ns, *best[1:], reason=TWICE)
 
     def carry(self, bound: Bound, budget_bytes: int) -> Bound:
         """A bound for a larger budget, as one for a smaller budget."""
         if not bound.feasible:
             return self._infeasible(budget_bytes, bound.op, budget_bytes + 1)
-        return self._bound(budget_bytes, bound.op, bound.added_time_ns, bound.price_ns, bound.price_bytes)
+        return self._bound(
+            budget_bytes,
+            bound.op,
+            bound.added_time_ns,
+            bound.price_ns,
+            bound.price_bytes,
+            reason=bound.reason,
+        )
 
     def _bound(
-        self, budget_bytes: int, op: int, added_time_ns: int, price_ns: int, price_bytes: int
+        self,
+        budget_bytes: int,
+        op: int,
+        added_time_ns: int,
+        price_ns: int,
+        price_bytes: int,
+        *,
+        reason: str = "",
     ) -> Bound:
         trace = self.trace
-        if added_time_ns:
+        if not added_time_ns:
+            reason = "no instant shows that anything must be computed again"
+        elif not reason:
             where = "when forward has ended" if op == TURN else f"while {trace.ops.name[op]} (op {op}) runs"
             reason = (
                 f"what must be in memory {where} leaves too little for the rest, which must be computed again"
             )
-        else:
-            reason = "no instant shows that anything must be computed again"
         return Bound(
             budget_bytes=budget_bytes,
             feasible=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from simulator.bounds import instants as instants_module
 from simulator.bounds.bound import Bounder, bound_curve
 from simulator.bounds.instants import Instants, Setting
 from simulator.bounds.lowest import Pebbles, State
+from simulator.bounds.working_sets import WorkingSets
 from simulator.graph import analyse
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.strategies import traces
@@ -41,6 +43,7 @@ def compare(of: Trace, tally: Tally, *, drops: int = 0, most: int = 4_000) -> st
     tally.traces += 1
     assert front, "keeping everything is always a plan"
     bounder = Bounder(of, graph)
+    sets = WorkingSets(bounder.instants)
     for budget in budgets(front):
         tally.budgets += 1
         truth, found = optimum(front, budget), bounder.bound(budget)
@@ -57,6 +60,12 @@ def compare(of: Trace, tally: Tally, *, drops: int = 0, most: int = 4_000) -> st
             alone = bounder.instants.at(op).added(budget)
             if truth is not None and (alone is None or alone[0] > truth):
                 return f"budget {budget}: instant {op} says {alone}, and a plan adds {truth} ns"
+        # What working sets cost is a bound after any instant that may be, and for any price.
+        for op in (-1, *range(graph.first_backward_op, len(of.ops))):
+            if bounder.instants.setting(op).unavoidable_bytes <= budget:
+                more = sets.added_ns(budget, op, tally.budgets % 17, 1 + tally.budgets % 5)
+                if truth is not None and (more is None or more > truth):
+                    return f"budget {budget}: working sets after {op} cost {more}, and a plan adds {truth} ns"
     curve = bound_curve(of, budgets(front), graph)
     for b in curve.bounds:
         truth = optimum(front, b.budget_bytes)
@@ -118,6 +127,8 @@ MUTATIONS = (
     "carried reads paid twice",
     "what takes over never runs again",
     "nothing is carried",
+    "shares that are no marginals",
+    "nothing is taken over on the way back",
 )
 
 
@@ -192,6 +203,23 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Pebbles, "_made_last", made_last)
     elif mutation == "nothing is carried":
         monkeypatch.setattr(Pebbles, "_carried", lambda self, state, budget_bytes: [])
+    elif mutation == "shares that are no marginals":
+        true_shares = WorkingSets._shares
+
+        def shares(self: WorkingSets, setting: Setting, rank: Any, shift: int, price: int) -> Any:
+            whole = true_shares(self, setting, rank, shift, price)
+            return np.where(setting.wanted, whole, price * np.array(self.instants.trace.storages.nbytes))
+
+        monkeypatch.setattr(WorkingSets, "_shares", shares)
+    elif mutation == "nothing is taken over on the way back":
+        monkeypatch.setattr(
+            WorkingSets,
+            "_taken",
+            lambda self, rank: (
+                np.full(len(self.instants.trace.ops), -1),
+                np.array(self.instants.graph.rise_bytes[: self.instants.turn]),
+            ),
+        )
     else:
         # What t reads is in memory and paid for; forgetting that makes it cost time again.
         def savings(self: Instants, setting: Setting) -> tuple[int, tuple[tuple[int, int], ...]]:

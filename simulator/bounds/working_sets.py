@@ -1,0 +1,177 @@
+"""Turn a budget and a price for bytes into a lower bound on added time that counts what has to run again twice.
+
+The argument
+------------
+`bounds.bound` looks at one instant, and counts an op that must run again once. Near the floor that is far from enough:
+what the last ops of backward read is brought together from little, and what was made for one of them has to go before
+the next. So take a plan within the budget B, and follow its step backwards from the end. A *state* is a gap before an
+op u of backward and a set S of storages made in forward that must all be in memory at some moment in that gap. At the
+end S is empty. One moves back as in `bounds.lowest`:
+
+- either nothing of S was made in the gap. Then all of S was in memory while the op before u ran, beside that op's own
+  need, which must be within B; and what that op reads was there, too: it joins S, one gap earlier;
+- or some op q ran again in the gap and made a part of S; take the last such run. While it ran, the rest of S and what q
+  reads were in memory, with what q adds: that must be within B. The state before is the rest with these reads, and the
+  time of q has been added *after* it.
+
+So to each moment of the plan belongs a state with a time that was added after it at least. What was added *before* it,
+and after an instant t of `bounds.bound`? Let Y be S with all that the ops of backward between t and u read. Each
+storage of Y was in memory at t, or its op ran again between t and the moment. With a price λ per byte, that took at
+least F(Y) - λ C: F(Y) is the minimum cut of the network in `bounds.bound` with Y demanded, C what is free at t. As a
+minimum over supersets of a cut function, F is submodular. So the vector x of marginals, in any order of demands, is
+nowhere above it (Edmonds 1970): x(Y) <= F(Y), and for all that is wanted at t they are equal if that comes first in
+the order. Hence
+
+    added time  >=  after(state) + x(Y) - λ C        for each moment of the plan after t.
+
+A best-first search (A*, Hart, Nilsson, Raphael 1968) from the end back to t visits states by this sum. Every plan leads
+through a state in its queue, so the least sum there is a bound whenever the search stops, and it never falls; if the
+queue is empty, there is no plan. It begins at what `bounds.bound` says of t for that price.
+
+Everything is an int: times and λ per byte are multiplied by one power of two and λ is rounded to that.
+
+Counts: that working sets must be brought together within the budget, op after op, from the end of the step back to
+where the search stops, and what all this takes from what is kept before. Ignores: storages so small that they hardly
+matter (SMALL, FEW), and of a state all but the largest `pebbles.WIDTH`; before where the search stops, working sets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from simulator.bounds.instants import TURN, Instants, Setting
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Storages smaller than these shares of what is free at the instant, and of the largest one, are left out.
+SMALL, FEW = 64, 8
+MOST_STATES: Final = 100_000  # looked at for one budget
+ROOM: Final = 3  # states noted for each that is looked at
+STALE_STATES: Final = 20_000  # looked at without a gain
+MOST_VISITS: Final = 20_000_000  # edges of the network looked at
+BITS: Final = 54  # of the largest sum, so that adding some of them stays within 64
+MOST_SHIFT: Final = 24
+NEVER: Final = 1 << 40  # an op that there is not
+
+
+class WorkingSets:
+    """The facts that all budgets share, for one trace."""
+
+    def __init__(self, instants: Instants) -> None:
+        self.instants = instants
+        trace, turn = instants.trace, instants.turn
+        self._nbytes = np.array(trace.storages.nbytes, np.int64)
+        self._producer = np.array(trace.storages.producer, np.int64)
+        self._until = np.array(instants.forced_until, np.int64)
+        self._forward = (self._producer >= 0) & (self._producer < turn)
+        self._time_ns = np.array(trace.ops.time_ns[:turn], np.int64)
+        self._may = np.array(instants.graph.may_rerun[:turn], np.bool_)
+
+    def added_ns(self, budget_bytes: int, op: int, price_ns: int, price_bytes: int) -> int | None:
+        """What every plan within the budget adds at least after an instant, rounded down; None: there is no plan.
+
+        Args:
+            budget_bytes: at least what is in memory at the instant, whatever the plan.
+            op: the instant, the turn or that of an op of backward.
+            price_ns: time per `price_bytes`, as the bound of that instant has it; any price gives a bound.
+            price_bytes: see there.
+        """
+        from simulator.kernels.pebbles import NO_WAY, WIDTH, walk_back
+
+        instants, turn = self.instants, self.instants.turn
+        first = turn if op == TURN else op + 1
+        setting = instants.setting(op)
+        free_bytes = budget_bytes - setting.unavoidable_bytes
+        first_read = np.full(len(self._nbytes), NEVER, np.int64)
+        later = instants.reader >= first
+        np.minimum.at(first_read, instants.read[later], instants.reader[later])
+        largest = int(self._nbytes[self._forward].max(initial=0))
+        least_bytes = max(1, min(free_bytes // SMALL, largest // FEW))
+        tracked = np.flatnonzero(self._forward & (self._nbytes >= least_bytes))
+        tracked = tracked[np.argsort(-self._nbytes[tracked], kind="stable")]
+        rank = np.full(len(self._nbytes), -1, np.int64)
+        rank[tracked] = np.arange(len(tracked))
+        looks = rank[instants.read] >= 0
+        reader, read = instants.reader[looks], instants.read[looks]
+        brought = reader[(reader >= first) & (self._until[read] < reader)]
+        if not len(brought):
+            return 0
+
+        worth_ns = price_ns * int(self._nbytes[self._forward].sum()) // price_bytes
+        shift = min(MOST_SHIFT, max(0, BITS - (int(self._time_ns.sum()) + worth_ns).bit_length()))
+        price = (price_ns << shift) // price_bytes
+        share = self._shares(setting, rank, shift, price)
+        wanted = setting.wanted
+        n_ops = len(instants.trace.ops)
+        before_share = np.zeros(n_ops + 2, np.int64)  # [gap]
+        np.add.at(before_share, np.minimum(first_read[wanted], n_ops) + 1, share[wanted])
+        before_share = np.cumsum(before_share) - price * free_bytes
+
+        reads_at = np.zeros(n_ops + 1, np.int64)
+        np.cumsum(np.bincount(reader, minlength=n_ops), out=reads_at[1:])
+        overwrites, rise = self._taken(rank)
+        n_states = ROOM * MOST_STATES + 2 * WIDTH
+        least, _ = walk_back(
+            budget_bytes, first, int(brought.max()) + 1, int(share[wanted].sum()) - price * free_bytes,
+            reads_at, rank[read], overwrites,
+            np.stack((self._time_ns << shift, rise, self._may.astype(np.int64))),
+            np.array(instants.sure_bytes, np.int64), np.array(instants.unavoidable_bytes, np.int64),
+            np.stack([x[tracked] for x in (self._nbytes, self._producer, self._until, first_read)]),
+            share[tracked], before_share, np.array((MOST_STATES, STALE_STATES)),
+            np.empty((n_states, WIDTH), np.int32), np.empty((3, n_states), np.int64), np.empty(n_states, np.int32),
+            np.empty(1 << (2 * n_states).bit_length(), np.int32), np.empty(n_states, np.int32),
+        )  # fmt: skip
+        return None if least == NO_WAY else max(0, int(least) >> shift)
+
+    def _taken(self, rank: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[op]: the tracked storage that it takes over, or -1; [op of forward]: bytes that it adds beside others."""
+        turn = self.instants.turn
+        taken = np.array(self.instants.trace.ops.overwrites, np.int64)
+        rise = np.array(self.instants.graph.rise_bytes[:turn], np.int64)
+        first = taken[:turn]
+        small = (first >= 0) & self._forward[first] & (rank[first] < 0)
+        rise[small] -= self._nbytes[first[small]]
+        return np.where(taken >= 0, rank[taken], -1), rise
+
+    def _shares(self, setting: Setting, rank: NDArray[np.int64], shift: int, price: int) -> NDArray[np.int64]:
+        """[storage]: the marginals x, of what is wanted first and then of the other tracked ones."""
+        from simulator.kernels.prices import NO_LIMIT, marginal_cuts
+
+        instants, turn = self.instants, self.instants.turn
+        decided = self._forward & ~setting.forced  # by a plan
+        made = np.flatnonzero(decided)
+        node = np.zeros(len(self._nbytes), np.int64)  # 0 is the sink, then come the ops, then the storages
+        node[made] = 1 + turn + np.arange(len(made))
+        maker = self._producer[made]
+        again = np.flatnonzero(self._may)
+        needs = (instants.reader < turn) & decided[instants.read]
+        needs[needs] = self._may[instants.reader[needs]]
+        tail = np.concatenate((node[made], 1 + again, 1 + instants.reader[needs]))
+        head = np.concatenate(
+            (np.where(self._may[maker], 1 + maker, 0), np.zeros_like(again), node[instants.read[needs]])
+        )
+        left = np.concatenate(
+            (price * self._nbytes[made], self._time_ns[again] << shift, np.full(int(needs.sum()), NO_LIMIT))
+        )
+        n_nodes, n_edges = 1 + turn + len(made), len(tail)
+        tails = np.concatenate((tail, head))
+        by_tail = np.argsort(tails, kind="stable")
+        place = np.empty_like(by_tail)
+        place[by_tail] = np.arange(2 * n_edges)
+        opposite = np.concatenate((np.arange(n_edges, 2 * n_edges), np.arange(n_edges)))
+        out = np.stack((np.concatenate((head, tail))[by_tail], place[opposite][by_tail]))
+        out_at = np.zeros(n_nodes + 1, np.int64)
+        np.cumsum(np.bincount(tails, minlength=n_nodes), out=out_at[1:])
+        left = np.concatenate((left, np.zeros_like(left)))[by_tail]
+
+        wanted = np.flatnonzero(setting.wanted)
+        links = np.flatnonzero(decided & ~setting.wanted & (rank >= 0))
+        early = wanted[np.argsort(self._producer[wanted], kind="stable")]
+        late = links[np.argsort(-self._producer[links], kind="stable")]
+        order = node[np.concatenate((early, late))]
+        share = np.zeros(n_nodes, np.int64)
+        marginal_cuts(order, out_at, out, left, MOST_VISITS, n_nodes, share)
+        return np.where(decided, share[node], 0)

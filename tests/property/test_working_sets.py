@@ -1,0 +1,162 @@
+"""What working sets cost: the compiled search is as good as one without a direction, and never above an optimum."""
+
+from __future__ import annotations
+
+import heapq
+from fractions import Fraction
+from itertools import count
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.bounds.instants import TURN, Instants
+from simulator.bounds.mincut import Network
+from simulator.bounds.working_sets import WorkingSets
+from tests.exhaust import draw_trace
+from tests.strategies import traces
+from traces.trace import Trace
+
+MANY = 1 << 80
+
+
+class Plain:
+    """The same bound from sets, Dijkstra's algorithm to the end, and one minimum cut for each demand."""
+
+    def __init__(self, instants: Instants, op: int, price: Fraction) -> None:
+        self.instants, self.price = instants, price
+        self.first = instants.turn if op == TURN else op + 1
+        self.setting = instants.setting(op)
+        trace = instants.trace
+        made = [0 <= p < instants.turn for p in trace.storages.producer]
+        self.forward = {s for s in range(len(trace.storages)) if made[s]}
+        self.decided = {s for s in self.forward if not self.setting.forced[s]}
+        self.first_read: dict[int, int] = {}
+        for i in range(len(trace.ops) - 1, self.first - 1, -1):
+            self.first_read.update(dict.fromkeys(trace.ops.reads[i], i))
+        self._cuts: dict[frozenset[int], int] = {}
+
+    def cut(self, demanded: frozenset[int]) -> int:
+        """F of the demands, times the price's denominator."""
+        if demanded not in self._cuts:
+            self._cuts[demanded] = self._cut(demanded)
+        return self._cuts[demanded]
+
+    def _cut(self, demanded: frozenset[int]) -> int:
+        trace, graph, turn = self.instants.trace, self.instants.graph, self.instants.turn
+        edges: list[
+            tuple[int, int, int]
+        ] = []  # node 0 is the source, 1 the sink, then the ops, then the storages
+        for s in self.decided:
+            p, node = trace.storages.producer[s], 2 + turn + s
+            edges.append(
+                (node, 2 + p if graph.may_rerun[p] else 1, self.price.numerator * trace.storages.nbytes[s])
+            )
+            if s in demanded:
+                edges.append((0, node, MANY))
+        for p in range(turn):
+            if graph.may_rerun[p]:
+                edges.append((2 + p, 1, self.price.denominator * trace.ops.time_ns[p]))
+                edges += [(2 + p, 2 + turn + s, MANY) for s in set(trace.ops.reads[p]) & self.decided]
+        network = Network(2 + turn + len(trace.storages))
+        for edge in edges:
+            network.edge(*edge)
+        inside = network.source_side(0, 1)
+        return sum(c for a, b, c in edges if inside[a] and not inside[b])
+
+    def shares(self) -> dict[int, int]:
+        """The marginals, in the order that `WorkingSets` takes."""
+        producer = self.instants.trace.storages.producer
+        wanted = sorted((s for s in self.decided if self.setting.wanted[s]), key=lambda s: (producer[s], s))
+        links = sorted(self.decided.difference(wanted), key=lambda s: (-producer[s], s))
+        out: dict[int, int] = {}
+        before: frozenset[int] = frozenset()
+        for s in (*wanted, *links):
+            now = before | {s}
+            out[s] = self.cut(now) - self.cut(before)
+            before = now
+        return out
+
+    def added_ns(self, budget_bytes: int) -> int | None:
+        """The bound; None: there is no way back at all."""
+        instants, trace, graph = self.instants, self.instants.trace, self.instants.graph
+        nbytes, producer, reads = trace.storages.nbytes, trace.storages.producer, trace.ops.reads
+        shares = self.shares()
+        wanted = {s for s in self.decided if self.setting.wanted[s]}
+        worth = self.price.numerator * (budget_bytes - self.setting.unavoidable_bytes)
+        root = sum(shares[s] for s in wanted) - worth
+        base, need, until = instants.sure_bytes, instants.unavoidable_bytes, instants.forced_until
+        number = count()
+        start = (len(trace.ops), frozenset[int]())
+        queue = [(0, next(number), start)]
+        done: set[tuple[int, frozenset[int]]] = set()
+        best: int | None = None
+        while queue:
+            time_ns, _, state = heapq.heappop(queue)
+            if state in done:
+                continue
+            done.add(state)
+            gap, held = state
+            if gap == self.first:
+                so_far = {s for s in wanted if self.first_read[s] < gap} | (held & self.decided)
+                total = self.price.denominator * time_ns + sum(shares[s] for s in so_far) - worth
+                best = total if best is None else min(best, total)
+                continue
+            for q in {producer[s] for s in held if graph.may_rerun[producer[s]]}:
+                rest = {s for s in held if producer[s] != q}
+                asked = rest | {s for s in reads[q] if s in self.forward and until[s] < gap}
+                rise = graph.rise_bytes[q]
+                taken = trace.ops.overwrites[q]
+                if taken in asked and taken not in rest:
+                    rise -= nbytes[taken]
+                if base[gap] + sum(nbytes[s] for s in asked) + rise <= budget_bytes:
+                    heapq.heappush(
+                        queue, (time_ns + trace.ops.time_ns[q], next(number), (gap, frozenset(asked)))
+                    )
+            ran = gap - 1
+            beside = sum(
+                nbytes[s]
+                for s in held
+                if trace.ops.overwrites[ran] == s or (s not in reads[ran] and until[s] < ran)
+            )
+            if beside + need[ran] <= budget_bytes:
+                now = held | {s for s in reads[ran] if s in self.forward}
+                state = (ran, frozenset(s for s in now if until[s] < ran))
+                heapq.heappush(queue, (time_ns, next(number), state))
+        if best is None:
+            return None
+        return max(0, max(root, best) // self.price.denominator)
+
+
+PRICES = st.fractions(0, 40, max_denominator=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(of=traces(max_forward=5, max_backward=5), price=PRICES, share=st.floats(0, 1), data=st.data())
+def test_the_search_finds_what_a_plain_one_does(
+    of: Trace, price: Fraction, share: float, data: st.DataObject
+) -> None:
+    instants = Instants(of)
+    ops = [i for i in range(instants.turn, len(of.ops)) if of.ops.phase[i] == of.ops.phase[instants.turn]]
+    check(instants, data.draw(st.sampled_from([TURN, *ops])), price, share)
+
+
+def check(instants: Instants, op: int, price: Fraction, share: float) -> bool:
+    """Compare at a budget between what must be in memory at the instant and the peak; whether there is a way back."""
+    least, most = instants.setting(op).unavoidable_bytes, max(instants.peaks)
+    budget = int(least + share * max(0, most - least))
+    truth = Plain(instants, op, price).added_ns(budget)
+    found = WorkingSets(instants).added_ns(budget, op, price.numerator, price.denominator)
+    if truth is None:
+        return False
+    assert found is not None
+    # The price is rounded down to a multiple of 2^-24 ns a byte.
+    assert truth - 1 <= found <= truth
+    return True
+
+
+def test_seeded_traces() -> None:
+    ways = 0
+    for seed in range(400):
+        instants = Instants(draw_trace(seed))
+        ways += check(instants, TURN, Fraction(seed % 13, 1 + seed % 7), 0.7 + (seed % 4) / 10)
+    assert ways >= 150
