@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from simulator.graph import Graph, analyse
-from simulator.kernels.walk import FORBIDDEN, FULL, walk
+from simulator.kernels.walk import FORBIDDEN, FULL, KEEPS, walk
 from traces.errors import PlanError
 from traces.plan import SAVE, Action
 from traces.trace import Trace
@@ -263,9 +263,11 @@ class Evaluator:
     def _pack(self) -> None:
         """The lists above as the arrays that the kernel reads, and its work space."""
         n_op, n_st = len(self.op_id), len(self.nbytes)
-        per_op = np.zeros((5, n_op), np.int64)
+        per_op = np.zeros((KEEPS + bool(self.rerun_bytes), n_op), np.int64)
         per_op[0], per_op[1], per_op[2], per_op[3] = self.time_ns, self.rise, self.settled, self.overwrites
         per_op[4, : self.forward] = self.born
+        if self.rerun_bytes:
+            per_op[KEEPS, : self.forward] = self.rerun_bytes
         per_storage = np.array(
             (
                 self.nbytes,
@@ -289,7 +291,6 @@ class Evaluator:
             np.array(self.op_id, np.int32),
             np.array(self.may_rerun, np.uint8),
             np.array(self.made_forward, np.int32),
-            np.array(self.rerun_bytes, np.int64),
         )
         self._space = (
             np.empty(n_st, np.uint8),

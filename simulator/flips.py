@@ -98,19 +98,18 @@ class Flips:
         looks = np.diff(needs_at)[op] + np.where(seq < 0, np.diff(creates_at)[op], 0)
         touch = np.empty(int(looks.sum()), np.int32)
         segment_at = np.zeros(n_op - ev.forward + 1, np.int32)
-        segment_ns = np.zeros(n_op - ev.forward, np.int64)
+        segment = np.zeros((1 + bool(ev.rerun_bytes), n_op - ev.forward + 2), np.int64)
         segment_of = np.empty(steps, np.int32)
         bound, bound_at = np.empty(n_st, np.int32), np.empty(n_st, np.int32)
         read_at, touch_at = np.empty(n_st + 1, np.int32), np.empty(n_st + 1, np.int32)
         highest = np.empty(-(-(ev.forward + steps) // BLOCK), np.int64)
-        kept = np.empty(n_op - ev.forward + 2 if ev.rerun_bytes else 0, np.int64)
         index(
-            ev.forward, ev.facts, state.there, state.share, seq, levels[0], steps, segment_at, segment_ns, segment_of,
-            bound, bound_at, read_at, read_step, touch_at, touch, highest, kept,
+            ev.forward, ev.facts, state.there, state.share, seq, levels[0], steps, segment_at, segment, segment_of,
+            bound, bound_at, read_at, read_step, touch_at, touch, highest,
         )  # fmt: skip
         self._base = (
-            state.there, state.share, seq, levels[0], levels[1], segment_at, segment_ns, segment_of, bound, bound_at,
-            read_at, read_step, touch_at, touch, highest, kept, ev.held, ev.taken_over,
+            state.there, state.share, seq, levels[0], levels[1], segment_at, segment, segment_of, bound, bound_at,
+            read_at, read_step, touch_at, touch, highest, ev.held, ev.taken_over,
         )  # fmt: skip
         self._work = (state.there.copy(), state.share.copy(), bound.copy(), *_space(ev, steps))
 

@@ -214,10 +214,7 @@ def anneal(
     A step is one of the plan that a move leads to, forward included; a coarse move counts COARSE_STEP for each, and one
     that leads nowhere IDLE in all.
     """
-    (
-        needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id, may_rerun,
-        made, rerun,
-    ) = facts  # fmt: skip
+    needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id, may_rerun, made = facts
     by_producer, gone_at, gone, fixed, last_use, stays, weight, best_weight, work = retaining
     energy = figures[0] + price * figures[1]
     enough = figures[6] + least
@@ -242,7 +239,7 @@ def anneal(
             )  # fmt: skip
         peak, added, _, steps = walk(
             forward, resident_bytes, needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id,
-            may_rerun, made, rerun, there, share, drops[0, :n_drops], drops[1, :n_drops], space[0], space[1], space[2],
+            may_rerun, made, there, share, drops[0, :n_drops], drops[1, :n_drops], space[0], space[1], space[2],
             space[3], space[4], seq, change, levels,
         )  # fmt: skip
         accepted = False

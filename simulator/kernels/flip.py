@@ -29,7 +29,7 @@ from simulator.kernels.changes import (
 )
 from simulator.kernels.compiled import compiled
 from simulator.kernels.flip_index import NEVER
-from simulator.kernels.walk import FORBIDDEN
+from simulator.kernels.walk import FORBIDDEN, KEEPS
 
 GIVEN_UP: Final = -2  # so much changes, or so oddly, that the plan must be walked as a whole
 
@@ -40,12 +40,9 @@ def flip(forward: int, facts: Any, base: Any, work: Any, flips: Any, begin: int,
 
     A flip s >= 0 keeps storage s if it was not kept, and the other way round; ~s does so with sharing.
     """
-    (
-        needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id, may_rerun,
-        _, rerun_bytes,
-    ) = facts  # fmt: skip
-    (there_before, share_before, seq, peaks, live_at, segment_at, segment_ns, segment_of, bound_before, bound_at,
-     read_at, read_step, touch_at, touch, highest, kept, held, taken_over) = base  # fmt: skip
+    needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id, may_rerun, _ = facts
+    (there_before, share_before, seq, peaks, live_at, segment_at, segment, segment_of, bound_before, bound_at,
+     read_at, read_step, touch_at, touch, highest, held, taken_over) = base  # fmt: skip
     there, share, bound, epoch, ids, stamps, op_stamps, stack, order, heap, walked, flows, changes = work
     time_ns, settled, rise, overwrites = per_op[0], per_op[2], per_op[1], per_op[3]
     nbytes, producer, last_backward = per_storage[0], per_storage[1], per_storage[2]
@@ -152,7 +149,7 @@ def flip(forward: int, facts: Any, base: Any, work: Any, flips: Any, begin: int,
                         n_alone += 1
             gained[n_steps] = gain
             n_steps += 1
-        difference -= segment_ns[c - forward]
+        difference -= segment[0, c - forward]
         for k in range(n_alone):
             x = alone[k]
             at = bound_in[x]
@@ -282,8 +279,10 @@ def flip(forward: int, facts: Any, base: Any, work: Any, flips: Any, begin: int,
             forward, seq, peaks, highest, live_at, segment_at, rise, heap, walk_c, walk_at, n_walks, n_steps, step_op,
             gained, released, takes, changes, n_changes,
         )  # fmt: skip
-        if rerun_bytes.shape[0]:
-            most += kept_under(forward, kept, rerun_bytes, walk_c, n_walks, step_op, n_steps, in_walk, now)
+        if per_op.shape[0] > KEEPS:
+            most += kept_under(
+                forward, segment[1], per_op[KEEPS], walk_c, n_walks, step_op, n_steps, in_walk, now
+            )
     for k in range(n_log):
         bound[log[k]] = bound_before[log[k]]
     for f in range(begin, end):

@@ -7,6 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from simulator.kernels.compiled import compiled
+from simulator.kernels.walk import KEEPS
 
 NEVER: Final = 1 << 30
 BLOCK: Final = 32
@@ -22,7 +23,9 @@ def index(
     peaks: Any,
     steps: int,
     segment_at: Any,  # out, [backward op + 1]: first step of its segment
-    segment_ns: Any,  # out, [backward op]: what the segment adds
+    # out, [1 or 2, backward op + 2]: what the segment adds; and, where `per_op` has that row, the most that a rerun in
+    # it makes a library keep; then the most of these, and in how many segments it is
+    segment: Any,
     segment_of: Any,  # out, [step]: the op whose segment it is in
     first_bound: Any,  # out, [storage]: the op for which a shared value is rebuilt, or NEVER
     bound_at: Any,  # out, [storage]: the step of that
@@ -31,12 +34,8 @@ def index(
     touch_at: Any,  # out, [storage + 1], and by storage the ops whose segments look at it
     touch: Any,
     highest: Any,  # out, [block of steps]: their highest peak
-    kept: Any,  # out, [backward op + 2]: the most that a rerun in its segment makes a library keep; the most of these,
-    # and in how many segments it is; empty where nothing is kept
 ) -> None:
-    needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id, _, _, rerun_bytes = (
-        facts
-    )
+    needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, op_id, _, _ = facts
     n_storages = there.shape[0]
     for s in range(n_storages):
         first_bound[s] = NEVER
@@ -67,21 +66,22 @@ def index(
             segment_of[j] = c
             if j < k:
                 added += per_op[0, ~seq[j]]
-        segment_ns[c - forward] = added
-        if rerun_bytes.shape[0]:
-            kept[c - forward] = 0
+        segment[0, c - forward] = added
+        if per_op.shape[0] > KEEPS:
+            kept = np.int64(0)
             for m in range(begin, k):
-                kept[c - forward] = max(kept[c - forward], rerun_bytes[~seq[m]])
+                kept = max(kept, per_op[KEEPS, ~seq[m]])
+            segment[1, c - forward] = kept
         begin = k + 1
     n_segments = per_op.shape[1] - forward
     segment_at[n_segments] = steps
-    if rerun_bytes.shape[0]:
+    if per_op.shape[0] > KEEPS:
         most = np.int64(0)
         for m in range(n_segments):
-            most = max(most, kept[m])
-        kept[n_segments], kept[n_segments + 1] = most, 0
+            most = max(most, segment[1, m])
+        segment[1, n_segments], segment[1, n_segments + 1] = most, 0
         for m in range(n_segments):
-            kept[n_segments + 1] += kept[m] == most
+            segment[1, n_segments + 1] += segment[1, m] == most
 
     # Twice over the steps: count, then fill. A storage that two ops of a segment look at is entered twice.
     for fill in range(2):

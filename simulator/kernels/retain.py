@@ -71,7 +71,7 @@ def retain(
     drops: Any,  # out
 ) -> int:
     """The number of drops."""
-    needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, _, _, _, _ = facts
+    needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, _, _, _ = facts
     time_ns, rise, overwrites = per_op[0], per_op[1], per_op[3]
     nbytes, producer = per_storage[0], per_storage[1]
     here, stamp, read_in, demanded, last_at, held, stack, order, visited, cost = work

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FORBIDDEN: Final = -1  # a chain needs an op that may not run again: then the op that demands it, and that op
 FULL: Final = -2  # more steps than the arrays hold
 NOBODY: Final = np.int32(-1)
+KEEPS: Final = 5  # the row of `per_op` that is not always there
 
 
 @compiled
@@ -38,12 +39,13 @@ def walk(
     reads: Ids,
     creates_at: Ids,
     creates: Ids,
-    per_op: Longs,  # [5, op]: time, rise, bytes that it settles by itself, storage that it may take over, bytes made
+    # [5 or 6, op]: time, rise, bytes that it settles by itself, storage that it may take over, bytes made; and, only
+    # where any library does, what one keeps once the op has run again
+    per_op: Longs,
     per_storage: Longs,  # [7, storage], in the order in which they are unpacked below
     op_id: Ids,
     may_rerun: Bytes,
     made: Ids,
-    rerun_bytes: Longs,  # [op of forward]: what a library keeps once it has run again; empty where none keeps any
     there0: Bytes,
     share: Bytes,
     drop_at: Ids,
@@ -170,11 +172,11 @@ def walk(
             peaks[last_forward[s]] += nbytes[s]
 
     live = resident_bytes
-    if rerun_bytes.shape[0]:
+    if per_op.shape[0] > KEEPS:
         kept_bytes = 0
         for k in range(steps):
             if seq[k] < 0:
-                kept_bytes = max(kept_bytes, rerun_bytes[~seq[k]])
+                kept_bytes = max(kept_bytes, per_op[KEEPS, ~seq[k]])
         live += kept_bytes
     peak = live
     at = -1
