@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -309,22 +309,3 @@ def source_digest(model: str) -> str:
     if path is None or not path.is_file():
         return ""
     return digest(path.read_text(encoding="utf-8", errors="replace"))
-
-
-def code_digest() -> str:
-    """A digest of Lowtide's own modules but for those that only show figures, and of its tables of rules."""
-    root = Path(__file__).resolve().parents[2]
-    rooms = ("traces", "tracer", "simulator", "executor")
-    paths: Iterable[Path] = sorted(
-        [*(p for room in rooms for p in (root / room).rglob("*.py")), *(root / "tracer").rglob("*.toml")]
-    )
-    parts = []
-    for path in paths:
-        name = path.relative_to(root).as_posix()
-        if "report" in name or path.stem.startswith(SHOWN):
-            continue
-        parts.append((name, path.read_text(encoding="utf-8")))
-    return digest(parts)
-
-
-SHOWN: Final = ("cli", "page", "rows", "errors", "people", "commands", "answer")  # begin the names of those

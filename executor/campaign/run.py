@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 
 from executor.campaign.boundary import run_boundary
 from executor.campaign.cases import BOUNDARY, Campaign, Case
+from executor.campaign.code import code_digest
 from executor.campaign.estimate import Estimate, show_duration
 from executor.campaign.one import Bench, SharedStep, run_case, shared_step
-from executor.campaign.record import FAILED, RETRIED, Book, Keys, Record, Store, code_digest
+from executor.campaign.record import FAILED, RETRIED, Book, Keys, Record, Store
 from executor.fresh import run_fresh
 from traces.errors import LowtideError, SpecError
 

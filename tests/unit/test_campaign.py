@@ -15,7 +15,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 import executor.campaign.one as one
-import executor.campaign.record as record_module
 import executor.campaign.run as run
 from executor.campaign import errors
 from executor.campaign.cases import Campaign, Case, Method, Step, parse_cases
@@ -29,7 +28,7 @@ from executor.campaign.errors import (
 )
 from executor.campaign.estimate import Estimate, show_duration
 from executor.campaign.predict import alloc_conf, predict_fit, predict_plan, predict_step, tensors_only
-from executor.campaign.record import Book, Keys, Record, Store, Trial, code_digest
+from executor.campaign.record import Book, Keys, Record, Store, Trial
 from executor.campaign.rows import answer, flat_rows, summary, write_rows
 from executor.campaign.run import Choice, run_campaign
 from executor.cli import execute
@@ -222,30 +221,6 @@ def test_another_method_code_or_device_asks_again(tmp_path: Path, machine: Machi
     planned = replace(case, budget="60%", planner="mu-two")
     assert keys.of_case(case) != keys.of_case(planned)
     assert keys.of_step(case) == keys.of_step(planned)
-
-
-def test_the_code_is_all_that_decides_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules and the table of rules; not the pages, the command lines, or the cases."""
-    root = tmp_path / "lowtide"
-    monkeypatch.setattr(record_module, "__file__", str(root / "executor" / "campaign" / "record.py"))
-    decides = ("tracer/cost.py", "tracer/workspaces.toml", "simulator/engine.py", "executor/measure.py")
-    shows = (
-        "simulator/report/bars.py",
-        "simulator/cli.py",
-        "executor/campaign/page.py",
-        "executor/cases/cpu.toml",
-    )
-    for name in (*decides, *shows):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text("1")
-    before = code_digest()
-    for name in shows:
-        (root / name).write_text("2")
-    assert code_digest() == before
-    for name in decides:
-        (root / name).write_text("2")
-        assert code_digest() != before, name
-        before = code_digest()
 
 
 def test_a_device_that_the_table_lacks_must_have_a_target(tmp_path: Path, machine: Machine) -> None:
