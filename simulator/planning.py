@@ -9,8 +9,9 @@ from typing import Final
 from simulator.allocator.question import Question
 from simulator.caveats import answered
 from simulator.comparison import Comparison, compare, with_reserved
-from simulator.planners import plan_with
+from simulator.planners import DEFAULT, plan_with
 from simulator.planners.limits import DEFAULTS, Limits
+from simulator.planners.outcome import Refusal
 from simulator.planners.within_reserved import plan_within_reserved
 from traces.errors import SpecError
 from traces.plan import ALLOCATED, RESERVED, Plan
@@ -74,6 +75,13 @@ def planned(
         limits = replace(limits, seconds=limits.seconds / SHARES)  # several plans are made
         plan = plan_within_reserved(make, reserved_bytes, budget_bytes)
     else:
-        plan = make(UNLIMITED_BYTES if budget_bytes is None else budget_bytes)
+        try:
+            plan = make(UNLIMITED_BYTES if budget_bytes is None else budget_bytes)
+        except Refusal as error:
+            if planner != DEFAULT:
+                raise
+            from simulator.planners.lowest_peak import with_lowest_peak
+
+            raise with_lowest_peak(trace, error, limits) from None
     plan = replace(plan, budget_bytes=budget_bytes, budget_of=budget_of)
     return answered(with_reserved(compare(trace, plan, budget_bytes), question))
