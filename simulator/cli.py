@@ -124,9 +124,10 @@ def plan_command(
     from simulator.fit import fit
     from simulator.planners.outcome import Refusal
     from simulator.planning import keep_all, planned, whole_bytes
-    from traces.store import load
+    from traces.store import check_fingerprints, load
 
     trace = load(trace_name)
+    check_fingerprints(trace, trace_name)
     question, device = asked.question(trace.meta), asked.device(trace.meta)
     kept = keep_all(trace, question)
     budget_bytes = None

@@ -177,6 +177,7 @@ def show(directory: str, top: int, as_json: bool) -> None:
     from traces import store
 
     record = store.load(directory)
+    store.check_fingerprints(record, directory, graph=True)
     if as_json:
         print_json({"trace": directory, **summary(record)})
         return

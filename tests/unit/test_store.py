@@ -13,12 +13,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 
+from simulator.cli import main as simulate
 from tests.strategies import traces
 from tests.tiny import chain
+from tracer.cli import trace
 from traces.errors import TraceError
-from traces.store import META_KEY, OPS_FILE, STORAGES_FILE, find, load, save
+from traces.store import META_KEY, OPS_FILE, STORAGES_FILE, check_fingerprints, find, load, save
 from traces.trace import VIEW, TraceMeta
 
 STORED = chain(3)
@@ -314,3 +317,29 @@ def test_a_header_that_is_nested_too_deeply(stored: Path) -> None:
     rewrite(stored / OPS_FILE, lambda t: t.replace_schema_metadata({META_KEY: deep}))
     with pytest.raises(TraceError, match="cannot be read"):
         load(stored)
+
+
+def test_tables_that_were_changed_consistently_are_told_from_the_recorded_ones(stored: Path) -> None:
+    """A storage of another size: every check of `load` passes, and only the digests know."""
+    check_fingerprints(load(stored), stored, graph=True)
+    nbytes = (*STORED.storages.nbytes[:-1], STORED.storages.nbytes[-1] + 4)
+    other = replace(STORED, storages=replace(STORED.storages, nbytes=nbytes))
+    save(other, stored, force=True)
+    assert load(stored) == other
+    with pytest.raises(TraceError, match=rf"the fingerprint in its header is {STORED.meta.fingerprint}"):
+        check_fingerprints(load(stored), stored)
+    # The graph's own digests leave out what is outside of it, so they are looked at one by one.
+    meta = replace(STORED.meta, structure_fingerprint="0")
+    save(replace(STORED, meta=meta), stored, force=True)
+    check_fingerprints(load(stored), stored)
+    with pytest.raises(TraceError, match="the structure_fingerprint in its header is 0"):
+        check_fingerprints(load(stored), stored, graph=True)
+
+
+def test_a_changed_trace_is_neither_simulated_nor_shown(stored: Path) -> None:
+    meta = replace(STORED.meta, fingerprint="0")
+    save(replace(STORED, meta=meta), stored, force=True)
+    for command in ((simulate, [str(stored)]), (trace, ["show", str(stored)])):
+        done = CliRunner().invoke(*command)
+        assert done.exit_code == 2
+        assert "were changed after it was recorded" in done.output
