@@ -213,7 +213,8 @@ def front_table(front: Front) -> str:
     for p in reversed(front.points):
         share = f"{100 * p.budget_bytes / most:.1f} %" if most else "–"
         gap = "–" if p.gap_points is None else f"{p.gap_points:.2f}"
-        overhead = show_percent(p.overhead_percent, signed=True) if p.feasible else "no plan"
+        none = "no plan" if p.finished else "not finished"
+        overhead = show_percent(p.overhead_percent, signed=True) if p.feasible else none
         bound = "infeasible" if p.bound_overhead_percent is None else show_percent(p.bound_overhead_percent)
         price = _price(p, front)
         row = (
@@ -232,7 +233,12 @@ def front_table(front: Front) -> str:
         f"{show_time(front.kept.step_time_ns)} with everything kept; no plan can go below "
         f"{show_bytes(front.floor_bytes)}"
     )
-    return "\n".join([head, *_aligned(lines)])
+    late = [show_bytes(p.budget_bytes) for p in reversed(front.points) if not p.finished]
+    tail = (
+        f"{front.planner} did not finish {len(late)} of {len(front.points)} budgets in their share of --seconds: "
+        f"{', '.join(late)}; a plan that stands there was made for another one."
+    )
+    return "\n".join([head, *_aligned(lines), *([tail] if late else [])])
 
 
 def _price(point: Point, front: Front) -> str:

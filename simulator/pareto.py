@@ -22,6 +22,7 @@ from simulator.planners.limits import Limits
 from simulator.planners.outcome import Refusal, figures, percent, replayed
 from simulator.schedule import Schedule
 from simulator.timeline import Timeline
+from traces.errors import UnfinishedError
 from traces.measurement import RunFigures
 from traces.plan import Plan
 from traces.trace import Trace
@@ -48,6 +49,9 @@ class Point:
     price_ns_per_gib: int | None = None
     bound_price_ns_per_gib: int | None = None
     solve_seconds: float | None = None
+    finished: bool = (
+        True  # whether the planner came to an end; if not, a plan that is here was made for another budget
+    )
     message: str = ""
 
 
@@ -109,6 +113,8 @@ def front(
         progress: told one line about each plan.
         asking: about which allocator settings and device; None: the trace's own settings, and no device.
 
+    A budget for which the planner does not end in time is said to be so, and the others stand.
+
     Raises:
         SpecError: the planner cannot plan this trace at all.
     """
@@ -120,7 +126,7 @@ def front(
     clock = limits.clock()
     plans: list[Pick | None] = []
     seconds: list[float] = []
-    messages: list[str] = []
+    refusals: list[Refusal | UnfinishedError | None] = []
     # From the largest budget down: should the time run out, then at those that are hardest to meet.
     for k, budget in enumerate(reversed(budgets)):
         progress(f"budget {k + 1} of {len(budgets)}: {budget} bytes")
@@ -129,14 +135,14 @@ def front(
         try:
             plan = plan_with(planner, trace, budget, replace(limits, seconds=share))
             plans.append(pick_of(trace, plan, budget))
-            messages.append("")
-        except Refusal as error:
+            refusals.append(None)
+        except (Refusal, UnfinishedError) as error:
             plans.append(None)
-            messages.append(str(error))
+            refusals.append(error)
         seconds.append(time.perf_counter() - began)
     plans.reverse()
     seconds.reverse()
-    messages.reverse()
+    refusals.reverse()
     bounds = bound_curve(trace, budgets, graph).bounds
     chosen = cheapest(budgets, plans)
     asking = asking or Asking(trace)
@@ -148,10 +154,10 @@ def front(
             asking,
             bound,
             spent,
-            message,
+            refusal,
         )
-        for budget, pick, bound, spent, message in zip(
-            budgets, chosen, bounds, seconds, messages, strict=True
+        for budget, pick, bound, spent, refusal in zip(
+            budgets, chosen, bounds, seconds, refusals, strict=True
         )
     ]
     return Front(
@@ -204,8 +210,9 @@ def _point(
     asking: Asking,
     bound: Bound,
     solve_seconds: float,
-    message: str,
+    refusal: Refusal | UnfinishedError | None,
 ) -> Point:
+    finished = not isinstance(refusal, UnfinishedError)
     least = bound.overhead_percent if bound.feasible else None
     price = round(bound.price_ns * GIB / bound.price_bytes) if bound.feasible else None
     if pick is None:
@@ -215,7 +222,8 @@ def _point(
             bound_overhead_percent=least,
             bound_price_ns_per_gib=price,
             solve_seconds=round(solve_seconds, 3),
-            message=message,
+            finished=finished,
+            message=str(refusal or ""),
         )
     base_ns = kept.step_time_ns
     added_ns = pick.timeline.step_time_ns - base_ns
@@ -235,6 +243,8 @@ def _point(
         gap_points=round(percent(added_ns - bound.added_time_ns, base_ns), 4) if bound.feasible else None,
         bound_price_ns_per_gib=price,
         solve_seconds=round(solve_seconds, 3),
+        finished=finished,
+        message="" if finished else str(refusal),
     )
 
 

@@ -32,7 +32,7 @@ from simulator.graph import Graph, analyse
 from simulator.planners.limits import DEFAULTS, Clock, Limits
 from simulator.planners.mu_two import Search
 from simulator.planners.outcome import finish, refuse
-from traces.errors import PlanError, SpecError
+from traces.errors import PlanError, SpecError, UnfinishedError
 from traces.plan import SAVE, Action, Plan
 from traces.trace import Trace
 
@@ -47,7 +47,8 @@ def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
 
     Raises:
         BudgetError: no plan is within the budget, which is proven.
-        SpecError: the trace is too large to prove anything in the time given.
+        SpecError: the trace is too large for it.
+        UnfinishedError: the time is over before anything is proven.
     """
     graph = analyse(trace, limits.constraints)
     evaluator = Evaluator(trace, graph)
@@ -212,7 +213,7 @@ class Tree:
         )
 
     def run(self, seconds: float) -> None:
-        """Search the whole tree; raises SpecError if the time is over first."""
+        """Search the whole tree; raises UnfinishedError if the time is over first."""
         if self.possible:
             self._branch(0, [], {}, seconds)
 
@@ -220,7 +221,7 @@ class Tree:
         if self.best is not None and self.best[0] <= self.least_ns:
             return  # no plan is faster than the certified bound
         if self.clock.over:
-            raise SpecError(
+            raise UnfinishedError(
                 f"{NAME} did not finish in {seconds:g} s: the trace is too large for it, or give it more --seconds."
             )
         if depth == len(self.values):

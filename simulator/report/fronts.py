@@ -8,7 +8,7 @@ from typing import Any, Final
 from simulator.caveats import warnings_of
 from simulator.cli_compare import ranked
 from simulator.contest import Contest, Entrant
-from simulator.pareto import Front
+from simulator.pareto import Front, Point
 from simulator.report.charts import BUDGET_COLOUR, altair, finish, table
 from simulator.report.page import (
     Block,
@@ -234,6 +234,13 @@ def _rule(field: str, value: float, label: str, channel: Any, colour: str, *, ac
     return alt.layer(line, text)
 
 
+def _met(point: Point) -> Cell:
+    if not point.finished:
+        text = "not finished; another budget's plan" if point.feasible else "not finished"
+        return Cell(text=text, tone="bad")
+    return Cell(text="met", tone="good") if point.feasible else Cell(text="no plan", tone="bad")
+
+
 def _front_blocks(front: Front) -> tuple[Block, ...]:
     fitting = [p for p in front.points if p.feasible]
     most = front.points[-1].budget_bytes
@@ -273,7 +280,7 @@ def _front_blocks(front: Front) -> tuple[Block, ...]:
             Cell(text="–" if p.gap_points is None else f"{p.gap_points:.2f}", sort=p.gap_points),
             time_cell(p.price_ns_per_gib),
             time_cell(p.bound_price_ns_per_gib),
-            Cell(text="met", tone="good") if p.feasible else Cell(text="no plan", tone="bad"),
+            _met(p),
         )
         for p in reversed(front.points)
     )

@@ -25,7 +25,7 @@ from simulator.planners.limits import Constraints, Limits
 from simulator.schedule import build
 from tests.synthetic import resnet
 from tests.tiny import chain
-from traces.errors import SpecError
+from traces.errors import SpecError, UnfinishedError
 from traces.plan import Action, Plan
 from traces.store import save
 from traces.trace import Trace
@@ -189,6 +189,43 @@ def test_the_fronts_planner_obeys_constraints(small: Trace) -> None:
             assert not any(small.ops.module[op].startswith("layer1.") for op in again)
     with pytest.raises(SpecError, match="whole"):
         front(small, "t", "mu-two", 4, replace(limits, constraints=Constraints(whole_modules="layer2.*")))
+
+
+def test_a_budget_that_is_not_finished_costs_no_other_point(
+    directory: Path, small: Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`exact` proves or says nothing: where its time runs out, the front says so and stands otherwise."""
+    whole = front(small, "t", "mu-two", 5, QUICK).points
+    late = {whole[0].budget_bytes, whole[-2].budget_bytes}
+
+    def plan(name: str, trace: Trace, budget_bytes: int, limits: Limits) -> Plan:
+        if budget_bytes in late:
+            raise UnfinishedError("did not finish in 1 s")
+        return plan_with(name, trace, budget_bytes, limits)
+
+    monkeypatch.setattr("simulator.pareto.plan_with", plan)
+    points = front(small, "t", "mu-two", 5, QUICK).points
+    assert [p.finished for p in points] == [p.budget_bytes not in late for p in whole]
+    assert not points[0].feasible
+    assert (points[-2].step_time_ns, points[-2].made_for_bytes) == (
+        whole[-3].step_time_ns,
+        whole[-3].made_for_bytes,
+    )
+    assert {p.message for p in points if not p.finished} == {"did not finish in 1 s"}
+    assert points[-1].overhead_percent == 0
+    words = ("pareto", directory, "--points", 5, "--planner", "mu-two", "-q")
+    lines = simulate(*words, "--report", tmp_path / "front.html").stdout.splitlines()
+    assert "not finished" in lines[6]
+    assert lines[7].startswith("mu-two did not finish 2 of 5 budgets in their share of --seconds: ")
+    page = (tmp_path / "front.html").read_text(encoding="utf-8")
+    assert "not finished" in page
+    data = json.loads(simulate(*words, "--json").stdout)
+    assert [p["finished"] for p in data["points"]] == [p.finished for p in points]
+
+
+def test_a_planner_that_cannot_plan_the_trace_at_all_has_no_front(small: Trace) -> None:
+    with pytest.raises(SpecError, match="is for small graphs"):
+        front(small, "t", "exact", 4, QUICK)
 
 
 def test_pareto_prints_a_table_and_one_object(directory: Path) -> None:
