@@ -9,7 +9,6 @@ built; on CUDA it is the caching allocator's statistics.
 from __future__ import annotations
 
 import gc
-import os
 import platform
 import statistics
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from typing import Any, Final
 
 from executor.fresh import run_fresh
 from executor.timing import alone, in_turns
+from traces.alloc_conf import NAMES as ALLOC_CONF
+from traces.alloc_conf import alloc_conf
 from traces.errors import PlanError, SpecError, is_out_of_memory
 from traces.measurement import RunFigures
 from traces.plan import Plan
@@ -26,8 +27,6 @@ EAGER: Final = "eager"
 KEEP_ALL: Final = "keep_all"
 PLAN: Final = "plan"
 VERIFY: Final = "verify"
-# The allocator reads the older name first in some versions, and some know only that one.
-ALLOC_CONF: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _ITERATION: Final = "lowtide iteration"
 _TAKEN: Final = 3  # a gradient scaler must take so many steps that the optimizer's memory is in the figures
 _PATIENCE: Final = 40  # iterations that it may skip while it looks for its scale
@@ -84,7 +83,7 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
     env = {}
     if job.device.startswith("cuda") and job.variant == VERIFY:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    if job.device.startswith("cuda") and job.alloc_conf and not any(os.environ.get(k) for k in ALLOC_CONF):
+    if job.device.startswith("cuda") and job.alloc_conf and not alloc_conf():
         env |= dict.fromkeys(ALLOC_CONF, job.alloc_conf)
     data = run_fresh(
         "executor.worker",
@@ -330,7 +329,7 @@ def environment(device: str) -> dict[str, str]:
         **versions(),
         "machine": platform.machine(),
         "threads": str(torch.get_num_threads()),
-        "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "",
+        "alloc_conf": alloc_conf(),
     }
     if device.startswith("cuda"):
         out |= {

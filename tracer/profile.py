@@ -11,7 +11,6 @@ On CUDA the first round also shows what libraries allocate once and keep (cuBLAS
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from tracer.runner import GraphRunner
 from tracer.spec import BuildStep
 from tracer.step import Recorded
 from tracer.stepcode import takeovers
+from traces.alloc_conf import alloc_conf
 from traces.errors import TraceError
 from traces.people import show_time
 from traces.profile import LibraryWorkspace
@@ -178,15 +178,10 @@ def _filled(trace: Trace, times: list[int], events: Sequence[tuple[int, ...]], d
             trace.meta,
             mode="real",
             device=device.partition(":")[0],
-            alloc_conf=_alloc_conf() if device.startswith("cuda") else "",
+            alloc_conf=alloc_conf() if device.startswith("cuda") else "",
             rates={},
             threads=0 if device.startswith("cuda") else torch.get_num_threads(),
             target=name,
             workspace={MEASURED: sum(1 for f in ops.flags if not f & VIEW)},
         ),
     )
-
-
-def _alloc_conf() -> str:
-    """The settings of CUDA's allocator, under either name of the variable."""
-    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""

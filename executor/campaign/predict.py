@@ -11,7 +11,6 @@ The stages, each with what the one before it has:
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from executor.campaign.cases import CALIBRATED as FROM_CALIBRATED
 from executor.campaign.cases import NONE
 from executor.campaign.record import ALLOCATOR, CALIBRATED, RULES, TENSORS, TRANSFERRED
 from executor.campaign.record_step import CALIBRATED_DIR, TRANSFERRED_DIR, UNCALIBRATED_DIR
+from traces.alloc_conf import alloc_conf
 from traces.errors import BudgetError
 from traces.measurement import RunFigures
 from traces.plan import ALLOCATED, RESERVED, Action, Plan
@@ -203,12 +203,6 @@ def question_of(device: str, trace: Trace) -> Question | None:
     text = alloc_conf()
     settings = as_in(parse_alloc_conf(text), trace.meta.torch_version)
     return Question(alloc_conf=text, settings=settings, asked=False)
-
-
-def alloc_conf() -> str:
-    """The caching allocator's settings that torch takes from the environment: those of CUDA's own name first
-    (`CUDAAllocatorConfig::instance`)."""
-    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
 
 
 def _keep_all(trace: Trace, device: str) -> Plan:

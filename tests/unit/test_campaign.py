@@ -27,7 +27,7 @@ from executor.campaign.errors import (
     ran_out_unforeseen,
 )
 from executor.campaign.estimate import Estimate, show_duration
-from executor.campaign.predict import alloc_conf, predict_fit, predict_plan, predict_step, tensors_only
+from executor.campaign.predict import predict_fit, predict_plan, predict_step, tensors_only
 from executor.campaign.record import Book, Keys, Record, Store, Trial
 from executor.campaign.rows import answer, flat_rows, summary, write_rows
 from executor.campaign.run import Choice, run_campaign
@@ -37,6 +37,7 @@ from executor.measure import Job, JobResult
 from simulator import caveats
 from tests import tiny
 from traces import store as trace_store
+from traces.alloc_conf import alloc_conf
 from traces.errors import (
     BudgetError,
     LowtideError,

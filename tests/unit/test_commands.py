@@ -399,6 +399,9 @@ def test_simulate_works_without_torch(folder: Path, tmp_path_factory: pytest.Tem
     assert json.loads(done.stdout)["trace"] == "out"
 
 
+SWEEP = ("sweep", "resnet18", "--batch-sizes", "1", "--budget", "90%")
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -408,29 +411,9 @@ def test_simulate_works_without_torch(folder: Path, tmp_path_factory: pytest.Tem
         (simulate, "compare", "chain", "--budget", "90%", "--report", "FILE/page.html"),
         (simulate, "pareto", "chain", "--report", "FILE/page.html"),
         (simulate, "max-batch", "resnet18", "--memory", "1GiB", "--report", "FILE/page.html"),
-        (
-            simulate,
-            "sweep",
-            "resnet18",
-            "--batch-sizes",
-            "1",
-            "--budget",
-            "90%",
-            "--report",
-            "FILE/page.html",
-        ),
-        (
-            simulate,
-            "sweep",
-            "resnet18",
-            "--batch-sizes",
-            "1",
-            "--budget",
-            "90%",
-            "--analysis",
-            "FILE/none.txt",
-        ),
-        (simulate, "sweep", "resnet18", "--batch-sizes", "1", "--budget", "90%", "--analysis", "BYTES"),
+        (simulate, *SWEEP, "--report", "FILE/page.html"),
+        (simulate, *SWEEP, "--analysis", "FILE/none.txt"),
+        (simulate, *SWEEP, "--analysis", "BYTES"),
         (execute, "plan.json", "-o", "FILE/m.json"),
         (execute, "plan.json", "--report", "FILE/page.html"),
         (execute, "sweep", "FOLDER", "--analysis", "BYTES"),
