@@ -45,7 +45,7 @@ class Engine:
 class _State:
     original: nn.Module
     plan: Plan
-    engines: dict[Any, Engine] = field(default_factory=dict)
+    engines: Engines = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         return _State(copy.deepcopy(self.original, memo), self.plan)
@@ -71,6 +71,15 @@ class PlannedModule(nn.Module):
         check_autocast(state.plan, ambient(kind), kind)
         engine = engine_for(state, self, leaves, spec, cache=torch.is_autocast_cache_enabled())
         return _run(engine, self, [x for x in leaves if isinstance(x, torch.Tensor)])
+
+
+Engines = dict[Any, Engine]  # by the arguments and the state of the model that they are for
+
+
+def engines_of(planned: nn.Module) -> Engines:
+    """What a module has captured and rewritten so far, and what it captures from now on."""
+    assert isinstance(planned, PlannedModule)
+    return planned._lowtide.engines
 
 
 def apply_plan(model: nn.Module, plan: Plan | str | Path) -> nn.Module:

@@ -102,7 +102,7 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
 
 def perform(job: Job) -> JobResult:
     """Do a job in this process (which should be fresh)."""
-    from executor.apply import apply_plan, planned_otherwise
+    from executor.apply import Engines, apply_plan, engines_of, planned_otherwise
     from executor.verify import verify
     from tracer.loop import run_step
     from tracer.precision import scale_of
@@ -119,6 +119,8 @@ def perform(job: Job) -> JobResult:
             figures=RunFigures(), environment=environment(job.device), verification=asdict(outcome)
         )
 
+    captured: list[Engines] = []
+
     def prepare() -> _Ready:
         step = build(job.device)
         model: Any = step.model
@@ -126,6 +128,8 @@ def perform(job: Job) -> JobResult:
             model = apply_plan(step.model, replace(plan, actions=()))
         elif job.variant == PLAN:
             model = apply_plan(step.model, plan)
+        if job.variant != EAGER:
+            captured.append(engines_of(model))
 
         def run(model: Any) -> bool:
             before = scale_of(step.scaler)
@@ -143,7 +147,9 @@ def perform(job: Job) -> JobResult:
     if job.then_verify and job.steps:
         gc.collect()
         checked = plan if job.variant == PLAN else replace(plan, actions=())
-        verification = asdict(verify(build, checked, job.device, job.steps))
+        verification = asdict(
+            verify(build, checked, job.device, job.steps, captured[0] if captured else None)
+        )
     return JobResult(
         figures=figures, environment=environment(job.device), curve=curve, verification=verification
     )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from executor.apply import apply_plan, capture_now
+from executor.apply import Engines, apply_plan, capture_now, engines_of
 from tracer.loop import run_step
 from tracer.precision import scaler_tensors
 from tracer.spec import BuildStep, TrainingStep
@@ -92,7 +92,9 @@ class _Side:
             yield "rng_state", ("cpu", "cuda")[k], x
 
 
-def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -> Verification:
+def verify(
+    build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10, engines: Engines | None = None
+) -> Verification:
     """Train both sides for `steps` steps and compare.
 
     Deterministic algorithms are switched on while the steps run. Should a bit differ, the question is whether the
@@ -105,8 +107,10 @@ def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -
         plan: what the second side trains by.
         device: "cpu" or "cuda".
         steps: how many.
+        engines: what was captured for this plan of the same model (`engines_of`), so that it is compared and not
+            captured anew; should a bit differ, a new capture decides.
     """
-    outcome = _compare(build, None, plan, device, steps)
+    outcome = _compare(build, None, plan, device, steps, engines)
     if outcome.bit_equal:
         return outcome
     if not device.startswith("cuda"):
@@ -175,20 +179,26 @@ def _deterministic() -> Iterator[None]:
 
 
 def _compare(
-    build: BuildStep, first: Plan | None, second: Plan | None, device: str, steps: int
+    build: BuildStep,
+    first: Plan | None,
+    second: Plan | None,
+    device: str,
+    steps: int,
+    engines: Engines | None = None,  # of the second
 ) -> Verification:
     """Train two models side by side, each by its plan or (None) untouched, and compare."""
-    a, b = _side(build, first, device), _side(build, second, device)
+    a, b = _side(build, first, device), _side(build, second, device, engines)
     b.rng = [x.clone() for x in a.rng]
     with _deterministic():
         return _train(a, b, steps)
 
 
-def _side(build: BuildStep, plan: Plan | None, device: str) -> _Side:
+def _side(build: BuildStep, plan: Plan | None, device: str, engines: Engines | None = None) -> _Side:
     step = build(device)
     if plan is None:
         return _Side(step, step.model, device)
     planned = apply_plan(step.model, plan)
+    engines_of(planned).update(engines or {})
     capture_now(planned, step.args, step.kwargs)
     return _Side(step, planned, device)
 

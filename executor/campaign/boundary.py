@@ -44,7 +44,7 @@ def run_boundary(record: Record, keys: Keys, bench: Bench, progress: Progress) -
     for k in (last, last + 1):
         if 0 <= k < len(trials) and trials[k].batch_size in plans:
             progress(f"    trying batch size {trials[k].batch_size}")
-            trials[k] = _try(trials[k], plans[trials[k].batch_size], case, limit_bytes, bench)
+            trials[k] = _try(trials[k], plans[trials[k].batch_size], case, limit_bytes, keys, bench)
     tried = [t for t in trials if t.fits is not None]
     record = replace(record, limit_bytes=limit_bytes, trials=tuple(trials))
     if not tried:
@@ -56,12 +56,11 @@ def _predict(
     case: Case, size: int, limit_bytes: int, key: str, keys: Keys, bench: Bench
 ) -> tuple[Trial, Path | None]:
     """The prediction for one batch size, and the plan that would be run (None: there is none)."""
-    step = Step(model=case.step.model, options={**case.step.options, "batch_size": size})
-    sized = Case(step=step)
+    sized = _sized(case, size)
     directory = bench.store.root / "traces" / keys.of_step(sized)
     if not (directory / CALIBRATED_DIR).is_dir():
         try:
-            trace_step(sized, directory, bench)
+            trace_step(sized, directory, bench, transfer=False)  # the calibration decides
         except OutOfMemoryProblem:
             if not (directory / UNCALIBRATED_DIR).is_dir():
                 raise
@@ -85,13 +84,25 @@ def _predict(
     return trial, plan_path if made["planned"] else None
 
 
-def _try(trial: Trial, plan_path: Path, case: Case, limit_bytes: int, bench: Bench) -> Trial:
+def _sized(case: Case, size: int) -> Case:
+    """The case of one batch size by itself."""
+    return Case(step=Step(model=case.step.model, options={**case.step.options, "batch_size": size}))
+
+
+def _try(trial: Trial, plan_path: Path, case: Case, limit_bytes: int, keys: Keys, bench: Bench) -> Trial:
     cuda = bench.device.startswith("cuda")
     variant = EAGER if case.planner == NONE else PLAN
-    try:
-        measured = bench.job(variant, plan_path, limit_bytes if cuda else None).figures
-    except OutOfMemoryProblem as error:
-        return replace(trial, fits=False, message=str(error))
+    measured = RunFigures()
+    if (
+        variant == EAGER and not cuda
+    ):  # where the limit changes nothing, what a case of this step measured will do
+        known = bench.store.step(keys.of_step(_sized(case, trial.batch_size)))
+        measured = RunFigures.from_json(known["eager"]) if known is not None else measured
+    if measured.peak_allocated_bytes is None:
+        try:
+            measured = bench.job(variant, plan_path, limit_bytes if cuda else None).figures
+        except OutOfMemoryProblem as error:
+            return replace(trial, fits=False, message=str(error))
     peak_bytes = measured.peak_allocated_bytes
     assert peak_bytes is not None
     return replace(trial, measured=measured, fits=cuda or peak_bytes <= limit_bytes)

@@ -205,7 +205,7 @@ def shared_step(case: Case, key: str, bench: Bench, progress: Progress) -> Share
     ran_out: dict[str, str] = {}
     progress("    recording the step")
     try:
-        trace_step(case, directory, bench)
+        trace_step(case, directory, bench, transfer=bench.method.transfer)
     except OutOfMemoryProblem as error:
         if not (directory / UNCALIBRATED_DIR).is_dir():
             raise
@@ -243,8 +243,11 @@ def shared_step(case: Case, key: str, bench: Bench, progress: Progress) -> Share
     return step
 
 
-def trace_step(case: Case, directory: Path, bench: Bench) -> None:
-    """Record the step's traces below `directory`, in a fresh process; raises as the process does."""
+def trace_step(case: Case, directory: Path, bench: Bench, *, transfer: bool) -> None:
+    """Record the step's traces below `directory`, in a fresh process; raises as the process does.
+
+    transfer: also from a calibration at half the batch size.
+    """
     method = bench.method
     bench.task(
         "trace",
@@ -256,7 +259,7 @@ def trace_step(case: Case, directory: Path, bench: Bench) -> None:
         directory=str(directory),
         rounds=method.rounds,
         warmup=method.trace_warmup,
-        transfer=method.transfer,
+        transfer=transfer,
     )
 
 

@@ -65,6 +65,7 @@ class Machine:
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
         self.done: list[str] = []
+        self.transferred: list[bool] = []  # of each step that is traced
         self.measured: list[str] = []
         self.stop_at = -1  # the number of the measurement at which Ctrl-C comes
         self.fails: Callable[[str, str], Exception | None] = lambda what, plan: None
@@ -82,6 +83,7 @@ class Machine:
         self.done.append(name)
         if name == "trace":
             root = Path(task["directory"])
+            self.transferred.append(task["transfer"])
             trace_store.save(CHAIN, root / "uncalibrated", force=True)
             if error := self.fails("trace", task["model"]):
                 raise error
@@ -418,6 +420,22 @@ def test_on_cuda_the_untouched_model_takes_over_no_memory(tmp_path: Path) -> Non
 
     assert fits(3 * size)
     assert not fits(3 * size - 1)
+
+
+def test_a_boundary_takes_what_a_case_of_its_step_recorded_and_measured(
+    tmp_path: Path, machine: Machine
+) -> None:
+    """And asks for no calibration at half the batch size, which it would not look at."""
+    case = '[campaign]\ntransfer = true\n[[case]]\nmodel = "bert-tiny"\nbatch-size = 4\n'
+    text = case + BOUNDARY.format(limit="26")
+    kept, boundary = go(tmp_path / "c", text).records
+    assert machine.transferred == [True, False, False]  # batch sizes 4, 1 and 2
+    assert machine.measured == ["eager", "keep_all"]
+    assert boundary.trials[2].measured == kept.eager
+    assert boundary.trials[2].fits is True
+    planned = go(tmp_path / "d", text + 'planner = "mu-two"\n').records[1]
+    assert machine.measured == ["eager", "keep_all"] * 2 + ["plan"]  # that is another run
+    assert planned.trials[2].fits is True
 
 
 def test_a_boundary_that_no_plan_meets_is_an_answer(tmp_path: Path, machine: Machine) -> None:
