@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
-from tracer.onednn import channels_last, contiguous
+from tracer.onednn import channels_last, contiguous, threads
 from tracer.signature import ITEM_BYTES, Signature, TensorSpec
 
 FLOATS: Final = ("float32", "float64")
@@ -64,8 +66,8 @@ def copied(signature: Signature) -> Events:
     return (*made, through, -through) if through else made
 
 
-def contiguous_gradient(signature: Signature) -> Events:
-    """A copy of the incoming gradient if it is not contiguous; indices and images lie as forward left them."""
+def contiguous_first(signature: Signature) -> Events:
+    """A copy of the first tensor, mostly an incoming gradient, if it is not contiguous."""
     return with_copies(signature, () if contiguous(signature.inputs[0]) else (signature.inputs[0].nbytes,))
 
 
@@ -95,9 +97,12 @@ def embedding(signature: Signature) -> Events:
 
 
 def by_index(signature: Signature) -> Events:
-    """Indices of 32 bits are converted (`gather`, `scatter` and their kind in TensorAdvancedIndexing.cpp)."""
+    """Indices of 32 bits are converted, and halves are gathered and scattered in float32 (`gather`, `scatter` and their
+    kind in TensorAdvancedIndexing.cpp)."""
+    (y,) = signature.results
     narrow = (s for s in signature.inputs if s.dtype == "int32" and s.shape)
-    return with_copies(signature, (s.elements * ITEM_BYTES["int64"] for s in narrow))
+    wide = y.elements * ITEM_BYTES["float32"] if y.dtype in HALVES else 0
+    return with_copies(signature, (wide, *(s.elements * ITEM_BYTES["int64"] for s in narrow)))
 
 
 def sort(signature: Signature) -> Events:
@@ -111,29 +116,70 @@ def sort(signature: Signature) -> Events:
 def product(signature: Signature) -> Events:
     """A copy of each factor whose strides BLAS does not take (`addmm_impl_cpu_` in LinearAlgebra.cpp); of a batch of
     matrices one matrix at a time (`bmm_out_or_baddbmm_`)."""
+    if any(s.dtype not in FLOATS for s in signature.inputs[-2:]):
+        return with_copies(signature, ())
+    return own_product(signature)
+
+
+def own_product(signature: Signature) -> Events:
+    """The same, of any type."""
     factors = signature.inputs[-2:]
     small = (
         len(factors[0].shape) == 3 and math.prod((*factors[0].shape[1:], factors[1].shape[2])) < SMALL_PRODUCT
     )
-    if small or not signature.results[0].elements or any(s.dtype not in FLOATS for s in factors):
+    if small or not signature.results[0].elements:
         return with_copies(signature, ())
     return with_copies(
         signature,
-        (s.shape[-2] * s.shape[-1] * s.item_bytes for s in factors if not _fits_blas(s)),
+        (s.shape[-2] * s.shape[-1] * s.item_bytes for s in factors if not fits_blas(s)),
     )
 
 
-def _fits_blas(spec: TensorSpec) -> bool:
+def fits_blas(spec: TensorSpec) -> bool:
+    """Whether a matrix lies in rows or in columns, which may have gaps between them."""
     rows, columns = spec.shape[-2:]
     down, across = spec.stride[-2:]
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
+def times_vector(signature: Signature) -> Events:
+    """A copy of a matrix that BLAS does not take (`addmv_impl_cpu` in Blas.cpp)."""
+    x = signature.inputs[0]
+    return with_copies(signature, () if fits_blas(x) else (x.nbytes,))
+
+
+def in_rows_or_columns(spec: TensorSpec) -> bool:
+    """Whether the matrices of a batch lie behind each other without gaps, each in rows or each in columns."""
+    turned = replace(
+        spec,
+        shape=(*spec.shape[:-2], spec.shape[-1], spec.shape[-2]),
+        stride=(*spec.stride[:-2], spec.stride[-1], spec.stride[-2]),
+    )
+    return contiguous(spec) or contiguous(turned)
+
+
 def reduction(signature: Signature) -> Events:
-    """A sum reads its input in the type of its result (`make_reduction_from_ty` in ReduceOpsUtils.h)."""
+    """A sum reads its input in the type of its result (`make_reduction_from_ty` in ReduceOpsUtils.h); halves are summed
+    up in float32 where what is summed does not lie side by side (SumKernel.cpp)."""
     (y,) = signature.results
     x = signature.inputs[0]
+    if x.dtype == y.dtype and y.dtype in HALVES and _apart(x, signature.argument(1, "dim")):
+        single = ITEM_BYTES["float32"]
+        return with_copies(signature, (y.elements * single, x.elements * single))
     return with_copies(signature, (x.elements * y.item_bytes,) if x.dtype != y.dtype else ())
+
+
+def _apart(x: TensorSpec, summed: object) -> bool:
+    """Whether the dimensions that are summed make up more than one run of elements that lie behind each other."""
+    if not isinstance(summed, tuple):
+        return False
+    gone = {d % len(x.shape) for d in summed if x.shape}
+    order = sorted(range(len(x.shape)), key=lambda d: -x.stride[d])
+    dims = [d for d in order if x.shape[d] != 1 and x.stride[d]]
+    joined = sum(
+        1 for a, b in pairwise(dims) if a in gone and b in gone and x.stride[a] == x.shape[b] * x.stride[b]
+    )
+    return sum(1 for d in dims if d in gone) - joined > 1
 
 
 def comparison(signature: Signature) -> Events | None:
@@ -161,8 +207,11 @@ def chosen(signature: Signature) -> Events:
 
 
 def roll(signature: Signature) -> Events:
-    """One dimension after the other, each into a new tensor that stays until all are done (`roll_common`)."""
-    (y,) = signature.results
+    """One dimension after the other, each into a new tensor that stays until all are done (`roll_common`); without
+    dimensions, all elements in a row, copied if they are not."""
+    x, (y,) = signature.inputs[0], signature.results
+    if not signature.argument(2, "dims", ()):
+        return with_copies(signature, () if contiguous(x) else (x.nbytes,))
     return with_copies(signature, (y.nbytes,) * (len(signature.args[1]) - 1))
 
 
@@ -207,13 +256,16 @@ def enlarged(taps: int, *, to_last: bool = False) -> Callable[[Signature], Event
     """Interpolation: for each place along an edge of the result the sources and their weights (UpSampleKernel.cpp).
 
     Args:
-        taps: how many sources a place has.
-        to_last: whether small results are made in channels last, from a copy and to be copied.
+        taps: how many sources a place has along one edge.
+        to_last: whether small results (and by one thread, images of three colours) are made in channels last, from a
+            copy and to be copied.
     """
 
     def rule(signature: Signature) -> Events:
         x, (y,) = signature.inputs[0], signature.results
-        if to_last and (sum(y.shape[-2:]) <= 128 or (in_channels_last(x) and x.shape[1] > 3)):
+        colours = taps == 2 and x.shape[1] == 3 and threads() == 1
+        small = to_last and sum(y.shape[-2:]) <= 128
+        if small or (to_last and (colours or (in_channels_last(x) and x.shape[1] > 3))):
             return with_copies(signature, (s.nbytes for s in (x, y) if not in_channels_last(s)))
         return with_copies(signature, [sum(y.shape[2:]) * taps * (ITEM_BYTES["int64"] + y.item_bytes)])
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from tracer.layouts_cpu import FLOATS, Events, tile
+from tracer.layouts_cpu import FLOATS, Events, in_rows_or_columns, tile
 from tracer.onednn import contiguous
 from tracer.signature import Signature, TensorSpec
 
@@ -54,6 +54,8 @@ def eigh(signature: Signature) -> Events:
     """The divide and conquer's scratch; without vectors, a copy of the matrix instead of them (`linalg_eigh_out`)."""
     x = signature.inputs[0]
     batch, n, _ = _sizes(x)
+    if not x.elements:
+        return _made(signature)
     with_vectors = len(_made(signature)) > 1
     copy = () if with_vectors else (x.nbytes, tile(x), -tile(x))
     scratch = _eigh_scratch(x, with_vectors=with_vectors)
@@ -154,13 +156,19 @@ def solve_cholesky(signature: Signature) -> Events:
     return (*_made(signature), *_during(t), *_during(factor.nbytes, tile(factor)))
 
 
+def solve_triangle(signature: Signature) -> Events:
+    """A copy of the triangle where it has gaps (`linalg_solve_triangular_out`)."""
+    a = signature.inputs[0]
+    return _beside(signature, 0 if in_rows_or_columns(a) else a.nbytes)
+
+
 def factors(signature: Signature) -> Events:
     """P, L, U beside both in one matrix (`linalg_lu_out`)."""
     x = signature.inputs[0]
     batch, m, n = _sizes(x)
     pivots = batch * min(m, n) * INT
     t = _tile_of(x) if len(x.shape) == 2 else 0
-    after = _during(_triangle(x), *_permutation(x))
+    after = (*_during(_triangle(x)), *_during(*_permutation(x)))
     return (
         *_made(signature),
         x.nbytes,
@@ -209,25 +217,26 @@ def determinant(signature: Signature) -> Events:
 def pseudo_inverse(signature: Signature) -> Events:
     """A singular value decomposition, or that of a symmetric matrix, and the products with it (`linalg_pinv`)."""
     x, (y,) = signature.inputs[0], signature.results
+    if not x.elements:
+        return _made(signature)
     batch, m, n = _sizes(x)
-    k, item = min(m, n), x.item_bytes
-    values = batch * k * item
+    k, one = min(m, n), batch * x.item_bytes  # bytes of one number of each matrix
+    values = k * one
     if signature.argument(3, "hermitian", False):
-        scratch: Events = (_eigh_scratch(x, with_vectors=True), (5 * n + 3) * INT)
-        kept: Events = (x.nbytes, values, values)
-        scaled = x.nbytes
+        scratch: Events = (batch * INT, _eigh_scratch(x, with_vectors=True), (5 * n + 3) * INT)
+        kept: Events = (x.nbytes, values)
+        scaled, few = x.nbytes, values + 2 * one
     else:
         scratch = (batch * INT, x.nbytes, tile(x))
-        kept = (batch * m * k * item, batch * k * n * item, values)
-        scaled = kept[1]
+        kept = (m * values, n * values, values)
+        scaled, few = n * values, one
+    after = (values, few, scaled)
     return (
         *kept,
         *_during(*scratch),
-        values,
-        scaled,
+        *after,
         y.nbytes,
-        -scaled,
-        -values,
+        *(-n for n in reversed(after)),
         *(-n for n in reversed(kept)),
     )
 
@@ -256,7 +265,7 @@ def _of_reals(rule: Rule) -> Rule:
 
 # Ops that leave all that they need.
 PLAIN: Final = (
-    "linalg_cholesky_ex", "cholesky_inverse", "linalg_lu_factor_ex", "linalg_solve_triangular", "triangular_solve",
+    "linalg_cholesky_ex", "cholesky_inverse", "linalg_lu_factor_ex", "triangular_solve",
 )  # fmt: skip
 _ALL: Final[dict[str, Rule]] = {
     "_linalg_svd": svd,
@@ -269,6 +278,7 @@ _ALL: Final[dict[str, Rule]] = {
     "linalg_lu_solve": solve_by_factors,
     "_linalg_solve_ex": solve,
     "cholesky_solve": solve_cholesky,
+    "linalg_solve_triangular": solve_triangle,
     "linalg_lu": factors,
     "lu_unpack": unpacked,
     "_linalg_det": determinant,

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from tracer import onednn
+from tracer import layouts_cpu, onednn
 from tracer.signature import Signature, TensorSpec
 
 ITEM: Final = 2
@@ -119,8 +119,8 @@ def _of_call(x: TensorSpec, w: TensorSpec, y: TensorSpec, how: Any) -> _Convolut
         x=x,
         w=w,
         y=y,
-        stride=tuple(stride),
-        padding=tuple(padding),
+        stride=tuple(stride) * (2 // len(stride)),  # one number may stand for both
+        padding=tuple(padding) * (2 // len(padding)),
         transposed=bool(transposed),
         groups=groups,
         last=onednn.channels_last(x),
@@ -280,11 +280,14 @@ def product(signature: Signature) -> Events | None:
     if not known_here() or len(a.shape) < 2:
         return None
     rows, depth, columns = a.shape[-2], a.shape[-1], b.shape[-1]
-    if rows * depth * columns <= LEAST_PRODUCT:
-        return (y.nbytes,)
+    if math.prod(a.shape) * columns <= LEAST_PRODUCT:
+        return layouts_cpu.own_product(signature)
+    fits = layouts_cpu.fits_blas if len(a.shape) == 2 else layouts_cpu.in_rows_or_columns
+    copies = [s.nbytes for s in (a, b) if not fits(s)]
     if not onednn.has_bfloat16():
-        return (y.nbytes, *_made_and_undone(rows * columns * FLOAT + 128))
-    return (y.nbytes, *_made_and_undone(product_scratch(rows, depth, columns, a.stride[-1] != 1)))
+        return (y.nbytes, *_made_and_undone(*copies, rows * columns * FLOAT + 128))
+    transposed = fits(a) and a.stride[-1] != 1
+    return (y.nbytes, *_made_and_undone(*copies, product_scratch(rows, depth, columns, transposed)))
 
 
 def product_scratch(rows: int, depth: int, columns: int, transposed: bool) -> int:

@@ -14,8 +14,10 @@ scalars; float16; with AVX2, 37 to 57 KB of scratch a thread in strided convolut
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Final
 
 from tracer import layouts_cpu, linalg_cpu, onednn, workspaces_bf16
@@ -150,9 +152,13 @@ def soft_margin_backward(signature: Signature) -> tuple[int, ...] | None:
 
 
 def columns(signature: Signature) -> tuple[int, ...] | None:
-    """As much as the input takes, and if that is too little, as much as is needed in its place."""
-    x, y = signature.inputs[0].nbytes, signature.results[0].nbytes
-    return (x,) if x >= y else (x, y, -x)
+    """As much as the input takes, and if that is too little, as much as is needed in its place; an input that is not
+    contiguous is copied (Col2Im.cpp, Im2Col.cpp)."""
+    given, y = signature.inputs[0], signature.results[0].nbytes
+    x = given.nbytes
+    copy = () if contiguous(given) else (x,)
+    first = (x,) if x >= y else (x, *copy, y, -x)
+    return (*first, *copy, *(-c for c in copy)) if x >= y else (*first, *(-c for c in copy))
 
 
 def reduced_loss(signature: Signature) -> tuple[int, ...] | None:
@@ -166,7 +172,11 @@ def loss_with_logits(signature: Signature) -> tuple[int, ...] | None:
     """`1 - target`, a log of sigmoids, and their sum in place of one of them (Loss.cpp)."""
     (y,) = signature.results
     whole = signature.inputs[0].nbytes
-    return None if y.shape else (whole, whole, -whole, whole, y.nbytes, -whole, -whole)
+    if y.shape:
+        return None
+    averaged = signature.argument(4, "reduction", 1) == 1
+    wide = (2 * y.nbytes, 2 * whole) if averaged and y.dtype == "bfloat16" else ()  # see `mean`
+    return (whole, whole, -whole, whole, y.nbytes, *wide, *(-n for n in reversed(wide)), -whole, -whole)
 
 
 def magnitude(signature: Signature) -> tuple[int, ...] | None:
@@ -182,9 +192,10 @@ def infinite(signature: Signature) -> tuple[int, ...] | None:
 
 def distance(signature: Signature) -> tuple[int, ...] | None:
     """The difference, of which the norm is taken (`dist` in Distance.cpp)."""
-    sizes = [s.elements for s in signature.inputs[:2]]
+    shapes = (reversed(s.shape) for s in signature.inputs[:2])
+    elements = math.prod(max(sizes) for sizes in zip_longest(*shapes, fillvalue=1))
     (y,) = signature.results
-    return layouts_cpu.with_copies(signature, (max(sizes) * y.item_bytes,), first=True)
+    return layouts_cpu.with_copies(signature, (elements * y.item_bytes,), first=True)
 
 
 def ctc_backward(signature: Signature) -> tuple[int, ...] | None:
@@ -215,12 +226,15 @@ def rms_norm(signature: Signature) -> tuple[int, ...] | None:
 
 
 def arithmetic(signature: Signature) -> tuple[int, ...] | None:
-    """An argument of another type is converted to the result's first (TensorIterator's common type)."""
+    """An argument of another type is converted to the result's first (TensorIterator's common type); where what is
+    overwritten has a narrower type than another, it and the result are converted to that."""
     (y,) = signature.results or (None,)
     if y is None:
         return plain(signature)
-    others = [s for s in signature.inputs if s.dtype != y.dtype and s.shape]
-    casts = tuple(s.elements * y.item_bytes for s in others)
+    wider = any(s.shape and s.dtype == "float32" and y.dtype in layouts_cpu.HALVES for s in signature.inputs)
+    common, item = ("float32", FLOAT) if wider else (y.dtype, y.item_bytes)
+    others = [s for s in signature.inputs if s.dtype != common and s.shape]
+    casts = tuple(s.elements * item for s in ([*others, y] if wider else others))
     return (*(plain(signature) or ()), *casts, *(-c for c in casts))
 
 
@@ -241,27 +255,29 @@ def mean(signature: Signature) -> tuple[int, ...] | None:
 
 # Ops that were seen to leave their outputs and to allocate nothing else but a few bytes.
 PLAIN: Final = """
-    _adaptive_avg_pool2d _adaptive_avg_pool3d _prelu_kernel _prelu_kernel_backward _ctc_loss adaptive_max_pool2d
-    adaptive_max_pool3d addcdiv_ addcmul_ all amax amin aminmax any arange argmax argmin as_strided_copy
-    as_strided_scatter avg_pool2d avg_pool3d baddbmm bernoulli bernoulli_ binary_cross_entropy_backward bitwise_and
-    bitwise_not bitwise_or bitwise_xor block_diag cat celu channel_shuffle clamp_ clamp_min_ complex constant_pad_nd
-    cummax cummin detach diag_embed diagonal_backward diagonal_copy diagonal_scatter dot elu elu_backward empty
-    empty_like empty_permuted expand_copy exponential_ eye fill fill_ flip fractional_max_pool2d fractional_max_pool3d
-    full full_like gelu gelu_backward glu glu_backward grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d
-    grid_sampler_3d_backward hardshrink hardshrink_backward hardsigmoid hardsigmoid_backward hardswish
-    hardswish_backward hardtanh hardtanh_backward huber_loss_backward index index_add index_copy index_fill index_put
-    index_select isnan isneginf isposinf leaky_relu leaky_relu_backward lerp_ lift_fresh_copy linalg_cross linspace
-    log_sigmoid_backward log_sigmoid_forward logcumsumexp logical_and logical_not logical_or logical_xor logit_backward
-    lowtide.dropout_mask masked_fill masked_fill_ max max_pool2d_with_indices max_pool3d_with_indices max_unpool2d
-    max_unpool3d min mish mish_backward mse_loss_backward multi_margin_loss multi_margin_loss_backward
-    multilabel_margin_loss_backward multilabel_margin_loss_forward mv nan_to_num native_group_norm neg new_empty
-    new_full new_ones new_zeros nll_loss_backward nll_loss2d_backward nll_loss2d_forward normal_ ones ones_like
-    permute_copy pixel_shuffle pixel_unshuffle polar rand rand_like randint randint_like randn randn_like
-    reflection_pad1d reflection_pad2d reflection_pad3d relu replication_pad1d replication_pad2d replication_pad3d round
-    rrelu_with_noise_backward scalar_tensor select_backward select_scatter sgn sigmoid_backward sign silu silu_backward
-    slice_backward slice_scatter smooth_l1_loss_backward softplus softplus_backward softshrink softshrink_backward
-    split_with_sizes_copy squeeze_copy stack std std_mean t_copy take tanh_backward threshold threshold_backward topk
-    trace transpose_copy uniform_ unfold_copy unsqueeze_copy var var_mean view_copy zero_ zeros zeros_like
+    _adaptive_avg_pool2d _adaptive_avg_pool3d _ctc_loss _prelu_kernel _prelu_kernel_backward
+    adaptive_max_pool2d adaptive_max_pool3d addcdiv_ addcmul_ all amax amin aminmax any arange argmax argmin
+    as_strided_copy as_strided_scatter avg_pool2d avg_pool3d baddbmm bernoulli bernoulli_
+    binary_cross_entropy_backward bitwise_and bitwise_not bitwise_or bitwise_xor block_diag cat celu clamp_
+    clamp_min_ complex constant_pad_nd cummax cummin detach diag_embed diagonal_backward diagonal_copy
+    diagonal_scatter dot elu elu_backward empty empty_like empty_permuted expand_copy exponential_ eye fill
+    fill_ flip fractional_max_pool2d fractional_max_pool3d full full_like gelu gelu_backward glu
+    glu_backward grid_sampler_2d grid_sampler_3d grid_sampler_3d_backward hardshrink hardshrink_backward
+    hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh hardtanh_backward
+    huber_loss_backward index index_add index_copy index_fill index_put isnan isneginf isposinf leaky_relu
+    leaky_relu_backward lerp_ lift_fresh_copy linalg_cross linspace log_sigmoid_backward log_sigmoid_forward
+    logcumsumexp logical_and logical_not logical_or logical_xor logit_backward lowtide.dropout_mask
+    masked_fill masked_fill_ max max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d
+    min mish mish_backward mse_loss_backward multi_margin_loss multi_margin_loss_backward
+    multilabel_margin_loss_backward multilabel_margin_loss_forward nan_to_num native_group_norm neg
+    new_empty new_full new_ones new_zeros nll_loss2d_backward nll_loss2d_forward nll_loss_backward normal_
+    ones ones_like permute_copy polar rand rand_like randint randint_like randn randn_like reflection_pad1d
+    reflection_pad2d reflection_pad3d relu replication_pad1d replication_pad2d replication_pad3d round
+    rrelu_with_noise_backward scalar_tensor select_backward select_scatter sgn sigmoid_backward sign silu
+    silu_backward slice_backward slice_scatter smooth_l1_loss_backward softplus softplus_backward softshrink
+    softshrink_backward split_with_sizes_copy squeeze_copy stack std std_mean t_copy take tanh_backward
+    threshold threshold_backward topk trace transpose_copy unfold_copy uniform_ unsqueeze_copy var var_mean
+    view_copy zero_ zeros zeros_like
 """.split()  # noqa: SIM905
 # Pointwise ops whose arguments have, or are converted to, the type of the result.
 ARITHMETIC: Final = """
@@ -305,6 +321,7 @@ RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), layouts_cpu.comparison),
     **dict.fromkeys(("gather", "scatter", "scatter_add"), layouts_cpu.by_index),
     "sort": layouts_cpu.sort,
+    "mv": layouts_cpu.times_vector,
     **{f"upsample_{name}": layouts_cpu.enlarged(taps) for name, taps in TAPS.items()},
     "upsample_nearest2d": layouts_cpu.enlarged(1, to_last=True),
     "upsample_bilinear2d": layouts_cpu.enlarged(2, to_last=True),
@@ -316,6 +333,11 @@ RULES: Final[dict[str, Rule]] = {
     "_ctc_loss_backward": ctc_backward,
     **dict.fromkeys(
         (
+            "index_select",
+            "channel_shuffle",
+            "pixel_shuffle",
+            "pixel_unshuffle",
+            "grid_sampler_2d_backward",
             "adaptive_max_pool2d_backward",
             "adaptive_max_pool3d_backward",
             "avg_pool3d_backward",
@@ -327,7 +349,7 @@ RULES: Final[dict[str, Rule]] = {
             *(f"upsample_{kind}_backward" for kind in ("nearest1d", "nearest2d", "linear1d", "bilinear2d")),
             *(f"upsample_{kind}_backward" for kind in ("bicubic2d", "trilinear3d")),
         ),
-        layouts_cpu.contiguous_gradient,
+        layouts_cpu.contiguous_first,
     ),
     **dict.fromkeys(
         ("max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward"),

@@ -115,6 +115,80 @@ def test_copies_into_rows_from_columns_go_through_a_tile() -> None:
     assert check(aten._to_copy.default, x.t(), dtype=torch.bfloat16) == (8400,)
 
 
+def test_indices_of_32_bits_are_converted() -> None:
+    x, short = torch.rand(10, 5), torch.zeros(6, 5, dtype=torch.int32)
+    source, long = torch.rand(6, 5), short.long()
+    # 30 indices of 8 bytes beside 30 floats, and beside 50.
+    assert check(aten.gather.default, x, 0, short) == (120, 240, -240)
+    assert check(aten.scatter_add.default, x, 0, short, source) == (200, 240, -240)
+    assert check(aten.scatter.src, x, 0, short, source) == (200, 240, -240)
+    assert check(aten.gather.default, x, 0, long) == (120,)
+
+
+def test_halves_are_summed_up_in_float32_where_they_do_not_lie_side_by_side() -> None:
+    x = torch.rand(4, 5, 6, 7).bfloat16()
+    # 840 numbers and 5 sums, 4 bytes each.
+    assert check(aten.sum.dim_IntList, x, [0, 2, 3]) == (10, 20, 3360, -3360, -20)
+    assert check(aten.sum.dim_IntList, x, [2, 3]) == (40,)
+    assert check(aten.sum.dim_IntList, x[:, :1].contiguous(), [0, 2, 3]) == (2,)
+    assert check(aten.sum.dim_IntList, x[:, :1], [0, 2, 3]) == (2, 4, 672, -672, -4)
+    last = x.to(memory_format=torch.channels_last)
+    assert check(aten.sum.dim_IntList, last, [0, 2, 3]) == (10,)
+    turned = torch.rand(6, 7, 5).bfloat16().permute(2, 0, 1)
+    assert check(aten.sum.dim_IntList, turned, [0, 1]) == (14, 28, 840, -840, -28)
+    index = torch.zeros(2, 5, 6, 7, dtype=torch.int64)
+    assert check(aten.gather.default, x, 0, index) == (840, 1680, -1680)
+    assert check(aten.scatter_add.default, x, 0, index, x) == (1680, 3360, -3360)
+    single = torch.rand(20, 20)
+    assert check(aten.sub_.Tensor, single.bfloat16(), single) == (1600, 1600, -1600, -1600)
+
+
+def test_a_sort_keeps_the_indices_of_one_row() -> None:
+    assert check(aten.sort.default, torch.rand(3, 100)) == (1200, 2400, 800, -800)
+    assert check(aten.sort.default, torch.rand(100, 3), 0) == (1200, 2400, 800, -800)
+    assert check(aten.sort.stable, torch.rand(3, 100), stable=True) == (1200, 2400, 800, -800)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["nearest2d", "bilinear2d", "bicubic2d"])
+def test_images_are_enlarged_in_channels_last_if_the_result_is_small(kind: str, channels: int) -> None:
+    op = getattr(aten, f"upsample_{kind}").default
+    more = () if kind == "nearest2d" else (False,)
+    x = torch.rand(2, channels, 8, 8)
+    for image in (x, x.to(memory_format=torch.channels_last)):
+        check(op, image, [16, 16], *more)
+        check(op, image, [64, 80], *more)  # the edges together are longer than 128
+    if kind == "nearest2d" and channels == 8:
+        # 2 x 8 x 16 x 16 floats, and the same and 2 x 8 x 8 x 8 floats in the other order.
+        assert check(op, x, [16, 16]) == (16384, 4096, 16384, -16384, -4096)
+
+
+def test_what_has_an_image_s_shape_before_it_is_summed_up() -> None:
+    x, whole = torch.rand(20, 20), 1600
+    assert check(aten.dist.default, x, x) == (whole, 4, -whole)
+    assert check(aten.abs.default, torch.rand(20, 20, dtype=torch.complex64)) == (
+        whole,
+        2 * whole,
+        -2 * whole,
+    )
+    assert check(aten.linalg_vector_norm.default, x, 2, [0], dtype=torch.float64) == (160, 3200, -3200)
+    assert check(aten.repeat.default, x, [2, 2])[0] == 4 * whole
+
+
+@pytest.mark.parametrize("gradient", ["heads outside", "rows outside", "one number"])
+def test_attention_takes_a_gradient_with_rows_outside(gradient: str) -> None:
+    def halves(rows_outside: bool) -> Any:
+        return torch.rand(2, 48, 4, 16).transpose(1, 2) if rows_outside else torch.rand(2, 4, 48, 16)
+
+    number = torch.ones(()).expand(2, 4, 48, 16)
+    dy = number if gradient == "one number" else halves(gradient == "rows outside")
+    for q in (halves(True), halves(False)):
+        y, sums = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        found = check(backward, dy, q, q, q, y, sums, 0.0, False)
+        assert found.count(dy.numel() * 4) == (3 if gradient == "rows outside" else 4)
+
+
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_rolls(dims: int) -> None:
     check(aten.roll.default, tensor((4, 4, 4, 4)), [1] * dims, list(range(dims)))
@@ -141,5 +215,8 @@ def test_backward_of_pooling_and_batch_norm(layout: str, image: str) -> None:
         False,
         indices,
     )
+    # One pixel lies in both orders; the strides say which is meant.
+    one = torch.rand(2, 4, 1, 1).as_strided((2, 4, 1, 1), (4, 1, 4, 4) if last else (4, 1, 1, 1))
+    check(aten._adaptive_avg_pool2d_backward.default, one, x)
     y, c = tensor((2, 4, 8, 8), IMAGES[image]), torch.rand(4)
     check(aten.native_batch_norm_backward.default, gradient, y, c, c, c, c, c, True, 1e-5, [True, True, True])

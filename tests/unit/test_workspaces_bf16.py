@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -152,7 +153,16 @@ def test_products_have_blocks() -> None:
     # Transposed, the first factor too: 68 x 128 x 2 and 128.
     found = product(spec(68, 128, turned=True), spec(128, 64), spec(68, 64))
     assert found == (8704, 52352, -52352)
+    # One number, expanded, is copied first: 68 x 128 x 2.
+    number = replace(spec(68, 128), stride=(0, 0))
+    assert product(number, spec(128, 64), spec(68, 64)) == (8704, 17408, 34816, -34816, -17408)
     assert product(spec(16, 16), spec(16, 16), spec(16, 16)) == (512,)  # aten's own
+    number = replace(spec(16, 16), stride=(0, 0))
+    assert product(number, spec(16, 16), spec(16, 16)) == (512, 512, -512)
+    # 25 products of 500 multiplications are oneDNN's: 32 x 64 x 2, 10 x 5 x 4 and 1,024.
+    batch = (spec(25, 10, 10), spec(25, 10, 5))
+    found = cpu_events(Signature(target="aten.bmm.default", args=batch, outputs=(spec(25, 10, 5),)), CPU)
+    assert found == (2500, 5320, -5320)
     whole = (spec(68, 128, dtype="float32"), spec(128, 64, dtype="float32"), spec(68, 64, dtype="float32"))
     assert product(*whole) == (17408,)
     # Rows in blocks of 250; a depth above 512 in two blocks, with the sums of 768 columns.

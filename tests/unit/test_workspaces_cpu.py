@@ -203,6 +203,19 @@ def convolutions() -> list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any
         ((4, 20, 16, 16), (40, 20, 1, 1), {"stride": 2}),
         ((2, 12, 16, 16), (40, 12, 3, 3), {"padding": 1, "bias": True}),  # fewer channels than a block
         ((2, 4, 16, 16), (16, 4, 3, 3), {"padding": 1, "stride": 2}),
+        ((2, 32, 12, 12), (32, 1, 3, 3), {"groups": 32, "padding": 2, "dilation": 2, "bias": True}),
+        ((2, 20, 12, 12), (20, 1, 3, 3), {"groups": 20, "padding": 1, "bias": True}),
+        (
+            (2, 16, 33, 33),
+            (16, 16, 3, 3),
+            {"padding": 15, "dilation": 15},
+        ),  # the last that rows are made of at once
+        ((2, 16, 33, 33), (16, 16, 3, 3), {"padding": 16, "dilation": 16}),  # columns, but for the weight
+        ((2, 16, 33, 33), (16, 16, 3, 3), {"padding": 17, "dilation": 17}),  # columns throughout
+        ((2, 16, 28, 28), (48, 16, 3, 3), {"padding": 13, "dilation": 13}),  # a short row
+        ((2, 32, 200), (48, 32, 15), {"padding": 7, "bias": True}),
+        ((2, 32, 50), (48, 32, 3), {"padding": 8, "dilation": 8}),
+        ((1, 3, 6, 6, 6), (3, 3, 3, 3, 3), {"stride": 2, "padding": 2, "transposed": True, "bias": True}),
     ]
 
 
@@ -226,7 +239,7 @@ def test_convolutions_of_every_kind_as_the_profiler_measures_them(number: int) -
     transposed, groups = given.get("transposed", False), given.get("groups", 1)
     channels = kernel[1] * groups if transposed else kernel[0]
     bias = torch.rand(channels) if given.get("bias") else None
-    rest = (*many, [1] * (len(shape) - 2), transposed, [0] * (len(shape) - 2), groups)
+    rest = (*many, [given.get("dilation", 1)] * (len(shape) - 2), transposed, [0] * (len(shape) - 2), groups)
     forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
     y = forward(x, w, bias, *rest)
     mask = [True, True, bias is not None]
