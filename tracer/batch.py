@@ -3,8 +3,9 @@
 With a loss function:
     mapping: `model(**batch)`. Keys that `forward` does not name (labels, targets) go to the loss alone: one of
         them as `loss(output, value)`, several as `loss(output, {key: value})`.
-    (inputs, targets): `loss(model(inputs), targets)`; inputs may be a tuple (`model(*inputs)`) or a mapping
-        (`model(**inputs)`). Of a longer tuple the last is the targets: `model(*batch[:-1])`.
+    (inputs, targets): `loss(model(inputs), targets)`; inputs may be a tuple (`model(*inputs)`, or `model(inputs)` if
+        `forward` cannot take them one by one) or a mapping (`model(**inputs)`). Of a longer tuple the last is the
+        targets: `model(*batch[:-1])`.
     tensor: `loss(model(batch))`.
     A loss function of one argument gets the output alone.
 Without one (the model computes its loss):
@@ -42,17 +43,47 @@ def split_batch(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -
     Raises:
         SpecError: the batch is of an unknown kind, or the loss takes more than there is.
     """
+    for leaf in _pytree.tree_leaves(batch):
+        if hidden_tensors(leaf):
+            name = type(leaf).__name__
+            raise SpecError(
+                f"the batch holds a {name}, in which nobody finds its tensors; return them in a tuple or a dict, or, "
+                f"if it is a dataclass, make it known with torch.export.register_dataclass({name})."
+            )
+    split = _divided(model, batch, loss)
+    try:
+        inspect.signature(model.forward).bind(*split.args, **split.kwargs)
+    except TypeError as error:
+        raise SpecError(
+            f"{type(model).__name__}.forward cannot be called with what the batch holds for it: {error}. Of a tuple "
+            "the last is for the loss function and the rest for the model, of a dict what forward does not name is for "
+            "the loss function; several targets are one as a tuple: (inputs, (a, b))."
+        ) from None
+    except ValueError:
+        pass  # it does not say what it takes
+    return split
+
+
+def hidden_tensors(leaf: Any) -> list[torch.Tensor]:
+    """The tensors that an object of a class unknown to torch holds as attributes."""
+    if isinstance(leaf, (torch.Tensor, type)) or callable(leaf):
+        return []
+    held = _pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+    return [x for x in held if isinstance(x, torch.Tensor)]
+
+
+def _divided(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> SplitBatch:
     if isinstance(batch, Mapping):
         return _split_mapping(model, batch, loss)
     if isinstance(batch, (tuple, list)):
         if not batch:
             raise SpecError("the batch is empty.")
         if loss is None or len(batch) == 1:
-            return _split(tuple(batch), {}, loss, ())
+            return _split(_one_by_one(model, batch), {}, loss, ())
         inputs = batch[0] if len(batch) == 2 else tuple(batch[:-1])
         if isinstance(inputs, Mapping):
             return _split((), _named(inputs), loss, (batch[-1],))
-        args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        args = tuple(inputs) if len(batch) > 2 else _one_by_one(model, inputs)
         return _split(args, {}, loss, (batch[-1],))
     if isinstance(batch, torch.Tensor):
         return _split((batch,), {}, loss, ())
@@ -60,6 +91,14 @@ def split_batch(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -
         f"the batch is a {type(batch).__name__}; return a tensor, a tuple such as (inputs, targets), or a "
         "mapping of the model's keyword arguments (of a DataLoader: next(iter(loader)))."
     )
+
+
+def _one_by_one(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
+    """A tuple's members as arguments, or the tuple itself if `forward` can only be called so."""
+    if not isinstance(inputs, (tuple, list)):
+        return (inputs,)
+    whole = not _takes(model, len(inputs)) and _takes(model, 1)
+    return (inputs,) if whole else tuple(inputs)
 
 
 def _split_mapping(model: nn.Module, batch: Mapping[Any, Any], loss: Callable[..., Any] | None) -> SplitBatch:
@@ -152,6 +191,8 @@ def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
         batch = dict(batch)
 
     def move(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return _pytree.tree_map(move, dict(leaf))
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if fake_mode is not None:

@@ -101,6 +101,11 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.filename.startswith(_DISTRIBUTIONS) for frame in frames):
         line += ", where a distribution checks its arguments; validate_args=False leaves that out"
+    if any(frame.name == "_detect_is_causal_mask" and _stacks(frame.filename) for frame in frames):
+        line += (
+            ", where torch asks whether a mask is causal; is_causal=True or False in the call (tgt_is_causal, "
+            "memory_is_causal) tells it, and it knows of nn.Transformer.generate_square_subsequent_mask in forward"
+        )
     ragged = "shape_env must not be None" in str(error)  # a nested tensor's rows have lengths that are data
     if is_data_dependent(error) or ragged or isinstance(error, DynamicOutputShapeException):
         op = getattr(error, "func", None)
@@ -110,6 +115,10 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
             "branch by torch.where or by a Python value that is known beforehand."
         )
     return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {_first_line(error)}{line}.")
+
+
+def _stacks(file: str) -> bool:
+    return file.startswith(_LAYERS) and Path(file).name == "transformer.py"
 
 
 def _first_line(error: BaseException) -> str:

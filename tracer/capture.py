@@ -38,15 +38,15 @@ from tracer.effects import checks_kept, is_token, without_tokens
 from tracer.gpu import gpu_kernels
 from tracer.grouped import grouped_products
 from tracer.precision import OFF, Autocast, without_autocast
-from tracer.refusals import check_capturable
+from tracer.refusals import check_capturable, tangent_of
 from tracer.scopes import (
     as_compiled,
     fake_mode_of,
     fake_parameters,
+    library_masks,
     module_scopes,
     retied,
     tied_slots,
-    unpacked_sequences,
 )
 from tracer.shared_outputs import shared, without_clone
 from traces.devices import Device
@@ -198,7 +198,7 @@ def _capture(
             checks_kept(),
             fake_mode,
             fx_traceback.preserve_node_meta(),
-            unpacked_sequences(),
+            library_masks(),
             module_scopes(model),
         ):
             stack.enter_context(context)
@@ -212,13 +212,13 @@ def _capture(
 def forward_once(model: nn.Module, run: Callable[[], None]) -> None:
     """Call `run`, which runs the model eagerly on fake tensors, under what the capture would use around it."""
     try:
-        with without_torch_log(), emptied_caches(model), grouped_products(), unpacked_sequences():
+        with without_torch_log(), emptied_caches(model), grouped_products(), library_masks():
             run()
     except Exception as error:
         if not is_data_dependent(error):
             raise explain(error, model) from error
         try:
-            with without_torch_log(), grouped_products(), unpacked_sequences(), as_compiled():
+            with without_torch_log(), grouped_products(), library_masks(), as_compiled():
                 run()
         except Exception as again:
             raise explain(again, model) from again
@@ -250,7 +250,7 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
             by_key["input", d.idx] = n
             arguments += 1
         elif kind == "TangentAOTInput":
-            n.meta["tangent_of"] = d.output.idx
+            n.meta["tangent_of"] = tangent_of(d.output)
         else:
             raise CaptureError(
                 f"the captured graph has an input of the unknown kind {kind}; please report this."

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracer.builder import OpRow, StorageRow, TraceBuilder
 from tracer.cost import compute_dtype, op_bytes, op_flops, result_bytes
+from tracer.scalars import Scalars
 from tracer.signature import of_call
 from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
 
@@ -29,9 +30,9 @@ class EagerRecorder(TorchDispatchMode):
     """A dispatch mode that appends a row for each op to `builder`, with op ids of its own.
 
     Register storages that exist already with `know`. Set `phase` as the step goes on. Under fake tensors, the
-    optimizer's questions for a scalar's value (`.item()`) are answered with 1: it asks for its step counter, whose
-    value does not change what is allocated. A gradient scaler's question whether a gradient overflowed is answered
-    with 0: the step is taken.
+    optimizer's questions for a scalar's value (`.item()`) are answered with the value where it follows from nothing
+    but numbers (its step counter), else with 1 (a norm of gradients). A gradient scaler's question whether a gradient
+    overflowed is answered with 0: the step is taken.
     """
 
     def __init__(self, builder: TraceBuilder, device: str = "cpu") -> None:
@@ -43,6 +44,7 @@ class EagerRecorder(TorchDispatchMode):
         self._ids: dict[int, int] = {}
         self._watched: dict[int, StorageWeakRef] = {}  # storage id -> weak reference
         self._constants: list[torch.Tensor] = []  # kept, so that no other storage gets the address of one
+        self._scalars = Scalars()
         self._found_inf: set[int] = set()  # storages in which a gradient scaler notes an overflow
         self._paused = 0
         self._on = False
@@ -124,15 +126,22 @@ class EagerRecorder(TorchDispatchMode):
         ):  # the loss code is not answered: it would branch on a made-up value
             if storage_key(args[0]) in self._found_inf:
                 return 0.0
+            if (value := self._scalars.value(args[0])) is not None:
+                return value
             return 1.0 if args[0].is_floating_point() else 1
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._found_inf = {storage_key(args[1])}
         if self._paused or not is_op(func):
-            return func(*args, **kwargs)
+            return self._call(func, args, kwargs)
         self.look()
-        out = func(*args, **kwargs)
+        out = self._call(func, args, kwargs)
         self._record(func, args, kwargs, out)
         return out
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.phase != OPTIMIZER:
+            return func(*args, **kwargs)
+        return self._scalars.run(func, args, kwargs, lambda a, kw: _mutated(func, a, kw))
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))

@@ -125,7 +125,41 @@ def as_compiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unpacked_sequences() -> Iterator[None]:
+def library_masks() -> Iterator[None]:
+    """Answer what libraries ask about the data of masks, where the answer is known."""
+    with _unpacked_sequences(), _causal_masks():
+        yield
+
+
+@contextlib.contextmanager
+def _causal_masks() -> Iterator[None]:
+    """torch's transformer stacks compare a mask with a causal one; a mask that torch's own function made is one.
+
+    Of a mask that came about otherwise they ask its data, as ever.
+    """
+    stacks: Any = nn.modules.transformer
+    make, ask = stacks._generate_square_subsequent_mask, stacks._detect_is_causal_mask
+
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        mask: torch.Tensor = make(*args, **kwargs)
+        mask._lowtide_causal = True
+        return mask
+
+    def asked(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        if is_causal is None and getattr(mask, "_lowtide_causal", False):
+            assert mask is not None
+            return mask.shape[-2:] == (size or mask.shape[-2],) * 2
+        return bool(ask(mask, is_causal, size))
+
+    stacks._generate_square_subsequent_mask, stacks._detect_is_causal_mask = made, asked
+    try:
+        yield
+    finally:
+        stacks._generate_square_subsequent_mask, stacks._detect_is_causal_mask = make, ask
+
+
+@contextlib.contextmanager
+def _unpacked_sequences() -> Iterator[None]:
     """transformers looks into the position ids for packed sequences; without any (the eager answer here), None."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None or not hasattr(masking, "find_packed_sequence_indices"):

@@ -27,13 +27,14 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tracer.assemble import Recorded, assemble
-from tracer.batch import loss_in_outputs
+from tracer.batch import hidden_tensors, loss_in_outputs
 from tracer.calibration import Costs
 from tracer.capture import Captured, capture
 from tracer.machine import rates_of
 from tracer.program import Program, program_of
 from tracer.refusals import check_step
 from tracer.spec import BuildStep, TrainingStep
+from tracer.surroundings import copies_of_constants
 from traces.devices import Device
 from traces.errors import CaptureError
 from traces.trace import TraceMeta
@@ -93,6 +94,14 @@ def capture_step(step: TrainingStep, target: Device | None = None) -> Captured:
     """
     check_step(step)
     captured = _captured(step, target)
+    for leaf in captured.output_template:
+        if any(x.requires_grad for x in hidden_tensors(leaf)):
+            name = type(leaf).__name__
+            raise CaptureError(
+                f"{step.name}: the model returns a {name}, in which nobody finds its tensors, so that backward would "
+                "not reach them. Return them in a tuple or a dict and make it of them in the loss, or, if it is a "
+                f"dataclass, make it known with torch.export.register_dataclass({name})."
+            )
     if not captured.grad_outputs:
         raise CaptureError(
             f"{step.name}: no output of the model depends on a parameter that requires a gradient, so there is no "
@@ -162,7 +171,7 @@ def fake_mode() -> Iterator[FakeTensorMode]:
     """A fake mode that survives `copy.deepcopy` of its tensors (torch's own transformer stacks copy their layers)."""
     mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda memo: mode
-    with mode, warnings.catch_warnings():
+    with mode, copies_of_constants(), warnings.catch_warnings():
         # The copy looks at a data pointer, which fake tensors answer with a warning.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield mode

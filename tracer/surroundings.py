@@ -70,6 +70,28 @@ def initialisers_without_values() -> Iterator[None]:
 
 
 @contextmanager
+def copies_of_constants() -> Iterator[None]:
+    """Let `copy.deepcopy` in the body copy fake tensors of which torch still knows the value, like `torch.tensor(0)`.
+
+    torch takes those for tensors with memory and fails to copy it. A batch norm counts its batches in such a one.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        known, self.constant = self.constant, None
+        try:
+            return torch.Tensor.__deepcopy__(self, memo)
+        finally:
+            self.constant = known
+
+    FakeTensor.__deepcopy__ = deepcopy
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__
+
+
+@contextmanager
 def rows_with_values() -> Iterator[None]:
     """Under a fake mode, let `torch.linspace` in the body keep its values, which models read while they are built.
 

@@ -19,6 +19,7 @@ from tracer.blame import blame  # noqa: E402
 from tracer.capture import capture  # noqa: E402
 from tracer.dropout import _scale, dropout_mask  # noqa: E402
 from tracer.program import Program, is_random  # noqa: E402
+from tracer.scalars import Scalars  # noqa: E402
 from tracer.spec import load_spec  # noqa: E402
 from tracer.step import capture_step  # noqa: E402
 from traces.errors import CaptureError, SpecError  # noqa: E402
@@ -318,6 +319,33 @@ def test_each_way_of_running_an_optimizer(kind: dict[str, bool]) -> None:
     # Two moments and a step counter for each parameter.
     parameters = by_category(trace, PARAMETER)
     assert sum(by_category(trace, OPTIMIZER_STATE).values()) == 2 * sum(parameters.values()) + 4 * 4
+
+
+@pytest.mark.parametrize(
+    "kind", [{"foreach": False}, {"foreach": True}, {"foreach": False, "maximize": True}]
+)
+def test_an_optimizer_is_told_the_numbers_that_it_keeps(
+    kind: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # NAdam divides by 1 - mu_product, which starts at 1 and is multiplied by mu(k) = 0.9 (1 - 0.5 * 0.96 ** (k / 250)).
+    answers: list[Any] = []
+    value = Scalars.value
+
+    def watched(self: Scalars, x: torch.Tensor) -> Any:
+        answers.append(value(self, x))
+        return answers[-1]
+
+    def make() -> tuple[Any, ...]:
+        model = nn.Linear(4, 4)
+        return model, torch.randn(2, 4), lambda y: y.sum(), torch.optim.NAdam(model.parameters(), **kind)
+
+    monkeypatch.setattr(Scalars, "value", watched)
+    recorded(build_of(make))
+    mu = [0.9 * (1 - 0.5 * 0.96 ** (k * 0.004)) for k in (1, 2)]
+    # The recorded step is the second: its number, and the product of both.
+    assert sorted({round(x, 5) for x in answers}) == sorted(
+        [1.0, 2.0, round(mu[0], 5), round(mu[0] * mu[1], 5)]
+    )
 
 
 def test_without_an_optimizer_the_step_ends_with_backward() -> None:

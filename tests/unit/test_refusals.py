@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import warnings
@@ -98,6 +99,33 @@ def test_sparse_gradients_of_a_function_are_refused_with_the_op() -> None:
     )
 
 
+class Graph(nn.Module):
+    """A sparse matrix of neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.register_buffer("adjacency", torch.eye(2).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.adjacency, self.a(x))
+
+
+def test_sparse_buffers_and_batches_are_refused_with_their_names() -> None:
+    assert "its buffer adjacency has the layout torch.sparse_coo" in refused(Graph, row)
+    assert "the batch holds a tensor of the layout torch.sparse_coo" in refused(
+        linear, lambda: torch.eye(4).to_sparse()
+    )
+
+
+def test_a_parameter_that_forward_overwrites_is_refused_with_its_name() -> None:
+    said = refused(
+        lambda: nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 2)),
+        lambda: torch.randint(9, (2, 3)),
+    )
+    assert "forward overwrites the parameter 0.weight" in said
+
+
 class Ragged(nn.Module):
     """Rows of different lengths."""
 
@@ -119,6 +147,60 @@ def test_a_value_from_the_time_of_building_is_not_baked_in() -> None:
     said = refused(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), row)
     assert "float(self.num_batches_tracked)" in said
     assert re.search(r"batchnorm\.py:\d+", said)
+
+
+class Stack(nn.Module):
+    """Torch's own stack of transformer layers with a mask that forward makes."""
+
+    def __init__(self, *, by_torch: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.layers, self.by_torch = nn.TransformerDecoder(layer, 1), by_torch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.by_torch:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        else:
+            mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)
+        return self.layers(x, x, tgt_mask=mask)
+
+
+def test_a_mask_that_torch_makes_is_known_to_be_causal_and_of_another_the_call_must_tell() -> None:
+    said = refused(lambda: Stack(by_torch=False), lambda: torch.randn(2, 3, 4))
+    assert "tgt_is_causal" in said
+
+    def make() -> tuple[Any, ...]:
+        return Stack(by_torch=True), torch.randn(2, 3, 4), lambda y: y.square().mean(), None
+
+    trace = recorded(build_of(make)).trace
+    assert verify(build_of(make), plan_of(trace, *recompute_all(analyse(trace))), steps=2).bit_equal
+
+
+class Density(nn.Module):
+    """Returns an object with a tensor in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.a(x)
+        return y, torch.distributions.Normal(y, 1.0, validate_args=False)
+
+
+def test_an_output_that_hides_its_tensors_is_refused() -> None:
+    said = refused(Density, row, lambda out: out[0].sum() - out[1].log_prob(torch.zeros(2, 4)).sum())
+    assert "returns a Normal, in which nobody finds its tensors" in said
+
+
+def test_copies_of_a_model_with_counters_can_be_made_on_fake_tensors() -> None:
+    def make() -> tuple[Any, ...]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        twin = copy.deepcopy(model)
+        assert twin[1].num_batches_tracked is not model[1].num_batches_tracked
+        return nn.Sequential(model, twin), row(), lambda y: y.square().mean(), None
+
+    assert len(recorded(build_of(make)).trace.ops) > 4
 
 
 class Sampler(nn.Module):
