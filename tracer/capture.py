@@ -43,7 +43,7 @@ from tracer.scopes import (
     as_compiled,
     fake_mode_of,
     fake_parameters,
-    library_masks,
+    library_code,
     module_scopes,
     retied,
     tied_slots,
@@ -198,7 +198,7 @@ def _capture(
             checks_kept(),
             fake_mode,
             fx_traceback.preserve_node_meta(),
-            library_masks(),
+            library_code(),
             module_scopes(model),
         ):
             stack.enter_context(context)
@@ -212,13 +212,13 @@ def _capture(
 def forward_once(model: nn.Module, run: Callable[[], None]) -> None:
     """Call `run`, which runs the model eagerly on fake tensors, under what the capture would use around it."""
     try:
-        with without_torch_log(), emptied_caches(model), grouped_products(), library_masks():
+        with without_torch_log(), emptied_caches(model), grouped_products(), library_code():
             run()
     except Exception as error:
         if not is_data_dependent(error):
             raise explain(error, model) from error
         try:
-            with without_torch_log(), grouped_products(), library_masks(), as_compiled():
+            with without_torch_log(), grouped_products(), library_code(), as_compiled():
                 run()
         except Exception as again:
             raise explain(again, model) from again

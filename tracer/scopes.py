@@ -13,6 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback as fx_traceback
 
+from tracer.recurrent import dropout_between_layers
+
 
 def fake_mode_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> FakeTensorMode | None:
     for x in (*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))):
@@ -125,9 +127,9 @@ def as_compiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def library_masks() -> Iterator[None]:
-    """Answer what libraries ask about the data of masks, where the answer is known."""
-    with _unpacked_sequences(), _causal_masks():
+def library_code() -> Iterator[None]:
+    """Answer what libraries ask about the data of masks, where the answer is known, and mend what they leave out."""
+    with _unpacked_sequences(), _causal_masks(), dropout_between_layers():
         yield
 
 

@@ -1,0 +1,52 @@
+"""Put back the dropout between the layers of `nn.LSTM`, `nn.GRU` and `nn.RNN`, which torch's decomposition leaves out.
+
+torch 2.11 to 2.13 compare the layer's number the wrong way round (`_rnn_helper` in `torch/_decomp/decompositions.py`),
+so that a captured stack of layers would train without dropout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._decomp import decompositions
+
+
+@contextlib.contextmanager
+def dropout_between_layers() -> Iterator[None]:
+    """In the body, recurrent layers are decomposed with their dropout."""
+    module: Any = decompositions
+    stack = module._rnn_helper
+
+    def layer_by_layer(
+        x: torch.Tensor,
+        hidden: Any,
+        params: Any,
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+        layer_fn: Any,
+    ) -> tuple[torch.Tensor, list[Any]]:
+        x = x.transpose(0, 1) if batch_first else x
+        last: list[Any] = []
+        each = 2 if bidirectional else 1
+        for k in range(num_layers):
+            own = slice(k * each, (k + 1) * each)
+            x, finals = stack(
+                x, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer_fn
+            )
+            last += finals
+            if dropout and train and k < num_layers - 1:
+                x = torch.dropout(x, dropout, train=True)
+        return (x.transpose(0, 1) if batch_first else x), last
+
+    module._rnn_helper = layer_by_layer
+    try:
+        yield
+    finally:
+        module._rnn_helper = stack
