@@ -7,12 +7,14 @@ recorder watches each storage and notes after which op it is gone; that becomes 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +26,7 @@ from tracer.signature import of_call
 from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
 
 aten = torch.ops.aten
+functional: Any = nn.functional
 
 
 class EagerRecorder(TorchDispatchMode):
@@ -71,11 +74,13 @@ class EagerRecorder(TorchDispatchMode):
 
     def __enter__(self) -> EagerRecorder:
         self._on = True
+        functional.one_hot = functools.partial(_one_hot, functional.one_hot)
         super().__enter__()
         return self
 
     def __exit__(self, *reason: Any) -> None:
         super().__exit__(*reason)
+        functional.one_hot = functional.one_hot.args[0]
         self._on = False
 
     def know(self, x: torch.Tensor, storage: int, *, watch: bool = False) -> None:
@@ -144,7 +149,7 @@ class EagerRecorder(TorchDispatchMode):
         return self._scalars.run(func, args, kwargs, lambda a, kw: _mutated(func, a, kw))
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        inputs, outputs = list(given_to(func, args, kwargs)), list(tensors_in(out))
         self._constants += [x for x in inputs if storage_key(x) not in self._ids]
         reads = [self.id_of(x, self.row(x, "constant", OTHER)) for x in inputs]
         i = len(self.rows)
@@ -183,6 +188,16 @@ class EagerRecorder(TorchDispatchMode):
         )
 
 
+def _one_hot(original: Any, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`one_hot` with the ops that it runs on real tensors; of fake ones it makes a comparison."""
+    if not isinstance(tensor, FakeTensor) or num_classes < 1 or not tensor.numel():
+        return original(tensor, num_classes)
+    if tensor.device.type == "cpu":
+        torch.aminmax(tensor)  # looked at, to refuse what is out of range
+    rows = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
+    return rows.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
 def is_op(func: Any) -> bool:
     """Whether a dispatched function counts as an op: questions about a tensor and profiler marks do not."""
     return func.namespace not in ("prim", "prims", "profiler")
@@ -191,6 +206,11 @@ def is_op(func: Any) -> bool:
 def storage_key(x: torch.Tensor) -> int:
     """What two tensors have in common exactly if they share a storage."""
     return int(x.untyped_storage()._cdata)
+
+
+def given_to(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an op is given; of `lift_fresh` none: what `torch.tensor(...)` gives it is its own output."""
+    return iter(()) if func is aten.lift_fresh.default else tensors_in((args, kwargs))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

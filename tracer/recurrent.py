@@ -1,7 +1,8 @@
-"""Put back the dropout between the layers of `nn.LSTM`, `nn.GRU` and `nn.RNN`, which torch's decomposition leaves out.
+"""Mend torch's decomposition of `nn.LSTM`, `nn.GRU` and `nn.RNN` for training.
 
-torch 2.11 to 2.13 compare the layer's number the wrong way round (`_rnn_helper` in `torch/_decomp/decompositions.py`),
-so that a captured stack of layers would train without dropout.
+Both are in `torch/_decomp/decompositions.py` of torch 2.11 to 2.13. `_rnn_helper` compares the layer's number the wrong
+way round, so that a stack of layers would train without the dropout between them. `select_one_layer_lstm_function`
+takes oneDNN's kernel for an LSTM whose input requires no gradient, in its form for inference, whose backward fails.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch._decomp import decompositions
 
 
 @contextlib.contextmanager
-def dropout_between_layers() -> Iterator[None]:
-    """In the body, recurrent layers are decomposed with their dropout."""
+def trainable_layers() -> Iterator[None]:
+    """In the body, recurrent layers are decomposed into elementary ops, with their dropout."""
     module: Any = decompositions
-    stack = module._rnn_helper
+    stack, select = module._rnn_helper, module.select_one_layer_lstm_function
 
     def layer_by_layer(
         x: torch.Tensor,
@@ -46,7 +47,8 @@ def dropout_between_layers() -> Iterator[None]:
         return (x.transpose(0, 1) if batch_first else x), last
 
     module._rnn_helper = layer_by_layer
+    module.select_one_layer_lstm_function = lambda *_: module.one_layer_lstm
     try:
         yield
     finally:
-        module._rnn_helper = stack
+        module._rnn_helper, module.select_one_layer_lstm_function = stack, select

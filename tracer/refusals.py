@@ -82,3 +82,15 @@ def tangent_of(output: Any) -> int:
         "Only buffers and what takes no part in backward may be overwritten in forward; do it after the optimizer's "
         "step."
     )
+
+
+def check_not_run_twice(module: nn.modules.batchnorm._BatchNorm, path: str) -> None:
+    """Raise CaptureError for a batch norm inside `torch.utils.checkpoint`, which updates its statistics twice."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    inside = hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
+    if inside and module.training and module.track_running_stats:
+        raise CaptureError(
+            f"the model cannot be captured: the batch norm {path} runs inside torch.utils.checkpoint, which runs it "
+            "twice a step and so updates its running statistics twice; a plan's recomputation updates them once. Leave "
+            "the model's own checkpointing out (in torchvision: memory_efficient=False); a plan takes its place."
+        )

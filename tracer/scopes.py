@@ -13,7 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback as fx_traceback
 
-from tracer.recurrent import dropout_between_layers
+from tracer.recurrent import trainable_layers
+from tracer.refusals import check_not_run_twice
 
 
 def fake_mode_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> FakeTensorMode | None:
@@ -94,7 +95,9 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
     handles = []
     for path, module in model.named_modules():
 
-        def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+        def enter(module: nn.Module, _args: Any, path: str = path) -> None:
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                check_not_run_twice(module, path)
             scope = fx_traceback.annotate({"module": path})
             scope.__enter__()
             open_scopes.append(scope)
@@ -129,7 +132,7 @@ def as_compiled() -> Iterator[None]:
 @contextlib.contextmanager
 def library_code() -> Iterator[None]:
     """Answer what libraries ask about the data of masks, where the answer is known, and mend what they leave out."""
-    with _unpacked_sequences(), _causal_masks(), dropout_between_layers():
+    with _unpacked_sequences(), _causal_masks(), trainable_layers():
         yield
 
 

@@ -18,7 +18,7 @@ from tracer.builder import OpRow, TraceBuilder
 from tracer.calibration import Costs
 from tracer.capture import forward_once
 from tracer.cost import compute_dtype, result_bytes
-from tracer.eager import EagerRecorder, storage_key, tensors_in
+from tracer.eager import EagerRecorder, given_to, storage_key, tensors_in
 from tracer.loop import run_step
 from tracer.precision import scaler_tensors
 from tracer.signature import of_call
@@ -112,7 +112,7 @@ class _Counter(EagerRecorder):
         if self._ops > MOST_OPS:
             raise _TooLong(f"more than {MOST_OPS} ops")
         before = self._live_bytes
-        for x in tensors_in((args, kwargs)):
+        for x in given_to(func, args, kwargs):
             self._stays(x)  # made before the step began, and known to nobody
         self.peak_bytes += self._live_bytes - before
         outputs, created = list(tensors_in(out)), 0

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.integration import small_nets  # noqa: E402
+from tests.integration.steps import build_of  # noqa: E402
 from tracer.device_profiles import (  # noqa: E402
     board_of,
     find,
@@ -302,3 +303,23 @@ def test_an_entry_is_for_people_too(tmp_path: Path) -> None:
         isinstance(e, Entry) and e.shapes and e.samples and e.provenance == "measured-cpu" for e in entries
     )
     assert any("->" in e.shapes and "x" in e.shapes for e in entries)
+
+
+def test_a_loss_that_makes_tensors_is_recorded_on_fake_tensors_as_it_runs() -> None:
+    def loss(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        wanted = torch.nn.functional.one_hot(t, 3).float()
+        return (torch.tensor([1.0, 2.0, 0.5]) * (y - wanted).square()).mean()
+
+    def make() -> tuple[object, ...]:
+        return torch.nn.Linear(4, 3), (torch.randn(5, 4), torch.randint(3, (5,))), loss, None
+
+    build = build_of(make)
+    real = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    fake = record_fake(build, CPU, ProfileUse(off=True))
+    assert real.ops.target == fake.ops.target
+    assert "aten.scatter_.value" in real.ops.target  # not the comparison that one_hot makes of fake tensors
+    # The weights of the classes are there from where they are made, and not before: 3 floats.
+    i = fake.ops.target.index("aten.lift_fresh.default")
+    (weights,) = fake.ops.writes[i]
+    assert (fake.storages.producer[weights], fake.storages.nbytes[weights]) == (i, 12)
+    assert "constant" not in fake.storages.name

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from executor.verify import verify  # noqa: E402
 from simulator.graph import analyse  # noqa: E402
@@ -97,6 +98,23 @@ def test_sparse_gradients_of_a_function_are_refused_with_the_op() -> None:
     assert "makes a tensor of the layout torch.sparse_coo" in refused(
         Lookup, lambda: torch.randint(9, (2, 3))
     )
+
+
+class Checkpointed(nn.Module):
+    """A batch norm that the model itself runs twice."""
+
+    def __init__(self, *, training: bool) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4).train(training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: self.norm(self.a(y)).relu(), x, use_reentrant=False)
+
+
+def test_a_batch_norm_inside_a_checkpoint_is_refused_where_it_updates_its_statistics() -> None:
+    said = refused(lambda: Checkpointed(training=True), row)
+    assert "the batch norm norm runs inside torch.utils.checkpoint" in said
+    recorded(build_of(lambda: (Checkpointed(training=False), row(), lambda y: y.sum(), None)))
 
 
 class Graph(nn.Module):
