@@ -130,6 +130,18 @@ def layer_norm_backward(signature: Signature) -> tuple[int, ...] | None:
     return (*copies, *_made(signature), buffer, -buffer, *(-c for c in copies))
 
 
+def _averaging(signature: Signature, whole: int, position: int = 2) -> tuple[int, ...]:
+    """What the mean of as many bytes takes in bfloat16 (see `mean`).
+
+    Args:
+        position: of the argument that says how a loss is reduced; 1: averaged.
+    """
+    (y,) = signature.results
+    if y.dtype != "bfloat16" or signature.argument(position, "reduction", 1) != 1:
+        return ()
+    return (2 * y.nbytes, 2 * whole, -2 * whole, -2 * y.nbytes)
+
+
 def resized_loss(signature: Signature) -> tuple[int, ...] | None:
     """A loss an element, and where it is reduced once more as much, in the storage that the result then keeps."""
     shapes = [s.shape for s in signature.inputs[:2]]
@@ -137,12 +149,15 @@ def resized_loss(signature: Signature) -> tuple[int, ...] | None:
     if y.shape or shapes[0] != shapes[1]:
         return plain(signature) if y.shape else None
     whole = signature.inputs[0].elements * y.item_bytes
-    return (whole, whole, -whole)
+    return (whole, whole, *_averaging(signature, whole), -whole)
 
 
 def kept_loss(signature: Signature) -> tuple[int, ...] | None:
     """A loss an element, in the storage that the result keeps where it is reduced."""
-    return (max(signature.inputs[0].nbytes, signature.results[0].nbytes),)
+    (y,) = signature.results
+    whole = max(signature.inputs[0].nbytes, y.nbytes)
+    position = 3 if "cross_entropy" in signature.target else 2
+    return (whole, *(_averaging(signature, whole, position) if not y.shape else ()))
 
 
 def soft_margin_backward(signature: Signature) -> tuple[int, ...] | None:
@@ -165,7 +180,7 @@ def reduced_loss(signature: Signature) -> tuple[int, ...] | None:
     """A loss an element beside the result that it is reduced to."""
     (y,) = signature.results
     whole = signature.inputs[0].nbytes
-    return None if y.shape else (whole, y.nbytes, -whole)
+    return None if y.shape else (whole, y.nbytes, *_averaging(signature, whole), -whole)
 
 
 def loss_with_logits(signature: Signature) -> tuple[int, ...] | None:
@@ -174,9 +189,8 @@ def loss_with_logits(signature: Signature) -> tuple[int, ...] | None:
     whole = signature.inputs[0].nbytes
     if y.shape:
         return None
-    averaged = signature.argument(4, "reduction", 1) == 1
-    wide = (2 * y.nbytes, 2 * whole) if averaged and y.dtype == "bfloat16" else ()  # see `mean`
-    return (whole, whole, -whole, whole, y.nbytes, *wide, *(-n for n in reversed(wide)), -whole, -whole)
+    mean = _averaging(signature, whole, 4)
+    return (whole, whole, -whole, whole, y.nbytes, *mean, -whole, -whole)
 
 
 def magnitude(signature: Signature) -> tuple[int, ...] | None:

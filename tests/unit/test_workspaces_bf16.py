@@ -170,6 +170,18 @@ def test_products_have_blocks() -> None:
     assert product_scratch(768, 2048, 768, True) == 512 * 64 * 2 + 256 * 768 * 4 + 256 * 544 * 2 + 128 + 1024
 
 
+@pytest.mark.parametrize("name", ["mse", "smooth_l1", "huber", "soft_margin"])
+def test_a_loss_is_averaged_in_float32(name: str) -> None:
+    x = torch.rand(20, 20).bfloat16()
+    op = getattr(torch.ops.aten, f"{name}_loss").default
+    told, found = cpu_calls.told_and_found(op, x, x)
+    # 800 bytes of losses (twice where the result lies in their storage), 1,600 of them in float32, and scalars.
+    assert cpu_calls.peak(told) >= 2400
+    assert abs(cpu_calls.peak(told) - cpu_calls.peak(found)) <= 16
+    told, found = cpu_calls.told_and_found(op, x, x, 2)  # a sum
+    assert abs(cpu_calls.peak(told) - cpu_calls.peak(found)) <= 16
+
+
 def test_other_processors(processor: Callable[..., None]) -> None:
     x, w, y = spec(4, 16, 16, 16), spec(32, 16, 3, 3), spec(4, 32, 16, 16)
     factors = (spec(68, 128), spec(128, 64))
