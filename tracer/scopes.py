@@ -15,6 +15,7 @@ from torch.fx import traceback as fx_traceback
 
 from tracer.recurrent import trainable_layers
 from tracer.refusals import check_not_run_twice
+from tracer.whole_kernels import whole_kernels
 
 
 def fake_mode_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> FakeTensorMode | None:
@@ -132,7 +133,7 @@ def as_compiled() -> Iterator[None]:
 @contextlib.contextmanager
 def library_code() -> Iterator[None]:
     """Answer what libraries ask about the data of masks, where the answer is known, and mend what they leave out."""
-    with _unpacked_sequences(), _causal_masks(), trainable_layers():
+    with _unpacked_sequences(), _causal_masks(), trainable_layers(), whole_kernels():
         yield
 
 
