@@ -5,8 +5,9 @@ optimization", MLSys 2023: Algorithms B (the greedy), D (overhead of recomputati
 chosen and remaining tensors), G (memory simulator). Only recomputation; without a second model there is nothing to
 hide a swap behind. Every point at which the printed algorithms are wrong or silent is a switch of `Options`.
 
-Counts: what Algorithm G counts. Ignores: with the defaults, everything that a recomputation chain holds, and its
-working memory; so the plan may turn out to be over the budget in the exact replay, and is then refused.
+Counts: what Algorithm G counts, and what libraries keep because of reruns, of which the paper says nothing. Ignores:
+with the defaults, everything that a recomputation chain holds, and its working memory; so the plan may turn out to be
+over the budget in the exact replay, and is then refused.
 """
 
 from __future__ import annotations
@@ -214,6 +215,8 @@ class Greedy:
                 return result.peak_bytes, -1
             position = k if k < self.evaluator.forward else result.seq[k - self.evaluator.forward]
             return result.peak_bytes, self.evaluator.op_id[position]
-        levels = [p - away for p, away in zip(self.kept_peaks, accumulate(self.relief), strict=False)]
+        rerun = self.evaluator.rerun_bytes
+        again = max((rerun[k] for s in self.chosen for k in self.ops[s]), default=0) if rerun else 0
+        levels = [p - away + again for p, away in zip(self.kept_peaks, accumulate(self.relief), strict=False)]
         peak = max(levels, default=self.trace.resident_bytes)
         return peak - self.static_bytes, levels.index(peak) if levels else -1
