@@ -45,7 +45,7 @@ class EagerRecorder(TorchDispatchMode):
         self.rows: list[OpRow] = []
         self.phase = FORWARD
         self._ids: dict[int, int] = {}
-        self._watched: dict[int, StorageWeakRef] = {}  # storage id -> weak reference
+        self._watched: dict[int, list[StorageWeakRef]] = {}  # storage id -> all that stand for it
         self._constants: list[torch.Tensor] = []  # kept, so that no other storage gets the address of one
         self._scalars = Scalars()
         self._found_inf: set[int] = set()  # storages in which a gradient scaler notes an overflow
@@ -93,7 +93,7 @@ class EagerRecorder(TorchDispatchMode):
             return
         self._ids[storage_key(x)] = storage
         if watch:
-            self._watched[storage] = StorageWeakRef(x.untyped_storage())
+            self._watched.setdefault(storage, []).append(StorageWeakRef(x.untyped_storage()))
 
     def row(self, x: torch.Tensor, name: str, category: str, producer: int = -1) -> StorageRow:
         """A row for a tensor's storage. Memory of another device is not this trace's: it counts as 0 bytes (the
@@ -116,8 +116,8 @@ class EagerRecorder(TorchDispatchMode):
 
     def look(self) -> None:
         """Note which watched storages are gone by now."""
-        for s, ref in list(self._watched.items()):
-            if ref.expired():
+        for s, refs in list(self._watched.items()):
+            if all(ref.expired() for ref in refs):
                 self.died_after[s] = len(self.rows) - 1
                 del self._watched[s]
                 # The address may come back for another storage.
@@ -159,7 +159,7 @@ class EagerRecorder(TorchDispatchMode):
             if storage_key(x) not in self._ids:
                 row = self.row(x, name, ACTIVATION, i)
                 s = self.id_of(x, replace(row, nbytes=result_bytes(func, args, x)))
-                self._watched[s] = StorageWeakRef(x.untyped_storage())
+                self._watched[s] = [StorageWeakRef(x.untyped_storage())]
                 created.append(s)
         mutated = [self._ids[storage_key(x)] for x in _mutated(func, args, kwargs)]
         flags = EAGER

@@ -160,7 +160,7 @@ def _compare(expected: list[str], real: list[str]) -> None:
     raise TraceError(
         f"the real step differs from the captured one: op {k} is {b} and was to be {a} ({len(real)} ops, "
         f"{len(expected)} captured). Code outside the model that branches on data, or does something else in some "
-        "steps, cannot be traced in real mode."
+        "steps, cannot be traced in real mode; leave --device out, or write the branch with torch.where or clamp."
     )
 
 

@@ -135,3 +135,15 @@ def test_a_copy_with_gaps_has_the_bytes_of_what_it_is_cut_from() -> None:
     assert {trace.storages.nbytes[s] for i in copies for s in trace.ops.writes[i]} == {256}
     real = measure(made, build, "cpu", rounds=1, warmup=1)
     assert [real.ops.events[i] for i in copies] == [(256,)] * len(copies)
+
+
+def test_outputs_that_share_memory_are_one_storage_until_the_last_of_them_is_gone() -> None:
+    def make() -> tuple[Any, ...]:
+        return Pair(lambda m, x, y: y.detach()), torch.randn(4, 8), lambda out: out[0].pow(2).mean(), None
+
+    trace = recorded(build_of(make)).trace
+    # The second goes when the loss is made; the first is what `pow` keeps for its backward.
+    (power,) = (i for i, n in enumerate(trace.ops.target) if n == "aten.pow.Tensor_Scalar" and i < 4)
+    (output,) = trace.ops.reads[power]
+    assert any(output in reads for reads in trace.ops.reads[power + 1 :])
+    assert "constant" not in trace.storages.name
