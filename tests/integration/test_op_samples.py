@@ -57,6 +57,11 @@ KNOWN = {
             calls=r"float32\[1,1,4,3,4.*True, \(1, 1, 1\), 1\)",
             reason="a volume of one channel is in channels last as it is, and not copied",
         ),
+        Known(
+            op="aten.convolution_backward.default",
+            calls=r"float32\[1,1,1,1,1\|.*float32\[1,1,4,4,4.*\(2, 2, 2\)",
+            reason="a strided volume of one channel, whose weight takes whole blocks of channels",
+        ),
     ],
     "bfloat16": [
         Known(op="aten.convolution.default", calls="", reason=FEW),
