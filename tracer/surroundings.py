@@ -158,7 +158,7 @@ def fake_conversions() -> Iterator[Conversions]:
             current = conversions.latest(parameter)
             with torch.no_grad():
                 changed = fn(current)
-            if changed is not current and (changed.dtype, changed.device) != (current.dtype, current.device):
+            if changed is not current and _kind(changed) != _kind(current):
                 new = nn.Parameter(changed, requires_grad=current.requires_grad)
                 conversions.replace(current, new)
                 current = new
@@ -173,6 +173,11 @@ def fake_conversions() -> Iterator[Conversions]:
         yield conversions
     finally:
         nn.Module._apply = original
+
+
+def _kind(x: torch.Tensor) -> tuple[Any, ...]:
+    """What a conversion may change of a tensor; its strides, for another memory format."""
+    return x.dtype, x.device, x.stride()
 
 
 def make_fake(model: nn.Module, mode: Any, conversions: Conversions) -> None:

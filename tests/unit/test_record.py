@@ -323,3 +323,27 @@ def test_a_loss_that_makes_tensors_is_recorded_on_fake_tensors_as_it_runs() -> N
     (weights,) = fake.ops.writes[i]
     assert (fake.storages.producer[weights], fake.storages.nbytes[weights]) == (i, 12)
     assert "constant" not in fake.storages.name
+
+
+CHANNELS_LAST = """
+import torch
+from torch import nn
+
+
+def build(batch_size: int = 2):
+    first, second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=2)
+    layers = first, nn.BatchNorm2d(8), nn.ReLU(), second, nn.Flatten(), nn.Linear(128, 5)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    images = torch.randn(batch_size, 3, 8, 8).to(memory_format=torch.channels_last)
+    return model, (images, torch.randint(5, (batch_size,))), nn.functional.cross_entropy, None
+"""
+
+
+def test_a_model_in_channels_last_is_so_on_fake_tensors_too(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(CHANNELS_LAST)
+    build = load_spec(f"{tmp_path}/net.py:build")
+    real = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    fake = record_fake(build, CPU, ProfileUse(off=True))
+    assert real.ops.target == fake.ops.target
+    # A gradient in its weight's own format is taken as it is; in another it would be copied into that.
+    assert not any("new_empty_strided" in target for target in fake.ops.target)
