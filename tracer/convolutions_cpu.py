@@ -114,13 +114,21 @@ class _Pair:
         """Whether rows of the weight or what is padded to those of the image are too long for oneDNN's own kernels."""
         width, taps, left = self.read.shape[-1], self.kernel[-1], self.padding[-1]
         if len(self.kernel) > 2:
-            return False
+            front = self.padding[
+                0
+            ]  # slices; so few that a part of the weight reads nothing but these and those behind
+            few = front > 0 and self.read.shape[2] <= self.kernel[0] - front
+            return task == WEIGHT and block() == 16 and self.groups == 1 and few
         if task == WEIGHT and block() == 8 and width < taps:
             return True  # without AVX-512, rows that are shorter than the weight's
-        if block() != 16 or self.groups > 1 or self.strided:
+        if block() != 16 or self.groups > 1:
+            return False
+        if task == WEIGHT and taps > 14:
+            return True
+        if self.strided:
             return False
         if taps > 14:
-            return task != FORWARD or left > 0
+            return task == IMAGE or left > 0
         if task == WEIGHT:
             return taps > 1 and (2 * left >= width or left > 28)
         # A row is made in pieces, which its left end may not be longer than; short rows of three taps are one piece.

@@ -216,6 +216,15 @@ def convolutions() -> list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any
         ((2, 32, 200), (48, 32, 15), {"padding": 7, "bias": True}),
         ((2, 32, 50), (48, 32, 3), {"padding": 8, "dilation": 8}),
         ((1, 3, 6, 6, 6), (3, 3, 3, 3, 3), {"stride": 2, "padding": 2, "transposed": True, "bias": True}),
+        ((2, 3, 64, 64), (32, 3, 16, 16), {"stride": 16}),  # patches, wider than a kernel makes at once
+        ((2, 16, 64, 64), (32, 16, 16, 16), {"stride": 8, "bias": True}),
+        (
+            (2, 16, 4, 7, 7),
+            (48, 16, 5, 5, 5),
+            {"padding": 2},
+        ),  # as many slices as the weight reads in one piece
+        ((2, 16, 3, 7, 7), (48, 16, 5, 5, 5), {"padding": 2}),  # fewer
+        ((2, 32, 1, 4, 4), (64, 32, 3, 3, 3), {"padding": 1}),
     ]
 
 
