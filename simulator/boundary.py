@@ -51,7 +51,7 @@ def boundary(
             high = b
         if high - low <= step:
             return low
-        guess = _crossing(known)
+        guess = _crossing(known, low, high)
         guesses += 1
         if guess is not None and guesses <= PATIENCE and low <= guess < high + step:
             b = int(guess // step) * step
@@ -62,11 +62,16 @@ def boundary(
         b = min(max(b, low + step), high - step)
 
 
-def _crossing(known: dict[int, float]) -> float | None:
-    """Where the line through the two probes nearest to the limit crosses it; None if it does not rise."""
-    nearest = sorted(known, key=lambda b: (abs(known[b]), b))[:2]
-    if len(nearest) < 2:
+def _crossing(known: dict[int, float], low: int, high: int) -> float | None:
+    """Where the line through the last that fits and the first that does not crosses the limit; None if none does.
+
+    Where only one of these was asked about, the line goes through the two that are nearest to the limit.
+    """
+    ends = [b for b in (low, high) if b in known]
+    if len(ends) < 2:
+        ends = sorted(sorted(known, key=lambda b: (abs(known[b]), b))[:2])
+    if len(ends) < 2:
         return None
-    a, b = sorted(nearest)
+    a, b = ends
     rise = known[b] - known[a]
     return a - known[a] * (b - a) / rise if rise > 0 else None

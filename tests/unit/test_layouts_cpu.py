@@ -175,6 +175,7 @@ def test_what_has_an_image_s_shape_before_it_is_summed_up() -> None:
     assert check(aten.repeat.default, x, [2, 2])[0] == 4 * whole
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("gradient", ["heads outside", "rows outside", "one number"])
 def test_attention_takes_a_gradient_with_rows_outside(gradient: str) -> None:
     def halves(rows_outside: bool) -> Any:

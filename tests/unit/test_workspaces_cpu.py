@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -226,15 +225,6 @@ def convolutions() -> list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any
         ((2, 16, 3, 7, 7), (48, 16, 5, 5, 5), {"padding": 2}),  # fewer
         ((2, 32, 1, 4, 4), (64, 32, 3, 3, 3), {"padding": 1}),
     ]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """What several threads take to sum a weight's gradient, the rules leave out (`tracer.convolutions_cpu`)."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")
