@@ -2,7 +2,7 @@
 
 A transposed convolution is the gradient of a convolution that goes the other way, in oneDNN as in mathematics: its
 forward is that one's gradient of the image, and its gradient of the image is that one's forward. So everything here is
-about one `_Pair` of tensors, the image that a convolution reads and the one that it makes. A convolution along one
+about one `Pair` of tensors, the image that a convolution reads and the one that it makes. A convolution along one
 dimension runs as one of images of a single row (`view1d_as_2d` in aten/src/ATen/native/Convolution.cpp).
 
 The sequences were read off torch 2.13's profiler, float32, on a processor with AVX-512, with one and two threads.
@@ -15,138 +15,22 @@ threads sum the gradients of weights; other types than float32 and bfloat16; cha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tracer import onednn, workspaces_bf16
+from tracer.convolution_pair import FORWARD, IMAGE, WEIGHT, Pair, pair_of
 from tracer.onednn import FLOAT, block, channels_last, contiguous, padded
 from tracer.signature import Signature, TensorSpec
 
 Events = list[int]
-
-
-# What is to be made.
-FORWARD: Final = "forward"
-IMAGE: Final = "gradient of the image"
-WEIGHT: Final = "gradient of the weight"
-# Elements of a row that a kernel makes at once, by the blocks of channels that it makes at once.
-PIECE: Final = {1: 15, 2: 10, 3: 7, 4: 6}
 MOST_COLUMNS: Final = 829_440  # bytes, about: forward makes columns in parts that the cache holds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pair:
-    """A convolution: what it reads, what it makes, and its weight (channels made, channels read / groups, kernel)."""
-
-    read: TensorSpec
-    made: TensorSpec
-    weight: TensorSpec
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    @property
-    def kernel(self) -> tuple[int, ...]:
-        return self.weight.shape[2:]
-
-    @property
-    def taps(self) -> int:
-        return math.prod(self.kernel)
-
-    @property
-    def strided(self) -> bool:
-        return any(s != 1 for s in self.stride)
-
-    @property
-    def per_group(self) -> tuple[int, int]:
-        """Channels of a group: read, made."""
-        return self.weight.shape[1], self.weight.shape[0] // self.groups
-
-    @property
-    def depthwise(self) -> bool:
-        return self.groups > 1 and self.per_group == (1, 1)
-
-    @property
-    def first(self) -> bool:
-        """Whether this is a first layer, whose forward reads the image as it is."""
-        return self.groups == 1 and self.read.shape[1] < block() and self.taps > 1
-
-    def blocked(self, image: TensorSpec) -> int:
-        """Bytes of an image in oneDNN's layout, its channels in whole blocks (not if they are in groups)."""
-        whole = self.groups > 1 and not self.depthwise
-        channels = image.shape[1] if whole else padded(image.shape[1])
-        return image.shape[0] * channels * math.prod(image.shape[2:]) * FLOAT
-
-    def blocked_weight(self, *, plain: bool = False) -> int:
-        """Bytes of the weight in oneDNN's layout; plain: where the channels that are read are as they are."""
-        made, read = self.weight.shape[:2]
-        if self.depthwise:
-            return padded(self.groups) * self.taps * FLOAT
-        if self.groups > 1:
-            return self.weight.nbytes
-        return padded(made) * (read if plain else padded(read)) * self.taps * FLOAT
-
-    @property
-    def columns(self) -> int:
-        """Bytes of one image of a group as a matrix of columns; of a volume, one slice."""
-        return self.per_group[0] * self.taps * math.prod(self.made.shape[-2:]) * FLOAT
-
-    def gemm(self, task: str) -> bool:
-        """Whether oneDNN has nothing better than columns and a matrix product for this task."""
-        if self._too_wide(task):
-            return True
-        if self.groups == 1:
-            return False
-        volume = len(self.kernel) > 2
-        if self.depthwise and any(d != 1 for d in self.dilation):
-            return True
-        if not self.depthwise:
-            least = 4 if task != WEIGHT else block() if volume else 8
-            return any(c % least for c in self.per_group)
-        # Depthwise gradients of weights have a kernel for 3 x 3, on images of so many pixels.
-        small = any(
-            n < k + s - 1 for n, k, s in zip(self.read.shape[2:], self.kernel, self.stride, strict=True)
-        )
-        return volume or (task == WEIGHT and (max(self.kernel) > 3 or small))
-
-    def _too_wide(self, task: str) -> bool:
-        """Whether rows of the weight or what is padded to those of the image are too long for oneDNN's own kernels."""
-        width, taps, left = self.read.shape[-1], self.kernel[-1], self.padding[-1]
-        if len(self.kernel) > 2:
-            front = self.padding[
-                0
-            ]  # slices; so few that a part of the weight reads nothing but these and those behind
-            few = front > 0 and self.read.shape[2] <= self.kernel[0] - front
-            return task == WEIGHT and block() == 16 and self.groups == 1 and few
-        if task == WEIGHT and block() == 8 and width < taps:
-            return True  # without AVX-512, rows that are shorter than the weight's
-        if block() != 16 or self.groups > 1:
-            return False
-        if task == WEIGHT and taps > 14:
-            return True
-        if self.strided:
-            return False
-        if taps > 14:
-            return task == IMAGE or left > 0
-        if task == WEIGHT:
-            return taps > 1 and (2 * left >= width or left > 28)
-        # A row is made in pieces, which its left end may not be longer than; short rows of three taps are one piece.
-        made = self.weight.shape[0] if task == FORWARD else self.weight.shape[1]
-        short = 28 if task == FORWARD else 30
-        return taps == 3 and width > short and left > PIECE[_together(-(-made // block()), task)]
-
-    @property
-    def batched(self) -> bool:
-        """Whether the gradient of the image is made by matrix products in batches, in channels last."""
-        return self.strided and (self.groups == 1 or self.per_group[1] > block())
 
 
 def convolution(signature: Signature) -> tuple[int, ...] | None:
     """Forward."""
     if _in_bfloat16(signature.args[0]):
         return workspaces_bf16.convolution(signature)
-    pair, transposed = _pair(signature, signature.results[0])
+    pair, transposed = pair_of(signature, signature.results[0])
     if pair is None:
         return None
     x, y, w = (pair.made, pair.read, pair.weight) if transposed else (pair.read, pair.made, pair.weight)
@@ -167,7 +51,7 @@ def convolution_backward(signature: Signature) -> tuple[int, ...] | None:
     """The gradients of the input, then of weight and bias."""
     if _in_bfloat16(signature.args[1]):
         return workspaces_bf16.convolution_backward(signature)
-    pair, transposed = _pair(signature, signature.args[0])
+    pair, transposed = pair_of(signature, signature.args[0])
     if pair is None:
         return None
     dy, x = (pair.read, pair.made) if transposed else (pair.made, pair.read)
@@ -190,38 +74,7 @@ def _in_bfloat16(x: TensorSpec) -> bool:
     return x.dtype == "bfloat16" and onednn.bfloat16_in_onednn()
 
 
-def _pair(signature: Signature, y: TensorSpec) -> tuple[_Pair | None, bool]:
-    """The convolution that a call is or is the transpose of, and which; None: no rule says what it does."""
-    at = 1 if "backward" in signature.target else 0
-    x, w = signature.args[at], signature.args[at + 1]
-    stride, padding, dilation, transposed, more, groups = signature.args[at + 3 : at + 9]
-    if transposed and any(m >= s for m, s in zip(more, stride, strict=True)):
-        return None, False
-    if x.dtype != w.dtype or x.dtype not in ("float32", "bfloat16") or not 3 <= len(x.shape) <= 5:
-        return None, False
-    if len(x.shape) == 3:
-        x, y, w = _one_row(x), _one_row(y), _one_row(w)
-        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
-    read, made = (y, x) if transposed else (x, y)
-    pair = _Pair(
-        read=read,
-        made=made,
-        weight=w,
-        stride=tuple(stride),
-        padding=tuple(padding),
-        dilation=tuple(dilation),
-        groups=groups,
-    )
-    return pair, bool(transposed)
-
-
-def _one_row(spec: TensorSpec) -> TensorSpec:
-    n, c, length = spec.shape
-    a, b, s = spec.stride
-    return replace(spec, shape=(n, c, 1, length), stride=(a, b, length * s, s))
-
-
-def _uses_onednn(x: TensorSpec, pair: _Pair) -> bool:
+def _uses_onednn(x: TensorSpec, pair: Pair) -> bool:
     """torch's own choice (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp) for float32 on the CPU."""
     if x.dtype != "float32":
         return False
@@ -241,7 +94,7 @@ def _uses_onednn(x: TensorSpec, pair: _Pair) -> bool:
 # oneDNN
 
 
-def _strided_scratch(pair: _Pair, most: int = 1 << 30) -> int:
+def _strided_scratch(pair: Pair, most: int = 1 << 30) -> int:
     """oneDNN runs a strided 1x1 convolution on a thinned copy of one image a thread (`rtus`); 0: none."""
     if pair.kernel[-2:] != (1, 1) or len(pair.kernel) > 2 or not pair.strided or pair.groups > 1:
         return 0
@@ -249,20 +102,14 @@ def _strided_scratch(pair: _Pair, most: int = 1 << 30) -> int:
     return onednn.threads() * min(most, padded(pair.read.shape[1])) * pixels * FLOAT + 128
 
 
-def _together(blocks: int, task: str) -> int:
-    """Blocks of channels that a kernel makes at once: as many as divide them, at most four, or three of gradients."""
-    most = max(n for n in (1, 2, 3, 4) if blocks % n == 0)
-    return min(most, 4 if task == FORWARD else 3)
-
-
-def _padded_bias(pair: _Pair) -> int:
+def _padded_bias(pair: Pair) -> int:
     """A bias is copied where it does not fill whole blocks of channels."""
     channels = pair.made.shape[1]
     whole = pair.groups > 1 and not pair.depthwise
     return 0 if whole or channels == padded(channels) else padded(channels) * FLOAT + 128
 
 
-def _forward(pair: _Pair, has_bias: bool) -> Events:
+def _forward(pair: Pair, has_bias: bool) -> Events:
     y = pair.made.nbytes
     if pair.gemm(FORWARD) and not pair.depthwise:
         scratch = (
@@ -278,7 +125,7 @@ def _forward(pair: _Pair, has_bias: bool) -> Events:
     return [*took, inside, *(-n for n in reversed(took)), y, *twice, -inside]
 
 
-def _image_gradient(pair: _Pair) -> Events:
+def _image_gradient(pair: Pair) -> Events:
     """The gradient of what the convolution reads."""
     dx = pair.read.nbytes
     if pair.gemm(IMAGE):
@@ -292,7 +139,7 @@ def _image_gradient(pair: _Pair) -> Events:
     return [grad, weight, image, -weight, -grad, dx, -image]
 
 
-def _transposed(pair: _Pair, has_bias: bool) -> Events:
+def _transposed(pair: Pair, has_bias: bool) -> Events:
     """The same as a transposed convolution's forward; its bias is added to a second result inside."""
     y = pair.read.nbytes
     if pair.batched and not pair.gemm(IMAGE):
@@ -307,13 +154,13 @@ def _transposed(pair: _Pair, has_bias: bool) -> Events:
     return [second, grad, weight, image, -weight, -grad, -second, y, -image]
 
 
-def _strided_gradient(pair: _Pair) -> tuple[int, int, int]:
+def _strided_gradient(pair: Pair) -> tuple[int, int, int]:
     """Gradient, weight and scratch of matrix products in batches: in channels last, those read not padded."""
     weight = pair.weight.shape[0] * padded(pair.weight.shape[1]) * pair.taps * FLOAT
     return pair.made.nbytes, weight, 12_288 + 24_600 * onednn.threads()
 
 
-def _weight_gradient(pair: _Pair, bias: int) -> Events:
+def _weight_gradient(pair: Pair, bias: int) -> Events:
     dw = pair.weight.nbytes
     given = [bias] if bias else []
     if pair.gemm(WEIGHT):
@@ -334,7 +181,7 @@ def _weight_gradient(pair: _Pair, bias: int) -> Events:
     return [*took, weight, *during, *freed, *given, dw, -weight, *(-b for b in given)]
 
 
-def _in_half_blocks(pair: _Pair) -> tuple[int, int, int]:
+def _in_half_blocks(pair: Pair) -> tuple[int, int, int]:
     """Weight, image made and image read where few channels are read: both in blocks of half a vector register."""
 
     def whole(channels: int) -> int:
@@ -346,7 +193,7 @@ def _in_half_blocks(pair: _Pair) -> tuple[int, int, int]:
     return weight * FLOAT, made * FLOAT, read * FLOAT
 
 
-def _channels_last_backward(pair: _Pair, bias: int, mask: Any) -> tuple[int, ...]:
+def _channels_last_backward(pair: Pair, bias: int, mask: Any) -> tuple[int, ...]:
     """Weights and images are copied to channels last where they are not; a grouped kernel sums dense blocks."""
     weight = pair.blocked_weight(plain=pair.read.shape[1] < 4)
     copies = [s.nbytes for s in (pair.made, pair.read) if not channels_last(s)]
@@ -365,7 +212,7 @@ def _channels_last_backward(pair: _Pair, bias: int, mask: Any) -> tuple[int, ...
 # torch's own kernels
 
 
-def _native_columns(pair: _Pair, x: TensorSpec, *, plain: bool) -> int:
+def _native_columns(pair: Pair, x: TensorSpec, *, plain: bool) -> int:
     """The whole batch as columns, for what is no plain matrix product already."""
     if plain:
         return 0
@@ -373,7 +220,7 @@ def _native_columns(pair: _Pair, x: TensorSpec, *, plain: bool) -> int:
     return x.shape[0] * pair.read.shape[1] * pair.taps * math.prod(pair.made.shape[2:]) * x.item_bytes
 
 
-def _native(pair: _Pair, x: TensorSpec, y: TensorSpec, *, transposed: bool, has_bias: bool) -> Events:
+def _native(pair: Pair, x: TensorSpec, y: TensorSpec, *, transposed: bool, has_bias: bool) -> Events:
     plain = all(k == 1 for k in pair.kernel) and not pair.strided and not any(pair.padding)
     if pair.groups > 1:
         part = x.nbytes // pair.groups  # one group after the other, and all put together
@@ -387,7 +234,7 @@ def _native(pair: _Pair, x: TensorSpec, y: TensorSpec, *, transposed: bool, has_
 
 
 def _native_backward(
-    pair: _Pair, x: TensorSpec, dy: TensorSpec, bias: int, mask: Any, *, transposed: bool
+    pair: Pair, x: TensorSpec, dy: TensorSpec, bias: int, mask: Any, *, transposed: bool
 ) -> tuple[int, ...]:
     copies = [s.nbytes for s in (dy, x) if not contiguous(s)]
     made = [x.nbytes] * bool(mask[0]) + ([bias] if bias else []) + [pair.weight.nbytes] * bool(mask[1])
