@@ -182,7 +182,7 @@ class Bounder:
             if found[0] > best[0]:
                 best, at = found, op
         bound = self._bound(budget_bytes, at, *best)
-        if max(self.instants.peaks) <= budget_bytes:
+        if max(self.instants.peaks, default=0) <= budget_bytes:
             return bound
         if at < self.instants.turn:  # in forward nothing runs again
             at, best = TURN, self.instants.at(TURN).added(budget_bytes) or best
