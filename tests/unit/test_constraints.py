@@ -50,9 +50,8 @@ def two_layers() -> Trace:
         "aten.mm.default" if n.startswith("mm") else "aten.relu.default" if n.startswith("relu") else t
         for n, t in zip(of.ops.name, of.ops.target, strict=True)
     )
-    return replace(
-        of, ops=Ops(**{**{k: getattr(of.ops, k) for k in Ops.__dataclass_fields__}, "target": targets})
-    )
+    named = Ops(**{**{k: getattr(of.ops, k) for k in Ops.__dataclass_fields__}, "target": targets})
+    return replace(of, ops=named, meta=replace(of.meta, fingerprint=fingerprint(named, of.storages)))
 
 
 def peak(of: Trace, plan: Plan | None = None) -> int:
