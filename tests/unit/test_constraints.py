@@ -28,7 +28,7 @@ from tests.tiny import bwd, chain, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.plan import SAVE, Action, Plan
 from traces.store import save
-from traces.trace import RANDOM, VIEW, Ops, Trace
+from traces.trace import RANDOM, VIEW, Ops, Trace, fingerprint
 
 UNLIMITED = 1 << 62
 FREE = [n for n in REGISTRY if n not in ("whole-modules", "exact")]
