@@ -1,6 +1,6 @@
 """`python -m executor` is `execute`."""
 
-from executor.cli import main
+from executor.cli.main import main
 
 if __name__ == "__main__":
     main()

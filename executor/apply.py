@@ -21,11 +21,11 @@ from torch import nn
 
 from executor.matching import check_kind
 from executor.rewrite import Rewritten, rewrite
-from simulator.schedule import build
-from tracer.capture import capture
-from tracer.loop import fit_tangent
-from tracer.precision import Autocast, ambient, without_autocast
-from tracer.program import Program, program_of
+from simulator.core.schedule import build
+from tracer.build.loop import fit_tangent
+from tracer.capture.capture import capture
+from tracer.precision.policy import Autocast, ambient, without_autocast
+from tracer.record.program import Program, program_of
 from traces.errors import PlanError
 from traces.plan import Action, Plan
 from traces.trace import TraceMeta

@@ -35,7 +35,7 @@ def times_apply(meta: TraceMeta, device: str, gpu: str = "") -> bool:
         device: "cpu", "cuda" or "cuda:1".
         gpu: the GPU's name as the driver gives it.
     """
-    from tracer.device_profiles import board_of
+    from tracer.costs.profiles import board_of
 
     if device.partition(":")[0] == "cpu":
         return meta.target.lower() == "cpu"

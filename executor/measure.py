@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from executor.fresh import run_fresh
+from executor.isolated import run_fresh
 from executor.timing import alone, in_turns
 from traces.alloc_conf import NAMES as ALLOC_CONF
 from traces.alloc_conf import alloc_conf
@@ -86,7 +86,7 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
     if job.device.startswith("cuda") and job.alloc_conf and not alloc_conf():
         env |= dict.fromkeys(ALLOC_CONF, job.alloc_conf)
     data = run_fresh(
-        "executor.worker",
+        "executor.measure_worker",
         asdict(job),
         what=f"measured {job.variant}",
         environment=env,
@@ -104,9 +104,9 @@ def perform(job: Job) -> JobResult:
     """Do a job in this process (which should be fresh)."""
     from executor.apply import Engines, apply_plan, engines_of, planned_otherwise
     from executor.verify import verify
-    from tracer.loop import run_step
-    from tracer.precision import scale_of
-    from tracer.spec import load_spec
+    from tracer.build.loop import run_step
+    from tracer.build.step import load_spec
+    from tracer.precision.policy import scale_of
 
     if job.limit_bytes:
         limit_memory(job.device, job.limit_bytes)
@@ -187,7 +187,7 @@ def _profiled(
     """Build the step and run it under the profiler: the step, its peaks, and the last iteration's curve."""
     from torch.profiler import record_function
 
-    from tracer.probes import memory_profiler
+    from tracer.measure.probes import memory_profiler
 
     with memory_profiler() as prof:
         ready = prepare()
@@ -329,7 +329,7 @@ def environment(device: str) -> dict[str, str]:
     """What the figures depend on, beside the plan."""
     import torch
 
-    from tracer.step import versions
+    from tracer.record.step import versions
 
     out = {
         **versions(),
@@ -350,8 +350,8 @@ def environment(device: str) -> dict[str, str]:
 
 def check_device(device: str) -> None:
     """Raise EnvironmentProblem before any work if the device is not there."""
-    from tracer.spec import check_device as check
-    from tracer.spec import require_torch
+    from tracer.build.step import check_device as check
+    from tracer.build.step import require_torch
 
     require_torch()
     check(device)

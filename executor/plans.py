@@ -162,9 +162,9 @@ def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Tr
                 "--trace out, and the step is recorded again."
             )
         return trace
-    from tracer.device_profiles import board_of
-    from tracer.spec import load_spec
-    from tracer.step import trace_step
+    from tracer.build.step import load_spec
+    from tracer.costs.profiles import board_of
+    from tracer.record.step import trace_step
     from traces.devices import device as device_entry
     from traces.errors import SpecError
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from simulator.allocator.question import ask
-from simulator.comparison import compare, with_reserved
 from simulator.report.bars import Bar, grouped, spread
 from simulator.report.page import (
     Block,
@@ -24,10 +23,11 @@ from simulator.report.page import (
     write_page,
 )
 from simulator.report.simulation import describe, simulation_sections
+from simulator.studies.prediction import compare, with_reserved
 from traces.measurement import Measurement, RunFigures, signed_error_percent
-from traces.people import show_bytes, show_percent, show_time
 from traces.plan import ALLOCATED, Plan
 from traces.trace import Trace, TraceMeta
+from traces.units import show_bytes, show_percent, show_time
 
 
 def write_measurement(

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from simulator.schedule import Schedule
-from tracer.batch_norm import again as run_again
-from tracer.program import Program, inplace_twin
+from simulator.core.schedule import Schedule
+from tracer.capture.passes.batch_norm import again as run_again
+from tracer.record.program import Program, inplace_twin
 from traces.errors import PlanError
 from traces.trace import VIEW
 

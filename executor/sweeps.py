@@ -8,7 +8,7 @@ from pathlib import Path
 
 from executor.measure import EAGER, KEEP_ALL, PLAN
 from executor.plans import Settings, measure_plan
-from simulator.sweep import Sweep
+from simulator.studies.sweep import Sweep
 from traces.errors import TraceError
 from traces.measurement import Measurement, RunFigures
 

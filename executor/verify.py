@@ -17,9 +17,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from executor.apply import Engines, apply_plan, capture_now, engines_of
-from tracer.loop import run_step
-from tracer.precision import scaler_tensors
-from tracer.spec import BuildStep, TrainingStep
+from tracer.build.loop import run_step
+from tracer.build.step import BuildStep, TrainingStep
+from tracer.precision.policy import scaler_tensors
 from traces.plan import Plan
 
 NOISE_FACTOR = 10.0

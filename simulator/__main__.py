@@ -1,6 +1,6 @@
 """Turn `python -m simulator` into the `simulate` command."""
 
-from simulator.cli import main
+from simulator.cli.main import main
 
 if __name__ == "__main__":
     main(prog_name="simulate")

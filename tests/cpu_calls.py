@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tests.integration.steps import build_of, recorded
-from tracer.probes import CpuMarker, cpu_allocations
-from tracer.profile import measure
-from tracer.signature import TensorSpec, of_call
-from tracer.workspaces_cpu import cpu_events
+from tracer.costs.rules_cpu.workspaces import cpu_events
+from tracer.costs.signature import TensorSpec, of_call
+from tracer.measure.probes import CpuMarker, cpu_allocations
+from tracer.measure.step import measure
 from traces.devices import device
 from traces.trace import Trace
 

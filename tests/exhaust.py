@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator
 from itertools import combinations, pairwise, product
 
-from simulator.engine import run
-from simulator.graph import Graph, analyse
-from simulator.schedule import build
+from simulator.core.graph import Graph, analyse
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from tests.tiny import Op, trace
 from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action

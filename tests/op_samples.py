@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cpu_calls import CPU, peak
-from tracer.probes import CpuMarker, cpu_allocations, settle
-from tracer.signature import Signature, of_call
-from tracer.workspaces_cpu import RULES, cpu_events
+from tracer.costs.rules_cpu.workspaces import RULES, cpu_events
+from tracer.costs.signature import Signature, of_call
+from tracer.measure.probes import CpuMarker, cpu_allocations, settle
 
 SAMPLES: Final = 24  # of an op, about
 MOST_CALLS: Final = 20_000  # of one op's samples

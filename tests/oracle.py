@@ -1,7 +1,7 @@
 """Replay a schedule the slow way, from the definitions alone, to judge the engine and the schedule by.
 
-Nothing here uses `schedule.frees` or `schedule.takes`, `simulator.graph` or the engine: who is alive when is worked
-out again from who reads what, one step at a time, over all instances.
+Nothing here uses `schedule.frees` or `schedule.takes`, `simulator.core.graph` or the engine: who is alive when
+is worked out again from who reads what, one step at a time, over all instances.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.schedule import Schedule
+from simulator.core.schedule import Schedule
 from traces.plan import RECOMPUTE, SAVE, Action
 from traces.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
 

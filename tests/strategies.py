@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from simulator.graph import analyse
+from simulator.core.graph import analyse
 from tests.tiny import Op, trace
 from traces.plan import RECOMPUTE, SAVE, Action
 from traces.trace import BACKWARD, EAGER, FORWARD, GRADIENT, OPTIMIZER, RANDOM, Trace

@@ -1,6 +1,6 @@
 """`python -m tracer` is `trace`."""
 
-from tracer.cli import main
+from tracer.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,7 @@
 """Turn a device's name into what the cost model needs to know of it: memory, bandwidth, peak rates.
 
 Peak rates are dense (without structured sparsity) and at boost clock, from the makers' datasheets; tensor-core
-rates accumulate in float32. How much of them a real kernel reaches is the business of `tracer.cost`.
+rates accumulate in float32. How much of them a real kernel reaches is the business of `tracer.costs.roofline`.
 Compute capabilities are NVIDIA's (developer.nvidia.com/cuda-gpus).
 Memory is about what the driver reports for a whole board; it differs a little between boards and drivers.
 """
@@ -34,7 +34,7 @@ class Device:
     source: str
     sm: tuple[int, int] = (0, 0)  # CUDA compute capability, which decides the kernels; (0, 0): no NVIDIA GPU
     multiprocessors: int = 0  # of the board, by which some kernels choose how to split their work
-    measured: bool = False  # whether the rates were measured on this machine; see `tracer.machine`
+    measured: bool = False  # whether the rates were measured on this machine; see `tracer.costs.machine`
 
     def peak_flops_per_s(self, dtype: str, *, tf32: bool = False) -> int:
         """The dense peak for a dtype. tf32: for float32, the rate of TF32 tensor cores if there are any.
@@ -151,7 +151,7 @@ DEVICES: Final = (
         flops_per_s=_rates(0.3, 0.6, None, 2.8, 0.6),
         launch_ns=4_000,
         source=(
-            "a nominal small server: two cores with AVX-512 and AMX, set so that the efficiencies of tracer.cost "
+            "a nominal small server: two cores with AVX-512 and AMX, set so that the efficiencies of the roofline "
             "give the 0.42 and 2.0 TFLOP/s (float32, bfloat16 2048^3 matmul), 26 GB/s and 4-5 us an op measured "
             "on one; the memory is nominal. Trace with --device cpu for the times of your own machine"
         ),

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from traces.checked import checked, read_json
 from traces.errors import TraceError
 from traces.files import write_text
+from traces.json_records import checked, read_json
 from traces.plan import ALLOCATED, RESERVED
 from traces.trace import canonical_json
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from traces.checked import checked, read_json
 from traces.errors import PlanError
 from traces.files import write_text
+from traces.json_records import checked, read_json
 from traces.trace import Trace, TraceMeta, canonical_json
 
 PLAN_VERSION: Final = 1

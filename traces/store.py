@@ -12,15 +12,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from traces import tables
+from traces import parquet as tables
 from traces.errors import TraceError
 from traces.files import check_writable, umask
-from traces.tables import ID as _ID
-from traces.tables import IDS as _IDS
-from traces.tables import INT as _INT
-from traces.tables import INTS as _INTS
-from traces.tables import META_KEY as META_KEY
-from traces.tables import TEXT as _TEXT
+from traces.parquet import ID as _ID
+from traces.parquet import IDS as _IDS
+from traces.parquet import INT as _INT
+from traces.parquet import INTS as _INTS
+from traces.parquet import META_KEY as META_KEY
+from traces.parquet import TEXT as _TEXT
 from traces.trace import SCHEMA_VERSION, Ops, Storages, Trace, TraceMeta, fingerprint
 
 OPS_FILE: Final = "ops.parquet"

@@ -16,7 +16,7 @@ from executor.campaign.one import Bench, trace_step
 from executor.campaign.record import INFEASIBLE, Keys, Record, Trial
 from executor.campaign.record_step import CALIBRATED_DIR, UNCALIBRATED_DIR
 from executor.measure import EAGER, PLAN
-from simulator.budget import parse_budget
+from simulator.core.budget import parse_budget
 from traces.errors import OutOfMemoryProblem
 from traces.measurement import RunFigures
 

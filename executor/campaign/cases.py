@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from traces.checked import checked
 from traces.errors import LowtideError, SpecError
-from traces.reference import short_name, split_reference
+from traces.json_records import checked
+from traces.model_spec import short_name, split_reference
 from traces.trace import canonical_json
 
 PACKAGED: Final = Path(__file__).resolve().parent.parent / "cases"
@@ -188,8 +188,8 @@ def parse_cases(data: Mapping[str, Any], *, where: str, root: Path, name: str) -
 
 
 def _step_keys() -> tuple[str, ...]:
-    from tracer.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
-    from tracer.precision import POLICY_OPTIONS
+    from tracer.build.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
+    from tracer.precision.policy import POLICY_OPTIONS
 
     return tuple(dict.fromkeys((*IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *POLICY_OPTIONS)))
 
@@ -303,7 +303,7 @@ def _steps(lists: dict[str, list[Any]], place: str, root: Path) -> list[Step]:
 
 def _policy(options: Mapping[str, Any], place: str) -> None:
     """Check the dtype policy, which `trace` would refuse only after a process has been started."""
-    from tracer.precision import parse_policy
+    from tracer.precision.policy import parse_policy
 
     try:
         parse_policy(dict(options))
@@ -313,8 +313,8 @@ def _policy(options: Mapping[str, Any], place: str) -> None:
 
 def _model(model: Any, place: str, root: Path) -> tuple[str, tuple[str, ...] | None]:
     """The model's full name or path, and the options that it takes (None: its own function says)."""
-    from tracer.models import find_model
-    from tracer.precision import POLICY_OPTIONS
+    from tracer.build.models import find_model
+    from tracer.precision.policy import POLICY_OPTIONS
 
     if not isinstance(model, str):
         raise SpecError(f"{place}: model = {model!r} must be text.")
@@ -334,7 +334,7 @@ def _count(key: str, value: Any, place: str) -> None:
 
 
 def _budget(value: Any, place: str) -> str:
-    from simulator.budget import check_budget
+    from simulator.core.budget import check_budget
 
     text = str(value)
     if text != NONE:
@@ -343,7 +343,7 @@ def _budget(value: Any, place: str) -> str:
 
 
 def _limit(value: Any, place: str) -> str:
-    from simulator.budget import check_budget
+    from simulator.core.budget import check_budget
 
     _at(place, check_budget, str(value))
     return str(value)

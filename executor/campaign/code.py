@@ -23,7 +23,7 @@ ROOMS: Final = ("traces", "tracer", "simulator", "executor")
 # What runs in the processes that predict and measure, and what makes a record of their answers.
 ENTRIES: Final = (
     "executor.campaign.worker",
-    "executor.worker",
+    "executor.measure_worker",
     "executor.campaign.one",
     "executor.campaign.boundary",
 )

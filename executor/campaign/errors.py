@@ -15,7 +15,7 @@ from typing import Final
 
 from executor.campaign.cases import BOUNDARY, NONE
 from executor.campaign.record import CALIBRATED, OUT_OF_MEMORY, RULES, STAGES, Record
-from simulator.caveats import stands_always
+from simulator.studies.warnings import stands_always
 from traces.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
 
 # Allocated is what was asked for; blocks is the same as CUDA's allocator hands it out, rounded up.

@@ -21,9 +21,9 @@ from executor.campaign.record import (
     Store,
 )
 from executor.campaign.record_step import UNCALIBRATED_DIR
-from executor.fresh import run_fresh
+from executor.isolated import run_fresh
 from executor.measure import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, run_job
-from simulator.budget import parse_budget
+from simulator.core.budget import parse_budget
 from traces.devices import DEVICES
 from traces.errors import OutOfMemoryProblem, SpecError
 from traces.measurement import RunFigures

@@ -42,7 +42,7 @@ from simulator.report.page import (
     percent_cell,
     write_page,
 )
-from traces.people import show_percent
+from traces.units import show_percent
 
 # The two that most charts show, and all stages for the ablation.
 NAMES = {CALIBRATED: "calibrated", RULES: "uncalibrated"}

@@ -9,7 +9,7 @@ from executor.campaign.errors import LARGE, SLOWDOWN, error_rows, fragmentation_
 from executor.campaign.record import CALIBRATED, FAILED, INFEASIBLE, NOT_EQUAL, OUT_OF_MEMORY, RULES, Record
 from simulator.report.page import Block, Cell, Table, Text, bytes_cell, percent_cell, time_cell
 from traces.measurement import RunFigures
-from traces.people import show_bytes
+from traces.units import show_bytes
 
 
 def one_line(text: str) -> str:

@@ -27,7 +27,7 @@ from traces.trace import WORKSPACE, Trace
 
 if TYPE_CHECKING:
     from simulator.allocator.question import Question
-    from simulator.comparison import Comparison
+    from simulator.studies.prediction import Comparison
 
 KEEP_ALL_PLAN = "keep-all.json"
 
@@ -55,8 +55,8 @@ def predict_plan(
     *, directory: str, device: str, plan_from: str, planner: str, budget: str, plan_path: str
 ) -> dict[str, Any]:
     """Plan for a budget and predict; saves the plan, or says why there is none."""
-    from simulator.budget import parse_budget
-    from simulator.planning import keep_all, planned
+    from simulator.core.budget import parse_budget
+    from simulator.studies.planning import keep_all, planned
 
     traces = load_traces(Path(directory))
     base = base_trace(traces, plan_from)
@@ -84,8 +84,8 @@ def predict_fit(
     """Whether a step fits a limit, untouched (planner `none`) or with a plan for it; saves the plan that is run."""
     from simulator.allocator.caching import OutOfMemory
     from simulator.allocator.reserved import reserved_peak
-    from simulator.planning import planned
-    from simulator.untouched import untaken, untouched
+    from simulator.studies.planning import planned
+    from simulator.studies.untouched import untaken, untouched
 
     base = base_trace(load_traces(Path(directory)), plan_from)
     question = question_of(device, base)
@@ -186,7 +186,7 @@ def judged(trace: Trace, actions: tuple[Action, ...], device: str) -> Comparison
     Raises:
         PlanError: the actions do not fit the trace.
     """
-    from simulator.comparison import compare, with_reserved
+    from simulator.studies.prediction import compare, with_reserved
 
     return with_reserved(
         compare(trace, Plan(meta=trace.meta, actions=actions), None), question_of(device, trace)
@@ -207,7 +207,7 @@ def question_of(device: str, trace: Trace) -> Question | None:
 
 def _keep_all(trace: Trace, device: str) -> Plan:
     """The plan that keeps everything, with the prediction that a plan file must carry."""
-    from simulator.caveats import answered
+    from simulator.studies.warnings import answered
 
     made = answered(judged(trace, (), device)).plan
     return replace(made, planner="keep-all")
@@ -217,7 +217,7 @@ def _warnings(
     traces: dict[str, Trace], base: Trace, actions: tuple[Action, ...], device: str
 ) -> dict[str, list[str]]:
     """What `simulate` would say beside the predictions that it can make."""
-    from simulator.caveats import warnings
+    from simulator.studies.warnings import warnings
 
     return {
         stage: list(warnings(judged(trace, actions, device)))

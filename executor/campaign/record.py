@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from executor.campaign.cases import Case, Method, digest
-from traces.checked import checked, read_json
 from traces.errors import TraceError
 from traces.files import write_text
+from traces.json_records import checked, read_json
 from traces.measurement import RunFigures
-from traces.reference import source_file
+from traces.model_spec import source_file
 from traces.trace import canonical_json
 
 RECORD_VERSION: Final = 1

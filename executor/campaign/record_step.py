@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traces.reference import source_file
+from traces.model_spec import source_file
 
 if TYPE_CHECKING:
-    from tracer.spec import BuildStep
-    from tracer.step import Recorded
+    from tracer.build.step import BuildStep
+    from tracer.record.step import Recorded
     from traces.devices import Device
     from traces.trace import Trace
 
@@ -21,7 +21,7 @@ UNCALIBRATED_DIR, TRANSFERRED_DIR, CALIBRATED_DIR = "uncalibrated", "transferred
 def describe_device(*, device: str) -> dict[str, Any]:
     """The device of a campaign: its name, its memory, its entry in the device table ("": none), its environment."""
     from executor.measure import check_device, environment
-    from tracer.device_profiles import board_of, nearest_board, processor
+    from tracer.costs.profiles import board_of, nearest_board, processor
 
     check_device(device)
     found = {"environment": environment(device)}
@@ -56,11 +56,11 @@ def record_step(
     Raises:
         LowtideError: as `trace` would; OutOfMemoryError of torch, from what runs.
     """
-    from tracer.calibration import Costs
-    from tracer.machine import probed_cpu
-    from tracer.profile import measure
-    from tracer.spec import load_spec
-    from tracer.step import trace_step
+    from tracer.build.step import load_spec
+    from tracer.costs.calibration import Costs
+    from tracer.costs.machine import probed_cpu
+    from tracer.measure.step import measure
+    from tracer.record.step import trace_step
     from traces import store
     from traces.devices import device as device_entry
 
@@ -94,11 +94,11 @@ def _transferred(
     recorded: Recorded, other: BuildStep, entry: Device, device: str, rounds: int, warmup: int
 ) -> Trace:
     """The trace with the costs that a profile of the step at another batch size gives it."""
-    from tracer.assemble import recost
-    from tracer.calibration import Costs
-    from tracer.device_profiles import identity_here, profile_of, with_workspaces
-    from tracer.profile import measure
-    from tracer.step import trace_step
+    from tracer.costs.calibration import Costs
+    from tracer.costs.profiles import identity_here, profile_of, with_workspaces
+    from tracer.measure.step import measure
+    from tracer.record.assemble import recost
+    from tracer.record.step import trace_step
 
     smaller = trace_step(other, entry, device=device, costs=Costs())
     measured = measure(smaller, other, device, rounds=rounds, warmup=warmup)

@@ -21,7 +21,7 @@ from executor.campaign.errors import (
 )
 from executor.campaign.record import CALIBRATED, RULES, STAGES, Book, Record
 from traces.files import replacing, write_text
-from traces.people import show_bytes, show_percent
+from traces.units import show_bytes, show_percent
 
 Row = dict[str, str | int | float | bool | None]
 

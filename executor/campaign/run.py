@@ -14,7 +14,7 @@ from executor.campaign.code import code_digest
 from executor.campaign.estimate import Estimate, show_duration
 from executor.campaign.one import Bench, SharedStep, run_case, shared_step
 from executor.campaign.record import FAILED, RETRIED, Book, Keys, Record, Store
-from executor.fresh import run_fresh
+from executor.isolated import run_fresh
 from traces.errors import LowtideError, SpecError
 
 Progress = Callable[[str], None]

@@ -7,7 +7,7 @@ from typing import Any
 
 from executor.campaign.predict import predict_fit, predict_plan, predict_step
 from executor.campaign.record_step import describe_device, record_step
-from executor.fresh import serve
+from executor.isolated import serve
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "device": describe_device,

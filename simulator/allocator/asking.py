@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.question import ask, reserve
 from simulator.allocator.reserved import ReservedFigures, reserved_peak
-from simulator.graph import analyse
-from simulator.schedule import Schedule
-from simulator.timeline import Timeline
+from simulator.core.graph import analyse
+from simulator.core.schedule import Schedule
+from simulator.core.timeline import Timeline
 from traces.trace import Trace
 
 

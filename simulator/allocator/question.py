@@ -9,8 +9,8 @@ from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.device import CUDA, DeviceMemory
 from simulator.allocator.reserved import ReservedFigures, reserved_peak
 from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
-from simulator.graph import Graph
-from simulator.schedule import Schedule
+from simulator.core.graph import Graph
+from simulator.core.schedule import Schedule
 from traces.errors import SpecError
 from traces.trace import Trace, TraceMeta
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.graph import Graph
-from simulator.schedule import Schedule
+from simulator.core.graph import Graph
+from simulator.core.schedule import Schedule
 from traces.trace import BACKWARD, OPTIMIZER, OPTIMIZER_STATE, WORKSPACE, Trace
 
 

@@ -10,8 +10,8 @@ from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator, AllocatorFigures
 from simulator.allocator.requests import Requests, requests_of
 from simulator.allocator.settings import OLDER_BLOCK, OLDER_SEGMENT, AllocatorSettings
-from simulator.graph import Graph, analyse
-from simulator.schedule import Schedule
+from simulator.core.graph import Graph, analyse
+from simulator.core.schedule import Schedule
 from traces.trace import Trace
 
 ITERATIONS = 5  # as many as `execute` measures; the last is the one that counts

@@ -60,7 +60,7 @@ from typing import Any
 from simulator.bounds.instants import TURN, Instants
 from simulator.bounds.lowest import lowest
 from simulator.bounds.working_sets import WorkingSets
-from simulator.graph import Floor, Graph, analyse
+from simulator.core.graph import Floor, Graph, analyse
 from traces.trace import Trace
 
 TWICE = "what backward reads must be brought together op after op in so little memory that some ops run again twice"

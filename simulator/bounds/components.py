@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from simulator.bounds.mincut import Corner, Link, Rerun, corners
-from simulator.graph import Graph
+from simulator.core.graph import Graph
 from traces.trace import Trace
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from simulator.bounds.components import Alone, Components
-from simulator.engine import keep_all
-from simulator.graph import Graph, analyse
+from simulator.core.graph import Graph, analyse
+from simulator.core.replay import keep_all
 from traces.trace import Trace
 
 if TYPE_CHECKING:

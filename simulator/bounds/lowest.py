@@ -30,7 +30,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from simulator.bounds.instants import Instants
-from simulator.graph import Floor, floor
+from simulator.core.graph import Floor, floor
 
 MOST_STATES = 300  # of one question: (set, gap) pairs followed
 MOST_WORK = 100_000  # of one trace

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import numba
 from numba.core import event, options
 
-from simulator.planners.limits import excuse
+from simulator.kernels.clock import excuse
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("lowtide")

@@ -1,4 +1,4 @@
-"""Turn a state, as arrays, into the peak and the time of its plan: `simulator.fast`, compiled.
+"""Turn a state, as arrays, into the peak and the time of its plan: `simulator.core.evaluator`, compiled.
 
 The step after forward is walked op by op. What each step gains is known when it runs; what it releases only when the
 walk has ended, because a value goes with its last reader. So the walk notes, per storage, the last step that read the

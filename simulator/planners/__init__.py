@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Final, cast
 
-from simulator.planners.limits import DEFAULTS, Limits
+from simulator.core.limits import DEFAULTS, Limits
 from traces.errors import SpecError
 from traces.plan import Plan
 from traces.trace import Trace

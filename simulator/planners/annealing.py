@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from simulator.fast import Evaluator, State
-from simulator.graph import Graph
+from simulator.core.evaluator import Evaluator, State
+from simulator.core.graph import Graph
+from simulator.core.limits import Clock
 from simulator.kernels.anneal import KINDS, anneal
 from simulator.kernels.retain import retain
-from simulator.planners.limits import Clock
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

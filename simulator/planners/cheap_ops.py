@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from simulator.graph import Graph, analyse
-from simulator.planners.limits import DEFAULTS, Limits
+from simulator.core.graph import Graph, analyse
+from simulator.core.limits import DEFAULTS, Limits
 from simulator.planners.mu_two import Search
 from simulator.planners.outcome import finish, refuse
 from traces.plan import Plan

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from simulator.graph import analyse
-from simulator.planners.limits import DEFAULTS, Limits
+from simulator.core.graph import analyse
+from simulator.core.limits import DEFAULTS, Limits
 from simulator.planners.outcome import finish
 from traces.plan import Action, Plan
 from traces.trace import Trace

@@ -6,7 +6,7 @@ not shared may run again more than once.
 
 from __future__ import annotations
 
-from simulator.fast import Evaluator, State
+from simulator.core.evaluator import Evaluator, State
 
 
 class Costs:

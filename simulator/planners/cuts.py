@@ -14,8 +14,8 @@ from typing import Final
 
 from simulator.bounds.bound import Bound, bounder_of
 from simulator.bounds.instants import Instants
-from simulator.fast import Evaluator, State
-from simulator.graph import Graph
+from simulator.core.evaluator import Evaluator, State
+from simulator.core.graph import Graph
 from simulator.planners.mu_two import Found, Search
 
 INSTANTS: Final = 4  # tried for one budget: that of the bound and others of high peak

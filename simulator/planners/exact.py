@@ -27,9 +27,9 @@ from itertools import combinations
 from typing import Final
 
 from simulator.bounds.bound import Bounder
-from simulator.fast import Evaluator
-from simulator.graph import Graph, analyse
-from simulator.planners.limits import DEFAULTS, Clock, Limits
+from simulator.core.evaluator import Evaluator
+from simulator.core.graph import Graph, analyse
+from simulator.core.limits import DEFAULTS, Clock, Limits
 from simulator.planners.mu_two import Search
 from simulator.planners.outcome import finish, refuse
 from traces.errors import PlanError, SpecError, UnfinishedError

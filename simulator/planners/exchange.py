@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from simulator.fast import State, without
+from simulator.core.evaluator import State, without
 from simulator.planners.costs import Costs
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import Final
 
 from simulator.bounds.bound import bounder_of
-from simulator.fast import evaluator_of
-from simulator.graph import analyse
+from simulator.core.evaluator import evaluator_of
+from simulator.core.graph import analyse
+from simulator.core.limits import DEFAULTS, Limits
 from simulator.planners.cuts import states
-from simulator.planners.limits import DEFAULTS, Limits
 from simulator.planners.mu_two import Found, Search
 from simulator.planners.outcome import finish, refuse
 from traces.plan import Plan

@@ -4,7 +4,8 @@ Start with everything kept. While the simulated peak is over the budget, look at
 values that are there but idle, recompute the one that frees most bytes per added time, and simulate again. When it
 fits, keep again whatever need not have been released. The differences from the paper are listed in `mu_two_paper`.
 
-Counts: the exact peak and time of every plan tried, as `simulator.engine` counts them; the added time of a choice as
+Counts: the exact peak and time of every plan tried, as `simulator.core.replay` counts them; the added time of
+a choice as
 the exact union of ops that run again beside those that do already. Ignores: that unshared links of a chain may run
 again more than once (the simulation that follows sees it), and reordering of the step itself.
 """
@@ -19,11 +20,11 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from simulator.bounds.bound import bounder_of
-from simulator.fast import State, evaluator_of, without
-from simulator.graph import Graph, analyse
+from simulator.core.evaluator import State, evaluator_of, without
+from simulator.core.graph import Graph, analyse
+from simulator.core.limits import DEFAULTS, Clock, Limits
 from simulator.planners.costs import Costs
 from simulator.planners.exchange import exchanged
-from simulator.planners.limits import DEFAULTS, Clock, Limits
 from simulator.planners.outcome import finish, refuse
 from simulator.planners.segmented import Segmentation, segmentations_of
 from traces.plan import SAVE, Action, Plan

@@ -16,15 +16,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 
-from simulator.engine import run
-from simulator.fast import Evaluator
-from simulator.graph import Graph, analyse
-from simulator.planners.limits import DEFAULTS, Limits
+from simulator.core.evaluator import Evaluator
+from simulator.core.graph import Graph, analyse
+from simulator.core.limits import DEFAULTS, Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners.outcome import Refusal, finish, refuse
-from simulator.schedule import build
-from traces.people import show_bytes
 from traces.plan import Action, Plan
 from traces.trace import Trace
+from traces.units import show_bytes
 
 NAME = "mu-two-paper"
 

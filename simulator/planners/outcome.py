@@ -7,16 +7,16 @@ from typing import Any
 
 from simulator.allocator.reserved import ReservedFigures
 from simulator.bounds.bound import bounder_of
-from simulator.breaches import breach
-from simulator.engine import Replay, keep_all, run
-from simulator.graph import Graph, analyse
-from simulator.schedule import Schedule, build
-from simulator.timeline import Timeline
+from simulator.core.breaches import breach
+from simulator.core.graph import Graph, analyse
+from simulator.core.replay import Replay, keep_all, run
+from simulator.core.schedule import Schedule, build
+from simulator.core.timeline import Timeline
 from traces.errors import BudgetError, PlanError
 from traces.measurement import RunFigures
-from traces.people import show_bytes
 from traces.plan import SAVE, Action, Plan, label_actions
 from traces.trace import Trace
+from traces.units import show_bytes
 
 
 class Refusal(BudgetError):

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from simulator.blocks import block_paths
-from simulator.fast import Evaluator, State
-from simulator.graph import Graph, analyse
-from simulator.planners.limits import DEFAULTS, Limits
+from simulator.core.blocks import block_paths
+from simulator.core.evaluator import Evaluator, State
+from simulator.core.graph import Graph, analyse
+from simulator.core.limits import DEFAULTS, Limits
 from simulator.planners.outcome import finish, refuse
 from traces.errors import PlanError
 from traces.plan import SAVE, Action, Plan

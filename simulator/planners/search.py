@@ -7,7 +7,8 @@ ends in a plan that no single change improves; coarse ones, which find what to k
 longer cool ones from the best. Where no plan is known yet, coarse walks come first. Whatever was found is then tidied:
 what need not be released is kept again.
 
-Counts: the exact peak and time of every plan tried, as `simulator.engine` counts them. Ignores: reordering of the step
+Counts: the exact peak and time of every plan tried, as `simulator.core.replay` counts them. Ignores:
+reordering of the step
 itself. How much it tries depends on `Limits.seconds` and the size of the trace, not on the clock, unless the machine
 is so slow that the time runs out first; so equal seeds make equal plans.
 """
@@ -20,11 +21,11 @@ from functools import partial
 from typing import Final
 
 from simulator.bounds.bound import Bound, bounder_of
-from simulator.fast import State
-from simulator.graph import analyse
+from simulator.core.evaluator import State
+from simulator.core.graph import analyse
+from simulator.core.limits import DEFAULTS, Limits
 from simulator.planners.annealing import Annealer, Best
 from simulator.planners.cuts import best_cut
-from simulator.planners.limits import DEFAULTS, Limits
 from simulator.planners.mu_two import Found, Search, segmented
 from simulator.planners.outcome import finish, refuse
 from traces.plan import Plan

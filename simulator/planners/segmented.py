@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from simulator.fast import Evaluator, State
+from simulator.core.evaluator import Evaluator, State
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

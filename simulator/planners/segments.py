@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isqrt
 
-from simulator.blocks import OUTSIDE, block_segments
-from simulator.graph import Graph, analyse
-from simulator.planners.limits import DEFAULTS, Limits
+from simulator.core.blocks import OUTSIDE, block_segments
+from simulator.core.graph import Graph, analyse
+from simulator.core.limits import DEFAULTS, Limits
 from simulator.planners.outcome import finish
 from traces.plan import SAVE, Action, Plan
 from traces.trace import Trace

@@ -1,6 +1,7 @@
 """Turn a trace and a budget into what `torch.utils.checkpoint.checkpoint_sequential` does, with the best segment count.
 
-The model is taken as a sequence of blocks: the repeated blocks (`simulator.blocks`), or, in a model without them, its
+The model is taken as a sequence of blocks: the repeated blocks (`simulator.core.blocks`), or, in a model
+without them, its
 modules in the order of their first op. For n segments torch puts len // n blocks into each but the last; the last takes
 the rest and is run without checkpointing. Kept are the inputs of the others, and all that lies outside the blocks.
 Every n from 2 to the number of blocks is replayed, and the fastest within the budget is the plan.
@@ -15,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from simulator.blocks import OUTSIDE, block_paths
-from simulator.fast import Evaluator
-from simulator.graph import analyse
-from simulator.planners.limits import DEFAULTS, Limits
+from simulator.core.blocks import OUTSIDE, block_paths
+from simulator.core.evaluator import Evaluator
+from simulator.core.graph import analyse
+from simulator.core.limits import DEFAULTS, Limits
 from simulator.planners.outcome import finish, refuse
 from simulator.planners.segments import actions_for
 from traces.plan import Action, Plan

@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from simulator.engine import run
-from simulator.graph import Graph, analyse
+from simulator.core.graph import Graph, analyse
+from simulator.core.replay import run
+from simulator.core.schedule import build
+from simulator.core.timeline import Timeline
 from simulator.planners.outcome import finish
-from simulator.schedule import build
-from simulator.timeline import Timeline
 from traces.errors import LowtideError, PlanError
 from traces.plan import SAVE, Action, Plan
-from traces.saved import SavedSet, SavedSets
+from traces.saved_sets import SavedSet, SavedSets
 from traces.trace import Trace
 
 UNLIMITED_BYTES = 1 << 62

@@ -18,10 +18,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from simulator.blocks import OUTSIDE, whole_module_instances
-from simulator.fast import Evaluator
-from simulator.graph import analyse
-from simulator.planners.limits import AUTO, DEFAULTS, Clock, Limits
+from simulator.core.blocks import OUTSIDE, whole_module_instances
+from simulator.core.evaluator import Evaluator
+from simulator.core.graph import analyse
+from simulator.core.limits import AUTO, DEFAULTS, Clock, Limits
 from simulator.planners.outcome import finish, refuse
 from simulator.planners.segments import actions_for
 from traces.plan import Action, Plan

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from simulator.graph import Graph, analyse
-from simulator.schedule import Schedule
-from simulator.timeline import Timeline
+from simulator.core.graph import Graph, analyse
+from simulator.core.schedule import Schedule
+from simulator.core.timeline import Timeline
 from traces.trace import ACTIVATION, Trace
 
 

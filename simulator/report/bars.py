@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from simulator.report.charts import BUDGET_COLOUR, altair, category_colour, finish, present, table
-from traces.people import bytes_unit
+from traces.units import bytes_unit
 
 KEPT, RECOMPUTED, UNABLE = "kept", "recomputed", "kept: may not be recomputed"
 ACTION_COLOURS: Final = {KEPT: "#94a3b8", RECOMPUTED: "#d9614c", UNABLE: "#3f4657"}

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from simulator.core.schedule import Schedule
+from simulator.core.timeline import Timeline
 from simulator.report.page import INSTALL
-from simulator.schedule import Schedule
-from simulator.timeline import Timeline
 from traces.errors import EnvironmentProblem
-from traces.people import bytes_unit
 from traces.trace import BACKWARD, CATEGORIES, PHASES, WORKSPACE, Trace
+from traces.units import bytes_unit
 
 COLOURS: Final = {
     "parameter": "#4c78a8",

@@ -8,7 +8,7 @@ from typing import Any
 
 from simulator.report.bars import time_unit
 from simulator.report.charts import altair, finish, table
-from traces.people import bytes_unit
+from traces.units import bytes_unit
 
 LOG_FROM = 20.0  # largest over smallest value from which a scatter's axes are logarithmic
 

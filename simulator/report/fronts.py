@@ -5,10 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from simulator.caveats import warnings_of
-from simulator.cli_compare import ranked
-from simulator.contest import Contest, Entrant
-from simulator.pareto import Front, Point
 from simulator.report.charts import BUDGET_COLOUR, altair, finish, table
 from simulator.report.page import (
     Block,
@@ -27,7 +23,10 @@ from simulator.report.page import (
     write_page,
 )
 from simulator.report.simulation import describe, metadata, provenance
-from traces.people import bytes_unit, show_bytes, show_percent, show_time
+from simulator.studies.comparison import Contest, Entrant, ranked
+from simulator.studies.pareto import Front, Point
+from simulator.studies.warnings import warnings_of
+from traces.units import bytes_unit, show_bytes, show_percent, show_time
 
 PLANNER_COLOUR, PEER_COLOUR, BOUND_COLOUR = "#d9614c", "#4c78a8", "#3f4657"
 KINDS: Final = {"Lowtide's planner": PLANNER_COLOUR, "another system's plan": PEER_COLOUR}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from simulator.max_batch import MaxBatch
 from simulator.report import bars
 from simulator.report.page import (
     Cell,
@@ -20,7 +19,8 @@ from simulator.report.page import (
     percent_cell,
     write_page,
 )
-from traces.people import show_bytes, show_percent
+from simulator.studies.max_batch import MaxBatch
+from traces.units import show_bytes, show_percent
 
 
 def write_max_batch(path: str | Path, found: MaxBatch) -> Path:

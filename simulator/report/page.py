@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 
 from traces.errors import EnvironmentProblem
 from traces.files import write_text
-from traces.people import show_bytes, show_percent, show_time
+from traces.units import show_bytes, show_percent, show_time
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 INSTALL: Final = "install it with `pip install 'lowtide[all]'`"

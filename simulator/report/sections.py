@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from simulator.comparison import Comparison
-from simulator.engine import breakdown, holdings
-from simulator.graph import Graph
+from simulator.core.graph import Graph
+from simulator.core.replay import breakdown, holdings
+from simulator.core.schedule import Schedule
+from simulator.core.timeline import Timeline
 from simulator.report import bars, charts
 from simulator.report.activations import Activation, Recomputation, activations, by_module, recomputations
 from simulator.report.page import (
@@ -22,11 +23,10 @@ from simulator.report.page import (
     percent_cell,
     time_cell,
 )
-from simulator.schedule import Schedule
-from simulator.timeline import Timeline
-from traces.people import show_bytes, show_time
+from simulator.studies.prediction import Comparison
 from traces.plan import Plan
 from traces.trace import CATEGORIES, FLAG_NAMES, Trace
+from traces.units import show_bytes, show_time
 
 HOLDERS: Final = 20  # rows of the table of the largest storages at the peak
 ROWS: Final = 150  # rows of the long tables

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from simulator import caveats
 from simulator.allocator.question import ask
-from simulator.comparison import Comparison, compare, with_reserved
-from simulator.fit import Fit
 from simulator.report.page import (
     Block,
     Cell,
@@ -26,13 +23,16 @@ from simulator.report.page import (
     write_page,
 )
 from simulator.report.sections import activation_blocks, memory_blocks, peak_blocks, recompute_blocks
+from simulator.studies import warnings as caveats
+from simulator.studies.fit import Fit
+from simulator.studies.prediction import Comparison, compare, with_reserved
 from traces.measurement import RunFigures
-from traces.people import show_bytes, show_percent, show_time
 from traces.plan import RESERVED, Plan
 from traces.trace import Trace, TraceMeta
+from traces.units import show_bytes, show_percent, show_time
 
 if TYPE_CHECKING:
-    from simulator.sweep import Sweep
+    from simulator.studies.sweep import Sweep
 
 
 def write_comparison(path: str | Path, c: Comparison, fits: Fit | None = None) -> Path:

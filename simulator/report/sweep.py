@@ -23,11 +23,11 @@ from simulator.report.page import (
     time_cell,
 )
 from simulator.report.sections import activation_blocks
-from simulator.sweep import EAGER, KEEP_ALL, PLAN, Sweep, SweepRow
+from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep, SweepRow
 from traces.errors import LowtideError
 from traces.measurement import RunFigures, signed_error_percent
-from traces.people import show_bytes, show_percent
 from traces.trace import CATEGORIES
+from traces.units import show_bytes, show_percent
 
 WAYS = {EAGER: "eager", KEEP_ALL: "keep-all", PLAN: "plan"}
 
@@ -266,7 +266,7 @@ def _statistics(sweep: Sweep) -> tuple[Block, ...]:
 
 def _activations(sweep: Sweep, root: Path) -> tuple[Block, ...]:
     """The analysis of the largest batch whose trace is still there, with its plan's actions."""
-    from simulator.graph import analyse
+    from simulator.core.graph import analyse
     from traces.plan import Plan
     from traces.store import load
 

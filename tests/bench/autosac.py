@@ -24,11 +24,11 @@ from typing import Any
 
 import click
 
-from simulator.engine import run
+from simulator.core.limits import Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import DEFAULT, plan_with
-from simulator.planners.limits import Limits
-from simulator.schedule import build
-from simulator.torch_comparison import added_percent
+from simulator.studies.torch_budget import added_percent
 from tests.bench.recorded import (
     A100_BYTES_PER_S,
     A100_FLOPS_PER_S,
@@ -50,8 +50,8 @@ def graph() -> tuple[Any, dict[str, float]]:
     from torch.distributed._tools.runtime_estimator import RuntimeEstimator
     from torch.distributed._tools.sac_estimator import SACEstimator
 
-    from tracer.spec import load_spec
-    from tracer.step import fake_mode
+    from tracer.build.step import load_spec
+    from tracer.record.step import fake_mode
 
     mode = "operator-level-cost-model"
     seconds: dict[str, float] = {}
@@ -104,7 +104,7 @@ def _roofline(cls: type, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]
     import torch
     from torch.utils import _pytree as pytree
 
-    from tracer.cost import op_bytes, op_flops
+    from tracer.costs.roofline import op_bytes, op_flops
 
     kwargs = kwargs or {}
     out = func(*args, **kwargs)

@@ -9,7 +9,7 @@ there.
 
 What its plans can do and ours cannot: drop a value that was kept from forward between two uses in backward and compute
 it again (a kept value of ours goes at its last use). The published programme may also run forward twice during forward,
-and backward twice: `solve(..., as_ours=False)`; the benchmark forbids both, as `simulator.schedule` does.
+and backward twice: `solve(..., as_ours=False)`; the benchmark forbids both, as `simulator.core.schedule` does.
 """
 
 from __future__ import annotations

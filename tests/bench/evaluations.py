@@ -17,9 +17,9 @@ from typing import Any
 
 import click
 
-from simulator.fast import Evaluator, State
-from simulator.flips import Flips
-from simulator.graph import analyse
+from simulator.core.evaluator import Evaluator, State
+from simulator.core.flips import Flips
+from simulator.core.graph import analyse
 from tests.synthetic import decoder
 from traces.plan import Action
 from traces.store import load

@@ -16,8 +16,8 @@ from typing import Any
 
 import click
 
+from simulator.core.limits import Limits
 from simulator.planners import DEFAULT
-from simulator.planners.limits import Limits
 from tests.bench.recorded import BENCH, CACHE
 from tests.bench.torch_budget import Model, best_of, line
 

@@ -7,7 +7,8 @@ anew for OR-tools (`pip install ortools`) and for ops with several outputs. Time
 ops 0 to t have one each, and op t runs there for the first time. Each op runs at most `COPIES` times, and each run of
 it opens an interval for each of its outputs, over which the output stays in memory.
 
-As in `simulator.schedule`, only forward runs again and only after the turn. What its plans can do and ours cannot: keep
+As in `simulator.core.schedule`, only forward runs again and only after the turn. What its plans can do and
+ours cannot: keep
 a value from forward to its first use in backward, and compute it again for the next. What ours can: run an op more than
 `COPIES` times.
 """

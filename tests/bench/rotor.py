@@ -17,9 +17,9 @@ from typing import Any
 
 import click
 
-from simulator.engine import run
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import DEFAULT
-from simulator.schedule import build
 from tests.bench.recorded import BENCH, CACHE, trace_of
 from tests.bench.solve import measure, text
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import click
 
 from simulator.bounds.bound import lower_bound
-from simulator.engine import run
-from simulator.graph import analyse, floor
+from simulator.core.graph import analyse, floor
+from simulator.core.limits import Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import DEFAULT, REGISTRY, plan_with
-from simulator.planners.limits import Limits
-from simulator.schedule import build
 from tests.bench.recorded import BENCH, CACHE, trace_of
 from tests.synthetic import ladder, resnet
 from tests.tiny import chain

@@ -19,12 +19,12 @@ from typing import Any
 import click
 
 from simulator.bounds.bound import bound_curve
-from simulator.budget import parse_budget
-from simulator.engine import run
-from simulator.fast import Evaluator
+from simulator.core.budget import parse_budget
+from simulator.core.evaluator import Evaluator
+from simulator.core.limits import Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import DEFAULT, REGISTRY, plan_with
-from simulator.planners.limits import Limits
-from simulator.schedule import build
 from tests.bench.recorded import BENCH, CACHE, trace_of
 from traces.errors import LowtideError, SpecError
 from traces.trace import Trace

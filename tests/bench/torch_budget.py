@@ -26,15 +26,15 @@ from typing import Any
 import click
 
 from simulator.bounds.bound import lower_bound
-from simulator.engine import run
-from simulator.graph import analyse
+from simulator.core.graph import analyse
+from simulator.core.limits import Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
+from simulator.core.timeline import Timeline
 from simulator.planners import DEFAULT, plan_with
-from simulator.planners.limits import Limits
 from simulator.planners.segments import OUTSIDE, actions_for, block_segments
 from simulator.planners.torch_budget import ask_torch, plans
-from simulator.schedule import build
-from simulator.timeline import Timeline
-from simulator.torch_comparison import added_percent, flops_percent
+from simulator.studies.torch_budget import added_percent, flops_percent
 from tests.bench.recorded import (
     CACHE,
     a100_times,
@@ -46,7 +46,7 @@ from tests.bench.recorded import (
 )
 from traces.errors import BudgetError
 from traces.plan import SAVE
-from traces.saved import SavedSets
+from traces.saved_sets import SavedSets
 
 MODELS: dict[str, dict[str, Any]] = {
     "bert-base": {"batch_size": 16, "seq_len": 512, "dropout": 0.0, "optimizer": "none"},

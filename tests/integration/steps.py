@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from simulator.graph import Graph, analyse
-from simulator.schedule import build
-from tracer.batch import split_batch
-from tracer.program import Program, program_of
-from tracer.spec import BuildStep, TrainingStep
-from tracer.step import Recorded, capture_step, trace_step
+from simulator.core.graph import Graph, analyse
+from simulator.core.schedule import build
+from tracer.build.batch import split_batch
+from tracer.build.step import BuildStep, TrainingStep
+from tracer.record.program import Program, program_of
+from tracer.record.step import Recorded, capture_step, trace_step
 from traces.devices import device
 from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action, Plan

@@ -14,10 +14,10 @@ if importlib.util.find_spec("torchvision") is None:  # importing it is left to L
     pytest.skip("no torchvision", allow_module_level=True)
 
 from executor.verify import KINDS, verify  # noqa: E402
-from simulator.graph import analyse  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import plan_of, random_actions, recompute_all, recorded  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
 from traces.plan import Action  # noqa: E402
 from traces.trace import Trace  # noqa: E402
 

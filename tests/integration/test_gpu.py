@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from executor.measure import limit_memory  # noqa: E402
-from tracer.device_profiles import board_of  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
-from tracer.step import trace_step  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.costs.profiles import board_of  # noqa: E402
+from tracer.record.step import trace_step  # noqa: E402
 from traces.devices import device  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,8 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tracer import onednn  # noqa: E402
-from tracer.workspaces_cpu import RULES  # noqa: E402
+from tracer.costs.rules_cpu import onednn  # noqa: E402
+from tracer.costs.rules_cpu.workspaces import RULES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE_BYTES = 64  # a few scalars

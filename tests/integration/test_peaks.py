@@ -24,13 +24,13 @@ if importlib.util.find_spec("torchvision") is None:  # importing it is left to L
     pytest.skip("no torchvision", allow_module_level=True)
 
 from executor.measure import Job, run_job  # noqa: E402
-from simulator.engine import run  # noqa: E402
-from simulator.graph import analyse  # noqa: E402
-from simulator.schedule import build  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.replay import run  # noqa: E402
+from simulator.core.schedule import build  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import random_actions, recompute_all, recorded  # noqa: E402
-from tracer.profile import measure  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
 from traces.plan import Plan  # noqa: E402
 from traces.trace import Trace  # noqa: E402
 

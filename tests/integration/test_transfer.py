@@ -17,12 +17,12 @@ pytest.importorskip("transformers")
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
     pytest.skip("no torchvision", allow_module_level=True)
 
-from simulator.engine import run  # noqa: E402
-from simulator.graph import analyse  # noqa: E402
-from simulator.schedule import build  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.replay import run  # noqa: E402
+from simulator.core.schedule import build  # noqa: E402
 from tests.integration.steps import random_actions  # noqa: E402
-from tracer.record import ProfileUse, record_fake, record_real  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.trace import Trace  # noqa: E402
 

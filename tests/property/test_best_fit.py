@@ -15,8 +15,8 @@ from simulator.allocator.settings import (
     AllocatorSettings,
     parse_alloc_conf,
 )
-from simulator.graph import analyse
-from simulator.schedule import build
+from simulator.core.graph import analyse
+from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, fwd, trace
 from traces.plan import Action

@@ -15,7 +15,7 @@ from simulator.bounds.bound import Bounder, bound_curve
 from simulator.bounds.instants import Instants, Setting
 from simulator.bounds.lowest import Pebbles, State
 from simulator.bounds.working_sets import WorkingSets
-from simulator.graph import analyse
+from simulator.core.graph import analyse
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.strategies import traces
 from traces.trace import Trace

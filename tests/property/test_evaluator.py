@@ -7,10 +7,10 @@ import random
 import pytest
 from hypothesis import given, settings
 
-from simulator.engine import run
-from simulator.fast import Evaluator
-from simulator.graph import Graph, analyse
-from simulator.schedule import build
+from simulator.core.evaluator import Evaluator
+from simulator.core.graph import Graph, analyse
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError

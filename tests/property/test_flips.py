@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from simulator.fast import Evaluator, State
-from simulator.flips import IMPOSSIBLE, Flips
+from simulator.core.evaluator import Evaluator, State
+from simulator.core.flips import IMPOSSIBLE, Flips
 from tests.property.test_evaluator import draw_actions
 from tests.strategies import traces, traces_with_actions
 from tests.synthetic import ladder

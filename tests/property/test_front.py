@@ -6,18 +6,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator import engine, fast
-from simulator import graph as graphs
-from simulator.engine import run
-from simulator.fast import Evaluator
-from simulator.graph import analyse, floor
-from simulator.pareto import front
+from simulator.core import evaluator as fast
+from simulator.core import graph as graphs
+from simulator.core import replay as engine
+from simulator.core.evaluator import Evaluator
+from simulator.core.graph import analyse, floor
+from simulator.core.limits import Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import outcome, plan_with, segmented
-from simulator.planners.limits import Limits
 from simulator.planners.outcome import Refusal, replayed
 from simulator.planners.segmented import Segmentations, split
 from simulator.planners.segments import actions_for
-from simulator.schedule import build
+from simulator.studies.pareto import front
 from tests.strategies import traces
 from tests.synthetic import ladder
 from tests.tiny import chain

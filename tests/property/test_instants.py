@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from simulator.bounds.instants import TURN, Cut, Instants
 from simulator.bounds.mincut import Link, Rerun, corners
-from simulator.engine import run
-from simulator.graph import analyse
-from simulator.planners.limits import Constraints
-from simulator.schedule import build
+from simulator.core.graph import analyse
+from simulator.core.limits import Constraints
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from tests.exhaust import draw_trace
 from tests.strategies import traces
 from tests.synthetic import decoder, resnet

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from simulator.bounds.bound import lower_bound
-from simulator.engine import run
-from simulator.schedule import build
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from tests.bench import checkmate, moccasin
 from tests.bench.small import Problem, problem_of, without_takeovers
 from tests.exhaust import budgets, draw_trace, frontier, optimum

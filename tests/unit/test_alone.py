@@ -14,15 +14,15 @@ from torch.nn import functional  # noqa: E402
 
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, recorded  # noqa: E402
-from tracer.alone import Wanted, _index_limit, calibrate, missing, resolve  # noqa: E402
-from tracer.assemble import Recorded, recost  # noqa: E402
-from tracer.calibration import MEASURED, Costs  # noqa: E402
-from tracer.device_profiles import identity_here, profile_of  # noqa: E402
-from tracer.profile import measure  # noqa: E402
-from tracer.signature import of_call  # noqa: E402
-from tracer.spec import BuildStep, load_spec  # noqa: E402
+from tracer.build.step import BuildStep, load_spec  # noqa: E402
+from tracer.costs.calibration import MEASURED, Costs  # noqa: E402
+from tracer.costs.profiles import identity_here, profile_of  # noqa: E402
+from tracer.costs.signature import of_call  # noqa: E402
+from tracer.measure.isolated import Wanted, _index_limit, calibrate, missing, resolve  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
+from tracer.record.assemble import Recorded, recost  # noqa: E402
+from traces.device_profile import DeviceProfile  # noqa: E402
 from traces.devices import device  # noqa: E402
-from traces.profile import DeviceProfile  # noqa: E402
 from traces.trace import VIEW  # noqa: E402
 
 aten = torch.ops.aten

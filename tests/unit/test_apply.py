@@ -22,12 +22,12 @@ from executor import PlannedModule, apply_plan  # noqa: E402
 from executor.apply import capture_now, engines_of, planned_otherwise  # noqa: E402
 from executor.measure import Job, perform  # noqa: E402
 from executor.verify import _compare, _difference, _train, verify  # noqa: E402
-from simulator.graph import analyse  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
-from tracer import dropout as dropout_module  # noqa: E402
-from tracer import program as program_module  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.capture.passes import dropout as dropout_module  # noqa: E402
+from tracer.record import program as program_module  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
 from traces.plan import Plan  # noqa: E402
 
@@ -524,7 +524,7 @@ def test_verification_notices_another_dropout_kernel(monkeypatch: pytest.MonkeyP
             if n.target is torch.ops.aten.mul.Scalar:
                 n.args = (n.args[0], n.args[1] * (1 + 1e-3))
 
-    monkeypatch.setattr("tracer.capture.split_dropout", scaled_wrongly)
+    monkeypatch.setattr("tracer.capture.capture.split_dropout", scaled_wrongly)
     outcome = verify(build, plan, steps=1)
     assert not outcome.equal
     assert outcome.max_abs_difference["loss"] > 0
@@ -586,7 +586,7 @@ def test_a_graph_whose_kernels_differ_from_eager_s_by_rounding_is_equal_but_not_
             if n.target is torch.ops.aten.mul.Scalar:
                 n.args = (n.args[0], n.args[1] * (1 + 2e-7))
 
-    monkeypatch.setattr("tracer.capture.split_dropout", rounded)
+    monkeypatch.setattr("tracer.capture.capture.split_dropout", rounded)
     outcome = verify(build, plan, steps=1)
     assert outcome.equal
     assert not outcome.bit_equal

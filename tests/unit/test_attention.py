@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from tracer.attention import CUDNN, DEFAULT_ORDER, EFFICIENT, FLASH, MATH, Call, View, choose, cudnn_version
+from tracer.capture.cuda.attention import (
+    CUDNN,
+    DEFAULT_ORDER,
+    EFFICIENT,
+    FLASH,
+    MATH,
+    Call,
+    View,
+    choose,
+    cudnn_version,
+)
 from traces.devices import device
 from traces.errors import CaptureError
 

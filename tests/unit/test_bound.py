@@ -10,7 +10,7 @@ import pytest
 from simulator.bounds.bound import bound_answer, bound_curve, lower_bound
 from simulator.bounds.instants import TURN, Instants
 from simulator.bounds.mincut import Corner, Link, Network, Rerun, corners
-from simulator.graph import floor
+from simulator.core.graph import floor
 from simulator.planners import plan_with
 from tests.exhaust import frontier, optimum
 from tests.synthetic import resnet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.budget import parse_budget
+from simulator.core.budget import parse_budget
 from traces.errors import SpecError
 
 

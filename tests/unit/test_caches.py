@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from executor.verify import verify  # noqa: E402
 from tests.integration.steps import build_of, plan_of, recorded  # noqa: E402
-from tracer.profile import measure  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
 
 
 def cached_unless_compiling(function: Any) -> Any:
@@ -63,7 +63,7 @@ def test_a_cached_table_is_made_by_the_step() -> None:
 def test_caches_of_the_model_s_file_are_emptied() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from tracer.caches import emptied_caches
+    from tracer.capture.torch_fixes.caches import emptied_caches
 
     with emptied_caches(Positions()), FakeTensorMode():
         plain_table(3)

@@ -6,15 +6,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import tracer.calibration as calibration  # noqa: E402
+import tracer.costs.calibration as calibration  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import recorded  # noqa: E402
-from tracer.builder import OpRow  # noqa: E402
-from tracer.calibration import INTERPOLATED, MEASURED, NONE, RULES, Costs  # noqa: E402
-from tracer.signature import Signature, TensorSpec  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.costs.builder import OpRow  # noqa: E402
+from tracer.costs.calibration import INTERPOLATED, MEASURED, NONE, RULES, Costs  # noqa: E402
+from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
+from traces.device_profile import DeviceProfile, Entry, Identity  # noqa: E402
 from traces.devices import device  # noqa: E402
-from traces.profile import DeviceProfile, Entry, Identity  # noqa: E402
 from traces.trace import FORWARD, VIEW  # noqa: E402
 
 CPU, GPU = device("cpu"), device("h200")

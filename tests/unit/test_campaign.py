@@ -31,10 +31,10 @@ from executor.campaign.predict import predict_fit, predict_plan, predict_step, t
 from executor.campaign.record import Book, Keys, Record, Store, Trial
 from executor.campaign.rows import answer, flat_rows, summary, write_rows
 from executor.campaign.run import Choice, run_campaign
-from executor.cli import execute
-from executor.fresh import error_json
+from executor.cli.main import execute
+from executor.isolated import error_json
 from executor.measure import Job, JobResult
-from simulator import caveats
+from simulator.studies import warnings as caveats
 from tests import tiny
 from traces import store as trace_store
 from traces.alloc_conf import alloc_conf
@@ -734,7 +734,7 @@ def test_the_page_is_made_from_records_alone_and_without_torch(tmp_path: Path) -
     pytest.importorskip("vl_convert")
     many().save(tmp_path / "campaign.json")
     code = (
-        "import sys; from executor.cli import execute\n"
+        "import sys; from executor.cli.main import execute\n"
         "try: execute(['campaign', sys.argv[1], '--report', sys.argv[2], '-q'])\n"
         "except SystemExit as end: assert end.code == 1, end.code\n"
         "assert 'torch' not in sys.modules"

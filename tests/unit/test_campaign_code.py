@@ -24,8 +24,8 @@ SMALL = {
     "simulator/report/__init__.py": "",
     "simulator/report/page.py": "from simulator.engine import run",
     "executor/__init__.py": "",
-    "executor/worker.py": "def do():\n    from tracer.rates import RATE",
-    "executor/cli.py": "import executor.worker",
+    "executor/measure_worker.py": "def do():\n    from tracer.rates import RATE",
+    "executor/cli.py": "import executor.measure_worker",
     "executor/cases/cpu.toml": "a = 1",
     "executor/campaign/__init__.py": "",
     "executor/campaign/worker.py": "import simulator.planners",
@@ -76,7 +76,7 @@ def test_an_edit_of_what_shows_or_of_words_keeps_the_results(tmp_path: Path, nam
 
 
 def test_all_that_the_workers_have_loaded_is_among_it() -> None:
-    code = "import sys, executor.worker, executor.campaign.worker, executor.campaign.boundary\n"
+    code = "import sys, executor.measure_worker, executor.campaign.worker, executor.campaign.boundary\n"
     code += "from simulator.planners import REGISTRY, find\n"
     code += "[find(name) for name in REGISTRY]\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

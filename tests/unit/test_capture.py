@@ -15,13 +15,13 @@ from torch.nn import functional  # noqa: E402
 
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, program, recorded, step_of  # noqa: E402
-from tracer.blame import blame  # noqa: E402
-from tracer.capture import capture  # noqa: E402
-from tracer.dropout import _scale, dropout_mask  # noqa: E402
-from tracer.program import Program, is_random  # noqa: E402
-from tracer.scalars import Scalars  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
-from tracer.step import capture_step  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.build.user_errors import blame  # noqa: E402
+from tracer.capture.capture import capture  # noqa: E402
+from tracer.capture.passes.dropout import _scale, dropout_mask  # noqa: E402
+from tracer.record.program import Program, is_random  # noqa: E402
+from tracer.record.scalars import Scalars  # noqa: E402
+from tracer.record.step import capture_step  # noqa: E402
 from traces.errors import CaptureError, SpecError  # noqa: E402
 from traces.trace import BUFFER, EFFECT, GRADIENT, INPUT, MUTATES, OPTIMIZER_STATE, PARAMETER, RANDOM  # noqa: E402
 
@@ -289,7 +289,7 @@ def test_the_optimizer_changes_the_trace_but_not_the_graph() -> None:
 def test_a_capture_on_real_tensors_is_the_same_as_on_fake_ones() -> None:
     build = load_spec(small_nets.spec("residual"))
     real = build()
-    from tracer.program import program_of
+    from tracer.record.program import program_of
 
     made = program_of(capture_step(real))
     assert made.fingerprint() == recorded(build).trace.meta.graph_fingerprint

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from executor.campaign.record import Book
-from simulator.sweep import Sweep
-from traces.checked import checked
+from simulator.studies.sweep import Sweep
 from traces.commands import print_json
 from traces.errors import LowtideError
+from traces.json_records import checked
 from traces.measurement import Measurement, RunFigures
 from traces.plan import Plan
-from traces.saved import SavedSets
+from traces.saved_sets import SavedSets
 from traces.store import GALLERY
 
 

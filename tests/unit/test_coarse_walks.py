@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.engine import run
-from simulator.fast import Evaluator, State
-from simulator.graph import analyse
+from simulator.core.evaluator import Evaluator, State
+from simulator.core.graph import analyse
+from simulator.core.limits import Clock
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.kernels.anneal import BORDER, COARSE_STEP, KINDS, MOVE_BORDER
 from simulator.planners.annealing import Annealer, Walk
-from simulator.planners.limits import Clock
-from simulator.schedule import build
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
 from traces.trace import Trace

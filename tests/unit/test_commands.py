@@ -17,13 +17,13 @@ from click.testing import CliRunner, Result
 torch = pytest.importorskip("torch")
 
 import executor.plans as plans  # noqa: E402
-from executor.cli import execute  # noqa: E402
+from executor.cli.main import execute  # noqa: E402
 from executor.measure import Job, JobResult, run_job  # noqa: E402
-from simulator.cli import main as simulate  # noqa: E402
+from simulator.cli.main import main as simulate  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import recompute_all, recorded  # noqa: E402
-from tracer.cli import trace  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.cli.main import trace  # noqa: E402
 from traces import store  # noqa: E402
 from traces.errors import EnvironmentProblem, LowtideError  # noqa: E402
 from traces.measurement import RunFigures  # noqa: E402
@@ -260,7 +260,7 @@ def test_a_plan_that_was_edited_is_refused_or_read_but_never_crashes(
 
     monkeypatch.setattr(plans, "run_job", job)
     made = recorded(load_spec(MLP)).trace
-    from simulator.graph import analyse
+    from simulator.core.graph import analyse
 
     good = replace(plan, actions=recompute_all(analyse(made))).to_json()
     good["actions"][0]["drop_after"] = [20]

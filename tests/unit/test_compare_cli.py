@@ -16,13 +16,13 @@ from simulator.allocator.device import DeviceMemory
 from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import parse_alloc_conf
 from simulator.bounds.bound import lower_bound
-from simulator.cli import main
-from simulator.contest import Entrant, enter, open_contest
-from simulator.engine import run
-from simulator.pareto import GIB, cheapest, front, pick_of
+from simulator.cli.main import main
+from simulator.core.limits import Constraints, Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import REGISTRY, plan_with
-from simulator.planners.limits import Constraints, Limits
-from simulator.schedule import build
+from simulator.studies.comparison import Entrant, enter, open_contest
+from simulator.studies.pareto import GIB, cheapest, front, pick_of
 from tests.synthetic import resnet
 from tests.tiny import chain
 from traces.errors import SpecError, UnfinishedError
@@ -203,7 +203,7 @@ def test_a_budget_that_is_not_finished_costs_no_other_point(
             raise UnfinishedError("did not finish in 1 s")
         return plan_with(name, trace, budget_bytes, limits)
 
-    monkeypatch.setattr("simulator.pareto.plan_with", plan)
+    monkeypatch.setattr("simulator.studies.pareto.plan_with", plan)
     points = front(small, "t", "mu-two", 5, QUICK).points
     assert [p.finished for p in points] == [p.budget_bytes not in late for p in whole]
     assert not points[0].feasible

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from simulator import engine
-from simulator.comparison import compare
-from simulator.engine import run
-from simulator.graph import analyse
+from simulator.core import replay as engine
+from simulator.core.graph import analyse
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import outcome
-from simulator.planning import keep_all, planned
-from simulator.schedule import build
+from simulator.studies.planning import keep_all, planned
+from simulator.studies.prediction import compare
 from tests.tiny import chain
 from traces.plan import Action
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.kernels import compiled
-from simulator.planners import limits
-from simulator.planners.limits import Limits
+from simulator.core.limits import Limits
+from simulator.kernels import clock, compiled
 from tests.tiny import chain
 from traces.store import save
 
@@ -116,10 +115,10 @@ def test_compiling_is_not_on_the_planners_clock(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_excused_seconds_lengthen_a_running_clock() -> None:
-    clock = Limits(seconds=0.0).clock()
-    assert clock.over
-    limits.excuse(60.0)
-    assert not clock.over
-    assert 50 < clock.left_seconds <= 60
-    assert 25 < clock.share(0.5).left_seconds <= 30
+    running = Limits(seconds=0.0).clock()
+    assert running.over
+    clock.excuse(60.0)
+    assert not running.over
+    assert 50 < running.left_seconds <= 60
+    assert 25 < running.share(0.5).left_seconds <= 30
     assert Limits(seconds=0.0).clock().over  # what was excused before it began is not its own

@@ -11,16 +11,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from simulator.bounds.bound import lower_bound
-from simulator.breaches import breach
-from simulator.cli import main
-from simulator.cli_options import read_constraints
-from simulator.engine import run
-from simulator.graph import analyse
+from simulator.cli.main import main
+from simulator.cli.options import read_constraints
+from simulator.core.breaches import breach
+from simulator.core.graph import analyse
+from simulator.core.limits import AUTO, NONE, Constraints, Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
+from simulator.core.selectors import module_matches, op_matches, resolve
 from simulator.planners import REGISTRY, plan_with
-from simulator.planners.limits import AUTO, NONE, Constraints, Limits
 from simulator.planners.outcome import Refusal, finish
-from simulator.schedule import build
-from simulator.selectors import module_matches, op_matches, resolve
 from tests.exhaust import choices, draw_trace
 from tests.strategies import traces
 from tests.synthetic import resnet
@@ -383,7 +383,7 @@ def test_no_set_of_whole_modules_is_better_than_the_best_of_all(percent: int) ->
     """Every subset of six blocks, replayed: the planner's is within the budget and never faster than the fastest."""
     from itertools import combinations
 
-    from simulator.fast import Evaluator
+    from simulator.core.evaluator import Evaluator
     from simulator.planners.whole_modules import Choice
 
     of = resnet((1, 2, 2, 1), batch=64, side=64)
@@ -409,7 +409,7 @@ def test_no_set_of_whole_modules_is_better_than_the_best_of_all(percent: int) ->
 
 
 def test_the_cost_of_a_set_of_modules_is_that_of_its_actions() -> None:
-    from simulator.fast import Evaluator
+    from simulator.core.evaluator import Evaluator
     from simulator.planners.whole_modules import Choice
 
     of = resnet((1, 2, 2, 1), batch=64, side=64)

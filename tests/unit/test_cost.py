@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tracer.cost import op_time_ns, uses_tf32
+from tracer.costs.roofline import op_time_ns, uses_tf32
 from traces.devices import DEVICES, Device, device
 from traces.errors import SpecError
 
@@ -92,7 +92,7 @@ def test_the_table_is_plausible(entry: Device) -> None:
 
 def test_bytes_count_each_tensor_once_and_expanded_ones_by_what_exists() -> None:
     torch = pytest.importorskip("torch")
-    from tracer.cost import op_bytes
+    from tracer.costs.roofline import op_bytes
 
     x, y = torch.zeros(10, 10), torch.zeros(10, dtype=torch.bfloat16)
     assert op_bytes([x, x, y], [y]) == 400 + 20 + 20
@@ -120,8 +120,8 @@ def test_flops_of_a_step_are_those_of_torchs_counter(name: str, options: dict[st
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    from tracer.cost import op_flops
-    from tracer.spec import load_spec
+    from tracer.build.step import load_spec
+    from tracer.costs.roofline import op_flops
 
     class Sum(TorchDispatchMode):
         total = 0
@@ -140,7 +140,7 @@ def test_flops_of_a_step_are_those_of_torchs_counter(name: str, options: dict[st
 
 def test_attention_on_the_cpu_counts_as_much_as_on_a_gpu() -> None:
     torch = pytest.importorskip("torch")
-    from tracer.cost import op_flops
+    from tracer.costs.roofline import op_flops
 
     q, k = torch.zeros(2, 4, 8, 16), torch.zeros(2, 4, 6, 16)
     out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k)

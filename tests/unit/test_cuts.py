@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 
 from simulator.bounds.bound import bounder_of
 from simulator.bounds.instants import TURN
-from simulator.engine import run
-from simulator.fast import Evaluator
-from simulator.graph import analyse
+from simulator.core.evaluator import Evaluator
+from simulator.core.graph import analyse
+from simulator.core.limits import Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.planners.cuts import best_cut, states
-from simulator.planners.limits import Limits
 from simulator.planners.mu_two import Search
 from simulator.planners.outcome import Refusal
-from simulator.schedule import build
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
 from traces.trace import Trace

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from simulator.engine import breakdown, holdings, run
-from simulator.fast import Evaluator
-from simulator.graph import analyse, floor
-from simulator.schedule import build
+from simulator.core.evaluator import Evaluator
+from simulator.core.graph import analyse, floor
+from simulator.core.replay import breakdown, holdings, run
+from simulator.core.schedule import build
 from tests import oracle
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, opt, trace

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.engine import run
-from simulator.graph import analyse
+from simulator.core.graph import analyse
+from simulator.core.limits import Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.planners.exchange import exchanged
-from simulator.planners.limits import Limits
 from simulator.planners.mu_two import Search
-from simulator.schedule import build
 from tests.strategies import traces
 from tests.tiny import bwd, chain, fwd, trace
 from traces.plan import Action

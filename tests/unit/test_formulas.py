@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tracer.formulas import Formula
-from tracer.signature import TensorSpec
+from tracer.costs.rules_cuda.formulas import Formula
+from tracer.costs.signature import TensorSpec
 from traces.errors import SpecError
 
 X = TensorSpec(shape=(2, 3, 5), stride=(15, 5, 1), dtype="bfloat16")

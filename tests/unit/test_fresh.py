@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from executor.fresh import run_fresh
+from executor.isolated import run_fresh
 from traces.errors import EnvironmentProblem, LowtideError, OutOfMemoryProblem
 
 Run = Callable[..., dict[str, object]]
 
 SERVED = """
 import os
-from executor.fresh import serve
+from executor.isolated import serve
 from traces.errors import PlanError
 
 def do(payload):

@@ -18,26 +18,26 @@ from torch.nn import functional  # noqa: E402
 from executor.apply import PlanError, apply_plan, engine_of  # noqa: E402
 from executor.apply import _run as run_engine  # noqa: E402
 from executor.plans import Settings, measure_plan  # noqa: E402
-from simulator.graph import analyse  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, plan_of, random_actions, recompute_all, step_of  # noqa: E402
-from tracer.attention import CUDNN_DROPOUT_STEPS, release_here  # noqa: E402
-from tracer.batch_norm import takes_cudnn  # noqa: E402
-from tracer.builder import OpRow  # noqa: E402
-from tracer.device_profiles import with_workspaces  # noqa: E402
-from tracer.gpu import gpu_kernels  # noqa: E402
-from tracer.libraries import (  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.capture.cuda.attention import CUDNN_DROPOUT_STEPS, release_here  # noqa: E402
+from tracer.capture.cuda.gpu import gpu_kernels  # noqa: E402
+from tracer.capture.passes.batch_norm import takes_cudnn  # noqa: E402
+from tracer.costs.builder import OpRow  # noqa: E402
+from tracer.costs.libraries import (  # noqa: E402
     SHARED_FROM,
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
     library_storages,
     rerun_workspaces,
 )
-from tracer.program import Program, program_of  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
-from tracer.step import capture_step, trace_step  # noqa: E402
+from tracer.costs.profiles import with_workspaces  # noqa: E402
+from tracer.record.program import Program, program_of  # noqa: E402
+from tracer.record.step import capture_step, trace_step  # noqa: E402
+from traces.device_profile import LibraryWorkspace  # noqa: E402
 from traces.devices import device  # noqa: E402
-from traces.profile import LibraryWorkspace  # noqa: E402
 from traces.trace import BACKWARD, EFFECT, FORWARD, RANDOM, WORKSPACE, Trace  # noqa: E402
 
 aten = torch.ops.aten

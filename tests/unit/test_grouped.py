@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from executor.verify import verify  # noqa: E402
-from simulator.graph import analyse  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
 from tests.integration.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from tracer.grouped import grouped_products  # noqa: E402
-from tracer.profile import measure  # noqa: E402
+from tracer.capture.torch_fixes.grouped import grouped_products  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
 
 
 def operands(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> tuple[Any, Any, Any]:

@@ -7,9 +7,9 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracer.interpolation import Estimate, Index
-from tracer.signature import Signature, TensorSpec
-from traces.profile import Entry
+from tracer.costs.interpolation import Estimate, Index
+from tracer.costs.signature import Signature, TensorSpec
+from traces.device_profile import Entry
 
 
 def conv_key(batch: int, channels: int = 8) -> str:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from simulator.sweep import Sweep
+from simulator.studies.sweep import Sweep
 from traces.errors import LowtideError
 from traces.measurement import Measurement
 from traces.plan import Plan
-from traces.saved import SavedSets
+from traces.saved_sets import SavedSets
 
 
 @pytest.mark.parametrize("record", [Plan, Measurement, SavedSets, Sweep])

@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E
 
 from executor.apply import apply_plan  # noqa: E402
 from executor.measure import peaks_of  # noqa: E402
-from simulator.planning import keep_all  # noqa: E402
+from simulator.studies.planning import keep_all  # noqa: E402
 from tests.integration.steps import build_of, recorded  # noqa: E402
-from tracer.cost import result_bytes  # noqa: E402
-from tracer.loop import run_step  # noqa: E402
-from tracer.profile import measure  # noqa: E402
+from tracer.build.loop import run_step  # noqa: E402
+from tracer.costs.roofline import result_bytes  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
 
 aten = torch.ops.aten
 CALLS: list[tuple[Any, tuple[Any, ...]]] = [

@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from simulator.engine import keep_all  # noqa: E402
+from simulator.core.replay import keep_all  # noqa: E402
 from tests.cpu_calls import CPU, faked_and_measured, peak, spec, told_and_found  # noqa: E402
-from tracer.signature import Signature, TensorSpec  # noqa: E402
-from tracer.workspaces_cpu import cpu_events  # noqa: E402
+from tracer.costs.rules_cpu.workspaces import cpu_events  # noqa: E402
+from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
 
 aten = torch.ops.aten
 SIZES = [(5, 9), (40, 33), (100, 70)]

@@ -8,7 +8,7 @@ from simulator.bounds import lowest as lowest_module
 from simulator.bounds.bound import Bounder, lower_bound
 from simulator.bounds.instants import Instants
 from simulator.bounds.lowest import lowest
-from simulator.graph import floor
+from simulator.core.graph import floor
 from simulator.planners import plan_with
 from simulator.planners.outcome import Refusal
 from tests.exhaust import draw_trace, frontier

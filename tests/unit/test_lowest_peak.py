@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from simulator.bounds.bound import bounder_of
-from simulator.engine import keep_all
-from simulator.graph import analyse
-from simulator.planners import lowest_peak, plan_with
-from simulator.planners.limits import Constraints, Limits
+from simulator.core.graph import analyse
+from simulator.core.limits import Constraints, Limits
+from simulator.core.replay import keep_all
+from simulator.planners import plan_with
 from simulator.planners.outcome import Refusal
-from simulator.planning import planned
+from simulator.studies import lowest_peak
+from simulator.studies.planning import planned
 from tests.exhaust import draw_trace, frontier
 from traces.store import load
 from traces.trace import Trace

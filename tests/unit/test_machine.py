@@ -12,14 +12,14 @@ torch = pytest.importorskip("torch")
 
 from click.testing import CliRunner  # noqa: E402
 
-import tracer.machine as machine  # noqa: E402
+import tracer.costs.machine as machine  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
-from tracer.cli import trace  # noqa: E402
-from tracer.cost import op_time_ns  # noqa: E402
-from tracer.machine import ELEMENTS, SIDE, SLOW_SIDE, probed_cpu, rates_of, rates_text  # noqa: E402
-from tracer.profile import measure  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
-from tracer.step import trace_step  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.cli.main import trace  # noqa: E402
+from tracer.costs.machine import ELEMENTS, SIDE, SLOW_SIDE, probed_cpu, rates_of, rates_text  # noqa: E402
+from tracer.costs.roofline import op_time_ns  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
+from tracer.record.step import trace_step  # noqa: E402
 from traces import store  # noqa: E402
 from traces.devices import Device, device  # noqa: E402
 from traces.trace import TraceMeta  # noqa: E402
@@ -114,7 +114,7 @@ def test_a_record_names_torch_with_its_build(monkeypatch: pytest.MonkeyPatch) ->
     """A package that was installed as 2.11.0 may hold the build 2.11.0+cu130."""
     from importlib import metadata
 
-    from tracer.step import versions
+    from tracer.record.step import versions
 
     monkeypatch.setattr(metadata, "version", lambda name: "1.0")
     assert versions()["torch"] == str(torch.__version__)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.reserved import reserved_peak
-from simulator.boundary import Verdict, boundary
-from simulator.cli import main
-from simulator.engine import run
-from simulator.max_batch import MaxBatch, Request, max_batch
+from simulator.cli.main import main
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import plan_with
-from simulator.schedule import build
+from simulator.studies.boundary import Verdict, boundary
+from simulator.studies.max_batch import MaxBatch, Request, max_batch
 from tests import tiny
 from tests.synthetic import resnet
 from traces.errors import BudgetError, SpecError
@@ -239,7 +239,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
         seen.append(asked)
         return load_gpu if asked.device.kind == "cuda" else load
 
-    monkeypatch.setattr("simulator.max_batch.traces_in", traces_in)
+    monkeypatch.setattr("simulator.studies.max_batch.traces_in", traces_in)
     return seen
 
 

@@ -16,12 +16,12 @@ pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
-from tracer.loop import run_step  # noqa: E402
-from tracer.models import TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
-from tracer.spec import BuildStep, TrainingStep, load_spec  # noqa: E402
-from tracer.step import capture_step, trace_step  # noqa: E402
-from tracer.torchvision_shim import import_torchvision  # noqa: E402
-from tracer.vision import IMAGE_SIZES, classification_loss  # noqa: E402
+from tracer.build.loop import run_step  # noqa: E402
+from tracer.build.models import TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
+from tracer.build.step import BuildStep, TrainingStep, load_spec  # noqa: E402
+from tracer.build.torchvision_shim import import_torchvision  # noqa: E402
+from tracer.build.vision import IMAGE_SIZES, classification_loss  # noqa: E402
+from tracer.record.step import capture_step, trace_step  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import CaptureError, EnvironmentProblem, OutOfMemoryProblem, SpecError  # noqa: E402
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from simulator.bounds.bound import lower_bound
-from simulator.engine import run
-from simulator.graph import analyse
+from simulator.core.graph import analyse
+from simulator.core.limits import Constraints, Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import REGISTRY, exact, plan_with
-from simulator.planners.limits import Constraints, Limits
 from simulator.planners.outcome import Refusal
-from simulator.schedule import build
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, trace

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.blocks import OUTSIDE, block_segments
 from simulator.bounds.bound import lower_bound
 from simulator.bounds.instants import TURN, Instants
-from simulator.engine import run
-from simulator.graph import analyse, floor
+from simulator.core.blocks import OUTSIDE, block_segments
+from simulator.core.graph import analyse, floor
+from simulator.core.limits import Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import DEFAULT, REGISTRY, find, mu_two_paper, plan_with
 from simulator.planners.cheap_ops import cheap_candidates
-from simulator.planners.limits import Limits
 from simulator.planners.mu_two import Costs, Search
 from simulator.planners.outcome import Refusal
 from simulator.planners.segments import equal_segments
 from simulator.planners.sequential import sequence_of, torch_segment
-from simulator.schedule import build
 from tests.strategies import traces, traces_with_reruns
 from tests.synthetic import ladder, resnet
 from tests.tiny import bwd, chain, fwd, trace

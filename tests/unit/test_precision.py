@@ -18,17 +18,17 @@ import executor.measure as measuring  # noqa: E402
 from executor.apply import apply_plan  # noqa: E402
 from executor.measure import Job, perform  # noqa: E402
 from executor.verify import KINDS, SCALER, verify  # noqa: E402
-from simulator.graph import analyse  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import random_actions, recompute_all, recorded  # noqa: E402
-from tracer import precision  # noqa: E402
-from tracer.calibration import Costs  # noqa: E402
-from tracer.loop import run_step  # noqa: E402
-from tracer.precision import Autocast, ambient, parse_policy, under_policy  # noqa: E402
-from tracer.profile import measure  # noqa: E402
-from tracer.program import program_of  # noqa: E402
-from tracer.spec import BuildStep, load_spec  # noqa: E402
-from tracer.step import capture_step, trace_step  # noqa: E402
+from tracer.build.loop import run_step  # noqa: E402
+from tracer.build.step import BuildStep, load_spec  # noqa: E402
+from tracer.costs.calibration import Costs  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
+from tracer.precision import policy as precision  # noqa: E402
+from tracer.precision.policy import Autocast, ambient, parse_policy, under_policy  # noqa: E402
+from tracer.record.program import program_of  # noqa: E402
+from tracer.record.step import capture_step, trace_step  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import PlanError, SpecError, TraceError  # noqa: E402
 from traces.plan import Plan  # noqa: E402
@@ -290,7 +290,7 @@ def test_measuring_waits_until_the_scaler_takes_a_step(monkeypatch: pytest.Monke
     spec = load_spec(OVERFLOWING)
     fake = recorded(spec)
     assert measure(fake, spec, "cpu", rounds=1, warmup=1).meta.mode == "real"
-    monkeypatch.setattr("tracer.runner.PATIENCE", 0)
+    monkeypatch.setattr("tracer.measure.runner.PATIENCE", 0)
     with pytest.raises(TraceError, match="the real step differs"):
         measure(fake, spec, "cpu", rounds=1, warmup=1)
 

@@ -12,16 +12,16 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-import tracer.profile as profile_module  # noqa: E402
-import tracer.program as program_module  # noqa: E402
-from simulator.schedule import build as build_schedule  # noqa: E402
+import tracer.measure.step as profile_module  # noqa: E402
+import tracer.record.program as program_module  # noqa: E402
+from simulator.core.schedule import build as build_schedule  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, recorded  # noqa: E402
-from tracer.probes import CpuTimer, Names, Silent, settle  # noqa: E402
-from tracer.profile import measure, typical, with_the_rest  # noqa: E402
-from tracer.runner import GraphRunner  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
-from tracer.stepcode import step_code, takeovers  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.measure.probes import CpuTimer, Names, Silent, settle  # noqa: E402
+from tracer.measure.runner import GraphRunner  # noqa: E402
+from tracer.measure.step import measure, typical, with_the_rest  # noqa: E402
+from tracer.measure.stepcode import step_code, takeovers  # noqa: E402
 from traces.errors import TraceError  # noqa: E402
 from traces.trace import EAGER, MUTATES, VIEW, Trace  # noqa: E402
 
@@ -133,7 +133,7 @@ def test_every_measured_round_must_run_the_recorded_ops(odd: int) -> None:
 
 
 def test_a_busy_machine_is_told_of_and_so_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tracer.profile as profile
+    import tracer.measure.step as profile
 
     class Slowing(CpuTimer):
         rounds = 0
@@ -244,7 +244,7 @@ def test_a_timer_s_targets_are_the_trace_s() -> None:
 
 def test_a_timer_s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
-    monkeypatch.setattr("tracer.probes.time.perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr("tracer.measure.probes.time.perf_counter_ns", lambda: now[0])
     timer = CpuTimer()
 
     def passes(ns: int) -> str:

@@ -12,13 +12,13 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from simulator.engine import run  # noqa: E402
-from simulator.graph import analyse  # noqa: E402
-from simulator.schedule import build  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.replay import run  # noqa: E402
+from simulator.core.schedule import build  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of, program, recorded  # noqa: E402
-from tracer.program import Program, inplace_twin  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.record.program import Program, inplace_twin  # noqa: E402
 from traces.trace import FORWARD, VIEW, Trace  # noqa: E402
 
 aten = torch.ops.aten

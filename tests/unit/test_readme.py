@@ -14,10 +14,11 @@ import click
 import pytest
 
 from tests.tiny import bwd, fwd, opt, trace
-from traces import profile, tables
+from traces import device_profile as profile
+from traces import parquet as tables
 from traces.measurement import Measurement, RunFigures
 from traces.plan import SAVE, Action, Plan
-from traces.saved import SavedSet, SavedSets
+from traces.saved_sets import SavedSet, SavedSets
 from traces.store import OPS_COLUMNS, STORAGES_COLUMNS, header_fields
 from traces.trace import CATEGORIES, FLAG_NAMES, FORBIDS_RECOMPUTE, PHASES, Trace
 
@@ -133,7 +134,7 @@ def test_every_key_of_saved_sets_is_documented() -> None:
 
 
 def test_every_key_of_a_row_beside_torchs_is_documented() -> None:
-    from simulator.torch_comparison import Row
+    from simulator.studies.torch_budget import Row
 
     assert {f.name for f in fields(Row)} - {"plan"} <= quoted(section(README, "torch's own budget"))
 
@@ -163,7 +164,7 @@ def test_every_key_of_a_measurement_is_documented() -> None:
 
 
 def test_every_key_of_a_sweep_is_documented() -> None:
-    from simulator.sweep import Sweep, SweepRow
+    from simulator.studies.sweep import Sweep, SweepRow
 
     text = section(FORMATS, "A sweep")
     assert {f.name for f in fields(SweepRow)} <= {*rows(text)}
@@ -195,11 +196,15 @@ def test_every_key_of_a_campaigns_cases_is_in_the_readme() -> None:
 
 
 def groups() -> dict[str, click.Group]:
-    import executor.cli
-    import simulator.cli
-    import tracer.cli
+    import executor.cli.main
+    import simulator.cli.main
+    import tracer.cli.main
 
-    return {"trace": tracer.cli.trace, "simulate": simulator.cli.main, "execute": executor.cli.execute}
+    return {
+        "trace": tracer.cli.main.trace,
+        "simulate": simulator.cli.main.main,
+        "execute": executor.cli.main.execute,
+    }
 
 
 def default_command(group: click.Group) -> click.Command:
@@ -257,10 +262,10 @@ def test_the_table_of_planners_is_the_registry() -> None:
 
 
 def test_every_key_of_simulates_json_is_documented() -> None:
-    from simulator.answer import answer, refusal
-    from simulator.comparison import compare
     from simulator.planners import plan_with
     from simulator.planners.outcome import Refusal
+    from simulator.studies.answer import answer, refusal
+    from simulator.studies.prediction import compare
 
     record = small_trace()
     kept = compare(record, Plan(meta=record.meta), None)
@@ -274,7 +279,7 @@ def test_every_key_of_simulates_json_is_documented() -> None:
 
 def test_every_key_of_executes_json_is_documented() -> None:
     pytest.importorskip("torch")
-    from executor.cli import answer
+    from executor.cli.main import answer
     from executor.plans import Outcome
 
     known = {f.name: "" for f in fields(Outcome)}

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import build_of  # noqa: E402
-from tracer.device_profiles import (  # noqa: E402
+from tracer.build.step import BuildStep, load_spec  # noqa: E402
+from tracer.costs.profiles import (  # noqa: E402
     board_of,
     find,
     identity_here,
@@ -21,12 +22,11 @@ from tracer.device_profiles import (  # noqa: E402
     with_workspaces,
     workspaces_of,
 )
-from tracer.record import ProfileUse, record_fake, record_real, skipped_text, sources_text  # noqa: E402
-from tracer.spec import BuildStep, load_spec  # noqa: E402
-from traces import profile as store  # noqa: E402
+from tracer.recording import ProfileUse, record_fake, record_real, skipped_text, sources_text  # noqa: E402
+from traces import device_profile as store  # noqa: E402
+from traces.device_profile import DeviceProfile, Entry, LibraryWorkspace  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import EnvironmentProblem, TraceError  # noqa: E402
-from traces.profile import DeviceProfile, Entry, LibraryWorkspace  # noqa: E402
 
 CPU = device("cpu")
 
@@ -141,8 +141,8 @@ def test_a_damaged_profile_is_refused_before_anything_is_measured(
     """Its merge would fail after minutes of measuring, and the trace with it."""
     cache.mkdir(parents=True)
     (cache / identity_here("cpu").file_name).write_text("damaged")
-    monkeypatch.setattr("tracer.record.measure", lambda *a, **k: pytest.fail("measured"))
-    monkeypatch.setattr("tracer.record.calibrate", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr("tracer.recording.measure", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr("tracer.recording.calibrate", lambda *a, **k: pytest.fail("measured"))
     with pytest.raises(TraceError, match="cannot be read"):
         record_real(net(2), CPU, "cpu", ProfileUse())
     with pytest.raises(TraceError, match="cannot be read"):
@@ -154,8 +154,8 @@ def test_a_profile_that_cannot_take_more_is_refused_before_anything_is_measured(
 ) -> None:
     path = store.save(DeviceProfile(identity=identity_here("cpu")), tmp_path / "p.parquet")
     _changed(path, flags={**identity_here("cpu").flags, "threads": "96"})
-    monkeypatch.setattr("tracer.record.measure", lambda *a, **k: pytest.fail("measured"))
-    monkeypatch.setattr("tracer.record.calibrate", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr("tracer.recording.measure", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr("tracer.recording.calibrate", lambda *a, **k: pytest.fail("measured"))
     with pytest.raises(TraceError, match=r"p\.parquet: .*threads 96 and "):
         record_real(net(2), CPU, "cpu", ProfileUse(path=path))
     with pytest.raises(TraceError, match=r"p\.parquet: .*threads 96 and "):
@@ -204,7 +204,7 @@ def test_tf32_is_set_before_a_gpu_s_profile_is_chosen(monkeypatch: pytest.Monkey
         seen.append(torch.backends.cuda.matmul.allow_tf32)
         raise EnvironmentProblem("no GPU")
 
-    monkeypatch.setattr("tracer.record.identity_here", identity)
+    monkeypatch.setattr("tracer.recording.identity_here", identity)
     build = load_spec(small_nets.spec("residual"), {"batch_size": 2, "tf32": True})
     try:
         with pytest.raises(EnvironmentProblem):

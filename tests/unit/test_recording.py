@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from simulator.allocator.blocks import Block, Pool
 from simulator.allocator.caching import Allocator
-from simulator.allocator.recording import read_recording
-from simulator.allocator.replay import replay, settled
+from simulator.allocator.replay.recording import read_recording
+from simulator.allocator.replay.replay import replay, settled
 from simulator.allocator.settings import (
     LOWEST_ADDRESS,
     OLDER_BLOCK,
@@ -25,7 +25,7 @@ from simulator.allocator.settings import (
     as_in,
     parse_alloc_conf,
 )
-from simulator.cli import main
+from simulator.cli.main import main
 from traces.errors import TraceError
 
 MIB = 1 << 20
@@ -216,7 +216,7 @@ def test_what_if_with_expandable_segments() -> None:
     p.free(0)
     p.free(0)
     p.malloc(60 * MIB)
-    from simulator.allocator.snapshot import recording_from_snapshot
+    from simulator.allocator.replay.snapshot import recording_from_snapshot
 
     recording = recording_from_snapshot(p.snapshot(), "made up")
     assert recording.peak_reserved_bytes == 120 * MIB

@@ -17,7 +17,7 @@ from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from executor.verify import verify  # noqa: E402
-from simulator.graph import analyse  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
 from tests.integration.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
 from traces.errors import CaptureError  # noqa: E402
 from traces.trace import EFFECT  # noqa: E402

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.comparison import compare
-from simulator.engine import breakdown, run
-from simulator.graph import analyse
+from simulator.core.graph import analyse
+from simulator.core.replay import breakdown, run
+from simulator.core.schedule import build
 from simulator.report import charts
 from simulator.report.activations import activations, by_module, recomputations
 from simulator.report.page import (
@@ -33,15 +33,15 @@ from simulator.report.page import (
     script_json,
 )
 from simulator.report.simulation import provenance
-from simulator.schedule import build
-from simulator.sweep import Sweep, SweepRow
+from simulator.studies.prediction import compare
+from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
 from traces import store
 from traces.errors import EnvironmentProblem, PlanError
 from traces.measurement import Measurement, RunFigures
-from traces.people import show_bytes, show_time
 from traces.plan import RECOMPUTE, Action, Plan
 from traces.trace import CATEGORIES, Trace
+from traces.units import show_bytes, show_time
 
 HOSTILE = "</script><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>&\"'"
 

@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 
 import executor.plans as plans
 import executor.report as report
-from executor.cli import execute
-from simulator.cli import main as simulate
+from executor.cli.main import execute
+from simulator.cli.main import main as simulate
 from tests import tiny
 from traces.measurement import Measurement, RunFigures
 from traces.plan import Plan
@@ -96,7 +96,7 @@ def test_where_an_import_is_refused_nothing_is_run(tmp_path: Path) -> None:
         "        if name.partition('.')[0] in ('altair', 'vl_convert'):\n"
         "            raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Refusing())\n"
-        "from executor.cli import main\n"
+        "from executor.cli.main import main\n"
         f"sys.argv = ['execute', {NOTHING!r}, '--report', 'page.html']\n"
         "main()\n"
     )

@@ -11,9 +11,9 @@ from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.requests import requests_of
 from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import AllocatorSettings
-from simulator.engine import run
-from simulator.graph import analyse
-from simulator.schedule import build
+from simulator.core.graph import analyse
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, trace
 from traces.plan import RECOMPUTE, Action

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from simulator import caveats
 from simulator.allocator.device import CONTEXT_BYTES, DeviceMemory, device_memory
 from simulator.allocator.question import ask, reserve
 from simulator.allocator.reserved import reserved_peak
-from simulator.cli import main
-from simulator.comparison import compare, with_reserved
-from simulator.engine import run
-from simulator.fit import fit
-from simulator.graph import analyse
+from simulator.cli.main import main
+from simulator.core.graph import analyse
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners.outcome import Refusal
-from simulator.planners.within_reserved import ATTEMPTS, plan_within_reserved
-from simulator.schedule import build
-from simulator.untouched import untouched_peak_bytes
+from simulator.studies import warnings as caveats
+from simulator.studies.fit import fit
+from simulator.studies.prediction import compare, with_reserved
+from simulator.studies.untouched import untouched_peak_bytes
+from simulator.studies.within_reserved import ATTEMPTS, plan_within_reserved
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.errors import BudgetError, SpecError

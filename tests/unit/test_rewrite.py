@@ -14,12 +14,12 @@ from torch import nn  # noqa: E402
 
 from executor.apply import program_actions  # noqa: E402
 from executor.rewrite import Rewritten, rewrite  # noqa: E402
-from simulator.graph import analyse  # noqa: E402
-from simulator.schedule import Schedule, build  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.schedule import Schedule, build  # noqa: E402
 from tests.integration import small_nets  # noqa: E402
 from tests.integration.steps import plan_of, program, random_actions, recompute_all, recorded  # noqa: E402
-from tracer.program import Program, inplace_twin  # noqa: E402
-from tracer.spec import load_spec  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.record.program import Program, inplace_twin  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
 from traces.plan import SAVE, Action  # noqa: E402
 

@@ -8,12 +8,12 @@ from functools import cache
 import numpy as np
 import pytest
 
-from simulator.engine import run
-from simulator.fast import Evaluator
-from simulator.graph import analyse
+from simulator.core.evaluator import Evaluator
+from simulator.core.graph import analyse
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.planners.rotor import SLOTS, Chain, Stage, stages_of
-from simulator.schedule import build
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, trace
 from traces.trace import Trace

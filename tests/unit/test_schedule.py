@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from simulator.graph import analyse
-from simulator.schedule import build
+from simulator.core.graph import analyse
+from simulator.core.schedule import build
 from tests import oracle
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, opt, trace

@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.bounds.bound import bounder_of
-from simulator.engine import run
-from simulator.fast import Evaluator
-from simulator.graph import analyse
-from simulator.planners import limits, plan_with
+from simulator.core import limits
+from simulator.core.evaluator import Evaluator
+from simulator.core.graph import analyse
+from simulator.core.limits import Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
+from simulator.planners import plan_with
 from simulator.planners.annealing import UNKNOWN, Annealer, Walk
-from simulator.planners.limits import Limits
 from simulator.planners.mu_two import Found, Search
 from simulator.planners.outcome import Refusal
-from simulator.schedule import build
 from tests.exhaust import draw_trace, frontier, optimum
 from tests.strategies import traces
 from tests.tiny import bwd, chain, fwd, trace

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from torch import fx, nn  # noqa: E402
 
 from tests.integration.steps import program  # noqa: E402
-from tracer.signature import (  # noqa: E402
+from tracer.costs.signature import (  # noqa: E402
     ITEM_BYTES,
     Signature,
     TensorSpec,

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from simulator import stamps
-from simulator import sweep as sweep_module
-from simulator.cli import main
+from simulator.cli.main import main
+from simulator.core.limits import Limits
 from simulator.planners import REGISTRY, plan_with
-from simulator.planners.limits import Limits
-from simulator.sweep import Sweep, SweepRequest, SweepRow, ensure_trace, predict
+from simulator.studies import sweep as sweep_module
+from simulator.studies import trace_cache as stamps
+from simulator.studies.sweep import Sweep, SweepRequest, SweepRow, ensure_trace, predict
 from tests.synthetic import resnet
 from tests.tiny import chain, trace
-from traces import profile
+from traces import device_profile as profile
 from traces.errors import LowtideError, TraceError
 from traces.measurement import RunFigures
 from traces.plan import Plan
@@ -230,7 +230,7 @@ def test_help_documents_the_main_form_and_the_commands() -> None:
 
 def test_help_starts_without_arrays_or_tables() -> None:
     code = (
-        "import sys\nfrom simulator.cli import main\n"
+        "import sys\nfrom simulator.cli.main import main\n"
         "try:\n    main(['--help'], prog_name='simulate')\nexcept SystemExit:\n    pass\n"
         "heavy = {'numpy', 'pyarrow', 'pandas', 'altair', 'torch', 'jinja2'}\n"
         "print('heavy:', sorted(heavy & set(sys.modules)))"
@@ -468,7 +468,7 @@ def test_the_limits_reach_the_planner(
         seen.append((limits.seconds, limits.seed))
         return plan_with(name, trace, budget_bytes, limits)
 
-    monkeypatch.setattr("simulator.planning.plan_with", spy)
+    monkeypatch.setattr("simulator.studies.planning.plan_with", spy)
     words = ["--budget", "90%", "--seconds", "1.5", "--seed", "3"]
     directory = save(chain(9, size=100), tmp_path / "t")
     assert simulate(directory, *words).exit_code == 0

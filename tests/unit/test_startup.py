@@ -58,13 +58,13 @@ def test_no_module_of_traces_or_simulator_imports_torch() -> None:
     for package in ("traces", "simulator"):
         names += [package, *(m.name for m in pkgutil.walk_packages([str(ROOT / package)], f"{package}."))]
     names = [n for n in names if not n.endswith("__main__")]
-    assert {"simulator.cli", "simulator.engine", "traces.trace"} <= set(names)
+    assert {"simulator.cli.main", "simulator.core.replay", "traces.trace"} <= set(names)
     code = "import importlib\n" + "\n".join(f"importlib.import_module({n!r})" for n in names)
     assert not loaded_by(code) & (TORCH | {"pandas", "altair"})
 
 
 def test_listing_the_models_needs_no_torch() -> None:
-    code = "from tracer.models import list_models; assert any(m.name == 'resnet152' for m in list_models())"
+    code = "from tracer.build.models import list_models; assert any(m.name == 'resnet152' for m in list_models())"
     assert not loaded_by(code) & HEAVY
 
 
@@ -76,7 +76,7 @@ def test_a_missing_torch_is_explained() -> None:
     # None in sys.modules makes `import torch` fail as if it were not installed.
     code = (
         "import sys\nsys.modules['torch'] = None\n"
-        "from traces.errors import EnvironmentProblem\nfrom tracer.spec import load_spec\n"
+        "from traces.errors import EnvironmentProblem\nfrom tracer.build.step import load_spec\n"
         "try:\n    load_spec('resnet18')\n"
         "except EnvironmentProblem as error:\n    assert 'pip install' in str(error), error\n"
         "else:\n    raise AssertionError('no error')\n"

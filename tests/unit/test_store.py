@@ -16,10 +16,10 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 
-from simulator.cli import main as simulate
+from simulator.cli.main import main as simulate
 from tests.strategies import traces
 from tests.tiny import chain
-from tracer.cli import trace
+from tracer.cli.main import trace
 from traces.errors import TraceError
 from traces.store import META_KEY, OPS_FILE, STORAGES_FILE, check_fingerprints, find, load, save
 from traces.trace import VIEW, TraceMeta

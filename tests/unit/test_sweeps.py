@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from executor import sweeps
 from executor.matching import times_apply
 from executor.plans import Settings
-from simulator.sweep import Sweep
+from simulator.studies.sweep import Sweep
 from tests.unit.test_report import sweep_row
 from traces.errors import TraceError
 from traces.measurement import Measurement, RunFigures

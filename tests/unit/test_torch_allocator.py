@@ -21,12 +21,12 @@ from click.testing import CliRunner
 
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator, OutOfMemory
-from simulator.allocator.pickles import load_plain
-from simulator.allocator.recording import read_recording
-from simulator.allocator.replay import replay, understood
+from simulator.allocator.replay.pickles import load_plain
+from simulator.allocator.replay.recording import read_recording
+from simulator.allocator.replay.replay import replay, understood
+from simulator.allocator.replay.snapshot import recording_from_snapshot
 from simulator.allocator.settings import as_in, parse_alloc_conf
-from simulator.allocator.snapshot import recording_from_snapshot
-from simulator.cli import main
+from simulator.cli.main import main
 from traces.errors import TraceError
 
 MIB = 1 << 20

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-import tracer.cli
-from simulator.cli import main
-from simulator.engine import run
-from simulator.graph import analyse
-from simulator.planners.limits import Limits
+import tracer.cli.main
+from simulator.cli.main import main
+from simulator.core.graph import analyse
+from simulator.core.limits import Limits
+from simulator.core.replay import run
+from simulator.core.schedule import build
 from simulator.planners.torch_budget import actions_for, ask_torch, fastest_within, plans
-from simulator.schedule import build
-from simulator.torch_comparison import rows
+from simulator.studies.torch_budget import rows
 from tests.tiny import bwd, fwd, trace
 from traces.errors import LowtideError, PlanError
 from traces.plan import RECOMPUTE, SAVE, Plan
-from traces.saved import SavedSet, SavedSets
+from traces.saved_sets import SavedSet, SavedSets
 from traces.store import load, save
 from traces.trace import RANDOM, Trace
 
@@ -265,8 +265,8 @@ def build_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recorded(build_file: Path, dropout: float) -> Any:
-    from tracer.spec import load_spec
-    from tracer.step import trace_step
+    from tracer.build.step import load_spec
+    from tracer.record.step import trace_step
     from traces.devices import device
 
     return trace_step(load_spec(f"{build_file}:build", {"dropout": dropout}), device("cpu"))
@@ -278,7 +278,7 @@ def test_the_saved_set_is_torchs_own_and_wrong_gradients_are_known(
     build_file: Path, budget: float, solver: str, dropout: float
 ) -> None:
     torch = pytest.importorskip("torch")
-    from tracer.torch_budget import Setting, saved_set
+    from tracer.record.torch_budget import Setting, saved_set
 
     r = recorded(build_file, dropout)
     found = saved_set(r.program, r.trace, Setting(budget=budget, solver=solver), r.graph_ops)
@@ -293,7 +293,7 @@ def test_the_saved_set_is_torchs_own_and_wrong_gradients_are_known(
 
 def test_the_replay_runs_as_many_ops_again_as_torchs_backward(build_file: Path) -> None:
     pytest.importorskip("torch")
-    from tracer.torch_budget import Setting, saved_set
+    from tracer.record.torch_budget import Setting, saved_set
 
     r = recorded(build_file, 0.0)
     before = str(r.program.captured.graph_module.graph)
@@ -307,7 +307,7 @@ def test_the_replay_runs_as_many_ops_again_as_torchs_backward(build_file: Path) 
 
 def test_the_trace_s_times_can_stand_for_torchs_estimate(build_file: Path) -> None:
     pytest.importorskip("torch")
-    from tracer.torch_budget import Setting, saved_set
+    from tracer.record.torch_budget import Setting, saved_set
 
     r = recorded(build_file, 0.0)
     # All of the time in the second linear layer: torch now saves its output first.
@@ -344,14 +344,14 @@ def test_trace_torch_budget_refuses_what_torch_does_not_know(
 ) -> None:
     pytest.importorskip("torch")
     directory = save(links(), tmp_path / "t")
-    result = CliRunner().invoke(tracer.cli.trace, ["torch-budget", str(directory), *words])
+    result = CliRunner().invoke(tracer.cli.main.trace, ["torch-budget", str(directory), *words])
     assert result.exit_code == 2
     assert says in result.stderr
 
 
 def test_ilp_without_scipy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    import tracer.torch_budget as module
+    import tracer.record.torch_budget as module
     from traces.errors import EnvironmentProblem
 
     monkeypatch.setattr(module, "find_spec", lambda name: None)

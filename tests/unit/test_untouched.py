@@ -18,13 +18,17 @@ from torch.profiler import record_function  # noqa: E402
 
 from executor.measure import _ITERATION, peaks_of  # noqa: E402
 from tests.integration.steps import build_of  # noqa: E402
-from tracer import untouched  # noqa: E402
-from tracer.calibration import Costs  # noqa: E402
-from tracer.loop import run_step  # noqa: E402
-from tracer.probes import memory_profiler  # noqa: E402
-from tracer.record import ProfileUse, record_fake, record_real  # noqa: E402
-from tracer.spec import BuildStep, load_spec  # noqa: E402
-from tracer.untouched import untouched_peak_bytes  # noqa: E402
+from tracer.build.loop import run_step  # noqa: E402
+from tracer.build.step import BuildStep, load_spec  # noqa: E402
+from tracer.costs.calibration import Costs  # noqa: E402
+from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.record import untouched  # noqa: E402
+from tracer.record.untouched import untouched_peak_bytes  # noqa: E402
+from tracer.recording import (  # noqa: E402
+    ProfileUse,
+    record_fake,
+    record_real,
+)
 from traces.devices import device  # noqa: E402
 
 CPU = device("cpu")

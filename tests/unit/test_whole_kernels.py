@@ -12,9 +12,9 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from executor.verify import verify  # noqa: E402
-from simulator.graph import analyse  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
 from tests.integration.steps import build_of, plan_of, program, recompute_all, recorded  # noqa: E402
-from tracer.whole_kernels import KEYS, OPS  # noqa: E402
+from tracer.capture.torch_fixes.whole_kernels import KEYS, OPS  # noqa: E402
 
 
 class Resized(nn.Module):

@@ -8,7 +8,7 @@ from simulator.bounds import working_sets as module
 from simulator.bounds.bound import NO_WAY, TWICE, Bound, Bounder
 from simulator.bounds.instants import TURN
 from simulator.bounds.working_sets import WorkingSets
-from simulator.graph import analyse
+from simulator.core.graph import analyse
 from tests.exhaust import frontier, optimum
 from tests.tiny import bwd, fwd, trace
 from traces.trace import Trace

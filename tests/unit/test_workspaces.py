@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 
-from tracer.reductions import partial_sums
-from tracer.signature import Signature, TensorSpec
-from tracer.workspaces import CONFIDENCES, FUNCTIONS, copied, flash_splits, rule_events, rule_for, rules
+from tracer.costs.rules_cuda.reductions import partial_sums
+from tracer.costs.rules_cuda.workspaces import (
+    CONFIDENCES,
+    FUNCTIONS,
+    copied,
+    flash_splits,
+    rule_events,
+    rule_for,
+    rules,
+)
+from tracer.costs.signature import Signature, TensorSpec
 from traces.devices import device
 
 A100, H200, T4 = device("a100-40"), device("h200"), device("t4")

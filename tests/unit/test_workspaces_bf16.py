@@ -13,15 +13,15 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from simulator.engine import keep_all  # noqa: E402
+from simulator.core.replay import keep_all  # noqa: E402
 from tests import cpu_calls  # noqa: E402
 from tests.cpu_calls import CPU  # noqa: E402
 from tests.integration.steps import build_of, recorded  # noqa: E402
-from tracer import onednn  # noqa: E402
-from tracer.calibration import ELSEWHERE  # noqa: E402
-from tracer.signature import Signature, TensorSpec  # noqa: E402
-from tracer.workspaces_bf16 import product_scratch  # noqa: E402
-from tracer.workspaces_cpu import cpu_events  # noqa: E402
+from tracer.costs.calibration import ELSEWHERE  # noqa: E402
+from tracer.costs.rules_cpu import onednn  # noqa: E402
+from tracer.costs.rules_cpu.workspaces import cpu_events  # noqa: E402
+from tracer.costs.rules_cpu.workspaces_bf16 import product_scratch  # noqa: E402
+from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from tests.cpu_calls import CPU, faked_and_measured, peak, spec, told_and_found  # noqa: E402
-from tracer import onednn  # noqa: E402
-from tracer.signature import Signature, TensorSpec  # noqa: E402
-from tracer.workspaces_cpu import cpu_events  # noqa: E402
+from tracer.costs.rules_cpu import onednn  # noqa: E402
+from tracer.costs.rules_cpu.workspaces import cpu_events  # noqa: E402
+from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
 from traces.trace import VIEW  # noqa: E402
 
 

@@ -1,0 +1,1 @@
+"""The command `execute`, one file a subcommand."""

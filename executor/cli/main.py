@@ -1,0 +1,286 @@
+"""The command `execute`: run a plan on the real model, verify it, and measure it beside eager and its prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from executor.cli.campaign import campaign
+from traces.commands import DefaultGroup, OutputFile, analysis_option, print_json, report_option, say
+from traces.plan import ALLOCATED
+from traces.units import show_bytes, show_time
+
+
+def _measuring(command: Any) -> Any:
+    """The options that every measuring command has."""
+    for option in reversed(
+        (
+            click.option("--device", default="cpu", show_default=True, help="cpu or cuda."),
+            click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True,
+                         help="Training steps that are compared with the untouched model."),
+            click.option("--memory-steps", type=click.IntRange(min=1), default=5, show_default=True,
+                         help="Iterations whose peak memory is measured; from the third on they count as steady."),
+            click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True,
+                         help="Iterations before the timed ones."),
+            click.option("--runs", type=click.IntRange(min=1), default=10, show_default=True,
+                         help="Timed iterations, of which the median counts."),
+            click.option("--verify/--no-verify", default=True, show_default=True,
+                         help="Compare losses, gradients, parameters, buffers and random state with eager."),
+            report_option,
+            click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout."),
+            click.option("-q", "--quiet", is_flag=True, help="No progress on stderr."),
+        )
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+@click.group(cls=DefaultGroup, default="run", context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="lowtide")
+def execute() -> None:
+    """Train by a plan, verify that the results are the same, and measure peak memory and time.
+
+    \b
+    execute plan.json --device cuda --report error.html
+    execute plan.json --json
+    execute sweep DIR                      the plans that `simulate sweep -o DIR` made
+    execute campaign cpu -o DIR            how wrong predictions are, over many models and budgets
+
+    What is no subcommand goes to `execute run`; see `execute run --help` for the options.
+    """
+
+
+execute.add_command(campaign)
+
+
+@execute.command("run")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "--model", default="", help="Build this instead of what the plan names (the same step elsewhere)."
+)
+@click.option("-o", "--output", type=OutputFile(), help="Save the measurement as JSON.")
+@click.option("--trace", "trace_name", help="The trace behind the plan, for the report's pictures.")
+@_measuring
+def run_plan(
+    plan: Path,
+    model: str,
+    output: Path | None,
+    trace_name: str | None,
+    device: str,
+    steps: int,
+    memory_steps: int,
+    warmup: int,
+    runs: int,
+    verify: bool,
+    report: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Execute PLAN (made by `simulate ... -o plan.json`), each variant in a fresh process.
+
+    Exit code 1: the planned step did not compute what the untouched model computes.
+    """
+    from executor.plans import Settings, measure_plan
+    from traces.errors import VerificationError
+
+    settings = Settings(
+        device=device,
+        steps=steps if verify else 0,
+        memory_steps=memory_steps,
+        warmup=warmup,
+        runs=runs,
+        model=model,
+    )
+    outcome = measure_plan(plan, settings, lambda text: say(text, quiet=quiet))
+    measurement = outcome.measurement
+    if output is not None:
+        measurement.save(output)
+    if as_json:
+        print_json(answer(outcome))
+    else:
+        print_outcome(outcome)
+    if report is not None:
+        from executor.plans import trace_of
+        from executor.report import write_measurement
+
+        if trace_name is None and outcome.plan.meta.mode == "real":
+            say(
+                "The report's curves are drawn without measured workspaces; give --trace for those.",
+                quiet=quiet,
+            )
+        say("Writing the report ...", quiet=quiet)
+        recorded = trace_of(outcome.plan, model, device, trace_name)
+        write_measurement(report, measurement, recorded, outcome.plan, measured_curve=outcome.curve or None)
+    if measurement.verified is False:
+        raise VerificationError(
+            f"the planned step does not compute what the untouched model computes: {outcome.first_difference}"
+            + (f" ({outcome.note})." if outcome.note else ".")
+        )
+
+
+@execute.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@analysis_option
+@_measuring
+def sweep(
+    directory: Path,
+    analysis: str | None,
+    device: str,
+    steps: int,
+    memory_steps: int,
+    warmup: int,
+    runs: int,
+    verify: bool,
+    report: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Measure the plans of a sweep: DIRECTORY is what `simulate sweep MODEL ... -o DIRECTORY` made.
+
+    Each row of DIRECTORY/sweep.json that has a plan is measured (or, without a plan that fits, left as it is), and
+    the figures are written back after every row, so that an interrupted sweep goes on where it stopped.
+    """
+    from executor.plans import Settings
+    from executor.sweeps import measure_sweep
+    from traces.errors import VerificationError
+
+    settings = Settings(
+        device=device,
+        steps=steps if verify else 0,
+        memory_steps=memory_steps,
+        warmup=warmup,
+        runs=runs,
+        model="",
+    )
+    done = measure_sweep(directory, settings, lambda text: say(text, quiet=quiet))
+    table = done.sweep
+    if report is not None:
+        from simulator.report.simulation import write_sweep
+
+        root = directory if directory.is_dir() else directory.parent
+        write_sweep(report, table, root=root, analysis=analysis or "", measured_on=done.place)
+    if as_json:
+        print_json(table.to_json())
+    else:
+        for row in table.rows:
+            measured = ", ".join(
+                f"{k} {show_bytes(f.peak_allocated_bytes or 0)} {show_time(f.step_time_ns or 0)}"
+                for k, f in row.measured.items()
+            )
+            plan_peak = (
+                row.measured["plan"].headline()[f"peak_{row.budget_of}_bytes"]
+                if "plan" in row.measured
+                else None
+            )
+            over = plan_peak is not None and plan_peak > row.budget_bytes
+            note = f"; budget {show_bytes(row.budget_bytes)} EXCEEDED" if over else ""
+            click.echo(f"batch size {row.batch_size:5}: {measured or row.message or 'not measured'}{note}")
+    if done.failures:
+        raise VerificationError("; ".join(done.failures))
+
+
+def answer(outcome: Any) -> dict[str, Any]:
+    """The object that `execute --json` prints."""
+    from traces.measurement import signed_error_percent
+
+    m = outcome.measurement
+    return {
+        "plan": outcome.plan_path,
+        "model": m.model,
+        "options": dict(m.options),
+        "planner": m.planner,
+        "budget_bytes": m.budget_bytes,
+        "budget_of": m.budget_of,
+        "device": m.device,
+        "provenance": m.provenance,
+        "predicted": m.predicted.headline(),
+        "measured": m.measured.headline(),
+        "error_percent": signed_error_percent(m.predicted, m.measured),
+        "eager": m.eager.headline(),
+        "keep_all": m.keep_all.headline(),
+        "keep_all_predicted": m.keep_all_predicted.headline(),
+        "keep_all_error_percent": signed_error_percent(m.keep_all_predicted, m.keep_all),
+        "slowdown_percent": {"predicted": m.predicted_slowdown_percent, "measured": m.slowdown_percent},
+        "within_budget": m.within_budget,
+        "warnings": list(m.warnings),
+        "verified": m.verified,
+        "bit_equal": outcome.bit_equal,
+        "verification_note": outcome.note,
+        "eager_against_itself": outcome.control_difference,
+        "max_abs_difference": dict(m.max_abs_difference),
+        "first_difference": outcome.first_difference,
+        "steps": m.steps,
+        "environment": dict(m.environment),
+        "peaks_bytes": {k: list(getattr(m, k).peaks_bytes) for k in ("eager", "keep_all", "measured")},
+    }
+
+
+def print_outcome(outcome: Any) -> None:
+    """A measurement for people."""
+    m = outcome.measurement
+    click.echo(f"{m.model} by {m.planner} on {m.device} ({m.provenance})")
+    click.echo(f"  {'':22}{'peak allocated':>16}{'peak reserved':>16}{'step time':>14}")
+    rows = [
+        ("eager, measured", m.eager),
+        ("keep-all, predicted", m.keep_all_predicted),
+        ("keep-all, measured", m.keep_all),
+        ("plan, predicted", m.predicted),
+        ("plan, measured", m.measured),
+    ]
+    for label, f in rows:
+        peak, reserved, time_ns = f.peak_allocated_bytes, f.peak_reserved_bytes, f.step_time_ns
+        click.echo(
+            f"  {label:22}{show_bytes(peak) if peak is not None else '-':>16}"
+            f"{show_bytes(reserved) if reserved is not None else '-':>16}"
+            f"{show_time(time_ns) if time_ns is not None else '-':>14}"
+        )
+    from traces.measurement import signed_error_percent
+
+    errors = signed_error_percent(m.predicted, m.measured)
+    parts = [
+        f"{k.removesuffix('_bytes').removesuffix('_ns')} {v:+.2f} %"
+        for k, v in errors.items()
+        if v is not None
+    ]
+    click.echo("  error of the plan's prediction: " + ", ".join(parts))
+    if m.slowdown_percent is not None:
+        said = m.predicted_slowdown_percent
+        click.echo(
+            f"  slow-down by the plan: measured {m.slowdown_percent:+.2f} %"
+            + (
+                f", predicted {said:+.2f} % ({said - m.slowdown_percent:+.2f} points)"
+                if said is not None
+                else ""
+            )
+        )
+    if m.within_budget is not None:
+        of = " of reserved memory" if m.budget_of != ALLOCATED else ""
+        click.echo(f"  budget {show_bytes(m.budget_bytes)}{of}: {'kept' if m.within_budget else 'EXCEEDED'}")
+    for text in m.warnings:
+        click.echo(f"  warning, beside the prediction: {text}")
+    if m.verified is None:
+        click.echo("  not verified (--no-verify)")
+    else:
+        click.echo(
+            f"  {_verdict(outcome)} over {m.steps} steps in "
+            + ", ".join(k.replace("_", " ") for k in m.max_abs_difference)
+        )
+
+
+def _verdict(outcome: Any) -> str:
+    if not outcome.measurement.verified:
+        return "NOT equal to eager"
+    if outcome.bit_equal:
+        return "verified: bit-equal with eager"
+    return f"verified ({outcome.note or 'within the difference of eager from itself, whose kernels vary'})"
+
+
+def main() -> None:
+    """Entry point of `execute`."""
+    execute()
+
+
+if __name__ == "__main__":
+    main()

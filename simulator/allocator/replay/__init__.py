@@ -1,0 +1,1 @@
+"""Recordings of a real GPU's allocator, replayed through the simulated one."""

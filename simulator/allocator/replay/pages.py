@@ -1,0 +1,138 @@
+"""Turn a recording's maps and unmaps into whose the pages of expandable segments are: which stream's, which pool's.
+
+An unmap names its stream and not its pool. What tells the pool: the small pool maps one page of 2 MiB at a time, the
+large one whole pages of `large_segment_size_mb`, which are longer; and no block of up to 1 MiB is in the large pool.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from simulator.allocator.blocks import SegmentState
+from simulator.allocator.caching import SMALL_BYTES
+from simulator.allocator.replay.recording import ALLOC, SEGMENT_MAP, SEGMENT_UNMAP, Events
+from simulator.allocator.replay.start import PageRun
+from simulator.allocator.segments import SMALL_SEGMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Mapped pages that follow each other in one range."""
+
+    start: int
+    end: int
+    stream: int
+    small: bool | None  # None: not known yet
+
+    def touches(self, other: _Part) -> bool:
+        return self.stream == other.stream and self.start <= other.end and other.start <= self.end
+
+
+class Pages:
+    """The mapped parts of expandable ranges, as intervals that grow and shrink."""
+
+    def __init__(self, segments: Iterable[SegmentState], large_page_bytes: int) -> None:
+        self.large_page_bytes = large_page_bytes
+        self.parts: list[_Part] = []  # by address
+        for s in segments:
+            if s.expandable:
+                part = _Part(start=s.address, end=s.address + s.size_bytes, stream=s.stream, small=s.small)
+                self._insert(part)
+
+    def take_out(self, start: int, size_bytes: int) -> set[tuple[bool | None, int]]:
+        """These pages are not mapped; returns whose they were."""
+        end = start + size_bytes
+        kept: list[_Part] = []
+        owners: set[tuple[bool | None, int]] = set()
+        for p in self.parts:
+            if p.end <= start or p.start >= end:
+                kept.append(p)
+                continue
+            owners.add((p.small, p.stream))
+            if p.start < start:
+                kept.append(replace(p, end=start))
+            if p.end > end:
+                kept.append(replace(p, start=end))
+        self.parts = kept
+        return owners
+
+    def put_in(self, start: int, size_bytes: int, stream: int, small: bool | None = None) -> None:
+        """These pages are mapped, of a pool that is not known unless said."""
+        if small is None and size_bytes % self.large_page_bytes:
+            small = True
+        self._insert(_Part(start=start, end=start + size_bytes, stream=stream, small=small))
+
+    def learn(self, address: int, small: bool) -> None:
+        """What is at this address belongs to the small or the large pool."""
+        k = bisect_right(self.parts, address, key=lambda p: p.start) - 1
+        if k >= 0 and address < self.parts[k].end and self.parts[k].small is None:
+            self._insert(replace(self.parts.pop(k), small=small))
+
+    def segments(self) -> list[SegmentState]:
+        """As a snapshot shows them. What nothing tells apart is taken to be the large pool's."""
+        return [
+            SegmentState(
+                address=p.start,
+                size_bytes=p.end - p.start,
+                small=bool(p.small),
+                stream=p.stream,
+                expandable=True,
+            )
+            for p in self.parts
+        ]
+
+    def _insert(self, part: _Part) -> None:
+        """Put a part in, merged with those that it touches; what one of them is, all are."""
+        while True:
+            k = bisect_right(self.parts, part.start, key=lambda p: p.start)
+            near = [j for j in (k - 1, k) if 0 <= j < len(self.parts) and self._joins(self.parts[j], part)]
+            if not near:
+                self.parts.insert(k, part)
+                return
+            other = self.parts.pop(near[0])
+            known = part.small if other.small is None else other.small
+            part = _Part(
+                start=min(part.start, other.start),
+                end=max(part.end, other.end),
+                stream=part.stream,
+                small=known,
+            )
+
+    @staticmethod
+    def _joins(a: _Part, b: _Part) -> bool:
+        return a.touches(b) and (a.small is None or b.small is None or a.small == b.small)
+
+
+def is_small_map(size_bytes: int) -> bool:
+    """Whether pages mapped at once are the small pool's."""
+    return size_bytes == SMALL_SEGMENT_BYTES
+
+
+def page_runs(start: Iterable[SegmentState], events: Events, large_page_bytes: int) -> list[PageRun]:
+    """The recorded maps that extend the ranges that were there at first.
+
+    A range whose last page is unmapped is given up, and what its pool and stream map later is another one.
+    """
+    pages = Pages(start, large_page_bytes)
+    there = {(p.small, p.stream) for p in pages.parts}
+    out: list[PageRun] = []
+    for action, at, size, stream in zip(
+        events.action, events.address, events.size_bytes, events.stream, strict=True
+    ):
+        if action == SEGMENT_MAP:
+            small = is_small_map(size)
+            pages.put_in(at, size, stream, small)
+            if (small, stream) in there:
+                out.append(PageRun(address=at, small=small, stream=stream))
+        elif action == SEGMENT_UNMAP:
+            owners = pages.take_out(at, size)
+            there -= owners - {(p.small, p.stream) for p in pages.parts}
+    return out
+
+
+def learn_from(pages: Pages, action: str, address: int, size_bytes: int) -> None:
+    """What an event that is about a block tells of the pages under it."""
+    if action == ALLOC or action.startswith("free"):
+        pages.learn(address, size_bytes <= SMALL_BYTES)

@@ -1,0 +1,309 @@
+"""Replay a Recording through the simulated allocator, as it was or under other settings, and compare."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Final
+
+from simulator.allocator.blocks import Block
+from simulator.allocator.caching import MIN_BLOCK_BYTES, SMALL_BYTES, Allocator, AllocatorFigures, OutOfMemory
+from simulator.allocator.replay.pages import is_small_map, page_runs
+from simulator.allocator.replay.recording import (
+    ALLOC,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    SEGMENT_ALLOC,
+    SEGMENT_FREE,
+    SEGMENT_MAP,
+    SEGMENT_UNMAP,
+    Events,
+    Recording,
+)
+from simulator.allocator.replay.start import repack, restore
+from simulator.allocator.settings import (
+    LOWEST_ADDRESS,
+    OLDER_BLOCK,
+    OLDER_SEGMENT,
+    AllocatorSettings,
+    round_up,
+)
+
+MAX_CORRECTIONS: Final = 100  # of a start state; each replays the recording up to where it first differs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What the simulated allocator did with a recording's requests."""
+
+    figures: AllocatorFigures
+    segment_requests: tuple[int, ...]  # bytes asked of the driver, in order
+    allocations: int
+    same_addresses: int  # allocations that landed where the recording says
+    unknown_frees: int  # frees of blocks that the recording never showed
+    out_of_memory: str | None  # why and where it stopped; None: it went through
+    seconds: float
+
+    @property
+    def fragmentation(self) -> float:
+        """Peak reserved over peak allocated, less one."""
+        peak = self.figures.peak_allocated_bytes
+        return self.figures.peak_reserved_bytes / peak - 1 if peak else 0.0
+
+    @property
+    def address_share(self) -> float:
+        """Share of the allocations that landed at the recorded address."""
+        return self.same_addresses / self.allocations if self.allocations else 1.0
+
+    @property
+    def microseconds_per_pair(self) -> float:
+        """Time for one allocation and its free."""
+        return 1e6 * self.seconds / self.allocations if self.allocations else 0.0
+
+
+def replay(
+    recording: Recording,
+    settings: AllocatorSettings | None = None,
+    device_memory_bytes: int | None = None,
+    from_scratch: bool | None = None,
+) -> Replay:
+    """Send every request of the recording to a simulated allocator.
+
+    Args:
+        settings: other settings than the recording's.
+        device_memory_bytes: how much the device has; None: enough.
+        from_scratch: ask anew for the blocks that existed at first instead of taking the recorded segments over.
+            Needed, and the default, if the settings or the device are others: what they would have led to by then
+            is not what was recorded.
+
+    Counts: every request and free in the recorded order; frees that waited for other streams wait as long as recorded.
+    A recorded return of segments to the driver is repeated exactly from the recorded start, and else as one
+    empty_cache(). Ignores: what the program would have done otherwise with other settings.
+    """
+    if from_scratch is None:
+        from_scratch = (
+            settings or recording.settings
+        ) != recording.settings or device_memory_bytes is not None
+    stopped: str | None = None
+    begin = time.perf_counter()
+    run = _Run(recording, settings or recording.settings, device_memory_bytes, from_scratch)
+    try:
+        run.start()
+        for k in range(len(recording.events)):
+            run.step(k)
+    except OutOfMemory as error:
+        wanted = recording.events.action.count(ALLOC)
+        stopped = f"after {run.allocations} of {wanted} allocations: {error}"
+    seconds = time.perf_counter() - begin
+    return Replay(
+        figures=run.allocator.figures(),
+        segment_requests=tuple(
+            s.size_bytes
+            for s in run.allocator.segment_events[run.requests_before :]
+            if s.action in (SEGMENT_ALLOC, SEGMENT_MAP)
+        ),
+        allocations=run.allocations,
+        same_addresses=run.same_addresses,
+        unknown_frees=run.unknown_frees,
+        out_of_memory=stopped,
+        seconds=seconds,
+    )
+
+
+def understood(recording: Recording) -> Recording:
+    """The recording with what is not in it inferred from the addresses that are: see `settled`, and the rule of ties.
+
+    A snapshot does not name the version of torch that wrote it. If the rule that it was taken to follow does not put
+    every request where it was recorded, the one that puts most of them there is taken.
+    """
+    best: Recording | None = None
+    most = -1
+    for ties in dict.fromkeys((recording.settings.ties, OLDER_SEGMENT, OLDER_BLOCK, LOWEST_ADDRESS)):
+        tried = settled(replace(recording, settings=replace(recording.settings, ties=ties)))
+        result = replay(tried)
+        if result.same_addresses > most:
+            best, most = tried, result.same_addresses
+        if most == result.allocations:
+            break
+    assert best is not None
+    return best
+
+
+def settled(recording: Recording) -> Recording:
+    """The recording with a start state under which its requests land where they were recorded.
+
+    How much behind a block of the start state was the block's own is not recorded if it was freed later on. Where a
+    request lands in front of that space in the replay and did not in fact, it cannot have fitted there: the block
+    owned at least so much that it did not. Repeated until the first request that lands elsewhere has another reason.
+    """
+    unsure = {b.address for s in recording.start for b in s.blocks if not b.sure}
+    for _ in range(MAX_CORRECTIONS if unsure else 0):
+        own = _first_stray(recording, unsure)
+        if own is None:
+            break
+        start = tuple(
+            replace(
+                s,
+                blocks=tuple(replace(b, size_bytes=own[1]) if b.address == own[0] else b for b in s.blocks),
+            )
+            if any(b.address == own[0] for b in s.blocks)
+            else s
+            for s in recording.start
+        )
+        recording = replace(recording, start=start)
+    return recording
+
+
+def _first_stray(recording: Recording, unsure: set[int]) -> tuple[int, int] | None:
+    """Of the first request that lands elsewhere: the block behind which it did, and the size that this must have."""
+    run = _Run(recording, recording.settings, None, False)
+    run.start()
+    e = recording.events
+    for k in range(len(e)):
+        landed = run.step(k)
+        if landed is None or landed.address == e.address[k]:
+            continue
+        before, rest = landed.prev, landed.next
+        if before is None or before.address not in unsure or before not in run.at_first:
+            return None
+        size = round_up(e.size_bytes[k], recording.settings)
+        room = landed.size + (rest.size if rest is not None and rest.usable and rest.mapped else 0)
+        own = before.size + room - size + MIN_BLOCK_BYTES
+        asked = round_up(before.requested, recording.settings)
+        return (before.address, own) if own - asked <= SMALL_BYTES else None
+    return None
+
+
+class _Run:
+    """An allocator in the middle of a recording."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        settings: AllocatorSettings,
+        device_memory_bytes: int | None,
+        from_scratch: bool,
+    ) -> None:
+        self.recording = recording
+        self.from_scratch = from_scratch
+        feed = None if from_scratch else _Addresses(recording)
+        self.allocator = Allocator(settings, device_memory_bytes, None if feed is None else feed.place)
+        if feed is not None:
+            feed.allocator = self.allocator
+        self.there: dict[int, Block] = {}
+        self.freeing: dict[int, Block] = {}
+        self.at_first: set[Block] = set()  # that have been there from the start on
+        self.left, self.again = (set[int](), set[int]())
+        if not from_scratch:
+            self.left, self.again = _inside_requests(recording.events)
+        self.allocations = self.same_addresses = self.unknown_frees = self.requests_before = 0
+        self.giving_back = False  # within a run of recorded returns to the driver
+
+    def start(self) -> None:
+        """Take the start state over, or ask for its blocks."""
+        first, allocator = self.recording.start, self.allocator
+        if self.from_scratch:
+            held = repack(allocator, first)
+        else:
+            page_bytes = allocator.settings.large_segment_bytes
+            held = restore(allocator, first, page_runs(first, self.recording.events, page_bytes))
+        self.freeing = {at: b for at, b in held.items() if not b.allocated}
+        self.there = {at: b for at, b in held.items() if b.allocated}
+        self.at_first = set(held.values())
+        self.requests_before = len(allocator.segment_events)
+
+    def step(self, k: int) -> Block | None:
+        """One event; returns the block if it is an allocation."""
+        e, allocator = self.recording.events, self.allocator
+        action, at, size = e.action[k], e.address[k], e.size_bytes[k]
+        if action == FREE_COMPLETED:
+            if at in self.freeing:
+                freed = self.freeing.pop(at)
+                self.at_first.discard(freed)
+                allocator.complete_free(freed)
+            return None
+        if action in (SEGMENT_FREE, SEGMENT_UNMAP):
+            if not self.from_scratch:
+                allocator.release_at(at, size)
+            elif not self.giving_back:
+                allocator.release_cached()
+            self.giving_back = True
+            return None
+        self.giving_back = False
+        if action == ALLOC:
+            likely = None if self.from_scratch else at
+            block = allocator.malloc(size, e.stream[k], k not in self.again, likely)
+            self.there[at] = block
+            self.allocations += 1
+            self.same_addresses += block.address == at
+            return block
+        if action == FREE_REQUESTED:
+            if at in self.there:
+                self.freeing[at] = self.there.pop(at)
+                allocator.request_free(self.freeing[at])
+            else:
+                self.unknown_frees += 1
+        elif k in self.left:
+            allocator.map_at(at, size, e.stream[k], is_small_map(size))
+        return None
+
+
+def _inside_requests(events: Events) -> tuple[set[int], set[int]]:
+    """What a recording shows of the inside of requests, as positions of events.
+
+    Returns the maps that belong to no request that was served: the driver refused the rest of what was asked for, and
+    the pages stayed. And the allocations for which memory was given back and then new memory was got: with a second
+    try the allocator does not look for a free block again, although giving back may have made one.
+    """
+    left: set[int] = set()
+    again: set[int] = set()
+    maps: list[int] = []
+    new = given_back = False  # in the events since the last that was about a block
+    for k, action in enumerate(events.action):
+        if action in (SEGMENT_MAP, SEGMENT_ALLOC):
+            new = True
+            if action == SEGMENT_MAP:
+                maps.append(k)
+            continue
+        if action == ALLOC:
+            if new and given_back:
+                again.add(k)
+            maps.clear()
+        left.update(maps)
+        maps.clear()
+        new = False
+        if action in (SEGMENT_FREE, SEGMENT_UNMAP):
+            given_back = True
+        elif action != FREE_COMPLETED:
+            given_back = False
+    left.update(maps)
+    return left, again
+
+
+class _Addresses:
+    """The driver's side of a replay: new memory lands where the recording says, as long as it is the same memory."""
+
+    def __init__(self, recording: Recording) -> None:
+        e = recording.events
+        rows = list(zip(e.action, e.address, e.size_bytes, strict=True))
+        self.segments = deque((at, n) for a, at, n in rows if a == SEGMENT_ALLOC)
+        self.maps = [at for a, at, _ in rows if a == SEGMENT_MAP]
+        self.allocator: Allocator | None = None
+        self.end = max(
+            [at + n for _, at, n in rows] + [s.address + s.size_bytes for s in recording.start], default=0
+        )
+
+    def place(self, size: int, stream: int, expandable: bool) -> int:
+        assert self.allocator is not None
+        if expandable:
+            # Maps follow each other as recorded, so the next one tells where this range begins.
+            done = sum(1 for s in self.allocator.segment_events if s.action == SEGMENT_MAP)
+            if done < len(self.maps):
+                return self.maps[done]
+        elif self.segments:
+            at, recorded = self.segments.popleft()
+            if recorded == size:
+                return at
+        self.end += size
+        return self.end - size

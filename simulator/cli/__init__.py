@@ -1,0 +1,1 @@
+"""The command `simulate`, one file a subcommand."""

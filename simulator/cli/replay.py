@@ -1,0 +1,172 @@
+"""Turn the words after `simulate replay` into a comparison of a recorded and a simulated allocator."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from traces.commands import Refused
+from traces.errors import SpecError
+
+if TYPE_CHECKING:
+    from simulator.allocator.replay.recording import Recording
+    from simulator.allocator.replay.replay import Replay
+
+
+@click.command("replay")
+@click.argument("recording")
+@click.option(
+    "--alloc-conf", help="What if PYTORCH_ALLOC_CONF were this? For example expandable_segments:True."
+)
+@click.option("--device-memory", help="What if the device had this much, such as 16GiB?")
+@click.option(
+    "--device", type=click.IntRange(min=0), help="Which device of a snapshot (default: the first recorded)."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+def replay_command(
+    recording: str,
+    alloc_conf: str | None,
+    device_memory: str | None,
+    device: int | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Replay a GPU's recorded allocations through the simulated caching allocator.
+
+    RECORDING is a file of torch.cuda.memory._dump_snapshot(), or the prefix of a recording in Parquet. Nothing in a
+    snapshot is ever executed.
+
+    \b
+    simulate replay snapshot.pickle
+    simulate replay snapshot.pickle --alloc-conf expandable_segments:True     would that help?
+    simulate replay snapshot.pickle --device-memory 16GiB                     would it fit?
+
+    Exit code: 0 done, 1 the replay runs out of memory, 2 the input is wrong.
+    """
+    from simulator.allocator.replay.recording import read_recording
+    from simulator.allocator.replay.replay import replay, understood
+    from simulator.allocator.settings import parse_alloc_conf
+
+    memory_bytes = None if device_memory is None else _memory(device_memory)
+    # Before any work, so that a bad one is known. It stands for all that was recorded, not on top of it.
+    settings = None if alloc_conf is None else parse_alloc_conf(alloc_conf)
+    _say(f"reading {recording}", quiet)
+    source = understood(read_recording(recording, device))
+    if settings is not None:  # which of equal blocks is taken goes by the version of torch, not by the text
+        settings = replace(settings, ties=source.settings.ties)
+    if (settings or source.settings).memory_fraction is not None and memory_bytes is None:
+        _say("per_process_memory_fraction has no effect without --device-memory", quiet)
+    for note in source.notes:
+        _say(f"note: {note}", quiet)
+    _say(f"replaying {len(source.events)} events", quiet)
+    same = replay(source)
+    rows: dict[str, Replay] = {}
+    if settings is not None or memory_bytes is not None:
+        rows["as_recorded_from_scratch"] = replay(source, from_scratch=True)
+        rows["what_if"] = replay(source, settings, memory_bytes, from_scratch=True)
+    if as_json:
+        click.echo(json.dumps(_answer(source, same, rows, alloc_conf, memory_bytes)))
+    else:
+        click.echo(_table(source, same, rows))
+    if "what_if" in rows and (reason := rows["what_if"].out_of_memory) is not None:
+        raise Refused(reason, 1)
+
+
+def _say(line: str, quiet: bool) -> None:
+    if not quiet:
+        click.echo(line, err=True)
+
+
+def _memory(text: str) -> int:
+    from simulator.core.budget import parse_budget
+
+    if "%" in text:
+        raise SpecError(f"--device-memory {text!r}: give bytes, or a size such as 16GiB.")
+    return parse_budget(text, 0)
+
+
+def _figures(result: Replay) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        **asdict(result.figures),
+        "fragmentation_percent": 100 * result.fragmentation,
+        "segment_requests": len(result.segment_requests),
+        "out_of_memory": result.out_of_memory,
+    }
+
+
+def _answer(
+    source: Recording, same: Replay, rows: dict[str, Replay], alloc_conf: str | None, memory_bytes: int | None
+) -> dict[str, Any]:
+    recorded = source.peak_reserved_bytes
+    error = same.figures.peak_reserved_bytes - recorded
+    return {
+        "recording": source.source,
+        "device": source.device,
+        "events": len(source.events),
+        "notes": list(source.notes),
+        "recorded": {
+            "peak_reserved_bytes": recorded,
+            "final_reserved_bytes": source.final_reserved_bytes,
+            "final_allocated_bytes": source.final_allocated_bytes,
+            "segment_requests": len(source.segment_requests),
+        },
+        "replayed": _figures(same),
+        "reserved_error_bytes": error,
+        "reserved_error_percent": 100 * error / recorded if recorded else None,
+        "same_segment_requests": same.segment_requests == source.segment_requests,
+        "same_address_percent": 100 * same.address_share,
+        "unknown_frees": same.unknown_frees,
+        "microseconds_per_pair": same.microseconds_per_pair,
+        "alloc_conf": alloc_conf,
+        "device_memory_bytes": memory_bytes,
+        **{name: _figures(result) for name, result in rows.items()},
+    }
+
+
+def _table(source: Recording, same: Replay, rows: dict[str, Replay]) -> str:
+    from traces.units import show_bytes
+
+    def line(name: str, r: Replay) -> tuple[str, ...]:
+        f = r.figures
+        return (
+            name,
+            show_bytes(f.peak_reserved_bytes),
+            show_bytes(f.peak_allocated_bytes),
+            f"{100 * r.fragmentation:.1f} %",
+            str(len(r.segment_requests)),
+        )
+
+    recorded = source.peak_reserved_bytes
+    table: list[tuple[str, ...]] = [
+        ("", "peak reserved", "peak allocated", "fragmentation", "new segments"),
+        ("recorded", show_bytes(recorded), "–", "–", str(len(source.segment_requests))),
+        line("replayed", same),
+    ]
+    names = {"as_recorded_from_scratch": "replayed, packed anew", "what_if": "what if, packed anew"}
+    table += [line(names[name], r) for name, r in rows.items()]
+    widths = [max(len(row[k]) for row in table) for k in range(len(table[0]))]
+    lines = []
+    for row in table:
+        cells = [f"{row[0]:<{widths[0]}}"]
+        cells += [f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    error = same.figures.peak_reserved_bytes - recorded
+    agree = "the same" if same.segment_requests == source.segment_requests else "other"
+    lines.append(
+        f"Replayed − recorded: {error:+,} bytes reserved; {agree} segment requests; "
+        f"{100 * same.address_share:.1f} % of {same.allocations} blocks at the recorded address."
+    )
+    if rows:
+        before = rows["as_recorded_from_scratch"].figures.peak_reserved_bytes
+        after = rows["what_if"].figures.peak_reserved_bytes
+        lines.append(
+            f"What if: {after - before:+,} bytes reserved. Both are packed anew: the blocks that existed at first are "
+            "asked for again, because the recorded segments came about under the recorded settings."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Trace + Plan -> Schedule -> Timeline: what a plan does to a step, and what it comes to."""

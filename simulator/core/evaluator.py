@@ -1,0 +1,360 @@
+"""Turn a Trace and a set of actions into a peak and a time, thousands of times in a row: the planners' inner loop.
+
+The same answer as `schedule.build` followed by `engine.run`, to the byte and the nanosecond, from arrays of ints in
+which views have been dissolved: an op refers straight to the storages behind the views that it takes. What a plan
+cannot change (everything that backward itself makes) is summed up once. The loop itself is in `simulator.kernels.walk`.
+
+Counts and ignores: what `simulator.core.replay` counts and ignores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from simulator.core.graph import Graph, analyse
+from simulator.kernels.walk import FORBIDDEN, FULL, KEEPS, walk
+from traces.errors import PlanError
+from traces.plan import SAVE, Action
+from traces.trace import Trace
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """What a plan decides, by storage id; made by `Evaluator.state` and edited in place by planners.
+
+    `there` says which storages are kept from forward to backward, `share` which recomputed ones stay (arrays of 0 and
+    1), and `drops` maps the position of an op to the storages dropped after it; a drop of a kept storage is no drop.
+    """
+
+    there: NDArray[np.uint8]
+    share: NDArray[np.uint8]
+    drops: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def copy(self) -> State:
+        return State(there=self.there.copy(), share=self.share.copy(), drops=dict(self.drops))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One evaluation. Steps are numbered as the schedule's, views left out: forward first, recomputations included."""
+
+    peak_bytes: int
+    time_ns: int
+    peak_step: int  # the first step at the peak; -1: nothing runs
+    seq: list[int]  # position of the op of every step after forward
+    again: list[bool]  # whether that step is a recomputation
+    peaks: list[int]  # the most that is allocated while each step runs, forward included
+
+
+class Evaluator:
+    """One trace in the form that `evaluate` needs. Positions number the ops that are left when views are dissolved."""
+
+    def __init__(self, trace: Trace, graph: Graph | None = None) -> None:
+        graph = graph or analyse(trace)
+        ops, sts = trace.ops, trace.storages
+        n_st, turn = len(sts), graph.first_backward_op
+        made_forward = [0 <= p < turn for p in sts.producer]
+        # A view costs nothing and creates nothing. Only a backward view of a forward value matters: it demands it.
+        chosen = [
+            i
+            for i in range(len(ops))
+            if not graph.is_view[i] or (i >= turn and any(made_forward[s] for s in ops.reads[i]))
+        ]
+        self.trace, self.graph = trace, graph
+        self.op_id = chosen
+        self.forward = sum(1 for i in chosen if i < turn)
+        self.nbytes = list(sts.nbytes)
+        self.time_ns = [0 if graph.is_view[i] else ops.time_ns[i] for i in chosen]
+        self.base_time_ns = trace.time_ns
+        self.may_rerun = [graph.may_rerun[i] for i in chosen]
+        self.last_backward_use = list(sts.last_backward_use)
+        position = {i: k for k, i in enumerate(chosen)}
+        self.position = position
+        before, k = [], -1  # the last chosen op at or before each op
+        for i in range(len(ops)):
+            k = position.get(i, k)
+            before.append(k)
+        self.before = before
+        self.producer = [position[p] if p >= 0 else -1 for p in sts.producer]
+        self.creates = [tuple(s for s in graph.creates[i] if made_forward[s]) for i in chosen]
+        self.reads = [tuple(s for s in ops.reads[i] if made_forward[s]) for i in chosen]
+        self.needs = _dissolve_views(trace, graph, chosen, made_forward)
+
+        # Where each storage ends if nothing but the trace itself decides: position, and whether a view comes last
+        # there (then the op at that position has ended, and cannot take the memory over).
+        last = [(-1, False)] * n_st
+        for i in range(len(ops)):
+            at = (before[i], i not in position)
+            for s in (*ops.reads[i], *graph.creates[i]):
+                if i < turn or not made_forward[s]:
+                    last[s] = max(last[s], at)
+        self.hold = [-1] * n_st  # position of a hold beyond forward, for storages that forward makes
+        self.hold_after = [False] * n_st
+        for s in range(n_st):
+            h = sts.hold[s]
+            if h < 0 or sts.producer[s] < 0:
+                continue
+            if before[h] < self.forward or not made_forward[s]:
+                last[s] = max(last[s], (before[h], h not in position))
+            else:
+                self.hold[s], self.hold_after[s] = before[h], h not in position
+        self.last_forward = [a for a, _ in last]
+
+        self.rise = [graph.rise_bytes[i] for i in chosen]
+        # What the trace alone decides: bytes that each op leaves behind or releases.
+        self.settled = [0] * len(chosen)
+        self.overwrites = [-1] * len(chosen)  # storages whose takeover depends on the plan
+        for s in range(n_st):
+            if sts.producer[s] >= turn:
+                self.settled[self.producer[s]] += sts.nbytes[s]
+                self.settled[last[s][0]] -= sts.nbytes[s]
+        for k, i in enumerate(chosen):
+            s = ops.overwrites[i]
+            if s < 0 or graph.resident[s]:
+                continue
+            if not made_forward[s]:
+                if last[s] == (k, False) and s not in graph.creates[i]:
+                    self.rise[k] -= sts.nbytes[s]
+            elif s not in graph.creates[i]:
+                self.overwrites[k] = s
+        # In forward: whether the op at the storage's last use takes it over, if it ends there.
+        self.forward_take = [-1] * n_st
+        for k in range(self.forward):
+            s = self.overwrites[k]
+            if s >= 0 and last[s] == (k, False):
+                self.forward_take[s] = k
+        self.made_forward = [s for s in range(n_st) if made_forward[s]]
+        self.resident_bytes = trace.resident_bytes
+        # What a library keeps, from the start of the step on, if an op of forward runs again; empty where none does.
+        wanted = trace.meta.rerun_workspaces
+        self.rerun_bytes = [wanted.get(ops.target[i], 0) for i in chosen[: self.forward]]
+        if not any(self.rerun_bytes):
+            self.rerun_bytes = []
+        # Forward, with every storage released after its last forward use.
+        born = [0] * self.forward
+        for s in self.made_forward:
+            born[self.producer[s]] += self.nbytes[s]
+        self.born = born
+        self._drops: dict[int, tuple[int, ...]] = {}  # of the walk before, and as arrays
+        self._drop_at = self._dropped = np.empty(0, np.int32)
+        self._kept = np.array(
+            [m and (w or p) for m, w, p in zip(made_forward, graph.wanted, graph.pinned, strict=True)],
+            np.uint8,
+        )
+        self._pack()
+
+    def state(self, actions: Iterable[Action] = ()) -> State:
+        """The state that a plan's actions mean; everything kept without any."""
+        graph = self.graph
+        there = self._kept.copy()
+        share = np.zeros_like(there)
+        drops: dict[int, tuple[int, ...]] = {}
+        for a in actions:
+            there[a.storage] = a.action == SAVE or graph.pinned[a.storage]
+            share[a.storage] = a.share
+            for c in a.drop_after:
+                if c >= graph.first_backward_op:
+                    k = max(self.before[c], self.forward - 1)
+                    drops[k] = (*drops.get(k, ()), a.storage)
+        return State(there=there, share=share, drops=drops)
+
+    def cost(self, state: State) -> tuple[int, int]:
+        """(peak bytes, time) of a plan: `evaluate` without its lists.
+
+        Raises:
+            PlanError: a chain needs an op that may not run again.
+        """
+        peak_bytes, added_ns, _, _ = self.walk(state)
+        return peak_bytes, self.base_time_ns + added_ns
+
+    def excess(self, state: State, budget_bytes: int) -> tuple[int, int, int]:
+        """(peak bytes, added time, bytes over the budget summed over the steps that are over it) of a plan.
+
+        Raises:
+            PlanError: a chain needs an op that may not run again.
+        """
+        peak_bytes, added_ns, _, steps = self.walk(state)
+        if peak_bytes <= budget_bytes:
+            return peak_bytes, added_ns, 0
+        peaks = self._levels[0, : self.forward + steps]
+        return peak_bytes, added_ns, int(np.maximum(peaks - budget_bytes, 0).sum())
+
+    def evaluate(self, state: State) -> Result:
+        """Peak and time of a plan, and what happens on the way.
+
+        Raises:
+            PlanError: a chain needs an op that may not run again.
+        """
+        peak_bytes, added_ns, peak_step, steps = self.walk(state)
+        seq = self._seq[:steps]
+        again = seq < 0
+        return Result(
+            peak_bytes=peak_bytes,
+            time_ns=self.base_time_ns + added_ns,
+            peak_step=peak_step,
+            seq=np.where(again, ~seq, seq).tolist(),
+            again=again.tolist(),
+            peaks=self._levels[0, : self.forward + steps].tolist(),
+        )
+
+    def walk(self, state: State) -> tuple[int, int, int, int]:
+        """(peak, added time, peak step, steps after forward); raises PlanError as `evaluate` does."""
+        if state.drops != self._drops:
+            flat = [(k, s) for k, each in sorted(state.drops.items()) for s in each]
+            self._drops = dict(state.drops)
+            self._drop_at = np.array([k for k, _ in flat], np.int32)
+            self._dropped = np.array([s for _, s in flat], np.int32)
+        while True:
+            found = walk(
+                self.forward,
+                self.resident_bytes,
+                *self.facts,
+                state.there,
+                state.share,
+                self._drop_at,
+                self._dropped,
+                *self._space,
+                self._seq,
+                self._change,
+                self._levels,
+            )
+            if found[0] >= 0:
+                return found
+            if found[0] == FORBIDDEN:
+                raise PlanError(f"op {found[1]} needs op {found[2]} again, which may not run a second time.")
+            assert found[0] == FULL
+            self._make_room(2 * len(self._seq))
+
+    def steps(self, count: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Of the walk before: the op of each step after forward (~op: run again); all steps' peaks and bytes before."""
+        return self._seq[:count].copy(), self._levels[:, : self.forward + count].copy()
+
+    def read_by(self, positions: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Storage -> whether one of these ops reads it."""
+        reads_at, reads = self.facts[2:4]
+        runs = np.zeros(len(self.op_id), np.bool_)
+        runs[positions] = True
+        out = np.zeros(len(self.nbytes), np.bool_)
+        out[reads[np.repeat(runs, np.diff(reads_at))]] = True
+        return out
+
+    def chain_space(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Work space for finding a chain: a stack, and an order of ops."""
+        return np.empty_like(self._space[-1]), np.empty(len(self.op_id) + 1, np.int32)
+
+    def work_space(self, steps: int) -> tuple[Any, ...]:
+        """What `kernels.walk` works in, with room for so many steps after forward at least, and leaves its steps in."""
+        if len(self._seq) < steps:
+            self._make_room(steps)
+        return self._space, self._seq, self._change, self._levels
+
+    def _make_room(self, steps: int) -> None:
+        self._seq = np.empty(steps, np.int32)
+        self._change = np.empty((3, steps), np.int64)
+        self._levels = np.empty((2, self.forward + steps), np.int64)
+
+    def _pack(self) -> None:
+        """The lists above as the arrays that the kernel reads, and its work space."""
+        n_op, n_st = len(self.op_id), len(self.nbytes)
+        per_op = np.zeros((KEEPS + bool(self.rerun_bytes), n_op), np.int64)
+        per_op[0], per_op[1], per_op[2], per_op[3] = self.time_ns, self.rise, self.settled, self.overwrites
+        per_op[4, : self.forward] = self.born
+        if self.rerun_bytes:
+            per_op[KEEPS, : self.forward] = self.rerun_bytes
+        per_storage = np.array(
+            (
+                self.nbytes,
+                self.producer,
+                self.last_backward_use,
+                self.last_forward,
+                self.hold,
+                self.hold_after,
+                self.forward_take,
+            ),
+            np.int64,
+        )
+        needs_at, needs = _rows(self.needs)
+        self.facts = (
+            needs_at,
+            needs,
+            *_rows(self.reads),
+            *_rows(self.creates),
+            per_op,
+            per_storage,
+            np.array(self.op_id, np.int32),
+            np.array(self.may_rerun, np.uint8),
+            np.array(self.made_forward, np.int32),
+        )
+        self._space = (
+            np.empty(n_st, np.uint8),
+            np.empty(n_st, np.uint8),
+            np.empty((3, n_st), np.int32),
+            np.empty((3, n_op), np.int32),
+            np.empty(2 * len(needs) + n_op + 1, np.int32),
+        )
+        # For `simulator.core.flips`: ops until whose end something is held, storages whose memory some op may
+        # take over.
+        self.held, self.taken_over = np.zeros(n_op, np.uint8), np.zeros(n_st, np.uint8)
+        self.held[[h for h in self.hold if h >= 0]] = 1
+        self.taken_over[[s for s in self.overwrites if s >= 0]] = 1
+        self.flip_space: tuple[NDArray[Any], ...] = ()
+        self._make_room(2 * n_op + 1)
+
+
+_latest: list[Evaluator] = []  # one: planners ask about the same trace, budget after budget
+
+
+def evaluator_of(trace: Trace, graph: Graph | None = None) -> Evaluator:
+    """The evaluator of a trace; asked again for the same trace under the same constraints, the same one.
+
+    Who reads `steps` or `read_by` must do so before anybody walks another state.
+    """
+    graph = graph or analyse(trace)
+    if not _latest or _latest[0].trace is not trace or _latest[0].graph is not graph:
+        _latest[:] = [Evaluator(trace, graph)]
+    return _latest[0]
+
+
+def without(drops: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[int, ...]]:
+    """The same drops, but for one storage."""
+    if not any(storage in d for d in drops.values()):
+        return drops
+    left = {k: tuple(s for s in d if s != storage) for k, d in drops.items()}
+    return {k: d for k, d in left.items() if d}
+
+
+def _rows(lists: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Lists of ids one behind the other, and where each starts."""
+    at = np.zeros(len(lists) + 1, np.int32)
+    np.cumsum([len(x) for x in lists], out=at[1:])
+    return at, np.array([s for x in lists for s in x], np.int32)
+
+
+def _dissolve_views(
+    trace: Trace, graph: Graph, chosen: list[int], made_forward: list[bool]
+) -> list[tuple[int, ...]]:
+    """For each chosen op, the storages from forward that it takes, in the order in which a chain rebuilds them."""
+    ops = trace.ops
+    behind: dict[int, tuple[int, ...]] = {}  # view op -> the storages that its value stands for
+
+    def taken(i: int) -> tuple[int, ...]:
+        reads = ops.reads[i]
+        out: dict[int, None] = {}
+        for j in ops.inputs[i]:
+            if graph.is_view[j]:
+                out.update(dict.fromkeys(behind[j]))
+            else:
+                out.update(dict.fromkeys(s for s in graph.creates[j] if made_forward[s] and s in reads))
+        return tuple(out)
+
+    for i in range(len(ops)):
+        if graph.is_view[i]:
+            behind[i] = taken(i)
+    return [taken(i) for i in chosen]

@@ -1,0 +1,91 @@
+"""Turn what the user allows a planner (time, a seed, constraints) into one record that every planner takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from simulator.kernels.clock import now
+
+AUTO: Final = "auto"  # in place of a glob for whole modules: the repeated blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What no plan may do, as selectors of ops (`module glob :: op glob`); they act through
+    `simulator.core.graph.analyse`.
+
+    `never`: these ops do not run again. `always_keep`: what these ops make is kept. `whole_modules`: only whole
+    modules whose path matches this glob are recomputed ("": ops are free).
+    """
+
+    never: tuple[str, ...] = ()
+    always_keep: tuple[str, ...] = ()
+    whole_modules: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.never or self.always_keep or self.whole_modules)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a plan records them; those that are not given are left out."""
+        out: dict[str, Any] = {}
+        if self.never:
+            out["never"] = list(self.never)
+        if self.always_keep:
+            out["always_keep"] = list(self.always_keep)
+        if self.whole_modules:
+            out["whole_modules"] = self.whole_modules
+        return out
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Constraints:
+        return cls(
+            never=tuple(data.get("never", ())),
+            always_keep=tuple(data.get("always_keep", ())),
+            whole_modules=str(data.get("whole_modules", "")),
+        )
+
+
+NONE: Final = Constraints()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How a planner may look for a plan.
+
+    `seconds`: after about so much processor time a planner that searches stops improving and returns the best plan so
+    far; the others end by themselves. `seed`: of random choices; for one seed a plan depends on the machine only if the
+    time ran out.
+    """
+
+    seconds: float = 5.0
+    seed: int = 0
+    constraints: Constraints = NONE
+
+    def clock(self) -> Clock:
+        """A clock that starts now and runs for `seconds`."""
+        return Clock(deadline=now() + self.seconds)
+
+
+DEFAULTS: Final = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """When a planner has to stop."""
+
+    deadline: float  # of `now`
+
+    @property
+    def left_seconds(self) -> float:
+        """Never negative."""
+        return max(0.0, self.deadline - now())
+
+    def share(self, part: float) -> Clock:
+        """A clock for this part of the time that is left."""
+        return Clock(deadline=now() + part * self.left_seconds)
+
+    @property
+    def over(self) -> bool:
+        return now() >= self.deadline

@@ -1,0 +1,116 @@
+"""Turn a Schedule into a Timeline: an exact discrete-event replay of what is allocated when.
+
+A step has two instants. While it runs, its outputs and its workspace are allocated and its inputs are still there;
+when it has ended, the workspace is gone and the storages that nobody needs any more are released.
+
+Counts: every storage of the trace once, however many views it has; the measured allocations inside each op. Ignores:
+rounding and fragmentation of the device's allocator, and library workspaces that outlive an op.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulator.core.graph import Graph, analyse
+from simulator.core.schedule import Schedule, build, rerun_workspace_bytes
+from simulator.core.timeline import Breakdown, Timeline
+from traces.trace import CATEGORIES, WORKSPACE, Trace
+
+
+def run(trace: Trace, schedule: Schedule, graph: Graph | None = None) -> Timeline:
+    """Replay a schedule; the result has one entry a step."""
+    graph = graph or analyse(trace)
+    ops, nbytes = trace.ops, trace.storages.nbytes
+    live = resident = trace.resident_bytes + rerun_workspace_bytes(trace, schedule)
+    now = 0
+    start, duration, peaks, after = [], [], [], []
+    for step, i in enumerate(schedule.op):
+        taken = nbytes[schedule.takes[step]] if schedule.takes[step] >= 0 else 0
+        peaks.append(live + graph.rise_bytes[i] - taken)
+        for s in schedule.binds[step]:
+            live += nbytes[s]
+        for s in schedule.frees[step]:
+            live -= nbytes[s]
+        after.append(live)
+        start.append(now)
+        time_ns = 0 if schedule.recompute[step] and graph.is_view[i] else ops.time_ns[i]
+        duration.append(time_ns)
+        now += time_ns
+    return Timeline(
+        op=schedule.op,
+        recompute=schedule.recompute,
+        start_ns=tuple(start),
+        duration_ns=tuple(duration),
+        peak_bytes=tuple(peaks),
+        live_bytes=tuple(after),
+        resident_bytes=resident,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A plan's schedule and what it comes to."""
+
+    schedule: Schedule
+    timeline: Timeline
+
+
+_latest: list[tuple[Trace, Graph, Replay]] = []  # one: plan after plan is compared with it
+
+
+def keep_all(trace: Trace, graph: Graph | None = None) -> Replay:
+    """The step with everything kept; asked again for the same trace, the same one."""
+    graph = graph or analyse(trace)
+    if not _latest or _latest[0][0] is not trace or _latest[0][1] is not graph:
+        schedule = build(trace, (), graph)
+        _latest[:] = [(trace, graph, Replay(schedule=schedule, timeline=run(trace, schedule, graph)))]
+    return _latest[0][2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """One storage that is allocated at some instant."""
+
+    storage: int
+    nbytes: int
+    category: str
+
+
+def holdings(trace: Trace, schedule: Schedule, step: int) -> tuple[Holding, ...]:
+    """What is allocated while `step` runs, outputs included and workspace left out, largest first."""
+    sts = trace.storages
+    there = {s for s, p in enumerate(sts.producer) if p < 0}
+    for k in range(step):
+        there.update(schedule.binds[k])
+        there.difference_update(schedule.frees[k])
+    if schedule.takes[step] >= 0:
+        there.discard(schedule.takes[step])
+    created = [s for s in trace.ops.writes[schedule.op[step]] if sts.producer[s] == schedule.op[step]]
+    out = [Holding(storage=s, nbytes=sts.nbytes[s], category=sts.category[s]) for s in there]
+    # A recompute step also makes the outputs that nobody asked for, beside kept ones of the same id.
+    out += [Holding(storage=s, nbytes=sts.nbytes[s], category=sts.category[s]) for s in created]
+    return tuple(sorted((h for h in out if h.nbytes), key=lambda h: (-h.nbytes, h.storage)))
+
+
+def breakdown(trace: Trace, schedule: Schedule, timeline: Timeline) -> Breakdown:
+    """Split a timeline by category; the parts at the peak sum to the peak exactly."""
+    sts = trace.storages
+    live = dict.fromkeys(CATEGORIES, 0)
+    for s, p in enumerate(sts.producer):
+        if p < 0:
+            live[sts.category[s]] += sts.nbytes[s]
+    live[WORKSPACE] += rerun_workspace_bytes(trace, schedule)
+    columns: dict[str, list[int]] = {c: [] for c in CATEGORIES}
+    for binds, frees in zip(schedule.binds, schedule.frees, strict=True):
+        for s in binds:
+            live[sts.category[s]] += sts.nbytes[s]
+        for s in frees:
+            live[sts.category[s]] -= sts.nbytes[s]
+        for c in CATEGORIES:
+            columns[c].append(live[c])
+    at_peak = dict.fromkeys(CATEGORIES, 0)
+    if timeline.peak_step >= 0:
+        for h in holdings(trace, schedule, timeline.peak_step):
+            at_peak[h.category] += h.nbytes
+        at_peak[WORKSPACE] += timeline.peak_allocated_bytes - sum(at_peak.values())
+    return Breakdown(by_category={c: tuple(v) for c, v in columns.items()}, at_peak=at_peak)

@@ -1,0 +1,207 @@
+"""Turn selectors such as `layers.*.attn :: aten.mm.default` into the ops of a trace that they mean.
+
+A selector is `module glob :: op glob`; either side may be left out (`layers.0 ::`, `:: aten.mm.default`), and without
+`::` the one glob may match either. Only ops of forward are meant, since nothing else can run again.
+
+- The module glob is matched from the root, part by part: `*`, `?` and `[...]` stay within one part, `**` stands for
+  any number of parts. It means the module and all inside it, so `layers.*.attn` covers `layers.3.attn.q_proj`.
+- The op glob is matched with `aten.mm.default`, with `aten.mm` and with `mm`; here `*` matches dots as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+
+from simulator.core.limits import Constraints
+from traces.errors import SpecError
+from traces.trace import FORWARD, VIEW, Trace
+
+SEPARATOR = "::"
+SYNTAX = "a selector is `module glob :: op glob`, such as `layers.*.attn :: aten.mm.default`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selector:
+    """One selector; None: that side is left out. `either`: written without `::`."""
+
+    module: str | None
+    op: str | None
+    either: bool = False
+
+    def matches(self, module: str, target: str) -> bool:
+        by_module = self.module is None or module_matches(self.module, module)
+        by_op = self.op is None or op_matches(self.op, target)
+        return by_module or by_op if self.either else by_module and by_op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """What constraints mean for one trace."""
+
+    never: frozenset[int]  # ops that must not run again
+    keep: frozenset[int]  # storages of forward that must not be computed again
+
+
+def parse_selector(text: str) -> Selector:
+    """A selector from its text; raises SpecError if it is none."""
+    sides = [side.strip() for side in text.split(SEPARATOR)]
+    if len(sides) > 2 or not any(sides):
+        raise SpecError(f"selector {text!r}: {SYNTAX}; either side may be left out, not both.")
+    if len(sides) == 1:
+        return Selector(module=sides[0], op=sides[0], either=True)
+    return Selector(module=sides[0] or None, op=sides[1] or None)
+
+
+def check_selectors(constraints: Constraints) -> None:
+    """Raise SpecError before any work if a selector cannot mean anything in any trace."""
+    for text in (*constraints.never, *constraints.always_keep):
+        selector = parse_selector(text)
+        if selector.module is not None:
+            _module_pattern(selector.module)
+        if selector.op is not None:
+            _op_pattern(selector.op)
+
+
+def _translate(glob: str, any_char: str) -> str:
+    """A glob as a regular expression; `*` and `?` stand for what `any_char` matches."""
+    out, k = [], 0
+    while k < len(glob):
+        end = glob.find("]", k + 2)
+        if glob[k] == "*":
+            out.append(f"{any_char}*")
+        elif glob[k] == "?":
+            out.append(any_char)
+        elif glob[k] == "[" and end > 0:
+            inside = glob[k + 1 : end].replace("\\", r"\\").replace("[", r"\[").replace("^", r"\^")
+            out.append(f"[{'^' + inside[1:] if inside[0] == '!' else inside}]")
+            k = end
+        else:
+            out.append(re.escape(glob[k]))
+        k += 1
+    return "".join(out)
+
+
+@cache
+def _module_pattern(glob: str) -> re.Pattern[str]:
+    parts = [
+        r"(?:[^.]+\.)*" if part == "**" else _translate(part, "[^.]") + r"\." for part in glob.split(".")
+    ]
+    return _compiled("".join(parts), glob)
+
+
+@cache
+def _op_pattern(glob: str) -> re.Pattern[str]:
+    return _compiled(_translate(glob, "."), glob)
+
+
+def _compiled(pattern: str, glob: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise SpecError(f"selector {glob!r} is no glob ({error}); {SYNTAX}.") from None
+
+
+def module_matches(glob: str, path: str) -> bool:
+    """Whether the path is that of a matching module, or of one inside it."""
+    return bool(path) and _module_pattern(glob).match(path + ".") is not None
+
+
+def op_matches(glob: str, target: str) -> bool:
+    """Whether the op glob matches `aten.mm.default`, `aten.mm` or `mm`."""
+    parts = target.split(".")
+    names = {target, ".".join(parts[:2]), parts[1] if len(parts) > 1 else target}
+    return any(_op_pattern(glob).fullmatch(name) is not None for name in names)
+
+
+def matching_ops(trace: Trace, text: str, option: str) -> tuple[int, ...]:
+    """The ops of forward that a selector means, views included.
+
+    Args:
+        trace, text: where, and what.
+        option: who asks, for the message: `--never`.
+
+    Raises:
+        SpecError: it means none; names those that come close.
+    """
+    selector, ops = parse_selector(text), trace.ops
+    verdict: dict[tuple[str, str], bool] = {}
+    out = []
+    for i in range(len(ops)):
+        if ops.phase[i] != FORWARD:
+            break
+        key = (ops.module[i], ops.target[i])
+        if key not in verdict:
+            verdict[key] = selector.matches(*key)
+        if verdict[key]:
+            out.append(i)
+    if not out:
+        raise SpecError(f"{option} {text!r} matches no op of forward. {_close(verdict, selector)}")
+    return tuple(out)
+
+
+def resolve(trace: Trace, constraints: Constraints) -> Resolved:
+    """The ops and storages that the constraints speak of.
+
+    Raises:
+        SpecError: a selector is malformed, or means nothing that it could forbid or keep.
+    """
+    sts = trace.storages
+    is_view = [bool(f & VIEW) for f in trace.ops.flags]
+    never: set[int] = set()
+    for text in constraints.never:
+        ops = matching_ops(trace, text, "--never")
+        if all(is_view[i] for i in ops):
+            raise SpecError(f"--never {text!r} matches only views, which cost nothing to make again.")
+        never.update(i for i in ops if not is_view[i])
+    keep: set[int] = set()
+    for text in constraints.always_keep:
+        mine: set[int] = set()
+        for i in matching_ops(trace, text, "--always-keep"):
+            values = trace.ops.reads[i] if is_view[i] else trace.ops.writes[i]
+            mine.update(s for s in values if 0 <= sts.producer[s] <= i)
+        if not mine:
+            raise SpecError(
+                f"--always-keep {text!r} matches only views of parameters and inputs, which are there anyway."
+            )
+        keep |= mine
+    return Resolved(never=frozenset(never), keep=frozenset(keep))
+
+
+def module_instances(paths: Iterable[str], glob: str) -> dict[str, str]:
+    """Path -> the outermost module on it that the glob matches; paths outside such modules are left out."""
+    pattern = _module_pattern(glob)
+    out = {}
+    for path in set(paths):
+        parts = path.split(".") if path else []
+        for k in range(1, len(parts) + 1):
+            prefix = ".".join(parts[:k])
+            if pattern.fullmatch(prefix + "."):
+                out[path] = prefix
+                break
+    return out
+
+
+def _close(seen: Iterable[tuple[str, str]], selector: Selector) -> str:
+    """Names that look like what was asked for, on the side that matches nothing alone."""
+    pairs = list(seen)
+    hints = []
+    both = selector.module is None or selector.op is None or selector.either
+    if selector.module is not None and (
+        both or not any(module_matches(selector.module, m) for m, _ in pairs)
+    ):
+        modules = {".".join(m.split(".")[:k]) for m, _ in pairs if m for k in range(1, m.count(".") + 2)}
+        hints += _near(selector.module, modules, "modules")
+    if selector.op is not None and (both or not any(op_matches(selector.op, t) for _, t in pairs)):
+        hints += _near(selector.op, {t for _, t in pairs}, "ops")
+    return " ".join(hints) or "Each side matches something, but no op matches both."
+
+
+def _near(glob: str, names: set[str], what: str) -> list[str]:
+    if not names:
+        return []
+    close = get_close_matches(glob, sorted(names), n=3, cutoff=0.4) or sorted(names)[:3]
+    return [f"Close {what}: {', '.join(close)}."]

@@ -1,0 +1,1 @@
+"""Questions that need many answers: planning, comparing, sweeping, the largest batch."""

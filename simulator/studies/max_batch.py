@@ -1,0 +1,328 @@
+"""Turn a model and a device into the largest batch that fits it, without a plan and with one at a bounded price.
+
+Batch sizes are traced, each in a process of its own, and judged by simulation. Memory is close to a straight line in
+the batch size, so the next one to try is where the line through the last probes meets the limit, and the answer is
+confirmed by traces on both sides: the batch fits and the next larger one does not. Fragmentation can make a larger
+batch fit where a smaller one does not; such islands beyond the first boundary are not looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from simulator.allocator.device import CUDA, DeviceMemory
+from simulator.allocator.question import Question, ask, kind_of
+from simulator.bounds.bound import bound_answer, bounder_of
+from simulator.core.graph import analyse
+from simulator.core.limits import DEFAULTS, Limits
+from simulator.planners.outcome import Refusal
+from simulator.studies.boundary import Verdict, boundary
+from simulator.studies.fit import fit
+from simulator.studies.planning import keep_all, planned
+from simulator.studies.prediction import Comparison
+from simulator.studies.untouched import Untouched, untouched
+from traces.errors import SpecError
+from traces.measurement import RunFigures
+from traces.plan import ALLOCATED, RESERVED
+from traces.trace import Trace
+
+FIRST: Final = 8  # the first batch size that is traced, if nothing forbids it
+SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is over it by an unknown amount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What `simulate max-batch` was asked for."""
+
+    model: str
+    device: DeviceMemory
+    directory: Path  # of traces and plans, which are used again
+    overhead_percent: float
+    planner: str
+    limits: Limits = DEFAULTS
+    alloc_conf: str | None = None
+    multiple_of: int = 1
+    maximum: int = 65536
+    tracer_options: tuple[str, ...] = ()  # further words for `trace`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One batch size: what the untouched model takes, and the cheapest plan that fits, if that was tried.
+
+    `kept` is of the captured graph with everything kept, which an empty plan runs.
+    """
+
+    batch_size: int
+    untouched: RunFigures
+    fits: bool  # the untouched model
+    retries_a_step: int  # how often all cached memory must be given back for that
+    kept: RunFigures
+    kept_fits: bool
+    plan: RunFigures | None = None
+    overhead_percent: float | None = (
+        None  # of the plan, or what any plan must at least cost where none was made
+    )
+    plan_fits: bool | None = None  # within the device and the price; None: not tried
+    plan_path: str = ""
+    message: str = ""  # why no plan fits
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "batch_size": self.batch_size,
+            "fits": self.fits,
+            "retries_a_step": self.retries_a_step,
+            "untouched": self.untouched.headline(),
+            "baseline": self.kept.headline(),
+            "baseline_fits": self.kept_fits,
+            "plan_fits": self.plan_fits,
+            "plan": None if self.plan is None else self.plan.headline(),
+            "overhead_percent": self.overhead_percent,
+            "plan_path": self.plan_path,
+            "message": self.message,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaxBatch:
+    """The answer. A batch size of 0: not even the smallest fits."""
+
+    request: Request
+    alloc_conf: str | None  # None: a CPU's traces
+    without_plan: int
+    with_plan: int
+    probes: tuple[Probe, ...]  # by batch size
+    provenance: str = ""
+    warnings: tuple[str, ...] = ()
+    stopped_at_maximum: bool = False
+
+    def probe(self, batch_size: int) -> Probe | None:
+        return next((p for p in self.probes if p.batch_size == batch_size), None)
+
+    def to_json(self) -> dict[str, Any]:
+        r = self.request
+
+        def found(batch_size: int) -> dict[str, Any]:
+            probe = self.probe(batch_size)
+            return {"batch_size": batch_size} if probe is None else probe.to_json()
+
+        return {
+            "record": "max-batch",
+            "model": r.model,
+            "trace_options": list(r.tracer_options),
+            "device_memory": r.device.to_json(),
+            "alloc_conf": self.alloc_conf,
+            "budget_overhead_percent": r.overhead_percent,
+            "planner": r.planner,
+            "multiple_of": r.multiple_of,
+            "maximum": r.maximum,
+            "stopped_at_maximum": self.stopped_at_maximum,
+            "without_plan": found(self.without_plan),
+            "with_plan": found(self.with_plan),
+            "provenance": self.provenance,
+            "warnings": list(self.warnings),
+            "probes": [p.to_json() for p in self.probes],
+        }
+
+
+@dataclass(slots=True)
+class _Search:
+    """What is known so far about each batch size."""
+
+    request: Request
+    load: Callable[[int], Trace]
+    progress: Callable[[str], None]
+    probes: dict[int, Probe] = field(default_factory=dict)
+    said: dict[int, Comparison] = field(default_factory=dict)
+    excess: dict[int, float] = field(
+        default_factory=dict
+    )  # with everything kept, as a share of what there is
+
+    def question(self, trace: Trace) -> Question | None:
+        device = self.request.device
+        if kind_of(trace.meta) != device.kind:
+            raise SpecError(
+                f"the trace holds the graph of a {kind_of(trace.meta).upper()}, and {device.name} is a "
+                f"{device.kind.upper()}; leave --target and --device to --gpu."
+            )
+        return ask(trace.meta, self.request.alloc_conf, device)
+
+    def without(self, batch_size: int) -> Verdict:
+        """Whether the untouched model's step fits."""
+        if batch_size not in self.probes:
+            trace, usable = self.load(batch_size), self.request.device.usable_bytes
+            c = keep_all(trace, self.question(trace))
+            verdict = fit(c, self.request.device)
+            assert verdict is not None
+            plain = untouched(c)
+            self.said[batch_size] = c
+            # On a GPU that runs short the allocator gives cached memory back and goes on, so what is in use decides.
+            used = plain.figures.peak_block_bytes or plain.needs_bytes
+            self.excess[batch_size] = used / max(1, usable) - 1
+            self.probes[batch_size] = Probe(
+                batch_size=batch_size,
+                untouched=plain.figures,
+                fits=plain.fits(usable),
+                retries_a_step=plain.retries_a_step,
+                kept=c.kept_figures,
+                kept_fits=verdict.kept_fits,
+            )
+            self.progress(f"batch {batch_size}: {_needs(plain, usable)}")
+        return Verdict(fits=self.probes[batch_size].fits, excess=self.excess[batch_size])
+
+    def plan(self, batch_size: int) -> Verdict:
+        """Whether a plan within the price fits."""
+        if self.without(batch_size).fits:
+            return Verdict(fits=True, excess=self.floor_excess(batch_size))
+        probe, excess = self._plan(self.said[batch_size].trace, self.probes[batch_size])
+        self.probes[batch_size] = probe
+        outcome = (
+            f"a plan fits at {probe.overhead_percent:+.2f} %"
+            if probe.plan_fits
+            else probe.message.split(". ")[0]
+        )
+        self.progress(f"batch {batch_size}: {outcome}")
+        return Verdict(fits=bool(probe.plan_fits), excess=max(excess, self.floor_excess(batch_size)))
+
+    def floor_excess(self, batch_size: int) -> float:
+        """How far the peak that no plan can go below is over what there is, as a share of it."""
+        c = self.said[batch_size]
+        return bounder_of(c.trace, c.graph).floor.peak_bytes / max(1, self.request.device.usable_bytes) - 1
+
+    def beyond(self, step: int) -> int:
+        """The batch size up to which the line through the two largest probes' floors stays within what there is."""
+        if len(self.said) < 2:
+            return 0
+        a, b = sorted(self.said)[-2:]
+        at_a, at_b = self.floor_excess(a), self.floor_excess(b)
+        return int((a - at_a * (b - a) / (at_b - at_a)) // step) * step if at_b > at_a else 0
+
+    def _plan(self, trace: Trace, probe: Probe) -> tuple[Probe, float]:
+        """The probe with what was found of plans, and by how much, as a share, memory or price are exceeded."""
+        request = self.request
+        if probe.kept_fits:  # the captured graph alone makes room
+            empty = replace(probe, plan=probe.kept, overhead_percent=0.0, plan_fits=True)
+            return self._saved(empty, self.said[probe.batch_size]), _over(0.0, request.overhead_percent)
+        usable, price = request.device.usable_bytes, request.overhead_percent
+        if self.floor_excess(probe.batch_size) > 0:
+            return replace(probe, plan_fits=False, message="no plan needs so little"), 0.0
+        bound = bound_answer(trace, usable, analyse(trace, request.limits.constraints))
+        least = bound["overhead_percent"]
+        if not bound["feasible"] or least is None:
+            return replace(probe, plan_fits=False, message="no plan needs so little"), SLIGHTLY
+        if least > price:
+            why = f"no plan adds less than {least:.2f} %"
+            return replace(probe, overhead_percent=least, plan_fits=False, message=why), _over(least, price)
+        try:
+            c = planned(
+                trace,
+                request.planner,
+                request.limits,
+                budget_bytes=usable,
+                budget_of=RESERVED if request.device.kind == CUDA else ALLOCATED,
+                question=self.question(trace),
+            )
+        except Refusal as error:
+            lowest = int(error.figures.get("lowest_peak_bytes") or 0)
+            return replace(probe, plan_fits=False, message=str(error)), max(
+                SLIGHTLY, lowest / max(1, usable) - 1
+            )
+        verdict = fit(c, request.device)
+        assert verdict is not None
+        cost = c.overhead_percent
+        fits = verdict.plan_fits and cost <= price
+        why = (
+            "" if fits else f"the plan that was found adds {cost:.2f} %" if cost > price else verdict.message
+        )
+        probe = replace(
+            probe,
+            plan=c.planned_figures,
+            overhead_percent=cost,
+            plan_fits=fits,
+            message=why,
+        )
+        if fits:
+            return self._saved(probe, c), _over(cost, price)
+        return probe, max(SLIGHTLY, _over(cost, price))
+
+    def _saved(self, probe: Probe, c: Comparison) -> Probe:
+        """The probe with the file of the plan that fits."""
+        path = f"plan-b{probe.batch_size}.json"
+        c.plan.save(self.request.directory / path)
+        self.said[probe.batch_size] = c
+        return replace(probe, plan_path=path)
+
+
+def _over(cost: float, price: float) -> float:
+    """How far a cost is above the price, as a share of it."""
+    return cost / price - 1 if price else cost
+
+
+def max_batch(
+    request: Request, load: Callable[[int], Trace], progress: Callable[[str], None] = lambda line: None
+) -> MaxBatch:
+    """Search for both batch sizes.
+
+    Args:
+        load: the trace of the model at a batch size; asked once for each.
+        progress: told one line about each probe.
+    """
+    from simulator.studies import warnings as caveats
+
+    step = request.multiple_of
+    top = request.maximum // step * step
+    if top < step:
+        raise SpecError(f"--max {request.maximum}: there is no multiple of {step} up to it.")
+    search = _Search(request=request, load=load, progress=progress)
+    first = min(top, -(-FIRST // step) * step)
+    without = boundary(search.without, first=first, step=step, top=top)
+    with_plan = without
+    if without < top:
+        guess = min(top, max(without + step, search.beyond(step)))
+        excess = search.floor_excess(without) if without else -1.0
+        with_plan = boundary(search.plan, first=guess, step=step, top=top, fits=without, fits_excess=excess)
+    shown = search.said[with_plan or without or min(search.said)]
+    return MaxBatch(
+        request=request,
+        alloc_conf=None if shown.question is None else shown.question.alloc_conf,
+        without_plan=without,
+        with_plan=with_plan,
+        probes=tuple(search.probes[b] for b in sorted(search.probes)),
+        provenance=caveats.provenance(shown.trace.meta),
+        # What the untouched model needs is in the figures here.
+        warnings=tuple(w for w in caveats.warnings(shown) if w not in caveats.about_untouched(shown)),
+        stopped_at_maximum=with_plan == top,
+    )
+
+
+def traces_in(request: Request, progress: Callable[[str], None]) -> Callable[[int], Trace]:
+    """Traces made by `trace` in the request's directory, and used again if the same command made them."""
+    from simulator.studies.sweep import SweepRequest, ensure_trace
+    from traces.store import load
+
+    sweep = SweepRequest(
+        model=request.model,
+        batch_sizes=(),
+        budget="",
+        planner=request.planner,
+        directory=request.directory,
+        tracer_options=request.tracer_options,
+    )
+
+    def get(batch_size: int) -> Trace:
+        directory = request.directory / f"trace-b{batch_size}"
+        ensure_trace(sweep, batch_size, directory, progress)
+        return load(directory)
+
+    return get
+
+
+def _needs(plain: Untouched, usable_bytes: int) -> str:
+    from traces.units import show_bytes
+
+    retries = f" with {plain.retries_a_step} retries a step" if plain.retries_a_step else ""
+    outcome = f"fits{retries}" if plain.fits(usable_bytes) else "does not fit"
+    return f"{show_bytes(plain.needs_bytes)} of {show_bytes(usable_bytes)}, {outcome}"

@@ -1,0 +1,281 @@
+"""Turn a model and a list of batch sizes into one table of predictions with and without a plan.
+
+The records are shared: `simulate sweep` fills in what it predicts, `execute sweep` adds what it measured, and the
+report shows both.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from simulator.core.budget import parse_budget
+from simulator.core.limits import DEFAULTS, Limits
+from traces.errors import BudgetError, LowtideError, TraceError
+from traces.files import write_text
+from traces.json_records import checked, read_json
+from traces.measurement import RunFigures
+from traces.plan import ALLOCATED
+from traces.trace import PARAMETER, Trace, canonical_json
+
+# A figure in a warning, with its unit: 1,348, +0.5 %, 3.51 GiB.
+_FIGURE: Final = re.compile(r"[+-]?[\d,]*\d(?:\.\d+)?(?: (?:[KMG]iB|B|%))?")
+SWEEP_VERSION: Final = 1
+EAGER, KEEP_ALL, PLAN = "eager", "keep_all", "plan"  # the keys of `SweepRow.measured`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRow:
+    """One batch size: what the step costs with everything kept, and with the plan.
+
+    Where no plan fits, `feasible` is False, `message` says why, and the plan's figures are empty.
+    """
+
+    model: str
+    batch_size: int
+    planner: str
+    budget_bytes: int
+    feasible: bool
+    baseline: RunFigures  # predicted, everything kept
+    plan: RunFigures  # predicted, with the plan
+    overhead_percent: float | None
+    recomputed_ops: int
+    breakdown_baseline: dict[str, int]  # category -> bytes at the peak; they sum to the peak
+    breakdown_plan: dict[str, int]  # empty where no plan fits
+    activation_bytes: int  # all that forward keeps for backward
+    parameter_bytes: int
+    ops: int
+    storages: int
+    flops: int
+    measured: dict[str, RunFigures] = field(
+        default_factory=dict
+    )  # eager, keep_all, plan; empty until measured
+    plan_path: str = ""  # relative to the sweep's own file
+    trace_path: str = ""
+    message: str = ""
+    budget_of: str = ALLOCATED  # what the budget limits
+    warnings: tuple[str, ...] = ()  # what must be said beside the predicted figures
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SweepRow:
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        for key in ("baseline", "plan"):
+            values[key] = RunFigures.from_json(values[key])
+        values["measured"] = {k: RunFigures.from_json(v) for k, v in values.get("measured", {}).items()}
+        values["warnings"] = tuple(values.get("warnings", ()))
+        return checked(cls(**values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """One model over batch sizes, in the order asked for."""
+
+    model: str
+    options: dict[str, Any]  # as the traces record them, the batch size left out
+    target: str
+    rows: tuple[SweepRow, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What must be said beside the predicted figures, with the batch sizes that it is about.
+
+        Warnings that differ in their figures alone are one, with those of the largest batch size.
+        """
+        about: dict[str, dict[int, str]] = {}
+        for row in self.rows:
+            for text in row.warnings:
+                about.setdefault(_FIGURE.sub("#", text), {})[row.batch_size] = text
+        out = []
+        for texts in about.values():
+            largest = max(texts)
+            of = "" if len(set(texts.values())) == 1 else f" (figures of {largest})"
+            out.append(f"Batch {', '.join(map(str, texts))}{of}: {texts[largest]}")
+        return tuple(out)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"record": "sweep", "sweep_version": SWEEP_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Sweep:
+        """Build a sweep from parsed JSON; raises TraceError if it is not one."""
+        if not isinstance(data, dict) or data.get("record") != "sweep":
+            raise TraceError("not a Lowtide sweep; make one with `simulate sweep MODEL --batch-sizes 8,16`.")
+        if data.get("sweep_version") != SWEEP_VERSION:
+            raise TraceError(
+                f"sweep version {data.get('sweep_version')}, and this Lowtide reads {SWEEP_VERSION}; make it "
+                "again with `simulate sweep`."
+            )
+        try:
+            return cls(
+                model=str(data["model"]),
+                options=dict(data["options"]),
+                target=str(data["target"]),
+                rows=tuple(SweepRow.from_json(r) for r in data["rows"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TraceError(
+                f"malformed sweep ({type(error).__name__}: {error}); make it again with `simulate sweep`."
+            ) from None
+
+    def save(self, path: str | Path) -> Path:
+        """Write the sweep as JSON, whole or not at all."""
+        return write_text(path, canonical_json(self.to_json()) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Sweep:
+        """Read a sweep; raises TraceError if the file is not one."""
+        try:
+            data = read_json(path)
+        except (OSError, ValueError) as error:
+            raise TraceError(
+                f"{path}: cannot be read as a sweep ({error}); make it again with `simulate sweep`."
+            ) from None
+        try:
+            return cls.from_json(data)
+        except TraceError as error:
+            raise TraceError(f"{path}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRequest:
+    """What `simulate sweep` was asked for."""
+
+    model: str
+    batch_sizes: tuple[int, ...]
+    budget: str
+    planner: str
+    directory: Path
+    limits: Limits = DEFAULTS
+    budget_of: str = ALLOCATED
+    alloc_conf: str | None = None  # None: as the traces were recorded
+    tracer_options: tuple[str, ...] = ()  # further words for `trace`, such as --seq-len 512
+
+
+def predict(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
+    """Trace every batch size that is not traced yet, plan it, and write traces, plans and `sweep.json`.
+
+    Args:
+        request: what to do.
+        progress: told one line about each thing that is done.
+
+    Raises:
+        LowtideError: a batch size could not be traced. (One for which no plan fits is a row, not an error.)
+    """
+    from traces.store import load
+
+    rows, options, target = [], {}, ""
+    for batch_size in request.batch_sizes:
+        directory = request.directory / f"trace-b{batch_size}"
+        ensure_trace(request, batch_size, directory, progress)
+        trace = load(directory)
+        progress(f"batch {batch_size}: planning with {request.planner}")
+        rows.append(_row(request, trace, batch_size, directory))
+        options = {k: v for k, v in trace.meta.options.items() if k != "batch_size"}
+        target = trace.meta.target
+    sweep = Sweep(model=request.model, options=options, target=target, rows=tuple(rows))
+    sweep.save(request.directory / "sweep.json")
+    return sweep
+
+
+def ensure_trace(
+    request: SweepRequest, batch_size: int, directory: Path, progress: Callable[[str], None]
+) -> None:
+    """Run `trace` in a process of its own, unless the trace that stands there already is what it would make.
+
+    Raises:
+        LowtideError: `trace` failed; with what it wrote.
+    """
+    from simulator.studies.trace_cache import stamp
+
+    words = [request.model, "--batch-size", str(batch_size), *request.tracer_options]
+    note = directory.with_name(f"{directory.name}.json")
+    if _fresh(note, directory, stamp(request.model, words)):
+        progress(f"batch {batch_size}: using {directory}")
+        return
+    progress(f"batch {batch_size}: tracing")
+    command = [sys.executable, "-m", "tracer", *words, "-o", str(directory), "--force", "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (
+            done.stderr.strip().removeprefix("Error: ") or f"`trace` ended with exit code {done.returncode}"
+        )
+        raise LowtideError(f"batch {batch_size} could not be traced: {said}")
+    made = stamp(request.model, words)  # with what --calibrate has added to the profile
+    write_text(note, canonical_json({**made, "fingerprint": _fingerprint(directory)}) + "\n")
+
+
+def _fresh(note: Path, directory: Path, now: dict[str, Any]) -> bool:
+    from simulator.studies.trace_cache import same
+
+    try:
+        data = read_json(note)
+        return same(data, {**now, "fingerprint": _fingerprint(directory)})
+    except (OSError, ValueError, TypeError, TraceError):
+        return False
+
+
+def _fingerprint(directory: Path) -> str:
+    from traces.store import load
+
+    return load(directory).meta.fingerprint
+
+
+def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) -> SweepRow:
+    from simulator.allocator.question import ask
+    from simulator.core.replay import breakdown
+    from simulator.studies.planning import keep_all, planned, whole_bytes
+
+    question = ask(trace.meta, request.alloc_conf)
+    kept = keep_all(trace, question)
+    budget_bytes = parse_budget(request.budget, whole_bytes(kept, request.budget_of))
+    sts = trace.storages
+    row = SweepRow(
+        model=request.model,
+        batch_size=batch_size,
+        planner=request.planner,
+        budget_bytes=budget_bytes,
+        feasible=False,
+        budget_of=request.budget_of,
+        baseline=kept.kept_figures,
+        plan=RunFigures(),
+        overhead_percent=None,
+        recomputed_ops=0,
+        breakdown_baseline=breakdown(trace, kept.kept, kept.kept_timeline).at_peak,
+        breakdown_plan={},
+        activation_bytes=sum(n for n, w in zip(sts.nbytes, kept.graph.wanted, strict=True) if w),
+        parameter_bytes=sum(n for n, c in zip(sts.nbytes, sts.category, strict=True) if c == PARAMETER),
+        ops=len(trace.ops),
+        storages=len(sts),
+        flops=sum(trace.ops.flops),
+        trace_path=directory.name,
+        warnings=tuple(kept.plan.predicted["warnings"]),
+    )
+    plan_path = request.directory / f"plan-b{batch_size}.json"
+    try:
+        c = planned(
+            trace,
+            request.planner,
+            request.limits,
+            budget_bytes=budget_bytes,
+            budget_of=request.budget_of,
+            question=question,
+        )
+    except BudgetError as error:
+        plan_path.unlink(missing_ok=True)  # of an earlier sweep with another budget
+        return replace(row, message=str(error))
+    c.plan.save(plan_path)
+    return replace(
+        row,
+        feasible=True,
+        plan=c.planned_figures,
+        overhead_percent=c.overhead_percent,
+        recomputed_ops=c.planned_timeline.recomputed_ops,
+        breakdown_plan=breakdown(trace, c.planned, c.planned_timeline).at_peak,
+        plan_path=plan_path.name,
+        warnings=tuple(c.plan.predicted["warnings"]),
+    )

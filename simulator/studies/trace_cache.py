@@ -1,0 +1,87 @@
+"""Turn a `trace` command into a stamp of all that its result depends on, so that a trace that went stale is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from traces.device_profile import GALLERY_PROFILES, cache_directory, load_identity
+from traces.devices import device
+from traces.errors import LowtideError
+from traces.model_spec import source_file
+
+PACKAGES: Final = ("torch", "torchvision", "transformers")  # whose code is in the graph
+
+
+def stamp(model: str, words: Sequence[str]) -> dict[str, Any]:
+    """The command, the user's own file, the versions that are installed here, and the device profiles.
+
+    Counts: for a step on fake tensors, the bytes of every profile that it may have its costs from. Ignores: this
+    machine's speed, which `--device` and `--probe` measure.
+    """
+    return {
+        "command": list(words),
+        "source": "" if (file := source_file(model)) is None else _digest(file),
+        "versions": versions(),
+        "profiles": _profiles(words),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The installed packages that make the graph; empty where there are none, as `simulate` needs none."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def same(made: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether a trace made under one stamp is what `trace` would make now; without a torch here, whichever it was."""
+    if not now["versions"]:
+        made = {**made, "versions": {}}
+    return made == now
+
+
+def _profiles(words: Sequence[str]) -> str:
+    """A digest of the profiles that the command may read; empty if it reads none."""
+    if (
+        "--no-profile" in words or _value(words, "--device") is not None
+    ):  # measured: profiles are written only
+        return ""
+    named = _value(words, "--profile")
+    if named is not None:
+        return _digest(Path(named))
+    try:
+        kind = device(_value(words, "--target") or "cpu").kind
+    except LowtideError:
+        return ""  # which `trace` will refuse
+    parts = []
+    for folder in (cache_directory(), GALLERY_PROFILES):
+        for path in sorted(folder.glob("*.parquet")):
+            try:
+                if load_identity(path).kind == kind:
+                    parts.append(_digest(path))
+            except LowtideError:
+                continue  # which `trace` passes over as well
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16] if parts else ""
+
+
+def _value(words: Sequence[str], option: str) -> str | None:
+    """What stands after an option, or behind its =; the last one counts."""
+    found = None
+    for k, word in enumerate(words):
+        key, equals, value = word.partition("=")
+        if key == option:
+            found = value if equals else words[k + 1] if k + 1 < len(words) else ""
+    return found
+
+
+def _digest(path: Path) -> str:
+    """A digest of a file, so that editing it makes a new trace; empty if there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""

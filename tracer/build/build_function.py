@@ -1,0 +1,376 @@
+"""Turn the user's own `build()` into a training step.
+
+What `build()` may return
+-------------------------
+`(model, batch, loss, optimizer)`, `(model, batch, optimizer)` with the loss inside the model, or a mapping with
+the keys `model`, `batch` and, where there is one, `loss` and `optimizer`. The loss may be None, and so may the
+optimizer: the step then ends with the backward pass. An optimizer class, or any callable that makes an
+optimizer from parameters, will do as well as an optimizer.
+
+`build()` may name any of these parameters and gets what the command line says, else its own default:
+batch_size, seq_len, image_size, dtype, dropout, attention, optimizer, optimizer_impl, device, amp, tf32.
+
+The dtype policy needs nothing of `build()`: `--amp` puts autocast around the model and the loss whatever the function
+names. A function that wants one of its own returns a mapping with the keys `amp` ("bfloat16" or "float16") and, for
+other settings than torch's, `scaler` (a `torch.amp.GradScaler`); `--amp` goes before `amp`.
+
+How the batch is given to the model: see `tracer.build.batch`. The model is used in the mode that `build()` left it in.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from tracer.build.batch import example_count, split_batch, to_device
+from tracer.precision.policy import POLICY_OPTIONS, Autocast, parse_amp
+from tracer.build.step import TrainingStep
+from tracer.build.context import (
+    Conversions,
+    active_fake_mode,
+    fake_conversions,
+    initialisers_without_values,
+    is_fake,
+    make_fake,
+    outside_fake_mode,
+    rows_with_values,
+)
+from traces.errors import CaptureError, LowtideError, SpecError
+from traces.model_spec import DEFAULT_FUNCTION, split_reference
+
+RETURNS: Final = (
+    "return (model, batch, loss, optimizer), (model, batch, optimizer) with the loss inside the model, or a "
+    "dict with these keys"
+)
+# Modules beside a user's file that an earlier load imported: name -> directory.
+_siblings: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildFunction:
+    """A function in a Python file that builds a training step."""
+
+    path: Path
+    function: str
+
+    @classmethod
+    def parse(cls, reference: str) -> BuildFunction:
+        """Split "path/to/file.py:function"; SpecError if the file is missing or is not Python."""
+        path_text, function = split_reference(reference) or (reference, DEFAULT_FUNCTION)
+        path = Path(path_text).expanduser()
+        if not function.isidentifier():
+            raise SpecError(f"{reference}: {function!r} is not a function's name; write {path_text}:build.")
+        if not path.is_file():
+            raise SpecError(f"{path_text}: there is no such file (looked in {path.absolute().parent}).")
+        try:
+            compile(path.read_bytes(), str(path), "exec")
+        except (SyntaxError, ValueError) as error:
+            line = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+            reason = error.msg if isinstance(error, SyntaxError) else error
+            raise SpecError(f"{path_text}{line}: not valid Python: {reason}.") from None
+        return cls(path=path.resolve(), function=function)
+
+    @property
+    def label(self) -> str:
+        return f"{self.path.name}:{self.function}"
+
+    def step(self, options: dict[str, Any], device: str) -> TrainingStep:
+        """Import the file, call the function, and make a training step of what it returns.
+
+        Raises:
+            SpecError: the file or function fails, or returns something else.
+            CaptureError: it needs the values of tensors while nothing may be allocated.
+        """
+        with _importable_from(self.path.parent):
+            build = self._function()
+            # Fake CUDA tensors cannot be moved like real ones, so they are made in place.
+            place = torch.device(device) if is_fake() and device != "cpu" else torch.device("cpu")
+            accepted = self._accepted(build, options, device)
+            with place:
+                returned, conversions = self._returned(build, accepted)
+            model, batch, loss, optimizer = self._unpack(returned)
+            amp, scaler = self._precision(returned)
+            self._check_complete(model)
+            if (mode := active_fake_mode()) is not None:
+                for module in (model, loss):
+                    if isinstance(module, nn.Module):
+                        make_fake(module, mode, conversions)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                for group in optimizer.param_groups:
+                    group["params"] = [conversions.latest(p) for p in group["params"]]
+            step = self._assemble(model, batch, loss, optimizer, options, device)
+            return replace(step, autocast=Autocast(dtype=amp), scaler=scaler)
+
+    def _returned(self, build: Callable[..., Any], accepted: dict[str, Any]) -> tuple[Any, Conversions]:
+        """What the function returns. Where it needs values that fake tensors lack, it is called for real, in memory."""
+        with self._explained(f"{self.function}() failed"):
+            with initialisers_without_values(), fake_conversions() as conversions:
+                try:
+                    with rows_with_values():
+                        return build(**accepted), conversions
+                except Exception as error:
+                    if not is_fake() or not _needs_values(error):
+                        raise
+            with outside_fake_mode():
+                return build(**accepted), Conversions()
+
+    def _check_complete(self, model: Any) -> None:
+        """Refuse a model whose lazy modules have not seen an input yet."""
+        for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+                raise SpecError(
+                    f"{self.label}: the module {name!r} ({type(module).__name__}) does not know its sizes yet; call "
+                    "the model once with an example in the function, or give the module its sizes."
+                )
+
+    def _function(self) -> Callable[..., Any]:
+        with outside_fake_mode(), self._explained("importing the file failed"):
+            _make_torchvision_importable()
+            module = _import_file(self.path)
+        function = getattr(module, self.function, None)
+        if function is None:
+            known = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
+            listing = f"; it defines {', '.join(known)}" if known else ""
+            raise SpecError(
+                f"{self.path.name}: there is no function {self.function!r} in this file{listing}."
+            )
+        if not callable(function):
+            raise SpecError(f"{self.label}: this is a {type(function).__name__}, not a function.")
+        return cast(Callable[..., Any], function)
+
+    def _accepted(self, build: Callable[..., Any], options: dict[str, Any], device: str) -> dict[str, Any]:
+        try:
+            parameters = inspect.signature(build).parameters
+        except (TypeError, ValueError):  # of some functions that are written in C
+            raise SpecError(f"{self.label}: Python does not know its parameters; wrap it in a def.") from None
+        anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        named = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        # The policy is applied around the function, which need not know of it.
+        options = {k: v for k, v in options.items() if anything or k in named or k not in POLICY_OPTIONS}
+        refused = [] if anything else [k for k in options if k not in named]
+        if refused:
+            flag = "--" + refused[0].replace("_", "-")
+            raise SpecError(
+                f"{self.label}: {flag} was given, but {self.function}() has no parameter {refused[0]!r}; add "
+                f"it to the signature, or leave {flag} out."
+            )
+        needed = [
+            n
+            for n in named
+            if parameters[n].default is inspect.Parameter.empty and n not in (*options, "device")
+        ]
+        if needed:
+            listing = ", ".join(sorted(needed))
+            raise SpecError(
+                f"{self.label}: {self.function}() needs a value for {listing}; give it a default."
+            )
+        return {**options, **({"device": device} if anything or "device" in named else {})}
+
+    def _unpack(self, returned: Any) -> tuple[Any, Any, Any, Any]:
+        if isinstance(returned, Mapping):
+            known = ("model", "batch", "loss", "optimizer", "amp", "scaler")
+            unknown = sorted(str(k) for k in returned if k not in known)
+            missing = [k for k in ("model", "batch") if k not in returned]
+            if unknown or missing:
+                what = f"lacks {missing[0]!r}" if missing else f"has the unknown key {unknown[0]!r}"
+                raise SpecError(f"{self.label}: the dict that it returned {what}; {RETURNS}.")
+            return returned["model"], returned["batch"], returned.get("loss"), returned.get("optimizer")
+        if isinstance(returned, (tuple, list)) and len(returned) == 4:
+            model, batch, loss, optimizer = returned
+            return model, batch, loss, optimizer
+        if isinstance(returned, (tuple, list)) and len(returned) == 3:
+            model, batch, optimizer = returned
+            return model, batch, None, optimizer
+        size = f" of {len(returned)} values" if isinstance(returned, (tuple, list)) else ""
+        raise SpecError(f"{self.label}: it returned a {type(returned).__name__}{size}; {RETURNS}.")
+
+    def _precision(self, returned: Any) -> tuple[str, torch.amp.GradScaler | None]:
+        """The autocast type and the scaler that the function asks for."""
+        if not isinstance(returned, Mapping):
+            return "", None
+        amp, scaler = returned.get("amp"), returned.get("scaler")
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise SpecError(
+                f"{self.label}: the scaler is a {type(scaler).__name__}, not a torch.amp.GradScaler."
+            )
+        try:
+            return parse_amp(amp) if amp else "", scaler
+        except SpecError:
+            raise SpecError(f"{self.label}: amp is {amp!r} and must be bfloat16 or float16.") from None
+
+    def _assemble(
+        self, model: Any, batch: Any, loss: Any, optimizer: Any, options: dict[str, Any], device: str
+    ) -> TrainingStep:
+        if not isinstance(model, nn.Module):
+            raise SpecError(f"{self.label}: the model is a {type(model).__name__}, not a torch.nn.Module.")
+        if loss is not None and not callable(loss):
+            raise SpecError(
+                f"{self.label}: the loss is a {type(loss).__name__}, not a function of the model's output; if "
+                "the model computes it, return None in its place."
+            )
+        if not any(p.requires_grad for p in model.parameters()):
+            raise SpecError(f"{self.label}: no parameter of the model is trainable (requires_grad).")
+        mode = active_fake_mode()
+        if mode is None:
+            model.to(device)
+            if isinstance(loss, nn.Module):
+                loss.to(device)
+        with self._explained("the batch could not be prepared"):
+            batch = to_device(batch, device, mode)
+        made = self._optimizer(model, loss, optimizer)
+        try:
+            given = split_batch(model, batch, loss)
+        except SpecError as error:
+            raise SpecError(f"{self.label}: {error}") from None
+        return TrainingStep(
+            model=model,
+            args=given.args,
+            kwargs=given.kwargs,
+            loss=given.loss,
+            loss_inputs=given.loss_inputs,
+            optimizer=made,
+            batch_size=int(options.get("batch_size") or example_count(batch)),
+            name=self.label,
+            options=dict(options),
+            loss_parameters={f"loss.{n}": p for n, p in loss.named_parameters()}
+            if isinstance(loss, nn.Module)
+            else {},
+        )
+
+    def _optimizer(self, model: nn.Module, loss: Any, optimizer: Any) -> torch.optim.Optimizer | None:
+        if optimizer is None:
+            return None
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            if not callable(optimizer):
+                raise SpecError(
+                    f"{self.label}: the optimizer is a {type(optimizer).__name__}; return a "
+                    "torch.optim.Optimizer, or a class or function that makes one from parameters."
+                )
+            with self._explained("making the optimizer failed"):
+                optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise SpecError(
+                    f"{self.label}: the optimizer's function returned a {type(optimizer).__name__}."
+                )
+        known = {id(p) for p in model.parameters()}
+        if isinstance(loss, nn.Module):
+            known |= {id(p) for p in loss.parameters()}
+        strangers = sum(id(p) not in known for g in optimizer.param_groups for p in g["params"])
+        if strangers:
+            raise SpecError(
+                f"{self.label}: {strangers} of the optimizer's parameters are not parameters of the returned "
+                "model; make the optimizer from model.parameters() after the model is complete."
+            )
+        return optimizer
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Turn whatever the user's code raises into one message that names its line."""
+        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+        try:
+            yield
+        except LowtideError:
+            raise
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise CaptureError(
+                f"{self._where(error)}: {what}: it reads the values of tensors ({error}), which a fake trace "
+                "does not have; move that out of the function."
+            ) from error
+        except (Exception, SystemExit) as error:
+            said = (str(error).strip().splitlines() or [""])[
+                0
+            ]  # torch's go on with the signatures that it knows
+            raise SpecError(f"{self._where(error)}: {what}: {type(error).__name__}: {said}") from error
+
+    def _where(self, error: BaseException) -> str:
+        """The last line of the user's own directory on the way to the error."""
+        root = self.path.parent
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if _belongs(f.filename, root)]
+        exact = [f for f in frames if f.filename == str(self.path)]
+        if not (exact or own):
+            return self.label
+        frame = (own or exact)[-1]
+        name = Path(frame.filename).relative_to(root)
+        return f"{name} line {frame.lineno}"
+
+
+def _belongs(file: str, directory: Path) -> bool:
+    """Whether a file is the user's own: in that directory, and not installed there."""
+    return Path(file).is_relative_to(directory) and "site-packages" not in file
+
+
+def _needs_values(error: Exception) -> bool:
+    """Whether code failed because tensors were fake: it read their values, or made modules that learn their sizes."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    lazy = "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error)
+    return lazy or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+
+
+class _FromSource(SourceFileLoader):
+    """Compiles the file at every import. Kept bytecode counts as current if size and second of change are the same."""
+
+    def get_code(self, fullname: str) -> Any:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Run a Python file as a module of its own, anew each time: as it is, not as bytecode kept from before."""
+    name = f"_lowtide_build_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def _importable_from(directory: Path) -> Iterator[None]:
+    """Put a directory first on sys.path while the body runs, hiding what other directories brought."""
+    place = str(directory)
+    for name in [n for n, d in _siblings.items() if d != place]:
+        sys.modules.pop(name, None)
+        del _siblings[name]
+    before = set(sys.modules)
+    sys.path.insert(0, place)
+    try:
+        yield
+    finally:
+        if place in sys.path:
+            sys.path.remove(place)
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and _belongs(file, directory):
+                _siblings[name] = place
+
+
+@functools.cache
+def _make_torchvision_importable() -> None:
+    """The user's file may import torchvision, which needs help beside a CPU-only torch."""
+    if importlib.util.find_spec("torchvision") is not None:
+        from tracer.build.torchvision_shim import import_torchvision
+
+        import_torchvision()

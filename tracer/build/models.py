@@ -1,0 +1,309 @@
+"""Turn a known model's name and options into a training step with random weights; nothing is downloaded.
+
+Names and default options are plain data, so that listing them needs no torch. Torchvision's classification
+models go by their own names, transformers' by family and size.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from traces.errors import SpecError
+
+if TYPE_CHECKING:
+    from tracer.build.step import TrainingStep
+
+TORCHVISION: Final = "torchvision"
+# Classification models of torchvision 0.26 to 0.28; any other that the installed one has works too.
+TORCHVISION_NAMES: Final = tuple(
+    """
+    alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161 densenet169
+    densenet201 efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3 efficientnet_b4 efficientnet_b5
+    efficientnet_b6 efficientnet_b7 efficientnet_v2_l efficientnet_v2_m efficientnet_v2_s googlenet inception_v3
+    maxvit_t mnasnet0_5 mnasnet0_75 mnasnet1_0 mnasnet1_3 mobilenet_v2 mobilenet_v3_large mobilenet_v3_small
+    regnet_x_16gf regnet_x_1_6gf regnet_x_32gf regnet_x_3_2gf regnet_x_400mf regnet_x_800mf regnet_x_8gf
+    regnet_y_128gf regnet_y_16gf regnet_y_1_6gf regnet_y_32gf regnet_y_3_2gf regnet_y_400mf regnet_y_800mf
+    regnet_y_8gf resnet101 resnet152 resnet18 resnet34 resnet50 resnext101_32x8d resnext101_64x4d
+    resnext50_32x4d shufflenet_v2_x0_5 shufflenet_v2_x1_0 shufflenet_v2_x1_5 shufflenet_v2_x2_0 squeezenet1_0
+    squeezenet1_1 swin_b swin_s swin_t swin_v2_b swin_v2_s swin_v2_t vgg11 vgg11_bn vgg13 vgg13_bn vgg16
+    vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vit_h_14 vit_l_16 vit_l_32 wide_resnet101_2 wide_resnet50_2
+    """.split()  # noqa: SIM905
+)
+
+
+def _bert(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+    }
+
+
+def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"n_embd": width, "n_layer": layers, "n_head": heads}
+
+
+def _llama(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, *, tied: bool
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+    }
+
+
+def _t5(width: int, head_width: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"d_model": width, "d_kv": head_width, "d_ff": inner, "num_layers": layers, "num_heads": heads}
+
+
+def _vit(hidden: int, layers: int, heads: int, patch: int = 16) -> dict[str, Any]:
+    return {**_bert(hidden, layers, heads), "patch_size": patch}
+
+
+# family -> name -> what differs from the family's default configuration. Sizes without a publication of their
+# own are for trying things out: llama-tiny, llama-small, gpt2-tiny, gpt2-mini, t5-tiny, bert-4l.
+TRANSFORMERS: Final[dict[str, dict[str, dict[str, Any]]]] = {
+    # Devlin et al. 2018; the smaller ones Turc et al. 2019 (arXiv:1908.08962).
+    "bert": {
+        "bert-tiny": _bert(128, 2, 2),
+        "bert-mini": _bert(256, 4, 4),
+        "bert-small": _bert(512, 4, 8),
+        "bert-medium": _bert(512, 8, 8),
+        "bert-4l": _bert(768, 4, 12),
+        "bert-base": _bert(768, 12, 12),
+        "bert-large": _bert(1024, 24, 16),
+    },
+    # Radford et al. 2019; distilgpt2 is the published 6-layer distillation.
+    "gpt2": {
+        "gpt2-tiny": _gpt2(128, 2, 2),
+        "gpt2-mini": _gpt2(256, 4, 4),
+        "distilgpt2": _gpt2(768, 6, 12),
+        "gpt2": _gpt2(768, 12, 12),
+        "gpt2-small": _gpt2(768, 12, 12),
+        "gpt2-medium": _gpt2(1024, 24, 16),
+        "gpt2-large": _gpt2(1280, 36, 20),
+        "gpt2-xl": _gpt2(1600, 48, 25),
+    },
+    # The shapes of Llama 3.2 1B and 3B and of Llama 3.1 8B.
+    # (All with the rotary scaling of 3.2, which changes values but no size and no cost.)
+    "llama": {
+        "llama-tiny": _llama(128, 352, 2, 4, 2, 32000, tied=True),
+        "llama-small": _llama(512, 1408, 8, 8, 4, 32000, tied=True),
+        "llama-1b": _llama(2048, 8192, 16, 32, 8, 128256, tied=True),
+        "llama-3b": _llama(3072, 8192, 28, 24, 8, 128256, tied=True),
+        "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256, tied=False),
+    },
+    # Raffel et al. 2019.
+    "t5": {
+        "t5-tiny": _t5(128, 32, 512, 2, 4),
+        "t5-small": _t5(512, 64, 2048, 6, 8),
+        "t5-base": _t5(768, 64, 3072, 12, 12),
+        "t5-large": _t5(1024, 64, 4096, 24, 16),
+        "t5-3b": _t5(1024, 128, 16384, 24, 32),
+    },
+    # Dosovitskiy et al. 2020; tiny and small from Touvron et al. 2020.
+    "vit": {
+        "vit-tiny": _vit(192, 12, 3),
+        "vit-small": _vit(384, 12, 6),
+        "vit-base": _vit(768, 12, 12),
+        "vit-large": _vit(1024, 24, 16),
+        "vit-huge": _vit(1280, 32, 16, patch=14),
+    },
+}
+SEQUENCE_OPTIONS: Final = (
+    "batch_size",
+    "seq_len",
+    "optimizer",
+    "optimizer_impl",
+    "dtype",
+    "dropout",
+    "attention",
+)
+IMAGE_OPTIONS: Final = (
+    "batch_size",
+    "image_size",
+    "optimizer",
+    "optimizer_impl",
+    "dtype",
+    "dropout",
+    "attention",
+)
+DEFAULT_IMAGE_BATCH: Final = 32
+DEFAULT_SEQUENCE_BATCH: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownModel:
+    """One line of the list of known models."""
+
+    name: str
+    family: str  # torchvision, bert, gpt2, llama, t5, vit
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The options that have a meaning for this model."""
+        if self.family == TORCHVISION:
+            return tuple(o for o in IMAGE_OPTIONS if o != "attention")
+        return IMAGE_OPTIONS if self.family == "vit" else SEQUENCE_OPTIONS
+
+
+def list_models() -> tuple[KnownModel, ...]:
+    """All names, torchvision's first. Needs neither torch nor torchvision."""
+    vision = [KnownModel(name=n, family=TORCHVISION) for n in TORCHVISION_NAMES]
+    rest = [KnownModel(name=n, family=f) for f, sizes in TRANSFORMERS.items() for n in sizes]
+    return (*vision, *rest)
+
+
+def find_model(name: str) -> KnownModel:
+    """The model of that name, whatever its case and whether written with - or _.
+
+    Raises:
+        SpecError: there is none; names the closest ones.
+    """
+    models = list_models()
+    known = {_key(m.name): m for m in models}
+    if _key(name) in known:
+        return known[_key(name)]
+    # Without any separators ("resnet-18") a name may fit several (regnet_x_1_6gf, regnet_x_16gf).
+    bare = [m for m in models if _key(m.name).replace("-", "") == _key(name).replace("-", "")]
+    if len(bare) == 1:
+        return bare[0]
+    newer = _torchvision_names()
+    for other in newer:
+        if _key(other) == _key(name):
+            return KnownModel(name=other, family=TORCHVISION)
+    names = {_key(n): n for n in (*(m.name for m in known.values()), *newer)}
+    close = [names[k] for k in difflib.get_close_matches(_key(name), names, n=4, cutoff=0.5)]
+    hint = f"; did you mean {', '.join(close)}?" if close else "."
+    raise SpecError(
+        f"model {name!r} is unknown{hint} Known are torchvision's classification models by their own names, "
+        f"{', '.join(f'{f}-*' for f in TRANSFORMERS)}, and your own as path/to/file.py:build."
+    )
+
+
+def _key(name: str) -> str:
+    return name.strip().lower().replace("_", "-")
+
+
+def _torchvision_names() -> list[str]:
+    """What the installed torchvision has; nothing if it cannot be imported."""
+    from tracer.build.torchvision_shim import import_torchvision
+    from traces.errors import EnvironmentProblem
+
+    try:
+        import_torchvision()
+    except EnvironmentProblem:
+        return []
+    import torchvision.models
+
+    names: list[str] = torchvision.models.list_models(module=torchvision.models)
+    return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedModel:
+    """A known model with all of its options decided."""
+
+    name: str
+    options: dict[str, Any]
+    step: Callable[[str], TrainingStep]  # device -> step
+
+    @classmethod
+    def parse(cls, name: str, given: dict[str, Any]) -> NamedModel:
+        """Check the options against the model and fill in the defaults.
+
+        Raises:
+            SpecError: unknown model, an option that it does not take, or a value that is out of range.
+        """
+        from tracer.build.optimizers import check_optimizer
+
+        known = find_model(name)
+        foreign = [o for o in given if o not in known.takes]
+        if foreign:
+            flags = ", ".join("--" + o.replace("_", "-") for o in known.takes)
+            flag = "--" + foreign[0].replace("_", "-")
+            raise SpecError(f"model {known.name} takes no {flag}; it takes {flags}.")
+        for option in ("batch_size", "seq_len", "image_size"):
+            if option in given and (not isinstance(given[option], int) or given[option] < 1):
+                flag = "--" + option.replace("_", "-")
+                raise SpecError(f"{flag} {given[option]!r} must be a whole number of at least 1.")
+        for option in ("optimizer", "optimizer_impl", "dtype", "attention"):
+            if not isinstance(given.get(option, ""), str):
+                flag = "--" + option.replace("_", "-")
+                raise SpecError(f"{flag} {given[option]!r} must be a name.")
+        if type(given.get("dropout", 0.0)) not in (int, float):
+            raise SpecError(f"--dropout {given['dropout']!r} must be a number.")
+        if "dropout" in given and not 0.0 <= float(given["dropout"]) < 1.0:
+            raise SpecError(f"--dropout {given['dropout']} must be at least 0 and less than 1.")
+        options = {**_defaults(known), **given}
+        options["dtype"] = parse_dtype(options["dtype"])
+        check_optimizer(options["optimizer"], options.get("optimizer_impl"))
+
+        def step(device: str) -> TrainingStep:
+            if known.family == TORCHVISION:
+                from tracer.build.vision import image_step
+
+                return image_step(known.name, options, device)
+            from tracer.build.huggingface import transformers_step
+
+            config = TRANSFORMERS[known.family][known.name]
+            return transformers_step(known.family, known.name, config, options, device)
+
+        return cls(name=known.name, options=options, step=step)
+
+
+def _defaults(known: KnownModel) -> dict[str, Any]:
+    if known.family == TORCHVISION:
+        from tracer.build.vision import default_image_size
+
+        size = default_image_size(known.name)
+        return {
+            "batch_size": DEFAULT_IMAGE_BATCH,
+            "image_size": size,
+            "optimizer": "sgd",
+            "dtype": "float32",
+        }
+    if known.family == "vit":
+        return {
+            "batch_size": DEFAULT_IMAGE_BATCH,
+            "image_size": 224,
+            "optimizer": "adamw",
+            "dtype": "float32",
+        }
+    trial = known.name.endswith(("-tiny", "-mini", "-small", "-4l")) and known.name not in (
+        "t5-small",
+        "gpt2-small",
+    )
+    return {
+        "batch_size": DEFAULT_SEQUENCE_BATCH,
+        "seq_len": 128 if trial else 512,
+        "optimizer": "adamw",
+        "dtype": "float32",
+    }
+
+
+DTYPES: Final = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+}
+
+
+def parse_dtype(text: str) -> str:
+    """The full name of a floating type; SpecError if it is none that a model can have."""
+    try:
+        return DTYPES[text.lower().removeprefix("torch.")]
+    except KeyError:
+        raise SpecError(f"--dtype {text!r} is unknown; known are {', '.join(DTYPES)}.") from None

@@ -1,0 +1,197 @@
+"""Turn a model's name, or a path to the user's own build function, into a training step that can be run.
+
+`load_spec` only checks what it can check cheaply. The `BuildStep` that it returns makes the model, the batch,
+the loss and the optimizer each time it is called: on real memory, or, called under a `FakeTensorMode`, without
+allocating anything.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from tracer.precision.policy import OFF, Autocast, parse_policy, set_tf32, under_policy
+from traces.errors import SpecError
+from traces.model_spec import is_build_function
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+SEEDS: Final = (-(2**63), 2**64 - 1)  # the least and the greatest that torch's generators take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStep:
+    """One training iteration, ready to run: `loss_of(model(*args, **kwargs)).backward(); optimizer.step()`.
+
+    With `autocast` the model and the loss run under it; with a `scaler` the loss is scaled and the optimizer stepped by
+    it. See `tracer.build.loop.run_step`.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], Any]  # what the model returned -> the loss; prefer `loss_of`, which checks it
+    loss_inputs: tuple[Any, ...]  # what only the loss sees (targets); tensors in any nesting
+    optimizer: torch.optim.Optimizer | None  # None: the step ends with the backward pass
+    batch_size: int
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)  # enough to build the same step again
+    autocast: Autocast = OFF
+    scaler: torch.amp.GradScaler | None = None
+    loss_parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # of a loss that has some, by name
+
+    def loss_of(self, outputs: Any) -> torch.Tensor:
+        """The scalar loss for what `model(*args, **kwargs)` returned; SpecError if it is not a scalar."""
+        import torch
+
+        loss = self.loss(outputs)
+        if not isinstance(loss, torch.Tensor):
+            raise SpecError(
+                f"{self.name}: the loss is a {type(loss).__name__}, not a tensor; return a scalar tensor."
+            )
+        if loss.dim() != 0:
+            if loss.numel() != 1:
+                raise SpecError(
+                    f"{self.name}: the loss has the shape {tuple(loss.shape)}; reduce it to a scalar, for "
+                    "example with .mean()."
+                )
+            loss = loss.reshape(())
+        return loss
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the batch, in order: the model's arguments, then what only the loss sees."""
+        import torch
+        from torch.utils import _pytree
+
+        leaves = _pytree.tree_leaves((self.args, self.kwargs, self.loss_inputs))
+        return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildStep:
+    """Builds the training step that a spec stands for; equal calls build equal steps."""
+
+    model: str
+    options: dict[str, Any]
+    seed: int
+    make: Callable[[str], TrainingStep]  # device -> step
+    policy: dict[str, Any] = field(default_factory=dict)  # of `options`, those of `tracer.precision.policy`
+
+    def __call__(self, device: str = "cpu", *, optimizer_as_on: str = "") -> TrainingStep:
+        """Build the step on `device`, from the same seed every time.
+
+        Args:
+            device: where the model and the batch go ("cpu", "cuda").
+            optimizer_as_on: "cuda" makes an optimizer that leaves the choice to torch take the path that
+                torch would choose on a GPU (foreach), also when the tensors are on the CPU; and autocast cast what
+                it casts on a GPU.
+
+        Raises:
+            SpecError: the spec or what the user's function returned does not make sense.
+            CaptureError: the model cannot be built on fake tensors.
+            EnvironmentProblem: torch, torchvision or transformers is missing, or there is no such device.
+            OutOfMemoryProblem: the device's memory does not suffice.
+        """
+        import torch
+
+        from tracer.build.user_errors import built
+        from tracer.build.context import is_fake
+
+        check_device(device)
+        if device.startswith("cuda"):
+            set_tf32(self.policy)
+            if (
+                device != "cuda" and not is_fake()
+            ):  # without a number torch refuses it; the current one is meant
+                # What asks for the GPU's name, memory, generator or events then asks this one.
+                torch.cuda.set_device(device)
+        random.seed(self.seed)
+        torch.manual_seed(self.seed)
+        with built(self.model):
+            step = under_policy(self.make(device), self.policy, device, optimizer_as_on)
+        if optimizer_as_on == "cuda" and step.optimizer is not None:
+            from tracer.build.optimizers import choose_as_on_cuda
+
+            choose_as_on_cuda(step.optimizer)
+        return step
+
+
+def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 0) -> BuildStep:
+    """Find out what `model` stands for and check the options.
+
+    Args:
+        model: a name that `tracer.build.models.list_models` lists, or "path/to/file.py:function" (without ":function"
+            the function is `build`).
+        options: batch_size, seq_len, image_size, optimizer, optimizer_impl, dtype, dropout, attention, amp, tf32;
+            None as a value means "not given". A user's function gets those that its signature names.
+        seed: of torch's and Python's random generators, set before each build.
+
+    Raises:
+        SpecError: unknown name or option, missing file; EnvironmentProblem: torch is not installed.
+    """
+    require_torch()
+    if not SEEDS[0] <= seed <= SEEDS[1]:
+        raise SpecError(f"--seed {seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}.")
+    given = {k: v for k, v in (options or {}).items() if v is not None}
+    policy = parse_policy(given)
+    given |= policy
+    if is_build_function(model):
+        from tracer.build.build_function import BuildFunction
+
+        function = BuildFunction.parse(model)
+
+        def make(device: str) -> TrainingStep:
+            return function.step(given, device)
+
+        return BuildStep(model=model, options=given, seed=seed, make=make, policy=policy)
+    from tracer.build.models import NamedModel
+
+    named = NamedModel.parse(model, {k: v for k, v in given.items() if k not in policy})
+    options = {**named.options, **policy}
+    return BuildStep(model=named.name, options=options, seed=seed, make=named.step, policy=policy)
+
+
+def require_torch() -> None:
+    """Raise EnvironmentProblem if torch cannot be imported."""
+    from traces.errors import EnvironmentProblem
+
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"torch cannot be imported ({error}); install it with: pip install 'lowtide[torch]'"
+        ) from None
+
+
+def check_device(device: str) -> None:
+    """Raise EnvironmentProblem if this machine lacks the device, SpecError if there is no such kind.
+
+    A fake CUDA device needs a torch that was built with CUDA, a real one needs a GPU as well.
+    """
+    import torch
+
+    from tracer.build.context import is_fake
+    from traces.errors import EnvironmentProblem
+
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+    if found is None:
+        raise SpecError(f"device {device!r} is neither cpu nor cuda (nor, of several GPUs, cuda:1).")
+    if device == "cpu":
+        return
+    if torch.version.cuda is None:
+        raise EnvironmentProblem(
+            f"--device {device}: this torch ({torch.__version__}) was built without CUDA; install one with "
+            "CUDA, or trace with --target for that GPU on fake CPU tensors."
+        )
+    if is_fake():
+        return
+    if not torch.cuda.is_available():
+        raise EnvironmentProblem(f"--device {device}: no GPU was found; use --device cpu.")
+    if (count := torch.cuda.device_count()) <= int(found[1] or 0):
+        raise EnvironmentProblem(f"--device {device}: this machine has {count} GPU(s), counted from cuda:0.")

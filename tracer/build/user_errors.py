@@ -1,0 +1,136 @@
+"""Turn an exception from building, capturing or running a step into a message that names the user's line."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from traces.errors import CaptureError, LowtideError, OutOfMemoryProblem, SpecError, is_out_of_memory
+
+# Directories whose frames are not the user's: torch's, and Lowtide's own rooms.
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_FOREIGN: Final = tuple(
+    f"{directory}{os.sep}"
+    for directory in (
+        Path(torch.__file__).resolve().parent,
+        *(_ROOT / r for r in ("tracer", "executor", "traces")),
+    )
+)
+_LAYERS: Final = f"{Path(torch.__file__).resolve().parent / 'nn' / 'modules'}{os.sep}"
+_DISTRIBUTIONS: Final = f"{Path(torch.__file__).resolve().parent / 'distributions'}{os.sep}"
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    return isinstance(error, DataDependentOutputException) or "data-dependent" in str(error).lower()
+
+
+@contextlib.contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Turn what the user's loss or optimizer raises in the body into a CaptureError that names its line; where memory
+    ran out, into an OutOfMemoryProblem."""
+    try:
+        with without_torch_log():
+            yield
+    except LowtideError:
+        raise
+    except Exception as error:
+        raise _memory(error, name) or _in_words(error, name) from error
+
+
+@contextlib.contextmanager
+def built(name: str) -> Iterator[None]:
+    """Turn what building a step raises in the body for its sizes into a SpecError; where memory ran out, into an
+    OutOfMemoryProblem."""
+    try:
+        with without_torch_log():
+            yield
+    except LowtideError as error:
+        problem = _memory(error, name)
+        if problem is None or problem is error:
+            raise
+        raise problem from error
+    except (RuntimeError, ValueError, TypeError, OverflowError, MemoryError) as error:
+        raise _memory(error, name) or SpecError(
+            f"{name} cannot be built with these options: {type(error).__name__}: {_first_line(error)}; other "
+            "sizes may do."
+        ) from error
+
+
+def _memory(error: Exception, name: str) -> OutOfMemoryProblem | None:
+    """What is to be said if an error means that memory ran out."""
+    if isinstance(error, OutOfMemoryProblem):
+        return error
+    if not is_out_of_memory(error):
+        return None
+    return OutOfMemoryProblem(
+        f"{name} ran out of memory ({_first_line(error)}); take a smaller batch, or leave --device out: a fake trace "
+        "needs no memory for the step."
+    )
+
+
+@contextlib.contextmanager
+def without_torch_log() -> Iterator[None]:
+    """Keep torch from logging a traceback of an error on fake tensors, which is explained here in a sentence."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def explain(error: BaseException, model: nn.Module) -> BaseException:
+    """A CaptureError that names the op and the line of the user's code; foreign errors keep their text."""
+    if isinstance(error, CaptureError):
+        return error
+    return _in_words(error, type(model).__name__)
+
+
+def _in_words(error: BaseException, name: str) -> CaptureError:
+    line = blame(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.filename.startswith(_DISTRIBUTIONS) for frame in frames):
+        line += ", where a distribution checks its arguments; validate_args=False leaves that out"
+    if any(frame.name == "_detect_is_causal_mask" and _stacks(frame.filename) for frame in frames):
+        line += (
+            ", where torch asks whether a mask is causal; is_causal=True or False in the call (tgt_is_causal, "
+            "memory_is_causal) tells it, and it knows of nn.Transformer.generate_square_subsequent_mask in forward"
+        )
+    ragged = "shape_env must not be None" in str(error)  # a nested tensor's rows have lengths that are data
+    if is_data_dependent(error) or ragged or isinstance(error, DynamicOutputShapeException):
+        op = getattr(error, "func", None)
+        return CaptureError(
+            f"{name} cannot be captured: the op {op or 'there'} makes Python look at the data of a tensor, or has an "
+            f"output whose shape depends on data{line}. Only one fixed sequence of ops can be planned; replace the "
+            "branch by torch.where or by a Python value that is known beforehand."
+        )
+    return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {_first_line(error)}{line}.")
+
+
+def _stacks(file: str) -> bool:
+    return file.startswith(_LAYERS) and Path(file).name == "transformer.py"
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, without the stack of C++ frames that torch's go on with."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:400].rstrip(".")
+
+
+def blame(error: BaseException) -> str:
+    """ " at file:line, in function" for the innermost frame outside torch and Lowtide, or else in torch's layers; "" if
+    there is neither."""
+    frames = list(reversed(traceback.extract_tb(error.__traceback__)))
+    own = [f for f in frames if not f.filename.startswith(("<", *_FOREIGN))]
+    for frame in (*own, *(f for f in frames if f.filename.startswith(_LAYERS))):
+        return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
+    return ""

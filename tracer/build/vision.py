@@ -1,0 +1,149 @@
+"""Turn a torchvision classification model's name into a training step on random images and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tracer.build.optimizers import make_optimizer
+from tracer.build.step import TrainingStep
+from tracer.build.context import made_on, outside_fake_mode
+from tracer.build.torchvision_shim import import_torchvision
+from traces.errors import CaptureError, LowtideError, SpecError
+
+CLASSES: Final = 1000
+DEFAULT_IMAGE_SIZE: Final = 224
+# Crop sizes of the published weights (IMAGENET1K_V1) where they are not 224.
+IMAGE_SIZES: Final = {
+    "efficientnet_b1": 240,
+    "efficientnet_b2": 288,
+    "efficientnet_b3": 300,
+    "efficientnet_b4": 380,
+    "efficientnet_b5": 456,
+    "efficientnet_b6": 528,
+    "efficientnet_b7": 600,
+    "efficientnet_v2_s": 384,
+    "efficientnet_v2_m": 480,
+    "efficientnet_v2_l": 480,
+    "inception_v3": 299,
+    "swin_v2_t": 256,
+    "swin_v2_s": 256,
+    "swin_v2_b": 256,
+}
+# The auxiliary classifiers' share of the loss, as published: GoogLeNet 0.3 each (Szegedy et al. 2014, section
+# 5); Inception v3 0.4, the weight that its reference training code and torchvision's tutorial use.
+AUXILIARY_WEIGHT: Final = {"googlenet": 0.3, "inception_v3": 0.4}
+
+
+def default_image_size(name: str) -> int:
+    """Pixels along each side of the images that the model's published weights were evaluated on."""
+    return IMAGE_SIZES.get(name, DEFAULT_IMAGE_SIZE)
+
+
+def image_step(name: str, options: dict[str, Any], device: str) -> TrainingStep:
+    """Build a torchvision model in training mode, one random batch, cross-entropy and the optimizer.
+
+    Args:
+        name: torchvision's own name.
+        options: batch_size, image_size, optimizer, dtype; optionally optimizer_impl, dropout.
+        device: where everything is made.
+
+    Raises:
+        SpecError: the image size does not suit the model.
+        CaptureError: torchvision's code needs values that a fake trace does not have.
+    """
+    with outside_fake_mode():
+        import_torchvision()
+        from torchvision import models
+    dtype: torch.dtype = getattr(torch, options["dtype"])
+    size, batch = options["image_size"], options["batch_size"]
+    builder = models.get_model_builder(name)
+    with made_on(device, dtype), _regnet_widths_computed():
+        try:
+            model = builder(weights=None, **_settings(name, size))
+        except LowtideError:
+            raise
+        except Exception as error:
+            from torch._subclasses.fake_tensor import DataDependentOutputException
+
+            if isinstance(error, DataDependentOutputException):
+                raise CaptureError(
+                    f"{name}: torchvision reads tensor values while it builds the model ({error}); trace it "
+                    "with --device cpu."
+                ) from error
+            raise SpecError(f"{name} with --image-size {size} cannot be built: {error}") from error
+        model.train()
+        if options.get("dropout") is not None:
+            set_dropout(model, float(options["dropout"]))
+        images = torch.randn(batch, 3, size, size)
+        labels = torch.randint(CLASSES, (batch,))
+    return TrainingStep(
+        model=model,
+        args=(images,),
+        kwargs={},
+        loss=classification_loss(labels, AUXILIARY_WEIGHT.get(name, 0.0)),
+        loss_inputs=(labels,),
+        optimizer=make_optimizer(options["optimizer"], model.parameters(), options.get("optimizer_impl")),
+        batch_size=batch,
+        name=name,
+        options=dict(options),
+    )
+
+
+def _settings(name: str, size: int) -> dict[str, Any]:
+    """What a builder must be told beside its defaults."""
+    if name == "maxvit_t":
+        return {"input_size": (size, size)}
+    if name.startswith("vit_"):
+        return {"image_size": size}
+    # Both warn unless they are told whether to initialise.
+    return {"init_weights": True} if name in AUXILIARY_WEIGHT else {}
+
+
+@contextmanager
+def _regnet_widths_computed() -> Iterator[None]:
+    """Let RegNet compute its widths, which it does with tensors, on real float32 ones whatever is set."""
+    from torchvision.models.regnet import BlockParams
+
+    original = BlockParams.__dict__["from_init_params"]
+
+    def compute(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        with outside_fake_mode(), made_on("cpu", torch.float32):
+            return original.__func__(cls, *args, **kwargs)
+
+    BlockParams.from_init_params = classmethod(compute)
+    try:
+        yield
+    finally:
+        BlockParams.from_init_params = original
+
+
+def classification_loss(labels: torch.Tensor, auxiliary_weight: float) -> Callable[[Any], torch.Tensor]:
+    """Cross-entropy of the logits, plus that of the auxiliary classifiers by their weight, if there are any."""
+
+    def loss(outputs: Any) -> torch.Tensor:
+        if isinstance(outputs, torch.Tensor):
+            return functional.cross_entropy(outputs, labels)
+        # GoogLeNet and Inception return a named tuple in training: the logits and those of the auxiliaries.
+        total = functional.cross_entropy(outputs.logits, labels)
+        for field in outputs._fields:
+            value = getattr(outputs, field)
+            if field != "logits" and value is not None:
+                total = total + auxiliary_weight * functional.cross_entropy(value, labels)
+        return total
+
+    return loss
+
+
+def set_dropout(model: nn.Module, probability: float) -> None:
+    """Give every dropout of a model, also those inside attention, the same probability. Edits the model."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = probability
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = probability

@@ -1,0 +1,1 @@
+"""A training step -> the joint graph of its forward and backward, without running it."""

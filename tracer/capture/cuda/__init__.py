@@ -1,0 +1,1 @@
+"""Which ops and kernels a GPU would run for what a model calls."""

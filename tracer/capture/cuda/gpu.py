@@ -1,0 +1,133 @@
+"""Turn the ops that torch takes on the CPU into those that it takes on a GPU, while a model is captured.
+
+Counts: attention (`tracer.capture.cuda.attention`), batch norm (`tracer.capture.passes.batch_norm`), and ops
+whose results have another data type
+on CUDA (`results`). Ignores: what torch decides below its ops (which convolution algorithm, which memory format a
+convolution returns), and ops that a model itself chooses by the device of its tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from tracer.capture.cuda.attention import attend
+from tracer.capture.passes.batch_norm import batch_norm, meta, takes_cudnn
+from tracer.precision.policy import lowered, without_autocast
+from traces.devices import Device
+
+aten = torch.ops.aten
+
+# Ops whose results on CUDA have another data type than on the CPU: in half precision, the statistics of a norm are
+# float32 on CUDA and the input's own type on the CPU (torch/_refs and torch/_decomp).
+DIFFERENT_RESULTS: Final = frozenset(
+    {
+        aten.native_layer_norm.default,
+        aten.native_group_norm.default,
+        aten._native_batch_norm_legit_functional.default,
+        aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_no_training.default,
+        aten._fused_rms_norm.default,
+    }
+)
+
+
+@contextlib.contextmanager
+def gpu_kernels(target: Device | None) -> Iterator[None]:
+    """While it is active, attention and batch norms are captured as the ops that a GPU runs.
+
+    torch's functions are replaced where its own Python code looks them up, and a mode catches the calls of whoever
+    holds a reference to the originals (under which torch's Python functions would run without the mode).
+
+    Args:
+        target: the GPU that a laptop's capture is for; None on a GPU, where torch itself chooses the attention.
+    """
+    attention, norm = torch._C._nn.scaled_dot_product_attention, torch.batch_norm
+
+    def run_attention(*args: Any, **kwargs: Any) -> Any:
+        if target is None:
+            return attention(*args, **kwargs)
+        # The choice depends on what autocast would make of query, key and value; below it nothing is cast again.
+        args, kwargs = lowered(args, kwargs)
+        with without_autocast():
+            return attend(target, *args, **kwargs)
+
+    def run_norm(*args: Any, **kwargs: Any) -> Any:
+        given = _batch_norm_arguments(*args, **kwargs)
+        return norm(*args, **kwargs) if given is None else batch_norm(*given)
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func == attention:
+                func = run_attention
+            elif func == norm:
+                func = run_norm
+            return func(*args, **(kwargs or {}))
+
+    functional: Any = torch.nn.functional
+    saved = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention, torch.batch_norm = run_attention, run_norm
+    try:
+        with Mode():
+            yield
+    finally:
+        functional.scaled_dot_product_attention, torch.batch_norm = saved, norm
+
+
+def _batch_norm_arguments(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> tuple[Any, ...] | None:
+    """What `torch.batch_norm` was given, for cuDNN's kernel; None if torch would take its own."""
+    if not training or not takes_cudnn(
+        input, weight, bias, running_mean, running_var, eps, enabled=cudnn_enabled
+    ):
+        return None
+    return input, weight, bias, running_mean, running_var, momentum, eps
+
+
+def results(target: Any, args: Any, kwargs: Any, out: Any, *, laptop: bool) -> Any:
+    """The results of an op as a GPU leaves them, where torch's fake kernels say something else.
+
+    Args:
+        target: the op; args, kwargs: its arguments, fake tensors.
+        out: its results by the fake kernel.
+        laptop: whether these are fake tensors on the CPU that stand for a GPU's.
+
+    Fake tensors on CUDA can be made without CUDA as long as autograd does not see them, so torch's own rules are asked.
+    """
+    if target is aten.cudnn_batch_norm.default and args[5] is True:
+        return meta(args[0], args[1])
+    if not laptop or target not in DIFFERENT_RESULTS:
+        return out
+
+    def there(x: Any) -> Any:
+        if not isinstance(x, FakeTensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+
+    with torch.no_grad():
+        wanted = target(*pytree.tree_map(there, args), **pytree.tree_map(there, kwargs))
+    return pytree.tree_map(
+        lambda here, w: (
+            here
+            if not isinstance(here, torch.Tensor) or here.dtype == w.dtype
+            else torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=here.device)
+        ),
+        out,
+        wanted,
+    )

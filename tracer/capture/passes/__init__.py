@@ -1,0 +1,1 @@
+"""What is changed in a captured graph, one concern a file."""

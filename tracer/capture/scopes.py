@@ -1,0 +1,179 @@
+"""Put around a capture what it needs: fake parameters, module paths on the nodes, library code in its plain path."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import traceback as fx_traceback
+
+from tracer.capture.refusals import check_not_run_twice
+from tracer.capture.torch_fixes.recurrent import trainable_layers
+from tracer.capture.torch_fixes.whole_kernels import whole_kernels
+
+
+def fake_mode_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> FakeTensorMode | None:
+    for x in (*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))):
+        if isinstance(x, FakeTensor):
+            return x.fake_mode
+    return None
+
+
+@contextlib.contextmanager
+def fake_parameters(
+    flat: nn.Module, mode: FakeTensorMode
+) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Swap real parameters and buffers for fake ones while the body runs; yields the converter."""
+    converted: dict[int, torch.Tensor] = {}
+    keep: list[torch.Tensor] = []
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, FakeTensor):
+            x.constant = None  # a value from the time of building, which training may change
+            return x
+        if id(x) not in converted:
+            y = mode.from_tensor(x, static_shapes=True)
+            if isinstance(x, nn.Parameter) and not isinstance(y, nn.Parameter):
+                y = nn.Parameter(y, requires_grad=x.requires_grad)
+            converted[id(x)] = y
+            keep.append(x)
+        return converted[id(x)]
+
+    swapped: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in flat.modules():
+            for slots in (module._parameters, module._buffers):
+                for name, x in slots.items():
+                    if x is not None and fake(x) is not x:
+                        swapped.append((slots, name, x))
+                        slots[name] = fake(x)
+        yield fake
+    finally:
+        for slots, name, x in swapped:
+            slots[name] = x
+
+
+def tied_slots(model: nn.Module) -> list[tuple[dict[str, Any], str, dict[str, Any], str]]:
+    """Slots that hold the same parameter as an earlier slot: (slots, name, first slots, first name)."""
+    first: dict[int, tuple[dict[str, Any], str]] = {}
+    ties = []
+    for kind in ("_parameters", "_buffers"):
+        for module in model.modules():
+            slots = getattr(module, kind)
+            for name, x in slots.items():
+                if x is None:
+                    continue
+                if id(x) in first:
+                    ties.append((slots, name, *first[id(x)]))
+                else:
+                    first[id(x)] = (slots, name)
+    return ties
+
+
+@contextlib.contextmanager
+def retied(ties: list[tuple[dict[str, Any], str, dict[str, Any], str]]) -> Iterator[None]:
+    """Inside the export only the first slot of a shared parameter holds the traced one: copy it to the others."""
+    saved = [(slots, name, slots[name]) for slots, name, _, _ in ties]
+    for slots, name, first_slots, first_name in ties:
+        slots[name] = first_slots[first_name]
+    try:
+        yield
+    finally:
+        for slots, name, x in saved:
+            slots[name] = x
+
+
+@contextlib.contextmanager
+def module_scopes(model: nn.Module) -> Iterator[None]:
+    """Annotate every node with the path of the innermost module that ran it (`meta["custom"]["module"]`)."""
+    open_scopes: list[Any] = []
+    handles = []
+    for path, module in model.named_modules():
+
+        def enter(module: nn.Module, _args: Any, path: str = path) -> None:
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                check_not_run_twice(module, path)
+            scope = fx_traceback.annotate({"module": path})
+            scope.__enter__()
+            open_scopes.append(scope)
+
+        def leave(_module: nn.Module, _args: Any, _outputs: Any) -> None:
+            open_scopes.pop().__exit__(None, None, None)
+
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        while open_scopes:
+            open_scopes.pop().__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def as_compiled() -> Iterator[None]:
+    """Library code takes the branches that do not look at data; distributions do not validate their arguments."""
+    compiler: Any = torch.compiler
+    distribution: Any = torch.distributions.Distribution
+    saved = compiler._is_compiling_flag, distribution._validate_args
+    compiler._is_compiling_flag, distribution._validate_args = True, False
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag, distribution._validate_args = saved
+
+
+@contextlib.contextmanager
+def library_code() -> Iterator[None]:
+    """Answer what libraries ask about the data of masks, where the answer is known, and mend what they leave out."""
+    with _unpacked_sequences(), _causal_masks(), trainable_layers(), whole_kernels():
+        yield
+
+
+@contextlib.contextmanager
+def _causal_masks() -> Iterator[None]:
+    """torch's transformer stacks compare a mask with a causal one; a mask that torch's own function made is one.
+
+    Of a mask that came about otherwise they ask its data, as ever.
+    """
+    stacks: Any = nn.modules.transformer
+    make, ask = stacks._generate_square_subsequent_mask, stacks._detect_is_causal_mask
+
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        mask: torch.Tensor = make(*args, **kwargs)
+        mask._lowtide_causal = True
+        return mask
+
+    def asked(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        if is_causal is None and getattr(mask, "_lowtide_causal", False):
+            assert mask is not None
+            return mask.shape[-2:] == (size or mask.shape[-2],) * 2
+        return bool(ask(mask, is_causal, size))
+
+    stacks._generate_square_subsequent_mask, stacks._detect_is_causal_mask = made, asked
+    try:
+        yield
+    finally:
+        stacks._generate_square_subsequent_mask, stacks._detect_is_causal_mask = make, ask
+
+
+@contextlib.contextmanager
+def _unpacked_sequences() -> Iterator[None]:
+    """transformers looks into the position ids for packed sequences; without any (the eager answer here), None."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
+        yield
+        return
+    saved = masking.find_packed_sequence_indices
+    masking.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = saved

@@ -1,0 +1,1 @@
+"""What torch captures wrongly, one upstream bug a file."""

@@ -1,0 +1,1 @@
+"""The command `trace`, one file a subcommand."""

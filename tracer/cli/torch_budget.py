@@ -1,0 +1,95 @@
+"""The command `trace torch-budget`: ask PyTorch's own partitioner what it would save of a traced step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from traces.commands import print_json, say
+from traces.units import show_bytes
+
+EVERY_TENTH = ",".join(f"{k / 10}" for k in range(11))
+
+
+@click.command("torch-budget")
+@click.argument("directory", metavar="TRACE")
+@click.option(
+    "--budgets", default=EVERY_TENTH, show_default=True, help="Values of torch's activation_memory_budget."
+)
+@click.option(
+    "--solvers", default="dp", show_default=True, help="Some of dp, ilp (needs scipy), greedy; with commas."
+)
+@click.option(
+    "--runtime",
+    default="flops",
+    show_default=True,
+    help="What torch takes an op to cost: flops (its default), or times (those of the trace).",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="File for the saved sets.")
+@click.option("-f", "--force", is_flag=True, help="Replace the file that stands there.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+def torch_budget(
+    directory: str,
+    budgets: str,
+    solvers: str,
+    runtime: str,
+    output: Path | None,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Run torch's activation_memory_budget on the graph of TRACE and write what it saves and what it recomputes.
+
+    The model is built and captured again without running it, and has to be the trace's. `simulate torch-budget`
+    makes plans of the file and says what they really need.
+    """
+    from tracer.build.step import require_torch
+    from traces import store
+    from traces.errors import TraceError
+
+    shares = parse_budgets(budgets)
+    record = store.load(directory)
+    if output is not None and output.exists() and not force:
+        raise TraceError(f"{output}: exists; give --force to replace it, or another name with -o.")
+    require_torch()
+    from tracer.record.torch_budget import Setting, saved_sets
+
+    names = [name.strip() for name in solvers.split(",")]
+    settings = [Setting(budget=b, solver=s, runtime=runtime) for s in names for b in shares]
+    for setting in settings:
+        setting.check()
+    sets = saved_sets(record, settings, lambda text: say(text, quiet=quiet))
+    if output is not None:
+        sets.save(output)
+    sizes = record.storages.nbytes
+    if as_json:
+        print_json({"output": None if output is None else str(output), **sets.to_json()})
+        return
+    click.echo(f"{directory}: {sets.source}; graph captured in {sets.capture_seconds:.1f} s")
+    for s in sets.sets:
+        wrong = "" if s.valid else f", WRONG GRADIENTS: {len(s.random_again)} random ops run again"
+        click.echo(
+            f"  {s.label:20} saves {show_bytes(sum(sizes[k] for k in s.saved)):>11} in {len(s.saved)} storages, runs "
+            f"{s.recomputed_ops} ops again{wrong}; solved in {s.solve_seconds:.2f} s"
+        )
+    if output is not None:
+        say(f"Next: simulate torch-budget {directory} --saved {output}", quiet=quiet)
+
+
+def parse_budgets(text: str) -> list[Any]:
+    """The shares in `0.1,0.5`; raises SpecError if one is no number between 0 and 1."""
+    from traces.errors import SpecError
+
+    out = []
+    for word in text.split(","):
+        try:
+            share = float(word)
+        except ValueError:
+            share = -1.0
+        if not 0.0 <= share <= 1.0:
+            raise SpecError(f"--budgets {text!r}: give shares between 0 and 1 with commas, such as 0.1,0.5.")
+        out.append(share)
+    return out

@@ -1,0 +1,1 @@
+"""An op -> its time, and what it allocates while it runs."""

@@ -1,0 +1,105 @@
+"""Turn an op's row into what it costs on the target: its time and what it allocates while it runs.
+
+In this order: what was measured for this very signature; what a profile's other shapes of the same op say; a row of
+the rules table; nothing, so that the outputs alone count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from tracer.costs.builder import OpRow
+from tracer.costs.interpolation import Index
+from tracer.costs.roofline import op_time_ns, uses_tf32
+from tracer.costs.rules_cpu import onednn
+from tracer.costs.rules_cpu.workspaces import cpu_events
+from tracer.costs.rules_cuda.workspaces import rule_events
+from traces.device_profile import DeviceProfile
+from traces.devices import Device
+from traces.trace import VIEW
+
+MEASURED: Final = "measured"
+INTERPOLATED: Final = "interpolated"
+RULES: Final = "rules"
+ELSEWHERE: Final = "rules elsewhere"  # of another kind of processor than the one that they were read from
+NONE: Final = "none"
+SOURCES: Final = (MEASURED, INTERPOLATED, RULES, ELSEWHERE, NONE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one op costs, and who says so."""
+
+    time_ns: int
+    events: tuple[int, ...]  # as `Ops.events`
+    source: str  # one of SOURCES; "" for a view, which computes nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What ops cost in a trace that is not measured.
+
+    profile: measurements of the target, or None.
+    rules: whether the rules table is asked.
+    exact: whether the profile's other shapes are left out, so that it answers only for what it has measured.
+    tf32: whether float32 matrix products and convolutions run on TF32 tensor cores; None: as torch's defaults have it.
+    """
+
+    profile: DeviceProfile | None = None
+    rules: bool = True
+    tf32: bool | None = None
+    exact: bool = False
+    _index: Index = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        entries = self.profile.entries.items() if self.profile is not None and not self.exact else ()
+        object.__setattr__(self, "_index", Index(entries))
+
+    def of(self, row: OpRow, created_bytes: int, device: Device) -> Cost:
+        """The cost of an op.
+
+        Args:
+            row: the op, with its signature.
+            created_bytes: of the storages that it creates, which its events must sum to. What says otherwise does
+                not describe this call, and the next source is asked.
+            device: the target.
+        """
+        if row.flags & VIEW:
+            return Cost(time_ns=0, events=(), source="")
+        key = row.signature.key if self.profile is not None and row.signature is not None else ""
+        if self.profile is not None and key in self.profile.entries:
+            entry = self.profile.entries[key]
+            if _leaves(entry.events, created_bytes):
+                return Cost(time_ns=entry.time_ns, events=entry.events, source=MEASURED)
+        by_rule = self._by_rule(row, created_bytes, device)
+        if (
+            key
+            and (estimate := self._index.estimate(key, by_rule, call_ns=device.launch_ns))
+            and _leaves(estimate.events, created_bytes)
+        ):
+            return Cost(time_ns=estimate.time_ns, events=estimate.events, source=INTERPOLATED)
+        tf32 = uses_tf32(row.target) if self.tf32 is None else self.tf32
+        time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=tf32)
+        if by_rule is not None:
+            elsewhere = device.kind == "cpu" and not onednn.measured_kind()
+            return Cost(time_ns=time_ns, events=by_rule, source=ELSEWHERE if elsewhere else RULES)
+        return Cost(time_ns=time_ns, events=(), source=NONE)
+
+    def _by_rule(self, row: OpRow, created_bytes: int, device: Device) -> tuple[int, ...] | None:
+        """What the rules say of an op; None: nothing, or what does not fit this call."""
+        if not self.rules or row.signature is None:
+            return None
+        ask = cpu_events if device.kind == "cpu" else rule_events
+        events = ask(row.signature, device)
+        return events if events is not None and _leaves(events, created_bytes) else None
+
+
+def _leaves(events: tuple[int, ...], created_bytes: int) -> bool:
+    """Whether events end at the bytes that the op creates, and never free what they have not allocated."""
+    live = 0
+    for event in events:
+        live += event
+        if live < 0:
+            return False
+    return live == created_bytes

@@ -1,0 +1,125 @@
+"""Turn the ops of a step into the memory that CUDA's libraries keep for good because of them.
+
+cuBLAS gets a buffer from torch's caching allocator at its first call in each thread, and keeps it. A training step has
+two such threads: the one that runs forward and the optimizer, and autograd's. The sizes are those of torch's
+`aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`), and what the wheels of 2.11 and 2.12 ask their
+allocator for (both for CUDA 13.0); no GPU has confirmed them here.
+
+Counts: cuBLAS, and cuBLASLt where it has a buffer of its own (2.11; later it shares cuBLAS's by default). Ignores:
+cuDNN, which gets its buffers per call; cuSOLVER, cuSPARSE and NCCL; the CUDA context, which is no memory of torch's;
+further streams and devices; the releases that let threads share a buffer (pytorch#180283, undone by #188623).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from tracer.costs.builder import OpRow, StorageRow
+from traces.devices import Device
+from traces.trace import BACKWARD, FORWARD, WORKSPACE
+
+KIB: Final = 2**10
+LARGE_BYTES: Final = 4096 * 8 * KIB  # compute capability 9, and 10 and 12 from torch 2.12 on (pytorch#175344)
+SHARED_FROM: Final = (
+    2,
+    12,
+)  # from here on cuBLASLt shares cuBLAS's buffer unless told otherwise (pytorch#168175)
+SMALL_BYTES: Final = (4096 * 2 + 16 * 8) * KIB  # ":4096:2:16:8", all others
+LT_BYTES: Final = 1024 * KIB  # cuBLASLt by itself
+
+# Ops that torch runs by cuBLAS on CUDA. "addmm" with a vector to add may go to cuBLASLt, which then shares the buffer.
+CUBLAS: Final = frozenset(
+    f"aten.{name}"
+    for name in (
+        "mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr",
+        "_scaled_mm", "linear", "matmul", "_int_mm", "linalg_vecdot",
+    )
+)  # fmt: skip
+CUBLASLT: Final = frozenset({"aten.addmm", "aten._addmm_activation", "aten._scaled_mm"})
+
+
+def cublas_workspace_bytes(device: Device, release: tuple[int, int]) -> int:
+    """The buffer of one cuBLAS handle. `CUBLAS_WORKSPACE_CONFIG` (":KiB:count", several) decides where it is set.
+
+    Args:
+        device: the GPU.
+        release: of torch, as (2, 13).
+    """
+    sizes = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if sizes:
+        return sum(int(size) * int(count) * KIB for size, count in sizes)
+    return LARGE_BYTES if device.sm[0] in ((9, 10, 12) if release >= SHARED_FROM else (9,)) else SMALL_BYTES
+
+
+def cublaslt_workspace_bytes(device: Device, release: tuple[int, int]) -> int:
+    """The buffer that cuBLASLt has of its own, at most cuBLAS's; 0 where it shares that, by default from 2.12 on."""
+    told = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+    if (told != "0") if release >= SHARED_FROM else (told == "1"):
+        return 0
+    given = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    size = int(given) * KIB if given.isdecimal() else LT_BYTES
+    return min(size, cublas_workspace_bytes(device, release))
+
+
+def library_storages(
+    ops: Iterable[OpRow], device: Device, release: tuple[int, int]
+) -> tuple[StorageRow, ...]:
+    """The buffers that stay, as storages that exist throughout the step.
+
+    Args:
+        ops: of the whole step.
+        device: the GPU; a CPU has none.
+        release: of torch, as (2, 13).
+    """
+    if device.kind != "cuda":
+        return ()
+    found: list[StorageRow] = []
+    rows = list(ops)
+    own = cublaslt_workspace_bytes(device, release)
+    # Up to 2.11 cuBLASLt runs on cuBLAS's handle, with which cuBLAS's buffer comes.
+    cublas = CUBLAS - CUBLASLT if own and release >= SHARED_FROM else CUBLAS
+    for thread, backward in (("forward", False), ("backward", True)):
+        uses: dict[str, int] = {}  # op -> where it runs first
+        for i, r in enumerate(rows):
+            if (r.phase == BACKWARD) is backward:
+                uses.setdefault(r.target.rpartition(".")[0], i)
+        for library, ops_of, size in (
+            ("cuBLAS", cublas, cublas_workspace_bytes(device, release)),
+            ("cuBLASLt", CUBLASLT, own),
+        ):
+            first = min((i for name, i in uses.items() if name in ops_of), default=-1)
+            if first >= 0 and size:
+                found.append(
+                    StorageRow(
+                        name=f"{library} workspace ({thread})",
+                        nbytes=size,
+                        category=WORKSPACE,
+                        used_from=first,
+                        dtype="uint8",
+                        shape=(size,),
+                    )
+                )
+    return tuple(found)
+
+
+def rerun_workspaces(ops: Iterable[OpRow], device: Device, release: tuple[int, int]) -> dict[str, int]:
+    """What a library keeps in backward's thread once that runs an op of forward again: target -> bytes.
+
+    cuBLASLt's buffer, where it has one of its own and backward has no op for it; 0 for the other ops of cuBLAS, whose
+    buffer backward has anyway.
+
+    Args:
+        ops: of the whole step.
+        device: the GPU; a CPU has none.
+        release: of torch, as (2, 13).
+    """
+    if device.kind != "cuda":
+        return {}
+    rows = list(ops)
+    there = {r.target.rpartition(".")[0] for r in rows if r.phase == BACKWARD}
+    own = 0 if there & CUBLASLT else cublaslt_workspace_bytes(device, release)
+    again = sorted({r.target for r in rows if r.phase == FORWARD and r.target.rpartition(".")[0] in CUBLAS})
+    return {target: own if target.rpartition(".")[0] in CUBLASLT else 0 for target in again}

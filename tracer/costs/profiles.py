@@ -1,0 +1,270 @@
+"""Find the device profile that belongs to a device, and make one of what a real-mode trace measured."""
+
+from __future__ import annotations
+
+import platform
+import re
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from tracer.costs.signature import Signature, TensorSpec
+from tracer.record.step import Recorded
+from traces import device_profile as store
+from traces.device_profile import (
+    MEASURED_CPU,
+    MEASURED_CUDA,
+    DeviceProfile,
+    Entry,
+    Identity,
+    LibraryWorkspace,
+)
+from traces.devices import DEVICES, GIB, Device
+from traces.errors import TraceError
+from traces.trace import BACKWARD, FORWARD, VIEW, WORKSPACE, Storages, Trace
+
+# Words in a GPU's name that make it another board than the one of the plain name.
+PACKAGES: Final = frozenset({"nvl", "pcie"})  # the same chip
+OTHER_BOARDS: Final = frozenset({"ti", "super", "laptop", "max", "d", "mig"}) | PACKAGES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A profile, where it came from, and what one should know before using it ("": nothing)."""
+
+    profile: DeviceProfile
+    path: Path
+    warning: str = ""
+
+
+def identity_here(device: str) -> Identity:
+    """Whose measurements those made now on `device` ("cpu", "cuda", "cuda:1") are."""
+    import torch
+
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name(device)
+        return Identity(
+            device=name, kind="cuda", target=board_of(name), torch_version=_release(), flags=_gpu_flags()
+        )
+    capability = torch.backends.cpu.get_cpu_capability()
+    return Identity(
+        device=f"{processor()}, {capability}",
+        kind="cpu",
+        target="cpu",
+        torch_version=_release(),
+        flags={
+            "threads": str(torch.get_num_threads()),
+            "mkldnn": str(torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)),
+            "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        },
+    )
+
+
+def identity_wanted(target: Device, tf32: bool | None = None) -> Identity:
+    """Whose measurements a fake trace for `target` would like: this processor's, or such a GPU's, with the flags that
+    torch has here; `tf32` sets those of TF32."""
+    if target.kind == "cpu":
+        return identity_here("cpu")
+    flags = _gpu_flags()
+    if tf32 is not None:
+        flags |= {"tf32_matmul": str(tf32), "tf32_cudnn": str(tf32)}
+    return Identity(device="", kind=target.kind, target=target.name, torch_version=_release(), flags=flags)
+
+
+def _release() -> str:
+    import torch
+
+    return str(torch.__version__).partition("+")[0]
+
+
+def _gpu_flags() -> dict[str, str]:
+    import torch
+
+    return {
+        "tf32_matmul": str(torch.backends.cuda.matmul.allow_tf32),
+        "tf32_cudnn": str(torch.backends.cudnn.allow_tf32),
+        "benchmark": str(torch.backends.cudnn.benchmark),
+        "deterministic": str(
+            torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+        ),
+    }
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def board_of(name: str) -> str:
+    """The device table's entry for a GPU as the driver names it ("NVIDIA A100-SXM4-80GB" -> "A100-80"); "" if none."""
+    words = {w.removesuffix("gb") for w in re.findall(r"[a-z0-9]+", name.lower())}
+    if words & OTHER_BOARDS:
+        return ""
+    for entry in DEVICES:
+        if entry.kind == "cuda" and set(entry.name.lower().split("-")) <= words:
+            return entry.name
+    return ""
+
+
+def nearest_board(name: str, memory_bytes: int) -> str:
+    """The entry of the same chip in another package (PCIe, NVL), of several the one of nearest memory; "" if none.
+
+    Counts: the chip. Ignores: that such boards have lower clocks and bandwidths, so times are too short. For what
+    must be right, `board_of`.
+    """
+    words = {w.removesuffix("gb") for w in re.findall(r"[a-z0-9]+", name.lower())} - PACKAGES
+    if words & OTHER_BOARDS:
+        return ""
+    fitting = [
+        d
+        for d in DEVICES
+        if d.kind == "cuda" and {w for w in d.name.lower().split("-") if not _is_memory(w, d)} <= words
+    ]
+    return min(fitting, key=lambda d: abs(d.memory_bytes - memory_bytes)).name if fitting else ""
+
+
+def _is_memory(word: str, entry: Device) -> bool:
+    """Whether a part of an entry's name says its memory in GiB: the 80 of A100-80."""
+    return word.isdigit() and abs(int(word) * GIB - entry.memory_bytes) < 2 * GIB
+
+
+def mismatch(have: Identity, want: Identity) -> str:
+    """Why measurements do not fit a trace, in words; empty: they do."""
+    if have.kind != want.kind or (want.device and have.device != want.device):
+        return f"it is of {have.device}, not of {want.device or want.target}"
+    if not want.device and have.target != want.target:
+        return f"it is of {have.device}, not of {want.target}"
+    ours, theirs = have.torch_version.split(".")[:2], want.torch_version.split(".")[:2]
+    if ours != theirs:
+        return f"it was made with torch {have.torch_version}, and this is {want.torch_version}"
+    wrong = [k for k in sorted({*have.flags, *want.flags}) if have.flags.get(k) != want.flags.get(k)]
+    return ", ".join(
+        f"{k} was {have.flags.get(k, 'unset')} and is {want.flags.get(k, 'unset')}" for k in wrong
+    )
+
+
+def find(want: Identity, given: Path | None = None) -> Found | None:
+    """The profile for a trace: the one that was named, else the first that fits of the user's and the gallery's.
+
+    A file there that cannot be read is passed over with a warning; an empty profile stands for it if no other fits.
+
+    Raises:
+        TraceError: the named file is no profile, or one of another device. (Another torch or other flags are a
+            warning there.)
+    """
+    if given is not None:
+        profile = store.load(given)
+        have = profile.identity
+        reason = mismatch(have, want)
+        if reason.startswith("it is of"):
+            raise TraceError(f"{given}: this profile does not fit: {reason}. Give another with --profile.")
+        return Found(profile=profile, path=given, warning=f"{given}: {reason}" if reason else "")
+    damaged: Found | None = None
+    for path in store.candidates(want):
+        try:
+            if path.is_file() and not mismatch(store.load_identity(path), want):
+                found = Found(profile=store.load(path), path=path)
+                return found if damaged is None else replace(found, warning=damaged.warning)
+        except TraceError as error:
+            warning = f"{error} It is left out here."
+            damaged = damaged or Found(profile=DeviceProfile(identity=want), path=path, warning=warning)
+    return damaged
+
+
+def profile_of(recorded: Recorded, measured: Trace, identity: Identity, samples: int) -> DeviceProfile:
+    """What a real-mode trace measured, by signature; where calls share one, their median time counts.
+
+    Args:
+        recorded: the fake trace, with the signatures of its ops.
+        measured: the same trace, measured.
+        identity: whose measurements these are.
+        samples: timed rounds.
+    """
+    by_key: dict[str, list[int]] = {}
+    signatures: dict[str, Signature] = {}
+    for i, signature in enumerate(recorded.signatures):
+        if signature is not None and not measured.ops.flags[i] & VIEW:
+            key = signature.key
+            by_key.setdefault(key, []).append(i)
+            signatures[key] = signature
+    provenance = MEASURED_CUDA if identity.kind == "cuda" else MEASURED_CPU
+    entries = {}
+    for key, rows in by_key.items():
+        times = sorted(measured.ops.time_ns[i] for i in rows)
+        entries[key] = Entry(
+            target=signatures[key].target,
+            shapes=shapes_text(signatures[key]),
+            events=measured.ops.events[rows[0]],
+            time_ns=times[len(times) // 2],
+            samples=samples * len(rows),
+            provenance=provenance,
+        )
+    return DeviceProfile(identity=identity, entries=entries, workspaces=workspaces_of(measured))
+
+
+def with_workspaces(trace: Trace, workspaces: tuple[LibraryWorkspace, ...]) -> Trace:
+    """The trace with these library workspaces, in place of those that it had, as storages that are always there.
+
+    A library asks for one in the first op of its kind. Each thread has its own, so one of a size that has been there
+    before is backward's.
+    """
+    sts = trace.storages
+    count = len(sts)
+    while count and sts.category[count - 1] == WORKSPACE and sts.producer[count - 1] < 0:
+        count -= 1
+    rows: dict[str, tuple[Any, ...]] = {
+        "name": tuple(f"workspace of a library, made by {w.op}" for w in workspaces),
+        "nbytes": tuple(w.nbytes for w in workspaces),
+        "category": (WORKSPACE,) * len(workspaces),
+        "dtype": ("uint8",) * len(workspaces),
+        "shape": tuple((w.nbytes,) for w in workspaces),
+        "aliases": ((),) * len(workspaces),
+    }
+    uses: dict[str, list[int]] = {FORWARD: [], BACKWARD: []}
+    for k, w in enumerate(workspaces):
+        backward = any(w.nbytes == earlier.nbytes for earlier in workspaces[:k])
+        first = _first_op(trace, w.op, backward)
+        phase = BACKWARD if first >= 0 and trace.ops.phase[first] == BACKWARD else FORWARD
+        for p, column in uses.items():
+            column.append(first if p == phase else -1)
+    rows["first_forward_use"], rows["first_backward_use"] = tuple(uses[FORWARD]), tuple(uses[BACKWARD])
+    none = (-1,) * len(workspaces)
+    columns = {f.name: getattr(sts, f.name)[:count] + rows.get(f.name, none) for f in fields(sts)}
+    made = replace(trace, storages=Storages(**columns))
+    made.validate()
+    return made
+
+
+def _first_op(trace: Trace, target: str, backward: bool) -> int:
+    """The first op of that kind, in the whole step or in backward; -1: there is none."""
+    ops = trace.ops
+    return next(
+        (i for i, t in enumerate(ops.target) if t == target and (not backward or ops.phase[i] == BACKWARD)),
+        -1,
+    )
+
+
+def workspaces_of(trace: Trace) -> tuple[LibraryWorkspace, ...]:
+    """The library workspaces that a measured trace has."""
+    sts = trace.storages
+    return tuple(
+        LibraryWorkspace(nbytes=sts.nbytes[s], op=sts.name[s].rpartition(" ")[2])
+        for s in range(len(sts))
+        if sts.category[s] == WORKSPACE and sts.producer[s] < 0
+    )
+
+
+def shapes_text(signature: Signature) -> str:
+    """The shapes of a call for people: "8x64 64x10 -> 8x10"; long lists are cut."""
+
+    def row(specs: tuple[TensorSpec, ...]) -> str:
+        texts = ["x".join(map(str, s.shape)) or "scalar" for s in specs]
+        return " ".join(texts if len(texts) <= 8 else [*texts[:7], f"and {len(texts) - 7} more"])
+
+    return f"{row(signature.inputs)} -> {row(signature.results)}"

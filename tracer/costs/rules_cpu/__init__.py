@@ -1,0 +1,1 @@
+"""What ops allocate inside on a CPU, by rules."""

@@ -1,0 +1,1 @@
+"""What ops allocate inside on a GPU, by rules."""

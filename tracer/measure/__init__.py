@@ -1,0 +1,1 @@
+"""A training step on the real device, op by op."""

@@ -1,0 +1,82 @@
+"""Turn the CUDA caching allocator's own history into what each op allocated and freed, in order.
+
+The history is one list of events without a word about ops. So a marker is allocated and freed before and after every
+op: a block of an odd size whose address is noted. What lies between an op's two markers is the op's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from traces.device_profile import LibraryWorkspace
+from traces.errors import TraceError
+
+MARK_BYTES: Final = 257  # asked for; the allocator's smallest block serves it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpWindow:
+    """One op of a recorded round: the addresses of its two markers and of the storages that it returned."""
+
+    target: str
+    before: int
+    after: int
+    outputs: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What a recorded round showed."""
+
+    events: tuple[tuple[int, ...], ...]  # by op: +bytes and -bytes as requested, in order
+    workspaces: tuple[
+        LibraryWorkspace, ...
+    ]  # allocated in an op, returned by none, and still there at the end
+
+
+def read_history(entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindow]) -> History:
+    """Cut a device's list of allocator events into ops.
+
+    Args:
+        entries: `torch.cuda.memory._snapshot()["device_traces"][device]`: `action`, `addr`, `size` in order of time.
+            "alloc" and "free_requested" change what is allocated, both with the size that was requested; the others
+            (segments, the completion of a free) do not.
+        windows: the ops in the order in which they ran.
+
+    Raises:
+        TraceError: a marker is not there: the history is cut off, or something else recorded at the same time.
+    """
+    moves = [
+        (e["action"] == "alloc", int(e["addr"]), int(e["size"]))
+        for e in entries
+        if e["action"] in ("alloc", "free_requested")
+    ]
+    last_free = {address: k for k, (alloc, address, _) in enumerate(moves) if not alloc}
+    events: list[tuple[int, ...]] = []
+    kept: list[LibraryWorkspace] = []
+    position = 0
+    for number, window in enumerate(windows):
+        first = _marker(moves, position, window.before, number, window.target)
+        last = _marker(moves, first, window.after, number, window.target)
+        inside = range(first, last - 2)
+        events.append(tuple(moves[k][2] if moves[k][0] else -moves[k][2] for k in inside))
+        for k in inside:
+            alloc, address, size = moves[k]
+            if alloc and size and address not in window.outputs and last_free.get(address, -1) < k:
+                kept.append(LibraryWorkspace(nbytes=size, op=window.target))
+        position = last
+    return History(events=tuple(events), workspaces=tuple(kept))
+
+
+def _marker(moves: list[tuple[bool, int, int]], start: int, address: int, number: int, target: str) -> int:
+    """The position behind the next marker at an address."""
+    wanted = [(True, address, MARK_BYTES), (False, address, MARK_BYTES)]
+    for k in range(start, len(moves) - 1):
+        if moves[k : k + 2] == wanted:
+            return k + 2
+    raise TraceError(
+        f"the CUDA allocator's history does not show op {number} ({target}): it was cut off, or another recording was "
+        "running. Trace again in a fresh process, without `_record_memory_history` in your own code."
+    )

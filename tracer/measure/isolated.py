@@ -1,0 +1,275 @@
+"""Run single ops on the device, without their model, and turn what they allocate and take into a device profile.
+
+Each call is made from its signature: tensors of its shapes, strides and types with made-up contents, the other
+arguments as they are. Only one op's tensors exist at a time, so the model needs not fit.
+
+Counts: allocations inside the op, as the CPU's profiler or the CUDA allocator's history shows them; the median of
+a few runs. Ignores: what depends on the contents of tensors; here floats lie between a half and one, indices inside
+what they index, and masks are true.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from tracer.costs.profiles import shapes_text
+from tracer.costs.signature import DEVICE, Signature, TensorSpec
+from tracer.measure.probes import CpuMarker, CudaHistory, CudaTimer, cpu_allocations, settle
+from tracer.record.step import Recorded
+from traces.device_profile import (
+    MEASURED_CPU,
+    MEASURED_CUDA,
+    DeviceProfile,
+    Entry,
+    Identity,
+    LibraryWorkspace,
+)
+from traces.trace import VIEW
+
+RUNS: Final = 3  # timed runs of each op, after one that warms up
+TOGETHER: Final = 32  # ops under one profiler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """What came of running ops alone."""
+
+    profile: DeviceProfile
+    ran: int
+    skipped: dict[str, str]  # signature key -> why it could not run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A call to measure, and the bytes of the storages that it creates in its step."""
+
+    signature: Signature
+    created_bytes: int
+
+
+def missing(recorded: Recorded, profile: DeviceProfile | None) -> list[Wanted]:
+    """The distinct calls of a trace's computing ops that a profile lacks, in order of first appearance."""
+    known = profile.entries if profile is not None else {}
+    ops, storages = recorded.trace.ops, recorded.trace.storages
+    found: dict[str, Wanted] = {}
+    for i, signature in enumerate(recorded.signatures):
+        if signature is None or ops.flags[i] & VIEW:
+            continue
+        key = signature.key
+        if key not in known and key not in found:
+            created = sum(storages.nbytes[s] for s in ops.writes[i] if storages.producer[s] == i)
+            found[key] = Wanted(signature=signature, created_bytes=created)
+    return list(found.values())
+
+
+def calibrate(
+    wanted: list[Wanted],
+    identity: Identity,
+    device: str,
+    *,
+    memory_bytes: int | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Calibrated:
+    """Run every call alone.
+
+    Args:
+        wanted: see `missing`.
+        identity: whose measurements these are.
+        device: "cpu" or "cuda".
+        memory_bytes: an op whose tensors take more is skipped; default: half of what is free.
+        progress: told how many are done.
+    """
+    limit = memory_bytes if memory_bytes is not None else _free_bytes(device) // 2
+    entries: dict[str, Entry] = {}
+    skipped: dict[str, str] = {}
+    kept: list[LibraryWorkspace] = []
+    for start in range(0, len(wanted), TOGETHER):
+        chunk: list[_Call] = []
+        for item in wanted[start : start + TOGETHER]:
+            call = _Call(item, device)
+            reason = call.try_out(limit)
+            if reason:
+                skipped[item.signature.key] = reason
+            else:
+                chunk.append(call)
+        events = _cuda_events(chunk, kept) if device.startswith("cuda") else _cpu_events(chunk)
+        for call, found in zip(chunk, events, strict=True):
+            entries[call.signature.key] = Entry(
+                target=call.signature.target,
+                shapes=shapes_text(call.signature),
+                events=settle(found, call.created_bytes),
+                time_ns=call.time_ns,
+                samples=RUNS,
+                provenance=MEASURED_CUDA if identity.kind == "cuda" else MEASURED_CPU,
+            )
+        progress(min(start + TOGETHER, len(wanted)))
+    profile = DeviceProfile(identity=identity, entries=entries, workspaces=tuple(kept))
+    return Calibrated(profile=profile, ran=len(entries), skipped=skipped)
+
+
+class _Call:
+    """One call that can be made again and again with fresh arguments."""
+
+    def __init__(self, wanted: Wanted, device: str) -> None:
+        self.signature = wanted.signature
+        self.created_bytes = wanted.created_bytes
+        self.device = device
+        self.time_ns = 0
+        self._op: Any = None
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def try_out(self, limit: int) -> str:
+        """Run it to warm up and to time it; returns why it cannot run, or nothing."""
+        need = sum(s.span_bytes for s in (*self.signature.inputs, *self.signature.results))
+        if need > limit:
+            return f"its tensors take {need} bytes, and {limit} may be used"
+        try:
+            self._op = resolve(self.signature.target)
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                self.fresh()()
+                self.time_ns = _time(self.fresh, self.device)
+        except Exception as error:  # any op may refuse made-up arguments, each in its own way
+            self._arguments = None
+            return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        self._arguments = None
+        return ""
+
+    def fresh(self) -> Callable[[], Any]:
+        """The call with arguments that nobody has overwritten."""
+        if self._arguments is None or self._op._schema.is_mutable:
+            self._arguments = None
+            self._arguments = arguments(self._op, self.signature, self.device)
+        args, kwargs = self._arguments
+        return lambda: self._op(*args, **kwargs)
+
+    def drop(self) -> None:
+        """Let go of the arguments."""
+        self._arguments = None
+
+
+def resolve(target: str) -> Any:
+    """The operator of that name.
+
+    Raises:
+        LookupError: torch has none.
+    """
+    namespace, _, rest = target.partition(".")
+    name, _, overload = rest.rpartition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except AttributeError:
+        raise LookupError(f"torch has no operator {target}") from None
+
+
+def arguments(op: Any, signature: Signature, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for a call of a signature, with made-up contents.
+
+    Raises:
+        LookupError: an argument is of a kind that a signature does not carry.
+    """
+    schema = op._schema.arguments
+    below = _index_limit(signature)
+
+    def made(value: Any, name: str, kind: str) -> Any:
+        if isinstance(value, TensorSpec):
+            return _tensor(value, device, below.get(name, 1))
+        if isinstance(value, tuple):
+            return [made(v, name, kind) for v in value]
+        if isinstance(value, str) and value.startswith("torch."):
+            return getattr(torch, value.removeprefix("torch."))
+        if value == DEVICE:
+            return torch.device(device)
+        if isinstance(value, str) and "str" not in kind:
+            raise LookupError(f"its argument {name} is a {value}, which cannot be made up")
+        return value
+
+    args = tuple(made(a, schema[k].name, str(schema[k].type)) for k, a in enumerate(signature.args))
+    kinds = {a.name: str(a.type) for a in schema}
+    return args, {k: made(v, k, kinds[k]) for k, v in signature.kwargs}
+
+
+def _index_limit(signature: Signature) -> dict[str, int]:
+    """By argument: one more than the largest index that may stand in it. (All others hold zeros.)"""
+    name = signature.target.split(".")[1]
+    shapes = [s.shape for s in signature.inputs]
+    if name == "embedding":
+        return {"indices": shapes[0][0]}
+    if name == "embedding_dense_backward":
+        return {"indices": int(signature.argument(2, "num_weights"))}
+    if name.startswith("nll_loss"):
+        scores = shapes[1] if "backward" in name else shapes[0]
+        return {"target": scores[1] if len(scores) > 1 else scores[0]}
+    if name in ("gather", "scatter", "scatter_add", "index_select", "index_add"):
+        return {"index": shapes[0][int(signature.argument(1, "dim", 0))] if shapes[0] else 1}
+    if name in ("index", "index_put", "_index_put_impl_", "index_put_", "_unsafe_index"):
+        return {"indices": min(shapes[0], default=1)}
+    return {}
+
+
+def _tensor(spec: TensorSpec, device: str, below: int) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype)
+    items = spec.span_bytes // spec.item_bytes
+    flat = torch.empty(items, dtype=dtype, device=device)
+    if dtype.is_floating_point:
+        # Through float32, since not every kernel knows the small types; in parts, so that no second copy exists.
+        for part in flat.split(1 << 22):
+            part.copy_(torch.rand(part.numel(), device=device).mul_(0.5).add_(0.5))
+    elif dtype is torch.bool:
+        flat.fill_(True)
+    elif below > 1 and not dtype.is_complex:
+        torch.randint(0, below, (items,), dtype=dtype, device=device, out=flat)
+    else:
+        flat.zero_()
+    return flat.as_strided(spec.shape, spec.stride)
+
+
+def _time(fresh: Callable[[], Callable[[], Any]], device: str) -> int:
+    import time
+
+    times = []
+    for _ in range(RUNS):
+        call = fresh()
+        if device.startswith("cuda"):
+            timer = CudaTimer()
+            timer.run(None, call)
+            times.append(timer.finish()[0])
+        else:
+            begin = time.perf_counter_ns()
+            call()
+            times.append(time.perf_counter_ns() - begin)
+    return int(statistics.median(times))
+
+
+def _cpu_events(calls: list[_Call]) -> list[tuple[int, ...]]:
+    """One run of each under one profiler."""
+
+    def work(marker: CpuMarker) -> None:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for call in calls:
+                marker.run(call.signature.target, call.fresh())
+                call.drop()
+
+    return cpu_allocations(work, len(calls)) if calls else []
+
+
+def _cuda_events(calls: list[_Call], kept: list[LibraryWorkspace]) -> list[tuple[int, ...]]:
+    history = CudaHistory()
+    with history.recording(), torch.no_grad():
+        for call in calls:
+            history.run(call.signature.target, call.fresh())
+            call.drop()
+    recorded = history.finish()
+    kept.extend(recorded.workspaces)
+    return list(recorded.events)
+
+
+def _free_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info()[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

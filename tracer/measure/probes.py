@@ -1,0 +1,255 @@
+"""Watch one op after another while a step runs: the time of each, or what each allocates.
+
+On the CPU the allocations are the allocator's own events as the profiler reports them; on CUDA they are the caching
+allocator's own history.
+"""
+
+from __future__ import annotations
+
+import abc
+import bisect
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from tracer.measure.cuda_history import MARK_BYTES, History, OpWindow, read_history
+
+MARK = "#lowtide "
+
+
+class Probe(abc.ABC):
+    """Called around every op of a round; subclasses measure."""
+
+    def __init__(self) -> None:
+        self.targets: list[str] = []
+
+    @abc.abstractmethod
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        """Run one op and return its result."""
+
+
+class Names(Probe):
+    """Notes which ops run, and nothing else."""
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        self.targets.append(str(target))
+        return call()
+
+
+class Timer(Probe):
+    """Measures times: of single ops (`run`), or of ops in a row, each from the tick before it to its own.
+
+    One timer serves several rounds, each ended by `finish`.
+    """
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Ops in a row follow."""
+
+    @abc.abstractmethod
+    def tick(self) -> None:
+        """One of them has ended."""
+
+    @abc.abstractmethod
+    def finish(self) -> list[int]:
+        """The times of the round's ops, in ns; `targets` and times begin anew."""
+
+
+class Silent(Timer):
+    """Measures nothing: what it watches runs as if nobody did."""
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        return call()
+
+    def begin(self) -> None:
+        pass
+
+    def tick(self) -> None:
+        pass
+
+    def finish(self) -> list[int]:
+        self.targets = []
+        return []
+
+
+class CpuTimer(Timer):
+    def __init__(self) -> None:
+        super().__init__()
+        self._times_ns: list[int] = []
+        self._last_ns = 0
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        self.targets.append(str(target))
+        begin = time.perf_counter_ns()
+        out = call()
+        self._times_ns.append(time.perf_counter_ns() - begin)
+        return out
+
+    def begin(self) -> None:
+        self._last_ns = time.perf_counter_ns()
+
+    def tick(self) -> None:
+        now = time.perf_counter_ns()
+        self._times_ns.append(now - self._last_ns)
+        self._last_ns = now
+
+    def finish(self) -> list[int]:
+        times, self._times_ns, self.targets = self._times_ns, [], []
+        return times
+
+
+class CudaTimer(Timer):
+    """CUDA events around every op; they are read after the round, so that nothing waits in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: list[tuple[Any, Any]] = []
+        self._last: Any = None
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        self.targets.append(str(target))
+        begin = _now()
+        out = call()
+        self._events.append((begin, _now()))
+        return out
+
+    def begin(self) -> None:
+        self._last = _now()
+
+    def tick(self) -> None:
+        now = _now()
+        self._events.append((self._last, now))
+        self._last = now
+
+    def finish(self) -> list[int]:
+        torch.cuda.synchronize()
+        times = [int(begin.elapsed_time(end) * 1e6) for begin, end in self._events]
+        self._events, self._last, self.targets = [], None, []
+        return times
+
+
+def _now() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class CpuMarker(Probe):
+    """Marks every op for the profiler, under which the round must run."""
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        # The public `record_function` is itself dispatched, which would put the mark beside the op, not around it.
+        with torch._C._profiler._RecordFunctionFast(f"{MARK}{len(self.targets)}"):
+            out = call()
+        self.targets.append(str(target))
+        return out
+
+
+class CudaHistory(Probe):
+    """Marks every op in the caching allocator's history; see `tracer.measure.cuda_history`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.windows: list[OpWindow] = []
+        self._entries: list[dict[str, Any]] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """While this is open, the allocator writes its history (without stack traces)."""
+        torch.cuda.memory._record_memory_history(enabled="all", context=None, clear_history=True)
+        try:
+            yield
+            self._entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        before = self._mark()
+        out = call()
+        given = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_cuda]
+        outputs = frozenset(x.untyped_storage().data_ptr() for x in given)
+        after = self._mark()
+        self.targets.append(str(target))
+        self.windows.append(OpWindow(target=str(target), before=before, after=after, outputs=outputs))
+        return out
+
+    def _mark(self) -> int:
+        return int(torch.empty(MARK_BYTES, dtype=torch.uint8, device="cuda").data_ptr())
+
+    def finish(self) -> History:
+        """What the round showed, once it is no longer recorded."""
+        return read_history(self._entries, self.windows)
+
+
+@contextlib.contextmanager
+def memory_profiler() -> Iterator[Any]:
+    """torch's profiler with the CPU allocator's events.
+
+    torch 2.11 and 2.12 warn at the first use in a process that a second cycle would drop the first one's events; here
+    there is one. (`acc_events=True` would silence that, and make a Python object of every event.)
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with contextlib.ExitStack() as stack:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+            prof = stack.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
+        yield prof
+
+
+def cpu_allocations(work: Callable[[CpuMarker], None], n_ops: int) -> list[tuple[int, ...]]:
+    """Do work under the profiler; the CPU allocator's events inside each op's mark, in order of time.
+
+    Args:
+        work: runs ops under the marker that it is given.
+        n_ops: how many.
+    """
+    marker = CpuMarker()
+    with memory_profiler() as prof:
+        work(marker)
+    assert prof.profiler is not None
+    results: Any = prof.profiler.kineto_results
+    events: list[list[tuple[int, int]]] = [[] for _ in range(n_ops)]
+    spans: list[tuple[int, int, int]] = []
+    strays: list[tuple[int, int]] = []
+    stack: list[tuple[Any, int]] = [(e, -1) for e in results.experimental_event_tree()]
+    while stack:
+        event, inside = stack.pop()
+        name = event.name
+        if name.startswith(MARK):
+            inside = int(name.removeprefix(MARK))
+            spans.append((event.start_time_ns, event.end_time_ns, inside))
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            change = (event.start_time_ns, event.extra_fields.alloc_size)
+            if inside >= 0:
+                events[inside].append(change)
+            else:
+                strays.append(change)
+        stack.extend((child, inside) for child in event.children)
+    # What another thread allocates for an op stands beside the op's mark in the tree, but within its time.
+    spans.sort()
+    for moment, size in strays:
+        k = bisect.bisect_right(spans, (moment, 1 << 62, 0)) - 1
+        if k >= 0 and moment <= spans[k][1]:
+            events[spans[k][2]].append((moment, size))
+    return [tuple(size for _, size in sorted(found, key=lambda e: e[0])) for found in events]
+
+
+def settle(events: tuple[int, ...], created: int) -> tuple[int, ...]:
+    """Make an op's events end at the bytes of the storages that it creates.
+
+    What an op leaves beyond them (a library's cache, an output that is dropped as the op returns) counts as
+    workspace: it is part of the peak inside the op and gone afterwards.
+    """
+    left = sum(events)
+    if left > created:
+        return (*events, created - left)
+    if left < created:
+        # Outputs that live in memory which the op did not allocate itself, such as a constant.
+        return (created - left, *events)
+    return events

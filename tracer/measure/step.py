@@ -1,0 +1,197 @@
+"""Measure a training step op by op on the real device: the time of each, and what it allocates while it runs.
+
+Each op of the fake trace is measured once per round, in the same order (see `tracer.measure.runner`), and its
+row gets its
+typical time and its allocations. In the timed rounds the model runs as the code of the step with everything kept, ops
+in place included; in the round that shows the allocations, every op runs as the graph has it. Whole steps that nobody
+watches run in between; what they take beside all ops is shared by the ops outside the model.
+
+On CUDA the first round also shows what libraries allocate once and keep (cuBLAS): these become storages of the category
+"workspace" that are there throughout the step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from tracer.build.step import BuildStep
+from tracer.costs.calibration import MEASURED
+from tracer.costs.profiles import with_workspaces
+from tracer.measure.cuda_history import History
+from tracer.measure.probes import (
+    CpuTimer,
+    CudaHistory,
+    CudaTimer,
+    Probe,
+    Silent,
+    Timer,
+    cpu_allocations,
+    settle,
+)
+from tracer.measure.runner import GraphRunner
+from tracer.measure.stepcode import takeovers
+from tracer.record.step import Recorded
+from traces.alloc_conf import alloc_conf
+from traces.device_profile import LibraryWorkspace
+from traces.errors import TraceError
+from traces.trace import EAGER, VIEW, Trace
+from traces.units import show_time
+
+SPREAD = 1.5  # slowest over fastest round from which a warning is due
+
+
+def measure(
+    recorded: Recorded,
+    build: BuildStep,
+    device: str,
+    *,
+    rounds: int = 5,
+    warmup: int = 2,
+    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Trace:
+    """The recorded trace with measured times and allocations.
+
+    Args:
+        recorded: the fake trace of the same step on the same device.
+        build: makes the step; here it makes it for real.
+        device: "cpu" or "cuda".
+        rounds: timed rounds; see `typical`.
+        warmup: rounds before the first timed one.
+        say: told what makes the times doubtful.
+        progress: told how many timed rounds are done.
+
+    Raises:
+        TraceError: the real step ran other ops than the recorded one.
+        CaptureError: the real step's loss code or optimizer failed.
+    """
+    cuda = device.startswith("cuda")
+    step = build(device)
+    runner = GraphRunner(recorded.program, step, in_place=takeovers(recorded))
+    kept = _first_cuda_round(runner) if cuda else ()
+    timer: Timer = CudaTimer() if cuda else CpuTimer()
+    for _ in range(max(warmup, 1) - (1 if cuda else 0)):
+        runner.round(timer)
+    timer.finish()
+    runner.settle(recorded.trace.ops.target)
+    silent, wait = Silent(), torch.cuda.synchronize if cuda else lambda: None
+    _whole_ns(runner, silent, wait)
+    samples: list[list[int]] = []
+    wholes: list[int] = []
+    expected = list(recorded.trace.ops.target)
+    for k in range(rounds):
+        runner.round(timer)
+        _compare(expected, timer.targets)
+        samples.append(timer.finish())
+        wholes.append(_whole_ns(runner, silent, wait))
+        progress(k + 1)
+    totals = [sum(s) for s in samples]
+    if max(totals) > SPREAD * min(totals):
+        say(
+            f"warning: the rounds took between {show_time(min(totals))} and {show_time(max(totals))}; the machine is "
+            "busy, and the times of this trace are not reliable (its sizes are)."
+        )
+
+    def watched(probe: Probe) -> None:
+        runner.round(probe)
+        _compare(expected, probe.targets)
+
+    events = _cuda_round(watched).events if cuda else cpu_allocations(watched, len(expected))
+    times = with_the_rest(typical(samples), recorded.trace.ops.flags, int(statistics.median(wholes)))
+    trace = _filled(recorded.trace, times, events, device)
+    return with_workspaces(trace, kept) if cuda else trace
+
+
+def typical(samples: Sequence[Sequence[int]]) -> list[int]:
+    """Times of ops that sum to the time of the median round, from the times in each round.
+
+    Each op gets its median over the rounds. Delays strike one op or another and only ever make it slower, so these
+    medians sum to less than what a round typically takes; what is missing is shared by all in proportion.
+    """
+    medians = [statistics.median(column) for column in zip(*samples, strict=True)]
+    wanted, together = statistics.median(sum(s) for s in samples), sum(medians)
+    return [round(m * wanted / together) if together else 0 for m in medians]
+
+
+def with_the_rest(times_ns: Sequence[int], flags: Sequence[int], whole_ns: int) -> list[int]:
+    """Times of ops that sum to the time of a whole step, which nobody watched.
+
+    What a step takes beside its ops is the Python of the loop and the optimizer, autograd's engine, and the release of
+    gradients. The ops of that code, those outside the captured model, share it evenly. If the ops alone took longer
+    than the whole step, the watching cost that, and all are scaled.
+    """
+    rest, together = whole_ns - sum(times_ns), sum(times_ns)
+    takers = [i for i, f in enumerate(flags) if f & EAGER and not f & VIEW]
+    if rest <= 0 or not takers:
+        return [round(t * whole_ns / together) if together else 0 for t in times_ns]
+    out = list(times_ns)
+    for k, i in enumerate(takers):
+        out[i] += rest * (k + 1) // len(takers) - rest * k // len(takers)
+    return out
+
+
+def _whole_ns(runner: GraphRunner, silent: Silent, wait: Callable[[], object]) -> int:
+    wait()
+    begin = time.perf_counter_ns()
+    runner.whole(silent)
+    wait()
+    return time.perf_counter_ns() - begin
+
+
+def _first_cuda_round(runner: GraphRunner) -> tuple[LibraryWorkspace, ...]:
+    """The first round, in which libraries make their workspaces; those of earlier work in this process are dropped."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+    return _cuda_round(runner.round).workspaces
+
+
+def _cuda_round(work: Callable[[Probe], None]) -> History:
+    history = CudaHistory()
+    with history.recording():
+        work(history)
+    return history.finish()
+
+
+def _compare(expected: list[str], real: list[str]) -> None:
+    if expected == real:
+        return
+    k = next(
+        (k for k, (a, b) in enumerate(zip(expected, real, strict=False)) if a != b),
+        min(len(expected), len(real)),
+    )
+    a = expected[k] if k < len(expected) else "nothing"
+    b = real[k] if k < len(real) else "nothing"
+    raise TraceError(
+        f"the real step differs from the captured one: op {k} is {b} and was to be {a} ({len(real)} ops, "
+        f"{len(expected)} captured). Code outside the model that branches on data, or does something else in some "
+        "steps, cannot be traced in real mode; leave --device out, or write the branch with torch.where or clamp."
+    )
+
+
+def _filled(trace: Trace, times: list[int], events: Sequence[tuple[int, ...]], device: str) -> Trace:
+    ops, sts = trace.ops, trace.storages
+    fixed = []
+    for i in range(len(ops)):
+        created = sum(sts.nbytes[s] for s in ops.writes[i] if sts.producer[s] == i)
+        fixed.append(settle(events[i], created))
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
+    return replace(
+        trace,
+        ops=replace(ops, time_ns=tuple(times), events=tuple(fixed)),
+        meta=replace(
+            trace.meta,
+            mode="real",
+            device=device.partition(":")[0],
+            alloc_conf=alloc_conf() if device.startswith("cuda") else "",
+            rates={},
+            threads=0 if device.startswith("cuda") else torch.get_num_threads(),
+            target=name,
+            workspace={MEASURED: sum(1 for f in ops.flags if not f & VIEW)},
+        ),
+    )

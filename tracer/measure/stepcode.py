@@ -1,0 +1,93 @@
+"""Turn a captured model into the code that a step with everything kept runs, with a clock's tick after each op.
+
+A step is timed as it runs outside a trace: as generated code, an op in place where its input's memory is free, each
+value dropped after its last use. What lies between two ticks is all that an op costs there: the call from Python, the
+kernel, and the return of the memory that nobody needs any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from tracer.record.program import GraphOp, Program, inplace_twin
+from tracer.record.step import Recorded
+
+Tick = Callable[[], None]
+Code = Callable[[list[Any]], tuple[Sequence[Any], Sequence[Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCode:
+    """Forward and backward of a model as code.
+
+    `forward` takes the values of parameters, buffers and arguments in one list, which it empties, and returns the
+    model's outputs and the values that backward needs. `backward` takes those and the tangents in one list, which it
+    empties, and returns the gradients of the parameters and of the arguments, None where there is none.
+    """
+
+    forward: Code
+    backward: Code
+
+
+def takeovers(recorded: Recorded) -> frozenset[int]:
+    """The program's ops that write into their input's memory in the step with everything kept, as its schedule has it:
+    nothing else reads that storage afterwards, and nothing holds it."""
+    ops, hold = recorded.trace.ops, recorded.trace.storages.hold
+    last: dict[int, int] = {}
+    for i, reads in enumerate(ops.reads):
+        last.update(dict.fromkeys(reads, i))
+    return frozenset(
+        k
+        for k, i in enumerate(recorded.graph_ops)
+        if (s := ops.overwrites[i]) >= 0 and last[s] == i and hold[s] <= i
+    )
+
+
+def step_code(program: Program, in_place: frozenset[int], tick: Tick) -> StepCode:
+    """The code of a program.
+
+    Args:
+        program: the captured model.
+        in_place: the program's ops whose in-place twin runs instead.
+        tick: called after each op and what it releases.
+    """
+    captured = program.captured
+    twins = {program.ops[k].node: inplace_twin(program.ops[k].node.target) for k in in_place}
+    forward, backward = program.ops[: program.forward_ops], program.ops[program.forward_ops :]
+    inputs = [n for n in captured.placeholders if "tangent_of" not in n.meta]
+    tangents = [n for n in captured.placeholders if "tangent_of" in n.meta]
+    gradients = (list(captured.parameter_grads), list(captured.argument_grads))
+    made = {n for op in forward for n in (op.node, *op.parts)} | set(inputs)
+    wanted = [a for op in backward for n in (op.node, *op.parts) for a in n.all_input_nodes]
+    wanted += [g for group in gradients for g in group if g is not None]
+    crossing = [n for n in dict.fromkeys(wanted) if n in made]
+
+    def code(given: Sequence[fx.Node], ops: Sequence[GraphOp], results: Any) -> Code:
+        graph = fx.Graph()
+        copies = {n: graph.placeholder(n.name) for n in given}
+
+        def copy_of(n: fx.Node) -> fx.Node:
+            if n.op == "get_attr" and n not in copies:
+                copies[n] = graph.get_attr(str(n.target))
+            return copies[n]
+
+        for op in ops:
+            for n in (op.node, *op.parts):
+                args, kwargs = fx.node.map_arg((n.args, n.kwargs), copy_of)
+                copies[n] = graph.call_function(twins.get(n, n.target), args, kwargs)
+            graph.call_function(tick)
+        graph.output(fx.node.map_arg(results, copy_of))
+        # FX calls an argument by its target and everything else by its name; if the two differed for one placeholder,
+        # another value could bear the name of that argument.
+        assert all(n.name == n.target for n in graph.nodes if n.op == "placeholder")
+        graph.set_codegen(fx.graph._BoxedCodeGen())
+        return fx.GraphModule(captured.graph_module, graph)
+
+    return StepCode(
+        forward=code(inputs, forward, (list(captured.outputs), crossing)),
+        backward=code([*crossing, *tangents], backward, gradients),
+    )

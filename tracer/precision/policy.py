@@ -1,0 +1,200 @@
+"""Turn a dtype policy (autocast, gradient scaling, TF32) into the contexts and the scaler that a step runs with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from traces.errors import SpecError
+
+if TYPE_CHECKING:
+    from tracer.build.step import TrainingStep
+
+# Options of a step that are not the model's: they are applied around whatever builds it.
+POLICY_OPTIONS: Final = ("amp", "tf32")
+AMP_DTYPES: Final = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
+FLOAT16: Final = "float16"  # the one that needs its gradients scaled: its smallest normal number is 6e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Autocast:
+    """A state of `torch.autocast` for one kind of device.
+
+    torch keeps the cast of a parameter for as long as the outermost region lasts, so that it is made once however often
+    the parameter is used, and the gradients of its uses are summed in the lower precision. `cache`: whether it does.
+    """
+
+    dtype: str = ""  # as torch names it; "": autocast is off
+    kind: str = "cpu"  # the device type of the tensors that are cast
+    lists: str = (
+        ""  # "cuda": CPU tensors that stand for a GPU's, so CUDA's op lists decide; "": those of `kind`
+    )
+    cache: bool = True
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        """The state; without a type only the lists, for a model that enters autocast itself."""
+        with self._listed():
+            if not self.dtype:
+                yield
+                return
+            import torch
+
+            context = torch.autocast(self.kind, dtype=getattr(torch, self.dtype), cache_enabled=self.cache)
+            with context:
+                yield
+
+    def _listed(self) -> contextlib.AbstractContextManager[None]:
+        if not self.lists:
+            return contextlib.nullcontext()
+        from tracer.precision.autocast_lists import cuda_lists
+
+        return cuda_lists()
+
+    @contextlib.contextmanager
+    def captured_region(self) -> Iterator[None]:
+        """The state inside a capture, which switches the cache off for what it calls (see
+        `tracer.precision.cast_cache`)."""
+        import torch
+
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(self.cache)
+        try:
+            with self.region():
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(before)
+
+    def __str__(self) -> str:
+        if not self.dtype:
+            return "no autocast"
+        uncached = "" if self.cache else ", cache_enabled=False"
+        return f'torch.autocast("{self.kind}", dtype=torch.{self.dtype}{uncached})'
+
+
+OFF: Final = Autocast()
+
+
+def ambient(kind: str) -> Autocast:
+    """The state of autocast at this moment for a kind of device."""
+    import torch
+
+    if not torch.is_autocast_enabled(kind):
+        return replace(OFF, kind=kind)
+    dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    return Autocast(dtype=dtype, kind=kind, cache=torch.is_autocast_cache_enabled())
+
+
+def without_autocast() -> Any:
+    """A context in which autocast does nothing: for running a captured graph, whose casts are ops of its own."""
+    import torch
+
+    return torch._C._DisableAutocast()
+
+
+def lowered(args: Any, kwargs: Any, kind: str = "cpu") -> tuple[Any, Any]:
+    """Arguments as autocast's kernel of a lower-precision op passes them on; as they are if autocast is off.
+
+    The last is cast first, as torch does it (`tracer.precision.autocast_lists`).
+    """
+    import torch
+    import torch.utils._pytree as pytree
+
+    if not torch.is_autocast_enabled(kind):
+        return args, kwargs
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(x: Any) -> Any:
+        eligible = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(dtype) if eligible and x.device.type == kind else x
+
+    with without_autocast():
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        cast_leaves = [cast(x) for x in reversed(leaves)]
+        result: tuple[Any, Any] = pytree.tree_unflatten(cast_leaves[::-1], spec)
+    return result
+
+
+def parse_policy(given: dict[str, Any]) -> dict[str, Any]:
+    """The policy's options out of all options, with their full names.
+
+    Raises:
+        SpecError: an unknown value, or autocast of weights that are not float32.
+    """
+    policy = {k: given[k] for k in POLICY_OPTIONS if given.get(k) is not None}
+    if "amp" in policy:
+        policy["amp"] = parse_amp(policy["amp"])
+        dtype = str(given.get("dtype") or "float32").removeprefix("torch.")
+        if dtype not in ("float32", "fp32"):
+            raise SpecError(
+                f"--amp {policy['amp']} keeps the weights in float32, and --dtype {dtype} does not; give one of "
+                "the two."
+            )
+    if not isinstance(policy.get("tf32", False), bool):
+        raise SpecError(f"tf32 is {policy['tf32']!r} and must be true or false.")
+    return policy
+
+
+def parse_amp(value: Any) -> str:
+    """The full name of a type for autocast; SpecError if it is none."""
+    name = str(value).lower().removeprefix("torch.")
+    if name not in AMP_DTYPES:
+        raise SpecError(f"--amp {value!r} is unknown; known are {', '.join(AMP_DTYPES)}.")
+    return AMP_DTYPES[name]
+
+
+def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on: str = "") -> TrainingStep:
+    """A step that runs as its options say, or where they say nothing, as its build function asks.
+
+    Args:
+        step: as it was built.
+        policy: what `parse_policy` returned.
+        device: where the step's tensors are.
+        as_on: "cuda" if CPU tensors stand for those of a GPU.
+    """
+    import torch
+
+    kind = device.partition(":")[0]
+    dtype = policy.get("amp") or step.autocast.dtype
+    scaler = step.scaler
+    if dtype == FLOAT16 and scaler is None:
+        scaler = torch.amp.GradScaler(kind)
+    if scaler is not None and not scaler.is_enabled():
+        # A scaler for "cuda" switches itself off where there is no CUDA; the GPU that the tensors stand for has it.
+        away = as_on == "cuda" and dtype == FLOAT16 and scaler._device == "cuda"
+        scaler = torch.amp.GradScaler(kind) if away and not torch.cuda.is_available() else None
+    lists = "cuda" if as_on == "cuda" and kind == "cpu" else ""
+    return replace(
+        step,
+        autocast=Autocast(dtype=dtype, kind=kind, lists=lists),
+        scaler=scaler,
+        options={**step.options, **policy},
+    )
+
+
+def set_tf32(policy: dict[str, Any]) -> None:
+    """Let CUDA's matrix products and cuDNN use TF32 or not, for this process; nothing if the policy does not say."""
+    import warnings
+
+    import torch
+
+    if policy.get("tf32") is None:
+        return
+    with warnings.catch_warnings():
+        # torch 2.9 announced other names for these; the old ones are what 2.11 to 2.13 and users' code both read.
+        warnings.simplefilter("ignore")
+        torch.backends.cuda.matmul.allow_tf32 = policy["tf32"]
+        torch.backends.cudnn.allow_tf32 = policy["tf32"]
+
+
+def scale_of(scaler: Any) -> float:
+    """By what a scaler multiplies the loss; 1 without one. It falls in a step whose gradients overflow."""
+    return 1.0 if scaler is None else float(scaler.get_scale())
+
+
+def scaler_tensors(scaler: Any) -> list[Any]:
+    """What a gradient scaler keeps from step to step: its scale and the count of steps since it changed."""
+    found = [] if scaler is None else [scaler._scale, scaler._growth_tracker]
+    return [x for x in found if x is not None]

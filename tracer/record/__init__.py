@@ -1,0 +1,1 @@
+"""Captured graph + loss code + optimizer -> Trace."""

@@ -1,0 +1,284 @@
+"""Record the loss code and the optimizer around a captured model, and put all ops of the step into one Trace.
+
+The ordinary loop runs twice on fake tensors with a stand-in for the model that returns outputs and gradients of the
+right layout; the second round is recorded, when the optimizer has its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tracer.build.loop import fit_tangent, run_step
+from tracer.build.step import TrainingStep
+from tracer.build.user_errors import explained
+from tracer.capture.cuda.attention import release_here
+from tracer.costs.builder import OpRow
+from tracer.costs.calibration import Costs
+from tracer.costs.libraries import library_storages, rerun_workspaces
+from tracer.costs.signature import Signature
+from tracer.precision.policy import scaler_tensors
+from tracer.record.eager import EagerRecorder
+from tracer.record.program import Program
+from traces.devices import Device
+from traces.trace import FORWARD, INPUT, OPTIMIZER_STATE, PARAMETER, Trace, TraceMeta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A trace, and the program whose ops its rows stand for."""
+
+    trace: Trace
+    program: Program
+    graph_ops: tuple[int, ...]  # program op -> op id in the trace
+    rows: tuple[OpRow, ...]  # by op id, with what a trace does not store
+
+    @property
+    def signatures(self) -> tuple[Signature | None, ...]:
+        """By op id: the calls that the rows stand for."""
+        return tuple(row.signature for row in self.rows)
+
+
+def assemble(
+    step: TrainingStep,
+    program: Program,
+    mode: FakeTensorMode,
+    target: Device,
+    meta: TraceMeta,
+    costs: Costs,
+) -> Recorded:
+    """Record the code around the model and put all rows in order: forward, loss, loss's backward, backward, rest.
+
+    Raises:
+        CaptureError: the loss code or the optimizer fails, or looks at the data of a tensor.
+    """
+    builder = program.builder()
+    captured = program.captured
+    parameters = dict(step.model.named_parameters())
+    recorder = EagerRecorder(builder, next(iter(parameters.values())).device.type)
+    buffers = dict(step.model.named_buffers())
+    for k, name in enumerate(captured.parameters):
+        recorder.know(parameters[name], k)
+    for k, name in enumerate(captured.buffers):
+        recorder.know(buffers[name], len(captured.parameters) + k)
+    first_argument = len(captured.parameters) + len(captured.buffers)
+    arguments = [x for x in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(x, torch.Tensor)]
+    for k, x in enumerate(arguments):
+        recorder.know(x, program.storage_of[captured.placeholders[first_argument + k]][0])
+    for x in step.tensors():
+        recorder.id_of(x, recorder.row(x, "batch", INPUT))
+    for name, p in (parameters | step.loss_parameters).items():
+        recorder.id_of(p, recorder.row(p, name, PARAMETER))
+
+    stub = _Stub(program, recorder, parameters)
+    with mode, explained(step.name):
+        with recorder, recorder.paused():
+            run_step(step, stub, step.optimizer, recorder.begin)
+            for number, x in enumerate(optimizer_tensors(step.optimizer)):
+                row = recorder.row(x, f"optimizer state {number}", OPTIMIZER_STATE)
+                elsewhere = captured.target is not None and _stays_on_cpu(x, step.optimizer)
+                recorder.id_of(x, replace(row, nbytes=0) if elsewhere else row)
+            for number, x in enumerate(scaler_tensors(step.scaler)):
+                recorder.id_of(x, recorder.row(x, f"gradient scaler state {number}", OPTIMIZER_STATE))
+        recorder.rows.clear()
+        recorder.died_after.clear()
+        with recorder:
+            run_step(step, stub, step.optimizer, recorder.begin)
+            recorder.look()
+    return _arrange(program, recorder, stub, target, meta, costs)
+
+
+class _Stub:
+    """Stands for the captured model: outputs and gradients with the right layout, and no ops of its own."""
+
+    def __init__(
+        self, program: Program, recorder: EagerRecorder, parameters: dict[str, torch.Tensor]
+    ) -> None:
+        self.program = program
+        self.recorder = recorder
+        captured = program.captured
+        self.parameters = [parameters[n] for n in captured.parameters]
+        self.tangents: list[int] = []  # storages that the model's backward reads as its tangents
+        self.rows_before_backward = 0  # eager rows recorded before the model's backward begins
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        captured, program, recorder = self.program.captured, self.program, self.recorder
+        outer = self
+
+        class Model(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *inputs: torch.Tensor) -> Any:
+                with recorder.paused():
+                    outs = [_empty_like(n.meta["val"]) for n in captured.outputs]
+                for x, s in zip(outs, program.output_storages, strict=True):
+                    recorder.know(x, s, watch=True)
+                ctx.mark_non_differentiable(
+                    *(x for k, x in enumerate(outs) if k not in captured.grad_outputs)
+                )
+                ctx.set_materialize_grads(False)
+                return tuple(outs)
+
+            @staticmethod
+            def backward(ctx: Any, *tangents: Any) -> Any:
+                recorder.look()
+                holders = [n for n in captured.placeholders if "tangent_of" in n.meta]
+                for k, n in zip(captured.grad_outputs, holders, strict=True):
+                    given = tangents[k]
+                    fitting = fit_tangent(given, n.meta["val"])
+                    if recorder.active:
+                        outer.tangents.append(
+                            recorder.id_of(fitting, recorder.row(fitting, "tangent", INPUT))
+                        )
+                outer.rows_before_backward = len(recorder.rows)
+                del tangents, given, fitting
+                with recorder.paused():
+                    made = (*captured.parameter_grads, *captured.argument_grads)
+                    grads = [None if g is None else _empty_like(g.meta["val"]) for g in made]
+                for x, g in zip(grads, made, strict=True):
+                    if x is not None:
+                        recorder.know(x, program.storage_of[g][0], watch=True)
+                return tuple(grads)
+
+        self.tangents = []
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        return captured.outputs_from(Model.apply(*self.parameters, *given))
+
+
+def _empty_like(val: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state and settings."""
+    if optimizer is None:
+        return []
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    leaves = pytree.tree_leaves((list(optimizer.state.values()), groups))
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _stays_on_cpu(x: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether a tensor of the optimizer is on the CPU although the parameters are on a GPU, as step counters are."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return x.dim() == 0 and not any(g.get("fused") or g.get("capturable") for g in groups)
+
+
+def _arrange(
+    program: Program,
+    recorder: EagerRecorder,
+    stub: _Stub,
+    target: Device,
+    meta: TraceMeta,
+    costs: Costs,
+) -> Recorded:
+    """Put the rows of graph and recorder into one order and renumber what refers to op ids."""
+    builder, eager = recorder.builder, recorder.rows
+    n_forward, n_graph = program.forward_ops, len(program.ops)
+    loss_forward = [k for k, r in enumerate(eager) if r.phase == FORWARD]
+    loss_backward = list(range(len(loss_forward), stub.rows_before_backward))
+    after = list(range(stub.rows_before_backward, len(eager)))
+    order: list[tuple[str, int]] = [("graph", i) for i in range(n_forward)]
+    order += [("eager", k) for k in (*loss_forward, *loss_backward)]
+    order += [("graph", i) for i in range(n_forward, n_graph)]
+    order += [("eager", k) for k in after]
+    new_id = {key: i for i, key in enumerate(order)}
+    graph_id = [new_id["graph", i] for i in range(n_graph)]
+    eager_id = [new_id["eager", k] for k in range(len(eager))]
+    n_ops = len(order)
+
+    rows: list[OpRow] = []
+    for kind, k in order:
+        row = builder.ops[k] if kind == "graph" else eager[k]
+        rows.append(
+            replace(
+                row,
+                inputs=tuple(graph_id[j] for j in row.inputs) if kind == "graph" else (),
+            )
+        )
+    n_program_storages = len(program.storages)
+    for s, storage in enumerate(builder.storages):
+        if storage.producer >= 0:
+            ids = graph_id if s < n_program_storages else eager_id
+            storage.producer = ids[storage.producer]
+
+    def hold(s: int, op: int) -> None:
+        builder.storages[s].hold = max(builder.storages[s].hold, op)
+
+    last_forward_graph = n_forward - 1
+    for s, k in recorder.died_after.items():
+        if s in program.output_storages and k < len(loss_forward):
+            hold(s, eager_id[k] if k >= 0 else last_forward_graph)
+        else:
+            hold(s, eager_id[k])
+    still_there = {s for s in recorder._watched if s not in recorder.died_after}
+    for s in still_there:
+        hold(s, n_ops - 1)
+    for placeholder, seen in zip(program.tangent_storages, stub.tangents, strict=True):
+        _merge_tangent(rows, builder.storages, placeholder, seen)
+    for s in program.gradient_storages:
+        if builder.storages[s].producer >= 0 and s not in recorder.died_after:
+            hold(s, n_ops - 1)
+    for s in program.output_storages:
+        if builder.storages[s].producer >= 0:
+            hold(s, last_forward_graph)
+
+    made = [
+        sum(builder.storages[s].nbytes for s in row.writes if builder.storages[s].producer == i)
+        for i, row in enumerate(rows)
+    ]
+    builder.ops = rows
+    if program.captured.target is not None:
+        for storage in library_storages(rows, target, release_here()):
+            builder.add_storage(storage)
+    on_gpu = meta.device.partition(":")[0] == "cuda"
+    meta = replace(
+        meta,
+        workspace=_put_costs(rows, made, target, costs),
+        rerun_workspaces=rerun_workspaces(rows, target, release_here()) if on_gpu else {},
+        forward_ops=n_forward,
+        first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
+    )
+    return Recorded(trace=builder.freeze(meta), program=program, graph_ops=tuple(graph_id), rows=tuple(rows))
+
+
+def recost(recorded: Recorded, target: Device, costs: Costs) -> Recorded:
+    """The same step with other costs: nothing is captured again."""
+    ops, storages = recorded.trace.ops, recorded.trace.storages
+    rows = tuple(replace(row) for row in recorded.rows)
+    made = [
+        sum(storages.nbytes[s] for s in ops.writes[i] if storages.producer[s] == i) for i in range(len(ops))
+    ]
+    workspace = _put_costs(rows, made, target, costs)
+    trace = replace(
+        recorded.trace,
+        ops=replace(ops, time_ns=tuple(r.time_ns for r in rows), events=tuple(r.events for r in rows)),
+        meta=replace(recorded.trace.meta, workspace=workspace),
+    )
+    trace.validate()
+    return replace(recorded, trace=trace, rows=rows)
+
+
+def _put_costs(rows: Sequence[OpRow], made: Sequence[int], target: Device, costs: Costs) -> dict[str, int]:
+    """Give every row its time and its allocations, by the bytes that it creates; returns how many computing ops have
+    theirs from which source."""
+    counts: dict[str, int] = {}
+    for row, created in zip(rows, made, strict=True):
+        cost = costs.of(row, created, target)
+        row.time_ns, row.events = cost.time_ns, cost.events
+        if cost.source:
+            counts[cost.source] = counts.get(cost.source, 0) + 1
+    return counts
+
+
+def _merge_tangent(rows: list[OpRow], storages: list[Any], placeholder: int, seen: int) -> None:
+    """Let the backward ops read the storage in which the tangent really comes; the placeholder's row becomes empty."""
+    storages[placeholder].nbytes = 0
+    storages[placeholder].shape = (0,)
+    for row in rows:
+        if placeholder in row.reads:
+            row.reads = tuple(dict.fromkeys(seen if s == placeholder else s for s in row.reads))

@@ -1,0 +1,225 @@
+"""Record what runs around the captured model (the loss code, autograd's own ops, the optimizer) as trace rows.
+
+These ops run eagerly, so the lifetime of what they allocate is decided by Python references and by autograd. The
+recorder watches each storage and notes after which op it is gone; that becomes the storage's hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tracer.costs.builder import OpRow, StorageRow, TraceBuilder
+from tracer.costs.roofline import compute_dtype, op_bytes, op_flops, result_bytes
+from tracer.costs.signature import of_call
+from tracer.record.scalars import Scalars
+from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
+
+aten = torch.ops.aten
+functional: Any = nn.functional
+
+
+class EagerRecorder(TorchDispatchMode):
+    """A dispatch mode that appends a row for each op to `builder`, with op ids of its own.
+
+    Register storages that exist already with `know`. Set `phase` as the step goes on. Under fake tensors, the
+    optimizer's questions for a scalar's value (`.item()`) are answered with the value where it follows from nothing
+    but numbers (its step counter), else with 1 (a norm of gradients). A gradient scaler's question whether a gradient
+    overflowed is answered with 0: the step is taken.
+    """
+
+    def __init__(self, builder: TraceBuilder, device: str = "cpu") -> None:
+        super().__init__()
+        self.builder = builder
+        self.device = device.partition(":")[0]
+        self.rows: list[OpRow] = []
+        self.phase = FORWARD
+        self._ids: dict[int, int] = {}
+        self._watched: dict[int, list[StorageWeakRef]] = {}  # storage id -> all that stand for it
+        self._constants: list[torch.Tensor] = []  # kept, so that no other storage gets the address of one
+        self._scalars = Scalars()
+        self._found_inf: set[int] = set()  # storages in which a gradient scaler notes an overflow
+        self._paused = 0
+        self._on = False
+        self.died_after: dict[
+            int, int
+        ] = {}  # storage id -> row after which it was gone (-1: before the first)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def begin(self, phase: str) -> None:
+        """Ops from here on belong to `phase`."""
+        self.phase = phase
+
+    @property
+    def active(self) -> bool:
+        """Whether ops are being recorded."""
+        return self._on and not self._paused
+
+    def __enter__(self) -> EagerRecorder:
+        self._on = True
+        functional.one_hot = functools.partial(_one_hot, functional.one_hot)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        super().__exit__(*reason)
+        functional.one_hot = functional.one_hot.args[0]
+        self._on = False
+
+    def know(self, x: torch.Tensor, storage: int, *, watch: bool = False) -> None:
+        """Say which storage row stands for a tensor's storage, and whether to note when it is gone.
+
+        What is to be watched counts only while the recorder is active: a warm-up's tensors are gone later, and
+        their addresses come back.
+        """
+        if watch and not self.active:
+            return
+        self._ids[storage_key(x)] = storage
+        if watch:
+            self._watched.setdefault(storage, []).append(StorageWeakRef(x.untyped_storage()))
+
+    def row(self, x: torch.Tensor, name: str, category: str, producer: int = -1) -> StorageRow:
+        """A row for a tensor's storage. Memory of another device is not this trace's: it counts as 0 bytes (the
+        optimizers keep their step counters on the CPU)."""
+        return StorageRow(
+            name=name,
+            nbytes=x.untyped_storage().nbytes() if x.device.type == self.device else 0,
+            category=category,
+            producer=producer,
+            dtype=str(x.dtype).removeprefix("torch."),
+            shape=tuple(int(d) for d in x.shape),
+        )
+
+    def id_of(self, x: torch.Tensor, row: StorageRow) -> int:
+        """The storage row of a tensor; `row` is added if its storage is new."""
+        key = storage_key(x)
+        if key not in self._ids:
+            self._ids[key] = self.builder.add_storage(row)
+        return self._ids[key]
+
+    def look(self) -> None:
+        """Note which watched storages are gone by now."""
+        for s, refs in list(self._watched.items()):
+            if all(ref.expired() for ref in refs):
+                self.died_after[s] = len(self.rows) - 1
+                del self._watched[s]
+                # The address may come back for another storage.
+                self._ids = {k: v for k, v in self._ids.items() if v != s}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        asked = func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
+        if (
+            asked and self.phase == OPTIMIZER
+        ):  # the loss code is not answered: it would branch on a made-up value
+            if storage_key(args[0]) in self._found_inf:
+                return 0.0
+            if (value := self._scalars.value(args[0])) is not None:
+                return value
+            return 1.0 if args[0].is_floating_point() else 1
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            self._found_inf = {storage_key(args[1])}
+        if self._paused or not is_op(func):
+            return self._call(func, args, kwargs)
+        self.look()
+        out = self._call(func, args, kwargs)
+        self._record(func, args, kwargs, out)
+        return out
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.phase != OPTIMIZER:
+            return func(*args, **kwargs)
+        return self._scalars.run(func, args, kwargs, lambda a, kw: _mutated(func, a, kw))
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        inputs, outputs = list(given_to(func, args, kwargs)), list(tensors_in(out))
+        self._constants += [x for x in inputs if storage_key(x) not in self._ids]
+        reads = [self.id_of(x, self.row(x, "constant", OTHER)) for x in inputs]
+        i = len(self.rows)
+        name = f"{str(func).removeprefix('aten.').split('.')[0]}_{i}"
+        created = []
+        for x in outputs:
+            if storage_key(x) not in self._ids:
+                row = self.row(x, name, ACTIVATION, i)
+                s = self.id_of(x, replace(row, nbytes=result_bytes(func, args, x)))
+                self._watched[s] = [StorageWeakRef(x.untyped_storage())]
+                created.append(s)
+        mutated = [self._ids[storage_key(x)] for x in _mutated(func, args, kwargs)]
+        flags = EAGER
+        if outputs and not created and not mutated:
+            flags |= VIEW
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            flags |= RANDOM
+        if mutated:
+            flags |= MUTATES
+        if not func._schema.returns:
+            flags |= EFFECT
+        view = bool(flags & VIEW)
+        self.rows.append(
+            OpRow(
+                name=name,
+                target=str(func),
+                phase=self.phase,
+                flops=0 if view else op_flops(func, args, kwargs, out),
+                bytes_moved=0 if view else op_bytes(inputs, outputs, func),
+                reads=tuple(dict.fromkeys(reads)),
+                writes=tuple(dict.fromkeys(created + mutated)),
+                flags=flags,
+                dtype=compute_dtype(inputs),
+                signature=of_call(func, args, kwargs, out),
+            )
+        )
+
+
+def _one_hot(original: Any, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`one_hot` with the ops that it runs on real tensors; of fake ones it makes a comparison."""
+    if not isinstance(tensor, FakeTensor) or num_classes < 1 or not tensor.numel():
+        return original(tensor, num_classes)
+    if tensor.device.type == "cpu":
+        torch.aminmax(tensor)  # looked at, to refuse what is out of range
+    rows = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
+    return rows.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def is_op(func: Any) -> bool:
+    """Whether a dispatched function counts as an op: questions about a tensor and profiler marks do not."""
+    return func.namespace not in ("prim", "prims", "profiler")
+
+
+def storage_key(x: torch.Tensor) -> int:
+    """What two tensors have in common exactly if they share a storage."""
+    return int(x.untyped_storage()._cdata)
+
+
+def given_to(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an op is given; of `lift_fresh` none: what `torch.tensor(...)` gives it is its own output."""
+    return iter(()) if func is aten.lift_fresh.default else tensors_in((args, kwargs))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors anywhere in a value."""
+    return (x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    for k, arg in enumerate(func._schema.arguments):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            value = args[k] if k < len(args) else kwargs.get(arg.name)
+            yield from tensors_in(value)

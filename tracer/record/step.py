@@ -1,0 +1,237 @@
+"""Assemble the Trace of one whole training step: the captured model, and around it the loss code and the optimizer.
+
+The step that is recorded is the ordinary loop's steady state:
+
+    optimizer.zero_grad(set_to_none=True)             # or: p.grad = None
+    loss = loss_of(model(*args, **kwargs))
+    loss.backward()
+    optimizer.step()
+
+With a dtype policy (`tracer.precision.policy`), forward and loss run under autocast, and a GradScaler scales and steps.
+
+The model's own ops come from the captured graph, the rest is recorded around a stand-in for it
+(`tracer.record.assemble`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tracer.build.batch import hidden_tensors, loss_in_outputs
+from tracer.build.context import copies_of_constants
+from tracer.build.step import BuildStep, TrainingStep
+from tracer.capture.capture import Captured, capture
+from tracer.capture.refusals import check_step
+from tracer.costs.calibration import Costs
+from tracer.costs.machine import rates_of
+from tracer.record.assemble import Recorded, assemble
+from tracer.record.program import Program, program_of
+from traces.devices import Device
+from traces.errors import CaptureError
+from traces.trace import TraceMeta
+
+
+def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:
+    """Which of the model's outputs the loss differentiates, as `capture` asks for it.
+
+    If only one output can have a gradient, it is that one; if the model computes the loss, it is the loss. Otherwise
+    the step runs once, forward only, and autograd is asked.
+    """
+    answer: list[Sequence[bool]] = []
+
+    def differentiable(outputs: Any) -> list[bool]:
+        return [
+            isinstance(x, torch.Tensor) and x.requires_grad and (x.is_floating_point() or x.is_complex())
+            for x in pytree.tree_leaves(outputs)
+        ]
+
+    def ask(outputs: Any) -> Sequence[bool]:
+        could = differentiable(outputs)
+        if sum(could) <= 1:
+            return could
+        if step.loss is loss_in_outputs:
+            loss = step.loss(outputs)
+            return [x is loss for x in pytree.tree_leaves(outputs)]
+        if not answer:
+            raise _NeedsRun
+        return answer[0]
+
+    def run() -> None:
+        with step.autocast.region():
+            outputs = step.model(*step.args, **step.kwargs)
+            leaves, spec = pytree.tree_flatten(outputs)
+            could = differentiable(outputs)
+            # Apart from one another: an output from which another is made is not thereby one that the loss uses.
+            apart = [x.detach().requires_grad_() if c else x for x, c in zip(leaves, could, strict=True)]
+            loss = step.loss_of(pytree.tree_unflatten(apart, spec))
+        chosen = [x for x, c in zip(apart, could, strict=True) if c]
+        grads = iter(torch.autograd.grad(loss, chosen, allow_unused=True))
+        answer.append([c and next(grads) is not None for c in could])
+
+    ask.run = run  # type: ignore[attr-defined]
+    return ask
+
+
+class _NeedsRun(Exception):
+    """Several outputs could have a gradient: the step must run once to see which do."""
+
+
+def capture_step(step: TrainingStep, target: Device | None = None) -> Captured:
+    """Capture the model of a training step, with the outputs that its loss differentiates.
+
+    Args:
+        step: the step.
+        target: the GPU whose ops are wanted of a step on the CPU; None: those of the step's own device.
+    """
+    check_step(step)
+    captured = _captured(step, target)
+    for leaf in captured.output_template:
+        if any(x.requires_grad for x in hidden_tensors(leaf)):
+            name = type(leaf).__name__
+            raise CaptureError(
+                f"{step.name}: the model returns a {name}, in which nobody finds its tensors, so that backward would "
+                "not reach them. Return them in a tuple or a dict and make it of them in the loss, or, if it is a "
+                f"dataclass, make it known with torch.export.register_dataclass({name})."
+            )
+    if not captured.grad_outputs:
+        raise CaptureError(
+            f"{step.name}: no output of the model depends on a parameter that requires a gradient, so there is no "
+            "backward to plan."
+        )
+    return captured
+
+
+def _captured(step: TrainingStep, target: Device | None) -> Captured:
+    ask: Any = wants_gradient(step)
+    try:
+        return capture(step.model, step.args, step.kwargs, ask, target, step.autocast)
+    except (_NeedsRun, CaptureError) as error:
+        cause = error.__cause__
+        if not isinstance(error, _NeedsRun) and not isinstance(cause, _NeedsRun):
+            raise
+    from tracer.capture.capture import forward_once
+
+    forward_once(step.model, ask.run)
+    return capture(step.model, step.args, step.kwargs, ask, target, step.autocast)
+
+
+def trace_step(
+    build: BuildStep,
+    target: Device,
+    *,
+    device: str = "cpu",
+    meta: TraceMeta | None = None,
+    costs: Costs | None = None,
+    graph: str = "",
+) -> Recorded:
+    """Record the step that `build` makes on fake tensors: sizes from torch, times and allocations from `costs`.
+
+    Args:
+        build: makes the training step.
+        target: the device-table entry whose roofline gives the times. A GPU with `device` "cpu": the ops are those
+            that it would run, as far as `tracer.capture.cuda.gpu` knows them.
+        device: the device of the fake tensors; anything but "cpu" needs a build of torch for it.
+        meta: more for the header.
+        costs: what ops cost; default: the roofline and the rules table.
+        graph: "cpu" for the CPU's ops with a GPU's times (as older traces have them); default: the target's ops.
+
+    Raises:
+        CaptureError, SpecError: the step cannot be built or captured.
+    """
+    costs = costs or Costs()
+    if "tf32" in build.policy:
+        costs = replace(costs, tf32=build.policy["tf32"])
+    as_gpu = device == "cpu" and target.kind == "cuda" and graph != "cpu"
+    with fake_mode() as mode:
+        # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
+        step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
+        captured = capture_step(step, target if as_gpu else None)
+        program = program_of(captured)
+        return assemble(
+            step,
+            program,
+            mode,
+            target,
+            header(step, program, build, target.kind if as_gpu else device.partition(":")[0], target, meta),
+            costs,
+        )
+
+
+@contextlib.contextmanager
+def fake_mode() -> Iterator[FakeTensorMode]:
+    """A fake mode that survives `copy.deepcopy` of its tensors (torch's own transformer stacks copy their layers)."""
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.__deepcopy__ = lambda memo: mode
+    with mode, copies_of_constants(), warnings.catch_warnings():
+        # The copy looks at a data pointer, which fake tensors answer with a warning.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield mode
+
+
+def header(
+    step: TrainingStep,
+    program: Program,
+    build: BuildStep,
+    device: str,
+    target: Device,
+    meta: TraceMeta | None = None,
+) -> TraceMeta:
+    """What the trace says about itself."""
+    return replace(
+        meta or TraceMeta(model=build.model),
+        model=build.model,
+        options=dict(step.options),
+        batch_size=step.batch_size,
+        dtype=_dtype(step),
+        amp=step.autocast.dtype,
+        optimizer=describe_optimizer(step.optimizer),
+        seed=build.seed,
+        mode="fake",
+        device=device,
+        target=target.name,
+        rates=rates_of(target) if target.measured else {},
+        threads=torch.get_num_threads() if target.measured else 0,
+        torch_version=torch.__version__,
+        versions=versions(),
+        grad_outputs=program.captured.grad_outputs,
+        graph_fingerprint=program.fingerprint(),
+        structure_fingerprint=program.fingerprint(sizes=False),
+    )
+
+
+def _dtype(step: TrainingStep) -> str:
+    return str(next(p for p in step.model.parameters() if p.requires_grad).dtype).removeprefix("torch.")
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> str:
+    """The optimizer's class and the settings that decide its memory, as in "AdamW(foreach)"."""
+    if optimizer is None:
+        return "none"
+    group = optimizer.param_groups[0]
+    marks = [k for k in ("foreach", "fused", "capturable", "amsgrad", "nesterov") if group.get(k)]
+    if group.get("foreach") is False and not group.get("fused"):
+        marks.insert(0, "for-loop")
+    if group.get("momentum"):
+        marks.append(f"momentum={group['momentum']}")
+    return type(optimizer).__name__ + (f"({', '.join(marks)})" if marks else "")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the graph; torch's with its build, which the installed package does not always name."""
+    out = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in ("torchvision", "transformers", "lowtide"):
+        try:
+            out[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return out

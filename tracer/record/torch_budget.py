@@ -1,0 +1,247 @@
+"""Turn a captured graph and a memory budget into the set of values that PyTorch's own partitioner would save.
+
+Source: `torch._functorch.partitioners.min_cut_rematerialization_partition` under
+`torch._functorch.config.activation_memory_budget` (private API, torch 2.11 to 2.13; only this module touches it). The
+budget is a share between saving the inputs alone (0) and what the default minimum cut saves (1). It bounds the sum of
+the saved bytes, not the peak.
+
+What the partitioner is given is the graph that Lowtide captured, on a copy, since it leaves marks on nodes. What the
+capture changed is changed back, because torch would not see it so: a buffer's new value is an output again, and
+dropout one random op. Common subexpressions are not merged, so that every node stands for one of ours.
+
+Counts: the values that torch's forward graph hands to its backward graph, by storage, and each op of forward that its
+backward graph runs again. Ignores: what a compiler makes of the two graphs (fusion, another order), and that torch may
+compute in forward, and save, what autograd computes in backward without the gradient; here backward computes that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._functorch import config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
+
+from tracer.build.step import load_spec
+from tracer.capture.capture import Captured
+from tracer.capture.passes.dropout import merged_dropout
+from tracer.record.program import Program, is_random
+from tracer.record.step import Recorded, trace_step
+from traces.devices import device
+from traces.errors import CaptureError, EnvironmentProblem, PlanError, SpecError
+from traces.saved_sets import SavedSet, SavedSets
+from traces.trace import VIEW, Trace, TraceMeta
+
+aten = torch.ops.aten
+SOLVERS: Final = ("dp", "ilp", "greedy")
+FLOPS: Final = "flops"  # an op costs its FLOPs, or 1: what torch does by default
+TIMES: Final = "times"  # an op costs the time that the trace has for it
+RUNTIMES: Final = (FLOPS, TIMES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What torch is asked for once."""
+
+    budget: float  # between 0 and 1
+    solver: str = "dp"
+    runtime: str = FLOPS
+
+    def check(self) -> None:
+        """Raise SpecError if torch knows no such setting, EnvironmentProblem if the solver needs what is missing."""
+        if not 0.0 <= self.budget <= 1.0:
+            raise SpecError(f"torch's budget is a share between 0 and 1, and {self.budget} is not.")
+        if self.solver not in SOLVERS:
+            raise SpecError(f"torch has no solver {self.solver!r}; give some of {', '.join(SOLVERS)}.")
+        if self.runtime not in RUNTIMES:
+            raise SpecError(f"{self.runtime!r} is no estimate of run times; give {' or '.join(RUNTIMES)}.")
+        if self.solver == "ilp" and find_spec("scipy") is None:
+            raise EnvironmentProblem("torch's solver ilp needs scipy; install it with: pip install scipy")
+
+
+def saved_set(program: Program, trace: Trace, setting: Setting, graph_ops: Sequence[int]) -> SavedSet:
+    """What torch saves of this program under this setting, in the ids of the trace.
+
+    Args:
+        program: the captured graph; it is left as it is.
+        trace: a trace of the same step, whose op times count with `runtime="times"`.
+        setting: checked with `Setting.check`.
+        graph_ops: program op -> op of the trace.
+
+    Raises:
+        CaptureError: torch's partitioner fails on this graph.
+    """
+    joint = as_torch_sees_it(program.captured)
+    times = {}
+    if setting.runtime == TIMES:
+        times = {op.node.name: trace.ops.time_ns[i] for op, i in zip(program.ops, graph_ops, strict=True)}
+    begin = time.perf_counter()
+    try:
+        with _configured(setting, times):
+            forward, backward = min_cut_rematerialization_partition(
+                joint.module, (), num_fwd_outputs=joint.forward_outputs
+            )
+    except Exception as error:
+        raise CaptureError(
+            f"torch's partitioner failed with budget {setting.budget} and solver {setting.solver}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    seconds = time.perf_counter() - begin
+    return _read(program, joint, forward.graph, backward.graph, setting, seconds, graph_ops)
+
+
+def saved_sets(trace: Trace, settings: Sequence[Setting], progress: Callable[[str], None]) -> SavedSets:
+    """Build and capture the trace's model again, and ask torch for each setting.
+
+    Raises:
+        PlanError: what was captured is not the trace's graph (another version of torch or of the user's file).
+        SpecError, CaptureError, EnvironmentProblem: the model cannot be built or captured here.
+    """
+    begin = time.perf_counter()
+    progress(f"Capturing {trace.meta.model} ...")
+    again = recorded_again(trace.meta)
+    seconds = time.perf_counter() - begin
+    sets = []
+    for setting in settings:
+        progress(f"torch's budget {setting.budget} with {setting.solver} ...")
+        sets.append(saved_set(again.program, trace, setting, again.graph_ops))
+    source = f"torch {torch.__version__} activation_memory_budget"
+    return SavedSets(meta=trace.meta, source=source, capture_seconds=seconds, sets=tuple(sets))
+
+
+def recorded_again(meta: TraceMeta) -> Recorded:
+    """Record the step that a trace's header describes once more, on fake tensors.
+
+    Raises:
+        PlanError: it is not the same graph any more.
+    """
+    real = meta.mode != "fake"
+    kind = meta.device if real else "cpu"
+    target = device(("cpu" if kind == "cpu" else "h200") if real else meta.target)
+    build = load_spec(meta.model, dict(meta.options), seed=meta.seed)
+    again = trace_step(build, target, device=kind, graph=meta.device)
+    if again.program.fingerprint() != meta.graph_fingerprint:
+        raise PlanError(
+            f"{meta.model}: the model that was built here has another graph than the trace (which was recorded with "
+            f"torch {meta.torch_version}; this is {torch.__version__}); record the trace again."
+        )
+    return again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """A copy of a captured graph in the form that torch's partitioner expects."""
+
+    module: fx.GraphModule
+    forward_outputs: (
+        int  # how many of the outputs are forward's: new values of buffers, then the model's outputs
+    )
+    stands_for: dict[str, str]  # names of nodes that the copy has instead of ours -> our node's name
+
+
+def as_torch_sees_it(captured: Captured) -> Joint:
+    """Copy the captured graph, with buffers' new values as outputs and dropout as one random op."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(captured.graph_module.graph, copies)  # copies no output node
+    written: list[fx.Node] = []
+    for n in list(graph.nodes):
+        if n.op == "call_function" and n.target is aten.copy_.default:
+            target, value = n.args
+            late = False
+            for m in list(graph.nodes):
+                late |= m is n
+                if late and m is not n and target in m.all_input_nodes:
+                    m.replace_input_with(target, value)
+            n.replace_all_uses_with(value)
+            graph.erase_node(n)
+            written.append(value)
+    stands_for = merged_dropout(graph)
+    outputs = [copies[x] for x in captured.outputs]
+    gradients = [
+        None if x is None else copies[x] for x in (*captured.parameter_grads, *captured.argument_grads)
+    ]
+    graph.output((*written, *outputs, *gradients))
+    graph.lint()
+    module = fx.GraphModule(captured.graph_module, graph)
+    return Joint(module=module, forward_outputs=len(written) + len(outputs), stands_for=stands_for)
+
+
+class _Times(CustomRuntimeEstimator):
+    """The trace's op times as torch's estimate of what an op costs."""
+
+    def __init__(self, times: dict[str, int]) -> None:
+        self.times = times
+
+    def __call__(self, node: fx.Node) -> float:
+        return float(max(self.times.get(node.name, 1), 1))
+
+    def uuid(self) -> Any:
+        return None
+
+
+@contextlib.contextmanager
+def _configured(setting: Setting, times: dict[str, int]) -> Iterator[None]:
+    with config.patch(
+        activation_memory_budget=setting.budget,
+        activation_memory_budget_solver=setting.solver,
+        activation_memory_budget_runtime_estimator=FLOPS if setting.runtime == FLOPS else _Times(times),
+        cse=False,
+    ):
+        yield
+
+
+def _read(
+    program: Program,
+    joint: Joint,
+    forward: fx.Graph,
+    backward: fx.Graph,
+    setting: Setting,
+    seconds: float,
+    graph_ops: Sequence[int],
+) -> SavedSet:
+    """Read off the two graphs what is saved and what runs again."""
+    ours = {n.name: n for n in program.storage_of}
+    op_of = {n.name: k for k, op in enumerate(program.ops) for n in (op.node, *op.parts)}
+    made_forward = {s for s, row in enumerate(program.storages) if 0 <= row.producer < program.forward_ops}
+
+    def storages(name: str) -> set[int]:
+        n = ours.get(joint.stands_for.get(name, name))
+        return set() if n is None else made_forward.intersection(program.storage_of[n])
+
+    outputs = pytree.tree_leaves(next(n for n in forward.nodes if n.op == "output").args)
+    saved: set[int] = set()
+    for n in outputs[joint.forward_outputs :]:
+        if isinstance(n, fx.Node):
+            saved |= storages(n.name)
+    again: set[int] = set()
+    recomputed: set[int] = set()
+    random: set[int] = set()
+    for n in backward.nodes:
+        if n.op != "call_function":
+            continue
+        k = op_of.get(joint.stands_for.get(n.name, n.name))
+        if k is None or k >= program.forward_ops or program.rows[k].flags & VIEW:
+            continue
+        again.add(k)
+        recomputed |= storages(n.name)
+        if isinstance(n.target, torch._ops.OpOverload) and is_random(n):
+            random.add(k)
+    return SavedSet(
+        label=f"{setting.solver}-{setting.budget:g}"
+        + ("" if setting.runtime == FLOPS else f"-{setting.runtime}"),
+        settings={"solver": setting.solver, "budget": setting.budget, "runtime": setting.runtime},
+        solve_seconds=seconds,
+        saved=tuple(sorted(saved)),
+        recomputed=tuple(sorted(recomputed - saved)),
+        recomputed_ops=len(again),
+        random_again=tuple(sorted(graph_ops[k] for k in random)),
+    )

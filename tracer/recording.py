@@ -1,0 +1,218 @@
+"""Record a training step as the command `trace` does: with the device profile that fits, calibrated or measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from tracer.build.step import BuildStep
+from tracer.costs.calibration import ELSEWHERE, INTERPOLATED, MEASURED, NONE, RULES, Costs
+from tracer.costs.profiles import (
+    board_of,
+    find,
+    identity_here,
+    identity_wanted,
+    profile_of,
+    with_workspaces,
+)
+from tracer.measure.isolated import calibrate, missing
+from tracer.measure.step import measure
+from tracer.precision.policy import set_tf32
+from tracer.record.assemble import recost
+from tracer.record.step import Recorded, trace_step
+from tracer.record.untouched import untouched_peak_bytes
+from traces import device_profile as store
+from traces.device_profile import DeviceProfile, Identity
+from traces.devices import Device
+from traces.errors import EnvironmentProblem, TraceError
+from traces.files import check_writable
+from traces.trace import Trace
+
+NAMED: Final = 4  # kinds of ops that a note names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileUse:
+    """What to do with device profiles."""
+
+    path: Path | None = None  # instead of the user's own file
+    off: bool = False  # neither read nor written
+    calibrate: bool = False  # run alone, on the target, what the profile lacks
+
+
+def record_fake(
+    build: BuildStep, target: Device, use: ProfileUse, say: Callable[[str], None] = lambda text: None
+) -> Trace:
+    """A trace from fake tensors, its ops' costs from the profile of the target if there is one.
+
+    Args:
+        build: makes the step.
+        target: whose costs.
+        use: which profile, and whether to add to it.
+        say: told what happens, a line each time.
+
+    Raises:
+        TraceError: the profile that was named is none, or is of another device.
+        EnvironmentProblem: calibration is asked for and the target is not here.
+    """
+    want = identity_wanted(target, build.policy.get("tf32"))
+    # A named file that is to be made gets everything, whatever other profiles hold: it is there to be carried away.
+    new = use.calibrate and use.path is not None and not use.path.exists()
+    found = None if use.off or new else find(want, use.path)
+    if found is not None and found.warning:
+        say(f"warning: {found.warning}")
+    profile = found.profile if found is not None else None
+    recorded = trace_step(build, target, costs=Costs(profile=profile))
+    where = str(found.path) if found is not None else ""
+    if use.calibrate:
+        if target.kind == "cuda":
+            set_tf32(build.policy)
+        profile, where = _calibrated(recorded, target, profile, use, say)
+        recorded = recost(recorded, target, Costs(profile=profile, tf32=build.policy.get("tf32")))
+    trace = _counted(recorded.trace, build, target, Costs(profile=profile))
+    if profile is not None and {w.op for w in profile.workspaces} & set(trace.ops.target):
+        trace = with_workspaces(trace, profile.workspaces)
+    say(sources_text(trace, where))
+    return trace
+
+
+def record_real(
+    build: BuildStep,
+    target: Device,
+    device: str,
+    use: ProfileUse,
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    rounds: int = 5,
+    warmup: int = 2,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Trace:
+    """A trace measured on this machine; what was measured is added to the device's profile.
+
+    Raises:
+        TraceError: the real step ran other ops than the captured one; the profile that was named is none, or is of
+            another device.
+    """
+    if device.startswith("cuda"):
+        set_tf32(build.policy)  # before anything asks whose measurements these are
+    identity = identity_here(device)
+    path = None if use.off else _own_file(use, identity, say)
+    recorded = trace_step(build, target, device=device, costs=Costs())
+    say(f"Measuring {len(recorded.trace.ops)} ops on {device} ...")
+    trace = measure(recorded, build, device, rounds=rounds, warmup=warmup, say=say, progress=progress)
+    own = profile_of(recorded, trace, identity, rounds)
+    trace = _counted(trace, build, target, Costs(profile=own))
+    if path is not None and (merged := _added(path, own, use, say)) is not None:
+        say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
+    return trace
+
+
+def _counted(trace: Trace, build: BuildStep, target: Device, costs: Costs) -> Trace:
+    """The trace, with what the untouched model needs."""
+    peak_bytes = untouched_peak_bytes(build, target, costs)
+    return replace(trace, meta=replace(trace.meta, untouched_peak_bytes=peak_bytes))
+
+
+def _calibrated(
+    recorded: Recorded,
+    target: Device,
+    profile: DeviceProfile | None,
+    use: ProfileUse,
+    say: Callable[[str], None],
+) -> tuple[DeviceProfile, str]:
+    """Run alone what the profile lacks; returns the profile with it, and where it is kept ("": nowhere)."""
+    device = target.kind
+    if device == "cuda":
+        import torch
+
+        here = board_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
+        if here != target.name:
+            raise EnvironmentProblem(
+                f"--calibrate runs ops on {target.name}, and this machine has {here or 'no GPU of that kind'}; run it "
+                "there and bring the profile with --profile, or leave --calibrate out."
+            )
+    identity = identity_here(device)
+    path = None if use.off else _own_file(use, identity, say)
+    lacking = missing(recorded, profile)
+    say(f"Calibrating: {len(lacking)} distinct calls to run alone on {device} ...")
+    done = calibrate(lacking, identity, device)
+    new = done.profile
+    kept = None if path is None else _added(path, new, use, say)
+    whole = new if kept is None else kept
+    if profile is not None and not store.differences(profile.identity, whole.identity):
+        whole = profile.merged(whole)
+    if done.skipped:
+        say(skipped_text(done.skipped))
+    return whole, "" if kept is None else str(path)
+
+
+def _own_file(use: ProfileUse, identity: Identity, say: Callable[[str], None]) -> Path | None:
+    """Where new measurements go, asked before the work; None (and a warning) if the user's own directory takes none.
+
+    Raises:
+        TraceError: the file there cannot take them.
+        OSError: the file that was named cannot be written.
+    """
+    path = use.path or store.cache_directory() / identity.file_name
+    try:
+        check_writable(path)
+    except OSError as error:
+        if use.path is not None:
+            raise
+        say(_not_kept(path, error))
+        return None
+    if path.exists():
+        different = store.differences(store.load(path).identity, identity)
+        if different:
+            raise TraceError(
+                f"{path}: what is measured now cannot be added to this profile, since they differ: {different}. Name "
+                "another file with --profile."
+            )
+    return path
+
+
+def _added(
+    path: Path, new: DeviceProfile, use: ProfileUse, say: Callable[[str], None]
+) -> DeviceProfile | None:
+    """Add measurements to the file; None (and a warning) if the user's own directory takes none. A trace is worth more
+    than that file, which nobody named."""
+    try:
+        return store.add_to(path, new)
+    except OSError as error:
+        if use.path is not None:
+            raise
+        say(_not_kept(path, error))
+        return None
+
+
+def _not_kept(path: Path, error: OSError) -> str:
+    return (
+        f"warning: the device profile {path} cannot be written ({error.strerror or error}), so the measurements are "
+        "kept for this trace alone; name another file with --profile, or give --no-profile."
+    )
+
+
+def skipped_text(skipped: dict[str, str]) -> str:
+    """Which calls could not be run alone, and one reason."""
+    kinds = Counter(key.partition("(")[0] for key in skipped)
+    named = ", ".join(f"{n} x {kind}" for kind, n in kinds.most_common(NAMED))
+    if len(kinds) > NAMED:
+        named += ", ..."
+    key, reason = next(iter(skipped.items()))
+    return f"{len(skipped)} calls could not be run alone ({named}); {key.partition('(')[0]}: {reason}"
+
+
+def sources_text(trace: Trace, where: str) -> str:
+    """How many ops of a trace have their costs from where, in words."""
+    counts = trace.meta.workspace
+    parts = [
+        f"{counts.get(MEASURED, 0)} measured",
+        f"{counts.get(INTERPOLATED, 0)} interpolated",
+        f"{counts.get(RULES, 0) + counts.get(ELSEWHERE, 0)} by rule",
+        f"{counts.get(NONE, 0)} unknown",
+    ]
+    text = f"Allocations inside the {sum(counts.values())} computing ops: {', '.join(parts)}"
+    return text + (f" (profile {where})." if where else ".")

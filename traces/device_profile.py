@@ -1,0 +1,241 @@
+"""Keep what ops were measured to cost on one device, so that traces of other models and batch sizes can use it.
+
+A profile belongs to one device, one release of torch and one set of flags. Its entries are found by the text of an op's
+signature: the operator, and shape, strides and dtype of every tensor that it takes and gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from traces import parquet as tables
+from traces.errors import TraceError
+from traces.files import locked, replacing
+from traces.parquet import INT, INTS, TEXT
+
+PROFILE_VERSION: Final = 1
+MEASURED_CPU: Final = "measured-cpu"
+MEASURED_CUDA: Final = "measured-cuda"
+PROVENANCES: Final = (MEASURED_CPU, MEASURED_CUDA)
+GALLERY_PROFILES: Final = Path(__file__).parent / "gallery" / "profiles"
+FORM: Final = tables.Format(
+    record="profile",
+    noun="a device profile",
+    version_key="profile_version",
+    version=PROFILE_VERSION,
+    columns={
+        "key": TEXT,
+        "target": TEXT,
+        "shapes": TEXT,
+        "events": INTS,
+        "time_ns": INT,
+        "samples": INT,
+        "provenance": TEXT,
+    },
+    again="fill another with `trace --device` or `trace --calibrate`, or give --no-profile.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Which measurements belong together: those of one device, one torch and one set of flags."""
+
+    device: str  # the device's own name: a GPU's as the driver gives it, a processor's
+    kind: str  # "cpu" or "cuda"
+    target: str  # its entry in the device table; "" if it has none
+    torch_version: str  # without the build's suffix
+    flags: dict[str, str]  # what else decides which kernel runs: tf32, benchmark, deterministic, threads
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file in a cache directory."""
+        flags = hashlib.sha256(repr(sorted(self.flags.items())).encode()).hexdigest()[:8]
+        device = "-".join("".join(c if c.isalnum() else " " for c in self.device.lower()).split())
+        return f"{device}-torch{self.torch_version}-{flags}.parquet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What one op was measured to cost."""
+
+    target: str  # the operator
+    shapes: str  # of its tensors, for people
+    events: tuple[
+        int, ...
+    ]  # allocations (+) and frees (-) in order; they sum to the bytes that the op leaves
+    time_ns: int  # median
+    samples: int  # timed runs behind it
+    provenance: str  # one of PROVENANCES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryWorkspace:
+    """Memory that a library allocated inside an op at its first call and kept for ever (cuBLAS)."""
+
+    nbytes: int
+    op: str  # the operator that was running
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """What was measured on one device."""
+
+    identity: Identity
+    entries: dict[str, Entry] = field(default_factory=dict)  # by the signature's key
+    workspaces: tuple[LibraryWorkspace, ...] = ()
+
+    def merged(self, newer: DeviceProfile) -> DeviceProfile:
+        """Both together; where both know an op, the newer one counts.
+
+        Raises:
+            TraceError: they belong to different devices, versions of torch or flags.
+        """
+        if difference := differences(self.identity, newer.identity):
+            raise TraceError(
+                f"two device profiles cannot be merged, since they differ: {difference}. Keep them in files of "
+                "their own (--profile)."
+            )
+        return replace(
+            newer,
+            entries={**self.entries, **newer.entries},
+            workspaces=newer.workspaces or self.workspaces,
+        )
+
+    def validate(self) -> None:
+        """Raise TraceError if an entry says what cannot be: negative memory or time, no sample, no such provenance."""
+        for key, entry in self.entries.items():
+            live = 0
+            for event in entry.events:
+                live += event
+                if live < 0:
+                    raise TraceError(f"op {key[:80]!r} frees more than it has allocated.")
+            if entry.time_ns < 0 or entry.samples < 1:
+                raise TraceError(f"op {key[:80]!r} has {entry.samples} samples of {entry.time_ns} ns.")
+            if entry.provenance not in PROVENANCES:
+                raise TraceError(f"op {key[:80]!r} has the unknown provenance {entry.provenance!r}.")
+        for workspace in self.workspaces:
+            if workspace.nbytes <= 0:
+                raise TraceError(f"a library workspace has {workspace.nbytes} bytes.")
+
+
+def differences(ours: Identity, theirs: Identity) -> str:
+    """In what two identities differ, in words; empty: they belong together."""
+    out = [
+        f"{label} {a!r} and {b!r}"
+        for label, a, b in (
+            ("device", ours.device, theirs.device),
+            ("torch", ours.torch_version, theirs.torch_version),
+        )
+        if a != b
+    ]
+    out += [
+        f"{name} {ours.flags.get(name, 'unset')} and {theirs.flags.get(name, 'unset')}"
+        for name in sorted({*ours.flags, *theirs.flags})
+        if ours.flags.get(name) != theirs.flags.get(name)
+    ]
+    return ", ".join(out)
+
+
+def save(profile: DeviceProfile, path: str | Path) -> Path:
+    """Write a profile, whole or not at all; entries stand in order of their keys."""
+    path = Path(path)
+    keys = sorted(profile.entries)
+    values: dict[str, Any] = {"key": keys}
+    for column in list(FORM.columns)[1:]:
+        values[column] = [getattr(profile.entries[k], column) for k in keys]
+    identity = profile.identity
+    header = {
+        "profile_version": PROFILE_VERSION,
+        "device": identity.device,
+        "kind": identity.kind,
+        "target": identity.target,
+        "torch_version": identity.torch_version,
+        "flags": identity.flags,
+        "workspaces": [{"nbytes": w.nbytes, "op": w.op} for w in profile.workspaces],
+    }
+    with replacing(path) as temporary:
+        tables.write(temporary, FORM, header, values)
+    return path
+
+
+def load(path: str | Path) -> DeviceProfile:
+    """Read and check a profile.
+
+    Raises:
+        TraceError: the file is missing, truncated, another record, or contradicts itself.
+    """
+    path = Path(path)
+    header, columns = tables.read(path, FORM)
+    identity = _identity(path, header)
+    rows = zip(*(columns[c] for c in FORM.columns), strict=True)
+    entries = {
+        key: Entry(target=t, shapes=s, events=e, time_ns=ns, samples=n, provenance=p)
+        for key, t, s, e, ns, n, p in rows
+    }
+    try:
+        workspaces = tuple(
+            LibraryWorkspace(nbytes=int(w["nbytes"]), op=str(w["op"])) for w in header.get("workspaces", [])
+        )
+    except (TypeError, KeyError, ValueError):
+        raise TraceError(f"{path}: its header's workspaces are malformed; {FORM.again}") from None
+    profile = DeviceProfile(identity=identity, entries=entries, workspaces=workspaces)
+    try:
+        profile.validate()
+    except TraceError as error:
+        raise TraceError(f"{path}: {error} {FORM.again.capitalize()}") from None
+    return profile
+
+
+def load_identity(path: str | Path) -> Identity:
+    """Whose measurements a file holds, read from its header alone.
+
+    Raises:
+        TraceError: as `load`, as far as the header goes.
+    """
+    path = Path(path)
+    return _identity(path, tables.read_header(path, FORM))
+
+
+def _identity(path: Path, header: dict[str, Any]) -> Identity:
+    names = ("device", "kind", "target", "torch_version")
+    flags = header.get("flags")
+    if not all(isinstance(header.get(n), str) for n in names) or not isinstance(flags, dict):
+        raise TraceError(f"{path}: its header does not say whose measurements these are; {FORM.again}")
+    return Identity(**{n: header[n] for n in names}, flags={str(k): str(v) for k, v in flags.items()})
+
+
+def add_to(path: str | Path, new: DeviceProfile) -> DeviceProfile:
+    """Merge a profile into the file at `path`, which is made if it does not exist; returns the whole.
+
+    Processes that do so at the same time wait for each other, so that none loses what another has measured.
+
+    Raises:
+        TraceError: the file is no profile, or one of another device.
+    """
+    path = Path(path)
+    with locked(path):
+        if path.exists():
+            try:
+                new = load(path).merged(new)
+            except TraceError as error:
+                raise TraceError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
+        save(new, path)
+    return new
+
+
+def cache_directory() -> Path:
+    """Where profiles are kept by default: $XDG_CACHE_HOME/lowtide, or ~/.cache/lowtide."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if root else Path.home() / ".cache") / "lowtide"
+
+
+def candidates(identity: Identity) -> Iterable[Path]:
+    """Files that may hold a profile that fits: the user's own first, then the gallery's."""
+    yield cache_directory() / identity.file_name
+    for folder in (cache_directory(), GALLERY_PROFILES):
+        yield from sorted(folder.glob("*.parquet"))
