@@ -23,7 +23,10 @@ from traces.store import OPS_COLUMNS, STORAGES_COLUMNS, header_fields
 from traces.trace import CATEGORIES, FLAG_NAMES, FORBIDS_RECOMPUTE, PHASES, Trace
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROOMS = ("tracer", "simulator", "executor")
+MANUALS = {name: (ROOT / name / "README.md").read_text(encoding="utf-8") for name in ROOMS}
+PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
+README = "\n".join((PAGE, *MANUALS.values()))  # all that speaks of commands
 FORMATS = (ROOT / "traces" / "README.md").read_text(encoding="utf-8")
 
 
@@ -136,7 +139,9 @@ def test_every_key_of_saved_sets_is_documented() -> None:
 def test_every_key_of_a_row_beside_torchs_is_documented() -> None:
     from simulator.studies.torch_budget import Row
 
-    assert {f.name for f in fields(Row)} - {"plan"} <= quoted(section(README, "torch's own budget"))
+    assert {f.name for f in fields(Row)} - {"plan"} <= quoted(
+        section(MANUALS["simulator"], "torch's own budget")
+    )
 
 
 def measurement() -> Measurement:
@@ -186,7 +191,7 @@ def test_every_key_of_a_campaign_is_documented() -> None:
 def test_every_key_of_a_campaigns_cases_is_in_the_readme() -> None:
     from executor.campaign.cases import Method
 
-    text = section(README, "Campaigns")
+    text = section(MANUALS["executor"], "Campaigns")
     for f in fields(Method):
         assert f.name.replace("_", "-") in text, f.name
 
@@ -256,7 +261,7 @@ def test_every_option_and_subcommand_is_in_the_readme(name: str) -> None:
 def test_the_table_of_planners_is_the_registry() -> None:
     from simulator.planners import DEFAULT, REGISTRY
 
-    table = rows(section(README, "Planners"))
+    table = rows(section(MANUALS["simulator"], "Planners"))
     assert [*table] == [*REGISTRY]
     assert table[DEFAULT][0].startswith("The default")
 
@@ -274,7 +279,7 @@ def test_every_key_of_simulates_json_is_documented() -> None:
     with pytest.raises(Refusal) as refused:
         plan_with("mu-two", record, 1)
     keys |= {*refusal("t", kept, "mu-two", refused.value, 0.0)}
-    assert keys <= quoted(section(README, "JSON and exit codes"))
+    assert keys <= quoted(section(MANUALS["simulator"], "JSON and exit codes"))
 
 
 def test_every_key_of_executes_json_is_documented() -> None:
@@ -285,19 +290,28 @@ def test_every_key_of_executes_json_is_documented() -> None:
     known = {f.name: "" for f in fields(Outcome)}
     known |= {"plan": Plan(meta=small_trace().meta), "measurement": measurement()}
     outcome = Outcome(**known)
-    assert {*answer(outcome)} <= quoted(section(README, "JSON and exit codes"))
+    assert {*answer(outcome)} <= quoted(section(MANUALS["executor"], "JSON"))
 
 
-def test_links_and_contents_lead_somewhere() -> None:
-    headings = {
-        re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-")
-        for h in re.findall(r"^#+ (.+)$", README, re.MULTILINE)
-    }
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        else:
-            assert (ROOT / target).exists(), target
+def test_the_readme_is_one_page() -> None:
+    assert len(PAGE.splitlines()) <= 200
+
+
+@pytest.mark.parametrize(
+    "path", ["README.md", *(f"{name}/README.md" for name in (*ROOMS, "traces")), ".github/CONTRIBUTING.md"]
+)
+def test_links_lead_somewhere(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        file, _, heading = target.partition("#")
+        found = (ROOT / path).parent / file if file else ROOT / path
+        assert found.exists(), target
+        if heading:
+            headings = {
+                re.sub(r"[^a-z0-9 _-]", "", h.lower()).replace(" ", "-")
+                for h in re.findall(r"^#+ (.+)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+            }
+            assert heading in headings, target
 
 
 # ---------------------------------------------------------------------------------------------------------------------
