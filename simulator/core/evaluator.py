@@ -299,12 +299,6 @@ class Evaluator:
             np.empty((3, n_op), np.int32),
             np.empty(2 * len(needs) + n_op + 1, np.int32),
         )
-        # For `simulator.core.flips`: ops until whose end something is held, storages whose memory some op may
-        # take over.
-        self.held, self.taken_over = np.zeros(n_op, np.uint8), np.zeros(n_st, np.uint8)
-        self.held[[h for h in self.hold if h >= 0]] = 1
-        self.taken_over[[s for s in self.overwrites if s >= 0]] = 1
-        self.flip_space: tuple[NDArray[Any], ...] = ()
         self._make_room(2 * n_op + 1)
 
 

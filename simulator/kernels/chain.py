@@ -12,24 +12,10 @@ from simulator.kernels.compiled import inlined
 
 
 @inlined
-def missing(x: int, c: int, there: Any, shared: Any) -> bool:
-    """Whether storage x is not there when op c is about to run.
-
-    `shared` is None, or (share, bound): then a shared value is there, too, once it is rebuilt for an op before c.
-    """
-    if there[x]:
-        return False
-    if shared is None:
-        return True
-    return not (shared[0][x] and shared[1][x] < c)
-
-
-@inlined
 def chain(
     c: int,
     mark: int,
     there: Any,
-    shared: Any,
     needs_at: Any,
     needs: Any,
     producer: Any,
@@ -44,8 +30,7 @@ def chain(
     Args:
         c: the op, by position.
         mark: a number that `visited` and `demanded` hold nowhere yet.
-        there: [storage], see `missing`.
-        shared: see `missing`.
+        there: [storage], whether it is there when c is about to run.
         needs_at: [op + 1], and `needs`: by op the storages that it needs, in the order in which they are rebuilt.
         needs: see there.
         producer: [storage].
@@ -57,7 +42,7 @@ def chain(
     """
     n_order = top = 0
     for j in range(needs_at[c + 1] - 1, needs_at[c] - 1, -1):
-        if missing(needs[j], c, there, shared):
+        if not there[needs[j]]:
             stack[top] = needs[j]
             top += 1
     while top:
@@ -77,7 +62,7 @@ def chain(
         stack[top] = ~b
         top += 1
         for j in range(needs_at[b + 1] - 1, needs_at[b] - 1, -1):
-            if missing(needs[j], c, there, shared):
+            if not there[needs[j]]:
                 stack[top] = needs[j]
                 top += 1
     return n_order

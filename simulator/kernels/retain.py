@@ -94,7 +94,7 @@ def retain(
     for k in range(visited.shape[0]):
         visited[k] = -1
     for c in range(forward, fixed.shape[0]):
-        n_order = chain(c, c, here, None, needs_at, needs, producer, None, demanded, visited, stack, order)
+        n_order = chain(c, c, here, needs_at, needs, producer, None, demanded, visited, stack, order)
         order[n_order] = c
         for k in range(n_order + 1):
             b = order[k]

@@ -90,9 +90,7 @@ def walk(
     added_ns = 0
     for c in range(forward, n_ops):
         n_rebuilt = 0
-        n_order = chain(
-            c, c, there, None, needs_at, needs, producer, may_rerun, demanded, visited, stack, order
-        )
+        n_order = chain(c, c, there, needs_at, needs, producer, may_rerun, demanded, visited, stack, order)
         if n_order < 0:
             return FORBIDDEN, op_id[c], op_id[~n_order], 0
         if n_order:

@@ -1,5 +1,4 @@
-"""Exact evaluations of a plan a second, whole and of single flips, for plans of several densities and traces of several
-sizes.
+"""Exact evaluations of a plan a second, for plans of several densities and traces of several sizes.
 
 python -m tests.bench.evaluations [TRACE...] [--json]
 
@@ -18,7 +17,6 @@ from typing import Any
 import click
 
 from simulator.core.evaluator import Evaluator, State
-from simulator.core.flips import Flips
 from simulator.core.graph import analyse
 from tests.synthetic import decoder
 from traces.plan import Action
@@ -52,19 +50,9 @@ def measure(name: str, trace: Trace) -> list[dict[str, Any]]:
     for kind, share_released in KINDS.items():
         state = evaluator.state(Action(storage=s) for s in graph.candidates if draw.random() < share_released)
         state.share[list(graph.candidates)] = 1
-        some = draw.sample(graph.candidates, min(200, len(graph.candidates)))
 
         def whole(state: State = state) -> int:
             evaluator.cost(state)
-            return 1
-
-        flips = Flips(evaluator, state)
-
-        def single(flips: Flips = flips, some: list[int] = some) -> int:
-            return len(flips.each(some).peak_bytes)
-
-        def base(state: State = state) -> int:
-            Flips(evaluator, state)
             return 1
 
         steps = len(evaluator.evaluate(state).seq) + evaluator.forward
@@ -76,8 +64,6 @@ def measure(name: str, trace: Trace) -> list[dict[str, Any]]:
                 "steps": steps,
                 "evaluator_seconds": build_seconds,
                 "evaluations_per_second": rate(whole),
-                "flips_per_second": rate(single),
-                "plans_indexed_per_second": rate(base),
             }
         )
         out[-1]["ns_per_step"] = 1e9 / out[-1]["evaluations_per_second"] / steps
@@ -101,7 +87,7 @@ def main(traces: tuple[str, ...], as_json: bool) -> None:
     for r in rows:
         click.echo(
             f"{r['trace']:24} {r['ops']:6} ops  {r['plan']:14} {r['evaluations_per_second']:9,.0f} evaluations/s"
-            f" ({r['ns_per_step']:.1f} ns a step)  {r['flips_per_second']:11,.0f} flips/s"
+            f" ({r['ns_per_step']:.1f} ns a step)"
         )
 
 

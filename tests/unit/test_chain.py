@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from simulator.kernels.chain import chain
 from simulator.kernels.compiled import compiled
@@ -14,16 +13,13 @@ C = 4
 
 
 @compiled
-def walked(c, mark, there, shared, needs_at, needs, producer, may_rerun, demanded, visited, stack, order):  # type: ignore[no-untyped-def]
+def walked(c, mark, there, needs_at, needs, producer, may_rerun, demanded, visited, stack, order):  # type: ignore[no-untyped-def]
     """A kernel that does nothing else."""
-    return chain(
-        c, mark, there, shared, needs_at, needs, producer, may_rerun, demanded, visited, stack, order
-    )
+    return chain(c, mark, there, needs_at, needs, producer, may_rerun, demanded, visited, stack, order)
 
 
 def find(
     there: list[int],
-    shared: tuple[list[int], list[int]] | None = None,
     may_rerun: list[int] | None = None,
     mark: int = 7,
 ) -> tuple[int, list[int], list[int]]:
@@ -35,7 +31,6 @@ def find(
         C,
         mark,
         np.array(there, np.uint8),
-        None if shared is None else (np.array(shared[0], np.uint8), ids(shared[1])),
         ids(np.cumsum([0, *(len(x) for x in NEEDS)])),
         ids([s for x in NEEDS for s in x]),
         np.arange(4),
@@ -62,17 +57,8 @@ def test_what_is_there_ends_the_walk() -> None:
     assert find([0, 0, 1, 0]) == (3, [0, 1, 3], [0, 1, 3])  # 0 for 1 alone, and 1 for 3 alone
 
 
-def test_a_shared_value_is_there_once_it_is_rebuilt_for_an_earlier_op() -> None:
-    share = [0, 0, 1, 0]
-    assert find([0, 1, 0, 0], (share, [0, 0, 3, 0])) == (1, [3], [3])
-    assert find([0, 1, 0, 0], (share, [0, 0, 4, 0])) == (3, [0, 2, 3], [0, 2, 3])  # for this op: not yet
-    assert find([0, 1, 0, 0], ([0, 0, 0, 0], [0, 0, 3, 0])) == (3, [0, 2, 3], [0, 2, 3])  # not shared
-    assert find([0, 1, 1, 0], (share, [0, 0, 9, 0])) == (1, [3], [3])  # kept
-
-
-@pytest.mark.parametrize("shared", [None, ([0] * 4, [0] * 4)])
-def test_an_op_that_may_not_run_again_is_named(shared: tuple[list[int], list[int]] | None) -> None:
-    n, _, _ = find([0, 0, 0, 0], shared, may_rerun=[1, 0, 1, 1, 1])
+def test_an_op_that_may_not_run_again_is_named() -> None:
+    n, _, _ = find([0, 0, 0, 0], may_rerun=[1, 0, 1, 1, 1])
     assert n == ~1
-    assert find([0, 1, 0, 0], shared, may_rerun=[1, 0, 1, 1, 1])[0] == 3  # it need not run again
-    assert find([0, 0, 0, 0], shared)[0] == 4  # nobody asks
+    assert find([0, 1, 0, 0], may_rerun=[1, 0, 1, 1, 1])[0] == 3  # it need not run again
+    assert find([0, 0, 0, 0])[0] == 4  # nobody asks
