@@ -5,6 +5,6 @@ are passed when they are told to be. With gcc, the CUDA headers and a CUDA build
 
     python -m tests.standin.run OUT --headers /usr/local/cuda/include --programs 24
 
-writes OUT, a gzipped pickle of programs as `tests/unit/test_torch_allocator.py` reads them. What runs is the
+writes OUT, a gzipped pickle of programs as `tests/core/test_torch_allocator.py` reads them. What runs is the
 allocator's host code, so what it shows is where blocks lie and what is reserved, and nothing that a GPU would do.
 """

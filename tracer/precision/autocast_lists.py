@@ -3,7 +3,7 @@
 Which ops autocast casts, and to what, differs between devices: under CUDA's lists layer norm, softmax and sums compute
 in float32, under the CPU's in the lower precision. The names below are those of ATen/autocast_mode.h (torch 2.13), by
 policy; those that the installed torch has not registered for CUDA (rms_norm before 2.12) are left out, and
-`tests/unit/test_autocast_lists.py` compares the rest with what it has. That is there without a GPU too.
+`tests/torch/test_autocast_lists.py` compares the rest with what it has. That is there without a GPU too.
 
 Counts: all ops of these lists. Ignores: the cuDNN kernel behind `nn.LSTM` and its kind, whose weights CUDA casts as one
 buffer; dimensions by name (2.11 and 2.12 have overloads for them); `torch.autocast("cuda")` in the model's own code,

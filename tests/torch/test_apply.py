@@ -1,0 +1,674 @@
+"""A planned module in the user's own loop behaves as the model itself, and refuses what it cannot do."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import executor.apply as apply_module  # noqa: E402
+from executor import PlannedModule, apply_plan  # noqa: E402
+from executor.apply import capture_now, engines_of, planned_otherwise  # noqa: E402
+from executor.measure import Job, perform  # noqa: E402
+from executor.verify import _compare, _difference, _train, verify  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.capture.passes import dropout as dropout_module  # noqa: E402
+from tracer.record import program as program_module  # noqa: E402
+from traces.errors import PlanError  # noqa: E402
+from traces.plan import Plan  # noqa: E402
+
+RESIDUAL = small_nets.spec("residual")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    trace = recorded(load_spec(RESIDUAL)).trace
+    actions = random_actions(trace, random.Random(5))
+    assert actions
+    return plan_of(trace, *actions)
+
+
+def batch(size: int = 4, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 3, 16, 16, generator=g), torch.randint(5, (size,), generator=g)
+
+
+def twins() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = small_nets.Residual()
+    return model, copy.deepcopy(model)
+
+
+def same(a: nn.Module, b: nn.Module) -> None:
+    for (name, x), (other, y) in zip(a.state_dict().items(), b.state_dict().items(), strict=True):
+        assert name == other
+        assert torch.equal(x, y), name
+    for (name, p), (_, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.equal(p.grad, q.grad), name
+
+
+def both(
+    eager: nn.Module, planned: nn.Module, run: Callable[[nn.Module], Any], seed: int = 7
+) -> tuple[Any, Any]:
+    """Run something on both from the same random state; both leave the generator in the same state."""
+    torch.manual_seed(seed)
+    a = run(eager)
+    after = torch.get_rng_state()
+    torch.manual_seed(seed)
+    b = run(planned)
+    assert torch.equal(torch.get_rng_state(), after)
+    return a, b
+
+
+def test_it_is_the_same_module_from_outside(plan: Plan) -> None:
+    model, _ = twins()
+    planned = apply_plan(model, plan)
+    assert isinstance(planned, PlannedModule)
+    assert isinstance(planned, small_nets.Residual)
+    assert type(model) is small_nets.Residual
+    assert planned.state_dict().keys() == model.state_dict().keys()
+    assert all(p is q for p, q in zip(planned.parameters(), model.parameters(), strict=True))
+    assert all(p is q for p, q in zip(planned.buffers(), model.buffers(), strict=True))
+    assert list(planned.named_modules())[1:] == list(model.named_modules())[1:]
+
+
+def test_a_loop_of_one_s_own(plan: Plan) -> None:
+    """Criterion outside, an optimizer made before, another made after, a scheduler."""
+    model, twin = twins()
+    planned = apply_plan(twin, plan)
+
+    def train(m: nn.Module) -> list[float]:
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+        losses = []
+        for k in range(4):
+            x, y = batch(seed=k)
+            loss = criterion(m(x), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+    a, b = both(model, planned, train)
+    assert a == b
+    same(model, planned)
+
+
+def test_evaluation_and_no_grad_use_the_model_s_own_forward(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, twin = twins()
+    planned = apply_plan(twin, plan)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("captured")
+
+    monkeypatch.setattr(apply_module, "make_engine", refuse)
+    x, _ = batch()
+
+    def without(m: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return m(x)
+
+    assert torch.equal(*both(model, planned, without))
+    same(model, planned)  # in training mode, so the statistics moved
+    model.eval(), planned.eval()
+    a, b = both(model, planned, lambda m: m(x))
+    assert torch.equal(a, b)
+    assert b.requires_grad
+    planned.train()
+    with pytest.raises(AssertionError, match="captured"):
+        planned(x)
+
+
+def test_evaluation_mode_reaches_code_of_the_root_module() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.dropout(self.linear(x), 0.5, training=self.training)
+
+    x = torch.randn(4, 16)
+    trace = recorded(build_of(lambda: (Root(), x, lambda y: y.sum(), None))).trace
+    planned = apply_plan(Root(), plan_of(trace))
+    planned(x).sum().backward()
+    planned.eval()
+    assert torch.equal(planned(x), planned.linear(x))
+
+
+def test_switching_between_training_and_evaluation(plan: Plan) -> None:
+    model, twin = twins()
+    planned = apply_plan(twin, plan)
+
+    def run(m: nn.Module) -> list[torch.Tensor]:
+        out = []
+        for k in range(3):
+            x, y = batch(seed=k)
+            m.train()
+            functional.cross_entropy(m(x), y).backward()
+            m.eval()
+            out.append(m(x).detach())
+        return out
+
+    a, b = both(model, planned, run)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    same(model, planned)
+
+
+def test_a_frozen_batch_norm_is_another_graph_and_refused(plan: Plan) -> None:
+    _, twin = twins()
+    planned = apply_plan(twin, plan)
+    x, _ = batch()
+    planned(x)
+    planned.norm.eval()  # as in fine-tuning; the engine in the cache updates its statistics
+    before = planned.norm.running_mean.clone()
+    with pytest.raises(PlanError, match="another graph"):
+        planned(x)
+    assert torch.equal(planned.norm.running_mean, before)
+
+
+def test_another_batch_size(plan: Plan) -> None:
+    model, twin = twins()
+    planned = apply_plan(twin, plan)
+
+    def run(m: nn.Module) -> None:
+        for size in (4, 7, 4, 2):
+            x, y = batch(size)
+            functional.cross_entropy(m(x), y).backward()
+
+    both(model, planned, run)
+    same(model, planned)
+    engines = planned._lowtide.engines.values()
+    assert sorted(e.exact for e in engines) == [False, False, True]
+
+
+def test_gradients_accumulate_over_two_batches(plan: Plan) -> None:
+    model, twin = twins()
+    planned = apply_plan(twin, plan)
+
+    def run(m: nn.Module) -> None:
+        for seed in (1, 2):
+            x, y = batch(seed=seed)
+            (functional.cross_entropy(m(x), y) / 2).backward()
+
+    both(model, planned, run)
+    same(model, planned)
+
+
+def test_two_forwards_before_one_backward(plan: Plan) -> None:
+    model, twin = twins()
+    planned = apply_plan(twin, plan)
+
+    def run(m: nn.Module) -> float:
+        (x, y), (u, v) = batch(seed=1), batch(seed=2)
+        first, second = functional.cross_entropy(m(x), y), functional.cross_entropy(m(u), v)
+        (first + 2 * second).backward()
+        return float(first.detach() + second.detach())
+
+    a, b = both(model, planned, run)
+    assert a == b
+    same(model, planned)
+
+
+def test_the_gradient_of_an_argument(plan: Plan) -> None:
+    model, twin = twins()
+    x, y = batch()
+
+    def make() -> tuple[Any, ...]:
+        return small_nets.Residual(), (x.clone().requires_grad_(), y), functional.cross_entropy, None
+
+    trace = recorded(build_of(make)).trace
+    planned = apply_plan(twin, plan_of(trace, *recompute_all(analyse(trace))))
+
+    def run(m: nn.Module) -> torch.Tensor:
+        u = x.clone().requires_grad_()
+        functional.cross_entropy(m(u), y).backward()
+        assert u.grad is not None
+        return u.grad
+
+    assert torch.equal(*both(model, planned, run))
+    same(model, planned)
+
+
+def test_a_deep_copy_has_parameters_of_its_own(plan: Plan) -> None:
+    model, twin = twins()
+    planned = apply_plan(twin, plan)
+    x, y = batch()
+    planned(x)  # an engine is in the cache
+    twin.load_state_dict(model.state_dict())
+    other = copy.deepcopy(planned)
+    assert not {id(p) for p in planned.parameters()} & {id(p) for p in other.parameters()}
+
+    def run(m: nn.Module) -> None:
+        functional.cross_entropy(m(x), y).backward()
+
+    both(model, other, run)
+    same(model, other)
+    assert all(p.grad is None for p in planned.parameters())
+
+
+def test_another_dtype_is_another_graph(plan: Plan) -> None:
+    class Tokens(nn.Module):
+        """Its arguments do not change with the dtype of its parameters."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 8)
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(ids) * torch.ones(8)).sum()
+
+    ids = torch.arange(6)
+    trace = recorded(build_of(lambda: (Tokens(), ids, None, None))).trace
+    planned = apply_plan(Tokens(), plan_of(trace))
+    planned(ids).backward()
+    planned.to(torch.float64)
+    with pytest.raises(PlanError, match="another graph"):
+        planned(ids)
+    planned.to(torch.float32)
+    assert planned(ids).dtype == torch.float32
+
+
+def test_a_plan_for_another_model_is_refused_before_anything_ran(plan: Plan) -> None:
+    planned = apply_plan(nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)), plan)
+    with pytest.raises(PlanError, match="made for another graph"):
+        planned(batch()[0])
+    assert int(planned[1].num_batches_tracked) == 0
+    with pytest.raises(PlanError, match="made for another graph"):
+        capture_now(planned, batch()[:1], {})
+
+
+def test_the_plan_may_be_a_path(plan: Plan, tmp_path: Path) -> None:
+    model, twin = twins()
+    planned = apply_plan(twin, plan.save(tmp_path / "plan.json"))
+    x, y = batch()
+    both(model, planned, lambda m: functional.cross_entropy(m(x), y).backward())
+    same(model, planned)
+    with pytest.raises(PlanError, match="no such plan"):
+        apply_plan(twin, tmp_path / "none.json")
+
+
+def test_another_plan_on_what_is_captured(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = twins()
+    planned = apply_plan(a, plan)
+    x, y = batch()
+    functional.cross_entropy(planned(x), y).backward()
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("captured again")
+
+    monkeypatch.setattr(apply_module, "make_engine", again)
+    kept = planned_otherwise(planned, replace(plan, actions=()))
+    a.zero_grad()
+    a.load_state_dict(b.state_dict())
+    for model in (kept, b):
+        torch.manual_seed(3)  # for dropout
+        functional.cross_entropy(model(x), y).backward()
+    same(a, b)
+    engines = [next(iter(m._lowtide.engines.values())) for m in (planned, kept)]
+    assert engines[0].rewritten.recomputed
+    assert not engines[1].rewritten.recomputed
+    assert engines[0].program is engines[1].program
+
+
+def test_backward_twice_is_refused(plan: Plan) -> None:
+    _, twin = twins()
+    planned = apply_plan(twin, plan)
+    x, y = batch()
+    loss = functional.cross_entropy(planned(x), y)
+    loss.backward(retain_graph=True)
+    grads = [p.grad.clone() for p in planned.parameters()]
+    with pytest.raises(PlanError, match="backward ran twice"):
+        loss.backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(planned.parameters(), grads, strict=True))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"a": self.a(x), "b": self.b(x), "kind": "two", "ids": torch.arange(3)}
+
+
+def test_an_output_outside_the_plan_s_loss_can_be_read_but_not_differentiated() -> None:
+    x = torch.randn(3, 4)
+    trace = recorded(build_of(lambda: (TwoHeads(), x, lambda out: out["a"].sum(), None))).trace
+    model = TwoHeads()
+    planned = apply_plan(model, plan_of(trace))
+    out, want = planned(x), model(x)
+    assert out["kind"] == "two"
+    assert all(torch.equal(out[k], want[k]) for k in ("a", "b", "ids"))
+    out["a"].sum().backward()
+    assert planned.a.weight.grad is not None
+    out = planned(x)
+    with pytest.raises(PlanError, match="differentiates output 1"):
+        (out["a"].sum() + out["b"].sum()).backward()
+    assert planned.b.weight.grad is None
+
+
+def test_an_output_that_the_loss_does_not_use_this_time_gets_a_zero_gradient() -> None:
+    x = torch.randn(3, 4)
+    trace = recorded(
+        build_of(lambda: (TwoHeads(), x, lambda out: out["a"].sum() + out["b"].sum(), None))
+    ).trace
+    planned = apply_plan(TwoHeads(), plan_of(trace))
+    planned(x)["a"].sum().backward()
+    assert planned.a.weight.grad is not None
+    assert not planned.b.weight.grad.any()
+
+
+def test_a_hugging_face_model_returns_its_own_output() -> None:
+    pytest.importorskip("transformers")
+    build = load_spec("bert-tiny", {"batch_size": 2, "seq_len": 8})
+    trace = recorded(build).trace
+    step = build()
+    model = copy.deepcopy(step.model)
+    planned = apply_plan(step.model, plan_of(trace, *recompute_all(analyse(trace))))
+
+    def run(m: nn.Module) -> Any:
+        out = m(**step.kwargs)
+        out.loss.backward()
+        return out
+
+    want, out = both(model, planned, run)
+    assert type(out) is type(want)
+    assert out.keys() == want.keys()
+    assert torch.equal(out.loss, want.loss)
+    assert torch.equal(out.logits, want.logits)
+    same(model, planned)
+    again = planned(**step.kwargs)
+    with pytest.raises(PlanError, match="differentiates output"):
+        again.logits.sum().backward()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The verification itself can fail
+
+
+def fresh() -> tuple[Any, Plan]:
+    """The residual net, with everything recomputed that may be, by the flags of this moment."""
+    build = load_spec(RESIDUAL)
+    trace = recorded(build).trace
+    return build, plan_of(trace, *recompute_all(analyse(trace)))
+
+
+def test_verification_of_an_honest_plan() -> None:
+    outcome = verify(*fresh(), steps=2)
+    assert outcome.equal
+    assert outcome.bit_equal
+    assert set(outcome.max_abs_difference.values()) == {0.0}
+    assert len(outcome.losses) == 2
+
+
+def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each capture from now on."""
+    seen: list[None] = []
+    capture = apply_module.capture
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(None)
+        return capture(*args, **kwargs)
+
+    monkeypatch.setattr(apply_module, "capture", counted)
+    return seen
+
+
+@pytest.mark.parametrize("variant", ["plan", "keep_all"])
+def test_what_was_measured_is_verified_without_capturing_it_again(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, plan = fresh()
+    seen = count_captures(monkeypatch)
+    job = Job(
+        variant=variant, plan_path=str(plan.save(tmp_path / "plan.json")), model="", device="cpu",
+        memory_steps=1, warmup=0, runs=1, steps=2, then_verify=True,
+    )  # fmt: skip
+    checked = perform(job).verification
+    assert checked is not None
+    assert checked["bit_equal"]
+    assert checked["steps"] == 2
+    assert len(seen) == 1
+
+
+def test_where_what_was_measured_differs_a_new_capture_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model's weights were captured as a constant, say: the engine given gives other numbers than eager."""
+    build, plan = fresh()
+    step = build("cpu")
+    planned = apply_plan(step.model, plan)
+    engine = capture_now(planned, step.args, step.kwargs)
+    forward = engine.rewritten.forward
+
+    def wrong(values: list[Any]) -> Any:
+        outputs, saved = forward(values)
+        return [x * 2 for x in outputs], saved
+
+    engine.rewritten = replace(engine.rewritten, forward=wrong)
+    seen = count_captures(monkeypatch)
+    assert not _compare(build, None, plan, "cpu", 1, engines_of(planned)).equal
+    assert seen == []
+    assert verify(build, plan, steps=1, engines=engines_of(planned)).bit_equal
+    assert len(seen) == 1
+
+
+class Unseeded(nn.Module):
+    """Seeds torch's generator anew in each step, from the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.seed()
+        return (self.linear(x) * torch.rand(4)).square().mean()
+
+
+def test_verification_says_when_eager_differs_from_itself() -> None:
+    def make() -> tuple[Any, ...]:
+        model = Unseeded()
+        return model, torch.randn(3, 4), None, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    build = build_of(make)
+    outcome = verify(build, plan_of(recorded(build).trace), steps=2)
+    assert not outcome.equal
+    assert outcome.control_difference["loss"] > 0
+    assert "two untouched models differ from each other, too (step 1: loss" in outcome.note
+
+
+def test_verification_notices_a_mask_that_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_module, "is_random", lambda n: False)
+    build, plan = fresh()
+    assert any("dropout_mask" in a.storage_name for a in _labelled(build, plan))
+    outcome = verify(build, plan, steps=2)
+    assert not outcome.equal
+    assert outcome.max_abs_difference["gradients"] > 0
+    assert outcome.max_abs_difference["rng_state"] > 0
+    assert outcome.first_difference.startswith("step 1")
+
+
+def _labelled(build: Any, plan: Plan) -> list[Any]:
+    names = recorded(build).trace.storages.name
+    return [SimpleNamespace(storage_name=names[a.storage]) for a in plan.actions]
+
+
+def test_verification_notices_another_dropout_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    build, plan = fresh()
+    original = dropout_module.split_dropout
+
+    def scaled_wrongly(graph: Any) -> None:
+        original(graph)
+        for n in graph.nodes:
+            if n.target is torch.ops.aten.mul.Scalar:
+                n.args = (n.args[0], n.args[1] * (1 + 1e-3))
+
+    monkeypatch.setattr("tracer.capture.capture.split_dropout", scaled_wrongly)
+    outcome = verify(build, plan, steps=1)
+    assert not outcome.equal
+    assert outcome.max_abs_difference["loss"] > 0
+
+
+def test_verification_notices_statistics_that_are_written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    build, plan = fresh()
+    original = apply_module.rewrite
+
+    def twice(program: Any, schedule: Any) -> Any:
+        made = original(program, schedule)
+        graph = made.forward.graph
+        for n in list(graph.nodes):
+            if n.target is torch.ops.aten.copy_.default and n.args[0].meta["val"].is_floating_point():
+                with graph.inserting_after(n):
+                    graph.call_function(torch.ops.aten.mul_.Tensor, (n, 1.5))
+        made.forward.recompile()
+        return made
+
+    monkeypatch.setattr(apply_module, "rewrite", twice)
+    outcome = verify(build, plan, steps=1)
+    assert not outcome.equal
+    assert outcome.max_abs_difference["buffers"] > 0
+    assert outcome.max_abs_difference["loss"] == 0
+    assert "buffers" in outcome.first_difference
+
+
+def test_verification_notices_random_numbers_that_eager_does_not_draw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All values are right, but the next step's would not be."""
+    build, plan = fresh()
+    original = apply_module.rewrite
+
+    def wasteful(program: Any, schedule: Any) -> Any:
+        made = original(program, schedule)
+        graph = made.forward.graph
+        output = next(n for n in graph.nodes if n.op == "output")
+        with graph.inserting_before(output):
+            graph.call_function(torch.rand, (1,))
+        made.forward.recompile()
+        return made
+
+    monkeypatch.setattr(apply_module, "rewrite", wasteful)
+    outcome = verify(build, plan, steps=1)
+    assert not outcome.equal
+    assert {k for k, d in outcome.max_abs_difference.items() if d} == {"rng_state"}
+
+
+def test_a_graph_whose_kernels_differ_from_eager_s_by_rounding_is_equal_but_not_bit_equal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build, plan = fresh()
+    original = dropout_module.split_dropout
+
+    def rounded(graph: Any) -> None:
+        original(graph)
+        for n in graph.nodes:
+            if n.target is torch.ops.aten.mul.Scalar:
+                n.args = (n.args[0], n.args[1] * (1 + 2e-7))
+
+    monkeypatch.setattr("tracer.capture.capture.split_dropout", rounded)
+    outcome = verify(build, plan, steps=1)
+    assert outcome.equal
+    assert not outcome.bit_equal
+    assert "other kernels than eager" in outcome.note
+
+
+def test_verification_notices_an_overwritten_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that takes over memory which another op still reads."""
+    build, plan = fresh()
+    original = apply_module.rewrite
+
+    def greedy(program: Any, schedule: Any) -> Any:
+        made = original(program, schedule)
+        for n in made.forward.graph.nodes:
+            if n.target is torch.ops.aten.mul.Tensor and n.name.startswith("mul"):
+                n.target = torch.ops.aten.mul_.Tensor
+        made.forward.recompile()
+        return made
+
+    keep_all = Plan(meta=plan.meta)
+    assert verify(build, keep_all, steps=1).bit_equal
+    monkeypatch.setattr(apply_module, "rewrite", greedy)
+    assert not verify(build, keep_all, steps=1).equal
+
+
+def test_verification_notices_a_gradient_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    build, plan = fresh()
+    original = apply_module.rewrite
+
+    def forgetful(program: Any, schedule: Any) -> Any:
+        made = original(program, schedule)
+        output = next(n for n in made.backward.graph.nodes if n.op == "output")
+        parameters, arguments = output.args[0]
+        output.args = ((((None, *parameters[1:])), arguments),)
+        made.backward.recompile()
+        return made
+
+    monkeypatch.setattr(apply_module, "rewrite", forgetful)
+    outcome = verify(build, plan, steps=1)
+    assert not outcome.equal
+    assert outcome.max_abs_difference["gradients"] == float("inf")
+    assert outcome.max_abs_difference["optimizer_state"] == float("inf")
+
+
+def test_differences() -> None:
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([1.0, nan, inf])
+    assert _difference(x, x.clone()) == 0.0
+    assert _difference(x, torch.tensor([1.5, nan, inf])) == 0.5
+    assert _difference(x, torch.tensor([1.0, 2.0, inf])) == inf
+    assert _difference(x, torch.tensor([1.0, nan, 0.0])) == inf
+    assert _difference(x, None) == inf
+    assert _difference(None, None) == 0.0
+    assert _difference(x, x.double()) == inf
+    assert _difference(torch.ones(0), torch.ones(0)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "equal", "same_bits"),
+    [
+        (torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), True, True),
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), True, False),
+        (torch.tensor(float("nan")), torch.tensor(float("nan")), True, True),
+        (torch.tensor(float("nan")), -torch.tensor(float("nan")), True, False),
+        (torch.tensor([0.0]).bfloat16(), torch.tensor([-0.0]).bfloat16(), True, False),
+        (torch.tensor([1 + 0j]), torch.tensor([complex(1, -0.0)]), True, False),
+        (torch.ones(2, 3).t(), torch.ones(3, 2), True, True),
+        (torch.tensor([1, 2]), torch.tensor([1, 2]), True, True),
+        (torch.tensor([1.0]), torch.tensor([1.0 + 2**-23]), False, False),
+    ],
+)
+def test_bit_equal_means_every_bit(
+    left: torch.Tensor, right: torch.Tensor, equal: bool, same_bits: bool
+) -> None:
+    """0 and -0 are equal, so that a plan may swap them, but `bit_equal` must not say so."""
+
+    def side(value: torch.Tensor) -> Any:
+        return SimpleNamespace(
+            step=SimpleNamespace(scaler=None),
+            run=lambda: torch.tensor(1.0),
+            tensors=lambda: {("parameters", "w"): value, ("gradients", "w"): None},
+        )
+
+    outcome = _train(side(left), side(right), 1)
+    assert (outcome.equal, outcome.bit_equal) == (equal, same_bits)

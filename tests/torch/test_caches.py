@@ -1,0 +1,73 @@
+"""Tables that a model's code caches: captured as ops, and never fake in the real step."""
+
+from __future__ import annotations
+
+from functools import lru_cache, wraps
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from executor.verify import verify  # noqa: E402
+from tests.torch.steps import build_of, plan_of, recorded  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
+
+
+def cached_unless_compiling(function: Any) -> Any:
+    """As transformers caches its tables of relative positions (`compile_compatible_method_lru_cache`)."""
+    cached = lru_cache(maxsize=2)(function)
+
+    @wraps(function)
+    def wrapper(size: int) -> torch.Tensor:
+        return function(size) if torch.compiler.is_compiling() else cached(size)
+
+    return wrapper
+
+
+@lru_cache
+def plain_table(size: int) -> torch.Tensor:
+    return torch.arange(size).flip(0)
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(6))
+        self.linear = nn.Linear(6, 6)
+
+    @staticmethod
+    @cached_unless_compiling
+    def table(size: int) -> torch.Tensor:
+        return (torch.arange(size)[:, None] - torch.arange(size)).abs()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) + self.bias[self.table(6)]).square().mean()
+
+
+def test_a_cached_table_is_made_by_the_step() -> None:
+    def make() -> tuple[Any, ...]:
+        model = Positions()
+        return model, torch.randn(6, 6), None, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    build = build_of(make)
+    step = recorded(build)
+    assert step.trace.ops.target.count("aten.arange.default") == 2
+    real = measure(step, build, "cpu", rounds=1, warmup=1)
+    assert verify(build, plan_of(real), "cpu", 2).bit_equal
+    assert type(Positions.table(6)) is torch.Tensor  # the cache that eager fills is its own
+
+
+def test_caches_of_the_model_s_file_are_emptied() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tracer.capture.torch_fixes.caches import emptied_caches
+
+    with emptied_caches(Positions()), FakeTensorMode():
+        plain_table(3)
+        Positions.table(3)
+        assert plain_table.cache_info().currsize == 1
+    assert plain_table.cache_info().currsize == 0
+    assert type(Positions.table(3)) is torch.Tensor

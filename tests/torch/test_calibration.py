@@ -1,0 +1,88 @@
+"""What an op costs in a trace that is not measured: which source is asked first, and when it is not believed."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tracer.costs.calibration as calibration  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.steps import recorded  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.costs.builder import OpRow  # noqa: E402
+from tracer.costs.calibration import INTERPOLATED, MEASURED, NONE, RULES, Costs  # noqa: E402
+from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
+from traces.device_profile import DeviceProfile, Entry, Identity  # noqa: E402
+from traces.devices import device  # noqa: E402
+from traces.trace import FORWARD, VIEW  # noqa: E402
+
+CPU, GPU = device("cpu"), device("h200")
+
+
+def row(target: str = "aten.mm.default", batch: int = 4, *, flags: int = 0) -> OpRow:
+    """x[batch, 8] @ w[8, 16] -> [batch, 16]: leaves batch * 64 bytes."""
+    x = TensorSpec(shape=(batch, 8), stride=(8, 1), dtype="float32")
+    w = TensorSpec(shape=(8, 16), stride=(16, 1), dtype="float32")
+    out = TensorSpec(shape=(batch, 16), stride=(16, 1), dtype="float32")
+    return OpRow(name="mm", target=target, phase=FORWARD, flags=flags,
+                 signature=Signature(target=target, args=(x, w), outputs=(out,)))  # fmt: skip
+
+
+def test_rules_are_asked_and_a_rule_that_does_not_fit_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibration, "rule_events", lambda signature, device: (512, 256, -512))
+    told = Costs().of(row(), 256, GPU)
+    assert (told.events, told.source) == ((512, 256, -512), RULES)
+    assert told.time_ns > 0
+    other = Costs().of(row(), 300, GPU)  # the rule's events leave 256 bytes
+    assert (other.events, other.source) == ((), NONE)
+    assert Costs(rules=False).of(row(), 256, GPU).source == NONE
+    view = Costs().of(row(flags=VIEW), 0, CPU)
+    assert (view.events, view.source, view.time_ns) == ((), "", 0)
+
+
+def profile(**batches: tuple[int, ...]) -> DeviceProfile:
+    """Measurements of the op by batch ("b4": events)."""
+    entries = {}
+    for name, events in batches.items():
+        signature = row(batch=int(name[1:])).signature
+        assert signature is not None
+        entries[signature.key] = Entry(
+            target="aten.mm.default",
+            shapes="",
+            events=events,
+            time_ns=7,
+            samples=1,
+            provenance="measured-cpu",
+        )
+    identity = Identity(device="x", kind="cpu", target="cpu", torch_version="2", flags={})
+    return DeviceProfile(identity=identity, entries=entries)
+
+
+def test_measured_comes_before_interpolated_before_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "cpu_events", lambda signature, device: (1024, 256, -1024))
+    # Batch b leaves 64 b bytes and uses 10 b meanwhile.
+    known = profile(b4=(40, 256, -40), b8=(80, 512, -80))
+    told = Costs(profile=known).of(row(batch=4), 256, CPU)
+    assert (told.events, told.source, told.time_ns) == ((40, 256, -40), MEASURED, 7)
+    told = Costs(profile=known).of(row(batch=6), 384, CPU)
+    assert (told.events, told.source, told.time_ns) == ((60, 384, -60), INTERPOLATED, 7)
+    told = Costs(profile=known, exact=True).of(row(batch=6), 384, CPU)
+    assert (told.events, told.source) == ((), NONE)  # the rule leaves 256
+    told = Costs(profile=known).of(row("aten.addmm.default"), 256, CPU)
+    assert (told.events, told.source) == ((1024, 256, -1024), RULES)
+
+
+def test_measurements_that_leave_other_bytes_are_not_believed() -> None:
+    known = profile(b4=(40, 256, -40), b8=(80, 512, -80))
+    assert Costs(profile=known, rules=False).of(row(batch=4), 260, CPU).source == NONE
+    assert Costs(profile=known, rules=False).of(row(batch=6), 380, CPU).source == NONE
+
+
+def test_a_trace_counts_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "cpu_events", lambda signature, device: None)
+    trace = recorded(load_spec(small_nets.spec("mlp"))).trace
+    computing = sum(1 for f in trace.ops.flags if not f & VIEW)
+    assert trace.meta.workspace == {NONE: computing}

@@ -1,0 +1,444 @@
+"""Bad input to `trace` and `execute`, and what `simulate` shares with them: one clear line, an exit code, no litter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+torch = pytest.importorskip("torch")
+
+import executor.plans as plans  # noqa: E402
+from executor.cli.main import execute  # noqa: E402
+from executor.measure import Job, JobResult, run_job  # noqa: E402
+from simulator.cli.main import main as simulate  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.steps import recompute_all, recorded  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.cli.main import trace  # noqa: E402
+from traces import store  # noqa: E402
+from traces.errors import EnvironmentProblem, LowtideError  # noqa: E402
+from traces.measurement import RunFigures  # noqa: E402
+from traces.plan import Plan  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+MLP = small_nets.spec("mlp")
+FIGURES = {"peak_allocated_bytes": 1, "peak_reserved_bytes": None, "step_time_ns": 1}
+
+
+def call(command: Any, *words: object) -> Result:
+    return CliRunner().invoke(command, [str(w) for w in words])
+
+
+def refused(result: Result, *words: str, code: int = 2) -> None:
+    """One line that starts with "Error:", nothing on stdout, the exit code."""
+    assert result.exit_code == code, (result.output, result.exception)
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1, result.stderr
+    assert result.stderr.splitlines()[-1] == errors[0]
+    for word in words:
+        assert word in errors[0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory that a refused command must leave as it was."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def litter(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    made = recorded(load_spec(MLP)).trace
+    return Plan(meta=made.meta, predicted={"plan": FIGURES, "baseline": FIGURES})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# trace
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("branching", ["_local_scalar_dense", "small_nets.py", "if y.sum() > 0"]),
+        ("nonzero", ["nonzero", "small_nets.py", "rows = x.sum(1).nonzero()"]),
+        ("unused", ["no output of the model depends"]),
+        ("frozen", ["no parameter of the model is trainable"]),
+        ("wrong_targets", ["wrong_targets", "broadcast"]),
+        ("loss_reads_data", ["total.item()"]),
+        ("loss_raises", ["KeyError", "in loss"]),
+        ("detached_loss", ["does not require grad"]),
+        ("needs_closure", ["closure"]),
+        ("build_raises", ["RuntimeError", "the disk with the data is not mounted", "small_nets.py line"]),
+        ("build_exits", ["SystemExit"]),
+        ("build_returns_nothing", ["returned a NoneType"]),
+        ("no_such_function", ["no function 'no_such_function'"]),
+    ],
+)
+@pytest.mark.parametrize("mode", [[], ["--device", "cpu"]], ids=["fake", "real"])
+def test_a_step_that_cannot_be_traced(folder: Path, function: str, words: list[str], mode: list[str]) -> None:
+    refused(call(trace, small_nets.spec(function), "-o", "out", *mode), *words)
+    assert litter(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["resnet999"], ["resnet999"]),
+        (["missing.py:build"], ["no such file"]),
+        (["resnet18", "--batch-size", "0"], ["batch-size"]),
+        (["resnet18", "--batch-size", "many"], ["batch-size"]),
+        (["resnet18", "--seq-len", "8"], ["seq"]),
+        (["resnet18", "--optimizer", "sgdd"], ["sgdd"]),
+        (["resnet18", "--dtype", "float7"], ["float7"]),
+        (["resnet18", "--target", "h9000"], ["h9000"]),
+        (["resnet18", "--device", "tpu"], ["tpu"]),
+        (["resnet18", "--device", "cpu", "--target", "h100"], ["--target", "--device"]),
+        (["resnet18", "--nonsense"], ["nonsense"]),
+        (["show", "nowhere"], ["nowhere"]),
+    ],
+)
+def test_what_trace_does_not_understand(folder: Path, words: list[str], says: list[str]) -> None:
+    refused(call(trace, *words), *says)
+    assert litter(folder) == []
+
+
+def test_a_file_that_is_not_python(folder: Path) -> None:
+    (folder / "net.py").write_text("def build(:\n")
+    refused(call(trace, "net.py"), "net.py line 1", "not valid Python")
+    (folder / "net.py").write_text("import a_module_that_nobody_has\n")
+    refused(call(trace, "net.py"), "a_module_that_nobody_has")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["trace", "execute"])
+def test_no_gpu(folder: Path, plan: Plan, command: str) -> None:
+    if command == "trace":
+        refused(call(trace, MLP, "--device", "cuda"), "--device cuda")
+        assert litter(folder) == []
+    else:
+        plan.save("plan.json")
+        refused(call(execute, "plan.json", "--device", "cuda"), "--device cuda")
+        assert litter(folder) == ["plan.json"]
+
+
+def test_an_output_that_exists(folder: Path) -> None:
+    assert call(trace, MLP, "-o", "out").exit_code == 0
+    before = {p: p.read_bytes() for p in Path("out").iterdir()}
+    refused(call(trace, MLP, "-o", "out"), "exists", "--force")
+    assert {p: p.read_bytes() for p in Path("out").iterdir()} == before
+    assert call(trace, MLP, "-o", "out", "--force").exit_code == 0
+    Path("mine").mkdir()
+    Path("mine/thesis.tex").write_text("precious")
+    refused(call(trace, MLP, "-o", "mine", "--force"), "not a trace")
+    assert litter(folder) == ["mine", "mine/thesis.tex", "out", "out/ops.parquet", "out/storages.parquet"]
+
+
+def test_an_output_in_a_place_that_is_none(folder: Path) -> None:
+    Path("file").write_text("")
+    result = call(trace, MLP, "-o", "file/out")
+    refused(result, "file/out", "not a directory")
+    assert "Capturing" not in result.stderr  # nor is anything measured whose result could not be kept
+    assert litter(folder) == ["file"]
+
+
+def test_a_forced_trace_that_fails_leaves_the_old_one(folder: Path) -> None:
+    assert call(trace, MLP, "-o", "out").exit_code == 0
+    before = {p: p.read_bytes() for p in Path("out").iterdir()}
+    refused(call(trace, small_nets.spec("branching"), "-o", "out", "--force"))
+    assert {p: p.read_bytes() for p in Path("out").iterdir()} == before
+
+
+def test_json_is_one_object_on_stdout(folder: Path) -> None:
+    result = call(trace, MLP, "-o", "out", "--json")
+    answer = json.loads(result.stdout)
+    assert answer["trace"] == "out"
+    assert answer["resident_bytes"]["parameter"] == 848
+    assert "Capturing" in result.stderr
+    assert call(trace, MLP, "-o", "other", "--json", "-q").stderr == ""
+    shown = json.loads(call(trace, "show", "out", "--json").stdout)
+    assert shown["ops"] == answer["ops"]
+    assert "resnet18" in json.loads(call(trace, "models", "--json").stdout)["models"]
+    assert "resnet18" in call(trace, "models").stdout.split()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of others and broken ones
+
+
+@pytest.mark.parametrize("command", ["show", "simulate"])
+@pytest.mark.parametrize("file", ["ops.parquet", "storages.parquet"])
+@pytest.mark.parametrize("harm", ["truncated", "empty", "foreign", "text", "gone"])
+def test_a_broken_trace(folder: Path, command: str, file: str, harm: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    assert call(trace, MLP, "-o", "out").exit_code == 0
+    path = Path("out") / file
+    if harm == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif harm == "empty":
+        path.write_bytes(b"")
+    elif harm == "foreign":
+        pq.write_table(pa.table({"year": [2024], "rain": [3.5]}), path)
+    elif harm == "text":
+        path.write_text("not parquet at all, but long enough to be looked into")
+    else:
+        path.unlink()
+    before = litter(folder)
+    if command == "show":
+        refused(call(trace, "show", "out"), "out")
+    else:
+        refused(call(simulate, "out", "--budget", "60%", "-o", "plan.json", "--report", "r.html"), "out")
+    assert litter(folder) == before
+
+
+@pytest.mark.parametrize("budget", ["0", "-1", "abc", "0%", "-5%"])
+def test_what_is_no_budget(folder: Path, budget: str) -> None:
+    assert call(trace, MLP, "-o", "out").exit_code == 0
+    refused(call(simulate, "out", "--budget", budget, "-o", "plan.json"), "budget")
+    assert "plan.json" not in litter(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ["no such plan"]),
+        ("", ["not a JSON file"]),
+        ("{", ["not a JSON file"]),
+        ("[]", ["not a Lowtide plan"]),
+        ('{"record": "plan"}', ["version"]),
+        ('{"record": "plan", "plan_version": 1}', ["malformed"]),
+    ],
+)
+def test_what_is_no_plan(folder: Path, text: str | None, words: list[str]) -> None:
+    if text is not None:
+        Path("plan.json").write_text(text)
+    before = litter(folder)
+    refused(call(execute, "plan.json", "--report", "r.html", "-o", "m.json", "--json"), "plan.json", *words)
+    assert litter(folder) == before
+
+
+def test_a_directory_is_no_plan(folder: Path) -> None:
+    assert call(trace, MLP, "-o", "out").exit_code == 0
+    refused(call(execute, "out"), "no such plan")
+
+
+def mutants(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every way of putting a value of another kind in one place of a JSON object."""
+    if path:
+        for wrong in (None, "x", -1, [], {}):
+            yield path, wrong
+    if isinstance(data, dict):
+        for k, v in data.items():
+            yield from mutants(v, (*path, k))
+    elif isinstance(data, list) and data:
+        yield from mutants(data[0], (*path, 0))
+
+
+def test_a_plan_that_was_edited_is_refused_or_read_but_never_crashes(
+    folder: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(given: Job) -> JobResult:
+        Plan.load(given.plan_path)
+        return JobResult(figures=RunFigures(peak_allocated_bytes=1, step_time_ns=1), environment={})
+
+    monkeypatch.setattr(plans, "run_job", job)
+    made = recorded(load_spec(MLP)).trace
+    from simulator.core.graph import analyse
+
+    good = replace(plan, actions=recompute_all(analyse(made))).to_json()
+    good["actions"][0]["drop_after"] = [20]
+    crashes = []
+    for path, wrong in mutants(good):
+        data = json.loads(json.dumps(good))
+        place = data
+        for k in path[:-1]:
+            place = place[k]
+        place[path[-1]] = wrong
+        Path("plan.json").write_text(json.dumps(data))
+        result = call(execute, "plan.json", "--no-verify", "--json", "-q")
+        if result.exit_code not in (0, 2) or (
+            result.exception is not None and not isinstance(result.exception, SystemExit)
+        ):
+            crashes.append((".".join(map(str, path)), wrong, repr(result.exception)))
+    assert crashes == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# execute
+
+
+def test_a_plan_for_another_model(folder: Path, plan: Plan) -> None:
+    """Through the fresh process, whose refusal comes back with its words and its exit code."""
+    plan.save("plan.json")
+    other = small_nets.spec("residual")
+    refused(
+        call(execute, "plan.json", "--model", other, "--report", "r.html", "-o", "m.json"),
+        "made for another graph",
+    )
+    assert litter(folder) == ["plan.json"]
+
+
+def test_a_plan_without_a_prediction(folder: Path, plan: Plan) -> None:
+    replace(plan, predicted={}).save("plan.json")
+    refused(call(execute, "plan.json"), "no prediction")
+
+
+def test_a_plan_whose_model_is_gone(folder: Path, plan: Plan) -> None:
+    replace(plan, meta=replace(plan.meta, model="elsewhere.py:build")).save("plan.json")
+    refused(call(execute, "plan.json"), "elsewhere.py")
+
+
+def test_a_failed_verification_is_exit_code_1(
+    folder: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(given: Job) -> JobResult:
+        outcome = {
+            "equal": False, "bit_equal": False, "max_abs_difference": {"loss": 0.5}, "control_difference": {},
+            "first_difference": "step 1: loss differs by 0.5", "note": "",
+        }  # fmt: skip
+        return JobResult(
+            figures=RunFigures(peak_allocated_bytes=1, step_time_ns=1),
+            environment={},
+            verification=outcome if given.variant == "verify" else None,
+        )
+
+    monkeypatch.setattr(plans, "run_job", job)
+    plan.save("plan.json")
+    result = call(execute, "plan.json", "--json")
+    assert result.exit_code == 1
+    answer = json.loads(result.stdout)  # the figures are printed all the same
+    assert answer["verified"] is False
+    assert result.stderr.splitlines()[-1].startswith("Error: the planned step does not compute")
+    assert "Traceback" not in result.output
+
+
+def test_a_process_that_dies_is_explained(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = tmp_path / "python"
+    killer.write_text("#!/bin/sh\necho 'last words' >&2\nkill -9 $$\n")
+    killer.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killer))
+    job = Job(
+        variant="plan", plan_path="x", model="", device="cpu", memory_steps=1, warmup=0, runs=1, steps=0
+    )
+    with pytest.raises(EnvironmentProblem, match=r"out of memory.*last words"):
+        run_job(job)
+
+
+def test_an_error_in_the_process_keeps_its_exit_code(tmp_path: Path) -> None:
+    job = Job(
+        variant="plan", plan_path=str(tmp_path / "none.json"), model="", device="cpu",
+        memory_steps=1, warmup=0, runs=1, steps=0,
+    )  # fmt: skip
+    with pytest.raises(LowtideError, match="no such plan") as caught:
+        run_job(job)
+    assert caught.value.exit_code == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without torch
+
+
+@pytest.mark.parametrize("command", ["trace", "execute"])
+def test_a_missing_torch(
+    folder: Path, plan: Plan, command: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    stub = tmp_path_factory.mktemp("stub")
+    (stub / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    words = ["tracer", "resnet18", "-o", "out"] if command == "trace" else ["executor", "plan.json"]
+    if command == "execute":
+        plan.save("plan.json")
+    before = litter(folder)
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(stub), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("Error: torch cannot be imported")
+    assert "pip install" in last
+    assert litter(folder) == before
+
+
+def test_simulate_works_without_torch(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    store.save(recorded(load_spec(MLP)).trace, "out")
+    stub = tmp_path_factory.mktemp("stub")
+    (stub / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "simulator", "out", "--budget", "95%", "-o", "plan.json", "--json"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(stub), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (0, 1), done.stderr
+    assert json.loads(done.stdout)["trace"] == "out"
+
+
+SWEEP = ("sweep", "resnet18", "--batch-sizes", "1", "--budget", "90%")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (simulate, "chain", "--report", "FILE/page.html"),
+        (simulate, "chain", "--report", "FOLDER"),
+        (simulate, "chain", "-o", "FILE/plan.json"),
+        (simulate, "compare", "chain", "--budget", "90%", "--report", "FILE/page.html"),
+        (simulate, "pareto", "chain", "--report", "FILE/page.html"),
+        (simulate, "max-batch", "resnet18", "--memory", "1GiB", "--report", "FILE/page.html"),
+        (simulate, *SWEEP, "--report", "FILE/page.html"),
+        (simulate, *SWEEP, "--analysis", "FILE/none.txt"),
+        (simulate, *SWEEP, "--analysis", "BYTES"),
+        (execute, "plan.json", "-o", "FILE/m.json"),
+        (execute, "plan.json", "--report", "FILE/page.html"),
+        (execute, "sweep", "FOLDER", "--analysis", "BYTES"),
+        (execute, "campaign", "cpu", "--report", "FILE/page.html"),
+        (execute, "campaign", "cpu", "--analysis", "BYTES"),
+    ],
+)
+def test_what_cannot_be_written_or_read_in_the_end_is_refused_before_the_work(
+    words: tuple[Any, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process is started, and no trace or plan is opened: there is no `chain` and no `plan.json`."""
+    (folder / "FILE").write_text("in the way")
+    (folder / "BYTES").write_bytes(b"\xff\xfe")
+    (folder / "FOLDER").mkdir()
+    before = sorted(folder.rglob("*"))
+
+    def forbidden(*args: object, **more: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "run", forbidden)
+    command, *rest = words
+    result = call(command, *rest)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert isinstance(result.exception, SystemExit)
+    assert "Error: " in result.stderr
+    assert "no such trace" not in result.stderr
+    assert "no such plan" not in result.stderr
+    assert sorted(folder.rglob("*")) == before

@@ -1,0 +1,189 @@
+"""The predicted peak of a step is the measured one, to the byte.
+
+The trace is measured here, op by op; the peak in another process, by the allocator's own events in a whole step.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
+    pytest.skip("no torchvision", allow_module_level=True)
+
+from executor.measure import Job, run_job  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.replay import run  # noqa: E402
+from simulator.core.schedule import build  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.steps import random_actions, recompute_all, recorded  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
+from traces.plan import Plan  # noqa: E402
+from traces.trace import Trace  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 3  # the third is steady
+
+# Reads jobs, one a line, and answers with the peak of each iteration; torch is imported once for all of them.
+CHILD = """
+import gc, json, sys, warnings
+warnings.simplefilter("ignore")
+from executor.measure import Job, perform
+for line in sys.stdin:
+    peaks = perform(Job(**json.loads(line))).figures.peaks_bytes
+    gc.collect()
+    print("PEAKS", json.dumps(peaks), flush=True)
+"""
+
+
+class Measurer:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def peaks(self, job: Job) -> list[int]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(asdict(job)) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("PEAKS "):
+                return list(json.loads(line.removeprefix("PEAKS ")))
+        raise AssertionError(f"the measuring process ended with code {self.process.wait()}")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def measurer() -> Iterator[Measurer]:
+    made = Measurer()
+    yield made
+    made.close()
+
+
+def job(plan: Plan, path: Path, variant: str = "plan") -> Job:
+    plan.save(path)
+    return Job(
+        variant=variant, plan_path=str(path), model="", device="cpu",
+        memory_steps=STEPS, warmup=0, runs=1, steps=0,
+    )  # fmt: skip
+
+
+def real_trace(model: str, options: dict[str, Any]) -> Trace:
+    spec = load_spec(model, options)
+    fake = recorded(spec)
+    real = measure(fake, spec, "cpu", rounds=1, warmup=1)
+    assert real.meta.fingerprint == fake.trace.meta.fingerprint
+    return real
+
+
+def check(model: str, options: dict[str, Any], measurer: Measurer, folder: Path, plans: int = 1) -> None:
+    trace = real_trace(model, options)
+    graph = analyse(trace)
+    choices = {"keep-all": ()}
+    if plans > 1:
+        choices["recompute-all"] = recompute_all(graph)
+    choices |= {f"random {k}": random_actions(trace, random.Random(k)) for k in range(plans)}
+    errors = {}
+    for name, actions in choices.items():
+        predicted = run(trace, build(trace, actions, graph), graph).peak_allocated_bytes
+        peaks = measurer.peaks(job(Plan(meta=trace.meta, actions=actions), folder / "plan.json"))
+        errors[name] = predicted - max(peaks[2:])
+    assert errors == dict.fromkeys(choices, 0)
+
+
+# Without an optimizer the activations decide the peak, with one its temporaries may.
+CASES: list[tuple[str, dict[str, Any]]] = [
+    (small_nets.spec("mlp"), {}),
+    (small_nets.spec("mlp"), {"optimizer": "none"}),
+    (small_nets.spec("residual"), {}),
+    ("resnet18", {"batch_size": 4, "image_size": 64, "optimizer": "none"}),
+    ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
+    ("gpt2-tiny", {"batch_size": 2, "seq_len": 32}),
+    ("llama-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
+    ("t5-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
+    (small_nets.spec("tied"), {"amp": "bfloat16"}),
+    (small_nets.spec("residual"), {"amp": "bfloat16"}),
+    (small_nets.spec("overflowing"), {}),
+    ("resnet18", {"batch_size": 4, "image_size": 64, "optimizer": "none", "amp": "bfloat16"}),
+    ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none", "amp": "bfloat16"}),
+    ("gpt2-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd", "amp": "float16"}),
+]
+
+
+@pytest.mark.parametrize(("model", "options"), CASES, ids=lambda x: str(x).rpartition("/")[2])
+def test_the_predicted_peak_is_the_measured_one(
+    model: str, options: dict[str, Any], measurer: Measurer, tmp_path: Path
+) -> None:
+    check(model, options, measurer, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("resnet18", {"batch_size": 2, "image_size": 64}),
+        ("bert-tiny", {"batch_size": 4, "seq_len": 64}),
+        ("gpt2-tiny", {"batch_size": 4, "seq_len": 128, "optimizer": "none"}),
+        ("llama-tiny", {"batch_size": 4, "seq_len": 128, "optimizer": "sgd"}),
+        ("t5-tiny", {"batch_size": 4, "seq_len": 64}),
+        ("llama-tiny", {"batch_size": 4, "seq_len": 64, "amp": "bfloat16"}),
+        # A product of 256 x 256 takes a CPU some 60 times as long in float16 as in float32.
+        ("bert-tiny", {"batch_size": 2, "seq_len": 32, "amp": "float16"}),
+        ("vit-tiny", {"batch_size": 2, "image_size": 64}),
+        ("googlenet", {"batch_size": 2, "image_size": 64}),
+        ("resnet50", {"batch_size": 4, "image_size": 64, "optimizer": "none"}),
+        ("mobilenet_v3_small", {"batch_size": 4, "image_size": 64, "optimizer": "none"}),
+    ],
+)
+def test_the_predicted_peak_is_the_measured_one_slow(
+    model: str, options: dict[str, Any], measurer: Measurer, tmp_path: Path
+) -> None:
+    check(model, options, measurer, tmp_path, plans=3)
+
+
+def test_the_peak_of_a_process_of_its_own_and_of_eager(tmp_path: Path) -> None:
+    """As `execute` measures: a fresh process a variant. The MLP's eager step needs no more and no less."""
+    trace = real_trace(small_nets.spec("mlp"), {})
+    predicted = run(trace, build(trace)).peak_allocated_bytes
+    plan = Plan(meta=trace.meta)
+    result = run_job(job(plan, tmp_path / "plan.json", "keep_all"))
+    assert max(result.figures.peaks_bytes[2:]) == predicted == result.figures.peak_allocated_bytes
+    assert len(result.figures.peaks_bytes) == STEPS
+    assert result.curve
+    assert max(b for _, b in result.curve) == predicted
+    assert result.environment["torch"] == torch.__version__
+
+
+def test_the_peak_under_autocast_of_a_process_of_its_own_and_of_eager(tmp_path: Path) -> None:
+    """Eager keeps the casts of weights to the end of the region; none of them is alive at this step's peak."""
+    trace = real_trace(small_nets.spec("tied"), {"amp": "bfloat16"})
+    predicted = run(trace, build(trace)).peak_allocated_bytes
+    plan = Plan(meta=trace.meta)
+    peaks = {v: run_job(job(plan, tmp_path / "plan.json", v)).figures for v in ("eager", "keep_all")}
+    assert {v: f.peak_allocated_bytes for v, f in peaks.items()} == dict.fromkeys(peaks, predicted)

@@ -1,0 +1,446 @@
+"""Dtype policies: autocast, gradient scaling and TF32, from the option to the planned step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+import executor.measure as measuring  # noqa: E402
+from executor.apply import apply_plan  # noqa: E402
+from executor.measure import Job, perform  # noqa: E402
+from executor.verify import KINDS, SCALER, verify  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.steps import random_actions, recompute_all, recorded  # noqa: E402
+from tracer.build.loop import run_step  # noqa: E402
+from tracer.build.step import BuildStep, load_spec  # noqa: E402
+from tracer.costs.calibration import Costs  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
+from tracer.precision import policy as precision  # noqa: E402
+from tracer.precision.policy import Autocast, ambient, parse_policy, under_policy  # noqa: E402
+from tracer.record.program import program_of  # noqa: E402
+from tracer.record.step import capture_step, trace_step  # noqa: E402
+from traces.devices import device  # noqa: E402
+from traces.errors import PlanError, SpecError, TraceError  # noqa: E402
+from traces.plan import Plan  # noqa: E402
+from traces.trace import Trace  # noqa: E402
+
+TIED = small_nets.spec("tied")
+MLP = small_nets.spec("mlp")
+OVERFLOWING = small_nets.spec("overflowing")
+BF16 = {"amp": "bfloat16"}
+
+
+def all_recomputed(trace: Trace) -> Plan:
+    return Plan(meta=trace.meta, actions=recompute_all(analyse(trace)))
+
+
+def casts(trace: Trace, phase: str) -> list[int]:
+    return [
+        i for i, t in enumerate(trace.ops.target)
+        if t == "aten._to_copy.default" and trace.ops.phase[i] == phase
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The options
+
+
+def test_options_are_recorded_under_their_full_names_and_build_the_same_step_again() -> None:
+    spec = load_spec("bert-tiny", {"amp": "BF16", "tf32": False, "batch_size": 2, "seq_len": 8})
+    assert spec.options["amp"] == "bfloat16"
+    assert spec.options["tf32"] is False
+    trace = recorded(spec).trace
+    assert trace.meta.options == spec.options
+    assert (trace.meta.amp, trace.meta.dtype) == ("bfloat16", "float32")
+    again = recorded(load_spec(trace.meta.model, dict(trace.meta.options))).trace
+    assert again.meta.fingerprint == trace.meta.fingerprint
+    assert (
+        trace.meta.fingerprint
+        != recorded(load_spec("bert-tiny", {"batch_size": 2, "seq_len": 8})).trace.meta.fingerprint
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"amp": "float32"}, "--amp 'float32' is unknown; known are bfloat16"),
+        ({"amp": "bfloat16", "dtype": "bfloat16"}, "keeps the weights in float32"),
+        ({"tf32": "yes"}, "tf32 is 'yes'"),
+    ],
+)
+def test_policies_that_make_no_sense(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        load_spec("resnet18", options)
+    with pytest.raises(SpecError, match=words):
+        load_spec(MLP, options)
+
+
+def test_a_policy_is_not_the_model_s_business() -> None:
+    assert parse_policy({"batch_size": 2, "amp": "fp16", "tf32": None}) == {"amp": "float16"}
+
+
+def test_float16_gets_a_scaler_and_bfloat16_none() -> None:
+    assert load_spec(MLP, {"amp": "float16"})().scaler is not None
+    assert load_spec(MLP, BF16)().scaler is None
+    assert load_spec(MLP)().autocast.dtype == ""
+
+
+def test_a_build_function_asks_for_a_policy_and_the_option_goes_before_it(tmp_path: Path) -> None:
+    step = load_spec(OVERFLOWING)()
+    assert step.autocast == Autocast(dtype="float16")
+    assert step.scaler is not None
+    assert step.scaler.get_scale() == 2.0**40
+    assert load_spec(OVERFLOWING, BF16)().autocast.dtype == "bfloat16"
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    step = {'model': torch.nn.Linear(2, 2), 'batch': torch.ones(1, 2), 'loss': lambda y: y.sum()}\n"
+        "    return {**step, 'amp': ASKED, 'scaler': SCALER}\n"
+    )
+    text = file.read_text()
+    file.write_text(text.replace("ASKED", "'int8'").replace("SCALER", "None"))
+    with pytest.raises(SpecError, match=r"own.py:build: amp is 'int8' and must be"):
+        load_spec(str(file))()
+    file.write_text(text.replace("ASKED", "None").replace("SCALER", "3"))
+    with pytest.raises(SpecError, match="the scaler is a int, not"):
+        load_spec(str(file))()
+    file.write_text(text.replace("ASKED", "None").replace("SCALER", "torch.amp.GradScaler(enabled=False)"))
+    assert load_spec(str(file))().scaler is None
+
+
+def test_a_build_function_that_names_amp_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\n"
+        "def build(amp='none'):\n"
+        "    print(amp)\n"
+        "    return torch.nn.Linear(2, 2), torch.ones(1, 2), lambda y: y.sum(), None\n"
+    )
+    load_spec(str(file), BF16)()
+    load_spec(str(file))()
+    assert capsys.readouterr().out.split() == ["bfloat16", "none"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The step
+
+
+def test_model_and_loss_run_under_autocast_and_backward_does_not() -> None:
+    seen: dict[str, str] = {}
+
+    class Watched(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen["model"] = ambient("cpu").dtype
+            return super().forward(x)
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        seen["loss"], seen["output"] = ambient("cpu").dtype, str(y.dtype)
+        y.register_hook(lambda g: seen.update(backward=ambient("cpu").dtype))
+        return y.float().sum()
+
+    plain = load_spec(MLP)()
+    step = replace(
+        plain, model=Watched(8, 4), args=(torch.randn(2, 8),), loss=loss, optimizer=None,
+        autocast=Autocast(dtype="bfloat16"),
+    )  # fmt: skip
+    run_step(step, step.model, None)
+    assert seen == {"model": "bfloat16", "loss": "bfloat16", "output": "torch.bfloat16", "backward": ""}
+
+
+def test_a_weight_used_twice_is_cast_once_in_the_graph_as_in_eager() -> None:
+    """Tied casts its input, its weight, and what the layer norm returns not at all: the CPU's keeps bfloat16."""
+    trace = recorded(load_spec(TIED, BF16)).trace
+    shapes = [trace.storages.shape[trace.ops.writes[i][0]] for i in casts(trace, "forward")]
+    assert shapes.count((24, 24)) == 1
+    # Backward casts the gradient of the weight once as well: the two uses are summed in bfloat16.
+    grads = [trace.storages.shape[trace.ops.writes[i][0]] for i in casts(trace, "backward")]
+    assert grads.count((24, 24)) == 1
+
+
+class OwnAutocast(nn.Module):
+    """Enters autocast in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_nets.Tied()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.inner(x)
+        return y.float()
+
+
+def own_autocast() -> BuildStep:
+    from tests.torch.steps import build_of
+
+    def make() -> tuple[Any, Any, Any, Any]:
+        model = OwnAutocast()
+        batch = torch.randn(16, 24), torch.randn(16, 24)
+        return model, batch, functional.mse_loss, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    return build_of(make)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: load_spec(TIED, BF16),
+        lambda: load_spec(small_nets.spec("residual"), BF16),
+        lambda: load_spec(TIED, {"amp": "float16"}),
+        lambda: load_spec("bert-tiny", {"batch_size": 2, "seq_len": 16, **BF16}),
+        lambda: load_spec("gpt2-tiny", {"batch_size": 2, "seq_len": 16, "amp": "float16"}),
+        lambda: load_spec("resnet18", {"batch_size": 2, "image_size": 64, **BF16}),
+        own_autocast,
+    ],
+    ids=["tied", "residual", "tied-fp16", "bert-tiny", "gpt2-tiny-fp16", "resnet18", "own autocast"],
+)
+def test_a_planned_step_is_bit_equal_to_eager_s(make: Callable[[], BuildStep]) -> None:
+    import random
+
+    spec = make()
+    trace = recorded(spec).trace
+    outcome = verify(spec, Plan(meta=trace.meta, actions=random_actions(trace, random.Random(3))), "cpu", 3)
+    assert outcome.bit_equal, outcome.first_difference
+    assert set(outcome.max_abs_difference) - {SCALER} == set(KINDS)
+    assert (SCALER in outcome.max_abs_difference) == (trace.meta.amp == "float16")
+
+
+def test_the_statistics_of_a_norm_between_types_are_counted_as_the_kernel_keeps_them() -> None:
+    """Layer norm of 16 rows in bfloat16 with float32 weights: mean and 1/std are 16 · 4 bytes each, not 16 · 2."""
+    trace = recorded(load_spec(TIED, BF16)).trace
+    i = trace.ops.target.index("aten.native_layer_norm.default")
+    assert [trace.storages.nbytes[s] for s in trace.ops.writes[i]] == [16 * 24 * 2, 64, 64]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The gradient scaler
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the scaler works here")
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
+def test_a_laptop_s_trace_has_the_scaler_that_only_cuda_would_switch_on() -> None:
+    """GradScaler("cuda") switches itself off without CUDA; one of another device that is off is meant to be off."""
+    plain = load_spec(MLP, {"amp": "float16"})()
+    on_cuda = replace(plain, scaler=torch.amp.GradScaler("cuda"))
+    made = under_policy(on_cuda, {"amp": "float16"}, "cpu", as_on="cuda")
+    assert made.scaler is not None
+    assert made.scaler.is_enabled()
+    off = replace(plain, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    assert under_policy(off, {"amp": "float16"}, "cpu", as_on="cuda").scaler is None
+    assert under_policy(on_cuda, {"amp": "float16"}, "cpu").scaler is None
+    assert under_policy(on_cuda, {"amp": "bfloat16"}, "cpu", as_on="cuda").scaler is None
+
+
+def test_the_scaler_s_ops_and_state_are_in_the_trace_and_the_step_is_taken() -> None:
+    trace = recorded(load_spec(MLP, {"amp": "float16"})).trace
+    plain = recorded(load_spec(MLP)).trace
+    targets = list(trace.ops.target)
+    assert targets.count("aten._amp_foreach_non_finite_check_and_unscale_.default") == 1
+    assert targets.count("aten._amp_update_scale_.default") == 1
+    last = [t for t, p in zip(plain.ops.target, plain.ops.phase, strict=True) if p == "optimizer"]
+    mine = [t for t, p in zip(targets, trace.ops.phase, strict=True) if p == "optimizer"]
+    assert set(last) <= set(mine)
+    added = {n: b for n, b in zip(trace.storages.name, trace.storages.nbytes, strict=True) if "scaler" in n}
+    assert added == {"gradient scaler state 0": 4, "gradient scaler state 1": 4}
+
+
+def test_a_step_that_overflows_is_skipped_as_in_eager() -> None:
+    spec = load_spec(OVERFLOWING)
+    trace = recorded(spec).trace
+    outcome = verify(spec, all_recomputed(trace), "cpu", 5)
+    assert outcome.bit_equal, outcome.first_difference
+    assert outcome.max_abs_difference[SCALER] == 0.0
+    assert outcome.losses[0] == outcome.losses[1]  # the first step changed nothing
+    step = spec()
+    for _ in range(5):
+        run_step(step, step.model, step.optimizer)
+    assert step.scaler is not None
+    assert step.scaler.get_scale() < 2.0**40
+
+
+def test_verification_notices_another_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    import executor.verify as module
+
+    spec = load_spec(OVERFLOWING)
+    plan = all_recomputed(recorded(spec).trace)
+    original = module._train
+
+    def other_scale(a: Any, b: Any, steps: int) -> Any:
+        b.step.scaler._init_scale = 2.0**3
+        return original(a, b, steps)
+
+    monkeypatch.setattr(module, "_train", other_scale)
+    outcome = verify(spec, plan, "cpu", 2)
+    assert not outcome.equal
+    assert outcome.max_abs_difference[SCALER] > 0
+
+
+def test_measuring_waits_until_the_scaler_takes_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load_spec(OVERFLOWING)
+    fake = recorded(spec)
+    assert measure(fake, spec, "cpu", rounds=1, warmup=1).meta.mode == "real"
+    monkeypatch.setattr("tracer.measure.runner.PATIENCE", 0)
+    with pytest.raises(TraceError, match="the real step differs"):
+        measure(fake, spec, "cpu", rounds=1, warmup=1)
+
+
+def test_the_peak_counts_when_the_scaler_has_taken_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = load_spec(OVERFLOWING)
+    Plan(meta=recorded(spec).trace.meta).save(tmp_path / "plan.json")
+    job = Job(
+        variant="eager", plan_path=str(tmp_path / "plan.json"), model="", device="cpu",
+        memory_steps=2, warmup=0, runs=1, steps=0,
+    )  # fmt: skip
+    assert len(perform(job).figures.peaks_bytes) > 2 + measuring._TAKEN
+    monkeypatch.setattr(measuring, "_PATIENCE", 3)
+    with pytest.raises(SpecError, match=r"the gradient scaler skipped 5 of 5 steps.*lower init_scale"):
+        perform(job)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In a loop of one's own
+
+
+@pytest.fixture(scope="module")
+def under_bf16() -> Plan:
+    return all_recomputed(recorded(load_spec(TIED, BF16)).trace)
+
+
+def train(model: nn.Module, steps: int = 3) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for k in range(steps):
+        x, y = torch.randn(2, 16, 24, generator=torch.Generator().manual_seed(k))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def twins() -> tuple[nn.Module, nn.Module]:
+    a, b = small_nets.Tied(), small_nets.Tied()
+    b.load_state_dict(a.state_dict())
+    return a, b
+
+
+def test_a_graph_that_is_captured_inside_a_region_is_that_captured_outside() -> None:
+    """Attention by its plain formula computes in float32 inside, below autocast, which must not cast it again."""
+    spec = load_spec("bert-tiny", {"batch_size": 1, "seq_len": 8, **BF16})
+    outside = program_of(capture_step(spec()))
+    step = spec()
+    with step.autocast.region():
+        inside = program_of(capture_step(step))
+    assert inside.fingerprint() == outside.fingerprint()
+
+
+def test_a_loop_under_autocast(under_bf16: Plan) -> None:
+    a, b = twins()
+    assert train(a) == train(apply_plan(b, under_bf16))
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+    ("context", "words"),
+    [
+        (
+            torch.autocast("cpu", enabled=False),
+            "under no autocast; call the model inside `with torch.autocast",
+        ),
+        (
+            torch.autocast("cpu", dtype=torch.float16),
+            "under torch.autocast.*float16.*--amp float16 and plan again",
+        ),
+    ],
+)
+def test_another_state_of_autocast_is_refused(under_bf16: Plan, context: Any, words: str) -> None:
+    planned = apply_plan(small_nets.Tied(), under_bf16)
+    with context, pytest.raises(PlanError, match=words):
+        planned(torch.randn(16, 24))
+
+
+def test_a_plan_without_autocast_is_refused_under_it() -> None:
+    planned = apply_plan(small_nets.Tied(), all_recomputed(recorded(load_spec(TIED)).trace))
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(PlanError, match=r"step under no autocast.*call the model outside of autocast"),
+    ):
+        planned(torch.randn(16, 24))
+
+
+def test_autocast_without_its_cache_is_another_graph(under_bf16: Plan) -> None:
+    planned = apply_plan(small_nets.Tied(), under_bf16)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
+        pytest.raises(PlanError, match="another graph"),
+    ):
+        planned(torch.randn(16, 24))
+
+
+def test_backward_under_autocast_is_refused(under_bf16: Plan) -> None:
+    planned = apply_plan(small_nets.Tied(), under_bf16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = planned(torch.randn(16, 24)).float().sum()
+        with pytest.raises(PlanError, match=r"leave the region before loss.backward"):
+            loss.backward()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Times
+
+
+def test_tf32_decides_the_rate_of_matrix_products() -> None:
+    """H200: 66.9 TFLOP/s in float32, 494.7 in TF32; a matrix product of 4096 x 4096 x 4096 is bound by it."""
+    from tests.torch.steps import step_of
+
+    def make(_device: str) -> Any:
+        model = nn.Linear(4096, 4096, bias=False)
+        return step_of(model, torch.empty(4096, 4096), lambda y: y.sum(), None)
+
+    def time_ns(policy: dict[str, Any]) -> int:
+        spec = BuildStep(model="test", options={}, seed=0, make=make, policy=policy)
+        trace = trace_step(spec, device("h200"), costs=Costs(rules=False)).trace
+        return trace.ops.time_ns[trace.ops.target.index("aten.mm.default")]
+
+    flops = 2 * 4096**3
+    launch = device("h200").launch_ns
+    assert time_ns({}) == time_ns({"tf32": False}) == round(flops / (0.7 * 66.9e12) * 1e9) + launch
+    assert time_ns({"tf32": True}) == round(flops / (0.7 * 494.7e12) * 1e9) + launch
+
+
+def test_tf32_is_switched_for_a_step_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul, convolution = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        precision.set_tf32({"tf32": True})
+        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)
+        precision.set_tf32({})
+        assert torch.backends.cuda.matmul.allow_tf32
+        precision.set_tf32({"tf32": False})
+        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, False)
+    finally:
+        precision.set_tf32({"tf32": matmul})
+        torch.backends.cudnn.allow_tf32 = convolution
+
+
+def test_attention_in_bfloat16_is_timed_as_such() -> None:
+    """Its statistics are float32, and decide nothing."""
+    spec = load_spec("llama-tiny", {"batch_size": 1, "seq_len": 8, **BF16})
+    rows = recorded(spec).program.rows
+    found = {r.dtype for r in rows if "attention" in r.target}
+    assert found == {"bfloat16"}

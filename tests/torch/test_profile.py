@@ -1,0 +1,345 @@
+"""What real mode measures: a time and the allocations of each op, in the order of the fake trace."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+import tracer.measure.step as profile_module  # noqa: E402
+import tracer.record.program as program_module  # noqa: E402
+from simulator.core.schedule import build as build_schedule  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.steps import build_of, recorded  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.measure.probes import CpuTimer, Names, Silent, settle  # noqa: E402
+from tracer.measure.runner import GraphRunner  # noqa: E402
+from tracer.measure.step import measure, typical, with_the_rest  # noqa: E402
+from tracer.measure.stepcode import step_code, takeovers  # noqa: E402
+from traces.errors import TraceError  # noqa: E402
+from traces.trace import EAGER, MUTATES, VIEW, Trace  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def real() -> Trace:
+    build = load_spec(small_nets.spec("residual"))
+    return measure(recorded(build), build, "cpu", rounds=3, warmup=1)
+
+
+def test_the_real_trace_is_the_fake_one_with_measurements(real: Trace) -> None:
+    fake = recorded(load_spec(small_nets.spec("residual"))).trace
+    assert (real.meta.mode, fake.meta.mode) == ("real", "fake")
+    for key in ("fingerprint", "graph_fingerprint", "structure_fingerprint"):
+        assert getattr(real.meta, key) == getattr(fake.meta, key)
+    assert real.storages == fake.storages
+    assert replace(real.ops, time_ns=fake.ops.time_ns, events=fake.ops.events) == fake.ops
+    real.validate()
+
+
+def test_every_op_has_a_time_and_views_allocate_nothing(real: Trace) -> None:
+    assert all(t > 0 for t in real.ops.time_ns)
+    for i, flags in enumerate(real.ops.flags):
+        if flags & VIEW:
+            assert real.ops.events[i] == ()
+
+
+def test_an_op_s_events_end_at_what_it_creates(real: Trace) -> None:
+    for i, events in enumerate(real.ops.events):
+        created = sum(real.storages.nbytes[s] for s in real.ops.writes[i] if real.storages.producer[s] == i)
+        assert sum(events) == created, real.ops.name[i]
+        live = 0
+        for e in events:
+            live += e
+            assert live >= 0
+
+
+def test_workspace_inside_an_op_is_seen() -> None:
+    def make() -> tuple[Any, ...]:
+        # The fused layer norm's backward keeps a buffer for partial sums of its own.
+        model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+        return model, torch.randn(32, 64), lambda y: y.sum(), torch.optim.SGD(model.parameters())
+
+    build = build_of(make)
+    trace = measure(recorded(build), build, "cpu", rounds=1, warmup=1)
+    (i,) = [i for i, t in enumerate(trace.ops.target) if t.startswith("aten.native_layer_norm_backward")]
+    assert min(trace.ops.events[i]) < 0  # something was allocated and freed inside
+    assert sum(e for e in trace.ops.events[i] if e > 0) > sum(trace.ops.events[i])
+
+
+@pytest.mark.parametrize(
+    ("events", "created", "settled"),
+    [
+        ((), 0, ()),
+        ((64,), 64, (64,)),
+        ((64, 32, -32), 64, (64, 32, -32)),
+        ((64, 32), 64, (64, 32, -32)),  # 32 left in a cache: workspace of this op
+        ((32,), 64, (32, 32)),  # memory that the op did not allocate itself
+        ((), 64, (64,)),
+    ],
+)
+def test_settled_events(events: tuple[int, ...], created: int, settled: tuple[int, ...]) -> None:
+    assert settle(events, created) == settled
+    assert sum(settle(events, created)) == created
+
+
+def test_a_step_that_runs_other_ops_than_the_captured_one_is_refused() -> None:
+    calls = []
+
+    def make() -> tuple[Any, ...]:
+        calls.append(None)
+        extra = len(calls) > 1  # the second step built is not the first
+
+        def loss(y: torch.Tensor) -> torch.Tensor:
+            return (y * 2).sum() if extra else y.sum()
+
+        model = nn.Linear(4, 4)
+        return model, torch.randn(2, 4), loss, None
+
+    build = build_of(make)
+    with pytest.raises(TraceError, match=r"op \d+ is aten.mul.Tensor and was to be"):
+        measure(recorded(build), build, "cpu", rounds=1, warmup=1)
+
+
+@pytest.mark.parametrize("odd", [3, 5, 7])
+def test_every_measured_round_must_run_the_recorded_ops(odd: int) -> None:
+    """An optimizer that does more in some steps: in a timed round (3 and 5) and in the one of the allocations (7).
+
+    Step 1 warms up, then comes one without a watch, and twice a timed round and one without.
+    """
+
+    class Sometimes(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            self.steps += 1
+            if self.steps == odd:
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].mul_(0.5)
+
+    def make() -> tuple[Any, ...]:
+        model = nn.Linear(4, 4)
+        return model, torch.randn(2, 4), lambda y: y.sum(), Sometimes(model.parameters())
+
+    build = build_of(make)
+    with pytest.raises(TraceError, match=r"op \d+ is aten.mul_.* does something else in some steps"):
+        measure(recorded(build), build, "cpu", rounds=2, warmup=1)
+
+
+def test_a_busy_machine_is_told_of_and_so_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tracer.measure.step as profile
+
+    class Slowing(CpuTimer):
+        rounds = 0
+
+        def finish(self) -> list[int]:
+            Slowing.rounds += 1
+            return [1_000_000 * 2**Slowing.rounds for _ in super().finish()]
+
+    monkeypatch.setattr(profile, "CpuTimer", Slowing)
+    build = load_spec(small_nets.spec("mlp"))
+    said: list[str] = []
+    done: list[int] = []
+    measure(recorded(build), build, "cpu", rounds=2, warmup=1, say=said.append, progress=done.append)
+    ops = len(recorded(build).trace.ops)
+    assert said[0].startswith(f"warning: the rounds took between {4 * ops:.2f} ms and {8 * ops:.2f} ms; ")
+    assert done == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["residual", "mlp", "tied"])
+def test_timed_rounds_work_in_place_where_the_step_with_everything_kept_does(name: str) -> None:
+    fake = recorded(load_spec(small_nets.spec(name)))
+    schedule = build_schedule(fake.trace)
+    graph = set(fake.graph_ops)
+    assert schedule.op == tuple(range(len(fake.trace.ops)))
+    scheduled = {i for i, s in enumerate(schedule.takes) if s >= 0 and i in graph}
+    assert scheduled
+    assert {fake.graph_ops[k] for k in takeovers(fake)} == scheduled
+
+
+class Written(TorchDispatchMode):
+    """Notes what really runs, in-place twins by their own names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.targets.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_timed_round_runs_the_twins_and_ticks_after_every_op() -> None:
+    build = load_spec(small_nets.spec("residual"))
+    fake = recorded(build)
+    in_place = takeovers(fake)
+    program = fake.program
+    ticks: list[int] = []
+    ran = Written()
+    code = step_code(program, in_place, lambda: ticks.append(len(ran.targets)))
+    step = build()
+    parameters, buffers = dict(step.model.named_parameters()), dict(step.model.named_buffers())
+    captured = program.captured
+    values = [
+        *(parameters[n].detach() for n in captured.parameters),
+        *(buffers[n] for n in captured.buffers),
+        *step.args,
+    ]
+    with torch.no_grad(), ran:
+        given = list(values)
+        outputs, saved = code.forward(given)
+        assert given == []  # so that each value goes after its last use
+        forward = len(ticks)
+        given = [*saved, *(torch.ones_like(x) for x in outputs)]
+        begun = len(ran.targets)
+        code.backward(given)
+    assert given == []
+    expected = [
+        str(program_module.inplace_twin(op.node.target) if k in in_place else op.node.target)
+        for k, op in enumerate(program.ops)
+    ]
+    assert forward == program.forward_ops
+    assert ran.targets[:forward] == expected[:forward]
+    assert ran.targets[begun:] == expected[forward:]
+    assert ticks == [*range(1, forward + 1), *range(begun + 1, begun + len(program.ops) - forward + 1)]
+    needed = {s for i in range(forward, len(program.ops)) for s in program.rows[i].reads}
+    held = {x.untyped_storage().data_ptr() for x in saved}
+    assert len(held) <= len(needed - set(program.tangent_storages))
+
+
+def test_timed_rounds_compute_what_others_do() -> None:
+    build = load_spec(small_nets.spec("residual"))
+    fake = recorded(build)
+    gradients = []
+    for probe, in_place in (
+        (Names(), frozenset[int]()),
+        (CpuTimer(), frozenset[int]()),
+        (CpuTimer(), takeovers(fake)),
+    ):
+        step = build()
+        GraphRunner(fake.program, step, in_place=in_place).round(probe)
+        gradients.append([p.grad for p in step.model.parameters()])
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*gradients, strict=True))
+
+
+def test_a_timer_s_targets_are_the_trace_s() -> None:
+    """Two rounds under one timer, each with a time for every op."""
+    build = load_spec(small_nets.spec("residual"))
+    fake = recorded(build)
+    runner, timer = GraphRunner(fake.program, build(), in_place=takeovers(fake)), CpuTimer()
+    runner.round(timer)  # the optimizer makes its state
+    timer.finish()
+    for _ in range(2):
+        runner.round(timer)
+        assert timer.targets == list(fake.trace.ops.target)
+        assert len(timer.finish()) == len(fake.trace.ops)
+    assert timer.finish() == timer.targets == []
+
+
+def test_a_timer_s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr("tracer.measure.probes.time.perf_counter_ns", lambda: now[0])
+    timer = CpuTimer()
+
+    def passes(ns: int) -> str:
+        now[0] += ns
+        return "done"
+
+    passes(5)
+    timer.begin()
+    for ns in (7, 11):
+        passes(ns)
+        timer.tick()
+    passes(13)  # between the ops in a row and a single op: nobody's
+    assert timer.run("aten.relu.default", lambda: passes(17)) == "done"
+    passes(19)
+    timer.begin()
+    passes(23)
+    timer.tick()
+    assert timer.targets == ["aten.relu.default"]
+    assert timer.finish() == [7, 11, 17, 23]
+
+
+@pytest.mark.parametrize(
+    ("samples", "times"),
+    [
+        ([[10, 20, 30]], [10, 20, 30]),
+        # One round of three was delayed in its first op: neither its median nor the median round knows.
+        ([[10, 20, 30], [10, 20, 30], [100, 20, 30]], [10, 20, 30]),
+        # Each round was delayed by 30, always elsewhere: medians 10, 20, 30, but a round takes 90.
+        ([[40, 20, 30], [10, 50, 30], [10, 20, 60]], [15, 30, 45]),
+        ([[0, 0], [0, 0]], [0, 0]),
+    ],
+)
+def test_typical_times_sum_to_the_median_round(samples: list[list[int]], times: list[int]) -> None:
+    assert typical(samples) == times
+
+
+@pytest.mark.parametrize(
+    ("whole_ns", "times"),
+    [
+        (100, [10, 20, 30, 0, 40]),  # nothing beside the ops
+        (
+            107,
+            [10, 20, 33, 0, 44],
+        ),  # 7 more: 3 for one op outside the model, 4 for the other; the view takes none
+        (50, [5, 10, 15, 0, 20]),  # the watching cost as much as the ops
+    ],
+)
+def test_what_a_step_takes_beside_its_ops(whole_ns: int, times: list[int]) -> None:
+    flags = [0, 0, EAGER | MUTATES, EAGER | VIEW, EAGER]
+    assert with_the_rest([10, 20, 30, 0, 40], flags, whole_ns) == times
+    assert sum(times) == whole_ns
+
+
+def test_without_ops_outside_the_model_all_share() -> None:
+    assert with_the_rest([10, 30], [0, VIEW], 80) == [20, 60]
+    assert with_the_rest([0, 0], [0, 0], 80) == [0, 0]
+
+
+def test_a_trace_s_times_sum_to_the_median_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = load_spec(small_nets.spec("residual"))
+    wholes = iter([5_000_000_000, 9_000_000_000, 8_000_000_000, 7_000_000_000])  # the first warms up
+    monkeypatch.setattr(profile_module, "_whole_ns", lambda *a: next(wholes))
+    assert measure(recorded(build), build, "cpu", rounds=3, warmup=1).time_ns == 8_000_000_000
+
+
+def test_a_whole_step_is_the_step_and_nobody_watches() -> None:
+    build = load_spec(small_nets.spec("residual"))
+    fake = recorded(build)
+    gradients = []
+    for way in ("round", "whole"):
+        step = build()
+        runner, silent = GraphRunner(fake.program, step, in_place=takeovers(fake)), Silent()
+        getattr(runner, way)(silent)
+        gradients.append([p.grad for p in step.model.parameters()])
+        assert silent.finish() == []
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_the_runner_keeps_no_value_after_its_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every storage that forward makes and backward does not read is gone when forward has ended."""
+    build = load_spec(small_nets.spec("residual"))
+    fake = recorded(build)
+    runner = GraphRunner(fake.program, build())
+    held: list[set[int]] = []
+    original = GraphRunner.execute
+
+    def watched(self: Any, env: Any, ops: Any, probe: Any, keep: Any) -> None:
+        original(self, env, ops, probe, keep)
+        held.append({s for n in env for s in fake.program.storage_of.get(n, ())})
+
+    monkeypatch.setattr(GraphRunner, "execute", watched)
+    runner.round(Names())
+    p = fake.program
+    made = {s for s, row in enumerate(p.storages) if 0 <= row.producer < p.forward_ops}
+    needed = {s for i in range(p.forward_ops, len(p.ops)) for s in p.rows[i].reads}
+    assert held[0] & made <= needed | set(p.output_storages)
+    after = held[1] & {s for s, row in enumerate(p.storages) if row.producer >= 0}
+    assert after == {s for s in p.gradient_storages if p.storages[s].producer >= 0}

@@ -1,0 +1,349 @@
+"""What `trace` does with device profiles: fills one, uses it, says so, and refuses one of another device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.steps import build_of  # noqa: E402
+from tracer.build.step import BuildStep, load_spec  # noqa: E402
+from tracer.costs.profiles import (  # noqa: E402
+    board_of,
+    find,
+    identity_here,
+    identity_wanted,
+    mismatch,
+    nearest_board,
+    with_workspaces,
+    workspaces_of,
+)
+from tracer.recording import ProfileUse, record_fake, record_real, skipped_text, sources_text  # noqa: E402
+from traces import device_profile as store  # noqa: E402
+from traces.device_profile import DeviceProfile, Entry, LibraryWorkspace  # noqa: E402
+from traces.devices import device  # noqa: E402
+from traces.errors import EnvironmentProblem, TraceError  # noqa: E402
+
+CPU = device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "lowtide"
+
+
+def net(batch_size: int) -> BuildStep:
+    return load_spec(small_nets.spec("residual"), {"batch_size": batch_size})
+
+
+def test_a_real_trace_fills_the_profile_and_a_fake_one_uses_it(cache: Path) -> None:
+    said: list[str] = []
+    real = record_real(net(2), CPU, "cpu", ProfileUse(), said.append, rounds=1, warmup=1)
+    (path,) = cache.glob("*.parquet")
+    assert str(path) in said[-1]
+    fake = record_fake(net(2), CPU, ProfileUse(), said.append)
+    assert fake.ops.events == real.ops.events
+    assert set(fake.meta.workspace) == {"measured"}
+    assert f"(profile {path})" in said[-1]
+    without = record_fake(net(2), CPU, ProfileUse(off=True), said.append)
+    assert "measured" not in without.meta.workspace
+    assert "0 measured" in said[-1]
+
+
+def test_no_profile_is_filled_where_none_is_wanted(cache: Path) -> None:
+    record_real(net(2), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    record_fake(net(2), CPU, ProfileUse(off=True, calibrate=True))
+    assert not cache.exists()
+
+
+def test_calibration_measures_what_lacks_and_keeps_it(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "mine.parquet"
+    use, said = ProfileUse(path=path, calibrate=True), list[str]()
+    first = record_fake(net(2), CPU, use, said.append)
+    assert set(first.meta.workspace) == {"measured"}
+    before = store.load(path)
+    record_fake(net(2), CPU, use, said.append)
+    assert any("Calibrating: 0 distinct calls" in line for line in said)
+    record_fake(net(4), CPU, use)
+    after = store.load(path)
+    assert set(before.entries) < set(after.entries)
+    assert all(after.entries[k] == e for k, e in before.entries.items())
+    assert not cache.exists()
+
+
+def test_other_batch_sizes_are_interpolated_to_the_byte(tmp_path: Path) -> None:
+    use = ProfileUse(path=tmp_path / "p.parquet", calibrate=True)
+    for batch in (2, 6):
+        record_fake(net(batch), CPU, use)
+    between = record_fake(net(4), CPU, ProfileUse(path=use.path))
+    assert between.meta.workspace["interpolated"] > 0
+    real = record_real(net(4), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    assert between.ops.events == real.ops.events
+
+
+def _changed(path: Path, **change: object) -> Path:
+    profile = store.load(path)
+    return store.save(replace(profile, identity=replace(profile.identity, **change)), path)  # type: ignore[arg-type]
+
+
+def test_a_profile_of_another_device_is_refused_and_of_other_flags_warned_about(tmp_path: Path) -> None:
+    path = store.save(DeviceProfile(identity=identity_here("cpu")), tmp_path / "p.parquet")
+    _changed(path, flags={**identity_here("cpu").flags, "threads": "96"})
+    said: list[str] = []
+    record_fake(net(2), CPU, ProfileUse(path=path), said.append)
+    assert any("threads was 96" in line for line in said)
+    _changed(path, device="another processor")
+    with pytest.raises(TraceError, match="another processor"):
+        record_fake(net(2), CPU, ProfileUse(path=path))
+    with pytest.raises(TraceError, match="another processor"):
+        record_real(net(2), CPU, "cpu", ProfileUse(path=path))
+    with pytest.raises(TraceError, match="missing"):
+        record_fake(net(2), CPU, ProfileUse(path=tmp_path / "none.parquet"))
+
+
+def test_profiles_that_do_not_fit_are_passed_over(cache: Path) -> None:
+    want = identity_wanted(CPU)
+    assert find(want) is None
+    path = store.save(DeviceProfile(identity=want), cache / want.file_name)
+    found = find(want)
+    assert found is not None
+    assert found.path == path
+    _changed(path, torch_version="1.9.1")
+    assert find(want) is None
+    path.write_text("damaged")
+    broken = find(want)
+    assert broken is not None
+    assert "left out" in broken.warning
+    assert broken.profile.entries == {}
+
+
+def test_a_damaged_file_does_not_hide_a_good_one(cache: Path) -> None:
+    want = identity_wanted(device("h200"))
+    cache.mkdir(parents=True)
+    (cache / "a-damaged.parquet").write_text("damaged")
+    have = replace(want, device="NVIDIA H200")
+    good = store.save(DeviceProfile(identity=have), cache / "b-good.parquet")
+    found = find(want)
+    assert found is not None
+    assert found.path == good
+    assert "a-damaged" in found.warning
+    assert "left out" in found.warning
+
+
+def test_a_damaged_profile_is_refused_before_anything_is_measured(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its merge would fail after minutes of measuring, and the trace with it."""
+    cache.mkdir(parents=True)
+    (cache / identity_here("cpu").file_name).write_text("damaged")
+    monkeypatch.setattr("tracer.recording.measure", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr("tracer.recording.calibrate", lambda *a, **k: pytest.fail("measured"))
+    with pytest.raises(TraceError, match="cannot be read"):
+        record_real(net(2), CPU, "cpu", ProfileUse())
+    with pytest.raises(TraceError, match="cannot be read"):
+        record_fake(net(2), CPU, ProfileUse(calibrate=True))
+
+
+def test_a_profile_that_cannot_take_more_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.save(DeviceProfile(identity=identity_here("cpu")), tmp_path / "p.parquet")
+    _changed(path, flags={**identity_here("cpu").flags, "threads": "96"})
+    monkeypatch.setattr("tracer.recording.measure", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr("tracer.recording.calibrate", lambda *a, **k: pytest.fail("measured"))
+    with pytest.raises(TraceError, match=r"p\.parquet: .*threads 96 and "):
+        record_real(net(2), CPU, "cpu", ProfileUse(path=path))
+    with pytest.raises(TraceError, match=r"p\.parquet: .*threads 96 and "):
+        record_fake(net(2), CPU, ProfileUse(path=path, calibrate=True))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="not a directory"):
+        record_real(net(2), CPU, "cpu", ProfileUse(path=tmp_path / "file" / "p.parquet"))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_cache_that_cannot_be_written_costs_no_trace(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A home directory may be read-only, as in containers, or full."""
+    if when == "before":
+        cache.parent.write_text("no directory")
+    else:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(store, "save", full)
+    said: list[str] = []
+    assert record_real(net(2), CPU, "cpu", ProfileUse(), said.append, rounds=1).meta.mode == "real"
+    assert sum("warning: the device profile" in line for line in said) == 1
+    made = record_fake(net(2), CPU, ProfileUse(calibrate=True), said.append)
+    assert set(made.meta.workspace) == {"measured"}
+    assert sum("warning: the device profile" in line for line in said) == 2
+
+
+def test_a_new_profile_gets_all_calls_although_the_cache_knows_them(tmp_path: Path, cache: Path) -> None:
+    """It is made to be carried to another machine, where that cache is not."""
+    record_real(net(2), CPU, "cpu", ProfileUse(), rounds=1, warmup=1)
+    (known,) = cache.glob("*.parquet")
+    path = tmp_path / "mine.parquet"
+    record_fake(net(2), CPU, ProfileUse(path=path, calibrate=True))
+    assert set(store.load(path).entries) == set(store.load(known).entries)
+
+
+def test_tf32_is_set_before_a_gpu_s_profile_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else measurements with TF32 would go to the file of those without."""
+    flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    seen: list[bool] = []
+
+    def identity(device: str) -> None:
+        seen.append(torch.backends.cuda.matmul.allow_tf32)
+        raise EnvironmentProblem("no GPU")
+
+    monkeypatch.setattr("tracer.recording.identity_here", identity)
+    build = load_spec(small_nets.spec("residual"), {"batch_size": 2, "tf32": True})
+    try:
+        with pytest.raises(EnvironmentProblem):
+            record_real(build, device("h200"), "cuda", ProfileUse())
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = flags
+    assert seen == [True]
+
+
+def test_a_gpu_s_profile_serves_a_laptop(cache: Path) -> None:
+    want = identity_wanted(device("h200"))
+    have = replace(want, device="NVIDIA H200")
+    store.save(DeviceProfile(identity=have), cache / have.file_name)
+    assert find(want) is not None
+    assert find(identity_wanted(device("l40s"))) is None
+    assert "it is of NVIDIA H200" in mismatch(have, identity_wanted(device("l40s")))
+    assert "benchmark was True" in mismatch(replace(have, flags={**have.flags, "benchmark": "True"}), want)
+    assert find(identity_wanted(device("h200"), tf32=True)) is None
+    assert "tf32_matmul was False and is True" in mismatch(have, identity_wanted(device("h200"), tf32=True))
+    patch = replace(have, torch_version=".".join([*want.torch_version.split(".")[:2], "99"]))
+    assert mismatch(patch, want) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "board"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 3090 Ti", ""),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", ""),
+        ("Tesla T4", "T4"),
+        ("Some Other GPU", ""),
+    ],
+)
+def test_boards_by_the_driver_s_name(name: str, board: str) -> None:
+    assert board_of(name) == board
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "board"),
+    [
+        ("NVIDIA A100 80GB PCIe", 80, "A100-80"),
+        ("NVIDIA A100-PCIE-40GB", 40, "A100-40"),
+        ("NVIDIA H100 PCIe", 80, "H100"),
+        ("NVIDIA H100 NVL", 94, "H100"),
+        ("NVIDIA GeForce RTX 3060", 12, ""),  # another chip than the RTX 3090, which has the nearest memory
+        ("NVIDIA RTX A6000", 48, ""),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, ""),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 5, ""),
+        ("NVIDIA GH200 480GB", 96, ""),
+    ],
+)
+def test_boards_of_the_same_chip(name: str, gib: int, board: str) -> None:
+    assert board_of(name) == ""
+    assert nearest_board(name, gib << 30) == board
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_here_cannot_be_calibrated() -> None:
+    with pytest.raises(EnvironmentProblem, match="runs ops on H200"):
+        record_fake(net(2), device("h200"), ProfileUse(off=True, calibrate=True))
+
+
+def test_library_workspaces_are_storages_that_are_always_there() -> None:
+    trace = record_fake(net(2), CPU, ProfileUse(off=True))
+    kept = (
+        LibraryWorkspace(nbytes=32 << 20, op="aten.mm.default"),
+        LibraryWorkspace(nbytes=8, op="aten.bmm.default"),
+    )
+    made = with_workspaces(trace, kept)
+    assert made.resident_bytes == trace.resident_bytes + (32 << 20) + 8
+    assert workspaces_of(made) == kept
+    assert with_workspaces(made, kept[:1]).resident_bytes == trace.resident_bytes + (32 << 20)
+    assert with_workspaces(made, ()) == trace
+    assert made.meta.fingerprint == trace.meta.fingerprint
+
+
+def test_words_about_sources_and_skips() -> None:
+    trace = record_fake(net(2), CPU, ProfileUse(off=True))
+    trace = replace(trace, meta=replace(trace.meta, workspace={"measured": 3, "rules": 2, "none": 1}))
+    assert sources_text(trace, "") == (
+        "Allocations inside the 6 computing ops: 3 measured, 0 interpolated, 2 by rule, 1 unknown."
+    )
+    text = skipped_text({"aten.a.b(1)": "no", "aten.a.b(2)": "no", "aten.c.d(1)": "why"})
+    assert text == "3 calls could not be run alone (2 x aten.a.b, 1 x aten.c.d); aten.a.b: no"
+
+
+def test_an_entry_is_for_people_too(tmp_path: Path) -> None:
+    path = tmp_path / "p.parquet"
+    record_fake(net(2), CPU, ProfileUse(path=path, calibrate=True))
+    entries = store.load(path).entries.values()
+    assert all(
+        isinstance(e, Entry) and e.shapes and e.samples and e.provenance == "measured-cpu" for e in entries
+    )
+    assert any("->" in e.shapes and "x" in e.shapes for e in entries)
+
+
+def test_a_loss_that_makes_tensors_is_recorded_on_fake_tensors_as_it_runs() -> None:
+    def loss(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        wanted = torch.nn.functional.one_hot(t, 3).float()
+        return (torch.tensor([1.0, 2.0, 0.5]) * (y - wanted).square()).mean()
+
+    def make() -> tuple[object, ...]:
+        return torch.nn.Linear(4, 3), (torch.randn(5, 4), torch.randint(3, (5,))), loss, None
+
+    build = build_of(make)
+    real = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    fake = record_fake(build, CPU, ProfileUse(off=True))
+    assert real.ops.target == fake.ops.target
+    assert "aten.scatter_.value" in real.ops.target  # not the comparison that one_hot makes of fake tensors
+    # The weights of the classes are there from where they are made, and not before: 3 floats.
+    i = fake.ops.target.index("aten.lift_fresh.default")
+    (weights,) = fake.ops.writes[i]
+    assert (fake.storages.producer[weights], fake.storages.nbytes[weights]) == (i, 12)
+    assert "constant" not in fake.storages.name
+
+
+CHANNELS_LAST = """
+import torch
+from torch import nn
+
+
+def build(batch_size: int = 2):
+    first, second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=2)
+    layers = first, nn.BatchNorm2d(8), nn.ReLU(), second, nn.Flatten(), nn.Linear(128, 5)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    images = torch.randn(batch_size, 3, 8, 8).to(memory_format=torch.channels_last)
+    return model, (images, torch.randint(5, (batch_size,))), nn.functional.cross_entropy, None
+"""
+
+
+def test_a_model_in_channels_last_is_so_on_fake_tensors_too(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(CHANNELS_LAST)
+    build = load_spec(f"{tmp_path}/net.py:build")
+    real = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    fake = record_fake(build, CPU, ProfileUse(off=True))
+    assert real.ops.target == fake.ops.target
+    # A gradient in its weight's own format is taken as it is; in another it would be copied into that.
+    assert not any("new_empty_strided" in target for target in fake.ops.target)

@@ -1,0 +1,330 @@
+"""What no plan can hold is refused in one sentence that says what to do; what only looks so is captured."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import warnings
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from executor.verify import verify  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
+from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
+from traces.errors import CaptureError  # noqa: E402
+from traces.trace import EFFECT  # noqa: E402
+
+
+def refused(model: Any, batch: Any, loss: Any = None, optimizer: Any = None) -> str:
+    """What the refusal of a step says; the model is a function, so that it may be made on fake tensors."""
+
+    def make() -> tuple[Any, ...]:
+        made = model()
+        return made, batch(), loss or (lambda y: y.sum()), None if optimizer is None else optimizer(made)
+
+    with pytest.raises(CaptureError) as error:
+        recorded(build_of(make))
+    return str(error.value)
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+def row() -> torch.Tensor:
+    return torch.randn(2, 4)
+
+
+def test_compiled_models_are_refused() -> None:
+    assert "it was compiled by torch.compile" in refused(
+        lambda: torch.compile(linear(), backend="eager"), row
+    )
+
+    def inside() -> nn.Module:
+        model = linear()
+        model[0].compile(backend="eager")
+        return model
+
+    assert "its module 0 was compiled by torch.compile" in refused(inside, row)
+
+
+def test_scripted_models_are_refused() -> None:
+    def scripted() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.jit.script(linear())
+
+    assert "TorchScript" in refused(scripted, row)
+
+
+def test_optimizers_that_run_the_model_themselves_are_refused() -> None:
+    said = refused(linear, row, optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
+    assert "LBFGS runs forward and backward itself" in said
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_with_the_module(kind: Any) -> None:
+    def model(*, frozen: bool = False) -> nn.Module:
+        made = nn.Sequential(kind(9, 4, sparse=True), nn.Linear(4, 2))
+        made[0].weight.requires_grad_(not frozen)
+        return made
+
+    said = refused(model, lambda: torch.randint(9, (2, 3)))
+    assert f"its module 0 ({kind.__name__}) has gradients" in said
+    assert "sparse=False" in said
+    recorded(build_of(lambda: (model(frozen=True), torch.randint(9, (2, 3)), lambda y: y.sum(), None)))
+
+
+class Lookup(nn.Module):
+    """A table without a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(x, self.table, sparse=True)
+
+
+def test_sparse_gradients_of_a_function_are_refused_with_the_op() -> None:
+    assert "makes a tensor of the layout torch.sparse_coo" in refused(
+        Lookup, lambda: torch.randint(9, (2, 3))
+    )
+
+
+class Checkpointed(nn.Module):
+    """A batch norm that the model itself runs twice."""
+
+    def __init__(self, *, training: bool) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4).train(training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: self.norm(self.a(y)).relu(), x, use_reentrant=False)
+
+
+def test_a_batch_norm_inside_a_checkpoint_is_refused_where_it_updates_its_statistics() -> None:
+    said = refused(lambda: Checkpointed(training=True), row)
+    assert "the batch norm norm runs inside torch.utils.checkpoint" in said
+    recorded(build_of(lambda: (Checkpointed(training=False), row(), lambda y: y.sum(), None)))
+
+
+class Graph(nn.Module):
+    """A sparse matrix of neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.register_buffer("adjacency", torch.eye(2).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.adjacency, self.a(x))
+
+
+def test_sparse_buffers_and_batches_are_refused_with_their_names() -> None:
+    assert "its buffer adjacency has the layout torch.sparse_coo" in refused(Graph, row)
+    assert "the batch holds a tensor of the layout torch.sparse_coo" in refused(
+        linear, lambda: torch.eye(4).to_sparse()
+    )
+
+
+def test_a_parameter_that_forward_overwrites_is_refused_with_its_name() -> None:
+    said = refused(
+        lambda: nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 2)),
+        lambda: torch.randint(9, (2, 3)),
+    )
+    assert "forward overwrites the parameter 0.weight" in said
+
+
+class Ragged(nn.Module):
+    """Rows of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nested.nested_tensor([x[:1], x], layout=torch.jagged)
+        return self.a(rows).to_padded_tensor(0.0)
+
+
+def test_nested_tensors_are_refused_as_what_depends_on_data() -> None:
+    assert "has an output whose shape depends on data" in refused(Ragged, row)
+
+
+def test_a_value_from_the_time_of_building_is_not_baked_in() -> None:
+    # Batch norm without momentum divides by the number of batches so far, which is 0 only before the first step.
+    said = refused(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), row)
+    assert "float(self.num_batches_tracked)" in said
+    assert re.search(r"batchnorm\.py:\d+", said)
+
+
+class Stack(nn.Module):
+    """Torch's own stack of transformer layers with a mask that forward makes."""
+
+    def __init__(self, *, by_torch: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.layers, self.by_torch = nn.TransformerDecoder(layer, 1), by_torch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.by_torch:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        else:
+            mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)
+        return self.layers(x, x, tgt_mask=mask)
+
+
+def test_a_mask_that_torch_makes_is_known_to_be_causal_and_of_another_the_call_must_tell() -> None:
+    said = refused(lambda: Stack(by_torch=False), lambda: torch.randn(2, 3, 4))
+    assert "tgt_is_causal" in said
+
+    def make() -> tuple[Any, ...]:
+        return Stack(by_torch=True), torch.randn(2, 3, 4), lambda y: y.square().mean(), None
+
+    trace = recorded(build_of(make)).trace
+    assert verify(build_of(make), plan_of(trace, *recompute_all(analyse(trace))), steps=2).bit_equal
+
+
+class Density(nn.Module):
+    """Returns an object with a tensor in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.a(x)
+        return y, torch.distributions.Normal(y, 1.0, validate_args=False)
+
+
+def test_an_output_that_hides_its_tensors_is_refused() -> None:
+    said = refused(Density, row, lambda out: out[0].sum() - out[1].log_prob(torch.zeros(2, 4)).sum())
+    assert "returns a Normal, in which nobody finds its tensors" in said
+
+
+def test_copies_of_a_model_with_counters_can_be_made_on_fake_tensors() -> None:
+    def make() -> tuple[Any, ...]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        twin = copy.deepcopy(model)
+        assert twin[1].num_batches_tracked is not model[1].num_batches_tracked
+        return nn.Sequential(model, twin), row(), lambda y: y.square().mean(), None
+
+    assert len(recorded(build_of(make)).trace.ops) > 4
+
+
+class Sampler(nn.Module):
+    """Samples through a distribution, which looks at its arguments unless told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, width = self.a(x).chunk(2, -1)
+        return self.b(torch.distributions.Normal(mean, width.exp()).rsample())
+
+
+class Factors(nn.Module):
+    """Two linear-algebra ops that check for errors, one of them with several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 9), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x).view(-1, 3, 3)
+        s = h @ h.mT + torch.eye(3)
+        values, _vectors = torch.linalg.eigh(s)
+        return self.b(torch.linalg.cholesky(s).diagonal(dim1=-1, dim2=-2).exp() + values)
+
+
+@pytest.fixture
+def checked_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile switches these checks off for the whole process when it is first called."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+
+@pytest.mark.usefixtures("checked_distributions")
+@pytest.mark.parametrize("kind", [Sampler, Factors])
+def test_these_train_to_the_same_bits(kind: type[nn.Module]) -> None:
+    def make() -> tuple[Any, ...]:
+        model = kind()
+        return model, (row(), torch.randn(2, 3 if kind is Sampler else 2)), functional.mse_loss, None
+
+    build = build_of(make)
+    trace = recorded(build).trace
+    for actions in (recompute_all(analyse(trace)), random_actions(trace, random.Random(1))):
+        outcome = verify(build, plan_of(trace, *actions), steps=2)
+        assert outcome.bit_equal, outcome.first_difference
+
+
+class Recurrent(nn.Module):
+    """Two layers with dropout between them, and what a layer ends with."""
+
+    def __init__(self, kind: type[nn.Module], bidirectional: bool) -> None:
+        super().__init__()
+        self.layers = kind(4, 3, 3, dropout=0.5, bidirectional=bidirectional)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, last = self.layers(x)
+        return y.mean() + (last[0] if isinstance(last, tuple) else last).square().mean()
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_keep_the_dropout_between_them(kind: type[nn.Module], bidirectional: bool) -> None:
+    def make() -> tuple[Any, ...]:
+        return Recurrent(kind, bidirectional), torch.randn(5, 2, 4), None, None
+
+    trace = recorded(build_of(make)).trace
+    assert sum(t == "lowtide.dropout_mask.default" for t in trace.ops.target) == 2
+    # Eager runs a kernel of its own: the same masks from the same random numbers, and equal up to rounding.
+    outcome = verify(build_of(make), plan_of(trace, *recompute_all(analyse(trace))), steps=2)
+    assert outcome.equal, outcome.first_difference
+
+
+def test_checks_for_errors_stay_in_the_graph_and_run_once() -> None:
+    def make() -> tuple[Any, ...]:
+        return Factors(), (row(), torch.randn(2, 2)), functional.mse_loss, None
+
+    ops = recorded(build_of(make)).trace.ops
+    checks = [i for i, t in enumerate(ops.target) if t == "aten._linalg_check_errors.default"]
+    assert next(ops.name[i] for i in checks) == "_linalg_check_errors"
+    assert all(ops.flags[i] & EFFECT for i in checks)
+    assert not any("with_effects" in t for t in ops.target)
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(-torch.eye(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.cholesky(self.w + 0 * x)
+
+    def broken() -> tuple[Any, ...]:
+        return Broken(), torch.randn(3, 3), lambda y: y.sum(), None
+
+    from executor.apply import apply_plan
+
+    trace = recorded(build_of(broken)).trace
+    step = build_of(broken)("cpu")
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+        apply_plan(step.model, plan_of(trace))(*step.args)
+
+
+@pytest.mark.usefixtures("checked_distributions")
+def test_a_loss_with_a_distribution_is_told_how_to_do_without_its_checks() -> None:
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return -torch.distributions.Normal(y, y.exp()).log_prob(torch.zeros(2, 4)).mean()
+
+    said = refused(linear, row, loss)
+    assert "validate_args=False" in said

@@ -1,0 +1,229 @@
+"""The rewritten graphs hold what the schedule says and nothing else, and the guards against the rest hold."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from executor.apply import program_actions  # noqa: E402
+from executor.rewrite import Rewritten, rewrite  # noqa: E402
+from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.schedule import Schedule, build  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.steps import plan_of, program, random_actions, recompute_all, recorded  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.record.program import Program, inplace_twin  # noqa: E402
+from traces.errors import PlanError  # noqa: E402
+from traces.plan import SAVE, Action  # noqa: E402
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def residual() -> Program:
+    return program(small_nets.Residual(), torch.randn(2, 3, 8, 8))
+
+
+def rewritten(p: Program, *actions: Action) -> Rewritten:
+    return rewrite(p, build(p.trace(), actions))
+
+
+def names(module: Any) -> list[str]:
+    return [n.name for n in module.graph.nodes]
+
+
+def expected_saved(p: Program, actions: tuple[Action, ...]) -> set[int]:
+    graph = analyse(p.trace())
+    kept = {s for s, wanted in enumerate(graph.wanted) if wanted}
+    kept -= {a.storage for a in actions if a.action != SAVE}
+    kept |= {s for s, pinned in enumerate(graph.pinned) if pinned and graph.wanted[s]}
+    return kept
+
+
+def test_with_everything_kept_nothing_runs_twice(residual: Program) -> None:
+    r = rewritten(residual)
+    assert r.recomputed == ()
+    assert set(r.saved_storages) == expected_saved(residual, ())
+    computed = [n for m in (r.forward, r.backward) for n in m.graph.nodes if n.op == "call_function"]
+    picks = [n for n in computed if "getitem" in n.name]
+    assert len(computed) - len(picks) == len(residual.ops)
+
+
+def test_with_everything_recomputed_only_the_rest_crosses(residual: Program) -> None:
+    trace = residual.trace()
+    actions = recompute_all(analyse(trace))
+    r = rewritten(residual, *actions)
+    assert set(r.saved_storages) == expected_saved(residual, actions)
+    assert not {a.storage for a in actions} & set(r.saved_storages)
+    assert len(rewritten(residual).saved_storages) > len(r.saved_storages)
+
+
+def test_recomputed_ops_and_only_they_are_named_so(residual: Program) -> None:
+    actions = recompute_all(analyse(residual.trace()))
+    r = rewritten(residual, *actions)
+    schedule = build(residual.trace(), actions)
+    assert r.recomputed == tuple(residual.ops[i].node.name for i in schedule.recomputed_ops)
+    assert not any("_recomputed" in n for n in names(r.forward))
+    again = [n for n in r.backward.graph.nodes if n.meta.get("recomputed")]
+    assert len(again) >= len(r.recomputed) > 0
+    assert all("_recomputed" in n.name for n in again)
+    others = [n for n in r.backward.graph.nodes if not n.meta.get("recomputed")]
+    assert not [n.name for n in others if "_recomputed" in n.name]
+
+
+def test_random_ops_and_writes_to_buffers_never_run_again(residual: Program) -> None:
+    for seed in range(20):
+        r = rewritten(residual, *random_actions(residual.trace(), random.Random(seed)))
+        nodes = [n for n in r.backward.graph.nodes if n.op == "call_function"]
+        assert not [n.name for n in nodes if n.target is torch.ops.lowtide.dropout_mask.default]
+        assert not [n.name for n in nodes if n.target is aten.copy_.default]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (small_nets.spec("mlp"), {}),
+        (small_nets.spec("residual"), {}),
+        ("gpt2-tiny", {"batch_size": 2, "seq_len": 8}),
+        ("resnet18", {"batch_size": 2, "image_size": 32}),
+    ],
+)
+def test_of_forward_only_what_the_plan_keeps_lives_into_backward(model: str, options: dict[str, Any]) -> None:
+    if model == "gpt2-tiny":
+        pytest.importorskip("transformers")
+    made = recorded(load_spec(model, options))
+    p = made.program
+    for seed in range(5):
+        plan = plan_of(made.trace, *random_actions(made.trace, random.Random(seed)))
+        actions = program_actions(plan)
+        r = rewrite(p, build(p.trace(), actions))
+        graph = analyse(p.trace())
+        allowed = expected_saved(p, actions) | {a.storage for a in actions if a.action == SAVE}
+        assert set(r.saved_storages) <= allowed | {s for s, x in enumerate(graph.pinned) if x}
+        gone = {a.storage for a in actions if a.action != SAVE}
+        assert not gone & set(r.saved_storages)
+
+
+def test_the_arguments_of_generated_code_have_names_of_their_own(residual: Program) -> None:
+    for seed in range(5):
+        r = rewritten(residual, *random_actions(residual.trace(), random.Random(seed)))
+        for module in (r.forward, r.backward):
+            seen = names(module)
+            assert len(seen) == len(set(seen))
+            # Generated code calls an argument by its target; no other value may bear that name.
+            arguments = {str(n.target) for n in module.graph.nodes if n.op == "placeholder"}
+            others = {n.name for n in module.graph.nodes if n.op != "placeholder"}
+            assert not arguments & others
+
+
+def test_a_value_called_like_an_argument_does_not_take_its_place() -> None:
+    # Ops called `saved_...`, as GoogLeNet has `cat_1` beside an argument of that name in its backward.
+    p = program(small_nets.Residual(), torch.randn(2, 3, 8, 8))
+    graph = p.captured.graph_module.graph
+    for k, n in enumerate(m for m in graph.nodes if m.op == "call_function"):
+        n.name = f"saved_{n.name}" if k % 2 else n.name
+    r = rewritten(p)
+    for module in (r.forward, r.backward):
+        arguments = {str(n.target) for n in module.graph.nodes if n.op == "placeholder"}
+        assert not arguments & {n.name for n in module.graph.nodes if n.op != "placeholder"}
+
+
+class Thirds(nn.Module):
+    """Attention-like: one projection, split in three, of which backward reads all parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).tanh().split(4, dim=1)
+        return q @ k.t() @ v
+
+
+def test_a_split_is_rebuilt_with_all_its_parts() -> None:
+    p = program(Thirds(), torch.randn(5, 4))
+    actions = recompute_all(analyse(p.trace()))
+    assert actions
+    r = rewritten(p, *actions)
+    # What backward reads must come from the rebuilt split, not from parts that forward left behind.
+    assert not [n for n in r.saved if "getitem" in n or "split" in n]
+    assert set(r.saved_storages) == expected_saved(p, actions)
+
+
+def test_takeovers_become_in_place_ops(residual: Program) -> None:
+    r = rewritten(residual)
+    schedule = build(residual.trace())
+    taking = [residual.ops[i].node for i, t in zip(schedule.op, schedule.takes, strict=True) if t >= 0]
+    assert taking
+    in_place = {
+        n.name
+        for m in (r.forward, r.backward)
+        for n in m.graph.nodes
+        if isinstance(n.target, torch._ops.OpOverload)
+        and n.target._schema.is_mutable
+        and n.target is not aten.copy_.default
+    }
+    assert in_place == {n.name for n in taking}
+    assert all(inplace_twin(n.target) is not None for n in taking)
+
+
+def test_outputs_and_inputs_are_never_overwritten() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.linear(x).exp()
+            return y, (y + 1).exp()
+
+    p = program(Net(), torch.randn(3, 6), lambda out: out[0].sum() + out[1].sum())
+    fixed = {s for s, row in enumerate(p.storages) if row.producer < 0} | set(p.output_storages)
+    for actions in ((), recompute_all(analyse(p.trace()))):
+        schedule = build(p.trace(), actions)
+        assert not fixed & set(schedule.takes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Guards
+
+
+def without_step(schedule: Schedule, step: int) -> Schedule:
+    columns = {c: getattr(schedule, c) for c in Schedule.__dataclass_fields__}
+    return Schedule(**{c: v[:step] + v[step + 1 :] for c, v in columns.items()})
+
+
+def test_a_schedule_that_forgets_an_op_is_refused(residual: Program) -> None:
+    schedule = build(residual.trace())
+    with pytest.raises(PlanError, match="before it exists"):
+        rewrite(residual, without_step(schedule, 1))
+
+
+def test_a_schedule_that_releases_what_backward_takes_is_refused(residual: Program) -> None:
+    """The guard `_check_kept`: the graph would hold a value that the simulator has counted as gone."""
+    trace = residual.trace()
+    schedule = build(trace)
+    graph = analyse(trace)
+    s = graph.candidates[0]
+    frees = [tuple(x for x in f if x != s) for f in schedule.frees]
+    frees[graph.first_backward_op - 1] = (*frees[graph.first_backward_op - 1], s)
+    with pytest.raises(PlanError, match="plan released"):
+        rewrite(residual, replace(schedule, frees=tuple(frees)))
+
+
+def test_what_a_plan_may_not_ask_for(residual: Program) -> None:
+    trace = residual.trace()
+    mask = next(s for s, row in enumerate(residual.storages) if "dropout_mask" in row.name)
+    with pytest.raises(PlanError, match="marked random"):
+        rewritten(residual, Action(storage=mask))
+    with pytest.raises(PlanError, match="exists throughout"):
+        rewritten(residual, Action(storage=0))
+    with pytest.raises(PlanError, match="belongs to another trace"):
+        rewritten(residual, Action(storage=len(trace.storages)))

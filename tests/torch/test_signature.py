@@ -1,0 +1,98 @@
+"""Signatures: one text for equal calls, another for any that differ in what decides an op's memory."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import fx, nn  # noqa: E402
+
+from tests.torch.steps import program  # noqa: E402
+from tracer.costs.signature import (  # noqa: E402
+    ITEM_BYTES,
+    Signature,
+    TensorSpec,
+    numbers_of,
+    of_call,
+    of_node,
+    structure_of,
+)
+
+aten = torch.ops.aten
+
+
+def add_key(x: torch.Tensor, alpha: float = 1.0) -> str:
+    return of_call(aten.add.Tensor, (x, x), {"alpha": alpha}, x).key
+
+
+def test_the_key_is_spelled_out() -> None:
+    x = torch.zeros(4, 6).t()
+    key = of_call(aten.sum.dim_IntList, (x, [1], True), {"dtype": torch.float32}, x.sum(1, True)).key
+    assert key == (
+        "aten.sum.dim_IntList(float32[6,4|1,6], (1), True, dtype=torch.float32) -> float32[6,1|1,1]"
+    )
+
+
+def test_a_key_tells_shapes_strides_and_dtypes_apart_and_no_floats() -> None:
+    x = torch.zeros(4, 4)
+    different = [x, torch.zeros(2, 8), torch.zeros(4, 8)[:, :4], x.double()]
+    assert len({add_key(y) for y in different}) == 4
+    assert add_key(x, 0.3) == add_key(x, 0.7)
+    assert len({add_key(x, 0.0), add_key(x, 1.0), add_key(x, 0.3)}) == 3
+
+
+def test_a_call_is_the_same_on_every_device() -> None:
+    x = torch.zeros(3)
+    keys = {
+        of_call(aten.full.default, ([3], 1.0), {"device": torch.device(d)}, x).key for d in ("cpu", "cuda:0")
+    }
+    assert keys == {"aten.full.default((3), 1.0, device=device) -> float32[3|1]"}
+
+
+def test_structure_and_numbers() -> None:
+    a, b = add_key(torch.zeros(4, 6)), add_key(torch.zeros(8, 6))
+    assert structure_of(a) == structure_of(b) != structure_of(add_key(torch.zeros(4)))
+    assert numbers_of(a) == (4, 6, 6, 1) * 3
+    assert structure_of(add_key(torch.zeros(4, 6).double())) != structure_of(a)
+
+
+def test_lists_of_tensors_are_inputs() -> None:
+    xs = [torch.zeros(3), torch.zeros(5)]
+    signature = of_call(aten._foreach_add.List, (xs, xs), {}, xs)
+    assert [s.shape for s in signature.inputs] == [(3,), (5,)] * 2
+    assert [s.shape for s in signature.results] == [(3,), (5,)]
+    assert hash(signature) == hash(of_call(aten._foreach_add.List, (xs, xs), {}, xs))
+
+
+def test_arguments_by_position_and_by_name() -> None:
+    signature = Signature(target="t", args=(1, 2), kwargs=(("dim", 3),))
+    assert (signature.argument(1, "x"), signature.argument(2, "dim"), signature.argument(4, "y", 9)) == (
+        2,
+        3,
+        9,
+    )
+
+
+def test_bytes_of_a_spec() -> None:
+    # 3 rows of 4 float32, 8 apart: 12 elements; the last is at 2 * 8 + 3 = 19.
+    spec = TensorSpec(shape=(3, 4), stride=(8, 1), dtype="float32")
+    assert (spec.elements, spec.nbytes, spec.span_bytes) == (12, 48, 80)
+    expanded = TensorSpec(shape=(5, 4), stride=(0, 1), dtype="int64")
+    assert (expanded.nbytes, expanded.span_bytes) == (160, 32)
+    assert TensorSpec(shape=(0, 4), stride=(4, 1), dtype="bool").span_bytes == 0
+
+
+def test_every_op_of_a_program_has_the_signature_of_its_node() -> None:
+    p = program(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.randn(4, 6))
+    for op, row in zip(p.ops, p.rows, strict=True):
+        assert isinstance(op.node, fx.Node)
+        assert row.signature == of_node(op.node)
+
+
+def test_every_type_of_torch_has_its_size() -> None:
+    """One that lacks it would end a trace with a KeyError; a guess would be a wrong size."""
+    dtypes = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    wrong = {str(d) for d in dtypes if ITEM_BYTES.get(str(d).removeprefix("torch.")) != d.itemsize}
+    assert len(dtypes) > 20
+    assert wrong == set()

@@ -1,0 +1,107 @@
+"""What the untouched model needs is counted on fake tensors: to the byte where everything it runs is known."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.profiler import record_function  # noqa: E402
+
+from executor.measure import _ITERATION, peaks_of  # noqa: E402
+from tests.torch.steps import build_of  # noqa: E402
+from tracer.build.loop import run_step  # noqa: E402
+from tracer.build.step import BuildStep, load_spec  # noqa: E402
+from tracer.costs.calibration import Costs  # noqa: E402
+from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.record import untouched  # noqa: E402
+from tracer.record.untouched import untouched_peak_bytes  # noqa: E402
+from tracer.recording import (  # noqa: E402
+    ProfileUse,
+    record_fake,
+    record_real,
+)
+from traces.devices import device  # noqa: E402
+
+CPU = device("cpu")
+Make = Callable[[], tuple[Any, Any, Any, Any]]
+
+
+def measured_bytes(build: BuildStep) -> int:
+    """The steady peak of the ordinary loop, by the CPU allocator's own account."""
+    gc.collect()
+    with memory_profiler() as prof:
+        step = build("cpu")
+        for k in range(3):
+            with record_function(f"{_ITERATION} {k}"):
+                run_step(step, step.model, step.optimizer)
+    assert prof.profiler is not None
+    return peaks_of(prof.profiler.kineto_results.experimental_event_tree(), 3)[0][2]
+
+
+class Locals(nn.Module):
+    """Keeps a name on what no later op reads, until it returns: 8 x 64 floats, 2,048 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.a(x)
+        again = first + 1.0
+        y = self.b(again.relu()).relu()
+        return y * y
+
+
+def locals_step() -> tuple[Any, ...]:
+    model = Locals()
+    return (
+        model,
+        (torch.randn(8, 64), torch.randn(8, 64)),
+        functional.mse_loss,
+        torch.optim.Adam(model.parameters()),
+    )
+
+
+def test_names_that_python_keeps_are_counted() -> None:
+    build = build_of(lambda: (*locals_step()[:3], None))
+    assert untouched_peak_bytes(build, CPU, Costs()) == measured_bytes(build)
+
+
+def test_the_optimizer_s_state_is_there_from_the_start() -> None:
+    build = build_of(locals_step)
+    bare = build_of(lambda: (*locals_step()[:3], None))
+    with_state, without = (untouched_peak_bytes(b, CPU, Costs()) for b in (build, bare))
+    # Two moments of the 2 x (64 x 64 + 64) parameters, and four step counters; Adam's own temporaries may add to that.
+    assert with_state - without >= 2 * 2 * (64 * 64 + 64) * 4 + 4 * 4
+
+
+@pytest.mark.parametrize("model", ["bert-tiny", "t5-tiny", "gpt2-tiny", "llama-tiny"])
+def test_language_models_in_the_ordinary_loop(model: str) -> None:
+    """Up to a few scalars: the loss of the step before may still have a name."""
+    build = load_spec(model, {"batch_size": 2, "seq_len": 16})
+    trace = record_fake(build, CPU, ProfileUse(off=True))
+    assert trace.meta.untouched_peak_bytes == pytest.approx(measured_bytes(build), abs=128)
+
+
+def test_a_measured_trace_counts_with_what_it_measured() -> None:
+    build = build_of(locals_step)
+    trace = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    assert trace.meta.untouched_peak_bytes == measured_bytes(build)
+
+
+def test_what_cannot_be_counted_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = build_of(locals_step)
+    assert untouched_peak_bytes(build, device("h200"), Costs()) == 0
+    monkeypatch.setattr(untouched, "MOST_OPS", 10)
+    assert untouched_peak_bytes(build, CPU, Costs()) == 0
+    monkeypatch.undo()
+    assert untouched_peak_bytes(build, CPU, replace(Costs(), rules=False)) > 0
