@@ -103,7 +103,7 @@ def record_real(
     recorded = trace_step(build, target, device=device, costs=Costs())
     say(f"Measuring {len(recorded.trace.ops)} ops on {device} ...")
     trace = measure(recorded, build, device, rounds=rounds, warmup=warmup, say=say, progress=progress)
-    own = profile_of(recorded, trace, identity, rounds)
+    own = profile_of(recorded.signatures, trace, identity, rounds)
     trace = _counted(trace, build, target, Costs(profile=own))
     if path is not None and (merged := _added(path, own, use, say)) is not None:
         say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")

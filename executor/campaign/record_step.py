@@ -102,6 +102,6 @@ def _transferred(
 
     smaller = trace_step(other, entry, device=device, costs=Costs())
     measured = measure(smaller, other, device, rounds=rounds, warmup=warmup)
-    profile = profile_of(smaller, measured, identity_here(device), rounds)
+    profile = profile_of(smaller.signatures, measured, identity_here(device), rounds)
     trace = recost(recorded, entry, Costs(profile=profile)).trace
     return with_workspaces(trace, profile.workspaces) if profile.workspaces else trace

@@ -82,7 +82,7 @@ def test_alone_and_in_the_step_are_the_same(make: Callable[[], BuildStep]) -> No
     step = recorded(build)
     alone = calibrated(step)
     real = measure(step, build, "cpu", rounds=1, warmup=1)
-    together = profile_of(step, real, identity_here("cpu"), 1)
+    together = profile_of(step.signatures, real, identity_here("cpu"), 1)
     assert set(alone.entries) == set(together.entries)
     differing = {k for k, e in alone.entries.items() if e.events != together.entries[k].events}
     assert differing == set()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 from tracer.costs.signature import Signature, TensorSpec
-from tracer.record.step import Recorded
 from traces import device_profile as store
 from traces.device_profile import (
     MEASURED_CPU,
@@ -177,18 +177,20 @@ def find(want: Identity, given: Path | None = None) -> Found | None:
     return damaged
 
 
-def profile_of(recorded: Recorded, measured: Trace, identity: Identity, samples: int) -> DeviceProfile:
+def profile_of(
+    calls: Sequence[Signature | None], measured: Trace, identity: Identity, samples: int
+) -> DeviceProfile:
     """What a real-mode trace measured, by signature; where calls share one, their median time counts.
 
     Args:
-        recorded: the fake trace, with the signatures of its ops.
-        measured: the same trace, measured.
+        calls: by op id, the signatures of the trace's ops.
+        measured: the trace, measured.
         identity: whose measurements these are.
         samples: timed rounds.
     """
     by_key: dict[str, list[int]] = {}
     signatures: dict[str, Signature] = {}
-    for i, signature in enumerate(recorded.signatures):
+    for i, signature in enumerate(calls):
         if signature is not None and not measured.ops.flags[i] & VIEW:
             key = signature.key
             by_key.setdefault(key, []).append(i)
