@@ -37,8 +37,6 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from tracer.build.batch import example_count, split_batch, to_device
-from tracer.precision.policy import POLICY_OPTIONS, Autocast, parse_amp
-from tracer.build.step import TrainingStep
 from tracer.build.context import (
     Conversions,
     active_fake_mode,
@@ -49,6 +47,8 @@ from tracer.build.context import (
     outside_fake_mode,
     rows_with_values,
 )
+from tracer.build.step import TrainingStep
+from tracer.precision.policy import POLICY_OPTIONS, Autocast, parse_amp
 from traces.errors import CaptureError, LowtideError, SpecError
 from traces.model_spec import DEFAULT_FUNCTION, split_reference
 

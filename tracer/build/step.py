@@ -100,8 +100,8 @@ class BuildStep:
         """
         import torch
 
-        from tracer.build.user_errors import built
         from tracer.build.context import is_fake
+        from tracer.build.user_errors import built
 
         check_device(device)
         if device.startswith("cuda"):
