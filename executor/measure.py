@@ -20,6 +20,7 @@ from executor.timing import alone, in_turns
 from traces.alloc_conf import NAMES as ALLOC_CONF
 from traces.alloc_conf import alloc_conf
 from traces.errors import PlanError, SpecError, is_out_of_memory
+from traces.json_records import from_json
 from traces.measurement import RunFigures
 from traces.plan import Plan
 
@@ -93,7 +94,7 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
         timeout_s=timeout_s,
     )
     return JobResult(
-        figures=RunFigures.from_json(data["figures"]),
+        figures=from_json(RunFigures, data["figures"]),
         environment=data["environment"],
         verification=data["verification"],
         curve=tuple((int(t), int(b)) for t, b in data["curve"]),
@@ -367,8 +368,8 @@ def predicted_figures(plan: Plan, which: str) -> RunFigures:
     if not isinstance(data, dict):
         raise PlanError("the plan carries no prediction; make it again with `simulate`.")
     try:
-        return RunFigures.from_json({k: data.get(k) for k in RunFigures().headline()})
-    except TypeError as error:
+        return from_json(RunFigures, {k: data.get(k) for k in RunFigures().headline()})
+    except ValueError as error:
         raise PlanError(
             f"the plan's prediction is no number ({error}); make it again with `simulate`."
         ) from None

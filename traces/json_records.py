@@ -1,16 +1,46 @@
-"""Turn what a JSON file holds into a record, or say which of its fields is of another type than the record's."""
+"""Records to JSON and back: every field checked against its type, and what is wrong named with its place."""
 
 from __future__ import annotations
 
 import json
-import types
-from collections.abc import Mapping
-from dataclasses import fields
-from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
+
+import msgspec
+
+from traces.errors import LowtideError
 
 Record = TypeVar("Record")
+
+
+def to_json(record: Any) -> Any:
+    """A record of frozen dataclasses, or a container of such, as plain containers, numbers and text."""
+    return msgspec.to_builtins(record, enc_hook=_plain)
+
+
+def _plain(value: Any) -> str:
+    """Text of a class of its own, such as torch's version, as plain text."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise TypeError(f"{value!r:.80} of type {type(value).__name__} is nothing that JSON knows")
+
+
+def from_json(kind: type[Record], data: Any) -> Record:
+    """The record of that kind that plain containers hold; keys that it does not have are left out.
+
+    Raises:
+        ValueError: a field is missing or of another type; the text says which and where.
+    """
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+
+
+def checked(record: Record) -> Record:
+    """The same record; raises ValueError if a field's value is not of the field's type."""
+    from_json(type(record), to_json(record))
+    return record
 
 
 def read_json(path: str | Path) -> Any:
@@ -26,43 +56,32 @@ def read_json(path: str | Path) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def checked(record: Record) -> Record:
-    """The same record of a dataclass; raises TypeError if a field's value is not of the field's type.
+def read_record(
+    path: str | Path,
+    kind: type[Record],
+    *,
+    name: str,
+    version_key: str,
+    version: int,
+    advice: str,
+    error: type[LowtideError],
+) -> Record:
+    """Read one record from a JSON file whose `record` is `name` and whose `version_key` is `version`.
 
-    A bool is no int here, an int is a float, and what stands in a tuple or a mapping is looked at too.
+    Raises:
+        error: no such file, no JSON, another record or version, or a field of another type; with the advice.
     """
-    kind: Any = type(record)
-    hints = _hints(kind)
-    for f in fields(record):  # type: ignore[arg-type]
-        value = getattr(record, f.name)
-        if not _fits(value, hints[f.name]):
-            raise TypeError(f"{f.name} is {value!r:.80}")
-    return record
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if kind is Any:
-        return True
-    origin, inside = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, k) for k in inside)
-    if origin is tuple:
-        if not isinstance(value, tuple):
-            return False
-        if inside[-1:] == (...,):
-            return all(_fits(x, inside[0]) for x in value)
-        return len(value) == len(inside) and all(map(_fits, value, inside))
-    if origin in (dict, Mapping):
-        return isinstance(value, Mapping) and all(
-            _fits(k, inside[0]) and _fits(v, inside[1]) for k, v in value.items()
-        )
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    if not Path(path).is_file():
+        raise error(f"{path}: no such file; {advice}.")
+    try:
+        data = read_json(path)
+    except (OSError, ValueError) as problem:
+        raise error(f"{path}: not a JSON file ({problem}); {advice}.") from None
+    if not isinstance(data, dict) or data.get("record") != name:
+        raise error(f"{path}: holds no {name} of Lowtide's; {advice}.")
+    if data.get(version_key) != version:
+        raise error(f"{path}: version {data.get(version_key)}, and this Lowtide reads {version}; {advice}.")
+    try:
+        return from_json(kind, data)
+    except ValueError as problem:
+        raise error(f"{path}: malformed ({problem}); {advice}.") from None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from traces.errors import TraceError
 from traces.files import write_text
-from traces.json_records import checked, read_json
+from traces.json_records import read_record, to_json
 from traces.plan import ALLOCATED, RESERVED
 from traces.trace import canonical_json
 
@@ -52,25 +52,10 @@ class RunFigures:
             "step_time_ns": self.step_time_ns,
         }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RunFigures:
-        """Build figures from parsed JSON; raises TypeError if one is no whole number, ValueError if pairs are none."""
-        figures = checked(
-            cls(
-                peak_allocated_bytes=data.get("peak_allocated_bytes"),
-                peak_block_bytes=data.get("peak_block_bytes"),
-                peak_reserved_bytes=data.get("peak_reserved_bytes"),
-                step_time_ns=data.get("step_time_ns"),
-                peaks_bytes=tuple(data.get("peaks_bytes", ())),
-                times_ns=tuple(data.get("times_ns", ())),
-                reserved_bytes=tuple(data.get("reserved_bytes", ())),
-                keep_all_times_ns=tuple(data.get("keep_all_times_ns", ())),
-            )
-        )
-        pairs = figures.keep_all_times_ns
-        if pairs and (len(pairs) != len(figures.times_ns) or min(pairs) <= 0):
+    def __post_init__(self) -> None:
+        pairs = self.keep_all_times_ns
+        if pairs and (len(pairs) != len(self.times_ns) or min(pairs) <= 0):
             raise ValueError("keep_all_times_ns are not the times of as many steps as times_ns")
-        return figures
 
 
 def measured_slowdown_percent(plan: RunFigures, keep_all: RunFigures) -> float | None:
@@ -158,7 +143,7 @@ class Measurement:
         return slowdown_percent(self.predicted, self.keep_all_predicted)
 
     def to_json(self) -> dict[str, Any]:
-        out = asdict(self)
+        out = to_json(self)
         out["error_percent"] = signed_error_percent(self.predicted, self.measured)
         out["keep_all_error_percent"] = signed_error_percent(self.keep_all_predicted, self.keep_all)
         out["slowdown_percent"] = {
@@ -174,14 +159,12 @@ class Measurement:
     @classmethod
     def load(cls, path: str | Path) -> Measurement:
         """Read a measurement; raises TraceError if the file is not one."""
-        try:
-            data = read_json(path)
-            if data.get("record") != "measurement" or data.get("measurement_version") != MEASUREMENT_VERSION:
-                raise ValueError("not a Lowtide measurement of this version")
-            values = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
-            for key in ("predicted", "measured", "keep_all_predicted", "keep_all", "eager"):
-                values[key] = RunFigures.from_json(values[key])
-            values["warnings"] = tuple(values.get("warnings", ()))
-            return checked(cls(**values))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TraceError(f"{path}: not a measurement ({error}); run `execute` again.") from None
+        return read_record(
+            path,
+            cls,
+            name="measurement",
+            version_key="measurement_version",
+            version=MEASUREMENT_VERSION,
+            advice="run `execute` again",
+            error=TraceError,
+        )

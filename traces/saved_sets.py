@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from traces.errors import PlanError
 from traces.files import write_text
-from traces.json_records import checked, read_json
+from traces.json_records import read_record, to_json
 from traces.trace import TraceMeta, canonical_json
 
 SAVED_VERSION: Final = 1
@@ -39,23 +39,16 @@ class SavedSet:
         """Whether the other system would compute the gradients of the step as it is."""
         return not self.random_again
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "label": self.label,
-            "settings": dict(self.settings),
-            "solve_seconds": self.solve_seconds,
-            "saved": list(self.saved),
-            "recomputed": list(self.recomputed),
-            "recomputed_ops": self.recomputed_ops,
-            "random_again": list(self.random_again),
-        }
+    def __post_init__(self) -> None:
+        if Path(self.label).name != self.label:  # plans are written to files of that name
+            raise ValueError(f"the label {self.label!r:.80} is no name for a file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSets:
     """What one run of the other system chose, for one trace."""
 
-    meta: TraceMeta
+    trace: TraceMeta
     source: str  # the other system, in words
     capture_seconds: float  # to build and capture the graph, once for all sets
     sets: tuple[SavedSet, ...] = field(default=())
@@ -64,10 +57,7 @@ class SavedSets:
         return {
             "record": "saved sets",
             "saved_version": SAVED_VERSION,
-            "trace": self.meta.to_json(),
-            "source": self.source,
-            "capture_seconds": self.capture_seconds,
-            "sets": [s.to_json() for s in self.sets],
+            **to_json(self),
         }
 
     def save(self, path: str | Path) -> Path:
@@ -81,45 +71,12 @@ class SavedSets:
         Raises:
             PlanError: no such file, not JSON, not such a record, or of another version.
         """
-        path = Path(path)
-        advice = f"make it with `trace torch-budget TRACE -o {path}`"
-        if not path.is_file():
-            raise PlanError(f"{path}: no such file; {advice}.")
-        try:
-            data = read_json(path)
-        except (ValueError, OSError) as error:
-            raise PlanError(f"{path}: not a JSON file ({error}); {advice}.") from None
-        if not isinstance(data, dict) or data.get("record") != "saved sets":
-            raise PlanError(f"{path}: holds no saved sets; {advice}.")
-        if data.get("saved_version") != SAVED_VERSION:
-            raise PlanError(
-                f"{path}: version {data.get('saved_version')}, and this Lowtide reads {SAVED_VERSION}; {advice}."
-            )
-        try:
-            return checked(
-                cls(
-                    meta=TraceMeta.from_json(data["trace"]),
-                    source=str(data["source"]),
-                    capture_seconds=data["capture_seconds"],
-                    sets=tuple(_set(s) for s in data["sets"]),
-                )
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"{path}: malformed ({type(error).__name__}: {error}); {advice}.") from None
-
-
-def _set(data: dict[str, Any]) -> SavedSet:
-    label = str(data["label"])
-    if Path(label).name != label:  # plans are written to files of that name
-        raise ValueError(f"the label {label!r:.80} is no name for a file")
-    return checked(
-        SavedSet(
-            label=label,
-            settings=dict(data["settings"]),
-            solve_seconds=data["solve_seconds"],
-            saved=tuple(data["saved"]),
-            recomputed=tuple(data["recomputed"]),
-            recomputed_ops=data["recomputed_ops"],
-            random_again=tuple(data["random_again"]),
+        return read_record(
+            path,
+            cls,
+            name="saved sets",
+            version_key="saved_version",
+            version=SAVED_VERSION,
+            advice=f"make it with `trace torch-budget TRACE -o {path}`",
+            error=PlanError,
         )
-    )

@@ -224,7 +224,7 @@ def _load_table(path: Path, columns: dict[str, str]) -> tuple[TraceMeta, dict[st
     header, values = tables.read(path, form)
     try:
         meta = TraceMeta.from_json(header)
-    except TypeError as error:
+    except ValueError as error:
         raise TraceError(f"{path}: its header is malformed ({error}); {form.again}") from None
     return meta, values
 

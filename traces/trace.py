@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from traces.errors import TraceError
+from traces.json_records import from_json, to_json
 
 SCHEMA_VERSION: Final = 1
 
@@ -153,30 +154,17 @@ class TraceMeta:
     fingerprint: str = ""  # of the whole trace, times and workspaces left out
     schema_version: int = SCHEMA_VERSION
 
+    def __post_init__(self) -> None:
+        if any(n < 0 for n in self.rerun_workspaces.values()):
+            raise ValueError("rerun_workspaces holds something else than bytes")
+
     def to_json(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return dict(to_json(self))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TraceMeta:
-        """Build a header from parsed JSON; raises TypeError if it is not one."""
-        known = {f.name: f for f in fields(cls)}
-        values = {k: v for k, v in data.items() if k in known}
-        values["grad_outputs"] = tuple(values.get("grad_outputs", ()))
-        meta = cls(**values)
-        example = cls(model="")
-        for k in known:
-            value, kind = getattr(meta, k), type(getattr(example, k))
-            if type(value) is not kind:
-                raise TypeError(f"{k} is a {type(value).__name__} and should be a {kind.__name__}")
-        if not all(type(k) is str and type(n) is int for k, n in meta.workspace.items()):
-            raise TypeError("workspace holds something else than numbers of ops")
-        if not all(type(k) is str and type(n) is int and n >= 0 for k, n in meta.rerun_workspaces.items()):
-            raise TypeError("rerun_workspaces holds something else than bytes")
-        if not all(type(k) is str and type(n) is int for k, n in meta.rates.items()):
-            raise TypeError("rates holds something else than whole numbers")
-        if not all(type(k) is int for k in meta.grad_outputs):
-            raise TypeError("grad_outputs holds something else than numbers of outputs")
-        return meta
+        """Build a header from parsed JSON; raises ValueError if it is not one."""
+        return from_json(cls, data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

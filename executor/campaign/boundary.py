@@ -18,6 +18,7 @@ from executor.campaign.record_step import CALIBRATED_DIR, UNCALIBRATED_DIR
 from executor.measure import EAGER, PLAN
 from simulator.core.budget import parse_budget
 from traces.errors import OutOfMemoryProblem
+from traces.json_records import from_json
 from traces.measurement import RunFigures
 
 Progress = Callable[[str], None]
@@ -77,7 +78,7 @@ def _predict(
     )
     trial = Trial(
         batch_size=size,
-        predicted=RunFigures.from_json(made["predicted"]),
+        predicted=from_json(RunFigures, made["predicted"]),
         predicted_fits=bool(made["fits"]),
         message=str(made["message"]),
     )
@@ -97,7 +98,7 @@ def _try(trial: Trial, plan_path: Path, case: Case, limit_bytes: int, keys: Keys
         variant == EAGER and not cuda
     ):  # where the limit changes nothing, what a case of this step measured will do
         known = bench.store.step(keys.of_step(_sized(case, trial.batch_size)))
-        measured = RunFigures.from_json(known["eager"]) if known is not None else measured
+        measured = from_json(RunFigures, known["eager"]) if known is not None else measured
     if measured.peak_allocated_bytes is None:
         try:
             measured = bench.job(variant, plan_path, limit_bytes if cuda else None).figures

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from traces.errors import LowtideError, SpecError
-from traces.json_records import checked
+from traces.json_records import to_json
 from traces.model_spec import short_name, split_reference
 from traces.trace import canonical_json
 
@@ -75,30 +75,6 @@ class Case:
         run = "keep-all" if self.budget == NONE else f"{self.budget} {self.planner}"
         return f"{self.step.label} {run}"
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "model": self.step.model,
-            "options": dict(self.step.options),
-            "budget": self.budget,
-            "planner": self.planner,
-            "limit": self.limit,
-            "batch_sizes": list(self.batch_sizes),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Case:
-        return checked(
-            cls(
-                kind=str(data["kind"]),
-                step=Step(model=str(data["model"]), options=dict(data["options"])),
-                budget=str(data["budget"]),
-                planner=str(data["planner"]),
-                limit=str(data["limit"]),
-                batch_sizes=tuple(data["batch_sizes"]),
-            )
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
@@ -117,13 +93,6 @@ class Method:
     timeout_minutes: int = 30  # of each process
     memory_limit: str = ""  # of each measuring process: its data on the CPU, its share of the device on CUDA
     seed: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Method:
-        return checked(cls(**{f.name: data[f.name] for f in fields(cls)}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +152,7 @@ def parse_cases(data: Mapping[str, Any], *, where: str, root: Path, name: str) -
         place = f"{where}, case {number}"
         _known_keys(table, _case_keys(), place)
         for case in _expand({**defaults, **table}, place, root):
-            cases.setdefault(canonical_json(case.to_json()), case)  # the same question twice is asked once
+            cases.setdefault(canonical_json(to_json(case)), case)  # the same question twice is asked once
     return Campaign(name=name, method=method, cases=tuple(cases.values()))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from executor.measure import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, run_
 from simulator.core.budget import parse_budget
 from traces.devices import DEVICES
 from traces.errors import OutOfMemoryProblem, SpecError
+from traces.json_records import from_json, to_json
 from traces.measurement import RunFigures
 
 Progress = Callable[[str], None]
@@ -150,7 +151,7 @@ class Bench:
 class SharedStep:
     """What the cases of one step share."""
 
-    directory: Path  # of its traces and its keep-all plan
+    directory: str  # of its traces and its keep-all plan
     fingerprint: str
     predicted: Predictions  # everything kept
     warnings: Mapping[str, tuple[str, ...]]
@@ -159,37 +160,13 @@ class SharedStep:
     out_of_memory: Mapping[str, str]  # eager, keep_all, calibration -> what was said; only those that ran out
     notes: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "record": "campaign step",
-            "fingerprint": self.fingerprint,
-            "predicted": {k: asdict(v) for k, v in self.predicted.items()},
-            "warnings": {k: list(v) for k, v in self.warnings.items()},
-            "eager": asdict(self.eager),
-            "keep_all": asdict(self.keep_all.figures),
-            "verification": dict(self.keep_all.verification),
-            "out_of_memory": dict(self.out_of_memory),
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], directory: Path) -> SharedStep:
-        return cls(
-            directory=directory,
-            fingerprint=str(data["fingerprint"]),
-            predicted={k: RunFigures.from_json(v) for k, v in data["predicted"].items()},
-            warnings=_texts(data["warnings"]),
-            eager=RunFigures.from_json(data["eager"]),
-            keep_all=Measured(
-                figures=RunFigures.from_json(data["keep_all"]), verification=dict(data["verification"])
-            ),
-            out_of_memory=dict(data["out_of_memory"]),
-            notes=tuple(data["notes"]),
-        )
-
 
 def _texts(data: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     return {stage: tuple(str(text) for text in texts) for stage, texts in data.items()}
+
+
+def _predictions(data: Mapping[str, Any]) -> Predictions:
+    return {stage: from_json(RunFigures, figures) for stage, figures in data.items()}
 
 
 def shared_step(case: Case, key: str, bench: Bench, progress: Progress) -> SharedStep:
@@ -201,7 +178,7 @@ def shared_step(case: Case, key: str, bench: Bench, progress: Progress) -> Share
     directory = bench.store.root / "traces" / key
     known = bench.store.step(key)
     if known is not None and (directory / KEEP_ALL_PLAN).is_file():
-        return SharedStep.from_json(known, directory)
+        return from_json(SharedStep, {**known, "directory": str(directory)})
     ran_out: dict[str, str] = {}
     progress("    recording the step")
     try:
@@ -229,9 +206,9 @@ def shared_step(case: Case, key: str, bench: Bench, progress: Progress) -> Share
     if "calibration" in ran_out:
         notes.append(f"no calibrated trace, since the step itself does not fit: {ran_out['calibration']}")
     step = SharedStep(
-        directory=directory,
+        directory=str(directory),
         fingerprint=str(baseline["fingerprint"]),
-        predicted={k: RunFigures.from_json(v) for k, v in baseline["keep_all_predicted"].items()},
+        predicted=_predictions(baseline["keep_all_predicted"]),
         warnings=_texts(baseline["warnings"]),
         eager=eager,
         keep_all=keep_all,
@@ -239,7 +216,7 @@ def shared_step(case: Case, key: str, bench: Bench, progress: Progress) -> Share
         notes=tuple(notes),
     )
     if step.keep_all.verification.get("equal", True):  # else `--retry-failed` must find it undone
-        bench.store.save_step(key, step.to_json())
+        bench.store.save_step(key, {**to_json(replace(step, directory="")), "record": "campaign step"})
     return step
 
 
@@ -302,7 +279,7 @@ def run_case(record: Record, step: SharedStep, bench: Bench, progress: Progress)
             return replace(record, status=INFEASIBLE, message=str(made["message"]))
         record = replace(
             record,
-            predicted={k: RunFigures.from_json(v) for k, v in made["predicted"].items()},
+            predicted=_predictions(made["predicted"]),
             warnings=_texts(made["warnings"]),
             recomputed_ops=int(made["recomputed_ops"]),
         )

@@ -42,6 +42,7 @@ from simulator.report.page import (
     percent_cell,
     write_page,
 )
+from traces.json_records import to_json
 from traces.units import show_percent
 
 # The two that most charts show, and all stages for the ablation.
@@ -359,7 +360,7 @@ def _provenance(book: Book) -> tuple[Block, ...]:
         seen[key] = seen.get(key, 0) + 1
     for key, n in seen.items():
         rows += [(f"{n} cases", k, v) for k, v in key if v]
-    method = [("method", k.replace("_", " "), str(v)) for k, v in book.method.to_json().items() if v != ""]
+    method = [("method", k.replace("_", " "), str(v)) for k, v in to_json(book.method).items() if v != ""]
     return (
         Text(
             text="Each variant of a step ran in a process of its own. The peak is the highest of the iterations from "

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from executor.campaign.cases import Case, Method, digest
 from traces.errors import TraceError
 from traces.files import write_text
-from traces.json_records import checked, read_json
+from traces.json_records import read_json, read_record, to_json
 from traces.measurement import RunFigures
 from traces.model_spec import source_file
 from traces.trace import canonical_json
 
-RECORD_VERSION: Final = 1
+RECORD_VERSION: Final = 2
 
 DONE: Final = "measured"
 INFEASIBLE: Final = "infeasible"
@@ -98,55 +98,20 @@ class Record:
         return self.environment.get("gpu") or "CPU"
 
     def to_json(self) -> dict[str, Any]:
-        out = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("keep_all_predicted", "predicted"):
-            out[name] = {stage: asdict(f) for stage, f in out[name].items()}
-        for name in ("eager", "keep_all", "measured"):
-            out[name] = asdict(out[name])
-        for name in ("keep_all_warnings", "warnings"):
-            out[name] = {stage: list(w) for stage, w in out[name].items()}
-        out["case"] = self.case.to_json()
-        out["trials"] = [asdict(t) for t in self.trials]
-        return {
-            "record": "campaign case",
-            "record_version": RECORD_VERSION,
-            **out,
-            "notes": list(self.notes),
-            "environment": dict(self.environment),
-        }
+        return {"record": "campaign case", "record_version": RECORD_VERSION, **to_json(self)}
 
     @classmethod
-    def from_json(cls, data: Any, where: str = "") -> Record:
-        """Build a record from parsed JSON; raises TraceError if it is not one."""
-        place = f"{where}: " if where else ""
-        if not isinstance(data, dict) or data.get("record") != "campaign case":
-            raise TraceError(f"{place}not a record of a campaign; it was written by something else.")
-        if data.get("record_version") != RECORD_VERSION:
-            raise TraceError(
-                f"{place}record version {data.get('record_version')}, and this Lowtide reads {RECORD_VERSION}; run "
-                "the campaign in a new directory."
-            )
-        try:
-            values = {f.name: data[f.name] for f in fields(cls)}
-            for name in ("keep_all_predicted", "predicted"):
-                values[name] = {k: RunFigures.from_json(v) for k, v in values[name].items()}
-            for name in ("eager", "keep_all", "measured"):
-                values[name] = RunFigures.from_json(values[name])
-            for name in ("keep_all_warnings", "warnings"):
-                values[name] = {k: tuple(v) for k, v in values[name].items()}
-            values["case"] = Case.from_json(values["case"])
-            values["trials"] = tuple(_trial(t) for t in values["trials"])
-            values["notes"] = tuple(values["notes"])
-            return checked(cls(**values))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TraceError(
-                f"{place}a malformed record ({type(error).__name__}: {error}); delete it, and the case runs again."
-            ) from None
-
-
-def _trial(data: Mapping[str, Any]) -> Trial:
-    figures = {k: RunFigures.from_json(data[k]) for k in ("predicted", "measured")}
-    return checked(Trial(**{**data, **figures}))
+    def load(cls, path: Path) -> Record:
+        """Read the record of one case; raises TraceError if the file is not one."""
+        return read_record(
+            path,
+            cls,
+            name="campaign case",
+            version_key="record_version",
+            version=RECORD_VERSION,
+            advice="delete it, and the case runs again",
+            error=TraceError,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,56 +124,25 @@ class Book:
     records: tuple[Record, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "record": "campaign",
-            "record_version": RECORD_VERSION,
-            "name": self.name,
-            "asked": self.asked,
-            "method": self.method.to_json(),
-            "cases": [r.to_json() for r in self.records],
-        }
+        cases = [r.to_json() for r in self.records]
+        own = {"name": self.name, "asked": self.asked, "method": to_json(self.method)}
+        return {"record": "campaign", "record_version": RECORD_VERSION, **own, "records": cases}
 
     @classmethod
     def load(cls, path: Path) -> Book:
         """Read a campaign.json; raises TraceError if the file is not one."""
-        data = _read(path)
-        if not isinstance(data, dict) or data.get("record") != "campaign":
-            raise TraceError(
-                f"{path}: not a campaign; `execute campaign CASES -o DIR` writes DIR/campaign.json."
-            )
-        if data.get("record_version") != RECORD_VERSION:
-            raise TraceError(
-                f"{path}: version {data.get('record_version')}, and this Lowtide reads {RECORD_VERSION}; run the "
-                "campaign again."
-            )
-        try:
-            return checked(
-                cls(
-                    name=str(data["name"]),
-                    asked=data["asked"],
-                    method=Method.from_json(data["method"]),
-                    records=tuple(
-                        Record.from_json(r, f"{path}, case {k}") for k, r in enumerate(data["cases"], 1)
-                    ),
-                )
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TraceError(
-                f"{path}: malformed ({type(error).__name__}: {error}); run the "
-                "campaign again in a new directory."
-            ) from None
+        return read_record(
+            path,
+            cls,
+            name="campaign",
+            version_key="record_version",
+            version=RECORD_VERSION,
+            advice="`execute campaign CASES -o DIR` writes DIR/campaign.json",
+            error=TraceError,
+        )
 
     def save(self, path: Path) -> Path:
         return write_text(path, canonical_json(self.to_json()) + "\n")
-
-
-def _read(path: Path) -> Any:
-    try:
-        return read_json(path)
-    except (OSError, ValueError) as error:
-        raise TraceError(
-            f"{path}: cannot be read as JSON ({error}); name another, or run the campaign that makes it."
-        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +177,7 @@ class Store:
         path = self.root / "cases" / f"{key}.json"
         if not path.is_file():
             return None
-        record = Record.from_json(_read(path), str(path))
+        record = Record.load(path)
         if record.key != key:
             raise TraceError(f"{path}: holds the record of another case ({record.key}); delete it.")
         return record
@@ -255,8 +189,8 @@ class Store:
     def step(self, key: str) -> dict[str, Any] | None:
         """What is known of a step that cases share; None: nothing, or nothing that can be read."""
         try:
-            data = _read(self.root / "steps" / f"{key}.json")
-        except TraceError:
+            data = read_json(self.root / "steps" / f"{key}.json")
+        except (OSError, ValueError):
             return None
         return data if isinstance(data, dict) and data.get("key") == key else None
 
@@ -291,7 +225,7 @@ class Keys:
     environment: Mapping[str, str]
 
     def of_case(self, case: Case) -> str:
-        return self._of({"case": case.to_json(), "source": source_digest(case.step.model)})
+        return self._of({"case": to_json(case), "source": source_digest(case.step.model)})
 
     def of_step(self, case: Case) -> str:
         """The same for all cases that differ in the plan only."""
@@ -299,8 +233,16 @@ class Keys:
         return self._of({"step": step, "source": source_digest(case.step.model)})
 
     def _of(self, data: Mapping[str, Any]) -> str:
-        method = {k: v for k, v in self.method.to_json().items() if k not in ("device", "timeout_minutes")}
+        method = {k: v for k, v in to_json(self.method).items() if k not in ("device", "timeout_minutes")}
         return digest({**data, "method": method, "code": self.code, "environment": dict(self.environment)})
+
+
+def code_digest() -> str:
+    """A digest of Lowtide's own code and tables: what another code measured is another case's record."""
+    root = Path(__file__).resolve().parents[2]
+    rooms = (root / room for room in ("traces", "tracer", "simulator", "executor"))
+    files = sorted(p for room in rooms for kind in ("*.py", "*.toml") for p in room.rglob(kind))
+    return digest([(p.name, p.read_text(encoding="utf-8")) for p in files])
 
 
 def source_digest(model: str) -> str:

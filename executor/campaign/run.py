@@ -10,10 +10,8 @@ from datetime import UTC, datetime
 
 from executor.campaign.boundary import run_boundary
 from executor.campaign.cases import BOUNDARY, Campaign, Case
-from executor.campaign.code import code_digest
-from executor.campaign.estimate import Estimate, show_duration
 from executor.campaign.one import Bench, SharedStep, run_case, shared_step
-from executor.campaign.record import FAILED, RETRIED, Book, Keys, Record, Store
+from executor.campaign.record import FAILED, RETRIED, Book, Keys, Record, Store, code_digest
 from executor.isolated import run_fresh
 from traces.errors import LowtideError, SpecError
 
@@ -78,13 +76,10 @@ def run_campaign(campaign: Campaign, store: Store, choice: Choice, progress: Pro
     if kept_number := len(chosen) - len(queue):
         progress(f"{kept_number} of {len(chosen)} cases are finished and kept.")
     queue = _by_step(queue, keys)
-    estimate = Estimate(cases=[r.seconds for r in records.values() if r.case.kind != BOUNDARY])
     steps: dict[str, SharedStep | LowtideError] = {}
     for number, case in enumerate(queue):
-        left = _left(estimate, queue[number:], keys, steps, store)
-        after = "" if left is None else f"; about {show_duration(left)} left"
-        progress(f"[{number + 1}/{len(queue)}] {case.label}{after}")
-        record = _run(case, keys, bench, estimate, steps, progress)
+        progress(f"[{number + 1}/{len(queue)}] {case.label}")
+        record = _run(case, keys, bench, steps, progress)
         store.save(record)
         records[record.key] = record
         store.save_book(book())
@@ -100,17 +95,6 @@ def _by_step(cases: list[Case], keys: Keys) -> list[Case]:
     return sorted(cases, key=lambda c: order[keys.of_step(c)])
 
 
-def _left(
-    estimate: Estimate,
-    queue: list[Case],
-    keys: Keys,
-    steps: dict[str, SharedStep | LowtideError],
-    store: Store,
-) -> float | None:
-    wanted = {keys.of_step(c) for c in queue if c.kind != BOUNDARY} - set(steps)
-    return estimate.remaining_s(sum(1 for s in wanted if store.step(s) is None), len(queue))
-
-
 def _shared(case: Case, key: str, bench: Bench, progress: Progress) -> SharedStep | LowtideError:
     """What the step's cases share, or why they have nothing to share, which none of them must find out again."""
     try:
@@ -123,7 +107,6 @@ def _run(
     case: Case,
     keys: Keys,
     bench: Bench,
-    estimate: Estimate,
     steps: dict[str, SharedStep | LowtideError],
     progress: Progress,
 ) -> Record:
@@ -138,7 +121,6 @@ def _run(
             step_key = keys.of_step(case)
             if step_key not in steps:
                 steps[step_key] = _shared(case, step_key, bench, progress)
-                estimate.steps.append(time.perf_counter() - begin)
                 begin = time.perf_counter()
             step = steps[step_key]
             if isinstance(step, LowtideError):
@@ -147,7 +129,5 @@ def _run(
     except LowtideError as error:
         record = replace(record, status=FAILED, message=str(error))
     seconds = time.perf_counter() - begin
-    if case.kind != BOUNDARY:
-        estimate.cases.append(seconds)
     finished = datetime.now(UTC).isoformat(timespec="seconds")
     return replace(record, seconds=round(seconds, 2), finished=finished)

@@ -102,9 +102,9 @@ def plans(trace: Trace, sets: SavedSets, graph: Graph | None = None) -> tuple[To
     Raises:
         PlanError: the sets are of another trace.
     """
-    if sets.meta.fingerprint != trace.meta.fingerprint:
+    if sets.trace.fingerprint != trace.meta.fingerprint:
         raise PlanError(
-            f"the saved sets were made for the trace {sets.meta.fingerprint} and this is {trace.meta.fingerprint}; "
+            f"the saved sets were made for the trace {sets.trace.fingerprint} and this is {trace.meta.fingerprint}; "
             "make them again with `trace torch-budget`."
         )
     graph = graph or analyse(trace)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from simulator.core.budget import parse_budget
 from simulator.core.limits import DEFAULTS, Limits
 from traces.errors import BudgetError, LowtideError, TraceError
 from traces.files import write_text
-from traces.json_records import checked, read_json
+from traces.json_records import read_json, read_record, to_json
 from traces.measurement import RunFigures
 from traces.plan import ALLOCATED
 from traces.trace import PARAMETER, Trace, canonical_json
@@ -61,15 +61,6 @@ class SweepRow:
     budget_of: str = ALLOCATED  # what the budget limits
     warnings: tuple[str, ...] = ()  # what must be said beside the predicted figures
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> SweepRow:
-        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        for key in ("baseline", "plan"):
-            values[key] = RunFigures.from_json(values[key])
-        values["measured"] = {k: RunFigures.from_json(v) for k, v in values.get("measured", {}).items()}
-        values["warnings"] = tuple(values.get("warnings", ()))
-        return checked(cls(**values))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
@@ -98,29 +89,7 @@ class Sweep:
         return tuple(out)
 
     def to_json(self) -> dict[str, Any]:
-        return {"record": "sweep", "sweep_version": SWEEP_VERSION, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, data: Any) -> Sweep:
-        """Build a sweep from parsed JSON; raises TraceError if it is not one."""
-        if not isinstance(data, dict) or data.get("record") != "sweep":
-            raise TraceError("not a Lowtide sweep; make one with `simulate sweep MODEL --batch-sizes 8,16`.")
-        if data.get("sweep_version") != SWEEP_VERSION:
-            raise TraceError(
-                f"sweep version {data.get('sweep_version')}, and this Lowtide reads {SWEEP_VERSION}; make it "
-                "again with `simulate sweep`."
-            )
-        try:
-            return cls(
-                model=str(data["model"]),
-                options=dict(data["options"]),
-                target=str(data["target"]),
-                rows=tuple(SweepRow.from_json(r) for r in data["rows"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TraceError(
-                f"malformed sweep ({type(error).__name__}: {error}); make it again with `simulate sweep`."
-            ) from None
+        return {"record": "sweep", "sweep_version": SWEEP_VERSION, **to_json(self)}
 
     def save(self, path: str | Path) -> Path:
         """Write the sweep as JSON, whole or not at all."""
@@ -129,16 +98,15 @@ class Sweep:
     @classmethod
     def load(cls, path: str | Path) -> Sweep:
         """Read a sweep; raises TraceError if the file is not one."""
-        try:
-            data = read_json(path)
-        except (OSError, ValueError) as error:
-            raise TraceError(
-                f"{path}: cannot be read as a sweep ({error}); make it again with `simulate sweep`."
-            ) from None
-        try:
-            return cls.from_json(data)
-        except TraceError as error:
-            raise TraceError(f"{path}: {error}") from None
+        return read_record(
+            path,
+            cls,
+            name="sweep",
+            version_key="sweep_version",
+            version=SWEEP_VERSION,
+            advice="make one with `simulate sweep MODEL --batch-sizes 8,16`",
+            error=TraceError,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import pytest
 
 from executor.campaign.cases import PACKAGED, Campaign, Case, Method, find_cases, load_cases, parse_cases
 from traces.errors import SpecError
+from traces.json_records import from_json, to_json
 
 
 def parsed(text: str, root: Path = Path()) -> Campaign:
@@ -48,7 +49,7 @@ def test_lists_are_multiplied_out_and_a_case_overrides_the_defaults() -> None:
     last = made.cases[-1]
     assert dict(last.step.options) == {"dtype": "bfloat16"}
     assert (last.budget, last.planner) == ("2GiB", "sqrt-n")
-    assert [Case.from_json(c.to_json()) for c in made.cases] == list(made.cases)
+    assert [from_json(Case, to_json(c)) for c in made.cases] == list(made.cases)
 
 
 def test_autocast_and_tf32_are_options_of_every_model() -> None:

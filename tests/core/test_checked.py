@@ -14,7 +14,7 @@ from executor.campaign.record import Book
 from simulator.studies.sweep import Sweep
 from traces.commands import print_json
 from traces.errors import LowtideError
-from traces.json_records import checked
+from traces.json_records import from_json, to_json
 from traces.measurement import Measurement, RunFigures
 from traces.plan import Plan
 from traces.saved_sets import SavedSets
@@ -42,13 +42,12 @@ class Sample:
     "values",
     [
         {},
-        {"number": 1 << 80, "share": 1, "maybe": 3, "many": (1, 2), "pair": (1, "a"), "named": {"a": 1}},
-        {"anything": object()},
+        {"number": 1 << 80, "share": 1.0, "maybe": 3, "many": (1, 2), "pair": (1, "a"), "named": {"a": 1}},
     ],
 )
-def test_what_fits_comes_back_as_it_is(values: dict[str, Any]) -> None:
+def test_a_record_comes_back_as_it_was(values: dict[str, Any]) -> None:
     record = Sample(**values)
-    assert checked(record) is record
+    assert from_json(Sample, json.loads(json.dumps(to_json(record)))) == record
 
 
 @pytest.mark.parametrize(
@@ -60,19 +59,18 @@ def test_what_fits_comes_back_as_it_is(values: dict[str, Any]) -> None:
         {"share": True},
         {"share": "1"},
         {"maybe": "3"},
-        {"many": [1]},
-        {"many": (1, "2")},
-        {"pair": (1, 2)},
-        {"pair": (1,)},
+        {"many": 1},
+        {"many": [1, "2"]},
+        {"pair": [1, 2]},
+        {"pair": [1]},
         {"named": {"a": "b"}},
-        {"named": {1: 1}},
         {"named": []},
         {"inner": 0},
     ],
 )
 def test_what_does_not_fit_is_named(values: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=next(iter(values))):
-        checked(Sample(**values))
+    with pytest.raises(ValueError, match=next(iter(values))):
+        from_json(Sample, values)
 
 
 CPU = GALLERY / "resnet152-cpu"
@@ -105,10 +103,10 @@ INFINITE = float("inf")
         ("measurement", ("verified",), "yes"),
         ("book", ("asked",), INFINITE),
         ("book", ("method", "runs"), "5"),
-        ("book", ("cases", 0, "measured", "times_ns"), ["a"]),
-        ("book", ("cases", 0, "measured", "keep_all_times_ns"), [0]),
-        ("book", ("cases", 0, "case", "batch_sizes"), ["8"]),
-        ("book", ("cases", 0, "verified"), 1),
+        ("book", ("records", 0, "measured", "times_ns"), ["a"]),
+        ("book", ("records", 0, "measured", "keep_all_times_ns"), [0]),
+        ("book", ("records", 0, "case", "batch_sizes"), ["8"]),
+        ("book", ("records", 0, "verified"), 1),
     ],
 )
 def test_a_record_with_a_value_of_another_type_is_refused(
@@ -138,10 +136,10 @@ def test_the_gallery_is_read_as_before() -> None:
 
 
 def test_times_in_turns_come_in_pairs() -> None:
-    RunFigures.from_json({"times_ns": [1, 2], "keep_all_times_ns": [3, 4]})
-    for pairs in ([3], [3, 0]):
+    RunFigures(times_ns=(1, 2), keep_all_times_ns=(3, 4))
+    for pairs in ((3,), (3, 0)):
         with pytest.raises(ValueError, match="as many steps"):
-            RunFigures.from_json({"times_ns": [1, 2], "keep_all_times_ns": pairs})
+            RunFigures(times_ns=(1, 2), keep_all_times_ns=pairs)
 
 
 def test_what_is_printed_is_json_for_every_reader(capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ def test_every_key_of_a_plan_is_documented() -> None:
 def test_every_key_of_saved_sets_is_documented() -> None:
     text = section(FORMATS, "Saved sets")
     assert {f.name for f in fields(SavedSet)} <= {*rows(text)}
-    empty = SavedSets(meta=small_trace().meta, source="torch", capture_seconds=0.0)
+    empty = SavedSets(trace=small_trace().meta, source="torch", capture_seconds=0.0)
     assert {*empty.to_json()} <= {*rows(text)}
 
 
@@ -183,7 +183,7 @@ def test_every_key_of_a_campaign_is_documented() -> None:
     text = section(FORMATS, "A campaign")
     case = Case(step=Step(model="m"))
     record = Record(case=case, key="k", status="measured", provenance="measured-cpu", environment={})
-    keys = {*record.to_json(), *case.to_json(), *(f.name for f in fields(Trial))}
+    keys = {*record.to_json(), *(f.name for f in fields(Case)), *(f.name for f in fields(Trial))}
     assert keys <= quoted(text)
     assert {*Book(name="n", method=Method(), asked=0).to_json()} <= quoted(text)
 

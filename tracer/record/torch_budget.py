@@ -114,7 +114,7 @@ def saved_sets(trace: Trace, settings: Sequence[Setting], progress: Callable[[st
         progress(f"torch's budget {setting.budget} with {setting.solver} ...")
         sets.append(saved_set(again.program, trace, setting, again.graph_ops))
     source = f"torch {torch.__version__} activation_memory_budget"
-    return SavedSets(meta=trace.meta, source=source, capture_seconds=seconds, sets=tuple(sets))
+    return SavedSets(trace=trace.meta, source=source, capture_seconds=seconds, sets=tuple(sets))
 
 
 def recorded_again(meta: TraceMeta) -> Recorded:
