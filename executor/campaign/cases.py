@@ -319,10 +319,9 @@ def _limit(value: Any, place: str) -> str:
 
 
 def _planner(value: Any, place: str) -> str:
-    from simulator.planners import REGISTRY
+    from simulator.planners import find
 
-    if not isinstance(value, str) or value not in REGISTRY:
-        raise SpecError(f"{place}: {value!r} is no planner; there are {', '.join(REGISTRY)}.")
+    _at(place, find, str(value))
     return str(value)
 
 

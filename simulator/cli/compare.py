@@ -27,7 +27,10 @@ MESSAGE_WIDTH = 110  # of a reason in the table; the JSON has it whole
 @click.command("compare")
 @click.argument("trace_name", metavar="TRACE")
 @click.option("--budget", required=True, help="Bytes, a size such as 8GiB, or a share of the keep-all peak.")
-@click.option("--planners", help="Which, with commas (default: all; see `simulate planners`).")
+@click.option(
+    "--planners",
+    help="Which, with commas (default: all of `simulate planners`).",
+)
 @planning_options
 @device_options
 @click.option(
@@ -72,8 +75,7 @@ def compare_command(
     contest = open_contest(trace, trace_name, budget_bytes, limits, _asking(trace, asked))
     contest = enter(contest, names, limits, _progress(quiet))
     if with_torch_budget or saved is not None:
-        from simulator.planners.torch_budget import BUDGETS, ask_torch
-        from simulator.studies.torch_budget import entrants
+        from simulator.studies.torch_budget import BUDGETS, ask_torch, entrants
         from traces.saved_sets import SavedSets
 
         sets = (
@@ -117,13 +119,12 @@ def pareto_command(
     Budgets lie evenly between the floor, below which no plan can go, and the peak with everything kept. A larger
     budget never has a slower plan. --seconds is for the whole front.
     """
-    from simulator.planners import REGISTRY, default_for
+    from simulator.planners import DEFAULT, find
     from simulator.studies.pareto import front
     from traces.store import load
 
-    name = planner or default_for(limits)
-    if name not in REGISTRY:
-        raise SpecError(f"--planner {name!r}: there is no such planner; there are {', '.join(REGISTRY)}.")
+    name = planner or DEFAULT
+    find(name)
     asked.check()
     trace = load(trace_name)
     done = front(trace, trace_name, name, points, limits, _progress(quiet), _asking(trace, asked))
@@ -136,14 +137,11 @@ def pareto_command(
 
 def chosen_planners(text: str | None) -> tuple[str, ...]:
     """Planners from `a,b,c`, all without a text; raises SpecError if one does not exist or stands twice."""
-    from simulator.planners import REGISTRY
+    from simulator.planners import REGISTRY, find
 
     names = tuple(REGISTRY) if text is None else tuple(word.strip() for word in text.split(","))
     for name in names:
-        if name not in REGISTRY:
-            raise SpecError(
-                f"--planners {name!r}: there is no such planner; there are {', '.join(REGISTRY)}."
-            )
+        find(name)
     if len(set(names)) != len(names):
         raise SpecError(f"--planners {text!r}: the same planner stands there twice.")
     return names

@@ -21,7 +21,6 @@ from simulator.cli.device import (
 from simulator.cli.max_batch import max_batch_command
 from simulator.cli.options import planning_options
 from simulator.cli.replay import replay_command
-from simulator.cli.torch_budget import torch_budget_command
 from traces.commands import DefaultGroup, Refused, analysis_option, report_option
 from traces.errors import BudgetError, SpecError
 from traces.files import check_writable
@@ -33,11 +32,18 @@ if TYPE_CHECKING:
     from simulator.studies.sweep import Sweep, SweepRequest
 
 DEFAULT_COMMAND = ""  # a name that no trace can have
-WITHOUT_BUDGET = "keep-all"  # the planner when no budget is given
+
+
+FORMER = {"torch-budget": "`simulate compare TRACE --budget BUDGET --with-torch-budget`"}
 
 
 class SimulateGroup(DefaultGroup):
     """Shows the options of the default command, a simulation, as its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] in FORMER:
+            raise Refused(f"there is no `simulate {args[0]}` any more; use {FORMER[args[0]]}.", 2)
+        return super().parse_args(ctx, args)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_usage(ctx.command_path, "TRACE [--budget BUDGET] [OPTIONS]")
@@ -111,8 +117,10 @@ def plan_command(
     quiet: bool,
 ) -> None:
     """Simulate one trace."""
+    from simulator.planners import SAVE_ALL
+
     say = progress(quiet)
-    planner = known_planner(planner, limits) if planner or budget is not None else WITHOUT_BUDGET
+    planner = known_planner(planner) if planner or budget is not None else SAVE_ALL
     if budget is not None and budget != DEVICE:
         check_budget_text(budget)
     asked.check()
@@ -241,7 +249,7 @@ def sweep_command(
         budget=budget,
         budget_of=budget_of,
         alloc_conf=alloc_conf,
-        planner=known_planner(planner, limits),
+        planner=known_planner(planner),
         limits=limits,
         directory=output or Path(f"{short_name(model)}-sweep"),
         tracer_options=tuple(words),
@@ -263,18 +271,17 @@ def planners_command(as_json: bool) -> None:
     from simulator.planners import REGISTRY
 
     if as_json:
-        click.echo(json.dumps({name: entry.summary for name, entry in REGISTRY.items()}))
+        click.echo(json.dumps({name: summary for name, (_, summary) in REGISTRY.items()}))
         return
     width = max(len(name) for name in REGISTRY)
-    for name, entry in REGISTRY.items():
-        click.echo(f"{name:<{width}}  {entry.summary}")
+    for name, (_, summary) in REGISTRY.items():
+        click.echo(f"{name:<{width}}  {summary}")
 
 
 main.add_command(compare_command)
 main.add_command(pareto_command)
 main.add_command(max_batch_command)
 main.add_command(replay_command)
-main.add_command(torch_budget_command)
 
 
 def progress(quiet: bool) -> Callable[[str], None]:
@@ -292,14 +299,12 @@ def progress(quiet: bool) -> Callable[[str], None]:
     return (lambda line: None) if quiet else (lambda line: click.echo(line, err=True))
 
 
-def known_planner(name: str | None, limits: Limits) -> str:
+def known_planner(name: str | None) -> str:
     """The planner to use; raises SpecError if there is none of that name."""
-    from simulator.planners import REGISTRY, default_for
+    from simulator.planners import DEFAULT, find
 
-    name = name or default_for(limits)
-    if name not in REGISTRY:
-        raise SpecError(f"--planner {name!r}: there is no such planner; there are {', '.join(REGISTRY)}.")
-    return name
+    find(name or DEFAULT)
+    return name or DEFAULT
 
 
 def check_budget_text(text: str) -> None:

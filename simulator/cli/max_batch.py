@@ -77,7 +77,7 @@ def max_batch_command(
     from simulator.allocator.device import CPU
     from simulator.allocator.device import device_memory as memory_of
     from simulator.allocator.settings import parse_alloc_conf
-    from simulator.planners import default_for, find
+    from simulator.planners import DEFAULT, find
     from simulator.studies.max_batch import Request, max_batch, traces_in
     from traces.devices import device
     from traces.files import write_text
@@ -92,7 +92,7 @@ def max_batch_command(
         raise SpecError("name the device with --gpu, or its memory with --memory.")
     if alloc_conf is not None:
         parse_alloc_conf(alloc_conf)
-    planner = planner or default_for(limits)
+    planner = planner or DEFAULT
     find(planner)
     kind = device(gpu).kind if gpu is not None else CPU
     memory = memory_of(

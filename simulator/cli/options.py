@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from simulator.core.limits import AUTO, Constraints, Limits
+from simulator.core.limits import Constraints, Limits
 from simulator.core.selectors import check_selectors
 from traces.errors import SpecError
 
@@ -48,14 +48,6 @@ def planning_options(command: Callable[..., None]) -> Callable[..., None]:
         help="Ops whose values must be kept; may be repeated.",
     )
     @click.option(
-        "--whole-modules",
-        is_flag=False,
-        flag_value=AUTO,
-        default="",
-        metavar="[GLOB]",
-        help="Recompute whole modules only: those that match, or the repeated blocks.",
-    )
-    @click.option(
         "--constraints",
         type=click.Path(path_type=Path),
         metavar="FILE",
@@ -67,11 +59,10 @@ def planning_options(command: Callable[..., None]) -> Callable[..., None]:
         seed: int,
         never: tuple[str, ...],
         always_keep: tuple[str, ...],
-        whole_modules: str,
         constraints: Path | None,
         **others: Any,
     ) -> None:
-        given = Constraints(never=never, always_keep=always_keep, whole_modules=whole_modules)
+        given = Constraints(never=never, always_keep=always_keep)
         if constraints is not None:
             given = read_constraints(constraints, given)
         check_selectors(given)
@@ -83,8 +74,7 @@ def planning_options(command: Callable[..., None]) -> Callable[..., None]:
 def read_constraints(path: Path, given: Constraints) -> Constraints:
     """The constraints of a file, behind those already given.
 
-    One a line: `never SELECTOR`, `always-keep SELECTOR`, `whole-modules [GLOB]`. Empty lines and what follows a `#`
-    do not count.
+    One a line: `never SELECTOR` or `always-keep SELECTOR`. Empty lines and what follows a `#` do not count.
 
     Raises:
         SpecError: no such file, or a line that is no constraint; names file and line.
@@ -93,17 +83,14 @@ def read_constraints(path: Path, given: Constraints) -> Constraints:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"--constraints {path}: cannot be read ({error}).") from None
-    never, keep, whole = list(given.never), list(given.always_keep), given.whole_modules
+    never, keep = list(given.never), list(given.always_keep)
     for number, line in enumerate(text.splitlines(), 1):
         word, _, rest = line.partition("#")[0].strip().partition(" ")
         rest = rest.strip()
-        if word == "whole-modules":
-            whole = rest or AUTO
-        elif word in ("never", "always-keep") and rest:
+        if word in ("never", "always-keep") and rest:
             (never if word == "never" else keep).append(rest)
         elif word:
             raise SpecError(
-                f"{path}:{number}: {line.strip()!r} is no constraint; write `never SELECTOR`, `always-keep SELECTOR` "
-                "or `whole-modules [GLOB]`."
+                f"{path}:{number}: {line.strip()!r} is no constraint; write `never SELECTOR` or `always-keep SELECTOR`."
             )
-    return Constraints(never=tuple(never), always_keep=tuple(keep), whole_modules=whole)
+    return Constraints(never=tuple(never), always_keep=tuple(keep))

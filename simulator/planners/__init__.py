@@ -1,13 +1,12 @@
-"""Turn a planner's name into the function that makes a plan: `(trace, budget_bytes, limits) -> Plan`.
+"""The planners by name, each a function `(trace, budget_bytes, limits) -> Plan`.
 
 A planner raises `BudgetError` if it finds no plan within the budget; it never returns one over it. Planners are
-imported when they are asked for.
+imported when they are asked for. One that stands elsewhere is named by its place, `module:function`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Final, cast
 
@@ -18,100 +17,81 @@ from traces.trace import Trace
 
 Planner = Callable[[Trace, int, Limits], Plan]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One planner: where its function lives, and what it does in one line."""
-
-    function: str  # "module:function"
-    summary: str
-    whole_modules: bool = False  # whether it can obey the constraint of that name
-
-
-REGISTRY: Final[dict[str, Entry]] = {
-    "search": Entry(
-        function="simulator.planners.search:plan",
-        summary="the best of all within --seconds: mu-two, then annealing until the bound is reached (the default)",
+# Name -> where its function stands, and what it does in one line.
+REGISTRY: Final[dict[str, tuple[str, str]]] = {
+    "search": (
+        "simulator.planners.search:plan",
+        "the best of all within --seconds: mu-two, then annealing until the bound is reached (the default)",
     ),
-    "mu-two": Entry(
-        function="simulator.planners.mu_two:plan",
-        summary="μ-TWO, corrected: release what costs least per byte at the peak until it fits",
+    "mu-two": (
+        "simulator.planners.mu_two:plan",
+        "μ-TWO, corrected: release what costs least per byte at the peak until it fits",
     ),
-    "mu-two-paper": Entry(
-        function="simulator.planners.mu_two_paper:plan",
-        summary="μ-TWO's recompute half as printed (Purandare et al. 2023), its own memory model included",
+    "mu-two-paper": (
+        "simulator.planners.mu_two_paper:plan",
+        "μ-TWO's recompute half as printed (Purandare et al. 2023), its own memory model included",
     ),
-    "per-block": Entry(
-        function="simulator.planners.segments:plan_per_block",
-        summary="what torch.utils.checkpoint around each repeated block does; the budget only decides yes or no",
+    "per-block": (
+        "simulator.planners.segments:plan_per_block",
+        "what torch.utils.checkpoint around each repeated block does; the budget only decides yes or no",
     ),
-    "min-cut": Entry(
-        function="simulator.planners.min_cut:plan",
-        summary="the best of the minimum cuts behind the certified bound, over all prices per byte",
+    "checkpoint-sequential": (
+        "simulator.planners.segments:plan_checkpoint_sequential",
+        "torch's checkpoint_sequential over the model's blocks, with the best number of segments",
     ),
-    "cheap-ops": Entry(
-        function="simulator.planners.cheap_ops:plan",
-        summary="recompute cheap ops only (pointwise, norms): what memory limits, never a matrix product",
+    "sqrt-n": (
+        "simulator.planners.segments:plan_sqrt_n",
+        "√n segments of equal length, their borders saved (Chen et al. 2016)",
     ),
-    "rotor": Entry(
-        function="simulator.planners.rotor:plan",
-        summary="the optimal plan for a chain of blocks by rotor's dynamic programme (Beaumont et al. 2019)",
+    "recompute-all": (
+        "simulator.planners.segments:plan_recompute_all",
+        "save nothing that can be computed again",
     ),
-    "checkpoint-sequential": Entry(
-        function="simulator.planners.sequential:plan",
-        summary="torch's checkpoint_sequential over the model's blocks, with the best number of segments",
-    ),
-    "whole-modules": Entry(
-        function="simulator.planners.whole_modules:plan",
-        summary="only whole modules, each keeping its inputs: a plan to use with torch.utils.checkpoint",
-        whole_modules=True,
-    ),
-    "exact": Entry(
-        function="simulator.planners.exact:plan",
-        summary="the fastest of all plans, proven by branch and bound; small graphs only",
-    ),
-    "sqrt-n": Entry(
-        function="simulator.planners.segments:plan_sqrt_n",
-        summary="√n segments of equal length, their borders kept (Chen et al. 2016)",
-    ),
-    "recompute-all": Entry(
-        function="simulator.planners.constant:plan_recompute_all",
-        summary="keep nothing that can be computed again",
-    ),
-    "keep-all": Entry(
-        function="simulator.planners.constant:plan_keep_all",
-        summary="keep everything that backward needs: the step as it is",
-        whole_modules=True,
+    "save-all": (
+        "simulator.planners.segments:plan_save_all",
+        "save everything that backward needs: the step as it is",
     ),
 }
 DEFAULT: Final = "search"
-
-
-def default_for(limits: Limits) -> str:
-    """The planner where none is named: one that can obey the constraints."""
-    return "whole-modules" if limits.constraints.whole_modules else DEFAULT
+SAVE_ALL: Final = "save-all"
+# What planners that had another name, or that are no part of the product any more, are called now.
+_BASELINE: Final = "tests.bench.baselines.{}:plan, from the repository's root"
+FORMER: Final = {
+    "keep-all": SAVE_ALL,
+    "whole-modules": "per-block, which recomputes whole blocks",
+    "exact": "tests.exact:plan, from the repository's root",
+    "rotor": _BASELINE.format("rotor"),
+    "cheap-ops": _BASELINE.format("cheap_ops"),
+    "min-cut": _BASELINE.format("min_cut"),
+}
 
 
 def find(name: str) -> Planner:
-    """The planner of that name.
+    """The planner of that name, or at that place (`module:function`).
 
     Raises:
         SpecError: there is none.
     """
-    if name not in REGISTRY:
-        raise SpecError(f"{name!r} is no planner; there are {', '.join(REGISTRY)}.")
-    module, function = REGISTRY[name].function.split(":")
-    return cast(Planner, getattr(import_module(module), function))
+    if name in FORMER:
+        raise SpecError(f"there is no planner {name!r} any more; use {FORMER[name]}.")
+    place = REGISTRY[name][0] if name in REGISTRY else name
+    module, colon, function = place.partition(":")
+    if not colon:
+        raise SpecError(f"{name!r} is no planner; there are {', '.join(REGISTRY)}, or give module:function.")
+    try:
+        found = getattr(import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(
+            f"planner {name!r} cannot be imported ({error}); give module:function, with the module on PYTHONPATH."
+        ) from None
+    return cast(Planner, found)
 
 
 def plan_with(name: str, trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The plan that the named planner makes.
 
     Raises:
-        SpecError: there is no such planner, or it cannot obey the constraints, or they mean nothing in this trace.
+        SpecError: there is no such planner, or the constraints mean nothing in this trace.
         BudgetError: it finds no plan within the budget.
     """
-    if limits.constraints.whole_modules and name in REGISTRY and not REGISTRY[name].whole_modules:
-        able = ", ".join(n for n, entry in REGISTRY.items() if entry.whole_modules)
-        raise SpecError(f"{name} recomputes single ops; with --whole-modules, use --planner {able}.")
     return find(name)(trace, budget_bytes, limits)

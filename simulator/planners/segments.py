@@ -1,8 +1,11 @@
-"""Turn a trace into plans that cut forward into segments, keep what crosses the cuts, and recompute the rest.
+"""The classic schemes of checkpointing: everything saved, nothing, or forward cut into segments.
 
-A value crosses if an op of forward outside its own segment reads it. Everything else that a segment makes is
-recomputed when backward needs it, rebuilt values being shared. Ops that may not run twice (dropout, say) are never
-part of a chain: their outputs are kept.
+A scheme of segments saves what crosses their borders and recomputes the rest. A value crosses if an op of forward
+outside its own segment reads it. Rebuilt values are retained for later uses. Ops that may not run twice (dropout, say)
+are never part of a chain: their outputs are saved.
+
+Differences from what `torch.utils.checkpoint` does with the same segments: random values are saved rather than
+replayed, and a segment's ops run again one by one as backward needs them rather than all at once.
 """
 
 from __future__ import annotations
@@ -10,12 +13,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isqrt
 
-from simulator.core.blocks import OUTSIDE, block_segments
+from simulator.core.blocks import OUTSIDE, block_paths, block_segments
+from simulator.core.evaluator import Evaluator
 from simulator.core.graph import Graph, analyse
 from simulator.core.limits import DEFAULTS, Limits
-from simulator.planners.outcome import finish
+from simulator.planners.outcome import finish, refuse
 from traces.plan import SAVE, Action, Plan
 from traces.trace import Trace
+
+
+def plan_save_all(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+    """Save everything that backward needs; raises BudgetError if that is over the budget."""
+    return finish(trace, analyse(trace, limits.constraints), "save-all", budget_bytes, ())
+
+
+def plan_recompute_all(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+    """Recompute every candidate, retaining what has been rebuilt; raises BudgetError if that is over the budget.
+
+    The peak of this plan is often as high as save-all's: the first chain rebuilds the whole forward pass.
+    """
+    graph = analyse(trace, limits.constraints)
+    actions = [Action(storage=s) for s in graph.candidates]
+    return finish(trace, graph, "recompute-all", budget_bytes, actions)
 
 
 def actions_for(trace: Trace, graph: Graph, segment: Sequence[int]) -> tuple[Action, ...]:
@@ -44,7 +63,7 @@ def actions_for(trace: Trace, graph: Graph, segment: Sequence[int]) -> tuple[Act
 
 
 def plan_sqrt_n(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
-    """√n segments of equal length over the n ops of forward, their borders kept (Chen et al. 2016).
+    """√n segments of equal length over the n ops of forward, their borders saved (Chen et al. 2016).
 
     Source: "Training deep nets with sublinear memory cost", section 3. n counts the ops that create something. The
     number of segments does not follow the budget.
@@ -69,11 +88,9 @@ def equal_segments(creating: Sequence[bool], count: int) -> list[int]:
 
 
 def plan_per_block(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
-    """What `torch.utils.checkpoint` around each repeated block does: keep the blocks' inputs, recompute inside.
+    """What `torch.utils.checkpoint` around each repeated block does: save the blocks' inputs, recompute inside.
 
-    Differences from torch's: random ops are kept rather than replayed, and a block's ops run again one by one as
-    backward needs them rather than all at once. The number of blocks does not follow the budget; a model without
-    repeated blocks is left as it is.
+    The number of blocks does not follow the budget; a model without repeated blocks is left as it is.
 
     Raises:
         BudgetError: the plan is over the budget.
@@ -81,3 +98,47 @@ def plan_per_block(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -
     graph = analyse(trace, limits.constraints)
     segment = block_segments(trace.ops.module[: graph.first_backward_op])
     return finish(trace, graph, "per-block", budget_bytes, actions_for(trace, graph, segment))
+
+
+def plan_checkpoint_sequential(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+    """The fastest of the plans of torch's `checkpoint_sequential`, by their exact peak and time, for 1 to n segments.
+
+    The model is taken as a sequence of blocks: the repeated ones, or, in a model without them, its modules in the order
+    of their first op. For n segments torch puts len // n blocks into each but the last; the last takes the rest and is
+    run without checkpointing. Saved are the inputs of the others, and all that lies outside the blocks.
+
+    Source: torch/utils/checkpoint.py, `checkpoint_sequential`. Ignores: segments of unequal length.
+
+    Raises:
+        BudgetError: none is within the budget.
+    """
+    name = "checkpoint-sequential"
+    graph = analyse(trace, limits.constraints)
+    evaluator = Evaluator(trace, graph)
+    block = sequence_of(trace.ops.module[: graph.first_backward_op])
+    count = max(block, default=OUTSIDE) + 1
+    best: tuple[int, tuple[Action, ...]] | None = None
+    lowest = 1 << 62
+    for segments in range(1, max(count, 1) + 1):
+        segment = [OUTSIDE if b == OUTSIDE else torch_segment(b, count, segments) for b in block]
+        actions = actions_for(trace, graph, segment)
+        peak, time_ns = evaluator.cost(evaluator.state(actions))
+        lowest = min(lowest, peak)
+        if peak <= budget_bytes and (best is None or time_ns < best[0]):
+            best = (time_ns, actions)
+    if best is None:
+        raise refuse(trace, graph, name, budget_bytes, lowest)
+    return finish(trace, graph, name, budget_bytes, best[1])
+
+
+def torch_segment(block: int, blocks: int, segments: int) -> int:
+    """The segment of a block as torch forms them; OUTSIDE for the last, which torch does not checkpoint."""
+    number = min(block // (blocks // segments), segments - 1)
+    return OUTSIDE if number == segments - 1 else number
+
+
+def sequence_of(modules: Sequence[str]) -> list[int]:
+    """The number of each op's block in the sequence; OUTSIDE for ops in none."""
+    found = block_paths(modules) or {path: path for path in modules if path}
+    number: dict[str, int] = {}
+    return [number.setdefault(found[p], len(number)) if p in found else OUTSIDE for p in modules]

@@ -1,99 +1,138 @@
-"""Turn torch's saved sets into rows that say what each really peaks at and costs, beside our plans."""
+"""Plans from what torch's activation_memory_budget saves, as rows of a comparison.
+
+torch itself runs in another process (`trace torch-budget`); here its saved sets are read and replayed. A plan made so
+saves what torch saves, storage by storage, and shares everything that is recomputed, as torch's backward graph does:
+each op runs again at most once, just before the first backward op that needs it, and its value stays until its last
+use.
+
+Differences from what torch would run: a value that Lowtide may not compute twice (the output of a random op, say) is
+saved, so the plan's gradients are right also where torch's are not; and a storage that torch saves through one of its
+views counts as saved for all of them.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Final
 
-from simulator.core.graph import analyse
-from simulator.core.limits import Limits
+from simulator.core.graph import Graph, analyse
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.core.timeline import Timeline
-from simulator.planners import plan_with
-from simulator.planners.outcome import percent
-from simulator.planners.torch_budget import TorchPlan, plans
+from simulator.planners.outcome import finish
 from simulator.studies.comparison import Contest, Entrant
-from traces.errors import BudgetError
-from traces.plan import Plan
-from traces.saved_sets import SavedSets
+from traces.errors import LowtideError, PlanError
+from traces.plan import SAVE, Action, Plan
+from traces.saved_sets import SavedSet, SavedSets
 from traces.trace import Trace
+
+UNLIMITED_BYTES: Final = 1 << 62
+BUDGETS: Final = tuple(k / 10 for k in range(11))  # what torch is asked for if nothing else is said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One of torch's plans by the exact replay, and ours within the same peak."""
+class TorchPlan:
+    """One of torch's choices as a plan, with its replay."""
 
-    label: str
-    settings: dict[str, Any]
-    valid: bool  # whether torch would compute the right gradients; the replayed plan keeps random values
-    random_ops_again: int
-    peak_bytes: int
-    overhead_percent: float
-    recomputed_flops_percent: float  # FLOPs that run again, in percent of the step's
-    recomputed_ops: int
-    solve_seconds: float
-    ours_overhead_percent: float | None  # None: no plan of ours within that peak
-    ours_recomputed_flops_percent: float | None
-    ours_peak_bytes: int | None
-    ours_solve_seconds: float
+    choice: SavedSet
     plan: Plan
+    timeline: Timeline
+    saved_instead: int  # storages that torch makes again and Lowtide may not, so that they are saved
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__ if name != "plan"}
 
-
-def rows(
+def ask_torch(
     trace: Trace,
-    sets: SavedSets,
-    planner: str,
-    limits: Limits,
+    budgets: Sequence[float],
+    solvers: Sequence[str],
     progress: Callable[[str], None] = lambda text: None,
-) -> tuple[Row, ...]:
-    """Replay each of torch's plans and plan with `planner` for each of their peaks.
+) -> SavedSets:
+    """Run `trace torch-budget` in a process of its own.
+
+    Raises:
+        LowtideError: it failed; with what it wrote.
+    """
+    from traces import store
+
+    with tempfile.TemporaryDirectory() as folder:
+        directory, output = Path(folder) / "trace", Path(folder) / "saved.json"
+        store.save(trace, directory)
+        asked = ["--budgets", ",".join(map(str, budgets)), "--solvers", ",".join(solvers)]
+        command = [
+            sys.executable,
+            "-m",
+            "tracer",
+            "torch-budget",
+            str(directory),
+            *asked,
+            "-o",
+            str(output),
+            "-q",
+        ]
+        progress(f"asking torch for {len(budgets) * len(solvers)} plans")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = done.stderr.strip().removeprefix("Error: ") or f"exit code {done.returncode}"
+            raise LowtideError(f"`trace torch-budget` failed: {said}")
+        return SavedSets.load(output)
+
+
+def plans(trace: Trace, sets: SavedSets, graph: Graph | None = None) -> tuple[TorchPlan, ...]:
+    """A plan for each saved set.
 
     Raises:
         PlanError: the sets are of another trace.
     """
-    graph = analyse(trace)
-    base = run(trace, build(trace, (), graph), graph)
-    ours: dict[int, tuple[Plan | None, Timeline | None, float]] = {}
+    if sets.trace.fingerprint != trace.meta.fingerprint:
+        raise PlanError(
+            f"the saved sets were made for the trace {sets.trace.fingerprint} and this is {trace.meta.fingerprint}; "
+            "make them again with `trace torch-budget`."
+        )
+    graph = graph or analyse(trace)
     out = []
-    for p in plans(trace, sets, graph):
-        peak = p.timeline.peak_allocated_bytes
-        if peak not in ours:
-            progress(f"{p.choice.label}: planning with {planner} for the same peak")
-            begin = time.perf_counter()
-            try:
-                plan = plan_with(planner, trace, peak, limits)
-            except BudgetError:
-                ours[peak] = (None, None, time.perf_counter() - begin)
-            else:
-                seconds = time.perf_counter() - begin
-                ours[peak] = (plan, run(trace, build(trace, plan.actions, graph), graph), seconds)
-        out.append(_row(trace, base, p, *ours[peak][1:]))
+    for choice in sets.sets:
+        found = finish(
+            trace, graph, f"torch {choice.label}", UNLIMITED_BYTES, actions_for(trace, graph, choice)
+        )
+        out.append(
+            TorchPlan(
+                choice=choice,
+                plan=replace(found, budget_bytes=None),  # torch was given none in bytes
+                timeline=run(trace, build(trace, found.actions, graph), graph),
+                saved_instead=sum(
+                    1 for s in choice.recomputed if graph.wanted[s] and not graph.rebuildable[s]
+                ),
+            )
+        )
     return tuple(out)
 
 
-def _row(trace: Trace, base: Timeline, p: TorchPlan, ours: Timeline | None, seconds: float) -> Row:
-    return Row(
-        label=p.choice.label,
-        settings=dict(p.choice.settings),
-        valid=p.choice.valid,
-        random_ops_again=len(p.choice.random_again),
-        peak_bytes=p.timeline.peak_allocated_bytes,
-        overhead_percent=added_percent(base, p.timeline),
-        recomputed_flops_percent=flops_percent(trace, p.timeline),
-        recomputed_ops=p.timeline.recomputed_ops,
-        solve_seconds=p.choice.solve_seconds,
-        ours_overhead_percent=None if ours is None else added_percent(base, ours),
-        ours_recomputed_flops_percent=None if ours is None else flops_percent(trace, ours),
-        ours_peak_bytes=None if ours is None else ours.peak_allocated_bytes,
-        ours_solve_seconds=seconds,
-        plan=p.plan,
-    )
+def actions_for(trace: Trace, graph: Graph, choice: SavedSet) -> tuple[Action, ...]:
+    """The actions that a saved set means; see the module's text.
+
+    Raises:
+        PlanError: it names a storage that the trace does not have.
+    """
+    n = len(trace.storages)
+    if any(not 0 <= s < n for s in (*choice.saved, *choice.recomputed)):
+        raise PlanError(f"a saved set names storages that the trace, which has {n}, does not have.")
+    saved = frozenset(choice.saved)
+    out = [Action(storage=s) for s in graph.candidates if s not in saved]
+    links = [
+        s
+        for s in range(n)
+        if 0 <= trace.storages.producer[s] < graph.first_backward_op
+        and not graph.wanted[s]
+        and not graph.pinned[s]
+    ]
+    again = frozenset(choice.recomputed)
+    out += [Action(storage=s, action=SAVE) for s in links if s in saved]
+    out += [Action(storage=s) for s in links if s in again and s not in saved and graph.rebuildable[s]]
+    return tuple(out)
 
 
 def entrants(contest: Contest, sets: SavedSets) -> tuple[Entrant, ...]:
@@ -124,15 +163,3 @@ def entrants(contest: Contest, sets: SavedSets) -> tuple[Entrant, ...]:
             row = replace(row, feasible=False, gap_points=None)
         out.append(row)
     return tuple(out)
-
-
-def added_percent(base: Timeline, planned: Timeline) -> float:
-    """The time that a plan adds, in percent of the step with everything kept."""
-    return percent(planned.step_time_ns - base.step_time_ns, base.step_time_ns)
-
-
-def flops_percent(trace: Trace, planned: Timeline) -> float:
-    """The FLOPs of the ops that run again, in percent of the step's; as `Ops.flops` counts them."""
-    flops = trace.ops.flops
-    again = sum(flops[i] for i, a in zip(planned.op, planned.recompute, strict=True) if a)
-    return percent(again, sum(flops))

@@ -28,7 +28,6 @@ from simulator.core.limits import Limits
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import DEFAULT, plan_with
-from simulator.studies.torch_budget import added_percent
 from tests.bench.recorded import (
     A100_BYTES_PER_S,
     A100_FLOPS_PER_S,
@@ -37,6 +36,7 @@ from tests.bench.recorded import (
     published_flops,
     trace_of,
 )
+from tests.bench.torch_budget import added_percent
 from traces.errors import BudgetError
 
 OPTIONS = {"batch_size": 8, "seq_len": 1024, "dropout": 0.0, "attention": "eager", "optimizer": "none"}

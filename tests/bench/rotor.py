@@ -1,10 +1,10 @@
 """rotor's dynamic programme over the blocks of a model beside the default planner, at the same shares of activations.
 
-python -m tests.bench.rotor [TRACE ...] [--shares 77,58,39,29,19] [--planners rotor,...] [--cache DIR] [--json]
+python -m tests.bench.rotor [TRACE ...] [--shares 77,58,39,29,19] [--planners ...] [--cache DIR] [--json]
 
 The shares are those of the published runs of rotor and Rockmate on a 12-layer GPT: of the peak less the resident bytes,
 forward and backward alone (`--optimizer none`), fake traces with the times of an H200. rotor itself is run by
-`simulator.planners.rotor` on the same trace, and replayed as every other plan; the rotor and rockmate packages are
+`tests.bench.baselines.rotor` on the same trace, and replayed as every other plan; the rotor and rockmate packages are
 not used. Counts and ignores: as `tests.bench.solve`.
 """
 
@@ -36,7 +36,7 @@ TRACES: dict[str, tuple[str, dict[str, Any]]] = {
 @click.option(
     "--shares", default="77,58,39,29,19", show_default=True, help="Percent of the activations' peak."
 )
-@click.option("--planners", default=f"rotor,{DEFAULT}", show_default=True)
+@click.option("--planners", default=f"tests.bench.baselines.rotor:plan,{DEFAULT}", show_default=True)
 @click.option("--cache", type=click.Path(path_type=Path), default=CACHE, show_default=True)
 @click.option("--seconds", type=float, default=5.0, show_default=True, help="The planner's own limit.")
 @click.option("--timeout", type=float, default=120.0, show_default=True, help="After which it is ended.")

@@ -18,11 +18,11 @@ from simulator.core.graph import analyse, floor
 from simulator.core.limits import Limits
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from simulator.planners import DEFAULT, REGISTRY, plan_with
+from simulator.planners import DEFAULT, find, plan_with
 from tests.bench.recorded import BENCH, CACHE, trace_of
 from tests.synthetic import ladder, resnet
 from tests.tiny import chain
-from traces.errors import LowtideError, SpecError
+from traces.errors import LowtideError
 from traces.trace import Trace
 
 GRAPHS: dict[str, Callable[[Path], Trace]] = {
@@ -211,9 +211,8 @@ def command(doc: str, solve: Solver) -> click.Command:
         import json
 
         names = planners.split(",")
-        unknown = [n for n in names if n not in REGISTRY]
-        if unknown:
-            raise SpecError(f"no planner {unknown[0]!r}; there are {', '.join(REGISTRY)}.")
+        for planner in names:
+            find(planner)
         table = rows(
             graphs or tuple(GRAPHS), [float(s) for s in shares.split(",")], names, seconds, cache, solve
         )

@@ -32,9 +32,9 @@ from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.core.timeline import Timeline
 from simulator.planners import DEFAULT, plan_with
+from simulator.planners.outcome import percent
 from simulator.planners.segments import OUTSIDE, actions_for, block_segments
-from simulator.planners.torch_budget import ask_torch, plans
-from simulator.studies.torch_budget import added_percent, flops_percent
+from simulator.studies.torch_budget import ask_torch, plans
 from tests.bench.recorded import (
     CACHE,
     a100_times,
@@ -47,6 +47,7 @@ from tests.bench.recorded import (
 from traces.errors import BudgetError
 from traces.plan import SAVE
 from traces.saved_sets import SavedSets
+from traces.trace import Trace
 
 MODELS: dict[str, dict[str, Any]] = {
     "bert-base": {"batch_size": 16, "seq_len": 512, "dropout": 0.0, "optimizer": "none"},
@@ -56,6 +57,18 @@ MODELS: dict[str, dict[str, Any]] = {
 BUDGETS = tuple(round(0.05 * k, 2) for k in range(1, 21))
 SOLVERS = ("dp", "ilp", "greedy")
 GROUPS = (1, 2, 3, 4)  # blocks to a checkpoint
+
+
+def added_percent(base: Timeline, planned: Timeline) -> float:
+    """The time that a plan adds, in percent of the step with everything saved."""
+    return percent(planned.step_time_ns - base.step_time_ns, base.step_time_ns)
+
+
+def flops_percent(trace: Trace, planned: Timeline) -> float:
+    """The FLOPs of the ops that run again, in percent of the step's; as `Ops.flops` counts them."""
+    flops = trace.ops.flops
+    again = sum(flops[i] for i, a in zip(planned.op, planned.recompute, strict=True) if a)
+    return percent(again, sum(flops))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from simulator.cli.main import main
 from simulator.cli.options import read_constraints
 from simulator.core.breaches import breach
 from simulator.core.graph import analyse
-from simulator.core.limits import AUTO, NONE, Constraints, Limits
+from simulator.core.limits import NONE, Constraints, Limits
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.core.selectors import module_matches, op_matches, resolve
@@ -23,7 +23,6 @@ from simulator.planners import REGISTRY, plan_with
 from simulator.planners.outcome import Refusal, finish
 from tests.exhaust import choices, draw_trace
 from tests.strategies import traces
-from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.plan import SAVE, Action, Plan
@@ -31,7 +30,7 @@ from traces.store import save
 from traces.trace import RANDOM, VIEW, Ops, Trace, fingerprint
 
 UNLIMITED = 1 << 62
-FREE = [n for n in REGISTRY if n not in ("whole-modules", "exact")]
+FREE = [*REGISTRY]
 
 
 def two_layers() -> Trace:
@@ -194,14 +193,12 @@ def test_the_guard_refuses_a_plan_that_breaks_constraints(monkeypatch: pytest.Mo
     for constraints, words in (
         (Constraints(never=("relu",)), "--never"),
         (Constraints(always_keep=("relu",)), "--always-keep"),
-        (Constraints(whole_modules="layers.*"), "kept although its module layers.0"),
-        (Constraints(whole_modules="layers.1"), "outside the modules"),
     ):
         # as if a planner had looked at the graph without constraints
         with pytest.raises(PlanError, match=words):
             finish(of, replace(free, constraints=constraints), "x", UNLIMITED, [relu0])
         assert words in breach(of, build(of, [relu0]), constraints)
-    assert breach(of, build(of, [relu0]), Constraints(never=("mm",), whole_modules="layers.*.mlp")) == ""
+    assert breach(of, build(of, [relu0]), Constraints(never=("mm",))) == ""
 
 
 @st.composite
@@ -290,49 +287,13 @@ def test_the_constrained_bound_is_tighter() -> None:
     assert not lower_bound(of, 458, analyse(of, Constraints(always_keep=("layers.* ::",)))).feasible
 
 
-def test_whole_modules_are_recomputed_whole() -> None:
-    of = resnet((2, 2, 2, 2), batch=64, side=64)
-    budget = peak(of) * 80 // 100
-    plan = plan_with("whole-modules", of, budget)
-    assert plan.constraints == {"whole_modules": AUTO}
-    assert peak(of, plan) <= budget
-    modules = {of.ops.module[i] for i in build(of, plan.actions).recomputed_ops}
-    assert modules  # something is recomputed, and only in blocks
-    assert all(m.startswith("layer") for m in modules)
-    assert breach(of, build(of, plan.actions), Constraints(whole_modules=AUTO)) == ""
-    one_of = plan_with(
-        "whole-modules", of, peak(of) * 95 // 100, Limits(constraints=Constraints(whole_modules="layer1.*"))
-    )
-    assert {of.ops.module[i][:8] for i in build(of, one_of.actions).recomputed_ops} <= {
-        "layer1.0",
-        "layer1.1",
-    }
-    with pytest.raises(Refusal):
-        plan_with("whole-modules", of, 1)
-
-
-def test_whole_modules_of_a_model_without_blocks_name_what_there_is() -> None:
-    assert plan_with("whole-modules", chain(3), UNLIMITED).actions == ()
-    with pytest.raises(Refusal, match="no repeated blocks"):
-        plan_with("whole-modules", chain(3), peak(chain(3)) - 1)
-    with pytest.raises(SpecError, match="matches no module"):
-        plan_with(
-            "whole-modules", two_layers(), UNLIMITED, Limits(constraints=Constraints(whole_modules="x"))
-        )
-
-
-def test_planners_of_single_ops_refuse_whole_modules() -> None:
-    with pytest.raises(SpecError, match="--planner whole-modules"):
-        plan_with("mu-two", two_layers(), UNLIMITED, Limits(constraints=Constraints(whole_modules=AUTO)))
-
-
 def test_constraints_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "constraints.txt"
-    path.write_text("# ours\nnever a :: b  # twice\n\nalways-keep c\nwhole-modules\n", encoding="utf-8")
+    path.write_text("# ours\nnever a :: b  # twice\n\nalways-keep c\n", encoding="utf-8")
     assert read_constraints(path, Constraints(never=("x",))) == Constraints(
-        never=("x", "a :: b"), always_keep=("c",), whole_modules=AUTO
+        never=("x", "a :: b"), always_keep=("c",)
     )
-    for text in ("nevr a", "never", "always-keep "):
+    for text in ("nevr a", "never", "always-keep ", "whole-modules"):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(SpecError, match=r"constraints.txt:1"):
             read_constraints(path, NONE)
@@ -356,9 +317,6 @@ def test_the_command_line_records_constraints_and_refuses_wrong_ones(tmp_path: P
     wrong = simulate(directory, "--budget", "458", "--never", "layers.* :: rleu")
     assert wrong.exit_code == 2
     assert "aten.relu.default" in wrong.output
-    whole = simulate(directory, "--budget", "458", "--whole-modules=layers.*", "-o", out, "-f")
-    assert whole.exit_code == 0, whole.output
-    assert Plan.load(out).planner == "whole-modules"
 
 
 def test_a_graph_is_remembered_for_its_trace_and_constraints_only() -> None:
@@ -376,48 +334,6 @@ def test_a_refusal_under_constraints_says_so() -> None:
     constraints = Constraints(always_keep=("layers.* ::",))
     with pytest.raises(Refusal, match="under the given constraints"):
         plan_with("mu-two", two_layers(), 458, Limits(constraints=constraints))
-
-
-@pytest.mark.parametrize("percent", [95, 90, 85, 80, 75])
-def test_no_set_of_whole_modules_is_better_than_the_best_of_all(percent: int) -> None:
-    """Every subset of six blocks, replayed: the planner's is within the budget and never faster than the fastest."""
-    from itertools import combinations
-
-    from simulator.core.evaluator import Evaluator
-    from simulator.planners.whole_modules import Choice
-
-    of = resnet((1, 2, 2, 1), batch=64, side=64)
-    graph = analyse(of)
-    budget = peak(of) * percent // 100
-    choice = Choice(of, budget, "layer*.*", Evaluator(of, graph), Limits().clock())
-    assert len(choice.modules) == 6
-    points = []
-    for k in range(7):
-        for chosen in combinations(choice.modules, k):
-            t = run(of, build(of, choice.actions(frozenset(chosen))))
-            points.append((t.peak_allocated_bytes, t.step_time_ns))
-    best = min((time_ns for p, time_ns in points if p <= budget), default=None)
-    try:
-        blocks = Limits(constraints=Constraints(whole_modules="layer*.*"))
-        plan = plan_with("whole-modules", of, budget, blocks)
-    except Refusal:
-        found = None
-    else:
-        found = plan.predicted["plan"]["step_time_ns"]
-        assert peak(of, plan) <= budget
-    assert found == best  # on this network the greedy with its swaps finds the optimum
-
-
-def test_the_cost_of_a_set_of_modules_is_that_of_its_actions() -> None:
-    from simulator.core.evaluator import Evaluator
-    from simulator.planners.whole_modules import Choice
-
-    of = resnet((1, 2, 2, 1), batch=64, side=64)
-    evaluator = Evaluator(of, analyse(of))
-    choice = Choice(of, 0, "layer*.*", evaluator, Limits().clock())
-    for k in range(len(choice.modules)):
-        chosen = frozenset(choice.modules[k::2])
-        assert choice.cost(chosen) == evaluator.cost(evaluator.state(choice.actions(chosen)))
 
 
 def test_what_a_constraint_saves_makes_no_more_possible() -> None:

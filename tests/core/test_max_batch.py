@@ -279,13 +279,6 @@ def test_a_gpu_is_the_target_and_keeps_a_reserve(traced: list[Request], tmp_path
     assert "--max tries more" in command(*words).stdout
 
 
-def test_whole_modules_take_the_planner_that_can(traced: list[Request], tmp_path: Path) -> None:
-    memory = run(load(20), build(load(20))).peak_allocated_bytes + 1
-    result = command("m", "--memory", memory, "--whole-modules", "-o", tmp_path / "out", "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["planner"] == traced[0].planner == "whole-modules"
-
-
 def test_when_nothing_fits(traced: list[Request], tmp_path: Path) -> None:
     result = command("m", "--memory", "1KiB", "-o", tmp_path / "out")
     assert result.exit_code == 1

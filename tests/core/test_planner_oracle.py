@@ -13,14 +13,17 @@ from simulator.core.graph import analyse
 from simulator.core.limits import Constraints, Limits
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from simulator.planners import REGISTRY, exact, plan_with
+from simulator.planners import REGISTRY, plan_with
 from simulator.planners.outcome import Refusal
+from tests import exact
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.trace import Trace
 
+BASELINES = tuple(f"tests.bench.baselines.{name}:plan" for name in ("rotor", "cheap_ops", "min_cut"))
+EXACT = "tests.exact:plan"
 PATIENT = Limits(seconds=60)
 
 
@@ -61,8 +64,8 @@ def test_exact_finds_the_optimum_and_no_planner_beats_it(chunk: int, rerun_bytes
     for of, front in cases(range(60 * chunk, 60 * chunk + 60), rerun_bytes):
         for budget in list(budgets(front))[:8]:
             best = optimum(front, budget)
-            assert added(of, "exact", budget) == best
-            for name in REGISTRY:
+            assert added(of, EXACT, budget) == best
+            for name in (*REGISTRY, *BASELINES):
                 other = added(of, name, budget)
                 assert other is None or (best is not None and other >= best)
             if best is not None:
@@ -75,16 +78,16 @@ def test_exact_needs_drops_and_second_runs() -> None:
     lowest = None
     top = run(of, build(of)).peak_allocated_bytes
     for budget in range(top, 0, -4):
-        time_ns = added(of, "exact", budget)
+        time_ns = added(of, EXACT, budget)
         if time_ns is None:
             break
         lowest = (budget, time_ns)
     assert lowest is not None
-    plan = plan_with("exact", of, lowest[0], PATIENT)
+    plan = plan_with(EXACT, of, lowest[0], PATIENT)
     again = build(of, plan.actions).recomputed_ops
     assert len(again) > len(set(again))
     with pytest.raises(Refusal, match="Proven"):
-        plan_with("exact", of, lowest[0] - 4, PATIENT)
+        plan_with(EXACT, of, lowest[0] - 4, PATIENT)
 
 
 def test_exact_saves_a_link_where_that_is_best() -> None:
@@ -101,20 +104,20 @@ def test_exact_saves_a_link_where_that_is_best() -> None:
         {"w": 0},
     )
     # at top: low + mid + top = 350, and link 10 if saved; at g0 351, or 251 with low away, or 161 with both
-    assert added(of, "exact", 360) == 0
+    assert added(of, EXACT, 360) == 0
     with pytest.raises(Refusal):
-        plan_with("exact", of, 349, PATIENT)
+        plan_with(EXACT, of, 349, PATIENT)
 
 
 def test_exact_refuses_what_is_too_large_or_takes_too_long() -> None:
     for of in (resnet((1, 1, 1, 1), batch=8, side=64), chain(12)):
         tight = run(of, build(of)).peak_allocated_bytes - 1
         with pytest.raises(SpecError, match="small graphs"):
-            plan_with("exact", of, tight)
-        assert plan_with("exact", of, tight + 1).actions == ()  # nothing must be added: proven at once
+            plan_with(EXACT, of, tight)
+        assert plan_with(EXACT, of, tight + 1).actions == ()  # nothing must be added: proven at once
     of = chain(7, size=100)
     with pytest.raises(SpecError, match="did not finish in 0 s"):
-        plan_with("exact", of, run(of, build(of)).peak_allocated_bytes // 2, Limits(seconds=0))
+        plan_with(EXACT, of, run(of, build(of)).peak_allocated_bytes // 2, Limits(seconds=0))
 
 
 def test_exact_obeys_constraints() -> None:
@@ -129,10 +132,10 @@ def test_exact_obeys_constraints() -> None:
         {"w": 0},
     )
     budget = 400
-    free = plan_with("exact", of, budget, PATIENT)
+    free = plan_with(EXACT, of, budget, PATIENT)
     assert free.predicted["plan"]["recomputed_ops"] >= 1
     bound = Limits(seconds=9, constraints=Constraints(never=("a ::",)))
-    plan = plan_with("exact", of, budget, bound)
+    plan = plan_with(EXACT, of, budget, bound)
     assert {of.ops.name[i] for i in build(of, plan.actions).recomputed_ops} == {"b"}
     assert plan.predicted["plan"]["step_time_ns"] - of.time_ns == 9
 

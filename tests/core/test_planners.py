@@ -16,12 +16,11 @@ from simulator.core.graph import analyse, floor
 from simulator.core.limits import Limits
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from simulator.planners import DEFAULT, REGISTRY, find, mu_two_paper, plan_with
-from simulator.planners.cheap_ops import cheap_candidates
+from simulator.planners import DEFAULT, FORMER, REGISTRY, find, mu_two_paper, plan_with
 from simulator.planners.mu_two import Costs, Search
 from simulator.planners.outcome import Refusal
-from simulator.planners.segments import equal_segments
-from simulator.planners.sequential import sequence_of, torch_segment
+from simulator.planners.segments import equal_segments, sequence_of, torch_segment
+from tests.bench.baselines.cheap_ops import cheap_candidates
 from tests.strategies import traces, traces_with_reruns
 from tests.synthetic import ladder, resnet
 from tests.tiny import bwd, chain, fwd, trace
@@ -30,6 +29,9 @@ from traces.plan import SAVE, Action, Plan
 from traces.trace import RANDOM, Trace
 
 UNLIMITED = 1 << 62
+BASELINES = {
+    f"tests.bench.baselines.{name.replace('-', '_')}:plan": name for name in ("rotor", "cheap-ops", "min-cut")
+}
 
 
 def peak(of: Trace, plan: Plan | None = None) -> int:
@@ -40,7 +42,7 @@ def names(of: Trace, plan: Plan, action: str = "recompute") -> set[str]:
     return {of.storages.name[a.storage] for a in plan.actions if a.action == action}
 
 
-@pytest.mark.parametrize("name", [n for n in REGISTRY if n != "exact"])  # which may refuse the trace itself
+@pytest.mark.parametrize("name", [*REGISTRY, *BASELINES])
 @settings(max_examples=40, deadline=None)
 @given(of=st.one_of(traces(), traces_with_reruns()), percent=st.integers(1, 120))
 def test_a_plan_is_within_the_budget_or_refused(name: str, of: Trace, percent: int) -> None:
@@ -62,7 +64,7 @@ def test_a_plan_is_within_the_budget_or_refused(name: str, of: Trace, percent: i
     assert plan.predicted["baseline"]["peak_allocated_bytes"] == before
     assert plan.predicted["plan"]["peak_allocated_bytes"] == timeline.peak_allocated_bytes
     assert plan.predicted["plan"]["step_time_ns"] == timeline.step_time_ns
-    assert (plan.planner, plan.budget_bytes, plan.meta) == (name, budget_bytes, of.meta)
+    assert (plan.planner, plan.budget_bytes, plan.meta) == (BASELINES.get(name, name), budget_bytes, of.meta)
     assert plan_with(name, of, budget_bytes) == plan  # the same every time
 
 
@@ -74,7 +76,7 @@ def test_a_plan_leaves_room_for_what_reruns_make_libraries_keep(percent: int) ->
     kept = peak(of)
     budget_bytes = kept * percent // 100
     made = 0
-    for name in ("search", "mu-two", "recompute-all", "keep-all"):
+    for name in ("search", "mu-two", "recompute-all", "save-all"):
         try:
             plan = plan_with(name, of, budget_bytes)
         except Refusal:
@@ -91,8 +93,8 @@ def test_a_plan_leaves_room_for_what_reruns_make_libraries_keep(percent: int) ->
 
 
 @given(traces())
-def test_keep_all_adds_nothing_and_mu_two_changes_nothing_that_fits(of: Trace) -> None:
-    assert plan_with("keep-all", of, UNLIMITED).actions == ()
+def test_save_all_adds_nothing_and_mu_two_changes_nothing_that_fits(of: Trace) -> None:
+    assert plan_with("save-all", of, UNLIMITED).actions == ()
     assert plan_with("mu-two", of, peak(of)).actions == ()
 
 
@@ -100,8 +102,14 @@ def test_the_registry_knows_what_it_names() -> None:
     assert DEFAULT in REGISTRY
     for name in REGISTRY:
         assert callable(find(name))
-    with pytest.raises(SpecError, match="keep-all"):
+    with pytest.raises(SpecError, match="save-all"):
         find("magic")
+    with pytest.raises(SpecError, match="no planner 'keep-all' any more; use save-all"):
+        find("keep-all")
+    for name in (*FORMER, "tests.bench.baselines.rotor:missing", "no.such.module:plan"):
+        with pytest.raises(SpecError, match=name):
+            find(name)
+    assert set(FORMER).isdisjoint(REGISTRY)
 
 
 def test_a_refusal_names_the_budget_the_lowest_peak_the_floor_and_what_makes_it() -> None:
@@ -522,10 +530,10 @@ def test_cheap_ops_never_runs_a_dear_op_again() -> None:
         flops = tuple(800 if n in dear else 0 for n in of.ops.name)
         return replace(of, ops=replace(of.ops, flops=flops, bytes_moved=(8,) * len(of.ops)))
 
-    assert names(of, plan_with("cheap-ops", with_dear("cheap"), 300)) == {"dear"}
+    assert names(of, plan_with("tests.bench.baselines.cheap_ops:plan", with_dear("cheap"), 300)) == {"dear"}
     assert names(of, plan_with("mu-two", with_dear("cheap"), 300)) == {"cheap"}
     with pytest.raises(Refusal):
-        plan_with("cheap-ops", with_dear("cheap", "dear"), 300)
+        plan_with("tests.bench.baselines.cheap_ops:plan", with_dear("cheap", "dear"), 300)
 
 
 def test_a_cheap_op_behind_a_dear_link_is_not_cheap() -> None:
@@ -622,8 +630,8 @@ def test_every_cut_saves_links_and_takes_the_cheapest() -> None:
         {"w": 0},
     )
     assert peak(of) == 211  # at g0: low, mid, top and itself; link has gone
-    assert plan_with("min-cut", of, 211).actions == ()
-    plan = plan_with("min-cut", chain(12, size=100), 1200)
+    assert plan_with("tests.bench.baselines.min_cut:plan", of, 211).actions == ()
+    plan = plan_with("tests.bench.baselines.min_cut:plan", chain(12, size=100), 1200)
     assert 0 < len(plan.actions) < 12
     graph = analyse(of)
     cuts = Instants(of, graph).cuts(TURN)
@@ -636,6 +644,6 @@ def test_every_cut_saves_links_and_takes_the_cheapest() -> None:
 def test_resnet_152_cuts_are_close_to_the_bound() -> None:
     of = resnet()
     budget = peak(of) * 60 // 100
-    plan = plan_with("min-cut", of, budget)
+    plan = plan_with("tests.bench.baselines.min_cut:plan", of, budget)
     bound = lower_bound(of, budget)
     assert plan.predicted["plan"]["overhead_percent"] - bound.overhead_percent < 1.0

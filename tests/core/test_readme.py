@@ -136,14 +136,6 @@ def test_every_key_of_saved_sets_is_documented() -> None:
     assert {*empty.to_json()} <= {*rows(text)}
 
 
-def test_every_key_of_a_row_beside_torchs_is_documented() -> None:
-    from simulator.studies.torch_budget import Row
-
-    assert {f.name for f in fields(Row)} - {"plan"} <= quoted(
-        section(MANUALS["simulator"], "torch's own budget")
-    )
-
-
 def measurement() -> Measurement:
     figures = RunFigures(peak_allocated_bytes=2, step_time_ns=3)
     return Measurement(

@@ -13,10 +13,12 @@ from simulator.core.graph import analyse
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
-from simulator.planners.rotor import SLOTS, Chain, Stage, stages_of
+from tests.bench.baselines.rotor import SLOTS, Chain, Stage, stages_of
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, trace
 from traces.trace import Trace
+
+ROTOR = "tests.bench.baselines.rotor:plan"
 
 
 def chain_of(of: Trace) -> Chain:
@@ -79,7 +81,7 @@ def test_each_recursion_is_replayed_in_its_memory_and_time() -> None:
     assert [t for _, t in seen] == sorted(t for _, t in seen)
     lowest = min(p for p, _ in seen)
     assert lowest <= 400  # of 1,500 with everything kept: log-many values, made again and again
-    plan = plan_with("rotor", of, lowest)
+    plan = plan_with(ROTOR, of, lowest)
     again = build(of, plan.actions).recomputed_ops
     assert max(again.count(op) for op in again) > 2
     timeline = run(of, build(of, plan.actions))
@@ -123,7 +125,7 @@ def test_a_value_that_skips_stages_is_always_kept() -> None:
     for state in chain_of(of).states():
         assert state.there[name("skip")]
     peak = run(of, build(of)).peak_allocated_bytes
-    plan = plan_with("rotor", of, peak - 100)
+    plan = plan_with(ROTOR, of, peak - 100)
     assert name("skip") not in plan.recomputed
     assert plan.recomputed
 
@@ -133,7 +135,7 @@ def test_rotor_on_a_network_of_blocks() -> None:
     peak = run(of, build(of)).peak_allocated_bytes
     overheads = []
     for percent in (100, 90, 80, 70):
-        plan = plan_with("rotor", of, peak * percent // 100)
+        plan = plan_with(ROTOR, of, peak * percent // 100)
         assert run(of, build(of, plan.actions)).peak_allocated_bytes <= peak * percent // 100
         overheads.append(plan.predicted["plan"]["overhead_percent"])
     assert overheads[0] == 0

@@ -84,7 +84,7 @@ def test_a_plan_to_read(network: Path, tmp_path: Path) -> None:
 
 def test_without_a_budget_the_step_is_simulated_as_it_is(network: Path) -> None:
     answer = json.loads(simulate(network, "--json").stdout)
-    assert (answer["planner"], answer["budget_bytes"], answer["feasible"]) == ("keep-all", None, True)
+    assert (answer["planner"], answer["budget_bytes"], answer["feasible"]) == ("save-all", None, True)
     assert answer["plan"]["peak_allocated_bytes"] == answer["baseline"]["peak_allocated_bytes"]
     assert answer["plan"]["overhead_percent"] == 0
     assert "with everything kept" in simulate(network).stdout

@@ -43,8 +43,8 @@ def torch_budget(
 ) -> None:
     """Run torch's activation_memory_budget on the graph of TRACE and write what it saves and what it recomputes.
 
-    The model is built and captured again without running it, and has to be the trace's. `simulate torch-budget`
-    makes plans of the file and says what they really need.
+    The model is built and captured again without running it, and has to be the trace's. `simulate
+    compare --saved` makes plans of the file and says what they really need.
     """
     from tracer.build.step import require_torch
     from traces import store
@@ -76,7 +76,7 @@ def torch_budget(
             f"{s.recomputed_ops} ops again{wrong}; solved in {s.solve_seconds:.2f} s"
         )
     if output is not None:
-        say(f"Next: simulate torch-budget {directory} --saved {output}", quiet=quiet)
+        say(f"Next: simulate compare {directory} --budget 60% --saved {output}", quiet=quiet)
 
 
 def parse_budgets(text: str) -> list[Any]:

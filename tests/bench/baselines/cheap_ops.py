@@ -1,4 +1,4 @@
-"""Turn a trace and a budget into a plan that recomputes cheap ops only: pointwise ops, norms, copies, reductions.
+"""Recompute cheap ops only: pointwise ops, norms, copies, reductions.
 
 What many do by hand: recompute what is large and cheap, keep the matrix products (selective recomputation, Korthikanti
 et al., "Reducing activation recomputation in large transformer models", MLSys 2023). An op is cheap if it does few

@@ -1,4 +1,4 @@
-"""Turn a trace and a budget into the optimal plan for a heterogeneous chain of blocks: rotor's dynamic programme.
+"""The optimal plan for a heterogeneous chain of blocks: rotor's dynamic programme.
 
 Source: Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for heterogeneous chains: how to
 train deep neural networks with limited memory" (2019), as in the package rotor. Forward is a chain of stages;

@@ -1,4 +1,4 @@
-"""Turn a small trace and a budget into the fastest of all plans, proven by branch and bound: the oracle for planners.
+"""The fastest of all plans for a small trace, proven by branch and bound: the oracle for planners.
 
 The problem is that of Checkmate (Jain et al., MLSys 2020), "which values are there at each op", within what a schedule
 can express: each value of forward is kept; or recomputed for every reader anew, or shared and dropped after any of the

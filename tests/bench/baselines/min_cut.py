@@ -1,4 +1,4 @@
-"""Turn a trace and a budget into the best plan among the minimum cuts behind the certified bound.
+"""The best plan among the minimum cuts behind the certified bound.
 
 At an instant of the step, the cheapest way to keep less, for a price per byte, is a minimum cut (the argument stands in
 `simulator.bounds.bound`; the idea of cutting the joint graph is that of torch's partitioner, He 2022, and of maximum
