@@ -147,7 +147,7 @@ def test_a_bad_budget_is_refused_before_the_trace_is_opened() -> None:
     [
         (["nowhere"], "no such trace directory"),
         (["nowhere", "--budget", "60%"], "no such trace directory"),
-        (["T", "--planner", "magic"], "no such planner"),
+        (["T", "--planner", "magic"], "is no planner"),
         (["T", "--bugdet", "60%"], "No such option"),
         (["T", "more"], "unexpected extra argument"),
         (["--json"], "Missing argument"),
