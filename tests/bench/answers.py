@@ -55,6 +55,7 @@ GOLDEN: Final = ROOT / "tests" / "data" / "answers.json"
 # Keys that are left out of every answer and file, and why.
 CLOCK: Final = {
     "solve_seconds": "how long the planner took, by the wall clock",
+    "seconds": "how long `trace` took, by the wall clock",
     "microseconds_per_pair": "how long a replay took, by the wall clock",
 }
 # What makes a trace besides the product: printed by the interpreter that runs it.
