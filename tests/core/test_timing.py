@@ -130,19 +130,6 @@ def test_eager_and_keep_all_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert clock.ran == ["p"] * 3
 
 
-def test_where_keep_all_does_not_fit_the_plan_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-
-    def too_large() -> bool:
-        raise RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
-        )
-
-    figures = measuring._with_times(RunFigures(), ready(clock, lambda: too_large), job(), lambda: None)
-    assert figures == RunFigures(step_time_ns=30, times_ns=(30,) * 3)
-    assert measured_slowdown_percent(figures, RunFigures()) is None
-
-
 def test_an_error_of_keep_all_that_is_not_about_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> bool:
         raise PlanError("the plan was made for another graph")

@@ -13,7 +13,6 @@ from tracer.costs.rules_cuda.workspaces import (
     copied,
     flash_splits,
     rule_events,
-    rule_for,
     rules,
 )
 from tracer.costs.signature import Signature, TensorSpec
@@ -252,34 +251,6 @@ def test_adding_up_by_indices_sorts_them() -> None:
     assert events(target, (x, (index,), values, True), (x,)) == (
         160, 48, 48, 48, 48, 96, -96, -48, -48, -48, -48
     )  # fmt: skip
-
-
-def test_plain_ops() -> None:
-    pytest.importorskip("torch")
-    x = spec(4, 8)
-    assert events("aten.mul.Tensor", (x, x), (x,)) == (128,)
-    assert events("aten.mul_.Tensor", (x, x), (x,)) == ()
-    assert events("aten.copy_.default", (x, x), (x,)) == ()
-    assert events("aten._foreach_add_.List", ((x,), (x,)), (None,)) == ()
-    assert events("aten._foreach_sqrt.default", ((x, x),), ((x, x),)) == (128, 128)
-    assert events("aten.zeros_like.default", (x,), (x,)) == (128,)
-
-
-def test_what_nobody_knows_has_no_rule() -> None:
-    pytest.importorskip("torch")
-    x = spec(4, 8)
-    for target in (
-        "aten.convolution.default",
-        "aten.convolution_backward.default",
-        "aten.cudnn_batch_norm.default",
-        "aten.amax.default",
-        "aten.sort.default",
-        "aten.no_such_op.default",
-        "elsewhere.mul.Tensor",
-    ):
-        assert events(target, (x,), (x,)) is None
-        assert rule_for(target) is None
-    assert events("aten.mm.default", (x, x), (x,), device("cpu")) is None  # rules of CUDA
 
 
 def test_what_a_contiguous_copy_takes() -> None:

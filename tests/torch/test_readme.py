@@ -1,0 +1,50 @@
+"""What the manuals say of the command that needs torch, and their own example."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from executor.cli.main import answer
+from executor.plans import Outcome
+from tests.core.test_readme import MANUALS, README, ROOT, blocks, measurement, quoted, section, small_trace
+from traces.plan import Plan
+
+
+def test_every_key_of_executes_json_is_documented() -> None:
+    known = {f.name: "" for f in fields(Outcome)}
+    known |= {"plan": Plan(meta=small_trace().meta), "measurement": measurement()}
+    outcome = Outcome(**known)
+    assert {*answer(outcome)} <= quoted(section(MANUALS["executor"], "JSON"))
+
+
+def test_the_example_runs_as_shown(tmp_path: Path) -> None:
+    for block in blocks(README, "python"):
+        name = block.splitlines()[0].removeprefix("# ")
+        assert name.endswith(".py")
+        (tmp_path / name).write_text(block, encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("-m", "tracer", "my_training.py:build", "--batch-size", "16", "-o", "my-trace")
+    run("-m", "simulator", "my-trace", "--budget", "80%", "-o", "my-plan.json")
+    assert '"recompute"' in (tmp_path / "my-plan.json").read_text(encoding="utf-8")
+    lines = run("train.py").splitlines()
+    shown = blocks(section(README, "In your own loop"), "")[0].splitlines()
+    # The losses' digits belong to a machine; all else does not.
+    digits = re.compile(r"\d+\.\d+")
+    assert [digits.sub("", line) for line in lines] == [digits.sub("", line) for line in shown]

@@ -1,0 +1,37 @@
+"""What torch itself says of an op, where no rule of a GPU does: its outputs, or nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.core.test_workspaces import events, spec
+from tracer.costs.rules_cuda.workspaces import rule_for
+from traces.devices import device
+
+
+def test_plain_ops() -> None:
+    x = spec(4, 8)
+    assert events("aten.mul.Tensor", (x, x), (x,)) == (128,)
+    assert events("aten.mul_.Tensor", (x, x), (x,)) == ()
+    assert events("aten.copy_.default", (x, x), (x,)) == ()
+    assert events("aten._foreach_add_.List", ((x,), (x,)), (None,)) == ()
+    assert events("aten._foreach_sqrt.default", ((x, x),), ((x, x),)) == (128, 128)
+    assert events("aten.zeros_like.default", (x,), (x,)) == (128,)
+
+
+def test_what_nobody_knows_has_no_rule() -> None:
+    x = spec(4, 8)
+    for target in (
+        "aten.convolution.default",
+        "aten.convolution_backward.default",
+        "aten.cudnn_batch_norm.default",
+        "aten.amax.default",
+        "aten.sort.default",
+        "aten.no_such_op.default",
+        "elsewhere.mul.Tensor",
+    ):
+        assert events(target, (x,), (x,)) is None
+        assert rule_for(target) is None
+    assert events("aten.mm.default", (x, x), (x,), device("cpu")) is None  # rules of CUDA
