@@ -98,6 +98,7 @@ MAX_BATCH: Final = (
     "--no-profile --seconds 1 -o {out}/max --json -q"
 )
 RECORDING: Final = ROOT / "tests" / "data" / "allocator" / "transformer-medium-ctx512-training"
+ABOUT: Final = ("planner", "storage")  # keys that tell the entries of a list apart
 WRITTEN: Final = "written"  # key of the digests of whole texts
 LONGEST_SECONDS: Final = 900  # of one command; more is a fault, not an answer
 SHOWN: Final = 8  # differences of one row
@@ -372,15 +373,26 @@ def golden_rows() -> dict[str, dict[str, Any]]:
 
 
 def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Key paths with their values; an empty dict or list is a value."""
+    """Key paths with their values; an empty dict or list is a value.
+
+    What a list holds is named by its place, or by what it is about, so that one entry more does not move all others.
+    """
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from flat(inner, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list) and value:
-        for k, inner in enumerate(value):
-            yield from flat(inner, f"{path}[{k}]")
+        for name, inner in zip(_names(value), value, strict=True):
+            yield from flat(inner, f"{path}[{name}]")
     else:
         yield path, value
+
+
+def _names(items: list[Any]) -> list[Any]:
+    for key in ABOUT:
+        names = [item.get(key) if isinstance(item, dict) else None for item in items]
+        if None not in names and len(set(names)) == len(names):
+            return names
+    return list(range(len(items)))
 
 
 def differences(before: Any, after: Any, ignore: Sequence[str] = ()) -> list[tuple[str, str]]:

@@ -101,6 +101,14 @@ def test_texts_differ_by_their_bytes_but_not_by_the_clock() -> None:
     assert answers.text_digest(text) != answers.text_digest('{"solve_seconds": 1.5e-05, "peak":1}')
 
 
+def test_an_entry_less_in_a_list_is_one_difference() -> None:
+    entries = [{"planner": name, "peak": k} for k, name in enumerate(["first", "second", "third"])]
+    assert answers.differences({"planners": entries}, {"planners": entries[1:]}) == [
+        ("planners[first].planner", '"first" -> (none)'),
+        ("planners[first].peak", "0 -> (none)"),
+    ]
+
+
 def test_digests_tell_which_part_of_an_answer_differs() -> None:
     before = answers.shortened(
         row({"plan": {"peak_allocated_bytes": 3, "steps": 1}, "bound": {"added_time_ns": 7}})
