@@ -1,4 +1,4 @@
-"""Turn a model, a memory limit and batch sizes into where it stops to fit: predicted, and tried.
+"""Where a model stops to fit a memory limit: predicted for every batch size, and tried at the border.
 
 Tried are the largest batch size that is predicted to fit and the next larger one. On CUDA the process gets a share of
 the device of that size, and fits if it trains without running out of memory. On the CPU, where no allocator reserves

@@ -1,4 +1,4 @@
-"""Turn a cases.toml into the cases of a campaign: every combination of its lists, checked before anything runs.
+"""The cases of a campaign: a TOML file, multiplied out and checked before anything runs.
 
 [campaign]                       # how to trace and measure; every key has a default (`Method`)
 device = "cpu"

@@ -1,4 +1,4 @@
-"""Turn records into prediction errors: one row a figure and stage, and their aggregates.
+"""Prediction errors of a campaign: one row a figure and stage, and their aggregates.
 
 An error of bytes and times is 100 * (predicted - measured) / measured, in percent: negative means that the prediction
 was too low. A slow-down is the step's time with the plan over the keep-all step's, less one, in percent, measured as
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from executor.campaign.cases import BOUNDARY, NONE
-from executor.campaign.record import CALIBRATED, OUT_OF_MEMORY, RULES, STAGES, Record
+from executor.campaign.record import CALIBRATED, OUT_OF_MEMORY, RULES, STAGES, TRANSFERRED, Record
 from simulator.studies.warnings import stands_always
 from traces.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
 
@@ -24,11 +24,9 @@ FIGURES: Final = (ALLOCATED, BLOCKS, RESERVED, TIME, SLOWDOWN)
 KEEP_ALL, PLAN, EAGER = "keep-all", "plan", "eager"
 WITHIN: Final = (1.0, 2.0, 5.0)
 STAGE_LABELS: Final = {
-    "tensors": "tensors only",
-    "allocator": "+ allocator",
-    "rules": "+ workspace rules (uncalibrated)",
-    "transferred": "+ calibration at half the batch",
-    "calibrated": "+ calibration",
+    CALIBRATED: "calibrated",
+    TRANSFERRED: "calibrated at half the batch",
+    RULES: "uncalibrated",
 }
 
 
@@ -209,12 +207,7 @@ def unwarned(rows: Iterable[ErrorRow]) -> list[ErrorRow]:
     What it says of every uncalibrated prediction (that rules may differ, that no GPU confirmed it) is no such warning.
     """
     return [
-        r
-        for r in rows
-        if r.error < -LARGE
-        and not r.warned
-        and r.figure in (ALLOCATED, BLOCKS, RESERVED)
-        and r.stage in SHOWN_STAGES
+        r for r in rows if r.error < -LARGE and not r.warned and r.figure in (ALLOCATED, BLOCKS, RESERVED)
     ]
 
 
@@ -235,6 +228,3 @@ def ran_out_unforeseen(records: Iterable[Record]) -> list[Record]:
         ):
             out.append(r)
     return out
-
-
-SHOWN_STAGES: Final = (CALIBRATED, RULES)  # in most tables: with calibration and without

@@ -1,4 +1,4 @@
-"""Turn one case into its record: plan, measure and verify, on what the cases of the same step share."""
+"""One case of a campaign: plan, measure and verify, on what the cases of the same step share."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def shared_step(case: Case, key: str, bench: Bench, progress: Progress) -> Share
     step = SharedStep(
         directory=str(directory),
         fingerprint=str(baseline["fingerprint"]),
-        predicted=_predictions(baseline["keep_all_predicted"]),
+        predicted=_predictions(baseline["predicted"]),
         warnings=_texts(baseline["warnings"]),
         eager=eager,
         keep_all=keep_all,

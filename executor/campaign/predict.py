@@ -1,9 +1,7 @@
-"""Turn a step's traces into predictions, stage by stage of what is known: keep-all, and with a plan.
+"""What a campaign predicts from a step's traces, stage by stage of what is known: everything saved, and with a plan.
 
 The stages, each with what the one before it has:
 
-    tensors      sizes and lifetimes of tensors alone
-    allocator    the caching allocator's rounding and reserving (CUDA only)
     rules        workspaces by the table of rules, resident ones included: all that a laptop can know (uncalibrated)
     transferred  workspaces and times interpolated from the same step at half the batch size, measured on the device
     calibrated   workspaces and times measured on the device, op by op
@@ -17,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from executor.campaign.cases import CALIBRATED as FROM_CALIBRATED
 from executor.campaign.cases import NONE
-from executor.campaign.record import ALLOCATOR, CALIBRATED, RULES, TENSORS, TRANSFERRED
+from executor.campaign.record import CALIBRATED, RULES, TRANSFERRED
 from executor.campaign.record_step import CALIBRATED_DIR, TRANSFERRED_DIR, UNCALIBRATED_DIR
 from traces.alloc_conf import alloc_conf
 from traces.errors import BudgetError
 from traces.measurement import RunFigures
 from traces.plan import ALLOCATED, RESERVED, Action, Plan
-from traces.trace import WORKSPACE, Trace
+from traces.trace import Trace
 
 if TYPE_CHECKING:
     from simulator.allocator.question import Question
@@ -37,15 +35,13 @@ def predict_step(*, directory: str, device: str, plan_from: str) -> dict[str, An
     traces = load_traces(Path(directory))
     base = base_trace(traces, plan_from)
     _keep_all(base, device).save(Path(directory) / KEEP_ALL_PLAN)
-    predictions = stages(traces, base, (), device)
     notes = []
     if not same_graph(traces[RULES], base):
         notes.append(
             "the uncalibrated trace has another graph than the device's, so plans cannot be judged on it"
         )
     return {
-        "keep_all_predicted": _as_json(predictions),
-        "warnings": _warnings(traces, base, (), device),
+        **_told(stages(traces, base, (), device)),
         "fingerprint": base.meta.fingerprint,
         "notes": notes,
     }
@@ -72,8 +68,7 @@ def predict_plan(
         "feasible": True,
         "budget_bytes": budget_bytes,
         "message": "",
-        "predicted": _as_json(stages(traces, base, made.plan.actions, device)),
-        "warnings": _warnings(traces, base, made.plan.actions, device),
+        **_told(stages(traces, base, made.plan.actions, device)),
         "recomputed_ops": made.planned_timeline.recomputed_ops,
     }
 
@@ -138,46 +133,27 @@ def same_graph(a: Trace, b: Trace) -> bool:
 
 def stages(
     traces: dict[str, Trace], base: Trace, actions: tuple[Action, ...], device: str
-) -> dict[str, RunFigures]:
+) -> dict[str, Comparison]:
     """What each stage predicts for the step with these actions, which were chosen on `base`.
 
     A plan is judged only on the same graph: where a laptop's graph of a GPU's step differs from the GPU's, the
     stages that have no more than that are left out.
     """
-    out: dict[str, RunFigures] = {}
-    cuda = device.startswith("cuda")
-    for stage, trace in _stage_traces(traces, cuda):
-        if actions and not same_graph(trace, base):
-            continue
-        if stage == TENSORS:
-            plain = judged(trace, actions, "cpu").planned_figures
-            # Without an allocator all that is reserved, and all that its blocks hold, is what is allocated.
-            same = plain.peak_allocated_bytes if cuda else None
-            out[stage] = replace(plain, peak_block_bytes=same, peak_reserved_bytes=same)
-        else:
-            out[stage] = judged(trace, actions, device).planned_figures
-    return out
+    return {
+        stage: judged(trace, actions, device)
+        for stage, trace in traces.items()
+        if not actions or same_graph(trace, base)
+    }
 
 
-def _stage_traces(traces: dict[str, Trace], cuda: bool) -> list[tuple[str, Trace]]:
-    found = []
-    if RULES in traces:
-        bare = tensors_only(traces[RULES])
-        found = [(TENSORS, bare), (ALLOCATOR, bare), (RULES, traces[RULES])]
-    found += [(stage, traces[stage]) for stage in (TRANSFERRED, CALIBRATED) if stage in traces]
-    return [(stage, trace) for stage, trace in found if cuda or stage != ALLOCATOR]
+def _told(predictions: dict[str, Comparison]) -> dict[str, Any]:
+    """By stage, the figures and what `simulate` would say beside them."""
+    from simulator.studies.warnings import warnings
 
-
-def tensors_only(trace: Trace) -> Trace:
-    """The trace without anything but tensors: no allocations inside ops, no workspace that lives on."""
-    sts = trace.storages
-    resident = [p < 0 and c == WORKSPACE for p, c in zip(sts.producer, sts.category, strict=True)]
-    nbytes = tuple(0 if gone else n for n, gone in zip(sts.nbytes, resident, strict=True))
-    return replace(
-        trace,
-        ops=replace(trace.ops, events=((),) * len(trace.ops)),
-        storages=replace(sts, nbytes=nbytes),
-    )
+    return {
+        "predicted": {stage: asdict(made.planned_figures) for stage, made in predictions.items()},
+        "warnings": {stage: list(warnings(made)) for stage, made in predictions.items()},
+    }
 
 
 def judged(trace: Trace, actions: tuple[Action, ...], device: str) -> Comparison:
@@ -211,20 +187,3 @@ def _keep_all(trace: Trace, device: str) -> Plan:
 
     made = answered(judged(trace, (), device)).plan
     return replace(made, planner="keep-all")
-
-
-def _warnings(
-    traces: dict[str, Trace], base: Trace, actions: tuple[Action, ...], device: str
-) -> dict[str, list[str]]:
-    """What `simulate` would say beside the predictions that it can make."""
-    from simulator.studies.warnings import warnings
-
-    return {
-        stage: list(warnings(judged(trace, actions, device)))
-        for stage, trace in traces.items()
-        if not actions or same_graph(trace, base)
-    }
-
-
-def _as_json(predictions: dict[str, RunFigures]) -> dict[str, Any]:
-    return {stage: asdict(f) for stage, f in predictions.items()}

@@ -1,4 +1,4 @@
-"""Turn the outcome of each case into one JSON record in the campaign's directory, and read the records back."""
+"""The records of a campaign: one JSON file a finished case in its directory, and all of them together."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ RETRIED: Final = (NOT_EQUAL, FAILED)  # by --retry-failed; the others are answer
 PROVENANCES: Final = ("measured-cpu", "measured-cuda")
 
 # What a prediction is made from, each with what the one before it has.
-TENSORS, ALLOCATOR, RULES = "tensors", "allocator", "rules"
-TRANSFERRED, CALIBRATED = "transferred", "calibrated"
-STAGES: Final = (TENSORS, ALLOCATOR, RULES, TRANSFERRED, CALIBRATED)
+RULES, TRANSFERRED, CALIBRATED = "rules", "transferred", "calibrated"
+STAGES: Final = (RULES, TRANSFERRED, CALIBRATED)
 
 Predictions = Mapping[str, RunFigures]  # stage -> figures; a stage that the device does not have is left out
 

@@ -1,4 +1,4 @@
-"""Turn a step of a campaign into its traces: as a laptop makes it, by another batch size's profile, and measured."""
+"""The traces of a campaign's step: as a laptop makes it, by another batch size's profile, and measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn records into one flat row a case, for CSV and Parquet, and into the lines that are printed."""
+"""A campaign as flat rows, one a case, for CSV and Parquet, and as the lines that are printed."""
 
 from __future__ import annotations
 

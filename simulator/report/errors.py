@@ -100,36 +100,3 @@ def signed_errors(
         alt.Chart(table(["zero"], [(0,)])).mark_rule(color="#475467", strokeWidth=1).encode(alt.X("zero:Q"))
     )
     return finish(alt.layer(chart, zero), height=max(80, (10 * len(present) + 6) * len(cases)))
-
-
-def errors_by_stage(
-    rows: Sequence[tuple[str, str, float]], colours: Mapping[str, str], *, unit: str
-) -> dict[str, Any]:
-    """Every case's signed error at each stage as a point, with the stage's median as a line: (case, stage, error)."""
-    alt = altair()
-    stages = [s for s in colours if any(r[1] == s for r in rows)]
-    data = table(["case", "stage", "error"], rows, ["case", "stage"])
-    y = (
-        alt.Y("stage:N")
-        .sort(stages)
-        .title(None)
-        .axis(labelLimit=320, ticks=False, domain=False, labelFontSize=12)
-    )
-    x = alt.X("error:Q").title(f"error, {unit} (negative: predicted too low)").axis(tickCount=10)
-    colour = alt.Color("stage:N").scale(domain=stages, range=[colours[s] for s in stages]).legend(None)
-    base = alt.Chart(data)
-    dots = base.mark_circle(size=46, opacity=0.6).encode(
-        x,
-        y,
-        colour,
-        tooltip=["case:N", "stage:N", alt.Tooltip("error:Q", format="+,.4f", title=f"error, {unit}")],
-    )
-    median = base.mark_tick(color="#1f2430", thickness=2, height=22).encode(
-        alt.X("median(error):Q"),
-        y,
-        tooltip=["stage:N", alt.Tooltip("median(error):Q", format="+,.4f", title=f"median, {unit}")],
-    )
-    zero = (
-        alt.Chart(table(["zero"], [(0,)])).mark_rule(color="#94a3b8", strokeWidth=1).encode(alt.X("zero:Q"))
-    )
-    return finish(alt.layer(zero, dots, median), height=44 * max(1, len(stages)))

@@ -26,7 +26,7 @@ from executor.campaign.errors import (
     error_rows,
     ran_out_unforeseen,
 )
-from executor.campaign.predict import predict_fit, predict_plan, predict_step, tensors_only
+from executor.campaign.predict import predict_fit, predict_plan, predict_step
 from executor.campaign.record import Book, Keys, Record, Store, Trial
 from executor.campaign.rows import answer, flat_rows, summary, write_rows
 from executor.campaign.run import Choice, run_campaign
@@ -153,7 +153,7 @@ def test_cases_of_one_step_share_its_traces_eager_and_keep_all(tmp_path: Path, m
     assert [r.status for r in book.records] == ["measured", "measured", "infeasible"] * 2
     kept, planned, refused = book.records[:3]
     assert {s: f.peak_allocated_bytes for s, f in kept.predicted.items()} == {
-        "tensors": PEAK, "rules": PEAK, "calibrated": PEAK + 6,
+        "rules": PEAK, "calibrated": PEAK + 6,
     }  # fmt: skip
     assert planned.budget_bytes == 23  # 90 % of 26, rounded down
     assert planned.predicted["calibrated"].peak_allocated_bytes == 22  # x0 or x1 is recomputed: 4 bytes less
@@ -340,11 +340,10 @@ def test_on_cuda_verification_has_a_process_of_its_own_and_may_run_out_of_memory
     assert "two models" in record.notes[-1]
     assert record.provenance == "measured-cuda"
     # The caching allocator rounds to 512 bytes: w, x0, x1, x2 and g2 take 5 of them, in one segment of 2 MiB.
-    assert record.predicted["allocator"].headline() == {
+    assert record.predicted["rules"].headline() == {
         "peak_allocated_bytes": PEAK, "peak_block_bytes": 5 * 512, "peak_reserved_bytes": 2 * 2**20,
         "step_time_ns": 6,
     }  # fmt: skip
-    assert record.predicted["tensors"].peak_reserved_bytes == PEAK
     assert {e.figure for e in error_rows([record])} == {"allocated", "blocks", "reserved", "time"}
 
 
@@ -593,15 +592,6 @@ def test_an_underestimate_without_a_warning_is_told_from_one_with() -> None:
     assert (len(standing), len(gpu)) == (1, 2)
     assert sorted(silent(rules=standing)) == sorted(silent(rules=gpu)) == sorted(everywhere)
     assert silent(rules=(*gpu, "unknown")) == [("eager", "calibrated")]
-
-
-def test_the_tensors_stage_has_no_workspace_at_all() -> None:
-    resident = tiny.trace([tiny.fwd({"a": 8}, "w", events=(24, -16))], {"w": 4, "cublas": 100}, categories={
-        "cublas": "workspace"
-    })  # fmt: skip
-    bare = tensors_only(resident)
-    assert bare.storages.nbytes == (4, 0, 8)
-    assert bare.ops.events == ((),)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
