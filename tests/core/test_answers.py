@@ -101,7 +101,7 @@ def test_texts_differ_by_their_bytes_but_not_by_the_clock() -> None:
     assert answers.text_digest(text) != answers.text_digest('{"solve_seconds": 1.5e-05, "peak":1}')
 
 
-def test_an_entry_less_in_a_list_is_one_difference() -> None:
+def test_an_entry_less_in_a_list_leaves_the_others_equal() -> None:
     entries = [{"planner": name, "peak": k} for k, name in enumerate(["first", "second", "third"])]
     assert answers.differences({"planners": entries}, {"planners": entries[1:]}) == [
         ("planners[first].planner", '"first" -> (none)'),
