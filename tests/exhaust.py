@@ -1,67 +1,273 @@
-"""Every plan that the simulator can express for a tiny trace, and the least time that one within each budget adds."""
+"""Every plan for a tiny trace, and the least time that one within each budget adds: an oracle of planners and bounds.
+
+Nothing here uses `simulator`: which values may come back, what a plan makes run again and what is then allocated when
+is read off the trace's tables here, after the definitions in `traces.plan` and `traces.trace`. So a value that the
+simulator takes for fixed, and a plan that it refuses by mistake, still count.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import combinations, pairwise, product
 
-from simulator.core.graph import Graph, analyse
-from simulator.core.replay import run
-from simulator.core.schedule import build
 from tests.tiny import Op, trace
-from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action
-from traces.trace import BACKWARD, EAGER, FORWARD, OPTIMIZER, RANDOM, Trace
+from traces.trace import BACKWARD, EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, RANDOM, VIEW, Trace
 
 Choice = Action | None
 
 
-def choices(of: Trace, graph: Graph, *, drops: int) -> list[list[Choice]]:
+class Impossible(Exception):
+    """A plan needs a value again that nothing can make again."""
+
+
+class Facts:
+    """What a trace's tables say of its storages; one entry a storage, or an op."""
+
+    def __init__(self, of: Trace) -> None:
+        ops, sts = of.ops, of.storages
+        n, storages = len(ops), range(len(sts))
+        self.view = [bool(f & VIEW) for f in ops.flags]
+        self.reruns = [not f & FORBIDS_RECOMPUTE for f in ops.flags]
+        self.turn = sum(1 for phase in ops.phase if phase == FORWARD)
+        self.made = [{s for s in storages if sts.producer[s] == i} for i in range(n)]
+        self.forward = [0 <= sts.producer[s] < self.turn for s in storages]
+        self.last_read = [
+            max((i for i in range(n) if ops.phase[i] == BACKWARD and s in ops.reads[i]), default=-1)
+            for s in storages
+        ]
+        self.saved = [self.forward[s] and self.last_read[s] >= 0 for s in storages]  # without any action
+        self.outside = [
+            sts.hold[s] >= self.turn
+            or any(self._from_outside(of, i, s) for i in range(self.turn, n))
+            or any(self._by_another_way(of, i, s) for i in range(n))
+            for s in storages
+        ]
+        self.returns = [self._returns(of, s) for s in storages]
+
+    @staticmethod
+    def _from_outside(of: Trace, i: int, s: int) -> bool:
+        """Op i after forward is none of the captured graph, and reads s as it finds it."""
+        return s in of.ops.reads[i] and (of.ops.phase[i] == OPTIMIZER or bool(of.ops.flags[i] & EAGER))
+
+    def _by_another_way(self, of: Trace, i: int, s: int) -> bool:
+        """Op i of the captured graph reads s and takes the value of no op that stands for s: its maker or a view."""
+        if s not in of.ops.reads[i] or of.ops.flags[i] & EAGER or of.storages.producer[s] < 0:
+            return False
+        return not any(self._stands_for(of, j, s) for j in of.ops.inputs[i])
+
+    def _stands_for(self, of: Trace, j: int, s: int) -> bool:
+        if not self.view[j]:
+            return s in self.made[j]
+        return any(self._stands_for(of, k, s) for k in of.ops.inputs[j])
+
+    def _returns(self, of: Trace, s: int) -> bool:
+        """Whether s can be made again from what is there by default, or can itself be made again."""
+        p = of.storages.producer[s]
+        return (
+            self.forward[s]
+            and self.reruns[p]
+            and not self.view[p]
+            and all(
+                of.storages.producer[r] < 0 or self.saved[r] or self._returns(of, r) for r in of.ops.reads[p]
+            )
+        )
+
+
+def choices(of: Trace, *, drops: int) -> list[list[Choice]]:
     """What can happen to each storage from forward; with `drops`, also every set of up to so many drop_after."""
-    turn, n = graph.first_backward_op, len(of.ops)
-    candidates = set(graph.candidates)
+    facts = Facts(of)
     out: list[list[Choice]] = []
     for s in range(len(of.storages)):
-        if not 0 <= of.storages.producer[s] < turn:
+        if not facts.forward[s]:
             continue
         mine: list[Choice] = [None]
-        link = graph.rebuildable[s] and not graph.wanted[s] and not graph.pinned[s]
-        if s in candidates or link:
+        # An empty value that backward reads has nothing to gain; an empty link may be one in a chain.
+        worth = of.storages.nbytes[s] > 0 or not facts.saved[s]
+        if facts.returns[s] and not facts.outside[s] and worth:
             mine.append(Action(storage=s, action=RECOMPUTE, share=True))
-            if s in candidates:  # a link that is not shared is one without an action
+            if facts.saved[s]:  # a link that is not shared is one without an action
                 mine.append(Action(storage=s, action=RECOMPUTE, share=False))
             mine += [
                 Action(storage=s, action=RECOMPUTE, share=True, drop_after=chosen)
                 for k in range(1, drops + 1)
-                for chosen in combinations(range(turn, n - 1), k)
+                for chosen in combinations(range(facts.turn, len(of.ops) - 1), k)
             ]
-        if not graph.wanted[s] and not graph.pinned[s]:
+        if not facts.saved[s] and not facts.outside[s]:
             mine.append(Action(storage=s, action=SAVE))
         if len(mine) > 1:
             out.append(mine)
     return out
 
 
-def frontier(
-    of: Trace, graph: Graph | None = None, *, drops: int = 0, most: int = 4_000
-) -> dict[int, int] | None:
-    """Peak -> the least added time of a plan with that peak, over all plans; None if there are more than `most`."""
-    graph = graph or analyse(of)
-    options = choices(of, graph, drops=drops)
+@dataclass
+class Instance:
+    """A storage from the step that made it to the last one that needs it."""
+
+    storage: int
+    born: int
+    end: int
+
+
+@dataclass
+class Walk:
+    """What runs under a plan, step by step."""
+
+    op: list[int] = field(default_factory=list)
+    again: list[bool] = field(default_factory=list)
+    born: list[list[int]] = field(default_factory=list)  # storages that the step makes, or makes again
+    instances: list[Instance] = field(default_factory=list)
+
+
+def walk(of: Trace, actions: Iterable[Action], facts: Facts | None = None) -> Walk:
+    """The steps of a plan: forward, then each later op after whatever must be made again for it.
+
+    Raises:
+        Impossible: an op reads what is not there and cannot be made again.
+    """
+    facts = facts or Facts(of)
+    ops, sts = of.ops, of.storages
+    plan = {a.storage: a for a in actions}
+    out = Walk()
+    present: dict[int, Instance] = {}  # storage -> the instance that an op would read now
+    of_view: dict[int, list[Instance]] = {}  # view op -> the instances that its value points into
+
+    def there(s: int) -> bool:
+        return sts.producer[s] < 0 or s in present
+
+    def bases(i: int) -> list[Instance]:
+        return [present[s] for s in ops.reads[i] if s in present]
+
+    def run(i: int, again: bool, makes: Iterable[int]) -> None:
+        step = len(out.op)
+        if not all(there(s) for s in ops.reads[i]):
+            raise Impossible(f"op {i} reads what is not there")
+        for instance in bases(i):
+            instance.end = step
+        if facts.view[i]:
+            of_view[i] = bases(i)
+        for s in makes:
+            present[s] = Instance(s, step, step)
+            out.instances.append(present[s])
+        out.op.append(i)
+        out.again.append(again)
+        out.born.append(sorted(makes))
+
+    def lacks(reader: int, i: int) -> bool:
+        """Whether `reader` cannot take the value of op i as things are."""
+        if facts.view[i]:
+            now = bases(i)
+            same = len(now) == len(of_view[i]) and all(a is b for a, b in zip(now, of_view[i], strict=True))
+            return not (same and all(there(s) for s in ops.reads[i]))
+        return any(s in ops.reads[reader] and not there(s) for s in facts.made[i])
+
+    def collect(reader: int, order: list[int], asked: set[int]) -> None:
+        """Ops to run again for the sake of `reader`, deepest first, and the storages that are asked of them."""
+        for i in ops.inputs[reader]:
+            if not lacks(reader, i):
+                continue
+            if not facts.view[i]:
+                asked.update(s for s in facts.made[i] if s in ops.reads[reader])
+            if i not in seen:
+                if not (facts.view[i] or facts.reruns[i]):
+                    raise Impossible(f"op {i} may not run again")
+                seen.add(i)
+                collect(i, order, asked)
+                order.append(i)
+
+    for i in range(facts.turn):
+        run(i, False, facts.made[i])
+    for s in list(present):
+        action = plan.get(s)
+        stays = facts.saved[s] if action is None else action.action == SAVE
+        if not (stays or facts.outside[s]):
+            del present[s]
+    for c in range(facts.turn, len(ops)):
+        order: list[int] = []
+        asked: set[int] = set()
+        seen: set[int] = set()
+        collect(c, order, asked)
+        passing: list[int] = []  # made again for this op alone
+        for i in order:
+            makes = [
+                s
+                for s in sorted(facts.made[i])
+                if not there(s) and (s in asked or (s in plan and plan[s].share and facts.last_read[s] > c))
+            ]
+            run(i, True, makes)
+            passing += [s for s in makes if s not in plan or not plan[s].share]
+        run(c, False, facts.made[c])
+        for s in passing:
+            present.pop(s, None)
+        for s, action in plan.items():
+            if c in action.drop_after:
+                present.pop(s, None)
+    for s in range(len(sts)):
+        if sts.hold[s] >= 0 and sts.producer[s] >= 0:
+            first = next(x for x in out.instances if x.storage == s)
+            held = next(k for k, i in enumerate(out.op) if i == sts.hold[s] and not out.again[k])
+            first.end = max(first.end, held)
+    return out
+
+
+def peak_and_time(of: Trace, walked: Walk) -> tuple[int, int]:
+    """Peak bytes and ns of a walk, from what lives when and what each op allocates while it runs."""
+    ops, sts = of.ops, of.storages
+    producers = enumerate(sts.producer)
+    resident = sum(sts.nbytes[s] for s, p in producers if p < 0)
+    change = [0] * (len(walked.op) + 1)  # bytes that stay alive through a step, as differences
+    ending: list[set[int]] = [set() for _ in walked.op]
+    for x in walked.instances:
+        if x.end > x.born:
+            change[x.born + 1] += sts.nbytes[x.storage]
+            change[x.end + 1] -= sts.nbytes[x.storage]
+            ending[x.end].add(x.storage)
+    peak, alive, time_ns = resident, resident, 0
+    for k, i in enumerate(walked.op):
+        alive += change[k]
+        rise = sum(sts.nbytes[s] for s in ops.writes[i] if sts.producer[s] == i)
+        live = 0
+        for event in ops.events[i]:
+            live += event
+            rise = max(rise, live)
+        taken = ops.overwrites[i]
+        rise -= sts.nbytes[taken] if taken in ending[k] else 0
+        peak = max(peak, alive + rise)
+        if not (walked.again[k] and ops.flags[i] & VIEW):
+            time_ns += ops.time_ns[i]
+    kept = of.meta.rerun_workspaces
+    computed = (
+        i for i, again in zip(walked.op, walked.again, strict=True) if again and not ops.flags[i] & VIEW
+    )
+    return peak + max((kept.get(ops.target[i], 0) for i in computed), default=0), time_ns
+
+
+def plans(of: Trace, *, drops: int = 0, most: int = 4_000) -> list[tuple[Action, ...]] | None:
+    """Every plan; None if there are more than `most`."""
+    options = choices(of, drops=drops)
     count = 1
     for mine in options:
         count *= len(mine)
     if count > most:
         return None
+    return [tuple(a for a in chosen if a is not None) for chosen in product(*options)]
+
+
+def frontier(of: Trace, *, drops: int = 0, most: int = 4_000) -> dict[int, int] | None:
+    """Peak -> the least added time of a plan with that peak, over all plans; None if there are more than `most`."""
+    every = plans(of, drops=drops, most=most)
+    if every is None:
+        return None
+    facts = Facts(of)
     best: dict[int, int] = {}
-    for chosen in product(*options):
+    for actions in every:
         try:
-            timeline = run(of, build(of, [a for a in chosen if a is not None], graph), graph)
-        except PlanError:
+            peak, time_ns = peak_and_time(of, walk(of, actions, facts))
+        except Impossible:
             continue
-        peak, added = timeline.peak_allocated_bytes, timeline.step_time_ns - of.time_ns
-        best[peak] = min(added, best.get(peak, added))
+        best[peak] = min(time_ns - of.time_ns, best.get(peak, time_ns - of.time_ns))
     return best
 
 

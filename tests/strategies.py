@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from simulator.core.graph import analyse
+from tests.exhaust import Facts
 from tests.tiny import Op, trace
 from traces.plan import RECOMPUTE, SAVE, Action
 from traces.trace import BACKWARD, EAGER, FORWARD, GRADIENT, OPTIMIZER, RANDOM, Trace
@@ -88,14 +88,15 @@ def traces_with_reruns(draw: st.DrawFn, max_forward: int = 9, max_backward: int 
 @st.composite
 def actions(draw: st.DrawFn, of: Trace, *, repeats: bool = True) -> tuple[Action, ...]:
     """Valid actions for a trace: recomputed candidates and links, shared, dropped and not, and saved links."""
-    graph = analyse(of)
-    links = [s for s in range(len(of.storages)) if graph.rebuildable[s] and not graph.wanted[s]]
-    backward = st.integers(graph.first_backward_op, max(graph.first_backward_op, len(of.ops) - 1))
+    facts = Facts(of)
+    backward = st.integers(facts.turn, max(facts.turn, len(of.ops) - 1))
     out = []
-    for s in (*graph.candidates, *links):
-        kinds = [None, RECOMPUTE] if graph.wanted[s] else [None, None, RECOMPUTE, SAVE]
+    for s in range(len(of.storages)):
+        if not facts.returns[s] or (facts.saved[s] and (facts.outside[s] or not of.storages.nbytes[s])):
+            continue
+        kinds = [None, RECOMPUTE] if facts.saved[s] else [None, None, RECOMPUTE, SAVE]
         kind = draw(st.sampled_from(kinds))
-        if graph.pinned[s] and kind == RECOMPUTE:
+        if facts.outside[s] and kind == RECOMPUTE:
             kind = None
         if kind == RECOMPUTE:
             drops = draw(st.lists(backward, max_size=2, unique=True)) if repeats else []

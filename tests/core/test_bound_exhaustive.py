@@ -36,7 +36,7 @@ class Tally:
 def compare(of: Trace, tally: Tally, *, drops: int = 0, most: int = 4_000) -> str | None:
     """What is wrong with the bound on one trace, at every budget of interest; None if nothing is."""
     graph = analyse(of)
-    front = frontier(of, graph, drops=drops, most=most)
+    front = frontier(of, drops=drops, most=most)
     if front is None:
         tally.skipped += 1
         return None

@@ -8,7 +8,6 @@ from simulator.bounds import working_sets as module
 from simulator.bounds.bound import NO_WAY, TWICE, Bound, Bounder
 from simulator.bounds.instants import TURN
 from simulator.bounds.working_sets import WorkingSets
-from simulator.core.graph import analyse
 from tests.exhaust import frontier, optimum
 from tests.tiny import bwd, fwd, trace
 from traces.trace import Trace
@@ -43,7 +42,7 @@ def test_what_has_no_room_runs_again_twice() -> None:
     assert max(added[0] for added in alone if added) <= 23
     # A schedule cannot let c go that it has kept so far. So c and d are made again for op 4 as well, with a and b
     # before them: 36. For op 5 a, b and c, 23; for op 6 a, then b beside it, 12.
-    front = frontier(of, analyse(of))
+    front = frontier(of)
     assert front is not None
     assert optimum(front, 24) == 36 + 23 + 12
 
@@ -51,7 +50,7 @@ def test_what_has_no_room_runs_again_twice() -> None:
 def test_with_room_for_one_more_each_runs_once() -> None:
     of = chain(5, 7, 11, 13)
     # Within 34 bytes b, c and d stay; only a is made again.
-    front = frontier(of, analyse(of))
+    front = frontier(of)
     assert front is not None
     assert bound(of, 34).added_time_ns == optimum(front, 34) == 5
 
