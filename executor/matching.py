@@ -1,4 +1,4 @@
-"""Turn a plan's trace and a device into whether the plan, and its predicted times, are for that device."""
+"""Whether a plan, and its predicted times, are for the device at hand."""
 
 from __future__ import annotations
 

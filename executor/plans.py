@@ -1,4 +1,4 @@
-"""Turn one plan into a Measurement: verify, then run eager, keep-all and the plan, each in a fresh process."""
+"""One plan -> a Measurement: verify, then run eager, keep-all and the plan, each in a fresh process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a Measurement into a page that shows the predicted beside the measured, with signed errors."""
+"""The page of a Measurement: the predicted beside the measured, with signed errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn the plans of a sweep into measured rows of the same sweep, one after the other and saved after each."""
+"""Measure the plans of a sweep, one after the other, and write the figures back after each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn training steps that can be run into their times: one alone, or two in turns, so that both see the same machine.
+"""Time training steps: one alone, or two in turns, so that both see the same machine.
 
 A machine's speed drifts by more than what a plan costs: clocks, other processes, a neighbour on the same host. Two
 steps that are timed in different processes, minutes apart, differ by that too. Run in turns, the two of a pair are a
