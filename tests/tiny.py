@@ -17,6 +17,7 @@ from traces.trace import (
     TraceMeta,
     fingerprint,
 )
+from traces.validate import validate
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def trace(
             structure_fingerprint=fingerprint(table, storages, eager=False, sizes=False),
         ),
     )
-    out.validate()
+    validate(out)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Turn the environment into the settings that torch's CUDA allocator takes from it."""
+"""The settings that torch's CUDA allocator takes from the environment."""
 
 from __future__ import annotations
 

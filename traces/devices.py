@@ -1,4 +1,4 @@
-"""Turn a device's name into what the cost model needs to know of it: memory, bandwidth, peak rates.
+"""The device table: what the cost model needs to know of a device, memory, bandwidth, peak rates.
 
 Peak rates are dense (without structured sparsity) and at boost clock, from the makers' datasheets; tensor-core
 rates accumulate in float32. How much of them a real kernel reaches is the business of `tracer.costs.roofline`.

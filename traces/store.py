@@ -22,6 +22,7 @@ from traces.parquet import INTS as _INTS
 from traces.parquet import META_KEY as META_KEY
 from traces.parquet import TEXT as _TEXT
 from traces.trace import SCHEMA_VERSION, Ops, Storages, Trace, TraceMeta, fingerprint
+from traces.validate import validate
 
 OPS_FILE: Final = "ops.parquet"
 STORAGES_FILE: Final = "storages.parquet"
@@ -185,7 +186,7 @@ def load(directory: str | Path) -> Trace:
         raise TraceError(f"{directory}: {OPS_FILE} and {STORAGES_FILE} belong to different traces.")
     trace = Trace(meta=meta, ops=Ops(**ops), storages=Storages(**storages))
     try:
-        trace.validate()
+        validate(trace)
     except TraceError as error:
         raise TraceError(f"{directory}: {error}") from None
     return trace

@@ -24,7 +24,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from traces.errors import TraceError
 from traces.json_records import from_json, to_json
 
 SCHEMA_VERSION: Final = 1
@@ -185,105 +184,6 @@ class Trace:
     def time_ns(self) -> int:
         """Sum of the op times of one step with everything saved."""
         return sum(self.ops.time_ns)
-
-    def validate(self) -> None:
-        """Raise TraceError if the tables contradict each other.
-
-        Checked: every id is in range; no op reads or writes a storage or takes a value that does not exist yet, nor
-        names a storage twice; every produced storage is written by its producer, which is no view; sizes and times are
-        not negative, and their sums fit 64 bits with room to spare; the phases stand in order; the measured events of
-        an op sum to what it leaves behind; first and last uses of what the step makes are its readers, and views its
-        aliases; flags are known ones; the header's rows exist.
-        """
-        ops, sts = self.ops, self.storages
-        n_ops, n_st = len(ops), len(sts)
-        rank = {p: i for i, p in enumerate(PHASES)}
-        last = 0
-        for s in range(n_st):
-            if sts.nbytes[s] < 0:
-                raise TraceError(f"storages: storage {s} has the negative size {sts.nbytes[s]}.")
-            if sts.category[s] not in CATEGORIES:
-                raise TraceError(f"storages: storage {s} has the unknown category {sts.category[s]!r}.")
-            if not -1 <= sts.producer[s] < n_ops:
-                raise TraceError(f"storages: storage {s} names op {sts.producer[s]}, which does not exist.")
-            if sts.producer[s] >= 0 and s not in ops.writes[sts.producer[s]]:
-                raise TraceError(
-                    f"storages: storage {s} says that op {sts.producer[s]} produced it, but that op does "
-                    "not write it."
-                )
-            if not -1 <= sts.hold[s] < n_ops:
-                raise TraceError(f"storages: storage {s} is held by op {sts.hold[s]}, which does not exist.")
-            if any(n < 0 for n in sts.shape[s]):
-                raise TraceError(f"storages: storage {s} has the shape {sts.shape[s]}.")
-        for what, total in (("sizes", sum(sts.nbytes)), ("times", sum(ops.time_ns))):
-            if total > MOST:
-                raise TraceError(f"the {what} sum to {total}, more than can be reckoned with.")
-        for i in range(n_ops):
-            if ops.phase[i] not in rank:
-                raise TraceError(f"ops: op {i} has the unknown phase {ops.phase[i]!r}.")
-            if rank[ops.phase[i]] < last:
-                raise TraceError(f"ops: op {i} ({ops.phase[i]}) stands after an op of a later phase.")
-            last = rank[ops.phase[i]]
-            if ops.time_ns[i] < 0:
-                raise TraceError(f"ops: op {i} takes the negative time {ops.time_ns[i]} ns.")
-            if ops.flops[i] < 0 or ops.bytes_moved[i] < 0:
-                raise TraceError(
-                    f"ops: op {i} has {ops.flops[i]} FLOPs and moves {ops.bytes_moved[i]} bytes."
-                )
-            if not 0 <= ops.flags[i] <= sum(FLAG_NAMES):
-                raise TraceError(f"ops: op {i} has the unknown flags {ops.flags[i]}.")
-            for j in ops.inputs[i]:
-                if not 0 <= j < i:
-                    raise TraceError(f"ops: op {i} takes the value of op {j}, which does not run before it.")
-            created = 0
-            for s in ops.writes[i]:
-                if not 0 <= s < n_st:
-                    raise TraceError(f"ops: op {i} writes storage {s}, which does not exist.")
-                if sts.producer[s] > i:
-                    raise TraceError(
-                        f"ops: op {i} ({ops.name[i]}) writes storage {s}, which op {sts.producer[s]} makes only later."
-                    )
-                if sts.producer[s] == i:
-                    created += sts.nbytes[s]
-                    if ops.flags[i] & VIEW:
-                        raise TraceError(f"ops: op {i} ({ops.name[i]}) is a view, and makes storage {s}.")
-            for s in ops.reads[i]:
-                if not 0 <= s < n_st:
-                    raise TraceError(f"ops: op {i} reads storage {s}, which does not exist.")
-                if sts.producer[s] >= i:
-                    raise TraceError(
-                        f"ops: op {i} ({ops.name[i]}) reads storage {s}, which op {sts.producer[s]} "
-                        "produces only later; record the trace again."
-                    )
-            for verb, named in (("reads", ops.reads[i]), ("writes", ops.writes[i])):
-                if len(set(named)) != len(named):
-                    raise TraceError(f"ops: op {i} ({ops.name[i]}) {verb} a storage twice.")
-            if ops.events[i] and sum(ops.events[i]) != created:
-                raise TraceError(
-                    f"ops: op {i} ({ops.name[i]}) leaves {sum(ops.events[i])} bytes by its events and "
-                    f"{created} by its storages."
-                )
-            if not -1 <= ops.overwrites[i] < n_st:
-                raise TraceError(f"ops: op {i} overwrites storage {ops.overwrites[i]}, which does not exist.")
-        for column, uses in uses_of(ops, n_st).items():
-            for s, (told, use) in enumerate(zip(getattr(sts, column), uses, strict=True)):
-                if told != use and sts.producer[s] >= 0:  # a library uses its workspace without reading it
-                    raise TraceError(
-                        f"storages: storage {s} ({sts.name[s]}) has the {column.replace('_', ' ')} {told}, and by the "
-                        f"ops that read it is {use}."
-                    )
-                if not -1 <= told < n_ops:
-                    raise TraceError(f"storages: storage {s} is used by op {told}, which does not exist.")
-        for s, (said, views) in enumerate(zip(sts.aliases, aliases_of(ops, n_st), strict=True)):
-            if said != views:
-                raise TraceError(
-                    f"storages: storage {s} has the aliases {said}, and the views of it are {views}."
-                )
-        if not 0 <= self.meta.forward_ops <= self.meta.first_backward_graph_op <= n_ops:
-            raise TraceError(
-                f"header: forward ends at op {self.meta.forward_ops} and backward begins at op "
-                f"{self.meta.first_backward_graph_op} of {n_ops}."
-            )
 
 
 def uses_of(ops: Ops, storages: int) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Turn bytes, times and shares into text for people."""
+"""Bytes, times and shares as text for people."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from tracer.cli.main import trace
 from traces.errors import TraceError
 from traces.store import META_KEY, OPS_FILE, STORAGES_FILE, check_fingerprints, find, load, save
 from traces.trace import VIEW, TraceMeta
+from traces.validate import validate
 
 STORED = chain(3)
 
@@ -117,6 +118,7 @@ WRITER = """
 import sys
 from tests.tiny import chain
 from traces.store import save
+from traces.validate import validate
 for k in range(60):
     save(chain(2 + k % 2), sys.argv[1], force=True)
 """
@@ -300,7 +302,7 @@ def test_validate_names_the_row(table: str, column: str, row: int, value: object
         producers = tuple(-1 if p == 7 else p for p in STORED.storages.producer)
         wrong = replace(wrong, storages=replace(STORED.storages, producer=producers))
     with pytest.raises(TraceError, match=message):
-        wrong.validate()
+        validate(wrong)
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(-1, 3), (4, 3), (3, 99)])
@@ -309,7 +311,7 @@ def test_a_header_whose_rows_do_not_exist(forward: int, backward: int) -> None:
     with pytest.raises(
         TraceError, match=rf"forward ends at op {forward} and backward begins at op {backward}"
     ):
-        replace(STORED, meta=meta).validate()
+        validate(replace(STORED, meta=meta))
 
 
 def test_a_header_that_is_nested_too_deeply(stored: Path) -> None:

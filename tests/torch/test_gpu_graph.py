@@ -39,6 +39,7 @@ from tracer.record.step import capture_step, trace_step  # noqa: E402
 from traces.device_profile import LibraryWorkspace  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.trace import BACKWARD, EFFECT, FORWARD, RANDOM, WORKSPACE, Trace  # noqa: E402
+from traces.validate import validate  # noqa: E402
 
 aten = torch.ops.aten
 MIB = 2**20
@@ -552,6 +553,6 @@ STEPS = release_here() >= CUDNN_DROPOUT_STEPS
 def test_models_by_name(model: str, options: dict[str, Any], on: str, kernel: str | None) -> None:
     pytest.importorskip("transformers")
     trace = trace_step(load_spec(model, {"batch_size": 2, **options}), device(on)).trace
-    trace.validate()
+    validate(trace)
     kernels = {t.split("dot_product_")[1].split("_")[0] for t in trace.ops.target if "scaled_dot" in t}
     assert kernels == ({kernel} if kernel else set())

@@ -24,6 +24,7 @@ from tracer.measure.step import measure, typical, with_the_rest  # noqa: E402
 from tracer.measure.stepcode import step_code, takeovers  # noqa: E402
 from traces.errors import TraceError  # noqa: E402
 from traces.trace import EAGER, MUTATES, VIEW, Trace  # noqa: E402
+from traces.validate import validate  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_the_real_trace_is_the_fake_one_with_measurements(real: Trace) -> None:
         assert getattr(real.meta, key) == getattr(fake.meta, key)
     assert real.storages == fake.storages
     assert replace(real.ops, time_ns=fake.ops.time_ns, events=fake.ops.events) == fake.ops
-    real.validate()
+    validate(real)
 
 
 def test_every_op_has_a_time_and_views_allocate_nothing(real: Trace) -> None:

@@ -18,6 +18,7 @@ from traces.trace import (
     fingerprint,
     uses_of,
 )
+from traces.validate import validate
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,5 +93,5 @@ class TraceBuilder:
         )
         meta = replace(meta, fingerprint=fingerprint(ops, storages))
         trace = Trace(meta=meta, ops=ops, storages=storages)
-        trace.validate()
+        validate(trace)
         return trace

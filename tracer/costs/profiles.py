@@ -22,6 +22,7 @@ from traces.device_profile import (
 from traces.devices import DEVICES, GIB, Device
 from traces.errors import TraceError
 from traces.trace import BACKWARD, FORWARD, VIEW, WORKSPACE, Storages, Trace
+from traces.validate import validate
 
 # Words in a GPU's name that make it another board than the one of the plain name.
 PACKAGES: Final = frozenset({"nvl", "pcie"})  # the same chip
@@ -239,7 +240,7 @@ def with_workspaces(trace: Trace, workspaces: tuple[LibraryWorkspace, ...]) -> T
     none = (-1,) * len(workspaces)
     columns = {f.name: getattr(sts, f.name)[:count] + rows.get(f.name, none) for f in fields(sts)}
     made = replace(trace, storages=Storages(**columns))
-    made.validate()
+    validate(made)
     return made
 
 

@@ -27,6 +27,7 @@ from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
 from traces.devices import Device
 from traces.trace import FORWARD, INPUT, OPTIMIZER_STATE, PARAMETER, Trace, TraceMeta
+from traces.validate import validate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +260,7 @@ def recost(recorded: Recorded, target: Device, costs: Costs) -> Recorded:
         ops=replace(ops, time_ns=tuple(r.time_ns for r in rows), events=tuple(r.events for r in rows)),
         meta=replace(recorded.trace.meta, workspace=workspace),
     )
-    trace.validate()
+    validate(trace)
     return replace(recorded, trace=trace, rows=rows)
 
 
