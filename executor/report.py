@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from simulator.allocator.question import ask
-from simulator.report.bars import Bar, grouped, spread
+from simulator.report.charts import Bar, grouped, spread
 from simulator.report.page import (
     Block,
     Cell,
@@ -22,7 +22,7 @@ from simulator.report.page import (
     time_cell,
     write_page,
 )
-from simulator.report.simulation import describe, simulation_sections
+from simulator.report.step import describe, simulation_sections
 from simulator.studies.prediction import compare, with_reserved
 from traces.measurement import Measurement, RunFigures, signed_error_percent
 from traces.plan import ALLOCATED, Plan

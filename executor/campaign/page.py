@@ -37,7 +37,7 @@ from executor.campaign.record import (
     Record,
     Trial,
 )
-from simulator.report.errors import Point, scatter, signed_errors
+from simulator.report.charts import Point, scatter, signed_errors
 from simulator.report.page import (
     Block,
     Cell,

@@ -157,7 +157,7 @@ def sweep(
     done = measure_sweep(directory, settings, lambda text: say(text, quiet=quiet))
     table = done.sweep
     if report is not None:
-        from simulator.report.simulation import write_sweep
+        from simulator.report.sweep import write_sweep
 
         root = directory if directory.is_dir() else directory.parent
         write_sweep(report, table, root=root, analysis=analysis or "", measured_on=done.place)

@@ -85,7 +85,7 @@ def compare_command(
         )
         contest = contest.with_entrants(entrants(contest, sets))
     if report is not None:
-        from simulator.report.fronts import write_contest
+        from simulator.report.plans import write_contest
 
         write_contest(report, contest)
     click.echo(json.dumps(contest.to_json()) if as_json else _warned(contest_table(contest), trace))
@@ -129,7 +129,7 @@ def pareto_command(
     trace = load(trace_name)
     done = front(trace, trace_name, name, points, limits, _progress(quiet), _asking(trace, asked))
     if report is not None:
-        from simulator.report.fronts import write_front
+        from simulator.report.plans import write_front
 
         write_front(report, done)
     click.echo(json.dumps(done.to_json()) if as_json else _warned(front_table(done), done.trace))

@@ -173,7 +173,7 @@ def plan_command(
     if output is not None:
         c.plan.save(output)
     if report is not None:
-        from simulator.report.simulation import write_comparison
+        from simulator.report.step import write_comparison
 
         say(f"writing {report}")
         write_comparison(report, c, fits)
@@ -256,7 +256,7 @@ def sweep_command(
     )
     sweep = predict(request, progress(quiet))
     if report is not None:
-        from simulator.report.simulation import write_sweep
+        from simulator.report.sweep import write_sweep
 
         write_sweep(report, sweep, root=request.directory, analysis=analysis or "")
     click.echo(json.dumps(sweep.to_json()) if as_json else sweep_table(sweep, request))

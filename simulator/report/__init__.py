@@ -1,1 +1,1 @@
-"""Turn traces, plans and sweeps into HTML pages."""
+"""HTML pages of traces, plans and sweeps, made of one small set of blocks and charts."""

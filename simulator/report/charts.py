@@ -1,7 +1,8 @@
-"""Turn timelines, breakdowns and figures into Vega-Lite specifications, small enough to stand in a page.
+"""The charts of all pages as Vega-Lite specifications, small enough to stand in a page.
 
-Every category has one colour on all charts. Every function returns a specification as plain data and raises
-EnvironmentProblem if altair is missing.
+Every category, way to run the step and action has one colour on all charts. What a point or bar says when the pointer
+is over it comes ready as text. Every function returns a specification as plain data and raises EnvironmentProblem if
+altair is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from simulator.core.timeline import Timeline
 from simulator.report.page import INSTALL
 from traces.errors import EnvironmentProblem
 from traces.trace import BACKWARD, CATEGORIES, PHASES, WORKSPACE, Trace
-from traces.units import bytes_unit
+from traces.units import bytes_unit, show_bytes, show_time
 
 COLOURS: Final = {
     "parameter": "#4c78a8",
@@ -29,11 +30,19 @@ COLOURS: Final = {
     "other": "#c9b79c",
     "workspace": "#3f4657",
 }
-BUDGET_COLOUR: Final = "#b42318"
-RESERVED_COLOUR: Final = "#5b21b6"
-MEASURED_COLOUR: Final = "#111827"
+SAVED, RECOMPUTED, UNABLE = "saved", "recomputed", "saved: may not be recomputed"
+ACTION_COLOURS: Final = {SAVED: "#94a3b8", RECOMPUTED: "#d9614c", UNABLE: "#3f4657"}
+# One hue for each way to run the step; the paler shade with a dashed edge is always a prediction.
+WAY_COLOURS: Final = {
+    "keep-all": ("#c3d3e6", "#4c78a8"),
+    "plan": ("#f0c0b7", "#d9614c"),
+    "eager": ("#d6d3d1", "#78716c"),
+}
+BUDGET_COLOUR, BOUND_COLOUR, RESERVED_COLOUR, MEASURED_COLOUR = "#b42318", "#3f4657", "#5b21b6", "#111827"
+PLANNER_COLOUR, PEER_COLOUR, QUIET = "#d9614c", "#4c78a8", "#475467"
 PHASE_COLOURS: Final = ("#eef4fb", "#fdf3e7", "#f1eef8")
 POINTS: Final = 1400  # of a drawn line, at most: more than a page has pixels across
+LOG_FROM: Final = 20.0  # largest over smallest value from which a scatter's axes are logarithmic
 
 
 def altair() -> Any:
@@ -43,6 +52,382 @@ def altair() -> Any:
     except ImportError:
         raise EnvironmentProblem(f"a report needs the package altair; {INSTALL}.") from None
     return altair
+
+
+def drawn(fields: str, rows: Iterable[Sequence[object]]) -> Any:
+    """A chart of rows with the named fields, `op:N ms:Q`; the rows are CSV inside it, smaller than JSON."""
+    alt = altair()
+    kinds = dict(field.split(":") for field in fields.split())
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(kinds)
+    writer.writerows(rows)
+    parse = {name: "string" if kind == "N" else "number" for name, kind in kinds.items()}
+    return alt.Chart(
+        alt.InlineData(values=file.getvalue(), format=alt.CsvDataFormat(type="csv", parse=parse))
+    )
+
+
+def finish(chart: Any, *, height: int) -> dict[str, Any]:
+    """The specification at the page's full width, without the address of its schema."""
+    spec: dict[str, Any] = chart.properties(width="container", height=height).to_dict()
+    spec.pop("$schema", None)
+    spec.pop("config", None)
+    return {**spec, "autosize": {"type": "fit-x", "contains": "padding"}}
+
+
+def colour(field: str, colours: Mapping[str, str]) -> Any:
+    """The colour channel of a field whose values have these colours, in their order."""
+    scale = {"domain": list(colours), "range": list(colours.values())}
+    channel = altair().Color(f"{field}:N").scale(**scale).title(None)
+    return channel if len(colours) > 1 else channel.legend(None)
+
+
+def named(field: str, order: Sequence[str]) -> Any:
+    """Names down the left side, in this order."""
+    axis = {"labelLimit": 320, "ticks": False, "domain": False, "labelFontSize": 12}
+    return altair().Y(f"{field}:N").sort(list(order)).title(None).axis(**axis)
+
+
+def time_unit(top_ns: float) -> tuple[int, str]:
+    """The unit in which times up to `top_ns` read well: its length in ns, its name."""
+    return next(((u, n) for u, n in ((10**9, "s"), (10**6, "ms"), (10**3, "µs")) if top_ns >= u), (1, "ns"))
+
+
+def _present(colours: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    there = set(names)
+    return {name: value for name, value in colours.items() if name in there}
+
+
+def _rule(
+    field: str, value: float, label: str, channel: Any, hue: str, dash: Sequence[int] = (6, 4)
+) -> list[Any]:
+    """A dashed line at a value with its name on a white halo: across (`y...` fields) or upright (`x...` fields)."""
+    base = drawn(f"{field}:Q label:N", [(value, label)])
+    across = field.startswith("y")
+    look = {"align": "right", "baseline": "bottom", "dx": -4, "dy": -3, "fontSize": 11}
+    if not across:
+        look |= {"align": "left", "baseline": "top", "dx": 5, "dy": 3}
+    end = {"x": altair().value("width")} if across else {"y": altair().value(0)}
+    return [
+        base.mark_rule(color=hue, strokeDash=list(dash), strokeWidth=1.5).encode(channel),
+        base.mark_text(**look, stroke="white", strokeWidth=3, opacity=0.8).encode(
+            channel, text="label:N", **end
+        ),
+        base.mark_text(**look, color=hue).encode(channel, text="label:N", **end),
+    ]
+
+
+# Bars
+
+
+def by_name(
+    rows: Sequence[tuple[str, str, float, str]],
+    colours: Mapping[str, str],
+    title: str,
+    *,
+    apart: bool = False,
+    limit: float | None = None,
+) -> dict[str, Any]:
+    """Horizontal bars by name, in the order given: (name, series, value, what the pointer shows) rows.
+
+    The series of one name are stacked in the order of `colours`, or stand apart, one below the other. `limit`: a value
+    to draw as a line.
+    """
+    alt = altair()
+    order = list(dict.fromkeys(r[0] for r in rows))
+    shown = _present(colours, (r[1] for r in rows))
+    rank = list(shown).index
+    chart = (
+        drawn("name:N series:N value:Q note:N rank:Q", [(*r, rank(r[1])) for r in rows])
+        .mark_bar(height={"band": 0.8})
+        .encode(
+            alt.X("value:Q").title(title).axis(tickCount=10).stack(None if apart else "zero"),
+            named("name", order),
+            colour("series", shown),
+            alt.Order("rank:Q"),
+            *([alt.YOffset("series:N").sort(list(shown))] if apart else []),
+            tooltip=["name:N", "series:N", "note:N"],
+        )
+    )
+    layers = [chart]
+    if limit is not None:
+        look = {"color": BUDGET_COLOUR, "strokeDash": [6, 4]} if limit else {"color": QUIET}
+        layers.append(
+            drawn("limit:Q", [(limit,)]).mark_rule(strokeWidth=1.5, **look).encode(alt.X("limit:Q"))
+        )
+    each = 10 * len(shown) + 6 if apart else 22
+    return finish(alt.layer(*layers), height=max(60, each * len(order)))
+
+
+def peak_by_category(
+    parts: Mapping[str, Mapping[str, int]], budget_bytes: int | None = None
+) -> dict[str, Any]:
+    """One bar for each name, stacked by category; its length is the peak."""
+    unit, name = bytes_unit(max([budget_bytes or 0, 1, *(sum(p.values()) for p in parts.values())]))
+    rows = [
+        (way, c, part[c] / unit, f"{show_bytes(part[c])} of {show_bytes(sum(part.values()))}")
+        for way, part in parts.items()
+        for c in CATEGORIES
+        if part.get(c)
+    ]
+    limit = None if budget_bytes is None else budget_bytes / unit
+    return by_name(rows, COLOURS, f"at the peak, {name}", limit=limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One figure of one way to run the step (a key of WAY_COLOURS) in one group, predicted or measured."""
+
+    group: str
+    way: str
+    measured: bool
+    value: float  # bytes or nanoseconds
+    where: str = ""  # the device, for the legend
+
+    @property
+    def series(self) -> str:
+        source = "measured" if self.measured else "predicted"
+        return f"{self.way}, {source}{' on ' + self.where if self.where else ''}"
+
+
+def grouped(
+    bars: Sequence[Bar],
+    title: str,
+    *,
+    group_title: str = "",
+    is_bytes: bool,
+    limits: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """Grouped bars of bytes or times: predictions pale with a dashed edge, measurements solid.
+
+    `limits`: the budget in bytes of each group, drawn as a line across it.
+    """
+    alt = altair()
+    top = max([1.0, *(b.value for b in bars), *((limits or {}).values())])
+    unit, unit_name = bytes_unit(int(top)) if is_bytes else time_unit(top)
+    look = {b.series: (WAY_COLOURS[b.way], b.measured) for b in sorted(bars, key=lambda b: b.measured)}
+    series, groups = list(look), list(dict.fromkeys(b.group for b in bars))
+    # Where the groups are the ways themselves, their bars stand side by side; else each series has its own place.
+    by_way = all(b.group == b.way for b in bars)
+    show = show_bytes if is_bytes else show_time
+    base = drawn(
+        "group:N series:N place:N size:Q note:N",
+        [
+            (b.group, b.series, int(b.measured) if by_way else b.series, b.value / unit, show(int(b.value)))
+            for b in bars
+        ],
+    )
+    x = alt.X("group:N").sort(groups).title(group_title or None).axis(labelAngle=0)
+    y = alt.Y("size:Q").title(f"{title}, {unit_name}").scale(domain=[0, top / unit * 1.12], nice=False)
+    offset = alt.XOffset("place:N").sort(["0", "1"] if by_way else series)
+
+    def by_series(channel: Any, values: Sequence[Any]) -> Any:
+        return channel.scale(domain=series, range=list(values)).title(None)
+
+    many = len(bars) > 24
+    layers = [
+        base.mark_bar(strokeWidth=1.2).encode(
+            x,
+            y,
+            offset,
+            by_series(alt.Fill("series:N"), [hues[real] for hues, real in look.values()]).legend(columns=3),
+            by_series(alt.Stroke("series:N"), [hues[1] for hues, _ in look.values()]),
+            by_series(alt.StrokeDash("series:N"), [[1, 0] if real else [3, 2] for _, real in look.values()]),
+            tooltip=["group:N", "series:N", "note:N"],
+        )
+    ]
+    if limits:
+        marks = drawn(
+            "group:N size:Q note:N", [(g, v / unit, f"budget {show_bytes(v)}") for g, v in limits.items()]
+        )
+        tick = {"color": BUDGET_COLOUR, "thickness": 2, "width": {"band": 1}, "strokeDash": [6, 3]}
+        layers.append(marks.mark_tick(**tick).encode(x, y, tooltip=["note:N"]))
+    values = base.mark_text(baseline="bottom", dy=-3, fontSize=9 if many else 11, color=QUIET)
+    text = alt.Text("size:Q", format=",.2~f" if many else ",.2f")
+    return finish(alt.layer(*layers, values.encode(x, y, offset, text=text)), height=290)
+
+
+# Points and lines
+
+
+def dots(
+    rows: Sequence[tuple[str, str, float, float, str]],
+    colours: Mapping[str, str],
+    x: Any,
+    y: Any,
+    *,
+    under: Sequence[Any] = (),
+    over: Sequence[Any] = (),
+    height: int = 320,
+) -> dict[str, Any]:
+    """A point for each (name, series, x, y, what the pointer shows) row, between other layers."""
+    shown = _present(colours, (r[1] for r in rows))
+    points = (
+        drawn("name:N series:N x:Q y:Q note:N", rows)
+        .mark_point(filled=True, size=55, opacity=0.75)
+        .encode(x, y, colour("series", shown), tooltip=["name:N", "series:N", "note:N"])
+    )
+    return finish(altair().layer(*under, points, *over), height=height)
+
+
+def idle_against_size(rows: Sequence[tuple[str, str, int, int]]) -> dict[str, Any]:
+    """Every activation as a point, idle time against size: rows are (op, action, idle ns, bytes)."""
+    alt = altair()
+    unit, name = bytes_unit(max([1, *(r[3] for r in rows)]))
+    points = [(op, act, t / 1e6, b / unit, f"idle {show_time(t)}, {show_bytes(b)}") for op, act, t, b in rows]
+    x = alt.X("x:Q").title("idle between forward and backward, ms").axis(tickCount=12)
+    return dots(points, ACTION_COLOURS, x, alt.Y("y:Q").title(f"size, {name}"), height=250)
+
+
+def spread(runs: Sequence[tuple[str, Sequence[int]]], title: str, *, is_bytes: bool) -> dict[str, Any]:
+    """The value of every iteration of some ways to run the step, as lines with points."""
+    alt = altair()
+    top = max([1, *(v for _, values in runs for v in values)])
+    unit, unit_name = bytes_unit(top) if is_bytes else time_unit(top)
+    longest = max([1, *(len(values) for _, values in runs)])
+    axis = {"values": list(range(0, longest, -(-longest // 20))), "format": "d"}
+    chart = (
+        drawn("way:N iteration:Q size:Q", [(way, k, v / unit) for way, vs in runs for k, v in enumerate(vs)])
+        .mark_line(point=True, strokeWidth=1.5)
+        .encode(
+            alt.X("iteration:Q").title("iteration").axis(**axis),
+            alt.Y("size:Q").title(f"{title}, {unit_name}").scale(zero=True),
+            colour("way", {way: WAY_COLOURS[way][1] for way, _ in runs}),
+            tooltip=["way:N", "iteration:Q", alt.Tooltip("size:Q", format=",.3f", title=unit_name)],
+        )
+    )
+    return finish(chart, height=190)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One plan by its peak and the percent that it adds to the step's time."""
+
+    name: str
+    peer: bool  # another system's
+    peak_bytes: int
+    overhead_percent: float
+
+
+def plans_in_the_plane(
+    places: Sequence[Place], budget_bytes: int, bound_percent: float | None
+) -> dict[str, Any]:
+    """Every plan as a named point: peak across, added time upward; the budget and the bound as lines."""
+    alt = altair()
+    peaks = [budget_bytes, *(p.peak_bytes for p in places)]
+    unit, name = bytes_unit(max(peaks))
+    low, high = min(peaks) / unit, max(peaks) / unit
+    room = max((high - low) * 0.12, high * 0.01)
+    left, right = max(0.0, low - room), high + room
+    top = 1.2 * max([0.1, bound_percent or 0.0, *(p.overhead_percent for p in places)])
+    x = alt.X("x:Q").title(f"peak allocated, {name}").scale(domain=[left, right], nice=False)
+    y = alt.Y("y:Q").title("added time, % of the step").scale(domain=[0, top], nice=False)
+    kinds = {"Lowtide's planner": PLANNER_COLOUR, "another system's plan": PEER_COLOUR}
+    rows: list[tuple[str, str, float, float, str]] = []
+    labels: dict[int, list[tuple[str, float, float]]] = {}
+    heights = label_heights(
+        [(p.peak_bytes / unit / (right - left), p.overhead_percent / top) for p in places]
+    )
+    for p, dy in zip(places, heights, strict=True):
+        at = (p.peak_bytes / unit, p.overhead_percent)
+        note = f"{show_bytes(p.peak_bytes)}, {p.overhead_percent:+.2f} %"
+        rows.append((p.name, list(kinds)[p.peer], *at, note))
+        labels.setdefault(dy, []).append((p.name, *at))
+    names = [
+        drawn("name:N x:Q y:Q", some).mark_text(dy=dy, fontSize=11, color=QUIET).encode(x, y, text="name:N")
+        for dy, some in labels.items()
+    ]
+    lines = _rule("x", budget_bytes / unit, "budget", x, BUDGET_COLOUR)
+    if bound_percent is not None:
+        lines += _rule("y", bound_percent, "bound", y, BOUND_COLOUR)
+    return dots(rows, kinds, x, y, under=lines, over=names, height=340)
+
+
+def label_heights(places: Sequence[tuple[float, float]]) -> list[int]:
+    """How far above its point each label stands: points that nearly coincide stack theirs.
+
+    Places are in shares of the axes' lengths.
+    """
+    out: list[int] = []
+    for k, (x, y) in enumerate(places):
+        near = sum(1 for a, b in places[:k] if abs(a - x) < 0.08 and abs(b - y) < 0.08)
+        out.append(-10 - 12 * near)
+    return out
+
+
+def front(rows: Sequence[tuple[int, str, float, str]]) -> dict[str, Any]:
+    """Added time against budget: (budget in bytes, `plan` or `certified bound`, percent, note) rows."""
+    alt = altair()
+    lines = {"plan": PLANNER_COLOUR, "certified bound": BOUND_COLOUR}
+    unit, name = bytes_unit(max(r[0] for r in rows))
+    points = [
+        (f"budget {show_bytes(b)}", line, b / unit, y, note)
+        for b, line, y, note in sorted(rows, key=lambda r: r[1])  # the plans' points lie over the bound's
+    ]
+    x = alt.X("x:Q").title(f"budget, {name}").scale(zero=False, nice=False, padding=12)
+    y = alt.Y("y:Q").title("added time, % of the step").scale(zero=True)
+    dash = alt.StrokeDash("series:N").scale(domain=list(lines), range=[[1, 0], [6, 4]]).title(None)
+    drawn_lines = (
+        drawn("name:N series:N x:Q y:Q note:N", points)
+        .mark_line(strokeWidth=1.6)
+        .encode(x, y, colour("series", lines), dash, order="x:Q")
+    )
+    return dots(points, lines, x, y, under=[drawn_lines])
+
+
+# Predicted beside measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One figure of one case, predicted by one series, beside what was measured."""
+
+    case: str
+    model: str
+    series: str
+    predicted: float  # bytes, ns, or percent
+    measured: float
+    error: float  # percent, or points
+
+
+def scatter(points: Sequence[Point], colours: Mapping[str, str], *, title: str, kind: str) -> dict[str, Any]:
+    """Predicted against measured with the diagonal; above it the prediction was too high.
+
+    kind: `bytes`, `time` or `percent`; the first two get logarithmic axes where the values span more than LOG_FROM.
+    """
+    alt = altair()
+    values = [v for p in points for v in (p.predicted, p.measured)]
+    top, low = max([*values, 1e-9]), min([*values, 0.0] if kind == "percent" else values)
+    unit, unit_name = (
+        (1, "%") if kind == "percent" else (bytes_unit if kind == "bytes" else time_unit)(int(top))
+    )
+    log = kind != "percent" and low > 0 and top / low > LOG_FROM
+    ends = (low / 1.15, top * 1.15) if log else (min(0.0, low * 1.05), top * 1.05)
+    domain = [ends[0] / unit, ends[1] / unit]
+    scale = alt.Scale(**({"type": "log"} if log else {}), domain=domain, nice=False)
+    x = alt.X("x:Q").title(f"{title}, measured, {unit_name}").scale(scale)
+    y = alt.Y("y:Q").title(f"predicted, {unit_name}").scale(scale)
+    more = "points" if kind == "percent" else "%"
+    rows = [
+        (p.case, p.series, m := p.measured / unit, q := p.predicted / unit,
+         f"predicted {q:,.4f} {unit_name}, measured {m:,.4f} {unit_name}: {p.error:+,.3f} {more}")
+        for p in points
+    ]  # fmt: skip
+    look = {"color": "#94a3b8", "strokeDash": [5, 4], "strokeWidth": 1.2, "clip": True}
+    line = drawn("x:Q y:Q", [(d, d) for d in domain]).mark_line(**look).encode(x, y)
+    return dots(rows, colours, x, y, under=[line], height=340)
+
+
+def signed_errors(
+    rows: Sequence[tuple[str, str, float]], colours: Mapping[str, str], *, unit: str
+) -> dict[str, Any]:
+    """Horizontal bars of signed errors, one a case and series: (case, series, error). Left of zero: too low."""
+    made = [(case, series, error, f"{error:+,.4f} {unit}") for case, series, error in rows]
+    return by_name(made, colours, f"error, {unit} (negative: predicted too low)", apart=True, limit=0)
+
+
+# Memory over the step
 
 
 def thin(totals: Sequence[int], clock: Sequence[int], points: int = POINTS) -> tuple[int, ...]:
@@ -100,24 +485,17 @@ def while_running(trace: Trace, schedule: Schedule, timeline: Timeline) -> dict[
     return {c: tuple(v) for c, v in columns.items()}
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], texts: Sequence[str] = ()) -> Any:
-    """Rows as CSV inside the specification, smaller than JSON rows; columns not in `texts` are numbers."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    alt = altair()
-    parse = {c: "string" if c in texts else "number" for c in columns}
-    return alt.InlineData(values=file.getvalue(), format=alt.CsvDataFormat(type="csv", parse=parse))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Extent:
     """The common scales of charts that are compared with each other."""
 
     top_bytes: int
     end_ns: int
     steps: int
+
+
+# Where a row with `ms` and `step` stands on the horizontal axis, which is time or the step's number.
+_AT: Final = "clock == 'time' ? datum.ms : datum.step"
 
 
 def memory_over_step(
@@ -138,97 +516,89 @@ def memory_over_step(
     of a real run, drawn over the areas when the axis is time. `reserved_bytes`: a dotted line.
     """
     alt = altair()
-    ops = trace.ops
     unit, unit_name = bytes_unit(extent.top_bytes)
+    end = alt.ExprRef(f"clock == 'time' ? {extent.end_ns / 1e6} : {extent.steps}")
+    label = "clock == 'time' ? datum.label + ' ms' : datum.label"
+    x = alt.X("x:Q").axis(labelExpr=label, tickCount=10, grid=False).title(None)
+    x = x.scale(domainMin=0, domainMax=end, nice=False)
+    scale = alt.Scale(domain=[0, extent.top_bytes / unit * 1.2], nice=False)
+    y = alt.Y("y:Q").title(f"allocated, {unit_name}").scale(scale)
+    marks = [*_phases(trace, schedule, timeline, x), *_areas(trace, schedule, timeline, x, y, unit, name)]
+    for what, nbytes, hue, dash in (
+        ("budget", budget_bytes, BUDGET_COLOUR, (6, 4)),
+        ("reserved", reserved_bytes, RESERVED_COLOUR, (1, 3)),
+    ):
+        if nbytes is not None:
+            text = f"{what} {nbytes / unit:,.2f} {unit_name}"
+            marks += _rule("y", nbytes / unit, text, y, hue, dash)
+    if measured_curve:
+        at = thin([b for _, b in measured_curve], [t for t, _ in measured_curve])
+        curve = drawn("x:Q y:Q", [(measured_curve[k][0] / 1e6, measured_curve[k][1] / unit) for k in at])
+        look = {"interpolate": "step-after", "strokeWidth": 1.2, "color": MEASURED_COLOUR, "clip": True}
+        marks.append(curve.transform_filter("clock == 'time'").mark_line(**look).encode(x, y))
+    if len(schedule):
+        marks += _peak(trace, schedule, timeline, x, y, unit, unit_name)
+    # With shift held, so that the page still scrolls under the pointer; a double click resets.
+    zoom = alt.selection_interval(
+        name=f"zoom_{name}", bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]"
+    )
+    marks[0] = marks[0].add_params(zoom)
+    return finish(alt.layer(*marks).add_params(alt.param(name="clock", value="time")), height=270)
+
+
+def _areas(
+    trace: Trace, schedule: Schedule, timeline: Timeline, x: Any, y: Any, unit: int, name: str
+) -> list[Any]:
+    """The stacked areas, and a rule under the pointer that tells each of them."""
+    alt = altair()
     columns = {c: v for c, v in while_running(trace, schedule, timeline).items() if any(v)}
-    end_ns, n = timeline.step_time_ns, len(schedule)
-    kept = thin(timeline.peak_bytes, timeline.start_ns)
     cats = list(columns)
     rows = [
         (
             timeline.start_ns[k] / 1e6,
             k,
             timeline.peak_bytes[k],
-            ops.name[schedule.op[k]] + (" (again)" if schedule.recompute[k] else ""),
+            trace.ops.name[schedule.op[k]] + (" (again)" if schedule.recompute[k] else ""),
             *(columns[c][k] for c in cats),
         )
-        for k in kept
+        for k in thin(timeline.peak_bytes, timeline.start_ns)
     ]
     if rows:
+        last = (columns[c][-1] for c in cats)
         rows.append(
-            (end_ns / 1e6, n, timeline.live_bytes[-1], "end of the step", *(columns[c][-1] for c in cats))
+            (timeline.step_time_ns / 1e6, len(schedule), timeline.live_bytes[-1], "end of the step", *last)
         )
-    data = table(["ms", "step", "total", "op", *cats], rows, ["op"])
-
-    x = alt.X("x:Q").axis(
-        labelExpr="clock == 'time' ? datum.label + ' ms' : datum.label", tickCount=10, grid=False
-    )
-    end = f"clock == 'time' ? {extent.end_ns / 1e6} : {extent.steps}"
-    x = x.title(None).scale(domainMin=0, domainMax=alt.ExprRef(end), nice=False)
-    y_scale = alt.Scale(domain=[0, extent.top_bytes / unit * 1.2], nice=False)
-    at = "clock == 'time' ? datum.ms : datum.step"
-
-    def y(column: str) -> Any:
-        return alt.Y(f"{column}:Q").title(f"allocated, {unit_name}").scale(y_scale)
-
-    base = alt.Chart(data).transform_calculate(x=at)
+    # A category's name may hold a space, which the list of fields splits at.
+    fields = "ms:Q step:Q total:Q op:N " + " ".join(f"c{i}:Q" for i in range(len(cats)))
+    base = drawn(fields, rows).transform_calculate(x=_AT)
     areas = (
-        base.transform_fold(cats, as_=["category", "bytes"])
-        .transform_calculate(rank=f"indexof({cats!r}, datum.category)")
+        base.transform_fold([f"c{i}" for i in range(len(cats))], as_=["column", "bytes"])
+        .transform_calculate(rank="toNumber(slice(datum.column, 1))")
+        .transform_calculate(category=f"{cats!r}[datum.rank]")
         .transform_stack(
             stack="bytes", as_=["below", "above"], groupby=["step"], sort=[alt.SortField("rank")]
         )
-        .transform_calculate(low=f"datum.below / {unit}", high=f"datum.above / {unit}")
+        .transform_calculate(y=f"datum.below / {unit}", high=f"datum.above / {unit}")
         .mark_area(interpolate="step-after", line=False, clip=True)
-        .encode(x, y("low"), alt.Y2("high:Q"), category_colour(cats))
+        .encode(x, y, alt.Y2("high:Q"), colour("category", {c: COLOURS[c] for c in cats}))
     )
-    marks = [*_phases(trace, schedule, timeline, x), areas]
-    if budget_bytes is not None:
-        marks += _level(
-            budget_bytes / unit,
-            f"budget {budget_bytes / unit:,.2f} {unit_name}",
-            y_scale,
-            BUDGET_COLOUR,
-            [6, 4],
-        )
-    if reserved_bytes is not None:
-        label = f"reserved {reserved_bytes / unit:,.2f} {unit_name}"
-        marks += _level(reserved_bytes / unit, label, y_scale, RESERVED_COLOUR, [1, 3])
-    if measured_curve:
-        curve = [
-            measured_curve[k] for k in thin([b for _, b in measured_curve], [t for t, _ in measured_curve])
-        ]
-        drawn = alt.Chart(table(["ms", "bytes"], [(t / 1e6, b) for t, b in curve]))
-        marks.append(
-            drawn.transform_filter("clock == 'time'")
-            .transform_calculate(x="datum.ms", y=f"datum.bytes / {unit}")
-            .mark_line(interpolate="step-after", strokeWidth=1.2, color=MEASURED_COLOUR, clip=True)
-            .encode(x, y("y"))
-        )
     hover = alt.selection_point(
         name=f"hover_{name}", on="pointerover", nearest=True, fields=["step"], empty=False, clear="pointerout"
     )
-    tips = [alt.Tooltip("op:N", title="op"), alt.Tooltip("step:Q"), alt.Tooltip("ms:Q", format=",.3f")]
-    tips += [
-        alt.Tooltip(f"u{i}:Q", title=f"{c}, {unit_name}", format=",.3f")
-        for i, c in enumerate(["total", *cats])
-    ]
-    scaled = {f"u{i}": f"datum['{c}'] / {unit}" for i, c in enumerate(["total", *cats])}
-    marks.append(
+    unit_name = bytes_unit(unit)[1]
+    scaled = {
+        f"u{i}": f"datum.{c} / {unit}" for i, c in enumerate(["total", *(f"c{i}" for i in range(len(cats)))])
+    }
+    tips = [alt.Tooltip("op:N"), alt.Tooltip("step:Q"), alt.Tooltip("ms:Q", format=",.3f")]
+    for i, c in enumerate(["total", *cats]):
+        tips.append(alt.Tooltip(f"u{i}:Q", title=f"{c}, {unit_name}", format=",.3f"))
+    rule = (
         base.transform_calculate(**scaled)
         .mark_rule(color="#1f2430", strokeWidth=1)
         .encode(x, opacity=alt.condition(hover, alt.value(0.6), alt.value(0)), tooltip=tips)
         .add_params(hover)
     )
-    if rows:
-        marks += _peak(trace, schedule, timeline, x, y, unit, unit_name)
-    clock = alt.param(name="clock", value="time")
-    # With shift held, so that the page still scrolls under the pointer; a double click resets.
-    zoom = alt.selection_interval(
-        name=f"zoom_{name}", bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]"
-    )
-    marks[0] = marks[0].add_params(zoom)
-    return finish(alt.layer(*marks).add_params(clock), height=270)
+    return [areas, rule]
 
 
 def _phases(trace: Trace, schedule: Schedule, timeline: Timeline, x: Any) -> list[Any]:
@@ -237,24 +607,18 @@ def _phases(trace: Trace, schedule: Schedule, timeline: Timeline, x: Any) -> lis
     first: dict[str, int] = {}
     for step, op in enumerate(schedule.op):
         # A recompute step belongs to backward, though its op stands in forward.
-        phase = BACKWARD if schedule.recompute[step] else trace.ops.phase[op]
-        first.setdefault(phase, step)
+        first.setdefault(BACKWARD if schedule.recompute[step] else trace.ops.phase[op], step)
     present = [p for p in PHASES if p in first]
     rows = []
     for k, p in enumerate(present):
         end = first[present[k + 1]] if k + 1 < len(present) else len(schedule)
         stop_ns = timeline.start_ns[end] if end < len(schedule) else timeline.step_time_ns
-        rows.append((p, timeline.start_ns[first[p]] / 1e6, stop_ns / 1e6, first[p], end, PHASES.index(p)))
-    base = alt.Chart(
-        table(["phase", "ms", "ms2", "step", "step2", "rank"], rows, ["phase"])
-    ).transform_calculate(
-        x="clock == 'time' ? datum.ms : datum.step", x2="clock == 'time' ? datum.ms2 : datum.step2"
+        rows.append((p, timeline.start_ns[first[p]] / 1e6, stop_ns / 1e6, first[p], end))
+    base = drawn("phase:N ms:Q ms2:Q step:Q step2:Q", rows).transform_calculate(
+        x=_AT, x2="clock == 'time' ? datum.ms2 : datum.step2"
     )
-    bands = base.mark_rect(clip=True).encode(
-        x,
-        alt.X2("x2:Q"),
-        fill=alt.Fill("phase:N").scale(domain=list(PHASES), range=list(PHASE_COLOURS)).legend(None),
-    )
+    fill = alt.Fill("phase:N").scale(domain=list(PHASES), range=list(PHASE_COLOURS)).legend(None)
+    bands = base.mark_rect(clip=True).encode(x, alt.X2("x2:Q"), fill=fill)
     # A phase too narrow for its name goes without.
     names = (
         base.transform_joinaggregate(end="max(x2)")
@@ -268,57 +632,16 @@ def _phases(trace: Trace, schedule: Schedule, timeline: Timeline, x: Any) -> lis
 def _peak(
     trace: Trace, schedule: Schedule, timeline: Timeline, x: Any, y: Any, unit: int, unit_name: str
 ) -> list[Any]:
-    alt = altair()
-    k = timeline.peak_step
-    peak = timeline.peak_allocated_bytes
+    """A mark at the peak, with its name on a white halo."""
+    k, peak = timeline.peak_step, timeline.peak_allocated_bytes
     label = f"peak {peak / unit:,.2f} {unit_name} at {trace.ops.name[schedule.op[k]]}"
-    row = (timeline.start_ns[k] / 1e6, k, peak / unit, label)
-    base = alt.Chart(table(["ms", "step", "y", "label"], [row], ["label"]))
-    base = base.transform_calculate(x="clock == 'time' ? datum.ms : datum.step")
+    base = drawn("ms:Q step:Q y:Q label:N", [(timeline.start_ns[k] / 1e6, k, peak / unit, label)])
+    base = base.transform_calculate(x=_AT)
     right = timeline.start_ns[k] > 0.6 * timeline.step_time_ns
-    text = base.mark_text(
-        align="right" if right else "left", dx=-7 if right else 7, dy=-8, fontSize=11, fontWeight=600
-    )
-    halo = text.copy()
-    halo.mark.stroke, halo.mark.strokeWidth, halo.mark.opacity = "white", 3, 0.8
+    look = {"align": "right" if right else "left", "dx": -7 if right else 7, "dy": -8, "fontSize": 11}
+    look["fontWeight"] = 600
     return [
-        base.mark_point(filled=True, size=45, color="#111827", opacity=1).encode(x, y("y")),
-        halo.encode(x, y("y"), text="label:N"),
-        text.encode(x, y("y"), text="label:N"),
+        base.mark_point(filled=True, size=45, color="#111827", opacity=1).encode(x, y),
+        base.mark_text(**look, stroke="white", strokeWidth=3, opacity=0.8).encode(x, y, text="label:N"),
+        base.mark_text(**look).encode(x, y, text="label:N"),
     ]
-
-
-def _level(value: float, label: str, scale: Any, colour: str, dash: list[int]) -> list[Any]:
-    """A horizontal line with its label."""
-    alt = altair()
-    base = alt.Chart(table(["level", "label"], [(value, label)], ["label"]))
-    look = {"align": "right", "baseline": "bottom", "dx": -4, "dy": -3, "fontSize": 11}
-    where = {"y": alt.Y("level:Q").scale(scale), "x": alt.value("width"), "text": "label:N"}
-    return [
-        base.mark_rule(color=colour, strokeDash=dash, strokeWidth=1.5).encode(alt.Y("level:Q").scale(scale)),
-        base.mark_text(**look, stroke="white", strokeWidth=3, opacity=0.8).encode(**where),
-        base.mark_text(**look, color=colour).encode(**where),
-    ]
-
-
-def category_colour(categories: Sequence[str]) -> Any:
-    """The colour channel of a chart by category."""
-    return (
-        altair()
-        .Color("category:N")
-        .scale(domain=list(categories), range=[COLOURS[c] for c in categories])
-        .title(None)
-    )
-
-
-def finish(chart: Any, *, height: int) -> dict[str, Any]:
-    """The specification at the page's full width, without the address of its schema."""
-    spec: dict[str, Any] = chart.properties(width="container", height=height).to_dict()
-    spec.pop("$schema", None)
-    spec.pop("config", None)
-    return {**spec, "autosize": {"type": "fit-x", "contains": "padding"}}
-
-
-def present(parts: Sequence[Mapping[str, int]]) -> list[str]:
-    """The categories that hold anything in any of the breakdowns, in the common order."""
-    return [c for c in CATEGORIES if any(p.get(c) for p in parts)]

@@ -1,23 +1,22 @@
-"""Turn the answer of `simulate max-batch` into a page: the two batch sizes, every probe, and what is uncertain."""
+"""The page of `simulate max-batch`: the two batch sizes, every probe, and what is uncertain."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from simulator.report import bars
+from simulator.report import charts
 from simulator.report.page import (
-    Cell,
     Chart,
     Figure,
     Figures,
     Page,
     Section,
-    Table,
     Text,
-    bytes_cell,
-    count_cell,
-    percent_cell,
+    no,
+    table,
+    warned,
     write_page,
+    yes,
 )
 from simulator.studies.max_batch import MaxBatch
 from traces.units import show_bytes, show_percent
@@ -31,79 +30,64 @@ def write_max_batch(path: str | Path, found: MaxBatch) -> Path:
 def max_batch_page(found: MaxBatch) -> Page:
     """The page of an answer."""
     r = found.request
-    gpu = r.device.kind != "cpu"
-    what, key = ("reserved", "peak_reserved_bytes") if gpu else ("allocated", "peak_allocated_bytes")
+    what = "allocated" if r.device.kind == "cpu" else "reserved"
+    key = f"peak_{what}_bytes"
     planned = found.probe(found.with_plan)
     price = None if planned is None else planned.overhead_percent
     figures = (
+        Figure("Largest batch without a plan", str(found.without_plan), f"on {r.device.name}"),
         Figure(
-            label="Largest batch without a plan", value=str(found.without_plan), detail=f"on {r.device.name}"
+            f"With a plan of at most +{r.overhead_percent:g} %",
+            str(found.with_plan),
+            "" if price is None else f"at {show_percent(price, signed=True)}",
         ),
-        Figure(
-            label=f"With a plan of at most +{r.overhead_percent:g} %",
-            value=str(found.with_plan),
-            detail=f"at {show_percent(price, signed=True)}" if price is not None else "",
-        ),
-        Figure(label="Memory to use", value=show_bytes(r.device.usable_bytes), detail=r.device.describe()),
+        Figure("Memory to use", show_bytes(r.device.usable_bytes), r.device.describe()),
     )
-    chart: list[bars.Bar] = []
-    rows: list[tuple[Cell | str, ...]] = []
-    for p in found.probes:
-        runs = (("eager", p.untouched), ("plan", p.plan))
-        for way, run in runs:
-            value = None if run is None else run.headline()[key]
-            if value is not None:
-                chart.append(
-                    bars.Bar(group=str(p.batch_size), way=way, measured=False, value=value, where="")
-                )
-        verdict = "" if p.plan_fits is None else "yes" if p.plan_fits else f"no: {p.message}"
-        rows.append(
-            (
-                count_cell(p.batch_size),
-                bytes_cell(p.untouched.headline()[key]),
-                Cell(text="yes", tone="good") if p.fits else Cell(text="no", tone="bad"),
-                bytes_cell(None if p.plan is None else p.plan.headline()[key]),
-                percent_cell(p.overhead_percent, signed=True),
-                Cell(text=verdict, tone="good" if p.plan_fits else "bad" if verdict else ""),
-            )
-        )
+    bars = [
+        charts.Bar(str(p.batch_size), way, False, value)
+        for p in found.probes
+        for way, run in (("eager", p.untouched), ("plan", p.plan))
+        if run is not None and (value := run.headline()[key]) is not None
+    ]
     limits = {str(p.batch_size): r.device.usable_bytes for p in found.probes}
+    fit = {None: "", True: yes(), False: no()}
     return Page(
-        title=f"{r.model}: the largest batch on {r.device.name}",
-        subtitle=" ".join(("trace", r.model, *r.tracer_options)),
-        sections=(
+        f"{r.model}: the largest batch on {r.device.name}",
+        " ".join(("trace", r.model, *r.tracer_options)),
+        (
             Section(
-                title="Answer",
-                blocks=(
-                    Figures(figures=figures),
-                    Text(text=f"Every figure is predicted: {found.provenance}.", tone="note"),
-                    *(Text(text=text, tone="warning") for text in found.warnings),
+                "Answer",
+                (
+                    Figures(figures),
+                    Text(f"Every figure is predicted: {found.provenance}.", "note"),
+                    *warned(found.warnings),
                 ),
             ),
             Section(
-                title="Probes",
-                blocks=(
+                "Probes",
+                (
                     Chart(
-                        spec=bars.grouped(
-                            chart,
-                            title=f"peak {what}",
-                            group_title="batch size",
-                            is_bytes=True,
-                            limits=limits,
+                        charts.grouped(
+                            bars, f"peak {what}", group_title="batch size", is_bytes=True, limits=limits
                         ),
-                        caption="eager is the untouched model. The red line is the memory that there is to use.",
+                        "eager is the untouched model. The red line is the memory that there is to use.",
                     ),
-                    Table(
-                        columns=(
-                            "batch",
-                            f"peak {what}",
-                            "fits",
-                            f"{what} with a plan",
-                            "overhead",
-                            "plan fits",
+                    table(
+                        found.probes,
+                        (
+                            ("batch", "count", lambda p: p.batch_size),
+                            (f"peak {what}", "bytes", lambda p: p.untouched.headline()[key]),
+                            ("fits", "", lambda p: fit[p.fits]),
+                            (f"{what} with a plan", "bytes", lambda p: p.plan and p.plan.headline()[key]),
+                            ("overhead", "+percent", lambda p: p.overhead_percent),
+                            (
+                                "plan fits",
+                                "",
+                                lambda p: (
+                                    no(f"no: {p.message}") if p.plan_fits is False else fit[p.plan_fits]
+                                ),
+                            ),
                         ),
-                        rows=tuple(rows),
-                        numbers=frozenset({0, 1, 3, 4}),
                         caption="Every batch size that was traced. Where no plan was made, the overhead is what any "
                         "plan must at least cost.",
                     ),

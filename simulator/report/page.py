@@ -1,4 +1,4 @@
-"""Turn sections of text, tables and charts into one HTML page that opens without a network.
+"""The blocks that pages are made of (figures, tables, charts, text), and one HTML file that needs no network.
 
 Names of models, modules and ops are other people's text: jinja2 escapes them, and JSON inside a script
 element has its `<` escaped. The page holds one copy of the Vega bundle, whatever the number of charts, and a
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from traces.errors import EnvironmentProblem
 from traces.files import write_text
@@ -23,7 +23,7 @@ TEMPLATES: Final = Path(__file__).parent / "templates"
 INSTALL: Final = "install it with `pip install 'lowtide[all]'`"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """One cell of a table: what is shown, the number to sort by, and a tone (`good`, `bad`, `quiet`)."""
 
@@ -48,7 +48,7 @@ def count_cell(value: int | None) -> Cell:
     return Cell(text="–" if value is None else f"{value:,}", sort=value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Text:
     """A paragraph; tone `note` sets it apart, `warning` more so."""
 
@@ -57,7 +57,7 @@ class Text:
     tone: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Figure:
     """One headline figure."""
 
@@ -67,7 +67,7 @@ class Figure:
     tone: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Figures:
     """A row of headline figures."""
 
@@ -89,6 +89,65 @@ class Table:
     folded: str = ""  # when set, the table starts folded under this summary
 
 
+T = TypeVar("T")
+CODE, NUMBER = "code", "number"
+# How the columns of `table` show a value; what is not here is shown as it is.
+SHOWN: Final[Mapping[str, Callable[[Any], Cell]]] = {
+    "bytes": bytes_cell,
+    "time": time_cell,
+    "count": count_cell,
+    "percent": percent_cell,
+    "+percent": lambda value: percent_cell(value, signed=True),
+    "share": lambda value: percent_cell(value, digits=1),
+    "points": lambda value: Cell("–" if value is None else f"{value:.2f}", value),
+}
+
+
+def table(
+    rows: Iterable[T],
+    columns: Sequence[tuple[str, str, Callable[[T], Any]]],
+    *,
+    total: Sequence[Any] = (),
+    **more: str,
+) -> Table:
+    """A table with one row for each of `rows`.
+
+    Args:
+        columns: the title, the kind (a key of SHOWN, CODE, NUMBER for a number that comes ready as a Cell, or "") and
+            the value of a row. A value that is a Cell or text already stays as it is.
+        total: the values of the last row, shown like the others.
+        more: `caption` and `folded`.
+    """
+
+    def shown(kind: str, value: Any) -> Cell | str:
+        return value if isinstance(value, Cell | str) or kind not in SHOWN else SHOWN[kind](value)
+
+    kinds = [kind for _, kind, _ in columns]
+    return Table(
+        columns=tuple(title for title, _, _ in columns),
+        rows=tuple(tuple(shown(kind, value(row)) for _, kind, value in columns) for row in rows),
+        numbers=frozenset(k for k, kind in enumerate(kinds) if kind in SHOWN or kind == NUMBER),
+        code=frozenset(k for k, kind in enumerate(kinds) if kind == CODE),
+        total=tuple(shown(kind, value) for kind, value in zip(kinds, total, strict=True)) if total else (),
+        **more,
+    )
+
+
+def yes(text: str = "yes") -> Cell:
+    """What is as it should be."""
+    return Cell(text, tone="good")
+
+
+def no(text: str = "no") -> Cell:
+    """What is not."""
+    return Cell(text, tone="bad")
+
+
+def warned(texts: Iterable[str]) -> tuple[Text, ...]:
+    """What must be said beside figures."""
+    return tuple(Text(text, "warning") for text in texts)
+
+
 def known_columns(table: Table) -> Table:
     """The table without the columns of which no row knows anything (a CPU has no reserved memory)."""
     kept = [
@@ -107,7 +166,7 @@ def known_columns(table: Table) -> Table:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Chart:
     """A Vega-Lite specification, with the sentence that says what to see in it."""
 
@@ -117,7 +176,7 @@ class Chart:
     title: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Switch:
     """A choice that sets a named parameter of every chart that has it."""
 
@@ -130,7 +189,7 @@ class Switch:
 Block = Text | Figures | Table | Chart | Switch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     """A heading and what stands under it."""
 
@@ -138,7 +197,7 @@ class Section:
     blocks: tuple[Block, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Page:
     """A whole page."""
 

@@ -1,13 +1,14 @@
-"""Turn a Sweep into a page: memory, time, peak breakdown and activations against the batch size."""
+"""The page of a sweep: memory, time, peak breakdown and activations against the batch size."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from simulator.report import bars
+from simulator.report import charts
 from simulator.report.page import (
     Block,
-    Cell,
     Chart,
     Figure,
     Figures,
@@ -15,14 +16,15 @@ from simulator.report.page import (
     Section,
     Table,
     Text,
-    bytes_cell,
-    count_cell,
     known_columns,
+    no,
     paragraphs,
-    percent_cell,
-    time_cell,
+    table,
+    warned,
+    write_page,
+    yes,
 )
-from simulator.report.sections import activation_blocks
+from simulator.report.step import activation_blocks
 from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep, SweepRow
 from traces.errors import LowtideError
 from traces.measurement import RunFigures, signed_error_percent
@@ -30,42 +32,44 @@ from traces.trace import CATEGORIES
 from traces.units import show_bytes, show_percent
 
 WAYS = {EAGER: "eager", KEEP_ALL: "keep-all", PLAN: "plan"}
+PEAK, TIME = "peak_allocated_bytes", "step_time_ns"
 
 
-def sweep_page(sweep: Sweep, *, root: str | Path, analysis: str = "", measured_on: str = "") -> Page:
-    """The page of a sweep.
+def write_sweep(
+    path: str | Path,
+    sweep: Sweep,
+    *,
+    analysis: str = "",
+    root: str | Path | None = None,
+    measured_on: str = "",
+) -> Path:
+    """Write the page for a sweep over batch sizes, whole or not at all.
 
     Args:
+        path: where.
         sweep: the predictions, with measurements where something was run.
-        root: the directory that the rows' `trace_path` and `plan_path` are relative to.
         analysis: the author's text, paragraphs set apart by empty lines.
+        root: the directory that the rows' `trace_path` and `plan_path` are relative to (default: that of `path`).
         measured_on: the device behind the measured figures, for their labels ("CPU", "NVIDIA H200").
+
+    Raises:
+        EnvironmentProblem: a package that reports need is not installed.
     """
     where = measured_on or "this sweep's device"
-    sections: list[Section] = (
-        [Section(title="Analysis", blocks=paragraphs(analysis))] if analysis.strip() else []
-    )
+    sections = [Section("Analysis", paragraphs(analysis))] if analysis.strip() else []
     sections += [
-        Section(title="Summary", blocks=_summary(sweep, where)),
-        Section(
-            title="Peak memory and iteration latency against batch size", blocks=_against_batch(sweep, where)
-        ),
-        Section(title="Peak memory breakdown", blocks=_breakdown(sweep)),
-        Section(title="Computation and memory statistics", blocks=_statistics(sweep)),
-        Section(title="Static analysis of activations", blocks=_activations(sweep, Path(root))),
+        Section("Summary", _summary(sweep, where)),
+        Section("Peak memory and iteration latency against batch size", _against_batch(sweep, where)),
+        Section("Peak memory breakdown", _breakdown(sweep)),
+        Section("Computation and memory statistics", (_statistics(sweep),)),
+        Section("Static analysis of activations", _activations(sweep, Path(root or Path(path).parent))),
     ]
     if any(r.measured for r in sweep.rows):
-        sections.append(Section(title="Predicted beside measured", blocks=(_errors(sweep, where),)))
+        sections.append(Section("Predicted beside measured", (_errors(sweep, where),)))
     options = ", ".join(f"{k} {v}" for k, v in sorted(sweep.options.items()) if v not in (None, ""))
-    return Page(
-        title=f"{sweep.model}: with and without checkpointing, by batch size",
-        subtitle=f"batch sizes {', '.join(str(b) for b in _batches(sweep))} · {options}",
-        sections=tuple(sections),
-    )
-
-
-def _batches(sweep: Sweep) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(r.batch_size for r in sweep.rows))
+    batches = ", ".join(dict.fromkeys(str(r.batch_size) for r in sweep.rows))
+    title = f"{sweep.model}: with and without checkpointing, by batch size"
+    return write_page(path, Page(title, f"batch sizes {batches} · {options}", sections))
 
 
 def _planners(sweep: Sweep) -> tuple[str, ...]:
@@ -79,188 +83,136 @@ def _group(sweep: Sweep, row: SweepRow) -> str:
 
 def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
     fitting = [r for r in sweep.rows if r.feasible]
-    figures = [
-        Figure(
-            label="Budgets met",
-            value=f"{len(fitting)} of {len(sweep.rows)}",
-            detail=f"planner {', '.join(_planners(sweep)) or 'none'}",
-            tone="good" if len(fitting) == len(sweep.rows) else "bad",
-        )
-    ]
+    met = f"{len(fitting)} of {len(sweep.rows)}"
+    tone = "good" if len(fitting) == len(sweep.rows) else "bad"
+    figures = [Figure("Budgets met", met, f"planner {', '.join(_planners(sweep)) or 'none'}", tone)]
     if fitting:
         largest = max(fitting, key=lambda r: r.batch_size)
-        figures += [
-            Figure(
-                label=f"Peak at batch {largest.batch_size}, predicted",
-                value=show_bytes(largest.plan.peak_allocated_bytes),
-                detail=f"{show_bytes(largest.baseline.peak_allocated_bytes)} with everything kept",
-            ),
-            Figure(
-                label=f"Overhead at batch {largest.batch_size}, predicted",
-                value=show_percent(largest.overhead_percent, signed=True),
-                detail=f"{largest.recomputed_ops:,} ops run again",
-            ),
-        ]
-    rows = tuple(
-        (
-            count_cell(r.batch_size),
-            r.planner,
-            bytes_cell(r.budget_bytes),
-            bytes_cell(r.baseline.peak_allocated_bytes),
-            bytes_cell(r.plan.peak_allocated_bytes),
-            bytes_cell(r.baseline.peak_reserved_bytes),
-            bytes_cell(r.plan.peak_reserved_bytes),
-            time_cell(r.baseline.step_time_ns),
-            time_cell(r.plan.step_time_ns),
-            percent_cell(r.overhead_percent, signed=True),
-            Cell(text="met", tone="good") if r.feasible else Cell(text=r.message or "not met", tone="bad"),
+        before = f"{show_bytes(largest.baseline.peak_allocated_bytes)} with everything saved"
+        again = f"{largest.recomputed_ops:,} ops run again"
+        peak, added = (
+            show_bytes(largest.plan.peak_allocated_bytes),
+            show_percent(largest.overhead_percent, signed=True),
         )
-        for r in sweep.rows
-    )
+        figures += [
+            Figure(f"Peak at batch {largest.batch_size}, predicted", peak, before),
+            Figure(f"Overhead at batch {largest.batch_size}, predicted", added, again),
+        ]
     if any(r.measured for r in sweep.rows):
         note = f"Figures called measured were measured on {where}; all others are predicted."
     else:
         note = "Every figure on this page is predicted; nothing was run."
     source = f" Predicted times are for the target {sweep.target}." if sweep.target else ""
     return (
-        Figures(figures=tuple(figures)),
-        Text(text=note + source, tone="note"),
-        *(Text(text=text, tone="warning") for text in sweep.warnings),
+        Figures(tuple(figures)),
+        Text(note + source, "note"),
+        *warned(sweep.warnings),
         known_columns(
-            Table(
-                columns=(
-                    "batch",
-                    "planner",
-                    "budget",
-                    "peak, all kept",
-                    "peak, plan",
-                    "reserved, all kept",
-                    "reserved, plan",
-                    "step, all kept",
-                    "step, plan",
-                    "overhead",
-                    "verdict",
+            table(
+                sweep.rows,
+                (
+                    ("batch", "count", lambda r: r.batch_size),
+                    ("planner", "", lambda r: r.planner),
+                    ("budget", "bytes", lambda r: r.budget_bytes),
+                    ("peak, all saved", "bytes", lambda r: r.baseline.peak_allocated_bytes),
+                    ("peak, plan", "bytes", lambda r: r.plan.peak_allocated_bytes),
+                    ("reserved, all saved", "bytes", lambda r: r.baseline.peak_reserved_bytes),
+                    ("reserved, plan", "bytes", lambda r: r.plan.peak_reserved_bytes),
+                    ("step, all saved", "time", lambda r: r.baseline.step_time_ns),
+                    ("step, plan", "time", lambda r: r.plan.step_time_ns),
+                    ("overhead", "+percent", lambda r: r.overhead_percent),
+                    ("verdict", "", lambda r: yes("met") if r.feasible else no(r.message or "not met")),
                 ),
-                rows=rows,
-                numbers=frozenset({0, 2, 3, 4, 5, 6, 7, 8, 9}),
                 caption="Predicted",
             )
         ),
     )
 
 
-def _bars(sweep: Sweep, figure: str, *, predicted: bool, measured: bool, where: str) -> list[bars.Bar]:
+def _bars(sweep: Sweep, figure: str, *, predicted: bool, measured: bool, where: str) -> list[charts.Bar]:
     """Bars of one of RunFigures' figures; unknown figures have no bar."""
-    out: list[bars.Bar] = []
 
-    def put(row: SweepRow, way: str, run: RunFigures, real: bool) -> None:
-        value = run.headline()[figure]
-        if value is not None:
-            place = where if real else ""
-            out.append(bars.Bar(group=_group(sweep, row), way=way, measured=real, value=value, where=place))
-
-    for row in sweep.rows:
+    def runs(row: SweepRow) -> Iterable[tuple[str, RunFigures, bool]]:
         if predicted:
-            put(row, "keep-all", row.baseline, False)
-            if row.feasible:
-                put(row, "plan", row.plan, False)
+            yield "keep-all", row.baseline, False
+            yield "plan", row.plan, False
         if measured:
-            for key, way in WAYS.items():
-                if key in row.measured:
-                    put(row, way, row.measured[key], True)
-    return out
+            yield from ((way, row.measured[key], True) for key, way in WAYS.items() if key in row.measured)
+
+    return [
+        charts.Bar(_group(sweep, row), way, real, value, where if real else "")
+        for row in sweep.rows
+        for way, run, real in runs(row)
+        if (value := run.headline()[figure]) is not None
+    ]
 
 
 def _against_batch(sweep: Sweep, where: str) -> tuple[Block, ...]:
-    peak, time = "peak_allocated_bytes", "step_time_ns"
     group = "mini-batch size"
     limits = {_group(sweep, r): r.budget_bytes for r in sweep.rows}
-    blocks: list[Block] = [
+    peaks = _bars(sweep, PEAK, predicted=True, measured=True, where=where)
+    times = _bars(sweep, TIME, predicted=True, measured=False, where=where)
+    # A chart of its own: the target of the predictions is often another device than the one that ran.
+    real = _bars(sweep, TIME, predicted=False, measured=True, where=where)
+    blocks = [
         Chart(
-            spec=bars.grouped(
-                _bars(sweep, peak, predicted=True, measured=True, where=where),
-                title="peak allocated",
-                group_title=group,
-                is_bytes=True,
-                limits=limits,
-            ),
-            title="Peak memory",
-            caption="keep-all is without checkpointing, plan is with it. Pale bars with a dashed edge are "
-            "predicted, solid bars measured; the red line is the budget.",
+            charts.grouped(peaks, "peak allocated", group_title=group, is_bytes=True, limits=limits),
+            "keep-all is without checkpointing, plan is with it. Pale bars with a dashed edge are predicted, solid "
+            "bars measured; the red line is the budget.",
+            "Peak memory",
         ),
         Chart(
-            spec=bars.grouped(
-                _bars(sweep, time, predicted=True, measured=False, where=where),
-                title="step time, predicted",
-                group_title=group,
-                is_bytes=False,
-            ),
-            title="Iteration latency, predicted",
-            caption=f"For the target {sweep.target}." if sweep.target else "",
+            charts.grouped(times, "step time, predicted", group_title=group, is_bytes=False),
+            f"For the target {sweep.target}." if sweep.target else "",
+            "Iteration latency, predicted",
         ),
     ]
-    real = _bars(sweep, time, predicted=False, measured=True, where=where)
     if real:
-        # A chart of its own: the target of the predictions is often another device than the one that ran.
-        spec = bars.grouped(real, title="step time, measured", group_title=group, is_bytes=False)
-        blocks.append(Chart(spec=spec, title=f"Iteration latency, measured on {where}"))
+        spec = charts.grouped(real, "step time, measured", group_title=group, is_bytes=False)
+        blocks.append(Chart(spec, title=f"Iteration latency, measured on {where}"))
     return tuple(blocks)
 
 
 def _breakdown(sweep: Sweep) -> tuple[Block, ...]:
-    parts: list[tuple[str, str, dict[str, int]]] = []
-    rows: list[tuple[Cell | str, ...]] = []
-    for r in sweep.rows:
-        for way, part in (("keep-all", r.breakdown_baseline), ("plan", r.breakdown_plan)):
-            if part:
-                parts.append((_group(sweep, r), way, part))
-                cells = (bytes_cell(part.get(c, 0)) for c in CATEGORIES)
-                rows.append((_group(sweep, r), way, *cells, bytes_cell(sum(part.values()))))
+    parts = [
+        (_group(sweep, r), way, part)
+        for r in sweep.rows
+        for way, part in (("keep-all", r.breakdown_baseline), ("plan", r.breakdown_plan))
+        if part
+    ]
     return (
         Chart(
-            spec=bars.peak_by_category_and_group(parts, group_title="mini-batch size"),
-            caption="What is allocated at the predicted peak, without checkpointing (keep-all) and with it "
-            "(plan). The parts sum to the peak.",
+            charts.peak_by_category({f"{group}, {way}": part for group, way, part in parts}),
+            "What is allocated at the predicted peak, without checkpointing (keep-all) and with it (plan), by batch "
+            "size. The parts sum to the peak.",
         ),
-        Table(
-            columns=("batch", "run", *CATEGORIES, "peak"),
-            rows=tuple(rows),
-            numbers=frozenset({0, *range(2, 3 + len(CATEGORIES))}),
-        ),
-    )
-
-
-def _statistics(sweep: Sweep) -> tuple[Block, ...]:
-    rows = tuple(
-        (
-            _group(sweep, r),
-            count_cell(r.ops),
-            count_cell(r.storages),
-            Cell(text=f"{r.flops / 1e9:,.1f}", sort=r.flops),
-            bytes_cell(r.parameter_bytes),
-            bytes_cell(r.activation_bytes),
-            count_cell(r.recomputed_ops) if r.feasible else "–",
-            time_cell(r.baseline.step_time_ns),
-        )
-        for r in sweep.rows
-    )
-    return (
-        Table(
-            columns=(
-                "batch",
-                "ops",
-                "storages",
-                "GFLOP a step",
-                "parameters",
-                "activations kept",
-                "ops run again",
-                "step, all kept (predicted)",
+        table(
+            parts,
+            (
+                ("batch", "", lambda p: p[0]),
+                ("run", "", lambda p: p[1]),
+                *((c, "bytes", lambda p, c=c: p[2].get(c, 0)) for c in CATEGORIES),
+                ("peak", "bytes", lambda p: sum(p[2].values())),
             ),
-            rows=rows,
-            numbers=frozenset(range(8)),
-            caption="One training step, forward, backward and optimizer; floating-point operations are those "
-            "with everything kept.",
         ),
+    )
+
+
+def _statistics(sweep: Sweep) -> Table:
+    return table(
+        sweep.rows,
+        (
+            ("batch", "", lambda r: _group(sweep, r)),
+            ("ops", "count", lambda r: r.ops),
+            ("storages", "count", lambda r: r.storages),
+            ("GFLOP a step", "count", lambda r: round(r.flops / 1e9, 1)),
+            ("parameters", "bytes", lambda r: r.parameter_bytes),
+            ("activations saved", "bytes", lambda r: r.activation_bytes),
+            ("ops run again", "count", lambda r: r.recomputed_ops if r.feasible else None),
+            ("step, all saved (predicted)", "time", lambda r: r.baseline.step_time_ns),
+        ),
+        caption="One training step, forward, backward and optimizer; floating-point operations are those with "
+        "everything saved.",
     )
 
 
@@ -279,58 +231,43 @@ def _activations(sweep: Sweep, root: Path) -> tuple[Block, ...]:
             if row.plan_path and (root / row.plan_path).is_file():
                 plan = Plan.load(root / row.plan_path)
         except LowtideError as error:
-            return (
-                Text(text=f"The trace for batch {row.batch_size} cannot be shown: {error}", tone="warning"),
-            )
+            return warned([f"The trace for batch {row.batch_size} cannot be shown: {error}"])
         return (
-            Text(text=f"At batch size {row.batch_size}, the largest whose trace is at hand.", tone="note"),
+            Text(f"At batch size {row.batch_size}, the largest whose trace is at hand.", "note"),
             *activation_blocks(trace, analyse(trace), plan),
         )
-    return (
-        Text(text="No trace of this sweep was kept, so its activations cannot be listed.", tone="warning"),
-    )
+    return warned(["No trace of this sweep was kept, so its activations cannot be listed."])
 
 
 def _errors(sweep: Sweep, where: str) -> Table:
-    rows: list[tuple[Cell | str, ...]] = []
-    for r in sweep.rows:
-        for key, predicted in ((EAGER, r.baseline), (KEEP_ALL, r.baseline), (PLAN, r.plan)):
-            if key not in r.measured:
-                continue
-            real = r.measured[key]
-            error = signed_error_percent(predicted, real)
-            rows.append(
-                (
-                    _group(sweep, r),
-                    WAYS[key],
-                    bytes_cell(predicted.peak_allocated_bytes),
-                    bytes_cell(real.peak_allocated_bytes),
-                    percent_cell(error["peak_allocated_bytes"], signed=True),
-                    bytes_cell(predicted.peak_reserved_bytes),
-                    bytes_cell(real.peak_reserved_bytes),
-                    percent_cell(error["peak_reserved_bytes"], signed=True),
-                    time_cell(predicted.step_time_ns),
-                    time_cell(real.step_time_ns),
-                )
-            )
+    runs = [
+        (_group(sweep, r), WAYS[key], predicted, r.measured[key])
+        for r in sweep.rows
+        for key, predicted in ((EAGER, r.baseline), (KEEP_ALL, r.baseline), (PLAN, r.plan))
+        if key in r.measured
+    ]
+
+    def error(figure: str) -> tuple[str, str, Callable[[Any], Any]]:
+        return "error", "+percent", lambda run: signed_error_percent(run[2], run[3])[figure]
+
+    target = f" ({sweep.target})" if sweep.target else ""
     return known_columns(
-        Table(
-            columns=(
-                "batch",
-                "run",
-                "peak, predicted",
-                "peak, measured",
-                "error",
-                "reserved, predicted",
-                "reserved, measured",
-                "error",
-                f"step, predicted{f' ({sweep.target})' if sweep.target else ''}",
-                f"step, measured on {where}",
+        table(
+            runs,
+            (
+                ("batch", "", lambda run: run[0]),
+                ("run", "", lambda run: run[1]),
+                ("peak, predicted", "bytes", lambda run: run[2].peak_allocated_bytes),
+                ("peak, measured", "bytes", lambda run: run[3].peak_allocated_bytes),
+                error(PEAK),
+                ("reserved, predicted", "bytes", lambda run: run[2].peak_reserved_bytes),
+                ("reserved, measured", "bytes", lambda run: run[3].peak_reserved_bytes),
+                error("peak_reserved_bytes"),
+                (f"step, predicted{target}", "time", lambda run: run[2].step_time_ns),
+                (f"step, measured on {where}", "time", lambda run: run[3].step_time_ns),
             ),
-            rows=tuple(rows),
-            numbers=frozenset({0, 2, 3, 4, 5, 6, 7, 8, 9}),
             caption=f"Measured on {where}. Error is 100·(predicted − measured)/measured. Predicted times are for "
             "the target, so they compare with measured times only where both are the same device. Eager is set beside "
-            "the prediction for everything kept.",
+            "the prediction for everything saved.",
         )
     )

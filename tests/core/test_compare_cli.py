@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
@@ -317,42 +316,33 @@ def test_the_pages_hold_the_figures_and_a_picture(directory: Path, tmp_path: Pat
 
 
 def test_the_page_says_of_a_plan_that_cannot_be_had_why_not() -> None:
-    from simulator.report.fronts import _verdict
+    from simulator.report.plans import verdict
 
     row = Entrant(
         planner="torch", feasible=False, solve_seconds=1.0, peak_allocated_bytes=90, message="wrong gradients"
     )
-    assert _verdict(row, 100).text == "wrong gradients"
-    assert _verdict(row, 80).text == "over the budget; wrong gradients"
+    assert verdict(row, 100).text == "wrong gradients"
+    assert verdict(row, 80).text == "over the budget; wrong gradients"
 
 
 def test_labels_of_points_that_nearly_coincide_stack() -> None:
     pytest.importorskip("altair")
-    from simulator.report.fronts import _label_heights
+    from simulator.report.charts import label_heights
 
-    assert _label_heights([(0.5, 0.5), (0.51, 0.49), (0.9, 0.5), (0.5, 0.5)]) == [-10, -22, -10, -34]
+    assert label_heights([(0.5, 0.5), (0.51, 0.49), (0.9, 0.5), (0.5, 0.5)]) == [-10, -22, -10, -34]
 
 
 def test_only_labels_that_would_overlap_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peaks of 200 to 214 MiB fill the axis, so plans 2 MiB apart have room although they differ by 1 %."""
     pytest.importorskip("altair")
-    from simulator.report import fronts
+    from simulator.report import charts
 
     seen: list[list[tuple[float, float]]] = []
-    plain = fronts._label_heights
-    monkeypatch.setattr(fronts, "_label_heights", lambda places: (seen.append(places), plain(places))[1])
-
-    def entrant(mib: int) -> Entrant:
-        return Entrant(
-            planner=f"p{mib}", feasible=True, peak_allocated_bytes=mib << 20, step_time_ns=110,
-            overhead_percent=10.0, recomputed_ops=1, gap_points=1.0, solve_seconds=0.1,
-        )  # fmt: skip
-
-    bound = SimpleNamespace(feasible=True, overhead_percent=9.0)
-    contest = SimpleNamespace(
-        budget_bytes=214 << 20, bound=bound, entrants=tuple(entrant(m) for m in (200, 202, 202, 214))
+    plain = charts.label_heights
+    monkeypatch.setattr(charts, "label_heights", lambda places: (seen.append(places), plain(places))[1])
+    charts.plans_in_the_plane(
+        [charts.Place(f"p{m}", False, m << 20, 10.0) for m in (200, 202, 202, 214)], 214 << 20, 9.0
     )
-    fronts.contest_chart(contest)  # type: ignore[arg-type]
     # 14 MiB and 1 % of 214 on either side: 18.28 MiB across, so 2 MiB are 0.109 of it.
     (places,) = seen
     assert places[1][0] - places[0][0] == pytest.approx(2 / 18.28, abs=1e-4)

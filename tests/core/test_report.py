@@ -20,7 +20,6 @@ from simulator.core.graph import analyse
 from simulator.core.replay import breakdown, run
 from simulator.core.schedule import build
 from simulator.report import charts
-from simulator.report.activations import activations, by_module, recomputations
 from simulator.report.page import (
     Cell,
     Page,
@@ -32,7 +31,7 @@ from simulator.report.page import (
     render,
     script_json,
 )
-from simulator.report.simulation import provenance
+from simulator.report.step import activations, by_module, provenance, recomputations
 from simulator.studies.prediction import compare
 from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
@@ -85,7 +84,7 @@ def reporting() -> None:
 
 @pytest.fixture
 def page(tmp_path: Path, reporting: None) -> str:
-    from simulator.report.simulation import write_simulation
+    from simulator.report.step import write_simulation
 
     trace = tiny.chain(60, size=2**20, time_ns=1000)
     return write_simulation(
@@ -118,7 +117,7 @@ def test_every_chart_can_be_compiled(page: str) -> None:
 
 
 def test_hostile_names_stay_text(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.simulation import write_simulation
+    from simulator.report.step import write_simulation
 
     trace = names_replaced(tiny.chain(10, size=1000, time_ns=5), HOSTILE)
     plan = replace(planned(trace, 3, 5), meta=trace.meta, planner=HOSTILE)
@@ -201,10 +200,10 @@ def test_drawn_categories_sum_to_what_is_allocated() -> None:
 def test_the_peak_shown_sums_to_the_peak(page: str) -> None:
     trace = tiny.chain(60, size=2**20, time_ns=1000)
     c = compare(trace, planned(trace, *range(3, 50, 2)), None)
-    bars = next(s for s in specifications(page) if '"band":0.72' in json.dumps(s, separators=(",", ":")))
+    bars = next(s for s in specifications(page) if "at the peak, MiB" in json.dumps(s))
     data = list(bars["datasets"].values())  # type: ignore[attr-defined]
     rows = [
-        line.split(",") for text in data if text.startswith("bar,category") for line in text.splitlines()[1:]
+        line.split(",") for text in data if text.startswith("name,series") for line in text.splitlines()[1:]
     ]
     for name, timeline in (("keep-all", c.kept_timeline), ("plan", c.planned_timeline)):
         assert sum(float(r[2]) for r in rows if r[0] == name) * 2**20 == timeline.peak_allocated_bytes
@@ -249,7 +248,7 @@ def test_modules_are_cut_to_a_readable_number() -> None:
 
 
 def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.simulation import write_simulation
+    from simulator.report.step import write_simulation
 
     trace = tiny.chain(2000, size=1_234_567, time_ns=987)
     path = write_simulation(tmp_path / "r.html", trace, planned(trace, *range(3, 2000, 3)), 10**9)
@@ -263,7 +262,7 @@ def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
 
 
 def test_a_foreign_plan_leaves_no_file(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.simulation import write_simulation
+    from simulator.report.step import write_simulation
 
     trace = tiny.chain(3)
     with pytest.raises(PlanError):
@@ -272,7 +271,7 @@ def test_a_foreign_plan_leaves_no_file(tmp_path: Path, reporting: None) -> None:
 
 
 def test_an_empty_plan_and_no_times(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.simulation import write_simulation
+    from simulator.report.step import write_simulation
 
     trace = tiny.chain(3, time_ns=0)
     assert "recomputes nothing" in write_simulation(
@@ -315,13 +314,13 @@ def series_of(spec: dict[str, object]) -> set[str]:
     out: set[str] = set()
     for text in spec["datasets"].values():  # type: ignore[attr-defined]
         lines = list(csv.reader(io.StringIO(text)))
-        if "series" in lines[0]:
+        if "place" in lines[0]:
             out |= {line[lines[0].index("series")] for line in lines[1:]}
     return out
 
 
 def test_a_predicted_sweep_shows_nothing_as_measured(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.simulation import write_sweep
+    from simulator.report.sweep import write_sweep
 
     sweep = Sweep(model="m", options={}, target="H200", rows=(sweep_row(2), sweep_row(4, feasible=False)))
     html = write_sweep(tmp_path / "s.html", sweep, analysis="One <i>word</i>.\n\nAnother.").read_text("utf-8")
@@ -372,7 +371,7 @@ def test_times_from_a_profile_are_not_called_estimates() -> None:
 
 
 def test_a_measured_sweep_names_the_device(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.simulation import write_sweep
+    from simulator.report.sweep import write_sweep
 
     trace = tiny.chain(9, size=1000, time_ns=10)
     store.save(trace, tmp_path / "traces" / "t")
@@ -458,7 +457,7 @@ def test_a_missing_package_is_named(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reporting: None
 ) -> None:
     from simulator.report import page
-    from simulator.report.simulation import write_simulation
+    from simulator.report.step import write_simulation
 
     page.bundle.cache_clear()
     monkeypatch.setitem(sys.modules, missing, None)
@@ -470,7 +469,7 @@ def test_a_missing_package_is_named(
 
 def test_importing_the_report_is_light() -> None:
     code = (
-        "import sys, simulator.report.simulation, simulator.report.sweep; "
+        "import sys, simulator.report.step, simulator.report.sweep; "
         "print(sorted({'altair', 'pandas', 'vl_convert', 'torch', 'jinja2'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -206,7 +206,7 @@ def test_report_is_handed_trace_plan_and_budget(
     network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("simulator.report.simulation.write_comparison", lambda *args: seen.append(args))
+    monkeypatch.setattr("simulator.report.step.write_comparison", lambda *args: seen.append(args))
     page = tmp_path / "page.html"
     assert simulate(network, "--budget", "60%", "--report", page).exit_code == 0
     ((path, c, fits),) = seen
@@ -481,7 +481,7 @@ def test_a_sweep_report_is_handed_the_sweep(
     tracer: Tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("simulator.report.simulation.write_sweep", lambda *args, **more: seen.append(args))
+    monkeypatch.setattr("simulator.report.sweep.write_sweep", lambda *args, **more: seen.append(args))
     page = tmp_path / "page.html"
     words = ["sweep", "m", "--batch-sizes", "4", "--budget", "90%", "-o", tmp_path / "o", "--report", page]
     assert simulate(*words).exit_code == 0

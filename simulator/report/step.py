@@ -1,0 +1,626 @@
+"""The page of one step: where its memory goes, and what a plan saves and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from simulator.allocator.question import ask
+from simulator.core.graph import Graph, analyse
+from simulator.core.replay import breakdown, holdings
+from simulator.core.schedule import Schedule
+from simulator.core.timeline import Timeline
+from simulator.report import charts
+from simulator.report.page import (
+    CODE,
+    NUMBER,
+    Block,
+    Cell,
+    Chart,
+    Figure,
+    Figures,
+    Page,
+    Section,
+    Switch,
+    Table,
+    Text,
+    known_columns,
+    table,
+    time_cell,
+    warned,
+    write_page,
+)
+from simulator.studies import warnings as caveats
+from simulator.studies.fit import Fit
+from simulator.studies.prediction import Comparison, compare, with_reserved
+from traces.measurement import RunFigures
+from traces.plan import RESERVED, Plan
+from traces.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace, TraceMeta
+from traces.units import bytes_unit, show_bytes, show_percent, show_time
+
+HOLDERS: Final = 20  # rows of the table of the largest storages at the peak
+ROWS: Final = 150  # rows of the long tables
+# Where what an op allocates inside comes from, by the keys of `TraceMeta.workspace`.
+TOLD: Final = {
+    "measured": "measured for the same call",
+    "interpolated": "interpolated from other sizes",
+    "rules": "by rules",
+    "none": "unknown, counted as nothing",
+}
+
+
+def write_comparison(path: str | Path, c: Comparison, fits: Fit | None = None) -> Path:
+    """Write the page for a comparison, whole or not at all; `fits`: the answer about a device.
+
+    Raises:
+        EnvironmentProblem: a package that reports need is not installed.
+    """
+    page = Page(
+        title=f"{c.trace.meta.model}: memory of one training step",
+        subtitle=describe(c.trace.meta) + f" · planner {c.plan.planner or 'none'}",
+        sections=(Section("Headline", headline(c, fits)), *simulation_sections(c)),
+    )
+    return write_page(path, page)
+
+
+def write_simulation(path: str | Path, trace: Trace, plan: Plan, budget_bytes: int | None) -> Path:
+    """Write the page for one plan, whole or not at all.
+
+    Raises:
+        EnvironmentProblem: a package that reports need is not installed.
+        PlanError: the plan does not fit the trace.
+    """
+    return write_comparison(path, with_reserved(compare(trace, plan, budget_bytes), ask(trace.meta)))
+
+
+def simulation_sections(
+    c: Comparison, measured_curve: Sequence[tuple[int, int]] | None = None
+) -> tuple[Section, ...]:
+    """Every section about the prediction but the headline."""
+    return (
+        Section("Memory over the step", memory_blocks(c, measured_curve)),
+        Section("What holds the memory at the peak", peak_blocks(c)),
+        Section("What is recomputed, and at what cost", recompute_blocks(c)),
+        Section("Static analysis of activations", activation_blocks(c.trace, c.graph, c.plan)),
+        Section("Model and trace", (metadata(c.trace),)),
+    )
+
+
+# What stands beside figures
+
+
+def describe(meta: TraceMeta) -> str:
+    """Model, batch, dtype and optimizer in one line."""
+    parts = [meta.model, f"batch {meta.batch_size}"]
+    if meta.options.get("seq_len"):
+        parts.append(f"sequence length {meta.options['seq_len']}")
+    return " · ".join([*parts, meta.dtype, meta.optimizer or "no optimizer"])
+
+
+def provenance(trace: Trace) -> str:
+    """Where the times and sizes of a trace come from, in words."""
+    meta = trace.meta
+    target = meta.target or meta.device
+    if meta.mode == "real":
+        kind = {"cpu": "the CPU", "cuda": "the GPU"}.get(meta.device, meta.device)
+        return f"Op times were measured on {kind} ({target}). The workspace of each op was measured."
+    told = ", ".join(f"{n:,} {TOLD[k]}" for k, n in sorted(meta.workspace.items()) if n and k in TOLD)
+    inside = f"Workspace inside the ops: {told or 'unknown, counted as nothing'}."
+    known = meta.workspace.get("measured", 0) + meta.workspace.get("interpolated", 0)
+    times = (
+        f"Times of {known:,} of {sum(meta.workspace.values()):,} ops come from a device profile, the others are "
+        f"estimates from a roofline model of {target}; the step itself was not run."
+        if known
+        else f"Op times are estimates from a roofline model of {target}: nothing was run."
+    )
+    return f"{times} Sizes are those of the tensors in the captured graph. {inside}"
+
+
+def about(trace: Trace, also: str) -> tuple[Text, ...]:
+    """Where the figures of a page come from, and what must be said beside them."""
+    return (Text(provenance(trace) + also, "note"), *warned(caveats.warnings_of(trace)))
+
+
+def saved_figure(timeline: Timeline) -> Figure:
+    """The step with everything saved."""
+    time = f"step time {show_time(timeline.step_time_ns)}"
+    return Figure("Peak, everything saved", show_bytes(timeline.peak_allocated_bytes), time)
+
+
+def metadata(trace: Trace) -> Table:
+    """What the trace records about itself."""
+    meta = trace.meta
+    counts = ", ".join(
+        f"{sum(1 for q in trace.ops.phase if q == p):,} {p}" for p in dict.fromkeys(trace.ops.phase)
+    )
+    rows = [
+        ("model", meta.model),
+        ("options", ", ".join(f"{k}={v}" for k, v in sorted(meta.options.items()))),
+        ("batch size", str(meta.batch_size)),
+        ("dtype", meta.dtype),
+        ("optimizer", meta.optimizer),
+        ("seed", str(meta.seed)),
+        ("mode", f"{meta.mode}: {provenance(trace)}"),
+        ("graph of device", meta.device),
+        ("target of the times", meta.target),
+        ("torch", meta.torch_version),
+        ("versions", ", ".join(f"{k} {v}" for k, v in sorted(meta.versions.items()))),
+        ("allocator settings", meta.alloc_conf),
+        ("ops", f"{len(trace.ops):,} ({counts})"),
+        ("storages", f"{len(trace.storages):,}"),
+        ("floating-point operations", f"{sum(trace.ops.flops):,}"),
+        ("resident throughout", show_bytes(trace.resident_bytes)),
+        ("fingerprint", meta.fingerprint),
+    ]
+    return Table(columns=("", "value"), rows=tuple((k, v) for k, v in rows if v))
+
+
+# The headline
+
+
+def headline(c: Comparison, fits: Fit | None = None) -> tuple[Block, ...]:
+    """The figures to read first: peaks, times, budget, and what must be said beside them."""
+    before, after = c.kept_timeline, c.planned_timeline
+    saved = before.peak_allocated_bytes - after.peak_allocated_bytes
+    share = 100.0 * saved / before.peak_allocated_bytes if before.peak_allocated_bytes else 0.0
+    figures = [
+        saved_figure(before),
+        Figure(
+            "Peak with the plan",
+            show_bytes(after.peak_allocated_bytes),
+            f"{show_percent(-share, signed=True, digits=1)}, step time {show_time(after.step_time_ns)}",
+        ),
+        Figure(
+            "Overhead in time",
+            show_percent(c.overhead_percent, signed=True),
+            f"{after.recomputed_ops:,} ops run again for {len(c.plan.recomputed):,} storages",
+        ),
+        *_reserved_figure(c),
+        *_budget_figure(c),
+    ]
+    if fits is not None:
+        left = f"{show_bytes(fits.left_bytes)} left" if fits.plan_fits else fits.message
+        figures.append(Figure(f"Fits {fits.device.name}", *_verdict(fits.plan_fits, left)))
+    runs = (
+        ("everything saved", c.kept_figures, 0.0),
+        (f"plan ({c.plan.planner or 'no planner named'})", c.planned_figures, c.overhead_percent),
+    )
+
+    def of(run: tuple[str, RunFigures, float]) -> RunFigures:
+        return run[1]
+
+    return (
+        Figures(tuple(figures)),
+        Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
+        *warned(caveats.warnings(c)),
+        known_columns(
+            table(
+                runs,
+                (
+                    ("run", "", lambda r: r[0]),
+                    ("peak allocated", "bytes", lambda r: of(r).peak_allocated_bytes),
+                    ("in blocks", "bytes", lambda r: of(r).peak_block_bytes),
+                    ("peak reserved", "bytes", lambda r: of(r).peak_reserved_bytes),
+                    ("step time", "time", lambda r: of(r).step_time_ns),
+                    ("overhead", "+percent", lambda r: r[2]),
+                ),
+            )
+        ),
+        *_what_if(c),
+    )
+
+
+def _verdict(good: bool, detail: str) -> tuple[str, str, str]:
+    return "yes" if good else "no", detail, "good" if good else "bad"
+
+
+def _reserved_figure(c: Comparison) -> list[Figure]:
+    if c.kept_reserved is None or c.planned_reserved is None:
+        return []
+    before, after = c.kept_reserved.figures, c.planned_reserved.figures
+    detail = (
+        f"{show_bytes(before.peak_reserved_bytes)} with everything saved; fragmentation "
+        f"{show_percent(100 * after.fragmentation, digits=1)}"
+    )
+    return [Figure("Reserved with the plan", show_bytes(after.peak_reserved_bytes), detail)]
+
+
+def _budget_figure(c: Comparison) -> list[Figure]:
+    if c.budget_bytes is None:
+        return []
+    of_reserved = c.plan.budget_of == RESERVED and c.planned_reserved is not None
+    peak = c.planned_figures.peak_reserved_bytes if of_reserved else c.planned_timeline.peak_allocated_bytes
+    assert peak is not None
+    room, within = show_bytes(abs(c.budget_bytes - peak)), peak <= c.budget_bytes
+    detail = f"feasible: {room} below" if within else f"not met: {room} too much"
+    label = "Budget of reserved memory" if of_reserved else "Budget"
+    return [Figure(label, show_bytes(c.budget_bytes), detail, "good" if within else "bad")]
+
+
+def _what_if(c: Comparison) -> tuple[Block, ...]:
+    """Reserved memory with and without the allocator settings that were asked about."""
+    if c.question is None or not c.question.asked:
+        return ()
+    rows = [
+        (way, run.by_default.peak_reserved_bytes, run.figures.peak_reserved_bytes)
+        for way, run in (("everything saved", c.kept_reserved), ("with the plan", c.planned_reserved))
+        if run is not None and run.by_default is not None
+    ]
+    columns = (
+        ("run", "", lambda r: r[0]),
+        ("reserved by default", "bytes", lambda r: r[1]),
+        (f"with {c.question.alloc_conf or 'no settings'}", "bytes", lambda r: r[2]),
+        ("change", "+percent", lambda r: 100 * (r[2] - r[1]) / max(1, r[1])),
+    )
+    return (table(rows, columns, caption="Would these settings of PYTORCH_ALLOC_CONF help?"),)
+
+
+# Memory over the step, and at its peak
+
+
+def memory_blocks(
+    c: Comparison, measured_curve: Sequence[tuple[int, int]] | None = None
+) -> tuple[Block, ...]:
+    """Two stacked areas with common scales, with everything saved and with the plan."""
+    runs = (
+        ("kept", "Everything saved", c.kept, c.kept_timeline, c.kept_reserved),
+        ("plan", "With the plan", c.planned, c.planned_timeline, c.planned_reserved),
+    )
+    curve = _stretched(measured_curve or (), c.planned_timeline.step_time_ns)
+    levels = {name: r.figures.peak_reserved_bytes for name, _, _, _, r in runs if r is not None}
+    peaks = [t.peak_allocated_bytes for _, _, _, t, _ in runs]
+    extent = charts.Extent(
+        max([1, c.budget_bytes or 0, *levels.values(), *peaks, *(b for _, b in curve)]),
+        max([1, *(t.step_time_ns for _, _, _, t, _ in runs)]),
+        max(1, len(c.kept), len(c.planned)),
+    )
+    text = (
+        "Bytes allocated while each op runs, by category. Long timelines are thinned so that the highest and the "
+        "lowest point of every stretch stay. Drag to move, hold Shift and turn the wheel to zoom, double-click to "
+        "reset."
+    )
+    if curve:
+        text += (
+            " The black line is what a real step had allocated; the profiler that records it slows the step, so its "
+            "clock is scaled to the predicted length."
+        )
+    if levels:
+        text += " The dotted line is what the caching allocator has reserved once the step has settled."
+    drawn = [
+        Chart(
+            charts.memory_over_step(
+                c.trace,
+                schedule,
+                timeline,
+                extent,
+                budget_bytes=c.budget_bytes,
+                reserved_bytes=levels.get(name),
+                measured_curve=curve if name == "plan" else None,
+                name=name,
+            ),
+            title=f"{title}: peak {show_bytes(timeline.peak_allocated_bytes)}",
+        )
+        for name, title, schedule, timeline, _ in runs
+    ]
+    switch = Switch("clock", "Horizontal axis", (("time", "time"), ("steps", "number of the op")))
+    return (Text(text), switch, *drawn)
+
+
+def _stretched(curve: Sequence[tuple[int, int]], end_ns: int) -> tuple[tuple[int, int], ...]:
+    """The curve with its last point at `end_ns`."""
+    last = curve[-1][0] if curve else 0
+    return tuple((t * end_ns // last, b) for t, b in curve) if last > 0 else ()
+
+
+def peak_blocks(c: Comparison) -> tuple[Block, ...]:
+    """The peak by category, with and without the plan, and the largest storages that stand there."""
+    before = breakdown(c.trace, c.kept, c.kept_timeline).at_peak
+    after = breakdown(c.trace, c.planned, c.planned_timeline).at_peak
+    peak = sum(after.values())
+    at = c.planned_timeline.peak_step
+    where = f" The plan's peak is reached while {c.trace.ops.name[c.planned.op[at]]} runs." if at >= 0 else ""
+    return (
+        Text("The parts sum to the peak. Workspace is what the running op uses beyond its outputs." + where),
+        Chart(charts.peak_by_category({"keep-all": before, "plan": after}, c.budget_bytes)),
+        table(
+            [category for category in CATEGORIES if before.get(category) or after.get(category)],
+            (
+                ("category", "", str),
+                ("everything saved", "bytes", lambda k: before.get(k, 0)),
+                ("with the plan", "bytes", lambda k: after.get(k, 0)),
+                ("share of the plan's peak", "share", lambda k: 100.0 * after.get(k, 0) / max(1, peak)),
+            ),
+            total=("peak", sum(before.values()), peak, 100.0),
+        ),
+        holders(c.trace, c.planned, c.planned_timeline, f"The {HOLDERS} largest storages at the plan's peak"),
+        holders(
+            c.trace,
+            c.kept,
+            c.kept_timeline,
+            f"The {HOLDERS} largest storages at the peak",
+            folded="The largest storages at the peak with everything saved",
+        ),
+    )
+
+
+def holders(trace: Trace, schedule: Schedule, timeline: Timeline, caption: str, *, folded: str = "") -> Table:
+    """The largest storages that are allocated at the peak."""
+    ops, sts = trace.ops, trace.storages
+    there = holdings(trace, schedule, timeline.peak_step) if timeline.peak_step >= 0 else ()
+    shown = there[:HOLDERS]
+    always = Cell("exists throughout the step", tone="quiet")
+    made = sts.producer
+    return table(
+        shown,
+        (
+            ("storage", CODE, lambda h: sts.name[h.storage]),
+            ("op", CODE, lambda h: target_text(trace, made[h.storage]) if made[h.storage] >= 0 else always),
+            ("module", CODE, lambda h: ops.module[made[h.storage]] if made[h.storage] >= 0 else ""),
+            ("category", "", lambda h: h.category),
+            ("shape", "", lambda h: shape_text(trace, h.storage)),
+            ("size", "bytes", lambda h: h.nbytes),
+        ),
+        total=(f"{len(shown)} of {len(there):,} storages", "", "", "", "", sum(h.nbytes for h in shown)),
+        caption=caption,
+        folded=folded,
+    )
+
+
+# What is recomputed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """One op that a schedule runs again, and what this costs."""
+
+    op: int
+    storages: tuple[int, ...]  # what it rebuilds
+    nbytes: int  # of one rebuild, all storages together
+    times: int
+    time_ns: int  # all runs together
+    link: bool  # True: no storage of its own is evicted; it runs because others need its output
+
+
+def recomputations(
+    trace: Trace, schedule: Schedule, timeline: Timeline, evicted: Iterable[int]
+) -> tuple[Recomputation, ...]:
+    """Every op that runs again and takes time, the costliest first; the times sum to the overhead."""
+    chosen = frozenset(evicted)
+    durations: dict[int, list[int]] = {}
+    rebuilt: dict[int, set[int]] = {}
+    for step, (op, again) in enumerate(zip(schedule.op, schedule.recompute, strict=True)):
+        if again and (timeline.duration_ns[step] or schedule.binds[step]):
+            durations.setdefault(op, []).append(timeline.duration_ns[step])
+            rebuilt.setdefault(op, set()).update(schedule.binds[step])
+    found = (
+        Recomputation(
+            op=op,
+            storages=tuple(sorted(rebuilt[op])),
+            nbytes=sum(trace.storages.nbytes[s] for s in rebuilt[op]),
+            times=len(spent),
+            time_ns=sum(spent),
+            link=chosen.isdisjoint(rebuilt[op]),
+        )
+        for op, spent in durations.items()
+    )
+    return tuple(sorted(found, key=lambda r: (-r.time_ns, r.op)))
+
+
+def by_module(trace: Trace, rows: Iterable[Recomputation], *, most: int = 24) -> dict[str, tuple[int, int]]:
+    """Recompute time and rebuilt bytes by module path, cut at the depth that leaves at most `most` groups.
+
+    When even the first level has more, the cheapest are gathered under `other modules`.
+    """
+    rows = list(rows)
+    paths = {r.op: tuple(trace.ops.module[r.op].split(".")) for r in rows}
+    depth = max((len(p) for p in paths.values()), default=1)
+    while depth > 1 and len({p[:depth] for p in paths.values()}) > most:
+        depth -= 1
+    groups: dict[str, tuple[int, int]] = {}
+    for r in rows:
+        name = ".".join(paths[r.op][:depth]) or "(no module)"
+        time_ns, nbytes = groups.get(name, (0, 0))
+        groups[name] = (time_ns + r.time_ns, nbytes + r.nbytes * r.times)
+    ranked = sorted(groups.items(), key=lambda item: (-item[1][0], item[0]))
+    out = dict(ranked[: most - 1 if len(ranked) > most else most])
+    rest = ranked[len(out) :]
+    if rest:
+        out["other modules"] = (sum(v[0] for _, v in rest), sum(v[1] for _, v in rest))
+    return out
+
+
+def recompute_blocks(c: Comparison) -> tuple[Block, ...]:
+    """What runs again, by op and by module."""
+    trace, ops = c.trace, c.trace.ops
+    found = recomputations(trace, c.planned, c.planned_timeline, c.plan.recomputed)
+    if not found:
+        return (Text("The plan recomputes nothing."),)
+    total_ns = sum(r.time_ns for r in found)
+    evicted = sum(trace.storages.nbytes[s] for s in c.plan.recomputed)
+    shown = found[:ROWS]
+    spent = sum(r.time_ns for r in shown)
+    unit, unit_name = charts.time_unit(max(t for t, _ in by_module(trace, found).values()))
+    bars = [
+        (module, charts.RECOMPUTED, t / unit, f"{show_time(t)}, {show_bytes(b)} rebuilt")
+        for module, (t, b) in by_module(trace, found).items()
+    ]
+    return (
+        Text(
+            f"{len(c.plan.recomputed):,} storages ({show_bytes(evicted)}) are evicted in forward and recomputed in "
+            f"backward, by {len(found):,} ops that together take {show_time(total_ns)}. A link is an op that runs only "
+            "because another recomputation needs its output."
+        ),
+        Chart(
+            charts.by_name(bars, charts.ACTION_COLOURS, f"recompute time, {unit_name}"),
+            title="Recompute time by module",
+        ),
+        table(
+            shown,
+            (
+                ("op", CODE, lambda r: ops.name[r.op]),
+                ("target", CODE, lambda r: target_text(trace, r.op)),
+                ("module", CODE, lambda r: ops.module[r.op]),
+                ("storages", CODE, lambda r: ", ".join(map(str, r.storages))),
+                ("role", "", lambda r: Cell("link", tone="quiet") if r.link else "recomputed"),
+                ("rebuilt", "bytes", lambda r: r.nbytes),
+                ("runs again", "count", lambda r: r.times),
+                ("time", "time", lambda r: r.time_ns),
+                ("share of overhead", "share", lambda r: 100.0 * r.time_ns / max(1, total_ns)),
+            ),
+            total=(
+                f"{len(shown):,} of {len(found):,} ops",
+                *[""] * 4,
+                sum(r.nbytes for r in shown),
+                sum(r.times for r in shown),
+                spent,
+                100.0 * spent / max(1, total_ns),
+            ),
+            caption="Ops that run again, the costliest first",
+        ),
+    )
+
+
+# Activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """One storage that forward makes and backward reads, with everything saved."""
+
+    storage: int
+    nbytes: int
+    producer: int
+    idle_ns: int  # from the end of its last forward use (or producer) to the start of its first backward use
+    recompute_ns: int | None  # its own op and the links before it; None: it may not be recomputed
+    links: int  # ops beside its own that would have to run
+
+
+def activations(trace: Trace, graph: Graph | None = None) -> tuple[Activation, ...]:
+    """The static analysis of every storage that is saved from forward for backward, largest first.
+
+    Counts: the op times of the trace in its order, with everything saved; for the recompute cost, the
+    producing op and each op before it whose output backward does not save. Ignores: that several
+    recomputations can share their links, and that a plan may have evicted what a chain starts from.
+    """
+    graph = graph or analyse(trace)
+    ops, sts = trace.ops, trace.storages
+    begin, now = [], 0
+    for t in ops.time_ns:
+        begin.append(now)
+        now += t
+    candidates = set(graph.candidates)
+    out = []
+    for s in range(len(sts)):
+        if not graph.wanted[s] or sts.category[s] != ACTIVATION or not sts.nbytes[s]:
+            continue
+        chain = _chain(trace, graph, s) if s in candidates else None
+        rest = max(sts.last_forward_use[s], sts.producer[s])
+        out.append(
+            Activation(
+                storage=s,
+                nbytes=sts.nbytes[s],
+                producer=sts.producer[s],
+                idle_ns=begin[sts.first_backward_use[s]] - begin[rest] - ops.time_ns[rest],
+                recompute_ns=None if chain is None else sum(ops.time_ns[i] for i in chain),
+                links=0 if chain is None else len(chain) - 1,
+            )
+        )
+    return tuple(sorted(out, key=lambda a: (-a.nbytes, a.storage)))
+
+
+def _chain(trace: Trace, graph: Graph, storage: int) -> frozenset[int]:
+    """The ops that rebuild a storage from what is saved by default; views cost nothing and are left out."""
+    chain: set[int] = set()
+    stack = [trace.storages.producer[storage]]
+    while stack:
+        i = stack.pop()
+        if i not in chain:
+            chain.add(i)
+            missing = (s for s in trace.ops.reads[i] if not graph.resident[s])
+            stack += [
+                trace.storages.producer[s] for s in missing if not graph.wanted[s] and not graph.pinned[s]
+            ]
+    return frozenset(chain)
+
+
+def activation_blocks(trace: Trace, graph: Graph, plan: Plan) -> tuple[Block, ...]:
+    """Sizes, uses and idle times of everything that forward saves for backward."""
+    ops, sts = trace.ops, trace.storages
+    found = activations(trace, graph)
+    if not found:
+        return (Text("Forward saves nothing for backward."),)
+    candidates, chosen = frozenset(graph.candidates), plan.recomputed
+
+    def action(a: Activation) -> str:
+        if a.storage in chosen:
+            return charts.RECOMPUTED
+        return charts.SAVED if a.storage in candidates else charts.UNABLE
+
+    def cost(a: Activation) -> Cell:
+        if a.recompute_ns is not None:
+            return time_cell(a.recompute_ns)
+        flags = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[a.producer] & b)
+        return Cell(flags or "–", tone="quiet")
+
+    kinds: dict[str, dict[str, int]] = {}
+    for a in found:
+        by_action = kinds.setdefault(target_text(trace, a.producer), {})
+        by_action[action(a)] = by_action.get(action(a), 0) + a.nbytes
+    large = sorted(kinds, key=lambda k: (-sum(kinds[k].values()), k))[:12]
+    unit, unit_name = bytes_unit(sum(kinds[large[0]].values()))
+    bars = [(k, act, n / unit, show_bytes(n)) for k in large for act, n in kinds[k].items()]
+    points = [(ops.name[a.producer], action(a), a.idle_ns, a.nbytes) for a in found[: charts.POINTS]]
+    shown, whole = found[:ROWS], sum(a.nbytes for a in found)
+    return (
+        Text(
+            f"Forward saves {len(found):,} activations for backward, {show_bytes(whole)} in all. Idle is the time from "
+            "the last use in forward to the first use in backward, with everything saved. The recompute cost is that "
+            "of the producing op and of the links before it that backward does not save."
+        ),
+        Chart(
+            charts.by_name(bars, charts.ACTION_COLOURS, f"activations saved for backward, {unit_name}"),
+            title="Activations by the op that makes them",
+        ),
+        Chart(charts.idle_against_size(points), title="Idle time and size of each activation"),
+        table(
+            shown,
+            (
+                ("id", NUMBER, lambda a: Cell(str(a.storage), a.storage)),
+                ("op", CODE, lambda a: ops.name[a.producer]),
+                ("module", CODE, lambda a: ops.module[a.producer]),
+                ("tensor", "", lambda a: f"{sts.dtype[a.storage]} {shape_text(trace, a.storage)}"),
+                ("size", "bytes", lambda a: a.nbytes),
+                ("forward", NUMBER, lambda a: _uses(sts.first_forward_use, sts.last_forward_use, a.storage)),
+                (
+                    "backward",
+                    NUMBER,
+                    lambda a: _uses(sts.first_backward_use, sts.last_backward_use, a.storage),
+                ),
+                ("idle", "time", lambda a: a.idle_ns),
+                ("recompute", NUMBER, cost),
+                ("links", "count", lambda a: a.links if a.recompute_ns is not None else None),
+                ("action", "", action),
+            ),
+            total=("", f"{len(shown):,} of {len(found):,}", "", "", sum(a.nbytes for a in shown), *[""] * 6),
+            caption="The largest activations; forward and backward: the first and last op that uses it",
+        ),
+    )
+
+
+def _uses(firsts: Sequence[int], lasts: Sequence[int], storage: int) -> Cell:
+    first, last = firsts[storage], lasts[storage]
+    if first < 0:
+        return Cell("–", -1)
+    return Cell(str(first) if first == last else f"{first}–{last}", first)
+
+
+def shape_text(trace: Trace, storage: int) -> str:
+    """`64×256×56×56`; `scalar` for no dimensions."""
+    return "×".join(str(d) for d in trace.storages.shape[storage]) or "scalar"
+
+
+def target_text(trace: Trace, op: int) -> str:
+    """The op's target without what most of them share: `convolution` for `aten.convolution.default`."""
+    return trace.ops.target[op].removeprefix("aten.").removesuffix(".default")
