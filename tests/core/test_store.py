@@ -118,7 +118,6 @@ WRITER = """
 import sys
 from tests.tiny import chain
 from traces.store import save
-from traces.validate import validate
 for k in range(60):
     save(chain(2 + k % 2), sys.argv[1], force=True)
 """
