@@ -16,11 +16,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
+from simulator.core.budget import check_budget
+from simulator.planners import DEFAULT, REGISTRY
+from traces.devices import device
 from traces.errors import LowtideError, SpecError
 from traces.json_records import to_json
 from traces.model_spec import short_name, split_reference
@@ -156,16 +160,12 @@ def parse_cases(data: Mapping[str, Any], *, where: str, root: Path, name: str) -
     return Campaign(name=name, method=method, cases=tuple(cases.values()))
 
 
-def _step_keys() -> tuple[str, ...]:
+def _case_keys() -> tuple[str, ...]:
     from tracer.build.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
     from tracer.precision.policy import POLICY_OPTIONS
 
-    return tuple(dict.fromkeys((*IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *POLICY_OPTIONS)))
-
-
-def _case_keys() -> tuple[str, ...]:
-    own = ("kind", "model", "budget", "planner", "limit")
-    return (*own, *(k.replace("_", "-") for k in _step_keys()))
+    of_steps = dict.fromkeys((*IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *POLICY_OPTIONS))
+    return ("kind", "model", "budget", "planner", "limit", *(k.replace("_", "-") for k in of_steps))
 
 
 def _table(data: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
@@ -194,53 +194,52 @@ def _method(table: Mapping[str, Any], place: str) -> Method:
     method = Method(**{k.replace("-", "_"): v for k, v in table.items()})
     if method.plan_from not in (CALIBRATED, UNCALIBRATED):
         raise SpecError(f"{place}: plan-from must be {CALIBRATED} or {UNCALIBRATED}.")
-    if method.target:
-        from traces.devices import device
-
-        _at(place, device, method.target)
-    if method.memory_limit:
-        _limit(method.memory_limit, place)
+    with _at(place):
+        if method.target:
+            device(method.target)
+        if method.memory_limit:
+            check_budget(method.memory_limit)
     return method
 
 
 def _expand(table: Mapping[str, Any], place: str, root: Path) -> list[Case]:
-    from simulator.planners import DEFAULT
-
     if "model" not in table:
         raise SpecError(f'{place}: no model; add model = "resnet50" or a list of models.')
     lists = {k: v if isinstance(v, list) else [v] for k, v in table.items()}
-    empty = [k for k, v in lists.items() if not v]
-    if empty:
-        raise SpecError(f"{place}: {empty[0]} is an empty list; leave it out or give a value.")
-    if len(lists.get("kind", [PLAN])) != 1 or lists.get("kind", [PLAN])[0] not in (PLAN, BOUNDARY):
+    for key, values in lists.items():
+        if not values:
+            raise SpecError(f"{place}: {key} is an empty list; leave it out or give a value.")
+    kinds = lists.pop("kind", [PLAN])
+    if kinds not in ([PLAN], [BOUNDARY]):
         raise SpecError(f"{place}: kind must be {PLAN} or {BOUNDARY}.")
-    boundary = lists.pop("kind", [PLAN]) == [BOUNDARY]
-    if boundary:
-        return _boundaries(lists, place, root)
-    if "limit" in lists:
-        raise SpecError(f"{place}: limit belongs to a case of the kind {BOUNDARY}.")
-    budgets = [_budget(b, place) for b in lists.pop("budget", [NONE])]
-    planners = [_planner(p, place) for p in lists.pop("planner", [DEFAULT])]
-    cases = []
-    for step in _steps(lists, place, root):
-        for budget, planner in itertools.product(budgets, planners):
-            cases.append(Case(step=step, budget=budget, planner="keep-all" if budget == NONE else planner))
-    return cases
-
-
-def _boundaries(lists: dict[str, list[Any]], place: str, root: Path) -> list[Case]:
-    if "limit" not in lists:
+    boundary = kinds == [BOUNDARY]
+    budgets = [str(b) for b in lists.pop("budget", [NONE])]
+    limits = [str(limit) for limit in lists.pop("limit", [])]
+    planners = lists.pop("planner", [NONE if boundary else DEFAULT])
+    for planner in planners:
+        if str(planner) not in ((*REGISTRY, NONE) if boundary else REGISTRY):
+            raise SpecError(f"{place}: {planner!r} is no planner; there are {', '.join(REGISTRY)}.")
+    with _at(place):
+        for text in (*budgets, *limits):
+            if text != NONE:
+                check_budget(text)
+    if not boundary:
+        if limits:
+            raise SpecError(f"{place}: limit belongs to a case of the kind {BOUNDARY}.")
+        return [
+            Case(step=step, budget=budget, planner="save-all" if budget == NONE else planner)
+            for step in _steps(lists, place, root)
+            for budget, planner in itertools.product(budgets, planners)
+        ]
+    if not limits:
         raise SpecError(
             f'{place}: a boundary needs a limit, such as "8GiB" or "50%" of the device\'s memory.'
         )
-    lists.pop("budget", None)  # of [defaults]; a boundary's budget is its limit
     sizes = lists.pop("batch-size", [])
     for size in sizes:
         _count("batch-size", size, place)
     if len(sizes) < 2:
         raise SpecError(f"{place}: a boundary needs at least two values of batch-size.")
-    limits = [_limit(text, place) for text in lists.pop("limit")]
-    planners = [p if p == NONE else _planner(p, place) for p in lists.pop("planner", [NONE])]
     return [
         Case(step=step, kind=BOUNDARY, limit=limit, planner=planner, batch_sizes=tuple(sorted(set(sizes))))
         for step in _steps(lists, place, root)
@@ -249,35 +248,26 @@ def _boundaries(lists: dict[str, list[Any]], place: str, root: Path) -> list[Cas
 
 
 def _steps(lists: dict[str, list[Any]], place: str, root: Path) -> list[Step]:
+    from tracer.precision.policy import parse_policy
+
     keys = [k for k in lists if k != "model"]
     steps = []
     for model in lists["model"]:
         name, takes = _model(model, place, root)
         for values in itertools.product(*(lists[k] for k in keys)):
-            options = {}
+            options = dict(zip((k.replace("-", "_") for k in keys), values, strict=True))
             for key, value in zip(keys, values, strict=True):
-                option = key.replace("-", "_")
-                if option in COUNTS:
+                if key.replace("-", "_") in COUNTS:
                     _count(key, value, place)
                 elif not isinstance(value, str | float | int | bool):
                     raise SpecError(f"{place}: {key} = {value!r} must be text or a number.")
-                if takes is not None and option not in takes:
+                if takes is not None and key.replace("-", "_") not in takes:
                     flags = ", ".join(t.replace("_", "-") for t in takes)
                     raise SpecError(f"{place}: model {name} takes no {key}; it takes {flags}.")
-                options[option] = value
-            _policy(options, place)
+            with _at(place):  # which `trace` would refuse only after a process has been started
+                parse_policy(dict(options))
             steps.append(Step(model=name, options=options))
     return steps
-
-
-def _policy(options: Mapping[str, Any], place: str) -> None:
-    """Check the dtype policy, which `trace` would refuse only after a process has been started."""
-    from tracer.precision.policy import parse_policy
-
-    try:
-        parse_policy(dict(options))
-    except LowtideError as error:
-        raise SpecError(f"{place}: {error}") from None
 
 
 def _model(model: Any, place: str, root: Path) -> tuple[str, tuple[str, ...] | None]:
@@ -293,7 +283,8 @@ def _model(model: Any, place: str, root: Path) -> tuple[str, tuple[str, ...] | N
         if not path.is_file():
             raise SpecError(f"{place}: {path}: no such file; paths of models are relative to the cases file.")
         return f"{path}:{function}", None
-    known = _at(place, find_model, model)
+    with _at(place):
+        known = find_model(model)
     return known.name, (*known.takes, *POLICY_OPTIONS)
 
 
@@ -302,32 +293,10 @@ def _count(key: str, value: Any, place: str) -> None:
         raise SpecError(f"{place}: {key} = {value!r} must be a whole number of at least 1.")
 
 
-def _budget(value: Any, place: str) -> str:
-    from simulator.core.budget import check_budget
-
-    text = str(value)
-    if text != NONE:
-        _at(place, check_budget, text)
-    return text
-
-
-def _limit(value: Any, place: str) -> str:
-    from simulator.core.budget import check_budget
-
-    _at(place, check_budget, str(value))
-    return str(value)
-
-
-def _planner(value: Any, place: str) -> str:
-    from simulator.planners import find
-
-    _at(place, find, str(value))
-    return str(value)
-
-
-def _at(place: str, function: Any, value: str) -> Any:
-    """Call a check, and say in which case it failed."""
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Checks in the body fail with the case in which they do."""
     try:
-        return function(value)
+        yield
     except LowtideError as error:
         raise SpecError(f"{place}: {error}") from None

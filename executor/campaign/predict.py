@@ -186,4 +186,4 @@ def _keep_all(trace: Trace, device: str) -> Plan:
     from simulator.studies.warnings import answered
 
     made = answered(judged(trace, (), device)).plan
-    return replace(made, planner="keep-all")
+    return replace(made, planner="save-all")

@@ -396,7 +396,7 @@ def test_without_a_plan_a_limit_is_for_the_untouched_model(
 
     alone = fit("none")
     assert (alone["fits"], alone["predicted"]["peak_allocated_bytes"]) == (untouched, 22)
-    assert fit("keep-all")["fits"] is empty_plan
+    assert fit("save-all")["fits"] is empty_plan
 
 
 def test_on_cuda_the_untouched_model_takes_over_no_memory(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_lists_are_multiplied_out_and_a_case_overrides_the_defaults() -> None:
     assert len(made.cases) == 2 * 2 * (1 + 2) + 2
     first = [c for c in made.cases if c.step.model == "resnet18" and c.step.options["batch_size"] == 8]
     assert [(c.budget, c.planner) for c in first] == [
-        ("none", "keep-all"),
+        ("none", "save-all"),
         ("60%", "mu-two"),
         ("60%", "sqrt-n"),
     ]
