@@ -12,6 +12,7 @@ from executor.campaign.cases import BOUNDARY
 from executor.campaign.errors import (
     FIGURES,
     SLOWDOWN,
+    STAGE_LABELS,
     WITHIN,
     Aggregate,
     aggregates,
@@ -21,6 +22,7 @@ from executor.campaign.errors import (
 )
 from executor.campaign.record import CALIBRATED, RULES, STAGES, Book, Record
 from traces.files import replacing, write_text
+from traces.measurement import RunFigures
 from traces.units import show_bytes, show_percent
 
 Row = dict[str, str | int | float | bool | None]
@@ -191,6 +193,38 @@ def summary(book: Book) -> str:
                 ]  # fmt: skip
                 if made:
                     lines.append(f"  {figure:10} {label:13} {_aggregate_line(made[0], figure)}")
+    return "\n".join(lines)
+
+
+def markdown(book: Book) -> str:
+    """The campaign as two tables for a manual: every measured case, then the errors in aggregate."""
+    lines = [
+        "| case | predicted, calibrated | predicted, uncalibrated | measured | eager, measured | bit-equal |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in book.records:
+        peak = r.measured.peak_allocated_bytes
+        if peak is None or r.case.kind == BOUNDARY:
+            continue
+        predicted = [
+            f"{b:,} ({b - peak:+,})" if b is not None else "–"
+            for b in (r.predicted.get(s, RunFigures()).peak_allocated_bytes for s in (CALIBRATED, RULES))
+        ]
+        eager = r.eager.peak_allocated_bytes
+        verdict = {True: "yes", False: "no", None: "not checked"}[r.bit_equal]
+        cells = (r.case.label, *predicted, f"{peak:,}", "–" if eager is None else f"{eager:,}", verdict)
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| figure | prediction | runs | median error | worst underestimate | worst overestimate |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for g, a in aggregates(error_rows(book.records)).items():
+        unit = "points" if g.figure == SLOWDOWN else "%"
+        worst = ["none" if e is None else f"{e:+.2f} {unit}" for e in (a.worst_under, a.worst_over)]
+        lines.append(
+            f"| {g.figure} | {STAGE_LABELS[g.stage]} | {a.rows} | {a.median:.2f} {unit} | {' | '.join(worst)} |"
+        )
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from traces.commands import analysis_option, print_json, report_option, say
 @click.option("--retry-failed", is_flag=True, help="Run failed cases and failed verifications again.")
 @analysis_option
 @report_option
+@click.option("--markdown", is_flag=True, help="Print the tables that the manual shows.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def campaign(
@@ -33,6 +34,7 @@ def campaign(
     retry_failed: bool,
     analysis: str | None,
     report: Path | None,
+    markdown: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -44,6 +46,7 @@ def campaign(
 
     Exit code 1: a planned step did not compute what the untouched model computes. 2: a case failed.
     """
+    from executor.campaign import rows
     from executor.campaign.cases import find_cases, load_cases
     from executor.campaign.record import FAILED, NOT_EQUAL, Book, Store
     from executor.campaign.rows import answer, flat_rows, summary, write_rows
@@ -76,6 +79,8 @@ def campaign(
         write_campaign(report, book, analysis=analysis or "")
     if as_json:
         print_json(answer(book))
+    elif markdown:
+        click.echo(rows.markdown(book))
     else:
         click.echo(summary(book))
     wrong = [r.case.label for r in book.records if r.status == NOT_EQUAL]
