@@ -16,7 +16,7 @@ from traces import parquet as tables
 from traces.measurement import Measurement, RunFigures
 from traces.plan import SAVE, Action, Plan
 from traces.saved_sets import SavedSet, SavedSets
-from traces.store import OPS_COLUMNS, STORAGES_COLUMNS, header_fields
+from traces.store import GALLERY, OPS_COLUMNS, STORAGES_COLUMNS, header_fields
 from traces.trace import CATEGORIES, FLAG_NAMES, FORBIDS_RECOMPUTE, PHASES, Trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -290,3 +290,11 @@ def test_links_lead_somewhere(path: str) -> None:
                 for h in re.findall(r"^#+ (.+)$", found.read_text(encoding="utf-8"), re.MULTILINE)
             }
             assert heading in headings, target
+
+
+def test_the_accuracy_tables_are_the_gallerys_campaign() -> None:
+    from executor.campaign.record import Book
+    from executor.campaign.rows import markdown
+
+    _, table, _ = MANUALS["executor"].split("<!-- campaign -->")
+    assert table.strip() == markdown(Book.load(GALLERY / "cpu-campaign" / "campaign.json"))
