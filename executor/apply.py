@@ -21,6 +21,7 @@ from torch import nn
 
 from executor.matching import check_kind
 from executor.rewrite import Rewritten, rewrite
+from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from tracer.build.loop import fit_tangent
 from tracer.capture.capture import capture
@@ -218,7 +219,7 @@ def engine_of(program: Program, plan: Plan, kind: str = "cpu") -> Engine:
             f"this model's has {len(program.ops)} ops and structure {program.fingerprint(sizes=False)}. Trace this "
             "model with this version of torch and this device, and plan again."
         )
-    schedule = build(program.trace(), program_actions(plan))
+    schedule = build(Problem(program.trace()), program_actions(plan))
     return Engine(program=program, rewritten=rewrite(program, schedule), exact=exact, kind=kind)
 
 

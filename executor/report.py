@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from simulator.allocator.question import ask
+from simulator.core.problem import Problem
 from simulator.report.charts import Bar, grouped, spread
 from simulator.report.page import (
     Block,
@@ -50,7 +51,7 @@ def write_measurement(
         PlanError: the plan does not fit the trace.
     """
     c = with_reserved(
-        compare(trace, plan, measurement.budget_bytes), ask(trace.meta, plan.meta.alloc_conf or None)
+        compare(Problem(trace), plan, measurement.budget_bytes), ask(trace.meta, plan.meta.alloc_conf or None)
     )
     where = measurement.place
     page = Page(

@@ -28,13 +28,12 @@ from typing import Final
 
 from simulator.bounds.bound import Bounder
 from simulator.core.evaluator import Evaluator
-from simulator.core.graph import Graph, analyse
 from simulator.core.limits import DEFAULTS, Clock, Limits
+from simulator.core.problem import Problem
 from simulator.planners.mu_two import Search
 from simulator.planners.outcome import finish, refuse
 from traces.errors import PlanError, SpecError, UnfinishedError
 from traces.plan import SAVE, Action, Plan
-from traces.trace import Trace
 
 NAME: Final = "exact"
 MOST_VALUES: Final = 24
@@ -42,7 +41,7 @@ MOST_DROPS: Final = 8
 MOST_INSTANTS: Final = 6  # at which the price of what is over the budget is worked out
 
 
-def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The fastest plan within the budget.
 
     Raises:
@@ -50,27 +49,26 @@ def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
         SpecError: the trace is too large for it.
         UnfinishedError: the time is over before anything is proven.
     """
-    graph = analyse(trace, limits.constraints)
-    evaluator = Evaluator(trace, graph)
-    first = Search(trace, graph, budget_bytes, limits.clock())
+    trace = problem.trace
+    evaluator = Evaluator(problem)
+    first = Search(problem, budget_bytes, limits.clock())
     found = first.run()
     if found is not None and found.time_ns == trace.time_ns:  # no plan adds less than nothing
-        return finish(trace, graph, NAME, budget_bytes, first.actions(found))
-    values = decisions(trace, graph, evaluator)
+        return finish(problem, NAME, budget_bytes, first.actions(found))
+    values = decisions(problem, evaluator)
     start = None if found is None else (found.time_ns, tuple(first.actions(found)))
-    tree = Tree(trace, graph, evaluator, values, budget_bytes, limits.clock(), start)
+    tree = Tree(problem, evaluator, values, budget_bytes, limits.clock(), start)
     tree.lowest_peak_bytes = first.lowest_peak_bytes
     tree.run(limits.seconds)
     if tree.best is None:
         raise refuse(
-            trace,
-            graph,
+            problem,
             NAME,
             budget_bytes,
             tree.lowest_peak_bytes,
             "Proven: no plan is within this budget. ",
         )
-    return finish(trace, graph, NAME, budget_bytes, tree.best[1])
+    return finish(problem, NAME, budget_bytes, tree.best[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,38 +80,39 @@ class Value:
     options: tuple[Action | None, ...]
 
 
-def decisions(trace: Trace, graph: Graph, evaluator: Evaluator) -> tuple[Value, ...]:
+def decisions(problem: Problem, evaluator: Evaluator) -> tuple[Value, ...]:
     """The values to decide about, the largest first, links last.
 
     Raises:
         SpecError: there are too many, or too many ops need one of them.
     """
+    trace = problem.trace
     sts = trace.storages
     links = [
         s
         for s in range(len(sts))
-        if graph.rebuildable[s]
-        and not graph.wanted[s]
-        and not graph.pinned[s]
+        if problem.rebuildable[s]
+        and not problem.saved_by_default[s]
+        and not problem.pinned[s]
         and sts.last_backward_use[s] < 0
     ]
     saveable = [
         s
         for s in range(len(sts))
-        if 0 <= sts.producer[s] < graph.first_backward_op
-        and not graph.wanted[s]
-        and not graph.pinned[s]
+        if 0 <= sts.producer[s] < problem.forward_end
+        and not problem.saved_by_default[s]
+        and not problem.pinned[s]
         and s not in links
     ]
-    count = len(graph.candidates) + len(links)
+    count = len(problem.candidates) + len(links)
     if count > MOST_VALUES:
         raise SpecError(
             f"{NAME} is for small graphs: this one has {count} values to decide about, and {MOST_VALUES} is the "
             "most; take another planner."
         )
-    needing = _needing(trace, graph, evaluator)
+    needing = _needing(problem, evaluator)
     out = []
-    for s in sorted(graph.candidates, key=lambda s: (-sts.nbytes[s], s)):
+    for s in sorted(problem.candidates, key=lambda s: (-sts.nbytes[s], s)):
         drops = _shared(s, [evaluator.op_id[k] for k in needing[s]][:-1])
         out.append(Value(storage=s, wanted=True, options=(None, *drops, Action(storage=s, share=False))))
     for s in links:
@@ -140,8 +139,9 @@ def _shared(storage: int, after: Sequence[int]) -> list[Action]:
     ]
 
 
-def _needing(trace: Trace, graph: Graph, evaluator: Evaluator) -> dict[int, list[int]]:
+def _needing(problem: Problem, evaluator: Evaluator) -> dict[int, list[int]]:
     """Storage -> positions of the ops of backward that could make its op run again, in order."""
+    trace = problem.trace
     out: dict[int, list[int]] = {s: [] for s in range(len(trace.storages))}
     for c in range(evaluator.forward, len(evaluator.op_id)):
         seen: set[int] = set()
@@ -162,19 +162,19 @@ class Tree:
 
     def __init__(
         self,
-        trace: Trace,
-        graph: Graph,
+        problem: Problem,
         evaluator: Evaluator,
         values: tuple[Value, ...],
         budget_bytes: int,
         clock: Clock,
         best: tuple[int, tuple[Action, ...]] | None,
     ) -> None:
+        trace = problem.trace
         self.trace, self.evaluator, self.values, self.clock = trace, evaluator, values, clock
         self.budget_bytes, self.best = budget_bytes, best
         self.lowest_peak_bytes = 1 << 62
         sts, ops = trace.storages, trace.ops
-        bounder = Bounder(trace, graph)
+        bounder = Bounder(problem)
         bound = bounder.bound(budget_bytes)
         self.possible = bound.feasible
         self.least_ns = trace.time_ns + bound.added_time_ns

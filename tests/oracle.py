@@ -1,6 +1,6 @@
 """Replay a schedule the slow way, from the definitions alone, to judge the engine and the schedule by.
 
-Nothing here uses `schedule.frees` or `schedule.takes`, `simulator.core.graph` or the engine: who is alive when
+Nothing here uses `schedule.frees` or `schedule.takes`, `simulator.core.problem` or the engine: who is alive when
 is worked out again from who reads what, one step at a time, over all instances.
 """
 

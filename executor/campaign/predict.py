@@ -52,15 +52,17 @@ def predict_plan(
 ) -> dict[str, Any]:
     """Plan for a budget and predict; saves the plan, or says why there is none."""
     from simulator.core.budget import parse_budget
+    from simulator.core.problem import Problem
     from simulator.studies.planning import keep_all, planned
 
     traces = load_traces(Path(directory))
     base = base_trace(traces, plan_from)
     question = question_of(device, base)
-    whole = keep_all(base, question).kept_timeline.peak_allocated_bytes
+    problem = Problem(base)
+    whole = keep_all(problem, question).kept_timeline.peak_allocated_bytes
     budget_bytes = parse_budget(budget, whole)
     try:
-        made = planned(base, planner, budget_bytes=budget_bytes, question=question)
+        made = planned(problem, planner, budget_bytes=budget_bytes, question=question)
     except BudgetError as error:
         return {"feasible": False, "budget_bytes": budget_bytes, "message": str(error)}
     made.plan.save(plan_path)
@@ -79,6 +81,7 @@ def predict_fit(
     """Whether a step fits a limit, untouched (planner `none`) or with a plan for it; saves the plan that is run."""
     from simulator.allocator.caching import OutOfMemory
     from simulator.allocator.reserved import reserved_peak
+    from simulator.core.problem import Problem
     from simulator.studies.planning import planned
     from simulator.studies.untouched import untaken, untouched
 
@@ -89,7 +92,9 @@ def predict_fit(
         try:
             # On CUDA the limit is of what the allocator reserves.
             of = ALLOCATED if question is None else RESERVED
-            plan = planned(base, planner, budget_bytes=limit_bytes, budget_of=of, question=question).plan
+            plan = planned(
+                Problem(base), planner, budget_bytes=limit_bytes, budget_of=of, question=question
+            ).plan
         except BudgetError as error:
             return {"fits": False, "predicted": asdict(RunFigures()), "message": str(error), "planned": False}
     plan.save(plan_path)
@@ -102,7 +107,7 @@ def predict_fit(
     fits = figures.peak_allocated_bytes <= limit_bytes
     if question is not None:
         try:
-            reserved_peak(base, schedule, question.settings, device_memory_bytes=limit_bytes)
+            reserved_peak(made.problem, schedule, question.settings, device_memory_bytes=limit_bytes)
         except OutOfMemory as error:
             fits, message = False, str(error)
     return {"fits": fits, "predicted": asdict(figures), "message": message, "planned": True}
@@ -162,10 +167,11 @@ def judged(trace: Trace, actions: tuple[Action, ...], device: str) -> Comparison
     Raises:
         PlanError: the actions do not fit the trace.
     """
+    from simulator.core.problem import Problem
     from simulator.studies.prediction import compare, with_reserved
 
     return with_reserved(
-        compare(trace, Plan(meta=trace.meta, actions=actions), None), question_of(device, trace)
+        compare(Problem(trace), Plan(meta=trace.meta, actions=actions), None), question_of(device, trace)
     )
 
 

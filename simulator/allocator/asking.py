@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.question import ask, reserve
 from simulator.allocator.reserved import ReservedFigures, reserved_peak
-from simulator.core.graph import analyse
+from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 from simulator.core.timeline import Timeline
-from traces.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +24,11 @@ class Asking:
     """The question, and what is known so far; a schedule that is asked about twice is worked out once."""
 
     def __init__(
-        self, trace: Trace, alloc_conf: str | None = None, device: DeviceMemory | None = None
+        self, problem: Problem, alloc_conf: str | None = None, device: DeviceMemory | None = None
     ) -> None:
         """Raises SpecError for settings that do not exist, or any for a CPU's trace."""
-        question = ask(trace.meta, alloc_conf, device)
-        self.trace, self.device = trace, device
+        question = ask(problem.trace.meta, alloc_conf, device)
+        self.problem, self.device = problem, device
         self.question = (
             None if question is None else replace(question, asked=False)
         )  # no comparison with others
@@ -55,7 +54,7 @@ class Asking:
             fits = None if device is None else timeline.peak_allocated_bytes <= device.usable_bytes
             return Verdict(reserved=None, fits=fits)
         if device is None:
-            figures = reserved_peak(self.trace, schedule, question.settings, compiled=True)
+            figures = reserved_peak(self.problem, schedule, question.settings, compiled=True)
             return Verdict(reserved=figures, fits=None)
-        answer = reserve(self.trace, analyse(self.trace), schedule, question)
+        answer = reserve(self.problem, schedule, question)
         return Verdict(reserved=answer.figures, fits=answer.fits)

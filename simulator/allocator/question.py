@@ -9,10 +9,10 @@ from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.device import CUDA, DeviceMemory
 from simulator.allocator.reserved import ReservedFigures, reserved_peak
 from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
-from simulator.core.graph import Graph
+from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 from traces.errors import SpecError
-from traces.trace import Trace, TraceMeta
+from traces.trace import TraceMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,25 +80,25 @@ def ask(
     return Question(alloc_conf=text, settings=settings, asked=alloc_conf is not None, device=device)
 
 
-def reserve(trace: Trace, graph: Graph, schedule: Schedule, question: Question) -> Reserved:
+def reserve(problem: Problem, schedule: Schedule, question: Question) -> Reserved:
     """Answer the question for one schedule."""
+    trace = problem.trace
     settings, device = question.settings, question.device
-    figures = reserved_peak(trace, schedule, settings, graph=graph)
+    figures = reserved_peak(problem, schedule, settings)
     wanted = figures.highest_reserved_bytes
     by_default = None
     if question.asked:
         plain = as_in(AllocatorSettings(), trace.meta.torch_version)
-        by_default = figures if settings == plain else reserved_peak(trace, schedule, plain, graph=graph)
+        by_default = figures if settings == plain else reserved_peak(problem, schedule, plain)
     out_of_memory = ""
     if device is not None and (settings.memory_fraction is not None or wanted > device.usable_bytes):
         try:
             figures = reserved_peak(
-                trace,
+                problem,
                 schedule,
                 settings,
                 device_memory_bytes=device.usable_bytes,
                 total_memory_bytes=device.memory_bytes,
-                graph=graph,
             )
         except OutOfMemory as error:
             out_of_memory = str(error)

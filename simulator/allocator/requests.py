@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simulator.core.graph import Graph
+from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 from traces.trace import BACKWARD, OPTIMIZER, OPTIMIZER_STATE, WORKSPACE, Trace
 
@@ -33,9 +33,9 @@ class Requests:
     count: int  # of the blocks that one iteration asks for
 
 
-def requests_of(trace: Trace, schedule: Schedule, graph: Graph) -> Requests:
+def requests_of(problem: Problem, schedule: Schedule) -> Requests:
     """The requests of a schedule."""
-    recording = _Recording(trace, graph)
+    recording = _Recording(problem)
     for step in range(len(schedule)):
         recording.step(schedule, step)
     recording.begin_optimizer()  # a step without an optimizer op has all its residents by then
@@ -51,9 +51,10 @@ def requests_of(trace: Trace, schedule: Schedule, graph: Graph) -> Requests:
 class _Recording:
     """The requests so far, and which block each storage has."""
 
-    def __init__(self, trace: Trace, graph: Graph) -> None:
+    def __init__(self, problem: Problem) -> None:
+        trace = problem.trace
         self.trace = trace
-        self.graph = graph
+        self.problem = problem
         self.blocks: list[int] = []
         self.sizes: list[int] = []
         self.count = 0
@@ -100,7 +101,7 @@ class _Recording:
         op, nbytes = schedule.op[step], self.trace.storages.nbytes
         if self.state and self.trace.ops.phase[op] == OPTIMIZER:
             self.begin_optimizer()
-        wanted = [s for s in self.graph.creates[op] if nbytes[s]]
+        wanted = [s for s in self.problem.creates[op] if nbytes[s]]
         made: dict[int, int] = {}
         # Memory that the op takes over from its input: for an output of the same size, or else freed beforehand.
         taken = schedule.takes[step]

@@ -10,9 +10,8 @@ from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator, AllocatorFigures
 from simulator.allocator.requests import Requests, requests_of
 from simulator.allocator.settings import OLDER_BLOCK, OLDER_SEGMENT, AllocatorSettings
-from simulator.core.graph import Graph, analyse
+from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
-from traces.trace import Trace
 
 ITERATIONS = 5  # as many as `execute` measures; the last is the one that counts
 
@@ -59,14 +58,13 @@ class ReservedFigures:
 
 
 def reserved_peak(
-    trace: Trace,
+    problem: Problem,
     schedule: Schedule,
     settings: AllocatorSettings | None = None,
     *,
     iterations: int = ITERATIONS,
     device_memory_bytes: int | None = None,
     total_memory_bytes: int | None = None,
-    graph: Graph | None = None,
     compiled: bool = False,
 ) -> ReservedFigures:
     """Run a schedule several times through one simulated allocator, from the first iteration on.
@@ -94,8 +92,7 @@ def reserved_peak(
     """
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; one at least must run")
-    graph = graph or analyse(trace)
-    requests = requests_of(trace, schedule, graph)
+    requests = requests_of(problem, schedule)
     if compiled and device_memory_bytes is None and _by_address(settings or AllocatorSettings()):
         return _compiled(requests, iterations)
     allocator = Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes)

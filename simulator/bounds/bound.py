@@ -60,8 +60,7 @@ from typing import Any
 from simulator.bounds.instants import TURN, Instants
 from simulator.bounds.lowest import lowest
 from simulator.bounds.working_sets import WorkingSets
-from simulator.core.graph import Floor, Graph, analyse
-from traces.trace import Trace
+from simulator.core.problem import Floor, Problem
 
 TWICE = "what backward reads must be brought together op after op in so little memory that some ops run again twice"
 
@@ -98,18 +97,18 @@ class Envelope:
         return tuple(b.overhead_percent if b.feasible else None for b in self.bounds)
 
 
-def lower_bound(trace: Trace, budget_bytes: int, graph: Graph | None = None) -> Bound:
+def lower_bound(problem: Problem, budget_bytes: int) -> Bound:
     """The certified bound for one budget; see the module's text for what it counts and ignores."""
-    return bound_curve(trace, (budget_bytes,), graph).bounds[0]
+    return bound_curve(problem, (budget_bytes,)).bounds[0]
 
 
-def bound_curve(trace: Trace, budgets: Iterable[int], graph: Graph | None = None) -> Envelope:
+def bound_curve(problem: Problem, budgets: Iterable[int]) -> Envelope:
     """The certified bound for each budget, by rising budget; work is shared among them.
 
     A plan that keeps to a budget also keeps to every larger one, so what holds for a larger budget holds for a
     smaller one, and the curve never rises with the budget.
     """
-    bounder = bounder_of(trace, graph)
+    bounder = bounder_of(problem)
     best: Bound | None = None
     out: list[Bound] = []
     for budget in sorted(set(budgets), reverse=True):
@@ -121,9 +120,9 @@ def bound_curve(trace: Trace, budgets: Iterable[int], graph: Graph | None = None
     return Envelope(bounds=tuple(reversed(out)))
 
 
-def bound_answer(trace: Trace, budget_bytes: int, graph: Graph | None = None) -> dict[str, Any]:
+def bound_answer(problem: Problem, budget_bytes: int) -> dict[str, Any]:
     """The `bound` of `simulate --json`."""
-    bound = lower_bound(trace, budget_bytes, graph)
+    bound = lower_bound(problem, budget_bytes)
     return {
         "overhead_percent": bound.overhead_percent if bound.feasible else None,
         "added_time_ns": bound.added_time_ns if bound.feasible else None,
@@ -134,24 +133,17 @@ def bound_answer(trace: Trace, budget_bytes: int, graph: Graph | None = None) ->
     }
 
 
-_latest: list[Bounder] = []  # one: planners and answers ask about the same trace, budget after budget
-
-
-def bounder_of(trace: Trace, graph: Graph | None = None) -> Bounder:
-    """The bounder of a trace; asked again for the same trace under the same constraints, the same one."""
-    graph = graph or analyse(trace)
-    if not _latest or _latest[0].trace is not trace or _latest[0].constraints != graph.constraints:
-        _latest[:] = [Bounder(trace, graph)]
-    return _latest[0]
+def bounder_of(problem: Problem) -> Bounder:
+    """The bounder of a problem, made once."""
+    return problem.once("bounder", Bounder)
 
 
 class Bounder:
-    """Bounds for one trace and any number of budgets."""
+    """Bounds for one problem and any number of budgets."""
 
-    def __init__(self, trace: Trace, graph: Graph | None = None) -> None:
-        graph = graph or analyse(trace)
-        self.trace, self.constraints = trace, graph.constraints
-        self.instants = Instants(trace, graph)
+    def __init__(self, problem: Problem) -> None:
+        self.trace = problem.trace
+        self.instants = Instants(problem)
         self._floor: Floor | None = None
         self._working_sets = WorkingSets(self.instants)
         self._known: dict[int, Bound] = {}  # by budget

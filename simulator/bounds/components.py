@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from simulator.bounds.mincut import Corner, Link, Rerun, corners
-from simulator.core.graph import Graph
-from traces.trace import Trace
+from simulator.core.problem import Problem
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,15 +52,14 @@ class Linked:
 class Components:
     """All components with a wanted storage, at the instant that it was last moved to."""
 
-    def __init__(
-        self, trace: Trace, graph: Graph, reader: NDArray[np.int64], read: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, problem: Problem, reader: NDArray[np.int64], read: NDArray[np.int64]) -> None:
         """At no instant yet; `reader` and `read` are the pairs of an op of forward and a storage that it reads."""
-        self.trace, self.graph = trace, graph
+        trace = problem.trace
+        self.trace, self.problem = trace, problem
         self._reader, self._read = reader, read
         self._producer = np.array(trace.storages.producer, np.int64)
         self._nbytes = np.array(trace.storages.nbytes, np.int64)
-        may = np.array(graph.may_rerun, np.bool_)
+        may = np.array(problem.may_rerun, np.bool_)
         self._time_ns = np.where(may, np.array(trace.ops.time_ns, np.int64), NEVER)
         none = np.zeros(0, np.int64)
         self.alone = Alone(op=none, time_ns=none, kept_bytes=none)
@@ -69,7 +67,7 @@ class Components:
         self.linked_bytes = 0  # of all of them, with everything kept
         self.linked_steps: Counter[tuple[int, int]] = Counter()
         self._number = 0
-        self._part_of = np.full(graph.first_backward_op, NONE, np.int64)  # op -> its component's number
+        self._part_of = np.full(problem.forward_end, NONE, np.int64)  # op -> its component's number
         self._wanted = np.zeros(len(trace.storages), np.bool_)
         self._link = np.zeros(len(trace.storages), np.bool_)
         self._known: dict[object, tuple[Corner, ...]] = {}
@@ -141,7 +139,7 @@ class Components:
     def _add(self, ops: list[int], links: list[int], readers: dict[int, list[int]]) -> None:
         nbytes, producer = self.trace.storages.nbytes, self.trace.storages.producer
         place = {p: k for k, p in enumerate(ops)}
-        outputs = tuple(tuple(s for s in self.graph.creates[p] if self._wanted[s]) for p in ops)
+        outputs = tuple(tuple(s for s in self.problem.creates[p] if self._wanted[s]) for p in ops)
         part = Linked(
             ops=tuple(ops),
             outputs=outputs,

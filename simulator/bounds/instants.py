@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from simulator.bounds.components import Alone, Components
-from simulator.core.graph import Graph, analyse
-from simulator.core.replay import keep_all
-from traces.trace import Trace
+from simulator.core.problem import Problem
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,13 +68,14 @@ class Setting:
 class Instants:
     """The facts about one trace that all instants share, and the instants worked out so far."""
 
-    def __init__(self, trace: Trace, graph: Graph | None = None) -> None:
+    def __init__(self, problem: Problem) -> None:
+        trace = problem.trace
         self.trace = trace
-        self.graph = graph = graph or analyse(trace)
+        self.problem, self.trace = problem, problem.trace
         ops, sts = trace.ops, trace.storages
-        self.turn = turn = graph.first_backward_op
+        self.turn = turn = problem.forward_end
         # By op: the schedule of an empty plan has no further steps.
-        self.peaks = keep_all(trace, graph).timeline.peak_bytes
+        self.peaks = problem.saved.timeline.peak_bytes
         self._instants: dict[int, Instant] = {}
         # Each pair of an op and a storage that it reads, once.
         n_st = max(1, len(sts))
@@ -87,14 +86,14 @@ class Instants:
         self._producer = np.array(sts.producer, np.int64)
         self._last_read = np.full(len(sts), -1, np.int64)  # op, in any phase
         np.maximum.at(self._last_read, read, reader)
-        kept = np.array(graph.pinned, np.bool_) | np.array(graph.wanted, np.bool_)
-        kept[[s for s in graph.candidates if not graph.pinned[s]]] = False
+        kept = np.array(problem.pinned, np.bool_) | np.array(problem.saved_by_default, np.bool_)
+        kept[[s for s in problem.candidates if not problem.pinned[s]]] = False
         forces = (reader < turn) | kept[read] | (self._producer[read] >= turn)
         self._until = np.array(sts.hold, np.int64)
         np.maximum.at(self._until, read[forces], reader[forces])
         self.last_read, self.forced_until = self._last_read.tolist(), self._until.tolist()
         in_forward = (reader < turn) & (self._producer[read] >= 0)
-        self._components = Components(trace, graph, reader[in_forward], read[in_forward])
+        self._components = Components(problem, reader[in_forward], read[in_forward])
         self._weigh(reader, read)
 
     def _weigh(self, reader: NDArray[np.int64], read: NDArray[np.int64]) -> None:
@@ -117,7 +116,7 @@ class Instants:
         self.unavoidable_bytes: list[int] = [
             sure + more + rise
             for sure, more, rise in zip(
-                self.sure_bytes, self.brought_bytes, self.graph.rise_bytes, strict=False
+                self.sure_bytes, self.brought_bytes, self.problem.transient_bytes, strict=False
             )
         ]
         for i, s in enumerate(ops.overwrites):
@@ -179,7 +178,7 @@ class Instants:
         free = Fraction(-1)  # what runs again at no price
         for p, ns, nbytes in zip(*(x.tolist() for x in (now.op, now.time_ns, now.kept_bytes)), strict=True):
             if ns >= 0 and nbytes:
-                released = tuple(s for s in self.graph.creates[p] if setting.wanted[s])
+                released = tuple(s for s in self.problem.creates[p] if setting.wanted[s])
                 price = Fraction(ns, nbytes) if ns else free
                 out.append((price, Cut(component=p, released=released, saved=())))
         for part in self._components.linked.values():

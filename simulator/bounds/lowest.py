@@ -2,7 +2,7 @@
 
 The argument
 ------------
-`graph.floor` looks at one op at a time: what must be there while it runs. This module asks as well how what it reads
+`Problem.floor` looks at one op at a time: what must be there while it runs. This module asks as well how what it reads
 came to be there. Take a plan within the budget B, an op u of backward, and the set S of storages made in forward that
 u reads. Just before u runs, all of S is in memory, beside what is in memory there whatever the plan (*base*). Go back
 in time from there:
@@ -18,7 +18,7 @@ Every plan within B leads back in this way to the end of forward with a set that
 kind exists, no plan exists. Sets are followed until a path is found or none is left; what would take too long counts
 as found. The floor is the largest B that is ruled out, plus one byte.
 
-This is a pebble game played backwards on sets of values (Sethi 1975; for one op at a time, `graph.floor` is its
+This is a pebble game played backwards on sets of values (Sethi 1975; for one op at a time, `Problem.floor` is its
 first move).
 
 Counts: at each run in a gap, the bytes that must be there in every plan, the op's reads, its outputs and workspace,
@@ -30,7 +30,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from simulator.bounds.instants import Instants
-from simulator.core.graph import Floor, floor
+from simulator.core.problem import Floor
 
 MOST_STATES = 300  # of one question: (set, gap) pairs followed
 MOST_WORK = 100_000  # of one trace
@@ -104,15 +104,15 @@ class Pebbles:
     def _made_last(self, state: State, budget_bytes: int) -> list[State]:
         """What was in memory before the last op that ran again in the gap and made a part of the set."""
         storages, gap = state
-        trace, graph = self.instants.trace, self.instants.graph
+        trace, problem = self.instants.trace, self.instants.problem
         out: list[State] = []
         for q in sorted({trace.storages.producer[s] for s in storages}):
-            if not graph.may_rerun[q]:
+            if not problem.may_rerun[q]:
                 continue
-            rest = storages.difference(graph.creates[q])
+            rest = storages.difference(problem.creates[q])
             before = rest.union(s for s in trace.ops.reads[q] if not self.instants.sure(s, gap))
             taken = trace.ops.overwrites[q]
-            rise = graph.rise_bytes[q]
+            rise = problem.transient_bytes[q]
             if taken in before and taken not in rest:
                 rise -= trace.storages.nbytes[taken]
             held = sum(trace.storages.nbytes[s] for s in before)
@@ -124,11 +124,11 @@ class Pebbles:
 def lowest(instants: Instants) -> Floor:
     """The highest floor that can be shown, with the op that decides it.
 
-    Where it is higher than `graph.floor`, its `working_bytes` are what bringing back the op's inputs takes at once,
+    Where it is higher than `Problem.floor`, its `working_bytes` are what bringing back the op's inputs takes at once,
     beside `resident_bytes` and `gradient_bytes`.
     """
-    trace, graph = instants.trace, instants.graph
-    best = floor(trace, graph)
+    trace, problem = instants.trace, instants.problem
+    best = problem.floor
     pebbles = Pebbles(instants)
     later = range(instants.turn, len(trace.ops))
     for op in sorted(later, key=lambda i: (-pebbles.need_bytes[i], i)):

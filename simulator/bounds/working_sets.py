@@ -68,7 +68,7 @@ class WorkingSets:
         self._until = np.array(instants.forced_until, np.int64)
         self._forward = (self._producer >= 0) & (self._producer < turn)
         self._time_ns = np.array(trace.ops.time_ns[:turn], np.int64)
-        self._may = np.array(instants.graph.may_rerun[:turn], np.bool_)
+        self._may = np.array(instants.problem.may_rerun[:turn], np.bool_)
 
     def added_ns(self, budget_bytes: int, op: int, price_ns: int, price_bytes: int) -> int | None:
         """What every plan within the budget adds at least after an instant, rounded down; None: there is no plan.
@@ -130,7 +130,7 @@ class WorkingSets:
         """[op]: the tracked storage that it takes over, or -1; [op of forward]: bytes that it adds beside others."""
         turn = self.instants.turn
         taken = np.array(self.instants.trace.ops.overwrites, np.int64)
-        rise = np.array(self.instants.graph.rise_bytes[:turn], np.int64)
+        rise = np.array(self.instants.problem.transient_bytes[:turn], np.int64)
         first = taken[:turn]
         small = (first >= 0) & self._forward[first] & (rank[first] < 0)
         rise[small] -= self._nbytes[first[small]]

@@ -17,9 +17,9 @@ from traces.errors import BudgetError, SpecError
 if TYPE_CHECKING:
     from simulator.allocator.asking import Asking
     from simulator.core.limits import Limits
+    from simulator.core.problem import Problem
     from simulator.studies.comparison import Contest, Entrant
     from simulator.studies.pareto import Front, Point
-    from traces.trace import Trace
 
 MESSAGE_WIDTH = 110  # of a reason in the table; the JSON has it whole
 
@@ -62,8 +62,7 @@ def compare_command(
     each planner. Exit code: 0 done, 1 no planner has a plan within the budget, 2 the input is wrong.
     """
     from simulator.core.budget import check_budget, parse_budget
-    from simulator.core.replay import run
-    from simulator.core.schedule import build
+    from simulator.core.problem import Problem
     from simulator.studies.comparison import enter, open_contest
     from traces.store import load
 
@@ -71,8 +70,9 @@ def compare_command(
     asked.check()
     names = chosen_planners(planners)
     trace = load(trace_name)
-    budget_bytes = parse_budget(budget, run(trace, build(trace)).peak_allocated_bytes)
-    contest = open_contest(trace, trace_name, budget_bytes, limits, _asking(trace, asked))
+    problem = Problem(trace, limits.constraints)
+    budget_bytes = parse_budget(budget, problem.unconstrained.saved.timeline.peak_allocated_bytes)
+    contest = open_contest(problem, trace_name, budget_bytes, _asking(problem, asked))
     contest = enter(contest, names, limits, _progress(quiet))
     if with_torch_budget or saved is not None:
         from simulator.studies.torch_budget import BUDGETS, ask_torch, entrants
@@ -88,7 +88,7 @@ def compare_command(
         from simulator.report.plans import write_contest
 
         write_contest(report, contest)
-    click.echo(json.dumps(contest.to_json()) if as_json else _warned(contest_table(contest), trace))
+    click.echo(json.dumps(contest.to_json()) if as_json else _warned(contest_table(contest), problem))
     if not any(e.feasible for e in contest.entrants):
         raise BudgetError(f"no planner has a plan within {budget_bytes} bytes: {contest.entrants[0].message}")
 
@@ -119,6 +119,7 @@ def pareto_command(
     Budgets lie evenly between the floor, below which no plan can go, and the peak with everything kept. A larger
     budget never has a slower plan. --seconds is for the whole front.
     """
+    from simulator.core.problem import Problem
     from simulator.planners import DEFAULT, find
     from simulator.studies.pareto import front
     from traces.store import load
@@ -126,13 +127,13 @@ def pareto_command(
     name = planner or DEFAULT
     find(name)
     asked.check()
-    trace = load(trace_name)
-    done = front(trace, trace_name, name, points, limits, _progress(quiet), _asking(trace, asked))
+    problem = Problem(load(trace_name), limits.constraints)
+    done = front(problem, trace_name, name, points, limits, _progress(quiet), _asking(problem, asked))
     if report is not None:
         from simulator.report.plans import write_front
 
         write_front(report, done)
-    click.echo(json.dumps(done.to_json()) if as_json else _warned(front_table(done), done.trace))
+    click.echo(json.dumps(done.to_json()) if as_json else _warned(front_table(done), problem))
 
 
 def chosen_planners(text: str | None) -> tuple[str, ...]:
@@ -251,18 +252,18 @@ def _aligned(lines: list[tuple[str, ...]], left: frozenset[int] = frozenset()) -
     ]
 
 
-def _asking(trace: Trace, asked: Asked) -> Asking:
+def _asking(problem: Problem, asked: Asked) -> Asking:
     """The question about allocator and device, for plan after plan."""
     from simulator.allocator.asking import Asking
 
-    return Asking(trace, asked.alloc_conf, asked.device(trace.meta))
+    return Asking(problem, asked.alloc_conf, asked.device(problem.trace.meta))
 
 
-def _warned(text: str, trace: Trace) -> str:
+def _warned(text: str, problem: Problem) -> str:
     """The text with what must be said beside its figures."""
     from simulator.studies.warnings import warnings_of
 
-    return "\n".join([text, *(f"warning {line}" for line in warnings_of(trace))])
+    return "\n".join([text, *(f"warning {line}" for line in warnings_of(problem))])
 
 
 def _progress(quiet: bool) -> Callable[[str], None]:

@@ -128,6 +128,7 @@ def plan_command(
         refuse_to_replace(output, force)
 
     from simulator.core.budget import parse_budget
+    from simulator.core.problem import Problem
     from simulator.planners.outcome import Refusal
     from simulator.studies.answer import answer, refusal, summary
     from simulator.studies.fit import fit
@@ -137,7 +138,8 @@ def plan_command(
     trace = load(trace_name)
     check_fingerprints(trace, trace_name)
     question, device = asked.question(trace.meta), asked.device(trace.meta)
-    kept = keep_all(trace, question)
+    problem = Problem(trace, limits.constraints)
+    kept = keep_all(problem, question)
     budget_bytes = None
     if budget == DEVICE:
         if device is None:
@@ -148,14 +150,13 @@ def plan_command(
     bound = None
     if budget_bytes is not None:
         from simulator.bounds.bound import bound_answer
-        from simulator.core.graph import analyse
 
-        bound = bound_answer(trace, budget_bytes, analyse(trace, limits.constraints))
+        bound = bound_answer(problem, budget_bytes)
     say(f"planning with {planner}")
     start = time.perf_counter()
     try:
         c = planned(
-            trace,
+            problem,
             planner,
             limits,
             budget_bytes=budget_bytes,

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from simulator.core.graph import Graph, analyse
+from simulator.core.problem import Problem
 from simulator.kernels.walk import FORBIDDEN, FULL, KEEPS, walk
 from traces.errors import PlanError
 from traces.plan import SAVE, Action
-from traces.trace import Trace
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -56,24 +55,24 @@ class Result:
 class Evaluator:
     """One trace in the form that `evaluate` needs. Positions number the ops that are left when views are dissolved."""
 
-    def __init__(self, trace: Trace, graph: Graph | None = None) -> None:
-        graph = graph or analyse(trace)
+    def __init__(self, problem: Problem) -> None:
+        trace = problem.trace
         ops, sts = trace.ops, trace.storages
-        n_st, turn = len(sts), graph.first_backward_op
+        n_st, turn = len(sts), problem.forward_end
         made_forward = [0 <= p < turn for p in sts.producer]
         # A view costs nothing and creates nothing. Only a backward view of a forward value matters: it demands it.
         chosen = [
             i
             for i in range(len(ops))
-            if not graph.is_view[i] or (i >= turn and any(made_forward[s] for s in ops.reads[i]))
+            if not problem.is_view[i] or (i >= turn and any(made_forward[s] for s in ops.reads[i]))
         ]
-        self.trace, self.graph = trace, graph
+        self.trace, self.problem = trace, problem
         self.op_id = chosen
         self.forward = sum(1 for i in chosen if i < turn)
         self.nbytes = list(sts.nbytes)
-        self.time_ns = [0 if graph.is_view[i] else ops.time_ns[i] for i in chosen]
+        self.time_ns = [0 if problem.is_view[i] else ops.time_ns[i] for i in chosen]
         self.base_time_ns = trace.time_ns
-        self.may_rerun = [graph.may_rerun[i] for i in chosen]
+        self.may_rerun = [problem.may_rerun[i] for i in chosen]
         self.last_backward_use = list(sts.last_backward_use)
         position = {i: k for k, i in enumerate(chosen)}
         self.position = position
@@ -83,16 +82,16 @@ class Evaluator:
             before.append(k)
         self.before = before
         self.producer = [position[p] if p >= 0 else -1 for p in sts.producer]
-        self.creates = [tuple(s for s in graph.creates[i] if made_forward[s]) for i in chosen]
+        self.creates = [tuple(s for s in problem.creates[i] if made_forward[s]) for i in chosen]
         self.reads = [tuple(s for s in ops.reads[i] if made_forward[s]) for i in chosen]
-        self.needs = _dissolve_views(trace, graph, chosen, made_forward)
+        self.needs = _dissolve_views(problem, chosen, made_forward)
 
         # Where each storage ends if nothing but the trace itself decides: position, and whether a view comes last
         # there (then the op at that position has ended, and cannot take the memory over).
         last = [(-1, False)] * n_st
         for i in range(len(ops)):
             at = (before[i], i not in position)
-            for s in (*ops.reads[i], *graph.creates[i]):
+            for s in (*ops.reads[i], *problem.creates[i]):
                 if i < turn or not made_forward[s]:
                     last[s] = max(last[s], at)
         self.hold = [-1] * n_st  # position of a hold beyond forward, for storages that forward makes
@@ -107,7 +106,7 @@ class Evaluator:
                 self.hold[s], self.hold_after[s] = before[h], h not in position
         self.last_forward = [a for a, _ in last]
 
-        self.rise = [graph.rise_bytes[i] for i in chosen]
+        self.rise = [problem.transient_bytes[i] for i in chosen]
         # What the trace alone decides: bytes that each op leaves behind or releases.
         self.settled = [0] * len(chosen)
         self.overwrites = [-1] * len(chosen)  # storages whose takeover depends on the plan
@@ -117,12 +116,12 @@ class Evaluator:
                 self.settled[last[s][0]] -= sts.nbytes[s]
         for k, i in enumerate(chosen):
             s = ops.overwrites[i]
-            if s < 0 or graph.resident[s]:
+            if s < 0 or problem.resident[s]:
                 continue
             if not made_forward[s]:
-                if last[s] == (k, False) and s not in graph.creates[i]:
+                if last[s] == (k, False) and s not in problem.creates[i]:
                     self.rise[k] -= sts.nbytes[s]
-            elif s not in graph.creates[i]:
+            elif s not in problem.creates[i]:
                 self.overwrites[k] = s
         # In forward: whether the op at the storage's last use takes it over, if it ends there.
         self.forward_take = [-1] * n_st
@@ -145,22 +144,25 @@ class Evaluator:
         self._drops: dict[int, tuple[int, ...]] = {}  # of the walk before, and as arrays
         self._drop_at = self._dropped = np.empty(0, np.int32)
         self._kept = np.array(
-            [m and (w or p) for m, w, p in zip(made_forward, graph.wanted, graph.pinned, strict=True)],
+            [
+                m and (w or p)
+                for m, w, p in zip(made_forward, problem.saved_by_default, problem.pinned, strict=True)
+            ],
             np.uint8,
         )
         self._pack()
 
     def state(self, actions: Iterable[Action] = ()) -> State:
         """The state that a plan's actions mean; everything kept without any."""
-        graph = self.graph
+        problem = self.problem
         there = self._kept.copy()
         share = np.zeros_like(there)
         drops: dict[int, tuple[int, ...]] = {}
         for a in actions:
-            there[a.storage] = a.action == SAVE or graph.pinned[a.storage]
+            there[a.storage] = a.action == SAVE or problem.pinned[a.storage]
             share[a.storage] = a.share
             for c in a.drop_after:
-                if c >= graph.first_backward_op:
+                if c >= problem.forward_end:
                     k = max(self.before[c], self.forward - 1)
                     drops[k] = (*drops.get(k, ()), a.storage)
         return State(there=there, share=share, drops=drops)
@@ -302,20 +304,6 @@ class Evaluator:
         self._make_room(2 * n_op + 1)
 
 
-_latest: list[Evaluator] = []  # one: planners ask about the same trace, budget after budget
-
-
-def evaluator_of(trace: Trace, graph: Graph | None = None) -> Evaluator:
-    """The evaluator of a trace; asked again for the same trace under the same constraints, the same one.
-
-    Who reads `steps` or `read_by` must do so before anybody walks another state.
-    """
-    graph = graph or analyse(trace)
-    if not _latest or _latest[0].trace is not trace or _latest[0].graph is not graph:
-        _latest[:] = [Evaluator(trace, graph)]
-    return _latest[0]
-
-
 def without(drops: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[int, ...]]:
     """The same drops, but for one storage."""
     if not any(storage in d for d in drops.values()):
@@ -331,10 +319,9 @@ def _rows(lists: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np
     return at, np.array([s for x in lists for s in x], np.int32)
 
 
-def _dissolve_views(
-    trace: Trace, graph: Graph, chosen: list[int], made_forward: list[bool]
-) -> list[tuple[int, ...]]:
+def _dissolve_views(problem: Problem, chosen: list[int], made_forward: list[bool]) -> list[tuple[int, ...]]:
     """For each chosen op, the storages from forward that it takes, in the order in which a chain rebuilds them."""
+    trace = problem.trace
     ops = trace.ops
     behind: dict[int, tuple[int, ...]] = {}  # view op -> the storages that its value stands for
 
@@ -342,13 +329,13 @@ def _dissolve_views(
         reads = ops.reads[i]
         out: dict[int, None] = {}
         for j in ops.inputs[i]:
-            if graph.is_view[j]:
+            if problem.is_view[j]:
                 out.update(dict.fromkeys(behind[j]))
             else:
-                out.update(dict.fromkeys(s for s in graph.creates[j] if made_forward[s] and s in reads))
+                out.update(dict.fromkeys(s for s in problem.creates[j] if made_forward[s] and s in reads))
         return tuple(out)
 
     for i in range(len(ops)):
-        if graph.is_view[i]:
+        if problem.is_view[i]:
             behind[i] = taken(i)
     return [taken(i) for i in chosen]

@@ -14,7 +14,7 @@ AUTO: Final = "auto"  # in place of a glob for whole modules: the repeated block
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
     """What no plan may do, as selectors of ops (`module glob :: op glob`); they act through
-    `simulator.core.graph.analyse`.
+    `simulator.core.problem.Problem`.
 
     `never`: these ops do not run again. `always_keep`: what these ops make is kept. `whole_modules`: only whole
     modules whose path matches this glob are recomputed ("": ops are free).

@@ -9,31 +9,33 @@ rounding and fragmentation of the device's allocator, and library workspaces tha
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from simulator.core.graph import Graph, analyse
+from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule, build, rerun_workspace_bytes
 from simulator.core.timeline import Breakdown, Timeline
+from traces.plan import Action
 from traces.trace import CATEGORIES, WORKSPACE, Trace
 
 
-def run(trace: Trace, schedule: Schedule, graph: Graph | None = None) -> Timeline:
+def run(problem: Problem, schedule: Schedule) -> Timeline:
     """Replay a schedule; the result has one entry a step."""
-    graph = graph or analyse(trace)
+    trace = problem.trace
     ops, nbytes = trace.ops, trace.storages.nbytes
     live = resident = trace.resident_bytes + rerun_workspace_bytes(trace, schedule)
     now = 0
     start, duration, peaks, after = [], [], [], []
     for step, i in enumerate(schedule.op):
         taken = nbytes[schedule.takes[step]] if schedule.takes[step] >= 0 else 0
-        peaks.append(live + graph.rise_bytes[i] - taken)
+        peaks.append(live + problem.transient_bytes[i] - taken)
         for s in schedule.binds[step]:
             live += nbytes[s]
         for s in schedule.frees[step]:
             live -= nbytes[s]
         after.append(live)
         start.append(now)
-        time_ns = 0 if schedule.recompute[step] and graph.is_view[i] else ops.time_ns[i]
+        time_ns = 0 if schedule.recompute[step] and problem.is_view[i] else ops.time_ns[i]
         duration.append(time_ns)
         now += time_ns
     return Timeline(
@@ -55,16 +57,10 @@ class Replay:
     timeline: Timeline
 
 
-_latest: list[tuple[Trace, Graph, Replay]] = []  # one: plan after plan is compared with it
-
-
-def keep_all(trace: Trace, graph: Graph | None = None) -> Replay:
-    """The step with everything kept; asked again for the same trace, the same one."""
-    graph = graph or analyse(trace)
-    if not _latest or _latest[0][0] is not trace or _latest[0][1] is not graph:
-        schedule = build(trace, (), graph)
-        _latest[:] = [(trace, graph, Replay(schedule=schedule, timeline=run(trace, schedule, graph)))]
-    return _latest[0][2]
+def replay(problem: Problem, actions: Iterable[Action]) -> Replay:
+    """What a plan's actions come to; raises PlanError as `schedule.build` does. See `Problem.replay`."""
+    schedule = build(problem, actions)
+    return Replay(schedule=schedule, timeline=run(problem, schedule))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from simulator.core.graph import Graph, analyse
+from simulator.core.problem import Problem
 from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action
 from traces.trace import FLAG_NAMES, FORBIDS_RECOMPUTE, VIEW, Trace
@@ -46,13 +46,14 @@ def rerun_workspace_bytes(trace: Trace, schedule: Schedule) -> int:
     return max((wanted.get(target[o], 0) for o in again), default=0)
 
 
-def check_actions(trace: Trace, graph: Graph, actions: Iterable[Action]) -> dict[int, Action]:
+def check_actions(problem: Problem, actions: Iterable[Action]) -> dict[int, Action]:
     """The actions by storage id.
 
     Raises:
         PlanError: an action names a storage twice, one that does not exist, or one that cannot have it.
     """
-    candidates = set(graph.candidates)
+    trace = problem.trace
+    candidates = set(problem.candidates)
     by_storage: dict[int, Action] = {}
     for a in actions:
         if not 0 <= a.storage < len(trace.storages):
@@ -63,13 +64,12 @@ def check_actions(trace: Trace, graph: Graph, actions: Iterable[Action]) -> dict
         name = trace.storages.name[a.storage]
         if a.storage in by_storage:
             raise PlanError(f"the plan names storage {a.storage} ({name}) twice.")
-        link = graph.rebuildable[a.storage] and not graph.wanted[a.storage] and not graph.pinned[a.storage]
-        if a.action == RECOMPUTE and a.storage not in candidates and not link:
+        if a.action == RECOMPUTE and a.storage not in candidates and not problem.recompute_only[a.storage]:
             raise PlanError(
-                f"storage {a.storage} ({name}) cannot be recomputed: {why_not(trace, graph, a.storage)}."
+                f"storage {a.storage} ({name}) cannot be recomputed: {why_not(problem, a.storage)}."
             )
         if a.action == SAVE and (
-            graph.resident[a.storage] or trace.storages.producer[a.storage] >= graph.first_backward_op
+            problem.resident[a.storage] or trace.storages.producer[a.storage] >= problem.forward_end
         ):
             raise PlanError(f"storage {a.storage} ({name}) cannot be saved: forward does not make it.")
         if a.action == SAVE and a.drop_after:
@@ -80,28 +80,29 @@ def check_actions(trace: Trace, graph: Graph, actions: Iterable[Action]) -> dict
     return by_storage
 
 
-def why_not(trace: Trace, graph: Graph, storage: int) -> str:
+def why_not(problem: Problem, storage: int) -> str:
     """In words, why a storage is no candidate for recomputation."""
+    trace = problem.trace
     producer = trace.storages.producer[storage]
     if producer < 0:
         return "it exists throughout the step"
-    if producer >= graph.first_backward_op:
+    if producer >= problem.forward_end:
         return "backward makes it"
-    if graph.pinned[storage]:
+    if problem.pinned[storage]:
         return "code outside the captured graph holds it"
     flags = trace.ops.flags[producer] & FORBIDS_RECOMPUTE
     if flags:
         return f"its op {trace.ops.name[producer]} is marked " + ", ".join(
             n for b, n in FLAG_NAMES.items() if flags & b
         )
-    if graph.constraints and analyse(trace).rebuildable[storage]:
+    if problem.constraints and problem.unconstrained.rebuildable[storage]:
         return "a constraint forbids it"
-    if trace.storages.nbytes[storage] == 0 and graph.wanted[storage]:
+    if trace.storages.nbytes[storage] == 0 and problem.saved_by_default[storage]:
         return "it is empty"
     return f"its op {trace.ops.name[producer]} depends on a value that is random and not kept"
 
 
-def build(trace: Trace, actions: Iterable[Action] = (), graph: Graph | None = None) -> Schedule:
+def build(problem: Problem, actions: Iterable[Action] = ()) -> Schedule:
     """Turn actions into a schedule.
 
     Ops keep the order of the trace. Just before a backward op that takes a value which is no longer there, the ops
@@ -111,12 +112,12 @@ def build(trace: Trace, actions: Iterable[Action] = (), graph: Graph | None = No
     Raises:
         PlanError: an action is impossible, or a chain needs an op that may not run again.
     """
-    graph = graph or analyse(trace)
+    trace = problem.trace
     ops, sts = trace.ops, trace.storages
     n_ops, n_st = len(ops), len(sts)
-    by_storage = check_actions(trace, graph, actions)
+    by_storage = check_actions(problem, actions)
 
-    there = list(graph.resident)  # storage -> an instance exists and may be read
+    there = list(problem.resident)  # storage -> an instance exists and may be read
     instance = [-1] * n_st  # storage -> id of its current instance
     owner: list[int] = []  # instance -> storage
     last_step: list[int] = []  # instance -> last step that needs it
@@ -155,17 +156,17 @@ def build(trace: Trace, actions: Iterable[Action] = (), graph: Graph | None = No
             owner.append(s)
             last_step.append(step)
             there[s] = True
-        if graph.is_view[i]:
+        if problem.is_view[i]:
             made_from[i] = tuple(instance[s] for s in ops.reads[i])
 
     def missing(i: int, consumer: int) -> bool:
         """Whether the value of op i, as `consumer` reads it, is not there."""
-        if graph.is_view[i]:
+        if problem.is_view[i]:
             if not all(there[s] for s in ops.reads[i]):
                 return True
             return made_from[i] != tuple(instance[s] for s in ops.reads[i])
         reads = ops.reads[consumer]
-        return any(s in reads and not there[s] for s in graph.creates[i])
+        return any(s in reads and not there[s] for s in problem.creates[i])
 
     def rebuild_inputs(c: int) -> None:
         # First see all that is missing, then run it: an op from which two things are wanted runs once.
@@ -180,39 +181,43 @@ def build(trace: Trace, actions: Iterable[Action] = (), graph: Graph | None = No
                 continue
             if not missing(i, consumer):
                 continue
-            if not graph.is_view[i]:
-                demanded.update(s for s in graph.creates[i] if s in ops.reads[consumer])
+            if not problem.is_view[i]:
+                demanded.update(s for s in problem.creates[i] if s in ops.reads[consumer])
             if i in visited:
                 continue
             visited.add(i)
-            if not graph.may_rerun[i] and not graph.is_view[i]:
+            if not problem.may_rerun[i] and not problem.is_view[i]:
                 flags = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b & FORBIDS_RECOMPUTE)
                 raise PlanError(
                     f"op {c} ({ops.name[c]}) needs op {i} ({ops.name[i]}) again, which "
-                    + ("a constraint forbids." if graph.constraints and not flags else f"is marked {flags}.")
+                    + (
+                        "a constraint forbids."
+                        if problem.constraints and not flags
+                        else f"is marked {flags}."
+                    )
                 )
             stack.append((i, consumer, True))
             stack.extend((j, i, False) for j in reversed(ops.inputs[i]))
         for i in order:
             binds = tuple(
                 s
-                for s in graph.creates[i]
+                for s in problem.creates[i]
                 if not there[s] and (s in demanded or (shared(s) and sts.last_backward_use[s] > c))
             )
             emit(i, True, binds)
             rebuilt.extend(binds)
 
-    for i in range(graph.first_backward_op):
-        emit(i, False, graph.creates[i])
+    for i in range(problem.forward_end):
+        emit(i, False, problem.creates[i])
     for s in range(n_st):
-        if there[s] and not graph.resident[s]:
+        if there[s] and not problem.resident[s]:
             action = by_storage.get(s)
-            kept = graph.wanted[s] if action is None else action.action == SAVE
-            there[s] = kept or graph.pinned[s]
-    for c in range(graph.first_backward_op, n_ops):
+            kept = problem.saved_by_default[s] if action is None else action.action == SAVE
+            there[s] = kept or problem.pinned[s]
+    for c in range(problem.forward_end, n_ops):
         rebuilt.clear()
         rebuild_inputs(c)
-        emit(c, False, graph.creates[c])
+        emit(c, False, problem.creates[c])
         for s in rebuilt:
             if not shared(s):
                 there[s] = False

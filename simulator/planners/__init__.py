@@ -1,4 +1,4 @@
-"""The planners by name, each a function `(trace, budget_bytes, limits) -> Plan`.
+"""The planners by name, each a function `(problem, budget_bytes, limits) -> Plan`.
 
 A planner raises `BudgetError` if it finds no plan within the budget; it never returns one over it. Planners are
 imported when they are asked for. One that stands elsewhere is named by its place, `module:function`.
@@ -11,11 +11,11 @@ from importlib import import_module
 from typing import Final, cast
 
 from simulator.core.limits import DEFAULTS, Limits
+from simulator.core.problem import Problem
 from traces.errors import SpecError
 from traces.plan import Plan
-from traces.trace import Trace
 
-Planner = Callable[[Trace, int, Limits], Plan]
+Planner = Callable[[Problem, int, Limits], Plan]
 
 # Name -> where its function stands, and what it does in one line.
 REGISTRY: Final[dict[str, tuple[str, str]]] = {
@@ -87,11 +87,11 @@ def find(name: str) -> Planner:
     return cast(Planner, found)
 
 
-def plan_with(name: str, trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+def plan_with(name: str, problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The plan that the named planner makes.
 
     Raises:
         SpecError: there is no such planner, or the constraints mean nothing in this trace.
         BudgetError: it finds no plan within the budget.
     """
-    return find(name)(trace, budget_bytes, limits)
+    return find(name)(problem, budget_bytes, limits)

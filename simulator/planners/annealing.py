@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from simulator.core.evaluator import Evaluator, State
-from simulator.core.graph import Graph
 from simulator.core.limits import Clock
+from simulator.core.problem import Problem
 from simulator.kernels.anneal import KINDS, anneal
 from simulator.kernels.retain import retain
 
@@ -59,27 +59,23 @@ class Best:
 class Annealer:
     """A walk over the states of one trace and one budget; equal seeds and move counts give equal walks."""
 
-    def __init__(self, evaluator: Evaluator, graph: Graph, budget_bytes: int, seed: int) -> None:
-        self.evaluator, self.graph, self.budget_bytes = evaluator, graph, budget_bytes
+    def __init__(self, evaluator: Evaluator, problem: Problem, budget_bytes: int, seed: int) -> None:
+        self.evaluator, self.problem, self.budget_bytes = evaluator, problem, budget_bytes
         self.best: Best | None = None
         self.lowest_peak_bytes = 1 << 62
         nbytes, ev = evaluator.nbytes, evaluator
-        self.largest = max((nbytes[s] for s in graph.candidates), default=0)
+        self.largest = max((nbytes[s] for s in problem.candidates), default=0)
         least = max(1, self.largest // NEGLIGIBLE)
-        self.candidates = [s for s in graph.candidates if nbytes[s] >= least]
+        self.candidates = [s for s in problem.candidates if nbytes[s] >= least]
         # Values that backward does not read, kept or shared for the sake of recomputations alone.
-        self.links = [
-            s
-            for s in ev.made_forward
-            if nbytes[s] >= least and graph.rebuildable[s] and not graph.wanted[s] and not graph.pinned[s]
-        ]
+        self.links = [s for s in ev.made_forward if nbytes[s] >= least and problem.recompute_only[s]]
         self.neighbours = sorted((*self.candidates, *self.links), key=lambda s: (ev.producer[s], s))
         times = [t for t in (ev.time_ns[ev.producer[s]] for s in self.candidates) if t]
         self.unit_ns = float(median(times)) if times else 1.0
         self.chances = np.cumsum(CHANCES)
         assert len(CHANCES) == KINDS
         self.rng = np.array([(2 * seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)], np.uint64)  # never 0
-        self.problem = self._pack()
+        self.packed = self._pack()
         self.coarse = np.cumsum(COARSE)
         self.retaining = self._pack_retaining()
 
@@ -145,7 +141,7 @@ class Annealer:
                 k += 1
             crossing.append([s for _, s in now] if len(now) <= MOST_CROSSING else [])
         is_candidate = np.zeros(len(ev.nbytes), np.uint8)
-        is_candidate[list(self.graph.candidates)] = 1
+        is_candidate[list(self.problem.candidates)] = 1
         # The ops of backward at which a rebuilt value may be dropped: those that need something from forward.
         consumers = [k for k in range(ev.forward, len(ev.op_id)) if ev.needs[k]]
         last_use = [ev.before[k] if k >= 0 else -1 for k in ev.last_backward_use]
@@ -181,7 +177,7 @@ class Annealer:
         settled = np.cumsum(ev.settled)
         fixed = ev.resident_bytes + max(ev.rerun_bytes, default=0) + settled - np.array(ev.settled)
         stays = np.zeros(n_st, np.uint8)
-        stays[list(self.graph.candidates)] = 1
+        stays[list(self.problem.candidates)] = 1
         stack, order = ev.chain_space()
         ids = [np.zeros(n_st, np.int32) for _ in range(6)]
         work = (*ids, stack, order, np.zeros(n_op, np.int32), np.zeros(n_st))
@@ -198,12 +194,12 @@ class Walk:
         self.annealer, self.evaluator = annealer, annealer.evaluator
         ev, budget_bytes = self.evaluator, annealer.budget_bytes
         self.there, self.share = state.there.copy(), state.share.copy()
-        self.chances, self.problem, self.coarse = annealer.chances, annealer.problem, coarse
+        self.chances, self.packed, self.coarse = annealer.chances, annealer.packed, coarse
         if coarse:
             self.chances = annealer.coarse
-            values, made = annealer.problem[:2]
-            self.problem = (values, made, values, *annealer.problem[3:])
-            self.share[:] = annealer.problem[4] & (self.there == 0)
+            values, made = annealer.packed[:2]
+            self.packed = (values, made, values, *annealer.packed[3:])
+            self.share[:] = annealer.packed[4] & (self.there == 0)
             # Its weights are those with which it was found, if a coarse walk found it; else all the same.
             known = annealer.best is not None and state is annealer.best.state
             annealer.retaining[6][:] = annealer.retaining[7] if known else 1.0
@@ -246,7 +242,7 @@ class Walk:
         before = int(figures[3])
         space, seq, change, levels = self.space
         anneal(
-            until, least, temperature, price, target_ns, annealer.budget_bytes, self.chances, self.problem,
+            until, least, temperature, price, target_ns, annealer.budget_bytes, self.chances, self.packed,
             ev.forward, ev.resident_bytes, ev.facts, space, seq, change, levels, self.there, self.share, self.drops,
             self.best_there, self.best_share, self.best_drops, annealer.retaining, self.coarse, self.spare, self.log,
             annealer.rng, figures,

@@ -24,7 +24,7 @@ class Costs:
         self.behind: list[list[int]] = [
             [] for _ in self.used
         ]  # op -> the values in `added` with it in their chain
-        for s in evaluator.graph.candidates:
+        for s in evaluator.problem.candidates:
             if not state.there[s]:
                 self.released(s)
 
@@ -32,7 +32,7 @@ class Costs:
         known = self.chains.get(s)
         if known is not None:
             return known
-        ev, wanted = self.evaluator, self.evaluator.graph.wanted
+        ev, wanted = self.evaluator, self.evaluator.problem.saved_by_default
         seen = {ev.producer[s]}
         stack = [ev.producer[s]]
         while stack:

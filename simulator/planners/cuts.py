@@ -15,20 +15,22 @@ from typing import Final
 from simulator.bounds.bound import Bound, bounder_of
 from simulator.bounds.instants import Instants
 from simulator.core.evaluator import Evaluator, State
-from simulator.core.graph import Graph
+from simulator.core.problem import Problem
 from simulator.planners.mu_two import Found, Search
 
 INSTANTS: Final = 4  # tried for one budget: that of the bound and others of high peak
 
 
-def states(evaluator: Evaluator, graph: Graph, instants: Instants, op: int) -> Iterator[tuple[int, State]]:
+def states(
+    evaluator: Evaluator, problem: Problem, instants: Instants, op: int
+) -> Iterator[tuple[int, State]]:
     """(bytes in memory at the instant, state) by rising price per byte; the first keeps everything.
 
     One and the same State is yielded again and again, edited in place: copy what is to last.
     """
     setting, nbytes = instants.setting(op), evaluator.nbytes
     level = setting.unavoidable_bytes + sum(compress(nbytes, setting.wanted))
-    candidates = frozenset(graph.candidates)
+    candidates = frozenset(problem.candidates)
     state = evaluator.state()
     there, share = state.there.copy(), state.share.copy()
     touched: dict[int, tuple[int, ...]] = {}
@@ -52,7 +54,7 @@ def states(evaluator: Evaluator, graph: Graph, instants: Instants, op: int) -> I
 
 def best_cut(search: Search, bound: Bound, good_enough_ns: int) -> Found | None:
     """The cheapest plan that cuts lead to, None if none of them fits; ends at an added time that is good enough."""
-    instants = bounder_of(search.trace, search.graph).instants
+    instants = bounder_of(search.problem).instants
     ops = dict.fromkeys((bound.op, *instants.overfull(search.budget_bytes)[:INSTANTS]))
     best: Found | None = None
     for op in list(ops)[:INSTANTS]:
@@ -72,7 +74,7 @@ def _starts(search: Search, instants: Instants, op: int) -> list[State]:
     How far to go for the last is doubled each time, so that few are looked at.
     """
     over, fitting, away = None, list[State](), 0
-    for level, state in states(search.evaluator, search.graph, instants, op):
+    for level, state in states(search.evaluator, search.problem, instants, op):
         if level > search.budget_bytes:
             over = state.copy()
             continue

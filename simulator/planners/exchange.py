@@ -57,7 +57,7 @@ def exchanged(search: Search, state: State, time_ns: int) -> tuple[State, int]:
 def _released(search: Search, state: State) -> list[tuple[int, ...]]:
     """The candidates that are computed again; those that one op makes together, since it runs for all of them."""
     groups: dict[int, list[int]] = {}
-    for s in search.graph.candidates:
+    for s in search.problem.candidates:
         if not state.there[s]:
             groups.setdefault(search.evaluator.producer[s], []).append(s)
     return [tuple(g) for g in groups.values()]
@@ -68,14 +68,17 @@ class _Offer:
 
     def __init__(self, search: Search, state: State, time_ns: int) -> None:
         self.search, self.state, self.plan_ns = search, state, time_ns
-        graph, ev, there = search.graph, search.evaluator, state.there
+        problem, ev, there = search.problem, search.evaluator, state.there
         self.costs = costs = Costs(ev, state)
         links = [
             s
             for s in ev.made_forward
-            if ev.nbytes[s] and graph.rebuildable[s] and not graph.wanted[s] and not graph.pinned[s]
+            if ev.nbytes[s]
+            and problem.rebuildable[s]
+            and not problem.saved_by_default[s]
+            and not problem.pinned[s]
         ]
-        kept = [s for s in (*graph.candidates, *links) if there[s]]
+        kept = [s for s in (*problem.candidates, *links) if there[s]]
         kept.sort(key=lambda s: ((costs.of(s) + 1) / ev.nbytes[s], s))
         self.is_candidate = np.frombuffer(search.is_candidate, np.uint8)
         self.kept = np.array(kept, np.int64)

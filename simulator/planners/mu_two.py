@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from simulator.bounds.bound import bounder_of
-from simulator.core.evaluator import State, evaluator_of, without
-from simulator.core.graph import Graph, analyse
+from simulator.core.evaluator import State, without
 from simulator.core.limits import DEFAULTS, Clock, Limits
+from simulator.core.problem import Problem
 from simulator.planners.costs import Costs
 from simulator.planners.exchange import exchanged
 from simulator.planners.outcome import finish, refuse
 from simulator.planners.segmented import Segmentation, segmentations_of
 from traces.plan import SAVE, Action, Plan
-from traces.trace import Trace
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,18 +40,17 @@ NEGLIGIBLE = 4096
 MOST_EVALUATIONS = 4000
 
 
-def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The cheapest plan found within the budget.
 
     Raises:
         BudgetError: none was found.
     """
-    graph = analyse(trace, limits.constraints)
-    search = Search(trace, graph, budget_bytes, limits.clock())
+    search = Search(problem, budget_bytes, limits.clock())
     best = search.run()
     if best is None:
-        raise refuse(trace, graph, "mu-two", budget_bytes, search.lowest_peak_bytes)
-    return finish(trace, graph, "mu-two", budget_bytes, search.actions(best))
+        raise refuse(problem, "mu-two", budget_bytes, search.lowest_peak_bytes)
+    return finish(problem, "mu-two", budget_bytes, search.actions(best))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,19 +67,20 @@ class Search:
     That ends `keep_again`, and all else only if no plan can fit: then no more is at stake than how low a peak is told.
     """
 
-    def __init__(self, trace: Trace, graph: Graph, budget_bytes: int, clock: Clock | None = None) -> None:
-        self.trace, self.graph, self.budget_bytes = trace, graph, budget_bytes
-        self.evaluator = evaluator_of(trace, graph)
+    def __init__(self, problem: Problem, budget_bytes: int, clock: Clock | None = None) -> None:
+        trace = problem.trace
+        self.trace, self.problem, self.budget_bytes = trace, problem, budget_bytes
+        self.evaluator = problem.evaluator
         self.lowest_peak_bytes = 1 << 62
         self.is_candidate = bytearray(len(trace.storages))
-        for s in graph.candidates:
+        for s in problem.candidates:
             self.is_candidate[s] = 1
-        self.large = max((trace.storages.nbytes[s] for s in graph.candidates), default=0) // NEGLIGIBLE
-        self.candidates = np.array(graph.candidates, np.int64)
+        self.large = max((trace.storages.nbytes[s] for s in problem.candidates), default=0) // NEGLIGIBLE
+        self.candidates = np.array(problem.candidates, np.int64)
         self.nbytes = np.array(trace.storages.nbytes, np.int64)
         self.last_forward = np.array(self.evaluator.last_forward, np.int64)
         self.evaluations = 0
-        self.hopeless = budget_bytes < bounder_of(trace, graph).floor.peak_bytes
+        self.hopeless = budget_bytes < bounder_of(problem).floor.peak_bytes
         self.clock = clock or Limits(seconds=float("inf")).clock()
 
     def run(self) -> Found | None:
@@ -210,7 +209,7 @@ class Search:
             changed = False
             costs = Costs(ev, state)
             order = sorted(
-                (s for s in self.graph.candidates if not state.there[s]),
+                (s for s in self.problem.candidates if not state.there[s]),
                 key=lambda s: (-costs.saved(s) / ev.nbytes[s], s),
             )
             for s in order:
@@ -244,11 +243,11 @@ class Search:
             if self.is_candidate[s] and not found.state.there[s]:
                 after = tuple(dropped_after.get(s, ()))
                 out.append(Action(storage=s, share=bool(found.state.share[s]), drop_after=after))
-            elif self.graph.wanted[s] or self.graph.pinned[s]:
+            elif self.problem.saved_by_default[s] or self.problem.pinned[s]:
                 continue
             elif found.state.there[s]:
                 out.append(Action(storage=s, action=SAVE))
-            elif found.state.share[s] and self.graph.rebuildable[s]:
+            elif found.state.share[s] and self.problem.rebuildable[s]:
                 after = tuple(dropped_after.get(s, ()))
                 out.append(Action(storage=s, drop_after=after))  # a link that stays once it is rebuilt
         return out
@@ -256,7 +255,7 @@ class Search:
 
 def segmented(search: Search) -> State:
     """Keep only the borders of segments, as few as meet the budget; the lowest peak of all if none does."""
-    row = segmentations_of(search.evaluator)
+    row = segmentations_of(search.problem)
     lowest: Segmentation | None = None
     for k in count():
         found = row.at(k)

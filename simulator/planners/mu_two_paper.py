@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from simulator.core.evaluator import Evaluator
-from simulator.core.graph import Graph, analyse
 from simulator.core.limits import DEFAULTS, Limits
+from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners.outcome import Refusal, finish, refuse
 from traces.plan import Action, Plan
-from traces.trace import Trace
 from traces.units import show_bytes
 
 NAME = "mu-two-paper"
@@ -63,38 +62,40 @@ class Options:
     share: bool = True
 
 
-def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS, options: Options = Options()) -> Plan:
+def plan(
+    problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS, options: Options = Options()
+) -> Plan:
     """The plan of Algorithm B.
 
     Raises:
         BudgetError: the pool ran empty, or the exact replay finds the plan over the budget.
     """
-    graph = analyse(trace, limits.constraints)
-    greedy = Greedy(trace, graph, options)
+    greedy = Greedy(problem, options)
     claimed_bytes = greedy.run(budget_bytes)
     actions = [Action(storage=s, share=options.share) for s in sorted(greedy.chosen)]
     try:
-        return finish(trace, graph, NAME, budget_bytes, actions)
+        return finish(problem, NAME, budget_bytes, actions)
     except Refusal as error:
         lowest = error.figures["lowest_peak_bytes"]
         note = f"The paper's own memory model puts this plan at {show_bytes(claimed_bytes)}. "
-        raise refuse(trace, graph, NAME, budget_bytes, lowest, note) from None
+        raise refuse(problem, NAME, budget_bytes, lowest, note) from None
 
 
 class Greedy:
     """Algorithm B with the records of the paper's tables, by storage id."""
 
-    def __init__(self, trace: Trace, graph: Graph, options: Options) -> None:
+    def __init__(self, problem: Problem, options: Options) -> None:
+        trace = problem.trace
         self.trace, self.options = trace, options
-        self.evaluator = Evaluator(trace, graph)
+        self.evaluator = Evaluator(problem)
         sts = trace.storages
-        self.pool = set(graph.candidates)
+        self.pool = set(problem.candidates)
         self.chosen: dict[int, None] = {}
         self.sources: dict[int, set[int]] = {}
         self.ops: dict[int, set[int]] = {}  # the ops that one rebuild runs
         self.recomp_time: dict[int, int] = {}
-        self.recomp_count: dict[int, int] = dict.fromkeys(graph.candidates, 1)
-        for s in graph.candidates:
+        self.recomp_count: dict[int, int] = dict.fromkeys(problem.candidates, 1)
+        for s in problem.candidates:
             self._walk_back(s)
         self.total = dict(self.recomp_time)  # Algorithm D with a count of one
         self.served: dict[int, set[int]] = defaultdict(set)  # source -> those that are rebuilt from it
@@ -105,7 +106,7 @@ class Greedy:
         self.idle_ns = {
             s: start[sts.first_backward_use[s]] - start[self._last_forward(s) + 1] for s in self.pool
         }
-        timeline = run(trace, build(trace, (), graph), graph)
+        timeline = run(problem, build(problem))
         self.kept_peaks = timeline.peak_bytes  # one step an op
         self.static_bytes = trace.resident_bytes if options.subtract_static else 0
         self.relief = [0] * (
@@ -117,7 +118,7 @@ class Greedy:
 
     def _walk_back(self, s: int) -> None:
         """Back from a tensor through what is no candidate, to candidates and what is kept anyway."""
-        ev, graph = self.evaluator, self.evaluator.graph
+        ev, problem = self.evaluator, self.evaluator.problem
         ops = {ev.producer[s]}
         sources: set[int] = set()
         stack = [ev.producer[s]]
@@ -125,7 +126,7 @@ class Greedy:
             for t in ev.needs[stack.pop()]:
                 if t in self.recomp_count:
                     sources.add(t)
-                elif not graph.wanted[t] and not graph.pinned[t] and ev.producer[t] not in ops:
+                elif not problem.saved_by_default[t] and not problem.pinned[t] and ev.producer[t] not in ops:
                     ops.add(ev.producer[t])
                     stack.append(ev.producer[t])
         self.sources[s], self.ops[s] = sources, ops

@@ -8,9 +8,8 @@ from typing import Any
 from simulator.allocator.reserved import ReservedFigures
 from simulator.bounds.bound import bounder_of
 from simulator.core.breaches import breach
-from simulator.core.graph import Graph, analyse
-from simulator.core.replay import Replay, keep_all, run
-from simulator.core.schedule import Schedule, build
+from simulator.core.problem import Problem
+from simulator.core.schedule import Schedule
 from simulator.core.timeline import Timeline
 from traces.errors import BudgetError, PlanError
 from traces.measurement import RunFigures
@@ -32,8 +31,7 @@ class Refusal(BudgetError):
 
 
 def finish(
-    trace: Trace,
-    graph: Graph,
+    problem: Problem,
     planner: str,
     budget_bytes: int,
     actions: Iterable[Action],
@@ -47,59 +45,40 @@ def finish(
         BudgetError: its peak is over the budget.
         PlanError: it breaks the graph's constraints.
     """
-    given = tuple(actions)
+    trace, given = problem.trace, tuple(actions)
     known = {a.storage for a in given}
-    saved = (s for s in _kept_by_constraint(trace, graph) if s not in known)
-    chosen = tuple(
-        sorted((*given, *(Action(storage=s, action=SAVE) for s in saved)), key=lambda a: a.storage)
+    saved = (s for s in _kept_by_constraint(problem) if s not in known)
+    chosen = label_actions(
+        trace, sorted((*given, *(Action(storage=s, action=SAVE) for s in saved)), key=lambda a: a.storage)
     )
-    schedule = build(trace, chosen, graph)
-    again = _read_again(trace, schedule)
-    kept = tuple(a for a in chosen if a.action != SAVE or a.storage in again)
-    if kept != chosen:
-        chosen, schedule = kept, build(trace, kept, graph)
-    timeline = run(trace, schedule, graph)
+    again = _read_again(trace, problem.replay(chosen).schedule)
+    chosen = tuple(a for a in chosen if a.action != SAVE or a.storage in again)
+    schedule, timeline = (replay := problem.replay(chosen)).schedule, replay.timeline
     if timeline.peak_allocated_bytes > budget_bytes:
-        raise refuse(trace, graph, planner, budget_bytes, timeline.peak_allocated_bytes)
-    broken = breach(trace, schedule, graph.constraints)
+        raise refuse(problem, planner, budget_bytes, timeline.peak_allocated_bytes)
+    broken = breach(problem, schedule)
     if broken:
         raise PlanError(f"{planner} made a plan that breaks the constraints: {broken}.")
-    plan = Plan(
+    return Plan(
         meta=trace.meta,
-        actions=label_actions(trace, chosen),
+        actions=chosen,
         planner=planner,
         budget_bytes=budget_bytes,
-        predicted=predicted(keep_all(trace, graph).timeline, timeline),
-        constraints=graph.constraints.to_json(),
+        predicted=predicted(problem.saved.timeline, timeline),
+        constraints=problem.constraints.to_json(),
     )
-    if not graph.constraints:
-        _finished[:] = [(trace, plan, Replay(schedule=schedule, timeline=timeline))]
-    return plan
 
 
-_finished: list[tuple[Trace, Plan, Replay]] = []  # the last one: whoever asked for it wants its replay next
-
-
-def replayed(trace: Trace, plan: Plan) -> Replay:
-    """What a plan comes to, to a reader who knows of no constraints.
-
-    Raises:
-        PlanError: it does not fit the trace.
-    """
-    if _finished and _finished[0][0] is trace and _finished[0][1].actions is plan.actions:
-        return _finished[0][2]
-    graph = analyse(trace)
-    schedule = build(trace, plan.actions, graph)
-    return Replay(schedule=schedule, timeline=run(trace, schedule, graph))
-
-
-def _kept_by_constraint(trace: Trace, graph: Graph) -> list[int]:
+def _kept_by_constraint(problem: Problem) -> list[int]:
     """Storages of forward that backward does not read and that constraints keep for recomputations."""
-    if not graph.constraints:
+    trace = problem.trace
+    if not problem.constraints:
         return []
     sts = trace.storages
     return [
-        s for s in range(len(sts)) if graph.wanted[s] and sts.last_backward_use[s] < 0 and not graph.pinned[s]
+        s
+        for s in range(len(sts))
+        if problem.saved_by_default[s] and sts.last_backward_use[s] < 0 and not problem.pinned[s]
     ]
 
 
@@ -149,10 +128,11 @@ def where(trace: Trace, op: int) -> str:
 
 
 def refuse(
-    trace: Trace, graph: Graph, planner: str, budget_bytes: int, lowest_peak_bytes: int, note: str = ""
+    problem: Problem, planner: str, budget_bytes: int, lowest_peak_bytes: int, note: str = ""
 ) -> Refusal:
     """The error that says why a budget cannot be met, and what to do."""
-    least = bounder_of(trace, graph).floor
+    trace = problem.trace
+    least = bounder_of(problem).floor
     parts = (
         f"{show_bytes(least.resident_bytes)} resident (parameters, optimizer state, buffers, inputs), "
         f"{show_bytes(least.gradient_bytes)} gradients and values that must stay, "
@@ -164,9 +144,9 @@ def refuse(
         advice = f"Give a budget of {show_bytes(lowest_peak_bytes)} or more, or use a smaller batch"
     else:
         verdict = f"{planner} found no plan within {show_bytes(budget_bytes)} ({budget_bytes} bytes)"
-        other = "" if planner == "search" or graph.constraints.whole_modules else ", try --planner search"
+        other = "" if planner == "search" or problem.constraints.whole_modules else ", try --planner search"
         advice = f"Give a budget of {show_bytes(lowest_peak_bytes)} or more{other}, or use a smaller batch"
-    if graph.constraints:
+    if problem.constraints:
         verdict += " under the given constraints"
     message = (
         f"{verdict}: the lowest peak that {planner} reaches is {show_bytes(lowest_peak_bytes)} "

@@ -22,14 +22,13 @@ from typing import Final
 
 from simulator.bounds.bound import Bound, bounder_of
 from simulator.core.evaluator import State
-from simulator.core.graph import analyse
 from simulator.core.limits import DEFAULTS, Limits
+from simulator.core.problem import Problem
 from simulator.planners.annealing import Annealer, Best
 from simulator.planners.cuts import best_cut
 from simulator.planners.mu_two import Found, Search, segmented
 from simulator.planners.outcome import finish, refuse
 from traces.plan import Plan
-from traces.trace import Trace
 
 # A plan so close to the bound, in shares of the step, is good enough.
 CLOSED: Final = 0.0005
@@ -55,27 +54,27 @@ COOL_HEAT: Final = 0.25
 Walk = Callable[..., Best | None]
 
 
-def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The cheapest plan found within the budget.
 
     Raises:
         BudgetError: none was found.
     """
-    graph = analyse(trace, limits.constraints)
-    greedy = Search(trace, graph, budget_bytes, limits.clock())
-    bound = bounder_of(trace, graph).bound(budget_bytes)
+    trace = problem.trace
+    greedy = Search(problem, budget_bytes, limits.clock())
+    bound = bounder_of(problem).bound(budget_bytes)
     good_enough_ns = trace.time_ns + bound.added_time_ns + int(CLOSED * trace.time_ns)
     known = [found] if (found := greedy.run()) else []
     if not known and not bound.feasible:
-        raise refuse(trace, graph, "search", budget_bytes, greedy.lowest_peak_bytes)
+        raise refuse(problem, "search", budget_bytes, greedy.lowest_peak_bytes)
     if not known or known[0].time_ns > good_enough_ns:
         known += [found] if (found := best_cut(greedy, bound, good_enough_ns)) else []
     best = min(known, key=lambda found: found.time_ns, default=None)
     if best is None or best.time_ns > good_enough_ns:
         best = _anneal(greedy, known, bound, good_enough_ns, limits)
     if best is None:
-        raise refuse(trace, graph, "search", budget_bytes, greedy.lowest_peak_bytes)
-    return finish(trace, graph, "search", budget_bytes, greedy.actions(best))
+        raise refuse(problem, "search", budget_bytes, greedy.lowest_peak_bytes)
+    return finish(problem, "search", budget_bytes, greedy.actions(best))
 
 
 def _anneal(
@@ -83,7 +82,7 @@ def _anneal(
 ) -> Found | None:
     """The best plan that walks find, tidied."""
     ev = greedy.evaluator
-    annealer = Annealer(ev, greedy.graph, greedy.budget_bytes, limits.seed)
+    annealer = Annealer(ev, greedy.problem, greedy.budget_bytes, limits.seed)
     n_op = len(ev.op_id)
     steps = min(
         int(limits.seconds * 1e9 / (STEP_NS + STEP_NS_PER_OP * n_op)),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from simulator.core.evaluator import Evaluator, State
+from simulator.core.problem import Problem
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,15 +33,20 @@ class Segmentations:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = ev = evaluator
-        trace, graph = ev.trace, ev.graph
+        trace, problem = ev.trace, ev.problem
         ops, sts = trace.ops, trace.storages
-        turn = graph.first_backward_op
+        turn = problem.forward_end
         self.known: list[Segmentation] = []
         self.ended = False
         self.segment = np.zeros(turn, np.int64)  # op of forward -> its segment
         self.producer = np.array(sts.producer, np.int64)
-        self.candidates = np.array(graph.candidates, np.int64)
-        links = [s for c in graph.creates[:turn] for s in c if not (graph.wanted[s] or graph.pinned[s])]
+        self.candidates = np.array(problem.candidates, np.int64)
+        links = [
+            s
+            for c in problem.creates[:turn]
+            for s in c
+            if not (problem.saved_by_default[s] or problem.pinned[s])
+        ]
         self.links = np.array(links, np.int64)
         read = [(s, i) for i in range(turn) for s in ops.reads[i] if sts.producer[s] >= 0]
         self.read, self.reader = np.array(read, np.int64).reshape(-1, 2).T
@@ -51,11 +57,11 @@ class Segmentations:
         is_candidate[self.candidates] = True
         self.crossing = np.zeros(turn + 1, np.int64)  # what a border after each op would keep, in bytes
         for s in ev.made_forward:
-            if is_candidate[s] or not (graph.pinned[s] or graph.wanted[s]):
+            if is_candidate[s] or not (problem.pinned[s] or problem.saved_by_default[s]):
                 first, last = sts.producer[s], sts.last_forward_use[s]
                 if last > first:
                     # A value that backward reads itself is the better border: of two equal ones it is needed anyway.
-                    price = sts.nbytes[s] if graph.wanted[s] else 2 * sts.nbytes[s]
+                    price = sts.nbytes[s] if problem.saved_by_default[s] else 2 * sts.nbytes[s]
                     self.crossing[first] += price
                     self.crossing[last] -= price
         np.cumsum(self.crossing, out=self.crossing)
@@ -109,11 +115,6 @@ def split(members: NDArray[np.int64], weight: NDArray[np.int64], crossing: NDArr
     return int(members[at[order[0]]])
 
 
-_latest: list[Segmentations] = []  # one: budget after budget asks
-
-
-def segmentations_of(evaluator: Evaluator) -> Segmentations:
-    """The row of a trace; asked again with the same evaluator, the same one."""
-    if not _latest or _latest[0].evaluator is not evaluator:
-        _latest[:] = [Segmentations(evaluator)]
-    return _latest[0]
+def segmentations_of(problem: Problem) -> Segmentations:
+    """The row of a problem, made once: budget after budget asks."""
+    return problem.once("segmentations", lambda problem: Segmentations(problem.evaluator))

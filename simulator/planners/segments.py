@@ -15,54 +15,55 @@ from math import isqrt
 
 from simulator.core.blocks import OUTSIDE, block_paths, block_segments
 from simulator.core.evaluator import Evaluator
-from simulator.core.graph import Graph, analyse
 from simulator.core.limits import DEFAULTS, Limits
+from simulator.core.problem import Problem
 from simulator.planners.outcome import finish, refuse
 from traces.plan import SAVE, Action, Plan
-from traces.trace import Trace
 
 
-def plan_save_all(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+def plan_save_all(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """Save everything that backward needs; raises BudgetError if that is over the budget."""
-    return finish(trace, analyse(trace, limits.constraints), "save-all", budget_bytes, ())
+    return finish(problem, "save-all", budget_bytes, ())
 
 
-def plan_recompute_all(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+def plan_recompute_all(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """Recompute every candidate, retaining what has been rebuilt; raises BudgetError if that is over the budget.
 
     The peak of this plan is often as high as save-all's: the first chain rebuilds the whole forward pass.
     """
-    graph = analyse(trace, limits.constraints)
-    actions = [Action(storage=s) for s in graph.candidates]
-    return finish(trace, graph, "recompute-all", budget_bytes, actions)
+    actions = [Action(storage=s) for s in problem.candidates]
+    return finish(problem, "recompute-all", budget_bytes, actions)
 
 
-def actions_for(trace: Trace, graph: Graph, segment: Sequence[int]) -> tuple[Action, ...]:
+def actions_for(problem: Problem, segment: Sequence[int]) -> tuple[Action, ...]:
     """The actions that `segment` (one number per forward op) means.
 
     Backward's readers do not count as crossing. A value that crosses and that backward does not need is saved for the
     recomputation's sake; `finish` leaves those out that no recomputation reads.
     """
+    trace = problem.trace
     ops, sts = trace.ops, trace.storages
     crosses = [False] * len(sts)
-    for i in range(graph.first_backward_op):
+    for i in range(problem.forward_end):
         for s in ops.reads[i]:
             p = sts.producer[s]
             if p >= 0 and segment[p] != segment[i]:
                 crosses[s] = True
     out = [
-        Action(storage=s) for s in graph.candidates if segment[sts.producer[s]] != OUTSIDE and not crosses[s]
+        Action(storage=s)
+        for s in problem.candidates
+        if segment[sts.producer[s]] != OUTSIDE and not crosses[s]
     ]
     out += [
         Action(storage=s, action=SAVE)
-        for i in range(graph.first_backward_op)
-        for s in graph.creates[i]
-        if not graph.wanted[s] and not graph.pinned[s] and (crosses[s] or segment[i] == OUTSIDE)
+        for i in range(problem.forward_end)
+        for s in problem.creates[i]
+        if not problem.saved_by_default[s] and not problem.pinned[s] and (crosses[s] or segment[i] == OUTSIDE)
     ]
     return tuple(out)
 
 
-def plan_sqrt_n(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+def plan_sqrt_n(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """√n segments of equal length over the n ops of forward, their borders saved (Chen et al. 2016).
 
     Source: "Training deep nets with sublinear memory cost", section 3. n counts the ops that create something. The
@@ -71,10 +72,9 @@ def plan_sqrt_n(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> P
     Raises:
         BudgetError: the plan is over the budget.
     """
-    graph = analyse(trace, limits.constraints)
-    creating = [bool(graph.creates[i]) for i in range(graph.first_backward_op)]
+    creating = [bool(problem.creates[i]) for i in range(problem.forward_end)]
     segment = equal_segments(creating, max(1, isqrt(sum(creating))))
-    return finish(trace, graph, "sqrt-n", budget_bytes, actions_for(trace, graph, segment))
+    return finish(problem, "sqrt-n", budget_bytes, actions_for(problem, segment))
 
 
 def equal_segments(creating: Sequence[bool], count: int) -> list[int]:
@@ -87,7 +87,7 @@ def equal_segments(creating: Sequence[bool], count: int) -> list[int]:
     return out
 
 
-def plan_per_block(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+def plan_per_block(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """What `torch.utils.checkpoint` around each repeated block does: save the blocks' inputs, recompute inside.
 
     The number of blocks does not follow the budget; a model without repeated blocks is left as it is.
@@ -95,12 +95,12 @@ def plan_per_block(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -
     Raises:
         BudgetError: the plan is over the budget.
     """
-    graph = analyse(trace, limits.constraints)
-    segment = block_segments(trace.ops.module[: graph.first_backward_op])
-    return finish(trace, graph, "per-block", budget_bytes, actions_for(trace, graph, segment))
+    trace = problem.trace
+    segment = block_segments(trace.ops.module[: problem.forward_end])
+    return finish(problem, "per-block", budget_bytes, actions_for(problem, segment))
 
 
-def plan_checkpoint_sequential(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+def plan_checkpoint_sequential(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The fastest of the plans of torch's `checkpoint_sequential`, by their exact peak and time, for 1 to n segments.
 
     The model is taken as a sequence of blocks: the repeated ones, or, in a model without them, its modules in the order
@@ -112,23 +112,23 @@ def plan_checkpoint_sequential(trace: Trace, budget_bytes: int, limits: Limits =
     Raises:
         BudgetError: none is within the budget.
     """
+    trace = problem.trace
     name = "checkpoint-sequential"
-    graph = analyse(trace, limits.constraints)
-    evaluator = Evaluator(trace, graph)
-    block = sequence_of(trace.ops.module[: graph.first_backward_op])
+    evaluator = Evaluator(problem)
+    block = sequence_of(trace.ops.module[: problem.forward_end])
     count = max(block, default=OUTSIDE) + 1
     best: tuple[int, tuple[Action, ...]] | None = None
     lowest = 1 << 62
     for segments in range(1, max(count, 1) + 1):
         segment = [OUTSIDE if b == OUTSIDE else torch_segment(b, count, segments) for b in block]
-        actions = actions_for(trace, graph, segment)
+        actions = actions_for(problem, segment)
         peak, time_ns = evaluator.cost(evaluator.state(actions))
         lowest = min(lowest, peak)
         if peak <= budget_bytes and (best is None or time_ns < best[0]):
             best = (time_ns, actions)
     if best is None:
-        raise refuse(trace, graph, name, budget_bytes, lowest)
-    return finish(trace, graph, name, budget_bytes, best[1])
+        raise refuse(problem, name, budget_bytes, lowest)
+    return finish(problem, name, budget_bytes, best[1])
 
 
 def torch_segment(block: int, blocks: int, segments: int) -> int:

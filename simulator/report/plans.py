@@ -86,7 +86,7 @@ def _contest_blocks(contest: Contest) -> tuple[Block, ...]:
         )
     return (
         Figures(tuple(figures)),
-        *about(contest.trace, PREDICTED),
+        *about(contest.problem, PREDICTED),
         *drawn,
         table(
             rows,
@@ -143,7 +143,7 @@ def _front_blocks(front: Front) -> tuple[Block, ...]:
     ]
     return (
         Figures(tuple(figures)),
-        *about(front.trace, PREDICTED),
+        *about(front.problem, PREDICTED),
         Chart(
             charts.front(rows),
             "Red: the cheapest plan found for each budget. Dashed: no plan for that budget adds less, certified for "

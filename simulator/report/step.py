@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from simulator.allocator.question import ask
-from simulator.core.graph import Graph, analyse
+from simulator.core.problem import Problem
 from simulator.core.replay import breakdown, holdings
 from simulator.core.schedule import Schedule
 from simulator.core.timeline import Timeline
@@ -72,7 +72,7 @@ def write_simulation(path: str | Path, trace: Trace, plan: Plan, budget_bytes: i
         EnvironmentProblem: a package that reports need is not installed.
         PlanError: the plan does not fit the trace.
     """
-    return write_comparison(path, with_reserved(compare(trace, plan, budget_bytes), ask(trace.meta)))
+    return write_comparison(path, with_reserved(compare(Problem(trace), plan, budget_bytes), ask(trace.meta)))
 
 
 def simulation_sections(
@@ -83,7 +83,7 @@ def simulation_sections(
         Section("Memory over the step", memory_blocks(c, measured_curve)),
         Section("What holds the memory at the peak", peak_blocks(c)),
         Section("What is recomputed, and at what cost", recompute_blocks(c)),
-        Section("Static analysis of activations", activation_blocks(c.trace, c.graph, c.plan)),
+        Section("Static analysis of activations", activation_blocks(c.problem.unconstrained, c.plan)),
         Section("Model and trace", (metadata(c.trace),)),
     )
 
@@ -118,9 +118,12 @@ def provenance(trace: Trace) -> str:
     return f"{times} Sizes are those of the tensors in the captured graph. {inside}"
 
 
-def about(trace: Trace, also: str) -> tuple[Text, ...]:
+def about(problem: Problem, also: str) -> tuple[Text, ...]:
     """Where the figures of a page come from, and what must be said beside them."""
-    return (Text(provenance(trace) + also, "note"), *warned(caveats.warnings_of(trace)))
+    return (
+        Text(provenance(problem.trace) + also, "note"),
+        *warned(caveats.warnings_of(problem)),
+    )
 
 
 def saved_figure(timeline: Timeline) -> Figure:
@@ -497,25 +500,25 @@ class Activation:
     links: int  # ops beside its own that would have to run
 
 
-def activations(trace: Trace, graph: Graph | None = None) -> tuple[Activation, ...]:
+def activations(problem: Problem) -> tuple[Activation, ...]:
     """The static analysis of every storage that is saved from forward for backward, largest first.
 
     Counts: the op times of the trace in its order, with everything saved; for the recompute cost, the
     producing op and each op before it whose output backward does not save. Ignores: that several
     recomputations can share their links, and that a plan may have evicted what a chain starts from.
     """
-    graph = graph or analyse(trace)
+    trace = problem.trace
     ops, sts = trace.ops, trace.storages
     begin, now = [], 0
     for t in ops.time_ns:
         begin.append(now)
         now += t
-    candidates = set(graph.candidates)
+    candidates = set(problem.candidates)
     out = []
     for s in range(len(sts)):
-        if not graph.wanted[s] or sts.category[s] != ACTIVATION or not sts.nbytes[s]:
+        if not problem.saved_by_default[s] or sts.category[s] != ACTIVATION or not sts.nbytes[s]:
             continue
-        chain = _chain(trace, graph, s) if s in candidates else None
+        chain = _chain(problem, s) if s in candidates else None
         rest = max(sts.last_forward_use[s], sts.producer[s])
         out.append(
             Activation(
@@ -530,28 +533,32 @@ def activations(trace: Trace, graph: Graph | None = None) -> tuple[Activation, .
     return tuple(sorted(out, key=lambda a: (-a.nbytes, a.storage)))
 
 
-def _chain(trace: Trace, graph: Graph, storage: int) -> frozenset[int]:
+def _chain(problem: Problem, storage: int) -> frozenset[int]:
     """The ops that rebuild a storage from what is saved by default; views cost nothing and are left out."""
+    trace = problem.trace
     chain: set[int] = set()
     stack = [trace.storages.producer[storage]]
     while stack:
         i = stack.pop()
         if i not in chain:
             chain.add(i)
-            missing = (s for s in trace.ops.reads[i] if not graph.resident[s])
+            missing = (s for s in trace.ops.reads[i] if not problem.resident[s])
             stack += [
-                trace.storages.producer[s] for s in missing if not graph.wanted[s] and not graph.pinned[s]
+                trace.storages.producer[s]
+                for s in missing
+                if not problem.saved_by_default[s] and not problem.pinned[s]
             ]
     return frozenset(chain)
 
 
-def activation_blocks(trace: Trace, graph: Graph, plan: Plan) -> tuple[Block, ...]:
+def activation_blocks(problem: Problem, plan: Plan) -> tuple[Block, ...]:
     """Sizes, uses and idle times of everything that forward saves for backward."""
+    trace = problem.trace
     ops, sts = trace.ops, trace.storages
-    found = activations(trace, graph)
+    found = activations(problem)
     if not found:
         return (Text("Forward saves nothing for backward."),)
-    candidates, chosen = frozenset(graph.candidates), plan.recomputed
+    candidates, chosen = frozenset(problem.candidates), plan.recomputed
 
     def action(a: Activation) -> str:
         if a.storage in chosen:

@@ -218,7 +218,7 @@ def _statistics(sweep: Sweep) -> Table:
 
 def _activations(sweep: Sweep, root: Path) -> tuple[Block, ...]:
     """The analysis of the largest batch whose trace is still there, with its plan's actions."""
-    from simulator.core.graph import analyse
+    from simulator.core.problem import Problem
     from traces.plan import Plan
     from traces.store import load
 
@@ -234,7 +234,7 @@ def _activations(sweep: Sweep, root: Path) -> tuple[Block, ...]:
             return warned([f"The trace for batch {row.batch_size} cannot be shown: {error}"])
         return (
             Text(f"At batch size {row.batch_size}, the largest whose trace is at hand.", "note"),
-            *activation_blocks(trace, analyse(trace), plan),
+            *activation_blocks(Problem(trace), plan),
         )
     return warned(["No trace of this sweep was kept, so its activations cannot be listed."])
 

@@ -10,10 +10,8 @@ from typing import Any
 from simulator.allocator.asking import Asking
 from simulator.bounds.bound import Bound, lower_bound
 from simulator.core.breaches import breach
-from simulator.core.graph import analyse
-from simulator.core.limits import NONE, Constraints, Limits
-from simulator.core.replay import keep_all, run
-from simulator.core.schedule import build
+from simulator.core.limits import Limits
+from simulator.core.problem import Problem
 from simulator.core.timeline import Timeline
 from simulator.planners import find, plan_with
 from simulator.planners.outcome import Refusal, figures, percent
@@ -48,14 +46,17 @@ class Entrant:
 class Contest:
     """One trace and one budget under several planners."""
 
-    trace: Trace
+    problem: Problem  # what the bound assumes of a plan, beside the budget, are its constraints
     trace_name: str
     budget_bytes: int
     kept: Timeline
     bound: Bound
     asking: Asking
-    constraints: Constraints = NONE  # what the bound assumes of a plan, beside the budget
     entrants: tuple[Entrant, ...] = ()
+
+    @property
+    def trace(self) -> Trace:
+        return self.problem.trace
 
     def with_entrants(self, entrants: Iterable[Entrant]) -> Contest:
         """The same with more rows."""
@@ -71,13 +72,13 @@ class Contest:
         Raises:
             PlanError: the plan does not fit the trace.
         """
-        schedule = build(self.trace, plan.actions)
-        timeline = run(self.trace, schedule)
+        replay = self.problem.unconstrained.replay(plan.actions)
+        schedule, timeline = replay.schedule, replay.timeline
         verdict = self.asking.of(schedule, timeline)
         run_figures = figures(timeline, verdict.reserved)
         base_ns = self.kept.step_time_ns
         added_ns = timeline.step_time_ns - base_ns
-        broken = breach(self.trace, schedule, self.constraints)
+        broken = breach(self.problem, schedule)
         if broken:
             message = "; ".join(part for part in (f"breaks the constraints: {broken}", message) if part)
         feasible = timeline.peak_allocated_bytes <= self.budget_bytes and not broken
@@ -100,7 +101,7 @@ class Contest:
     def to_json(self) -> dict[str, Any]:
         """What `simulate compare --json` prints."""
         meta, bound, device = self.trace.meta, self.bound, self.asking.device
-        kept = self.asking.of(keep_all(self.trace).schedule, self.kept)
+        kept = self.asking.of(self.problem.unconstrained.saved.schedule, self.kept)
         return {
             "trace": self.trace_name,
             "model": meta.model,
@@ -118,24 +119,22 @@ class Contest:
                 "feasible": bound.feasible,
                 "reason": bound.reason,
             },
-            "warnings": list(warnings_of(self.trace)),
+            "warnings": list(warnings_of(self.problem)),
             "planners": [asdict(e) for e in self.entrants],
         }
 
 
 def open_contest(
-    trace: Trace, trace_name: str, budget_bytes: int, limits: Limits, asking: Asking | None = None
+    problem: Problem, trace_name: str, budget_bytes: int, asking: Asking | None = None
 ) -> Contest:
     """A contest without entrants; the bound is that of the constrained problem."""
-    graph = analyse(trace, limits.constraints)
     return Contest(
-        trace=trace,
+        problem=problem,
         trace_name=trace_name,
         budget_bytes=budget_bytes,
-        kept=keep_all(trace).timeline,
-        constraints=limits.constraints,
-        asking=asking or Asking(trace),
-        bound=lower_bound(trace, budget_bytes, graph),
+        kept=problem.unconstrained.saved.timeline,
+        asking=asking or Asking(problem),
+        bound=lower_bound(problem, budget_bytes),
     )
 
 
@@ -152,7 +151,7 @@ def enter(
         find(name)  # what it imports is not its solve time
         start = time.perf_counter()
         try:
-            plan = plan_with(name, contest.trace, contest.budget_bytes, limits)
+            plan = plan_with(name, contest.problem, contest.budget_bytes, limits)
         except LowtideError as error:
             lowest = error.figures["lowest_peak_bytes"] if isinstance(error, Refusal) else None
             rows.append(

@@ -12,36 +12,33 @@ from itertools import count, takewhile
 from typing import Final
 
 from simulator.bounds.bound import bounder_of
-from simulator.core.evaluator import evaluator_of
-from simulator.core.graph import analyse
 from simulator.core.limits import Limits
+from simulator.core.problem import Problem
 from simulator.planners.annealing import Annealer
 from simulator.planners.outcome import Refusal, refuse
 from simulator.planners.search import STEP_NS, STEP_NS_PER_OP
 from simulator.planners.segmented import segmentations_of
-from traces.trace import Trace
 
 NAME: Final = "search"
 SECONDS: Final = 0.35  # at 0.5 and 0.35 the same peaks in ResNet-152, at 0.25 one 2 % higher
 ANY_NS: Final = 1 << 61  # as a target: the first plan within the budget will do
 
 
-def with_lowest_peak(trace: Trace, refusal: Refusal, limits: Limits) -> Refusal:
+def with_lowest_peak(problem: Problem, refusal: Refusal, limits: Limits) -> Refusal:
     """The refusal of `search`, or the same with a lower peak; one of a budget that is not below the floor as it is."""
     known, budget_bytes = refusal.figures["lowest_peak_bytes"], refusal.figures["budget_bytes"]
-    graph = analyse(trace, limits.constraints)
-    floor_bytes = bounder_of(trace, graph).floor.peak_bytes
+    floor_bytes = bounder_of(problem).floor.peak_bytes
     if not budget_bytes < floor_bytes < known:
         return refusal
-    ev = evaluator_of(trace, graph)
-    annealer = Annealer(ev, graph, floor_bytes, limits.seed)
+    ev = problem.evaluator
+    annealer = Annealer(ev, problem, floor_bytes, limits.seed)
     seconds = min(SECONDS, limits.seconds)
     clock = Limits(seconds=seconds).clock()
-    row = segmentations_of(ev)
+    row = segmentations_of(problem)
     segmentations = takewhile(lambda found: found is not None, (row.at(k) for k in count()))
     starts = [ev.state(), min((r for r in segmentations if r), key=lambda r: r.peak_bytes).state]
     steps = int(seconds * 1e9 / (STEP_NS + STEP_NS_PER_OP * len(ev.op_id)))
     for start in starts:
         annealer.run(start, steps // len(starts), clock=clock, target_ns=ANY_NS, coarse=True)
     lowest = min(known, annealer.lowest_peak_bytes)
-    return refuse(trace, graph, NAME, budget_bytes, lowest) if lowest < known else refusal
+    return refuse(problem, NAME, budget_bytes, lowest) if lowest < known else refusal

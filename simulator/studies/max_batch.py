@@ -16,8 +16,8 @@ from typing import Any, Final
 from simulator.allocator.device import CUDA, DeviceMemory
 from simulator.allocator.question import Question, ask, kind_of
 from simulator.bounds.bound import bound_answer, bounder_of
-from simulator.core.graph import analyse
 from simulator.core.limits import DEFAULTS, Limits
+from simulator.core.problem import Problem
 from simulator.planners.outcome import Refusal
 from simulator.studies.boundary import Verdict, boundary
 from simulator.studies.fit import fit
@@ -154,7 +154,7 @@ class _Search:
         """Whether the untouched model's step fits."""
         if batch_size not in self.probes:
             trace, usable = self.load(batch_size), self.request.device.usable_bytes
-            c = keep_all(trace, self.question(trace))
+            c = keep_all(Problem(trace, self.request.limits.constraints), self.question(trace))
             verdict = fit(c, self.request.device)
             assert verdict is not None
             plain = untouched(c)
@@ -177,7 +177,7 @@ class _Search:
         """Whether a plan within the price fits."""
         if self.without(batch_size).fits:
             return Verdict(fits=True, excess=self.floor_excess(batch_size))
-        probe, excess = self._plan(self.said[batch_size].trace, self.probes[batch_size])
+        probe, excess = self._plan(self.said[batch_size].problem, self.probes[batch_size])
         self.probes[batch_size] = probe
         outcome = (
             f"a plan fits at {probe.overhead_percent:+.2f} %"
@@ -190,7 +190,10 @@ class _Search:
     def floor_excess(self, batch_size: int) -> float:
         """How far the peak that no plan can go below is over what there is, as a share of it."""
         c = self.said[batch_size]
-        return bounder_of(c.trace, c.graph).floor.peak_bytes / max(1, self.request.device.usable_bytes) - 1
+        return (
+            bounder_of(c.problem.unconstrained).floor.peak_bytes / max(1, self.request.device.usable_bytes)
+            - 1
+        )
 
     def beyond(self, step: int) -> int:
         """The batch size up to which the line through the two largest probes' floors stays within what there is."""
@@ -200,7 +203,7 @@ class _Search:
         at_a, at_b = self.floor_excess(a), self.floor_excess(b)
         return int((a - at_a * (b - a) / (at_b - at_a)) // step) * step if at_b > at_a else 0
 
-    def _plan(self, trace: Trace, probe: Probe) -> tuple[Probe, float]:
+    def _plan(self, problem: Problem, probe: Probe) -> tuple[Probe, float]:
         """The probe with what was found of plans, and by how much, as a share, memory or price are exceeded."""
         request = self.request
         if probe.kept_fits:  # the captured graph alone makes room
@@ -209,7 +212,7 @@ class _Search:
         usable, price = request.device.usable_bytes, request.overhead_percent
         if self.floor_excess(probe.batch_size) > 0:
             return replace(probe, plan_fits=False, message="no plan needs so little"), 0.0
-        bound = bound_answer(trace, usable, analyse(trace, request.limits.constraints))
+        bound = bound_answer(problem, usable)
         least = bound["overhead_percent"]
         if not bound["feasible"] or least is None:
             return replace(probe, plan_fits=False, message="no plan needs so little"), SLIGHTLY
@@ -218,12 +221,12 @@ class _Search:
             return replace(probe, overhead_percent=least, plan_fits=False, message=why), _over(least, price)
         try:
             c = planned(
-                trace,
+                problem,
                 request.planner,
                 request.limits,
                 budget_bytes=usable,
                 budget_of=RESERVED if request.device.kind == CUDA else ALLOCATED,
-                question=self.question(trace),
+                question=self.question(problem.trace),
             )
         except Refusal as error:
             lowest = int(error.figures.get("lowest_peak_bytes") or 0)

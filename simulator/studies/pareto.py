@@ -14,13 +14,12 @@ from typing import Any, Final
 from simulator.allocator.asking import Asking
 from simulator.allocator.device import DeviceMemory
 from simulator.bounds.bound import Bound, bound_curve, bounder_of
-from simulator.core.graph import analyse
 from simulator.core.limits import Limits
-from simulator.core.replay import keep_all
+from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 from simulator.core.timeline import Timeline
 from simulator.planners import plan_with
-from simulator.planners.outcome import Refusal, figures, percent, replayed
+from simulator.planners.outcome import Refusal, figures, percent
 from simulator.studies.warnings import warnings_of
 from traces.errors import UnfinishedError
 from traces.measurement import RunFigures
@@ -59,7 +58,7 @@ class Point:
 class Front:
     """All points, by rising budget; the last is the peak with everything kept."""
 
-    trace: Trace
+    problem: Problem
     trace_name: str
     planner: str
     kept: Timeline
@@ -70,6 +69,10 @@ class Front:
     plans: tuple[Plan | None, ...]  # by point
     alloc_conf: str | None = None  # None: a CPU's trace
     device: DeviceMemory | None = None
+
+    @property
+    def trace(self) -> Trace:
+        return self.problem.trace
 
     def to_json(self) -> dict[str, Any]:
         """What `simulate pareto --json` prints."""
@@ -86,7 +89,7 @@ class Front:
             "planner": self.planner,
             "solve_seconds": round(self.solve_seconds, 3),
             "baseline": self.baseline.headline(),
-            "warnings": list(warnings_of(self.trace)),
+            "warnings": list(warnings_of(self.problem)),
             "floor_bytes": self.floor_bytes,
             "smallest_peak_bytes": min(reached, default=None),
             "points": [asdict(p) for p in self.points],
@@ -94,7 +97,7 @@ class Front:
 
 
 def front(
-    trace: Trace,
+    problem: Problem,
     trace_name: str,
     planner: str,
     points: int,
@@ -105,7 +108,7 @@ def front(
     """The front with so many budgets, evenly from the floor to the keep-all peak.
 
     Args:
-        trace, trace_name: what to plan, and how to call it.
+        problem, trace_name: what to plan, and how to call it.
         planner: makes every plan.
         points: number of budgets, at least 2.
         limits: `seconds` is for the whole front. Most budgets are easy, so each plan may take twice an equal share of
@@ -119,9 +122,8 @@ def front(
         SpecError: the planner cannot plan this trace at all.
     """
     start = time.perf_counter()
-    graph = analyse(trace, limits.constraints)
-    kept = keep_all(trace, graph)
-    least, most = bounder_of(trace, graph).floor.peak_bytes, kept.timeline.peak_allocated_bytes
+    kept = problem.saved
+    least, most = bounder_of(problem).floor.peak_bytes, kept.timeline.peak_allocated_bytes
     budgets = sorted({least + (most - least) * k // (points - 1) for k in range(points)})
     clock = limits.clock()
     plans: list[Pick | None] = []
@@ -133,8 +135,8 @@ def front(
         began = time.perf_counter()
         share = min(2 * limits.seconds / len(budgets), clock.left_seconds)
         try:
-            plan = plan_with(planner, trace, budget, replace(limits, seconds=share))
-            plans.append(pick_of(trace, plan, budget))
+            plan = plan_with(planner, problem, budget, replace(limits, seconds=share))
+            plans.append(pick_of(problem, plan, budget))
             refusals.append(None)
         except (Refusal, UnfinishedError) as error:
             plans.append(None)
@@ -143,9 +145,9 @@ def front(
     plans.reverse()
     seconds.reverse()
     refusals.reverse()
-    bounds = bound_curve(trace, budgets, graph).bounds
+    bounds = bound_curve(problem, budgets).bounds
     chosen = cheapest(budgets, plans)
-    asking = asking or Asking(trace)
+    asking = asking or Asking(problem)
     rows = [
         _point(
             kept.timeline,
@@ -161,7 +163,7 @@ def front(
         )
     ]
     return Front(
-        trace=trace,
+        problem=problem,
         trace_name=trace_name,
         planner=planner,
         kept=kept.timeline,
@@ -185,9 +187,9 @@ class Pick:
     made_for_bytes: int
 
 
-def pick_of(trace: Trace, plan: Plan, made_for_bytes: int) -> Pick:
+def pick_of(problem: Problem, plan: Plan, made_for_bytes: int) -> Pick:
     """A plan, replayed."""
-    replay = replayed(trace, plan)
+    replay = problem.unconstrained.replay(plan.actions)
     return Pick(plan=plan, schedule=replay.schedule, timeline=replay.timeline, made_for_bytes=made_for_bytes)
 
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from simulator.allocator.question import Question
 from simulator.core.limits import DEFAULTS, Limits
+from simulator.core.problem import Problem
 from simulator.planners import DEFAULT, plan_with
 from simulator.planners.outcome import Refusal
 from simulator.studies.prediction import Comparison, compare, with_reserved
@@ -15,15 +16,14 @@ from simulator.studies.warnings import answered
 from simulator.studies.within_reserved import plan_within_reserved
 from traces.errors import SpecError
 from traces.plan import ALLOCATED, RESERVED, Plan
-from traces.trace import Trace
 
 UNLIMITED_BYTES: Final = 1 << 62
 SHARES: Final = 4  # a planner's time, where several plans are made for one budget
 
 
-def keep_all(trace: Trace, question: Question | None) -> Comparison:
+def keep_all(problem: Problem, question: Question | None) -> Comparison:
     """The step with everything kept, and what the allocator makes of it."""
-    return answered(with_reserved(compare(trace, Plan(meta=trace.meta), None), question))
+    return answered(with_reserved(compare(problem, Plan(meta=problem.trace.meta), None), question))
 
 
 def whole_bytes(kept: Comparison, budget_of: str) -> int:
@@ -43,7 +43,7 @@ def whole_bytes(kept: Comparison, budget_of: str) -> int:
 
 
 def planned(
-    trace: Trace,
+    problem: Problem,
     planner: str,
     limits: Limits = DEFAULTS,
     *,
@@ -59,10 +59,10 @@ def planned(
     """
 
     def make(budget_bytes: int) -> Plan:
-        return plan_with(planner, trace, budget_bytes, limits)
+        return plan_with(planner, problem, budget_bytes, limits)
 
     def reserved_bytes(plan: Plan) -> int:
-        run = with_reserved(compare(trace, plan, None), question).planned_reserved
+        run = with_reserved(compare(problem, plan, None), question).planned_reserved
         assert run is not None
         progress(f"a plan that reserves {run.wanted_bytes:,} bytes")
         if (
@@ -82,6 +82,6 @@ def planned(
                 raise
             from simulator.studies.lowest_peak import with_lowest_peak
 
-            raise with_lowest_peak(trace, error, limits) from None
+            raise with_lowest_peak(problem, error, limits) from None
     plan = replace(plan, budget_bytes=budget_bytes, budget_of=budget_of)
-    return answered(with_reserved(compare(trace, plan, budget_bytes), question))
+    return answered(with_reserved(compare(problem, plan, budget_bytes), question))

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from simulator.allocator.question import Question, Reserved, reserve
-from simulator.core.graph import Graph, analyse
-from simulator.core.replay import keep_all
+from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 from simulator.core.timeline import Timeline
-from simulator.planners.outcome import figures, predicted, replayed
+from simulator.planners.outcome import figures, predicted
 from traces.measurement import RunFigures
 from traces.plan import Plan
 from traces.trace import Trace
@@ -22,7 +21,7 @@ class Comparison:
 
     trace: Trace
     plan: Plan
-    graph: Graph
+    problem: Problem  # with the constraints that the plan was made under
     kept: Schedule
     kept_timeline: Timeline
     planned: Schedule
@@ -58,15 +57,14 @@ class Comparison:
         return 100.0 * (self.planned_timeline.step_time_ns - base) / base if base else 0.0
 
 
-def compare(trace: Trace, plan: Plan, budget_bytes: int | None) -> Comparison:
-    """Replay a trace without and with the plan; raises PlanError if the plan does not fit the trace."""
-    graph = analyse(trace)
-    kept = keep_all(trace, graph)
-    planned = replayed(trace, plan) if plan.actions else kept
+def compare(problem: Problem, plan: Plan, budget_bytes: int | None) -> Comparison:
+    """Replay without and with the plan, whatever the constraints; raises PlanError if it does not fit the trace."""
+    kept = problem.unconstrained.saved
+    planned = problem.unconstrained.replay(plan.actions) if plan.actions else kept
     return Comparison(
-        trace=trace,
+        trace=problem.trace,
         plan=plan,
-        graph=graph,
+        problem=problem,
         kept=kept.schedule,
         kept_timeline=kept.timeline,
         planned=planned.schedule,
@@ -79,6 +77,6 @@ def with_reserved(c: Comparison, question: Question | None) -> Comparison:
     """The same with the answers to a question about reserved memory; without a question nothing is added."""
     if question is None:
         return c
-    kept = reserve(c.trace, c.graph, c.kept, question)
-    planned = kept if c.planned == c.kept else reserve(c.trace, c.graph, c.planned, question)
+    kept = reserve(c.problem, c.kept, question)
+    planned = kept if c.planned == c.kept else reserve(c.problem, c.planned, question)
     return replace(c, question=question, kept_reserved=kept, planned_reserved=planned)

@@ -195,11 +195,13 @@ def _fingerprint(directory: Path) -> str:
 
 def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) -> SweepRow:
     from simulator.allocator.question import ask
+    from simulator.core.problem import Problem
     from simulator.core.replay import breakdown
     from simulator.studies.planning import keep_all, planned, whole_bytes
 
     question = ask(trace.meta, request.alloc_conf)
-    kept = keep_all(trace, question)
+    problem = Problem(trace, request.limits.constraints)
+    kept = keep_all(problem, question)
     budget_bytes = parse_budget(request.budget, whole_bytes(kept, request.budget_of))
     sts = trace.storages
     row = SweepRow(
@@ -215,7 +217,9 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) 
         recomputed_ops=0,
         breakdown_baseline=breakdown(trace, kept.kept, kept.kept_timeline).at_peak,
         breakdown_plan={},
-        activation_bytes=sum(n for n, w in zip(sts.nbytes, kept.graph.wanted, strict=True) if w),
+        activation_bytes=sum(
+            n for n, w in zip(sts.nbytes, problem.unconstrained.saved_by_default, strict=True) if w
+        ),
         parameter_bytes=sum(n for n, c in zip(sts.nbytes, sts.category, strict=True) if c == PARAMETER),
         ops=len(trace.ops),
         storages=len(sts),
@@ -226,7 +230,7 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) 
     plan_path = request.directory / f"plan-b{batch_size}.json"
     try:
         c = planned(
-            trace,
+            problem,
             request.planner,
             request.limits,
             budget_bytes=budget_bytes,

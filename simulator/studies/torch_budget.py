@@ -20,9 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from simulator.core.graph import Graph, analyse
-from simulator.core.replay import run
-from simulator.core.schedule import build
+from simulator.core.problem import Problem
 from simulator.core.timeline import Timeline
 from simulator.planners.outcome import finish
 from simulator.studies.comparison import Contest, Entrant
@@ -81,57 +79,56 @@ def ask_torch(
         return SavedSets.load(output)
 
 
-def plans(trace: Trace, sets: SavedSets, graph: Graph | None = None) -> tuple[TorchPlan, ...]:
+def plans(problem: Problem, sets: SavedSets) -> tuple[TorchPlan, ...]:
     """A plan for each saved set.
 
     Raises:
         PlanError: the sets are of another trace.
     """
+    trace = problem.trace
     if sets.trace.fingerprint != trace.meta.fingerprint:
         raise PlanError(
             f"the saved sets were made for the trace {sets.trace.fingerprint} and this is {trace.meta.fingerprint}; "
             "make them again with `trace torch-budget`."
         )
-    graph = graph or analyse(trace)
     out = []
     for choice in sets.sets:
-        found = finish(
-            trace, graph, f"torch {choice.label}", UNLIMITED_BYTES, actions_for(trace, graph, choice)
-        )
+        found = finish(problem, f"torch {choice.label}", UNLIMITED_BYTES, actions_for(problem, choice))
         out.append(
             TorchPlan(
                 choice=choice,
                 plan=replace(found, budget_bytes=None),  # torch was given none in bytes
-                timeline=run(trace, build(trace, found.actions, graph), graph),
+                timeline=problem.replay(found.actions).timeline,
                 saved_instead=sum(
-                    1 for s in choice.recomputed if graph.wanted[s] and not graph.rebuildable[s]
+                    1 for s in choice.recomputed if problem.saved_by_default[s] and not problem.rebuildable[s]
                 ),
             )
         )
     return tuple(out)
 
 
-def actions_for(trace: Trace, graph: Graph, choice: SavedSet) -> tuple[Action, ...]:
+def actions_for(problem: Problem, choice: SavedSet) -> tuple[Action, ...]:
     """The actions that a saved set means; see the module's text.
 
     Raises:
         PlanError: it names a storage that the trace does not have.
     """
+    trace = problem.trace
     n = len(trace.storages)
     if any(not 0 <= s < n for s in (*choice.saved, *choice.recomputed)):
         raise PlanError(f"a saved set names storages that the trace, which has {n}, does not have.")
     saved = frozenset(choice.saved)
-    out = [Action(storage=s) for s in graph.candidates if s not in saved]
+    out = [Action(storage=s) for s in problem.candidates if s not in saved]
     links = [
         s
         for s in range(n)
-        if 0 <= trace.storages.producer[s] < graph.first_backward_op
-        and not graph.wanted[s]
-        and not graph.pinned[s]
+        if 0 <= trace.storages.producer[s] < problem.forward_end
+        and not problem.saved_by_default[s]
+        and not problem.pinned[s]
     ]
     again = frozenset(choice.recomputed)
     out += [Action(storage=s, action=SAVE) for s in links if s in saved]
-    out += [Action(storage=s) for s in links if s in again and s not in saved and graph.rebuildable[s]]
+    out += [Action(storage=s) for s in links if s in again and s not in saved and problem.rebuildable[s]]
     return tuple(out)
 
 
@@ -144,7 +141,7 @@ def entrants(contest: Contest, sets: SavedSets) -> tuple[Entrant, ...]:
         PlanError: the sets are of another trace.
     """
     same: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TorchPlan]] = {}
-    for p in plans(contest.trace, sets):
+    for p in plans(contest.problem, sets):
         same.setdefault((p.choice.saved, p.choice.recomputed), []).append(p)
     out = []
     for group in same.values():

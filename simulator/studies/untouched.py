@@ -66,7 +66,7 @@ def untouched_peak_bytes(c: Comparison) -> int:
     counted = c.trace.meta.untouched_peak_bytes
     if counted:
         return counted
-    timeline = run(c.trace, untaken(c), c.graph)
+    timeline = run(c.problem, untaken(c))
     wider = [0] * len(c.kept) if kind_of(c.trace.meta) == CUDA else _wider_masks(c.trace, c.kept)
     highest = max((n + more for n, more in zip(timeline.peak_bytes, wider, strict=True)), default=0)
     return max(highest, c.kept_timeline.peak_allocated_bytes)
@@ -79,7 +79,7 @@ def untouched(c: Comparison) -> Untouched:
     """
     reserved, plain = c.kept_reserved, untaken(c)
     if c.question is not None and plain != c.kept:
-        reserved = reserve(c.trace, c.graph, plain, c.question)
+        reserved = reserve(c.problem, plain, c.question)
     return Untouched(peak_allocated_bytes=untouched_peak_bytes(c), reserved=reserved)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from simulator.allocator.question import ask, kind_of
+from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 from simulator.core.timeline import Timeline
 from simulator.studies.prediction import Comparison, compare, with_reserved
@@ -70,9 +71,10 @@ def warnings(c: Comparison) -> tuple[str, ...]:
     return tuple(out)
 
 
-def warnings_of(trace: Trace) -> tuple[str, ...]:
+def warnings_of(problem: Problem) -> tuple[str, ...]:
     """What must be said beside any figure of a trace, whatever the plan."""
-    return warnings(with_reserved(compare(trace, Plan(meta=trace.meta), None), ask(trace.meta)))
+    meta = problem.trace.meta
+    return warnings(with_reserved(compare(problem, Plan(meta=meta), None), ask(meta)))
 
 
 def answered(c: Comparison) -> Comparison:

@@ -25,8 +25,7 @@ from typing import Any
 import click
 
 from simulator.core.limits import Limits
-from simulator.core.replay import run
-from simulator.core.schedule import build
+from simulator.core.problem import Problem
 from simulator.planners import DEFAULT, plan_with
 from tests.bench.recorded import (
     A100_BYTES_PER_S,
@@ -136,7 +135,7 @@ def main(shares: str, planner: str, cache: Path, seconds: float, as_json: bool) 
         modules, took = graph()
     peak, compute_ms = get_peak_memory_runtime_baseline(modules)
     trace = a100_times(published_flops(trace_of(cache, "gpt2", **OPTIONS)))
-    base = run(trace, build(trace))
+    base = Problem(trace).saved.timeline
     rows = []
     for share in map(float, shares.split(",")):
         begin = time.perf_counter()
@@ -146,8 +145,8 @@ def main(shares: str, planner: str, cache: Path, seconds: float, as_json: bool) 
         ours = None
         try:
             budget_bytes = int(share * base.peak_allocated_bytes)
-            plan = plan_with(planner, trace, budget_bytes, Limits(seconds=seconds))
-            ours = added_percent(base, run(trace, build(trace, plan.actions)))
+            plan = plan_with(planner, Problem(trace), budget_bytes, Limits(seconds=seconds))
+            ours = added_percent(base, Problem(trace).replay(plan.actions).timeline)
         except BudgetError:
             pass
         rows.append(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 
-from tests.bench.small import Problem, Solved, command
+from tests.bench.small import Small, Solved, command
 
 
 class Programme:
@@ -39,7 +39,7 @@ class Programme:
         self.rows.append((right, [c for c, _ in terms], [v for _, v in terms]))
 
 
-def solve(problem: Problem, budget_bytes: int, seconds: float, *, as_ours: bool = True) -> Solved:
+def solve(problem: Small, budget_bytes: int, seconds: float, *, as_ours: bool = True) -> Solved:
     """The least added time within the budget, if HiGHS finds and proves it in time.
 
     Counts: every storage's bytes at every run of an op, workspace included. Ignores: takeovers of memory.
@@ -124,7 +124,7 @@ def solve(problem: Problem, budget_bytes: int, seconds: float, *, as_ours: bool 
 
 def _memory(
     p: Programme,
-    problem: Problem,
+    problem: Small,
     readers: tuple[tuple[int, ...], ...],
     t: int,
     budget_bytes: int,

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from simulator.core.evaluator import Evaluator, State
-from simulator.core.graph import analyse
+from simulator.core.problem import Problem
 from tests.synthetic import decoder
 from traces.plan import Action
 from traces.store import load
@@ -42,14 +42,16 @@ def rate(evaluate: Callable[[], int]) -> float:
 
 def measure(name: str, trace: Trace) -> list[dict[str, Any]]:
     begin = time.perf_counter()
-    graph = analyse(trace)
-    evaluator = Evaluator(trace, graph)
+    problem = Problem(trace)
+    evaluator = Evaluator(problem)
     build_seconds = time.perf_counter() - begin
     draw = random.Random(0)
     out = []
     for kind, share_released in KINDS.items():
-        state = evaluator.state(Action(storage=s) for s in graph.candidates if draw.random() < share_released)
-        state.share[list(graph.candidates)] = 1
+        state = evaluator.state(
+            Action(storage=s) for s in problem.candidates if draw.random() < share_released
+        )
+        state.share[list(problem.candidates)] = 1
 
         def whole(state: State = state) -> int:
             evaluator.cost(state)

@@ -1,4 +1,4 @@
-"""A whole front of ours beside one plan of torch's partitioner, on the same graph, in turns on the same machine.
+"""A whole front of ours beside one plan of torch's partitioner, on the same problem, in turns on the same machine.
 
 python -m tests.bench.front [bert-base|resnet152 ...] [--rounds N] [--points N] [--planner mu-two] [--json]
 

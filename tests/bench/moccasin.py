@@ -18,12 +18,12 @@ from __future__ import annotations
 import time
 from math import gcd
 
-from tests.bench.small import Problem, Solved, command
+from tests.bench.small import Small, Solved, command
 
 COPIES = 2  # as published
 
 
-def solve(problem: Problem, budget_bytes: int, seconds: float) -> Solved:
+def solve(problem: Small, budget_bytes: int, seconds: float) -> Solved:
     """The least added time within the budget, if CP-SAT finds and proves it in time.
 
     Counts: every storage's bytes at every run of an op, workspace included. Ignores: takeovers of memory.

@@ -17,8 +17,7 @@ from typing import Any
 
 import click
 
-from simulator.core.replay import run
-from simulator.core.schedule import build
+from simulator.core.problem import Problem
 from simulator.planners import DEFAULT
 from tests.bench.recorded import BENCH, CACHE, trace_of
 from tests.bench.solve import measure, text
@@ -56,7 +55,7 @@ def main(
         model, options = TRACES[name]
         trace = trace_of(cache, model, **options, target="h200")
         resident = trace.resident_bytes
-        activations = run(trace, build(trace)).peak_allocated_bytes - resident
+        activations = Problem(trace).saved.timeline.peak_allocated_bytes - resident
         budgets = [str(resident + int(float(s) / 100 * activations)) for s in shares.split(",")]
         found = measure(name, trace, budgets, planners.split(","), seconds, timeout)
         out += found

@@ -14,10 +14,8 @@ from pathlib import Path
 import click
 
 from simulator.bounds.bound import lower_bound
-from simulator.core.graph import analyse, floor
 from simulator.core.limits import Limits
-from simulator.core.replay import run
-from simulator.core.schedule import build
+from simulator.core.problem import Problem
 from simulator.planners import DEFAULT, find, plan_with
 from tests.bench.recorded import BENCH, CACHE, trace_of
 from tests.synthetic import ladder, resnet
@@ -45,7 +43,7 @@ def without_takeovers(trace: Trace) -> Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Small:
     """Ops in order, with the storages that they make and read. Residents are left out of `makes` and `reads`."""
 
     resident_bytes: int
@@ -69,19 +67,19 @@ class Problem:
         return tuple(tuple(r) for r in out)
 
 
-def problem_of(trace: Trace) -> Problem:
+def problem_of(trace: Trace) -> Small:
     """The problem of a trace; what the schedule may not touch (holds, pinned values) is held.
 
     A view is an op of the problem only where it decides something: in backward, where it demands a value from forward.
     Elsewhere it only makes its base stay until then.
     """
-    graph = analyse(trace)
+    problem = Problem(trace)
     ops, sts = trace.ops, trace.storages
-    turn = graph.first_backward_op
+    turn = problem.forward_end
     mine = [s for s in range(len(sts)) if sts.producer[s] >= 0]
     storage = {s: k for k, s in enumerate(mine)}
     demands = [i >= turn and any(0 <= sts.producer[s] < turn for s in ops.reads[i]) for i in range(len(ops))]
-    chosen = [i for i in range(len(ops)) if not graph.is_view[i] or demands[i]]
+    chosen = [i for i in range(len(ops)) if not problem.is_view[i] or demands[i]]
     number = {i: k for k, i in enumerate(chosen)}
     last = {s: i for i in range(len(ops)) for s in ops.reads[i]}
 
@@ -100,19 +98,19 @@ def problem_of(trace: Trace) -> Problem:
     hold = []
     for s in mine:
         until = sts.hold[s]
-        if graph.pinned[s]:
+        if problem.pinned[s]:
             until = max(until, last.get(s, -1))
         hold.append(at(until))
-    return Problem(
+    return Small(
         resident_bytes=trace.resident_bytes,
-        times_ns=tuple(0 if graph.is_view[i] else ops.time_ns[i] for i in chosen),
+        times_ns=tuple(0 if problem.is_view[i] else ops.time_ns[i] for i in chosen),
         reads=tuple(map(tuple, reads)),
-        makes=tuple(tuple(storage[s] for s in graph.creates[i]) for i in chosen),
-        workspace_bytes=tuple(graph.rise_bytes[i] - graph.created_bytes[i] for i in chosen),
+        makes=tuple(tuple(storage[s] for s in problem.creates[i]) for i in chosen),
+        workspace_bytes=tuple(problem.transient_bytes[i] - problem.created_bytes[i] for i in chosen),
         nbytes=tuple(sts.nbytes[s] for s in mine),
         producer=tuple(number[sts.producer[s]] for s in mine),
         hold=tuple(hold),
-        may_rerun=tuple(graph.may_rerun[i] and i < turn for i in chosen),
+        may_rerun=tuple(problem.may_rerun[i] and i < turn for i in chosen),
         forward=sum(1 for i in chosen if i < turn),
     )
 
@@ -128,7 +126,7 @@ class Solved:
     variables: int
 
 
-Solver = Callable[[Problem, int, float], Solved]
+Solver = Callable[[Small, int, float], Solved]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +157,8 @@ def rows(
     for name in graphs:
         trace = without_takeovers(GRAPHS[name](cache))
         problem = problem_of(trace)
-        base = run(trace, build(trace))
-        least = floor(trace).peak_bytes
+        base = Problem(trace).saved.timeline
+        least = Problem(trace).floor.peak_bytes
         for share in shares:
             budget_bytes = least + round(share * (base.peak_allocated_bytes - least))
             optimum = solve(problem, budget_bytes, seconds)
@@ -169,13 +167,13 @@ def rows(
             for planner in planners:
                 begin = time.perf_counter()
                 try:
-                    plan = plan_with(planner, trace, budget_bytes, Limits(seconds=seconds))
-                    added = run(trace, build(trace, plan.actions)).step_time_ns - base.step_time_ns
+                    plan = plan_with(planner, Problem(trace), budget_bytes, Limits(seconds=seconds))
+                    added = Problem(trace).replay(plan.actions).timeline.step_time_ns - base.step_time_ns
                     ours[planner] = 100 * added / base.step_time_ns
                 except LowtideError:
                     ours[planner] = None
                 took[planner] = time.perf_counter() - begin
-            bound = lower_bound(trace, budget_bytes)
+            bound = lower_bound(Problem(trace), budget_bytes)
             added_ns = optimum.added_ns
             out.append(
                 Row(

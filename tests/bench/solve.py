@@ -22,8 +22,7 @@ from simulator.bounds.bound import bound_curve
 from simulator.core.budget import parse_budget
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Limits
-from simulator.core.replay import run
-from simulator.core.schedule import build
+from simulator.core.problem import Problem
 from simulator.planners import DEFAULT, find, plan_with
 from tests.bench.recorded import BENCH, CACHE, trace_of
 from traces.errors import LowtideError
@@ -69,13 +68,13 @@ def measure(
     name: str, trace: Trace, budgets: list[str], planners: list[str], seconds: float, timeout: float
 ) -> list[Row]:
     """All planners at all budgets of one trace."""
-    base = run(trace, build(trace))
+    base = Problem(trace).saved.timeline
     sizes = [parse_budget(b, base.peak_allocated_bytes) for b in budgets]
     begin = time.perf_counter()
-    curve = bound_curve(trace, sizes)
+    curve = bound_curve(Problem(trace), sizes)
     bound_seconds = time.perf_counter() - begin
     bounds = {b.budget_bytes: b for b in curve.bounds}
-    evaluator = Evaluator(trace)
+    evaluator = Evaluator(Problem(trace))
     state = evaluator.state()
     times = []
     for _ in range(20):
@@ -135,12 +134,12 @@ def alone(
 def _plan(pipe: Any, trace: Trace, planner: str, budget_bytes: int, seconds: float) -> None:
     begin = time.perf_counter()
     try:
-        plan = plan_with(planner, trace, budget_bytes, Limits(seconds=seconds))
+        plan = plan_with(planner, Problem(trace), budget_bytes, Limits(seconds=seconds))
     except LowtideError as error:
         pipe.send((time.perf_counter() - begin, None, str(error)[:120]))
         return
     took = time.perf_counter() - begin
-    pipe.send((took, run(trace, build(trace, plan.actions)).step_time_ns - trace.time_ns, ""))
+    pipe.send((took, Problem(trace).replay(plan.actions).timeline.step_time_ns - trace.time_ns, ""))
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""torch's activation_memory_budget and per-block checkpoints beside ours: same graph, same op times, same replay.
+"""torch's activation_memory_budget and per-block checkpoints beside ours: same problem, same op times, same replay.
 
 python -m tests.bench.torch_budget [bert-base|gpt2|resnet50 ...] [--cache DIR] [--seconds S] [--target h200] [--json]
 
@@ -9,7 +9,7 @@ A100 40 GB without fusion; FLOPs by torch's own counter, which has none for atte
 Counts: every storage of the captured graph once. Ignores: what a compiler would fuse or reorder, and kernels'
 workspaces, for torch's plans and for ours alike. A published peak is rounded to a MB and is of a graph captured
 otherwise, so beside each target stand the bound there, torch's own plan in this replay, and ours and the bound at the
-peak of that plan. With `--target h200` the graph, the op times and the workspace are
+peak of that plan. With `--target h200` the problem, the op times and the workspace are
 those that Lowtide has for that GPU instead.
 """
 
@@ -26,8 +26,8 @@ from typing import Any
 import click
 
 from simulator.bounds.bound import lower_bound
-from simulator.core.graph import analyse
 from simulator.core.limits import Limits
+from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.core.timeline import Timeline
@@ -120,8 +120,8 @@ class Model:
         counted = self.recorded if target else published_flops(tensors_alone(self.recorded))
         self.trace = counted if target else a100_times(counted)
         self.by_flops = flops_as_times(counted)
-        self.graph = analyse(self.trace)
-        self.base = run(self.trace, build(self.trace, (), self.graph), self.graph)
+        self.problem = Problem(self.trace)
+        self.base = run(self.problem, build(self.problem, ()))
         directory = directory_of(cache, name, **options)
         self.saved_file = directory.with_name(directory.name + ".torch.json")
 
@@ -143,7 +143,7 @@ class Model:
         sets = SavedSets.load(self.saved_file)
         return [
             self.figures(f"torch {p.choice.label}", p.timeline, p.choice.solve_seconds, p.choice.valid)
-            for p in plans(self.trace, sets, self.graph)
+            for p in plans(self.problem, sets)
         ]
 
     def without_links(self, label: str) -> Figures | None:
@@ -153,29 +153,29 @@ class Model:
         """
         sets = SavedSets.load(self.saved_file)
         chosen = tuple(s for s in sets.sets if f"torch {s.label}" == label)
-        for p in plans(self.trace, replace(sets, sets=chosen), self.graph):
+        for p in plans(self.problem, replace(sets, sets=chosen)):
             actions = tuple(a for a in p.plan.actions if a.action != SAVE)
-            timeline = run(self.trace, build(self.trace, actions, self.graph), self.graph)
+            timeline = run(self.problem, build(self.problem, actions))
             return self.figures(f"{label} without links", timeline, 0.0, p.choice.valid)
         return None
 
     def bound_percent(self, below_mb: float, of: str) -> float | None:
         """What every plan with a peak below that adds at least, in time or in FLOPs; None: there is no such plan."""
         budget_bytes = self.trace.resident_bytes + round(below_mb * 1e6) - 1
-        bound = lower_bound(self.trace if of == "time" else self.by_flops, budget_bytes)
+        bound = lower_bound(Problem(self.trace if of == "time" else self.by_flops), budget_bytes)
         return bound.overhead_percent if bound.feasible else None
 
     def checkpoints(self) -> list[Figures]:
         """`torch.utils.checkpoint` around every block, around every two, ..."""
         out = []
-        segment = block_segments(self.trace.ops.module[: self.graph.first_backward_op])
+        segment = block_segments(self.trace.ops.module[: self.problem.forward_end])
         for count in GROUPS:
             begin = time.perf_counter()
             grouped = [OUTSIDE if b == OUTSIDE else b // count for b in segment]
-            schedule = build(self.trace, actions_for(self.trace, self.graph, grouped), self.graph)
+            schedule = build(self.problem, actions_for(self.problem, grouped))
             seconds = time.perf_counter() - begin
             label = f"checkpoint every {count}"
-            out.append(self.figures(label, run(self.trace, schedule, self.graph), seconds))
+            out.append(self.figures(label, run(self.problem, schedule), seconds))
         return out
 
     def ours(self, below_mb: float, of: str, planner: str, limits: Limits) -> Figures | None:
@@ -183,11 +183,13 @@ class Model:
         budget_bytes = self.trace.resident_bytes + round(below_mb * 1e6) - 1
         begin = time.perf_counter()
         try:
-            plan = plan_with(planner, self.trace if of == "time" else self.by_flops, budget_bytes, limits)
+            plan = plan_with(
+                planner, Problem(self.trace if of == "time" else self.by_flops), budget_bytes, limits
+            )
         except BudgetError:
             return None
         seconds = time.perf_counter() - begin
-        timeline = run(self.trace, build(self.trace, plan.actions, self.graph), self.graph)
+        timeline = run(self.problem, build(self.problem, plan.actions))
         return self.figures(f"{planner} by {of}", timeline, seconds)
 
 

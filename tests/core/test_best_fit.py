@@ -15,7 +15,7 @@ from simulator.allocator.settings import (
     AllocatorSettings,
     parse_alloc_conf,
 )
-from simulator.core.graph import analyse
+from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, fwd, trace
@@ -108,21 +108,21 @@ def test_the_compiled_allocator_is_the_simulated_one(of: Requests, iterations: i
 @given(drawn=traces_with_actions(), ties=st.sampled_from([LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT]))
 def test_both_ways_say_the_same_of_a_step(drawn: tuple[Trace, tuple[Action, ...]], ties: str) -> None:
     of, actions = drawn
-    schedule = build(of, actions)
-    expected = simulated(requests_of(of, schedule, analyse(of)), 5, ties)
+    schedule = build(Problem(of), actions)
+    expected = simulated(requests_of(Problem(of), schedule), 5, ties)
     of_version = AllocatorSettings(ties=ties)
-    assert reserved_peak(of, schedule, of_version) == expected
-    assert reserved_peak(of, schedule, of_version, compiled=True) == expected
+    assert reserved_peak(Problem(of), schedule, of_version) == expected
+    assert reserved_peak(Problem(of), schedule, of_version, compiled=True) == expected
 
 
 def test_settings_that_the_compiled_one_does_not_know_are_simulated() -> None:
     """A value of 30 MiB gets a segment of its own size by default, and two pages of 20 MiB where segments grow."""
     of = trace([fwd({"x": 30 * MIB}, "w"), bwd({"g": 4}, "x")], {"w": 4})
-    schedule = build(of)
-    default = reserved_peak(of, schedule, AllocatorSettings(), compiled=True)
-    grown = reserved_peak(of, schedule, parse_alloc_conf("expandable_segments:True"), compiled=True)
+    schedule = build(Problem(of))
+    default = reserved_peak(Problem(of), schedule, AllocatorSettings(), compiled=True)
+    grown = reserved_peak(Problem(of), schedule, parse_alloc_conf("expandable_segments:True"), compiled=True)
     assert default.peak_reserved_bytes == 32 * MIB  # 2 for the small ones
-    assert grown == reserved_peak(of, schedule, parse_alloc_conf("expandable_segments:True"))
+    assert grown == reserved_peak(Problem(of), schedule, parse_alloc_conf("expandable_segments:True"))
     assert grown.peak_reserved_bytes == 42 * MIB
     assert [_by_address(AllocatorSettings(ties=t)) for t in (LOWEST_ADDRESS, OLDER_SEGMENT)] == [True, True]
     assert not _by_address(AllocatorSettings(ties=OLDER_BLOCK))

@@ -10,7 +10,7 @@ import pytest
 from simulator.bounds.bound import bound_answer, bound_curve, lower_bound
 from simulator.bounds.instants import TURN, Instants
 from simulator.bounds.mincut import Corner, Link, Network, Rerun, corners
-from simulator.core.graph import floor
+from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from tests.exhaust import frontier, optimum
 from tests.synthetic import resnet
@@ -37,7 +37,7 @@ def two_values() -> Trace:
 
 
 def test_a_budget_that_keep_all_meets_adds_nothing() -> None:
-    bound = lower_bound(two_values(), 72)  # while g is made: 4 + 40 + 20 + 4 (c) + 4 (g)
+    bound = lower_bound(Problem(two_values()), 72)  # while g is made: 4 + 40 + 20 + 4 (c) + 4 (g)
     assert (bound.feasible, bound.added_time_ns, bound.op) == (True, 0, TURN)
     assert bound.overhead_percent == 0.0
 
@@ -47,19 +47,19 @@ def test_cheapest_bytes_first_and_a_part_of_one_storage() -> None:
     # a costs 5/40 ns per byte, b 7/20. Budget 48 is 24 too little: 5 * 24 / 40 = 3 ns; 49 is 23 too little: 2.9,
     # rounded down. The turn has 68 bytes: 5 * 20 / 40 = 2.5.
     # Op 4 has 72 too (w, g, b, h 32 and a 40), and as the later one it is the one looked at.
-    bound = lower_bound(two_values(), 48)
+    bound = lower_bound(Problem(two_values()), 48)
     assert (bound.added_time_ns, bound.op) == (3, 4)
-    assert Instants(two_values()).at(3).added(48) == (3, 5, 40)
-    assert Instants(two_values()).at(3).added(49) == (2, 5, 40)
-    assert Instants(two_values()).at(TURN).added(48) == (2, 5, 40)
+    assert Instants(Problem(two_values())).at(3).added(48) == (3, 5, 40)
+    assert Instants(Problem(two_values())).at(3).added(49) == (2, 5, 40)
+    assert Instants(Problem(two_values())).at(TURN).added(48) == (2, 5, 40)
     assert (bound.price_ns, bound.price_bytes) == (5, 40)
     assert bound.overhead_percent == pytest.approx(100 * 3 / 16)  # 5 + 7 + 1 + 1 + 1 + 1 ns
     # Budget 32 is exactly all of a; 22 is 10 less, half of b: 5 + 7 * 10 / 20 = 8.5. The instant would allow both,
     # but the last op reads a again: w 4 + h 4 + a 40 = 48 is the floor.
-    assert not lower_bound(two_values(), 32).feasible
-    assert Instants(two_values()).at(3).added(32) == (5, 5, 40)
-    assert Instants(two_values()).at(3).added(22) == (8, 7, 20)
-    assert Instants(two_values()).at(3).added(11) is None
+    assert not lower_bound(Problem(two_values()), 32).feasible
+    assert Instants(Problem(two_values())).at(3).added(32) == (5, 5, 40)
+    assert Instants(Problem(two_values())).at(3).added(22) == (8, 7, 20)
+    assert Instants(Problem(two_values())).at(3).added(11) is None
 
 
 def test_a_link_is_made_again_or_saved_whichever_costs_less() -> None:
@@ -74,7 +74,7 @@ def test_a_link_is_made_again_or_saved_whichever_costs_less() -> None:
         ],
         {"w": 4},
     )
-    instant = Instants(of).at(3)  # w 4, z 4, g 4
+    instant = Instants(Problem(of)).at(3)  # w 4, z 4, g 4
     assert (instant.unavoidable_bytes, instant.most_bytes) == (12, 30)
     # The hull from (0 ns, 30 bytes) over (3 ns, 10 bytes) to (5 ns, 0 bytes): 3/20 and 2/10 ns per byte.
     assert instant.steps == ((3, 20), (2, 10))
@@ -90,7 +90,7 @@ def test_an_op_with_two_outputs_is_paid_once() -> None:
         ],
         {"w": 4},
     )
-    assert Instants(of).at(2).steps == ((4, 40),)
+    assert Instants(Problem(of)).at(2).steps == ((4, 40),)
 
 
 def test_what_may_not_run_again_is_kept() -> None:
@@ -105,7 +105,7 @@ def test_what_may_not_run_again_is_kept() -> None:
         {"w": 4},
     )
     # While g is made: w 4, e 8, g 4, and r 16, which backward reads and nothing can make again.
-    instant = Instants(of).at(3)
+    instant = Instants(Problem(of)).at(3)
     assert (instant.unavoidable_bytes, instant.most_bytes, instant.steps) == (32, 40, ((3, 40),))
 
 
@@ -116,10 +116,10 @@ def test_a_storage_that_is_taken_over_counts_only_if_it_survives() -> None:
         bwd({}, "g", time_ns=1),
     ]
     # x is last read by op 1, which writes into its memory: 4 + 40 in all.
-    assert Instants(trace(ops, {"w": 4})).at(1).unavoidable_bytes == 44
+    assert Instants(Problem(trace(ops, {"w": 4}))).at(1).unavoidable_bytes == 44
     # Read once more later, x stays (40 more) or is computed again after op 1.
     ops.append(bwd({}, "x", time_ns=1))
-    instant = Instants(trace(ops, {"w": 4})).at(1)
+    instant = Instants(Problem(trace(ops, {"w": 4}))).at(1)
     assert (instant.unavoidable_bytes, instant.most_bytes, instant.steps) == (44, 40, ((5, 40),))
 
 
@@ -139,9 +139,9 @@ def test_an_instant_during_backward_can_decide() -> None:
     )
     # Op 4: w 4, d1 100, l 100, d2 100 = 304; x and y beside them make 404. Budget 354: 50 too many, 9 ns.
     # The turn has only w 4, x 50, y 50, l 100 = 204.
-    bound = lower_bound(of, 354)
+    bound = lower_bound(Problem(of), 354)
     assert (bound.added_time_ns, bound.op) == (9, 4)
-    assert Instants(of).at(TURN).added(354) == (0, 0, 1)
+    assert Instants(Problem(of)).at(TURN).added(354) == (0, 0, 1)
 
 
 def test_an_instant_of_forward_can_decide() -> None:
@@ -158,22 +158,22 @@ def test_an_instant_of_forward_can_decide() -> None:
         {"w": 4},
     )
     # Op 2: w 4, h 200, i 200 = 404, and x 50 unless it is computed again: 9 ns. l is made later and free here.
-    bound = lower_bound(of, 420)
+    bound = lower_bound(Problem(of), 420)
     assert (bound.added_time_ns, bound.op) == (9 * 34 // 50, 2)
 
 
 def test_a_hold_that_outlasts_the_instant_counts() -> None:
     ops = [fwd({"x": 8}, "w"), bwd({"g": 40}, "x"), bwd({"k": 8}, "x"), bwd({}, "w")]
-    assert Instants(trace(ops, {"w": 4})).at(2).unavoidable_bytes == 4 + 8 + 8
-    assert Instants(trace(ops, {"w": 4}, {"g": 3})).at(2).unavoidable_bytes == 4 + 8 + 8 + 40
+    assert Instants(Problem(trace(ops, {"w": 4}))).at(2).unavoidable_bytes == 4 + 8 + 8
+    assert Instants(Problem(trace(ops, {"w": 4}, {"g": 3}))).at(2).unavoidable_bytes == 4 + 8 + 8 + 40
 
 
 def test_below_the_floor_is_infeasible_with_the_reason() -> None:
     of = chain(4)
-    bound = lower_bound(of, floor(of).peak_bytes - 1)
+    bound = lower_bound(Problem(of), Problem(of).floor.peak_bytes - 1)
     assert not bound.feasible
     assert bound.reason.startswith("no plan fits: while ")
-    assert bound_answer(of, floor(of).peak_bytes - 1)["overhead_percent"] is None
+    assert bound_answer(Problem(of), Problem(of).floor.peak_bytes - 1)["overhead_percent"] is None
 
 
 def test_chain_bound_equals_the_optimum_where_one_instant_says_it_all() -> None:
@@ -185,20 +185,20 @@ def test_chain_bound_equals_the_optimum_where_one_instant_says_it_all() -> None:
     for below in (0, 4):
         truth = optimum(front, top - below)
         assert truth is not None
-        assert lower_bound(of, top - below).added_time_ns == below // 4 == truth
+        assert lower_bound(Problem(of), top - below).added_time_ns == below // 4 == truth
 
 
 def test_curve_falls_with_the_budget_and_agrees_with_single_bounds() -> None:
     of = resnet((1, 2, 2, 1))
-    top = max(Instants(of).peaks)
-    curve = bound_curve(of, [top * k // 20 for k in range(21)])
+    top = max(Instants(Problem(of)).peaks)
+    curve = bound_curve(Problem(of), [top * k // 20 for k in range(21)])
     assert curve.budgets_bytes == tuple(sorted(curve.budgets_bytes))
     known = [p for p in curve.overheads_percent if p is not None]
     assert known == sorted(known, reverse=True)
     assert known[-1] == 0.0
     assert curve.overheads_percent[0] is None
     for bound in curve.bounds:
-        alone = lower_bound(of, bound.budget_bytes)
+        alone = lower_bound(Problem(of), bound.budget_bytes)
         assert alone.feasible or not bound.feasible
         assert alone.added_time_ns <= bound.added_time_ns or not bound.feasible
 
@@ -206,15 +206,15 @@ def test_curve_falls_with_the_budget_and_agrees_with_single_bounds() -> None:
 @pytest.mark.parametrize("share", [90, 70, 50, 40])
 def test_bound_stands_close_below_a_planner(share: int) -> None:
     of = resnet((1, 2, 2, 1))
-    budget = max(Instants(of).peaks) * share // 100
-    plan = plan_with("mu-two", of, budget)
-    bound = lower_bound(of, budget)
+    budget = max(Instants(Problem(of)).peaks) * share // 100
+    plan = plan_with("mu-two", Problem(of), budget)
+    bound = lower_bound(Problem(of), budget)
     assert bound.overhead_percent <= plan.predicted["plan"]["overhead_percent"] + 1e-4  # it is rounded there
     assert bound.overhead_percent > 0
 
 
 def test_bound_answer_has_what_simulate_prints() -> None:
-    answer = bound_answer(two_values(), 48)
+    answer = bound_answer(Problem(two_values()), 48)
     assert answer["overhead_percent"] == pytest.approx(18.75)
     assert answer["feasible"] is True
     assert answer["op"] == 4
@@ -270,6 +270,6 @@ def test_an_empty_component_of_no_cost_has_one_corner() -> None:
 
 def test_no_backward_and_no_ops() -> None:
     only_forward = trace([fwd({"x": 8}, "w")], {"w": 4})
-    assert lower_bound(only_forward, 12).added_time_ns == 0
-    assert not lower_bound(only_forward, 11).feasible
-    assert lower_bound(trace([Op("optimizer", {}, ("w",))], {"w": 4}), 4).added_time_ns == 0
+    assert lower_bound(Problem(only_forward), 12).added_time_ns == 0
+    assert not lower_bound(Problem(only_forward), 11).feasible
+    assert lower_bound(Problem(trace([Op("optimizer", {}, ("w",))], {"w": 4})), 4).added_time_ns == 0

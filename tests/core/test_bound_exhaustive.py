@@ -15,7 +15,7 @@ from simulator.bounds.bound import Bounder, bound_curve
 from simulator.bounds.instants import Instants, Setting
 from simulator.bounds.lowest import Pebbles, State
 from simulator.bounds.working_sets import WorkingSets
-from simulator.core.graph import analyse
+from simulator.core.problem import Problem
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.strategies import traces
 from traces.trace import Trace
@@ -35,14 +35,14 @@ class Tally:
 
 def compare(of: Trace, tally: Tally, *, drops: int = 0, most: int = 4_000) -> str | None:
     """What is wrong with the bound on one trace, at every budget of interest; None if nothing is."""
-    graph = analyse(of)
+    problem = Problem(of)
     front = frontier(of, drops=drops, most=most)
     if front is None:
         tally.skipped += 1
         return None
     tally.traces += 1
     assert front, "keeping everything is always a plan"
-    bounder = Bounder(of, graph)
+    bounder = Bounder(problem)
     sets = WorkingSets(bounder.instants)
     for budget in budgets(front):
         tally.budgets += 1
@@ -61,12 +61,12 @@ def compare(of: Trace, tally: Tally, *, drops: int = 0, most: int = 4_000) -> st
             if truth is not None and (alone is None or alone[0] > truth):
                 return f"budget {budget}: instant {op} says {alone}, and a plan adds {truth} ns"
         # What working sets cost is a bound after any instant that may be, and for any price.
-        for op in (-1, *range(graph.first_backward_op, len(of.ops))):
+        for op in (-1, *range(problem.forward_end, len(of.ops))):
             if bounder.instants.setting(op).unavoidable_bytes <= budget:
                 more = sets.added_ns(budget, op, tally.budgets % 17, 1 + tally.budgets % 5)
                 if truth is not None and (more is None or more > truth):
                     return f"budget {budget}: working sets after {op} cost {more}, and a plan adds {truth} ns"
-    curve = bound_curve(of, budgets(front), graph)
+    curve = bound_curve(problem, budgets(front))
     for b in curve.bounds:
         truth = optimum(front, b.budget_bytes)
         if truth is not None and (not b.feasible or b.added_time_ns > truth):
@@ -160,7 +160,7 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def instant_without(self: Instants, op: int) -> instants_module.Instant:
             found = true_instant(self, op)
             s = self.trace.ops.overwrites[op] if op >= 0 else -1
-            takes = s >= 0 and not self.graph.resident[s] and self.forced_until[s] <= op
+            takes = s >= 0 and not self.problem.resident[s] and self.forced_until[s] <= op
             extra = self.trace.storages.nbytes[s] if takes else 0
             return replace(found, unavoidable_bytes=found.unavoidable_bytes + extra)
 
@@ -217,7 +217,7 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
             "_taken",
             lambda self, rank: (
                 np.full(len(self.instants.trace.ops), -1),
-                np.array(self.instants.graph.rise_bytes[: self.instants.turn]),
+                np.array(self.instants.problem.transient_bytes[: self.instants.turn]),
             ),
         )
     else:

@@ -33,6 +33,7 @@ from executor.campaign.run import Choice, run_campaign
 from executor.cli.main import execute
 from executor.isolated import error_json
 from executor.measure import Job, JobResult
+from simulator.core.problem import Problem
 from simulator.studies import warnings as caveats
 from tests import tiny
 from traces import store as trace_store
@@ -587,8 +588,8 @@ def test_an_underestimate_without_a_warning_is_told_from_one_with() -> None:
     assert silent(rules=("unknown",), calibrated=("eager differs",)) == []
     # What stands beside every prediction from rules, or for a GPU, says nothing of this one.
     known = replace(CHAIN.meta, workspace={"rules": len(CHAIN.ops)})
-    standing = caveats.warnings_of(replace(CHAIN, meta=known))
-    gpu = caveats.warnings_of(replace(CHAIN, meta=replace(known, device="cuda", target="H200")))
+    standing = caveats.warnings_of(Problem(replace(CHAIN, meta=known)))
+    gpu = caveats.warnings_of(Problem(replace(CHAIN, meta=replace(known, device="cuda", target="H200"))))
     assert (len(standing), len(gpu)) == (1, 2)
     assert sorted(silent(rules=standing)) == sorted(silent(rules=gpu)) == sorted(everywhere)
     assert silent(rules=(*gpu, "unknown")) == [("eager", "calibrated")]

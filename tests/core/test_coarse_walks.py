@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.core.evaluator import Evaluator, State
-from simulator.core.graph import analyse
 from simulator.core.limits import Clock
-from simulator.core.replay import run
-from simulator.core.schedule import build
+from simulator.core.problem import Problem
 from simulator.kernels.anneal import BORDER, COARSE_STEP, KINDS, MOVE_BORDER
 from simulator.planners.annealing import Annealer, Walk
 from tests.strategies import traces
@@ -39,11 +37,11 @@ def ladder() -> Trace:
 
 
 def nothing_kept(of: Trace, budget_bytes: int) -> tuple[Annealer, State]:
-    graph = analyse(of)
-    evaluator = Evaluator(of, graph)
+    problem = Problem(of)
+    evaluator = Evaluator(problem)
     state = evaluator.state()
-    state.there[list(graph.candidates)] = 0
-    return Annealer(evaluator, graph, budget_bytes, 0), state
+    state.there[list(problem.candidates)] = 0
+    return Annealer(evaluator, problem, budget_bytes, 0), state
 
 
 @pytest.mark.parametrize(
@@ -82,9 +80,9 @@ def test_a_weight_turns_the_choice() -> None:
 @settings(max_examples=80, deadline=None)
 @given(of=traces(), percent=st.integers(20, 100), keep=st.integers(0, 2**16))
 def test_it_drops_only_what_is_rebuilt_and_read_again(of: Trace, percent: int, keep: int) -> None:
-    annealer, state = nothing_kept(of, run(of, build(of)).peak_allocated_bytes * percent // 100)
+    annealer, state = nothing_kept(of, Problem(of).saved.timeline.peak_allocated_bytes * percent // 100)
     evaluator = annealer.evaluator
-    for k, s in enumerate(annealer.graph.candidates):
+    for k, s in enumerate(annealer.problem.candidates):
         state.there[s] = keep >> (k % 16) & 1
     found = annealer.retained(state)
     for k, dropped in found.drops.items():
@@ -113,9 +111,9 @@ def test_a_border_is_all_that_is_left_of_a_stretch(kind: int, seed: int) -> None
     """In a chain each position is crossed by the one value made there. Of those kept, a move releases neighbours, but
     for one; and what it keeps is one value at most."""
     of = chain(30)
-    graph = analyse(of)
-    evaluator = Evaluator(of, graph)
-    annealer = Annealer(evaluator, graph, 1 << 40, seed)
+    problem = Problem(of)
+    evaluator = Evaluator(problem)
+    annealer = Annealer(evaluator, problem, 1 << 40, seed)
     annealer.coarse = np.cumsum([float(k == kind) for k in range(KINDS)])
     start = evaluator.state()
     walk = Walk(annealer, start, True)
@@ -136,9 +134,9 @@ def test_a_coarse_walk_finds_the_checkpoints_of_a_chain() -> None:
     backward needs; no more than forward itself is added, 30 * 10 ns.
     """
     of = chain(30)
-    graph = analyse(of)
-    evaluator = Evaluator(of, graph)
-    annealer = Annealer(evaluator, graph, 120, 0)
+    problem = Problem(of)
+    evaluator = Evaluator(problem)
+    annealer = Annealer(evaluator, problem, 120, 0)
     best = annealer.run(evaluator.state(), 2_000 * COARSE_STEP * 100, clock=NEVER, coarse=True)
     assert best is not None
     assert evaluator.cost(best.state)[0] <= 120
@@ -152,10 +150,10 @@ def test_only_a_coarse_walk_finds_the_checkpoints_of_a_long_chain_in_little_memo
     even fit.
     """
     of = chain(60)
-    graph = analyse(of)
-    evaluator = Evaluator(of, graph)
+    problem = Problem(of)
+    evaluator = Evaluator(problem)
     steps = 2_000 * COARSE_STEP * 200  # a plan has some 200 steps
-    found = Annealer(evaluator, graph, 80, 0).run(evaluator.state(), steps, clock=NEVER, coarse=True)
+    found = Annealer(evaluator, problem, 80, 0).run(evaluator.state(), steps, clock=NEVER, coarse=True)
     assert found is not None
     assert evaluator.cost(found.state)[0] <= 80
-    assert Annealer(evaluator, graph, 80, 0).run(evaluator.state(), steps, clock=NEVER) is None
+    assert Annealer(evaluator, problem, 80, 0).run(evaluator.state(), steps, clock=NEVER) is None

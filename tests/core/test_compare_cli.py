@@ -17,6 +17,7 @@ from simulator.allocator.settings import parse_alloc_conf
 from simulator.bounds.bound import lower_bound
 from simulator.cli.main import main
 from simulator.core.limits import Constraints, Limits
+from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import REGISTRY, plan_with
@@ -38,7 +39,7 @@ def simulate(*words: object) -> Result:
 
 
 def peak(of: Trace) -> int:
-    return run(of, build(of)).peak_allocated_bytes
+    return Problem(of).saved.timeline.peak_allocated_bytes
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +55,10 @@ def directory(small: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_row_is_the_planners_own_plan_judged_by_the_replay(small: Trace) -> None:
     budget = peak(small) * 85 // 100
     names = ("mu-two", "per-block", "save-all")
-    contest = enter(open_contest(small, "t", budget, QUICK), names, QUICK, lambda line: None)
+    contest = enter(open_contest(Problem(small), "t", budget), names, QUICK, lambda line: None)
     by_name = {e.planner: e for e in contest.entrants}
     assert tuple(by_name) == names
-    timeline = run(small, build(small, plan_with("mu-two", small, budget).actions))
+    timeline = run(Problem(small), build(Problem(small), plan_with("mu-two", Problem(small), budget).actions))
     row = by_name["mu-two"]
     assert (row.peak_allocated_bytes, row.step_time_ns) == (
         timeline.peak_allocated_bytes,
@@ -65,7 +66,7 @@ def test_every_row_is_the_planners_own_plan_judged_by_the_replay(small: Trace) -
     )
     added = timeline.step_time_ns - small.time_ns
     assert row.overhead_percent == pytest.approx(100 * added / small.time_ns, abs=1e-4)
-    bound = lower_bound(small, budget).added_time_ns
+    bound = lower_bound(Problem(small), budget).added_time_ns
     assert row.gap_points == pytest.approx(100 * (added - bound) / small.time_ns, abs=1e-4)
     assert row.gap_points >= 0
     kept = by_name["save-all"]
@@ -77,7 +78,7 @@ def test_every_row_is_the_planners_own_plan_judged_by_the_replay(small: Trace) -
 
 def test_a_peers_plan_over_the_budget_is_a_row_and_no_refusal() -> None:
     of = chain(6, size=100)
-    contest = open_contest(of, "t", peak(of) - 100, QUICK)
+    contest = open_contest(Problem(of), "t", peak(of) - 100)
     row = contest.judged("other", Plan(meta=of.meta), None, peer=True)
     assert (row.feasible, row.peak_allocated_bytes, row.gap_points) == (False, peak(of), None)
     assert contest.with_entrants([row]).to_json()["planners"][0]["peer"] is True
@@ -87,12 +88,12 @@ def test_a_peers_plan_that_breaks_the_constraints_is_no_answer() -> None:
     """Its time is not bounded by what the constrained problem's bound says, so there is no gap between the two."""
     of = chain(6, size=100)
     budget = peak(of) - 100
-    actions = plan_with("mu-two", of, budget).actions
-    limits = Limits(seconds=1, constraints=Constraints(never=(":: aten.test",)))
-    free = open_contest(of, "t", budget, QUICK).judged("other", Plan(meta=of.meta, actions=actions), None)
+    actions = plan_with("mu-two", Problem(of), budget).actions
+    under = Problem(of, Constraints(never=(":: aten.test",)))
+    free = open_contest(Problem(of), "t", budget).judged("other", Plan(meta=of.meta, actions=actions), None)
     assert free.feasible
     assert free.gap_points == 0
-    bound = open_contest(of, "t", budget, limits)
+    bound = open_contest(under, "t", budget)
     row = bound.judged("other", Plan(meta=of.meta, actions=actions), None, peer=True, message="a note")
     assert (row.feasible, row.gap_points) == (False, None)
     assert "breaks the constraints" in row.message
@@ -135,7 +136,7 @@ def test_planners_that_are_none_or_twice(directory: Path, planners: str) -> None
 
 
 def test_the_front_is_monotone_and_above_the_bound(small: Trace) -> None:
-    done = front(small, "t", "mu-two", 9, Limits(seconds=4))
+    done = front(Problem(small), "t", "mu-two", 9, Limits(seconds=4))
     budgets = [p.budget_bytes for p in done.points]
     assert budgets == sorted(budgets)
     assert (budgets[0], budgets[-1]) == (done.floor_bytes, peak(small))
@@ -145,7 +146,7 @@ def test_the_front_is_monotone_and_above_the_bound(small: Trace) -> None:
     for p, plan in zip(done.points, done.plans, strict=True):
         assert (plan is None) == (not p.feasible)
         if plan is not None:
-            timeline = run(small, build(small, plan.actions))
+            timeline = Problem(small).replay(plan.actions).timeline
             assert timeline.peak_allocated_bytes == p.peak_allocated_bytes <= p.budget_bytes
             assert p.gap_points is not None
             assert p.gap_points >= 0
@@ -160,17 +161,17 @@ def test_a_faster_plan_made_for_a_smaller_budget_is_carried_to_the_larger() -> N
     # one value away is faster than three away, although the larger budget's planner took three
     slow = Plan(meta=of.meta, actions=tuple(Action(storage=x[f"x{k}"]) for k in (1, 3, 5)))
     fast = Plan(meta=of.meta, actions=(Action(storage=x["x1"]),))
-    low = run(of, build(of, slow.actions)).peak_allocated_bytes
-    high = run(of, build(of, fast.actions)).peak_allocated_bytes
+    low = Problem(of).replay(slow.actions).timeline.peak_allocated_bytes
+    high = Problem(of).replay(fast.actions).timeline.peak_allocated_bytes
     assert low < high
-    made = [None, None, pick_of(of, fast, high), pick_of(of, slow, high + 1)]
+    made = [None, None, pick_of(Problem(of), fast, high), pick_of(Problem(of), slow, high + 1)]
     picks = cheapest([low - 1, low, high, high + 1], made)
     assert [p and p.plan for p in picks] == [None, slow, fast, fast]
     assert [p and p.made_for_bytes for p in picks] == [None, high + 1, high, high]
 
 
 def test_prices_are_time_for_each_gib_between_neighbours(small: Trace) -> None:
-    points = front(small, "t", "mu-two", 6, Limits(seconds=4)).points
+    points = front(Problem(small), "t", "mu-two", 6, Limits(seconds=4)).points
     assert points[0].price_ns_per_gib is None
     for below, p in pairwise(points):
         if below.step_time_ns is None or p.step_time_ns is None:
@@ -181,11 +182,11 @@ def test_prices_are_time_for_each_gib_between_neighbours(small: Trace) -> None:
 
 
 def test_the_fronts_planner_obeys_constraints(small: Trace) -> None:
-    limits = Limits(seconds=2, constraints=Constraints(never=("layer1 ::",)))
-    done = front(small, "t", "mu-two", 4, limits)
+    under = Problem(small, Constraints(never=("layer1 ::",)))
+    done = front(under, "t", "mu-two", 4, Limits(seconds=2))
     for plan in done.plans:
         if plan is not None:
-            again = build(small, plan.actions).recomputed_ops
+            again = build(Problem(small), plan.actions).recomputed_ops
             assert not any(small.ops.module[op].startswith("layer1.") for op in again)
 
 
@@ -193,16 +194,16 @@ def test_a_budget_that_is_not_finished_costs_no_other_point(
     directory: Path, small: Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """`exact` proves or says nothing: where its time runs out, the front says so and stands otherwise."""
-    whole = front(small, "t", "mu-two", 5, QUICK).points
+    whole = front(Problem(small), "t", "mu-two", 5, QUICK).points
     late = {whole[0].budget_bytes, whole[-2].budget_bytes}
 
-    def plan(name: str, trace: Trace, budget_bytes: int, limits: Limits) -> Plan:
+    def plan(name: str, problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
         if budget_bytes in late:
             raise UnfinishedError("did not finish in 1 s")
-        return plan_with(name, trace, budget_bytes, limits)
+        return plan_with(name, problem, budget_bytes, limits)
 
     monkeypatch.setattr("simulator.studies.pareto.plan_with", plan)
-    points = front(small, "t", "mu-two", 5, QUICK).points
+    points = front(Problem(small), "t", "mu-two", 5, QUICK).points
     assert [p.finished for p in points] == [p.budget_bytes not in late for p in whole]
     assert not points[0].feasible
     assert (points[-2].step_time_ns, points[-2].made_for_bytes) == (
@@ -223,7 +224,7 @@ def test_a_budget_that_is_not_finished_costs_no_other_point(
 
 def test_a_planner_that_cannot_plan_the_trace_at_all_has_no_front(small: Trace) -> None:
     with pytest.raises(SpecError, match="is for small graphs"):
-        front(small, "t", "tests.exact:plan", 4, QUICK)
+        front(Problem(small), "t", "tests.exact:plan", 4, QUICK)
 
 
 def test_pareto_prints_a_table_and_one_object(directory: Path) -> None:
@@ -278,20 +279,23 @@ def test_reserved_memory_is_that_of_the_settings_asked_about(small: Trace) -> No
     usable = peak(of) * 95 // 100
     device = DeviceMemory(name="tiny", kind="cuda", memory_bytes=usable)
     settings = parse_alloc_conf(conf)
-    plain = front(of, "t", "mu-two", 3, QUICK)
-    asked = front(of, "t", "mu-two", 3, QUICK, asking=Asking(of, conf, device))
+    plain = front(Problem(of), "t", "mu-two", 3, QUICK)
+    asked = front(Problem(of), "t", "mu-two", 3, QUICK, asking=Asking(Problem(of), conf, device))
     contest = enter(
-        open_contest(of, "t", peak(of), QUICK, Asking(of, conf, device)), ["mu-two"], QUICK, lambda line: None
+        open_contest(Problem(of), "t", peak(of), Asking(Problem(of), conf, device)),
+        ["mu-two"],
+        QUICK,
+        lambda line: None,
     )
     assert (asked.alloc_conf, plain.alloc_conf) == (conf, "")
     for point, other, plan in zip(asked.points, plain.points, asked.plans, strict=True):
         if plan is not None:
-            schedule = build(of, plan.actions)
-            grown = reserved_peak(of, schedule, settings)
+            schedule = build(Problem(of), plan.actions)
+            grown = reserved_peak(Problem(of), schedule, settings)
             assert point.fits == (grown.highest_reserved_bytes <= usable)
             if point.fits:
                 assert point.peak_reserved_bytes == grown.peak_reserved_bytes
-            assert other.peak_reserved_bytes == reserved_peak(of, schedule).peak_reserved_bytes
+            assert other.peak_reserved_bytes == reserved_peak(Problem(of), schedule).peak_reserved_bytes
             assert other.fits is None
     assert {p.fits for p in asked.points if p.feasible} == {True, False}
     kept, row = asked.points[-1], contest.entrants[0]

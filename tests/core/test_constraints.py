@@ -14,8 +14,8 @@ from simulator.bounds.bound import lower_bound
 from simulator.cli.main import main
 from simulator.cli.options import read_constraints
 from simulator.core.breaches import breach
-from simulator.core.graph import analyse
 from simulator.core.limits import NONE, Constraints, Limits
+from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.core.selectors import module_matches, op_matches, resolve
@@ -23,7 +23,7 @@ from simulator.planners import REGISTRY, plan_with
 from simulator.planners.outcome import Refusal, finish
 from tests.exhaust import Facts, Impossible, draw_trace, optimum, peak_and_time, plans, walk
 from tests.strategies import traces
-from tests.tiny import bwd, chain, fwd, trace
+from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.plan import SAVE, Action, Plan
 from traces.store import save
@@ -54,11 +54,11 @@ def two_layers() -> Trace:
 
 
 def peak(of: Trace, plan: Plan | None = None) -> int:
-    return run(of, build(of, plan.actions if plan else ())).peak_allocated_bytes
+    return run(Problem(of), build(Problem(of), plan.actions if plan else ())).peak_allocated_bytes
 
 
 def recomputed(of: Trace, plan: Plan) -> set[str]:
-    return {of.ops.name[i] for i in build(of, plan.actions).recomputed_ops}
+    return {of.ops.name[i] for i in build(Problem(of), plan.actions).recomputed_ops}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_selectors_mean(selector: str, names: set[str]) -> None:
 @pytest.mark.parametrize("field", ["never", "always_keep"])
 def test_a_selector_that_means_nothing_is_an_error(selector: str, hint: str, field: str) -> None:
     with pytest.raises(SpecError) as caught:
-        analyse(two_layers(), Constraints(**{field: (selector,)}))
+        Problem(two_layers(), Constraints(**{field: (selector,)}))
     assert hint in str(caught.value)
 
 
@@ -158,14 +158,14 @@ def test_never_and_always_keep_change_the_plan() -> None:
     of = two_layers()
     # at g: 4 + 400 + 150 + 4 = 558; 458 wants one value away, and a relu is the cheaper one
     assert peak(of) == 558
-    free = plan_with("mu-two", of, 458)
+    free = plan_with("mu-two", Problem(of), 458)
     assert recomputed(of, free) in ({"relu0"}, {"relu1"})
     for constraints in (Constraints(never=("relu",)), Constraints(always_keep=("*relu*",))):
-        plan = plan_with("mu-two", of, 458, Limits(constraints=constraints))
+        plan = plan_with("mu-two", Problem(of, constraints), 458)
         assert recomputed(of, plan) <= {"mm0", "mm1"}
         assert plan.constraints == constraints.to_json()
     with pytest.raises(Refusal):
-        plan_with("mu-two", of, 458, Limits(constraints=Constraints(never=("** ::",))))
+        plan_with("mu-two", Problem(of), 458, Limits(constraints=Constraints(never=("** ::",))))
 
 
 def test_a_link_that_must_not_run_again_is_saved_for_those_that_need_it() -> None:
@@ -181,24 +181,24 @@ def test_a_link_that_must_not_run_again_is_saved_for_those_that_need_it() -> Non
         {"w": 0},
     )
     for constraints in (Constraints(never=("a ::",)), Constraints(always_keep=("a ::",))):
-        plan = plan_with("recompute-all", of, UNLIMITED, Limits(constraints=constraints))
+        plan = plan_with("recompute-all", Problem(of, constraints), UNLIMITED)
         assert recomputed(of, plan) == {"low", "top"}
         assert {of.storages.name[a.storage] for a in plan.actions if a.action == SAVE} == {"link"}
 
 
 def test_the_guard_refuses_a_plan_that_breaks_constraints(monkeypatch: pytest.MonkeyPatch) -> None:
     of = two_layers()
-    free = analyse(of)
     relu0 = Action(storage=of.storages.name.index("relu0"))
     for constraints, words in (
         (Constraints(never=("relu",)), "--never"),
         (Constraints(always_keep=("relu",)), "--always-keep"),
     ):
-        # as if a planner had looked at the graph without constraints
+        deceived = Problem(of)  # as if it had been made without constraints
+        deceived.constraints = constraints
         with pytest.raises(PlanError, match=words):
-            finish(of, replace(free, constraints=constraints), "x", UNLIMITED, [relu0])
-        assert words in breach(of, build(of, [relu0]), constraints)
-    assert breach(of, build(of, [relu0]), Constraints(never=("mm",))) == ""
+            finish(deceived, "x", UNLIMITED, [relu0])
+        assert words in breach(deceived, build(deceived, [relu0]))
+    assert breach(Problem(of, Constraints(never=("mm",))), build(Problem(of), [relu0])) == ""
 
 
 @st.composite
@@ -228,11 +228,11 @@ def test_every_plan_obeys_and_means_the_same_without_the_constraints(
 ) -> None:
     of, constraints = case
     try:
-        plan = plan_with(name, of, peak(of) * percent // 100, Limits(constraints=constraints))
+        plan = plan_with(name, Problem(of, constraints), peak(of) * percent // 100)
     except Refusal:
         return
-    plain = build(of, plan.actions)
-    assert plain == build(of, plan.actions, analyse(of, constraints))
+    plain = build(Problem(of), plan.actions)
+    assert plain == build(Problem(of, constraints), plan.actions)
     forbidden = {int(s.partition("op")[2]) for s in constraints.never}
     keep = {int(s.partition("op")[2]) for s in constraints.always_keep}
     for op, again, binds in zip(plain.op, plain.recompute, plain.binds, strict=True):
@@ -270,18 +270,18 @@ def test_the_bound_is_below_every_plan_that_obeys(seed: int) -> None:
         (never, Constraints(never=(f":: op{chosen}",))),
         (stays, Constraints(always_keep=(f":: op{chosen}",))),
     ):
-        under = analyse(of, constraints)
+        under = Problem(of, constraints)
         for budget in front:
-            bound = lower_bound(of, budget, under)
+            bound = lower_bound(under, budget)
             assert bound.feasible
             assert bound.added_time_ns <= optimum(front, budget)
 
 
 def test_the_constrained_bound_is_tighter() -> None:
     of = two_layers()
-    assert lower_bound(of, 458).added_time_ns == 1
-    assert lower_bound(of, 458, analyse(of, Constraints(never=("relu",)))).added_time_ns == 10
-    assert not lower_bound(of, 458, analyse(of, Constraints(always_keep=("layers.* ::",)))).feasible
+    assert lower_bound(Problem(of), 458).added_time_ns == 1
+    assert lower_bound(Problem(of, Constraints(never=("relu",))), 458).added_time_ns == 10
+    assert not lower_bound(Problem(of, Constraints(always_keep=("layers.* ::",))), 458).feasible
 
 
 def test_constraints_from_a_file(tmp_path: Path) -> None:
@@ -316,21 +316,17 @@ def test_the_command_line_records_constraints_and_refuses_wrong_ones(tmp_path: P
     assert "aten.relu.default" in wrong.output
 
 
-def test_a_graph_is_remembered_for_its_trace_and_constraints_only() -> None:
-    of, other = two_layers(), chain(3)
-    never = Constraints(never=("relu",))
-    graph, under = analyse(of), analyse(of, never)
-    assert analyse(of) is graph
-    assert analyse(of, never) is under
-    assert len(under.candidates) < len(graph.candidates)
-    assert len(analyse(other).candidates) == 4
-    assert analyse(two_layers()) == graph  # an equal trace is another one, and has an equal graph
+def test_constraints_take_candidates_away() -> None:
+    of = two_layers()
+    under = Problem(of, Constraints(never=("relu",)))
+    assert len(under.candidates) < len(Problem(of).candidates)
+    assert under.unconstrained.candidates == Problem(of).candidates
 
 
 def test_a_refusal_under_constraints_says_so() -> None:
     constraints = Constraints(always_keep=("layers.* ::",))
     with pytest.raises(Refusal, match="under the given constraints"):
-        plan_with("mu-two", two_layers(), 458, Limits(constraints=constraints))
+        plan_with("mu-two", Problem(two_layers(), constraints), 458)
 
 
 def test_what_a_constraint_saves_makes_no_more_possible() -> None:
@@ -343,6 +339,6 @@ def test_what_a_constraint_saves_makes_no_more_possible() -> None:
         ],
         {"w": 0},
     )
-    assert analyse(of).candidates == ()
+    assert Problem(of).candidates == ()
     for constraints in (Constraints(never=("a ::",)), Constraints(always_keep=("a ::",))):
-        assert analyse(of, constraints).candidates == ()
+        assert Problem(of, constraints).candidates == ()

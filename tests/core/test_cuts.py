@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from simulator.bounds.bound import bounder_of
 from simulator.bounds.instants import TURN
 from simulator.core.evaluator import Evaluator
-from simulator.core.graph import analyse
 from simulator.core.limits import Limits
-from simulator.core.replay import run
-from simulator.core.schedule import build
+from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.planners.cuts import best_cut, states
 from simulator.planners.mu_two import Search
@@ -45,11 +43,11 @@ def pairs() -> Trace:
 def test_each_cut_frees_what_it_says_at_the_turn() -> None:
     """Everything kept: 3 * 70 = 210. By price per byte p goes first (1 ns for 30 bytes), then q, then r; then all."""
     of = pairs()
-    graph = analyse(of)
-    evaluator = Evaluator(of, graph)
+    problem = Problem(of)
+    evaluator = Evaluator(problem)
     seen = [
-        (level, sorted(of.storages.name[s] for s in graph.candidates if not state.there[s]))
-        for level, state in states(evaluator, graph, bounder_of(of, graph).instants, TURN)
+        (level, sorted(of.storages.name[s] for s in problem.candidates if not state.there[s]))
+        for level, state in states(evaluator, problem, bounder_of(problem).instants, TURN)
     ]
     assert seen[:4] == [(210, []), (180, ["p"]), (150, ["p", "q"]), (120, ["p", "q", "r"])]
     levels = [level for level, _ in seen]
@@ -61,11 +59,11 @@ def test_each_cut_frees_what_it_says_at_the_turn() -> None:
 @given(of=traces())
 def test_the_level_of_a_state_is_what_is_in_memory_then(of: Trace) -> None:
     """At the turn nothing has run again, so the level is the bytes of what the replay has when forward has ended."""
-    graph = analyse(of)
-    evaluator = Evaluator(of, graph)
-    instants = bounder_of(of, graph).instants
+    problem = Problem(of)
+    evaluator = Evaluator(problem)
+    instants = bounder_of(problem).instants
     setting = instants.setting(TURN)
-    for level, state in states(evaluator, graph, instants, TURN):
+    for level, state in states(evaluator, problem, instants, TURN):
         kept = {s for s in evaluator.made_forward if state.there[s] and not setting.forced[s]}
         assert level == setting.unavoidable_bytes + sum(of.storages.nbytes[s] for s in kept)
 
@@ -73,9 +71,9 @@ def test_the_level_of_a_state_is_what_is_in_memory_then(of: Trace) -> None:
 def test_a_plan_from_cuts_costs_what_the_bound_says() -> None:
     """In 150 p and q must go, 3 ns, and no less is enough; the chains take 30 bytes when c and b have gone."""
     of = pairs()
-    graph = analyse(of)
-    search = Search(of, graph, 151)  # and the 1 byte of g
-    bound = bounder_of(of, graph).bound(151)
+    problem = Problem(of)
+    search = Search(problem, 151)  # and the 1 byte of g
+    bound = bounder_of(problem).bound(151)
     found = best_cut(search, bound, 0)
     assert found is not None
     assert search.evaluator.cost(found.state)[0] <= 151
@@ -86,17 +84,17 @@ def test_a_plan_from_cuts_costs_what_the_bound_says() -> None:
 @given(of=traces(), percent=st.integers(20, 100))
 def test_the_default_is_never_worse_than_cuts(of: Trace, percent: int) -> None:
     """`best_cut` keeps to the budget, `min-cut` is one of what it looks at or is beaten by the search that follows."""
-    graph = analyse(of)
-    budget_bytes = run(of, build(of)).peak_allocated_bytes * percent // 100
-    found = best_cut(Search(of, graph, budget_bytes), bounder_of(of, graph).bound(budget_bytes), 0)
+    problem = Problem(of)
+    budget_bytes = Problem(of).saved.timeline.peak_allocated_bytes * percent // 100
+    found = best_cut(Search(problem, budget_bytes), bounder_of(problem).bound(budget_bytes), 0)
     if found is not None:
-        peak_bytes, time_ns = Evaluator(of, graph).cost(found.state)
+        peak_bytes, time_ns = Evaluator(problem).cost(found.state)
         assert peak_bytes <= budget_bytes
         assert time_ns == found.time_ns
     try:
-        cut = plan_with("min-cut", of, budget_bytes, Limits(seconds=60))
+        cut = plan_with("min-cut", Problem(of), budget_bytes, Limits(seconds=60))
     except Refusal:
         return
-    ours = plan_with("search", of, budget_bytes, Limits(seconds=60))
-    times = [run(of, build(of, plan.actions)).step_time_ns for plan in (ours, cut)]
+    ours = plan_with("search", Problem(of), budget_bytes, Limits(seconds=60))
+    times = [Problem(of).replay(plan.actions).timeline.step_time_ns for plan in (ours, cut)]
     assert times[0] <= times[1]

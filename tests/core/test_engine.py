@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 
 from simulator.core.evaluator import Evaluator
-from simulator.core.graph import analyse, floor
+from simulator.core.problem import Problem
 from simulator.core.replay import breakdown, holdings, run
 from simulator.core.schedule import build
 from tests import oracle
@@ -16,11 +16,11 @@ from traces.trace import GRADIENT, OPTIMIZER_STATE, Trace
 
 
 def peaks(of: Trace, *actions: Action) -> list[int]:
-    return list(run(of, build(of, actions)).peak_bytes)
+    return list(Problem(of).replay(actions).timeline.peak_bytes)
 
 
 def live(of: Trace, *actions: Action) -> list[int]:
-    return list(run(of, build(of, actions)).live_bytes)
+    return list(Problem(of).replay(actions).timeline.live_bytes)
 
 
 def test_outputs_are_allocated_before_inputs_are_released() -> None:
@@ -48,7 +48,7 @@ def test_workspace_counts_while_the_op_runs_and_never_below_its_outputs() -> Non
     # 30 of scratch, then the output of 10, then the scratch goes: 40 at most
     of = trace([fwd({"x": 10}, "w", events=(30, 10, -30)), bwd({"g": 4}, "x", events=(4,))], {"w": 0})
     assert peaks(of) == [40, 14]
-    assert analyse(of).rise_bytes == (40, 4)
+    assert Problem(of).transient_bytes == (40, 4)
 
 
 def test_an_op_that_takes_over_its_input_allocates_nothing() -> None:
@@ -76,8 +76,8 @@ def test_recomputation_is_charged_with_all_that_its_chain_holds() -> None:
     # then w, x0, g2 30: x1 again 40, g1 50, and w, x0, g1 30, g0 40
     alone = (Action(storage=x1, share=False), Action(storage=x2))
     assert peaks(of, *alone) == [20, 30, 40, 30, 40, 40, 40, 50, 40]
-    assert run(of, build(of, both)).step_time_ns == run(of, build(of)).step_time_ns + 6
-    assert run(of, build(of, alone)).step_time_ns == run(of, build(of)).step_time_ns + 9
+    assert Problem(of).replay(both).timeline.step_time_ns == Problem(of).saved.timeline.step_time_ns + 6
+    assert Problem(of).replay(alone).timeline.step_time_ns == Problem(of).saved.timeline.step_time_ns + 9
 
 
 def test_a_recompute_step_makes_all_outputs_of_its_op_and_keeps_those_bound() -> None:
@@ -95,7 +95,7 @@ def test_a_saved_link_counts_until_its_last_chain_has_run() -> None:
 def test_views_run_again_cost_no_time_and_are_not_counted() -> None:
     ops = [fwd({"x": 4}, "w", time_ns=5), fwd({}, "x", view="v", time_ns=2), bwd({"g": 4}, "v", time_ns=1)]
     of = trace(ops, {"w": 4})
-    timeline = run(of, build(of, [Action(storage=1)]))
+    timeline = Problem(of).replay([Action(storage=1)]).timeline
     assert timeline.step_time_ns == 5 + 2 + 1 + 5
     assert timeline.recomputed_ops == 1
 
@@ -106,8 +106,8 @@ def test_breakdown_names_categories_and_the_workspace_of_the_running_op() -> Non
         {"w": 100, "m": 50},
         categories={"g": GRADIENT, "m": OPTIMIZER_STATE},
     )
-    schedule = build(of)
-    timeline = run(of, schedule)
+    schedule = build(Problem(of))
+    timeline = run(Problem(of), schedule)
     assert timeline.peak_allocated_bytes == 100 + 50 + 10 + 16
     parts = {c: n for c, n in breakdown(of, schedule, timeline).at_peak.items() if n}
     assert parts == {"parameter": 100, "optimizer state": 50, "activation": 10, "gradient": 7, "workspace": 9}
@@ -121,10 +121,10 @@ def test_breakdown_names_categories_and_the_workspace_of_the_running_op() -> Non
 
 def test_an_empty_step_peaks_at_what_is_resident() -> None:
     of = trace([], {"w": 12})
-    timeline = run(of, build(of))
+    timeline = Problem(of).saved.timeline
     assert (timeline.peak_allocated_bytes, timeline.peak_step, timeline.step_time_ns) == (12, -1, 0)
-    assert Evaluator(of).evaluate(Evaluator(of).state()).peak_bytes == 12
-    assert floor(of).peak_bytes == 12
+    assert Evaluator(Problem(of)).evaluate(Evaluator(Problem(of)).state()).peak_bytes == 12
+    assert Problem(of).floor.peak_bytes == 12
 
 
 def test_the_floor_counts_what_no_plan_can_release() -> None:
@@ -140,7 +140,7 @@ def test_the_floor_counts_what_no_plan_can_release() -> None:
         ],
         {"w": 100},
     )
-    least = floor(of)
+    least = Problem(of).floor
     # in forward x is made while y and r are there: 100 + 30 + 50 + 10 = 190
     assert (least.peak_bytes, least.op) == (190, 2)
     assert (least.resident_bytes, least.gradient_bytes, least.working_bytes) == (100, 30, 60)
@@ -149,8 +149,8 @@ def test_the_floor_counts_what_no_plan_can_release() -> None:
 @given(traces_with_actions())
 def test_the_engine_agrees_with_the_oracle(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
-    schedule = build(of, actions)
-    timeline = run(of, schedule)
+    schedule = build(Problem(of), actions)
+    timeline = run(Problem(of), schedule)
     truth = oracle.replay(of, schedule)
     assert list(timeline.peak_bytes) == truth.peak_bytes
     assert list(timeline.live_bytes) == truth.live_bytes
@@ -160,8 +160,8 @@ def test_the_engine_agrees_with_the_oracle(case: tuple[Trace, tuple[Action, ...]
 @given(traces_with_actions())
 def test_the_fast_evaluation_equals_the_engine(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
-    timeline = run(of, build(of, actions))
-    evaluator = Evaluator(of)
+    timeline = Problem(of).replay(actions).timeline
+    evaluator = Evaluator(Problem(of))
     result = evaluator.evaluate(evaluator.state(actions))
     assert result.peak_bytes == timeline.peak_allocated_bytes
     assert result.time_ns == timeline.step_time_ns
@@ -170,8 +170,8 @@ def test_the_fast_evaluation_equals_the_engine(case: tuple[Trace, tuple[Action, 
 @given(traces_with_actions())
 def test_the_breakdown_sums_to_the_peak_and_to_the_live_bytes(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
-    schedule = build(of, actions)
-    timeline = run(of, schedule)
+    schedule = build(Problem(of), actions)
+    timeline = run(Problem(of), schedule)
     parts = breakdown(of, schedule, timeline)
     assert sum(parts.at_peak.values()) == timeline.peak_allocated_bytes
     assert min(parts.at_peak.values()) >= 0
@@ -182,8 +182,8 @@ def test_the_breakdown_sums_to_the_peak_and_to_the_live_bytes(case: tuple[Trace,
 @given(traces_with_actions())
 def test_no_plan_goes_below_the_floor(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
-    timeline = run(of, build(of, actions))
-    assert timeline.peak_allocated_bytes >= floor(of).peak_bytes
+    timeline = Problem(of).replay(actions).timeline
+    assert timeline.peak_allocated_bytes >= Problem(of).floor.peak_bytes
     assert min(timeline.live_bytes) >= of.resident_bytes
     assert timeline.live_bytes[-1] == of.resident_bytes
     assert timeline.step_time_ns >= of.time_ns

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from simulator.core.evaluator import Evaluator
-from simulator.core.graph import Graph, analyse
+from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
@@ -21,7 +21,7 @@ from traces.trace import RANDOM, Trace
 
 def check(of: Trace, evaluator: Evaluator, actions: tuple[Action, ...]) -> None:
     """Both ways agree on every step; the evaluator leaves out most views, which neither add nor release at the peak."""
-    timeline = run(of, build(of, actions, evaluator.graph), evaluator.graph)
+    timeline = run(evaluator.problem, build(evaluator.problem, actions))
     state = evaluator.state(actions)
     result = evaluator.evaluate(state)
     assert result.peak_bytes == timeline.peak_allocated_bytes
@@ -31,7 +31,7 @@ def check(of: Trace, evaluator: Evaluator, actions: tuple[Action, ...]) -> None:
     op = [*evaluator.op_id[: evaluator.forward], *(evaluator.op_id[k] for k in result.seq)]
     again = [*[False] * evaluator.forward, *result.again]
     ours = list(zip(op, again, result.peaks, strict=True))
-    is_view = evaluator.graph.is_view
+    is_view = evaluator.problem.is_view
     theirs = zip(timeline.op, timeline.recompute, timeline.peak_bytes, strict=True)
     assert [x for x in ours if not is_view[x[0]]] == [x for x in theirs if not is_view[x[0]]]
 
@@ -40,24 +40,24 @@ def check(of: Trace, evaluator: Evaluator, actions: tuple[Action, ...]) -> None:
 @given(traces_with_actions())
 def test_it_agrees_on_any_trace_and_plan(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
-    check(of, Evaluator(of), actions)
+    check(of, Evaluator(Problem(of)), actions)
 
 
 @settings(max_examples=400, deadline=None)
 @given(traces_with_actions(reruns=True))
 def test_it_counts_what_libraries_keep_because_of_reruns(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
-    check(of, Evaluator(of), actions)
+    check(of, Evaluator(Problem(of)), actions)
 
 
-def draw_actions(draw: random.Random, of: Trace, graph: Graph) -> tuple[Action, ...]:
+def draw_actions(draw: random.Random, of: Trace, problem: Problem) -> tuple[Action, ...]:
     """A plan of any density with every kind of action."""
     share, recompute, saved, dropped = (draw.random() for _ in range(4))
-    backward = range(graph.first_backward_op, len(of.ops))
-    candidates = set(graph.candidates)
+    backward = range(problem.forward_end, len(of.ops))
+    candidates = set(problem.candidates)
     out = []
     for s in range(len(of.storages)):
-        link = graph.rebuildable[s] and not graph.wanted[s] and not graph.pinned[s]
+        link = problem.rebuildable[s] and not problem.saved_by_default[s] and not problem.pinned[s]
         if (s in candidates or (link and draw.random() < 0.1)) and draw.random() < recompute:
             after = draw.sample(backward, 2) if draw.random() < dropped / 4 else ()
             out.append(Action(storage=s, share=draw.random() < 0.3 + share, drop_after=tuple(sorted(after))))
@@ -69,10 +69,10 @@ def draw_actions(draw: random.Random, of: Trace, graph: Graph) -> tuple[Action, 
 @pytest.mark.parametrize("name", ["resnet152", "bert-base", "resnet152-cpu/trace-b8"])
 def test_it_agrees_on_the_gallery(name: str) -> None:
     of = load(name)
-    evaluator = Evaluator(of, analyse(of))
+    evaluator = Evaluator(Problem(of))
     draw = random.Random(name)
     for _ in range(12):
-        check(of, evaluator, draw_actions(draw, of, evaluator.graph))
+        check(of, evaluator, draw_actions(draw, of, evaluator.problem))
 
 
 def test_a_long_plan_makes_the_arrays_grow() -> None:
@@ -85,8 +85,8 @@ def test_a_long_plan_makes_the_arrays_grow() -> None:
         + [bwd({f"g{k}": 4}, f"g{k + 1}", f"x{k}") for k in range(n - 1, -1, -1)],
         {"w": 4},
     )
-    actions = tuple(Action(storage=s, share=False) for s in analyse(of).candidates)
-    evaluator = Evaluator(of)
+    actions = tuple(Action(storage=s, share=False) for s in Problem(of).candidates)
+    evaluator = Evaluator(Problem(of))
     check(of, evaluator, actions)
     assert len(evaluator.evaluate(evaluator.state(actions)).seq) > n * n // 2
 
@@ -102,7 +102,7 @@ def test_a_chain_through_an_op_that_may_not_run_again_is_an_error() -> None:
         ],
         {"w": 4},
     )
-    evaluator = Evaluator(of)
+    evaluator = Evaluator(Problem(of))
     state = evaluator.state()
     for name in ("r", "y"):
         state.there[of.storages.name.index(name)] = 0
@@ -118,7 +118,7 @@ def test_a_drop_of_a_kept_value_is_no_drop() -> None:
     of = trace(
         [fwd({"x": 10}, "w"), bwd({"g": 1}, "x"), bwd({"h": 1}, "g"), bwd({"k": 1}, "h", "x")], {"w": 0}
     )
-    evaluator = Evaluator(of)
+    evaluator = Evaluator(Problem(of))
     state = evaluator.state()
     before = evaluator.cost(state)
     state.drops[evaluator.position[1]] = (1,)

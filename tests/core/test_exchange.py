@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.core.graph import analyse
 from simulator.core.limits import Limits
+from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
@@ -46,13 +46,13 @@ BUDGET = 200_036  # at t: x 5, end 1, t 200,000, and 30: dear, or m, q and r
 
 
 def released(of: Trace, search: Search, there: object) -> set[str]:
-    return {of.storages.name[s] for s in search.graph.candidates if not there[s]}  # type: ignore[index]
+    return {of.storages.name[s] for s in search.problem.candidates if not there[s]}  # type: ignore[index]
 
 
 def test_small_values_that_cost_nothing_make_room_for_a_dear_one() -> None:
     of = norm_beside_matmul()
-    assert run(of, build(of)).peak_allocated_bytes == 300_066
-    search = Search(of, analyse(of), BUDGET)
+    assert Problem(of).saved.timeline.peak_allocated_bytes == 300_066
+    search = Search(Problem(of), BUDGET)
     state = search.evaluator.state()
     assert search.release(state)
     found = search.keep_again(state)
@@ -77,10 +77,10 @@ def test_values_that_one_op_makes_are_kept_together() -> None:
         ],
         {"w": 0},
     )
-    graph = analyse(of)
+    problem = Problem(of)
     ids = {n: of.storages.name.index(n) for n in "abc"}
     # after forward x 5, end 1 and 20 bytes: c, or a and b
-    search = Search(of, graph, 1 << 40)
+    search = Search(problem, 1 << 40)
     state = search.evaluator.state([Action(storage=ids["a"]), Action(storage=ids["b"])])
     time_ns = search.evaluator.cost(state)[1]
     better, faster_ns = exchanged(search, state, time_ns)
@@ -90,7 +90,7 @@ def test_values_that_one_op_makes_are_kept_together() -> None:
 
 def test_no_time_no_exchange() -> None:
     of = norm_beside_matmul()
-    search = Search(of, analyse(of), 1 << 40, Limits(seconds=0).clock())
+    search = Search(Problem(of), 1 << 40, Limits(seconds=0).clock())
     state = search.evaluator.state([Action(storage=of.storages.name.index("dear"))])
     time_ns = search.evaluator.cost(state)[1]
     assert exchanged(search, state, time_ns) == (state, time_ns)
@@ -98,7 +98,7 @@ def test_no_time_no_exchange() -> None:
 
 def test_a_plan_that_drops_values_is_left_alone() -> None:
     of = chain(5)
-    search = Search(of, analyse(of), 1 << 40)
+    search = Search(Problem(of), 1 << 40)
     x1 = of.storages.name.index("x1")
     state = search.evaluator.state([Action(storage=x1, drop_after=(search.evaluator.forward,))])
     assert exchanged(search, state, 99) == (state, 99)
@@ -107,10 +107,10 @@ def test_a_plan_that_drops_values_is_left_alone() -> None:
 @settings(max_examples=300, deadline=None)
 @given(of=traces(max_forward=12, max_backward=12), part=st.integers(0, 20))
 def test_an_exchange_is_never_slower_and_never_over_the_budget(of: Trace, part: int) -> None:
-    graph = analyse(of)
-    search = Search(of, graph, 0)
+    problem = Problem(of)
+    search = Search(problem, 0)
     most, least = search.evaluator.cost(search.evaluator.state())[0], of.resident_bytes
-    search = Search(of, graph, least + (most - least) * part // 20)
+    search = Search(problem, least + (most - least) * part // 20)
     state = search.evaluator.state()
     if not search.release(state):
         return
@@ -122,7 +122,7 @@ def test_an_exchange_is_never_slower_and_never_over_the_budget(of: Trace, part: 
     assert time_ns <= found.time_ns
     tidied = search.tidy(found.state.copy())
     assert tidied.time_ns <= found.time_ns
-    timeline = run(of, build(of, search.actions(tidied)))
+    timeline = Problem(of).replay(search.actions(tidied)).timeline
     assert timeline.step_time_ns == tidied.time_ns
     assert timeline.peak_allocated_bytes <= search.budget_bytes
     assert search.evaluator.cost(better) == (search.evaluator.cost(better)[0], time_ns)
@@ -131,5 +131,5 @@ def test_an_exchange_is_never_slower_and_never_over_the_budget(of: Trace, part: 
 @pytest.mark.parametrize("planner", ["mu-two", "search"])
 def test_plans_have_their_exchanges_made(planner: str) -> None:
     of = norm_beside_matmul()
-    timeline = run(of, build(of, plan_with(planner, of, BUDGET).actions))
+    timeline = run(Problem(of), build(Problem(of), plan_with(planner, Problem(of), BUDGET).actions))
     assert (timeline.peak_allocated_bytes, timeline.step_time_ns) == (BUDGET, of.time_ns + 2)

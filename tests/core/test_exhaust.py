@@ -8,6 +8,7 @@ from pathlib import Path
 from hypothesis import given, settings
 
 from simulator.core.graph import analyse
+from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from tests import exhaust
@@ -34,7 +35,7 @@ def test_it_shares_no_code_with_what_it_checks() -> None:
 def test_the_simulator_does_what_a_plan_is_defined_to_do(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
     try:
-        schedule = build(of, actions)
+        schedule = build(Problem(of), actions)
     except PlanError:
         schedule = None
     try:
@@ -46,7 +47,7 @@ def test_the_simulator_does_what_a_plan_is_defined_to_do(case: tuple[Trace, tupl
         return
     assert (list(schedule.op), list(schedule.recompute)) == (walked.op, walked.again)
     assert [sorted(b) for b in schedule.binds] == walked.born
-    timeline = run(of, schedule)
+    timeline = run(Problem(of), schedule)
     assert (timeline.peak_allocated_bytes, timeline.step_time_ns) == exhaust.peak_and_time(of, walked)
 
 
@@ -61,4 +62,4 @@ def test_the_simulator_offers_every_choice_that_there_is(of: Trace) -> None:
     assert set(analyse(of).candidates) == wanted
     for options in exhaust.choices(of, drops=0):
         for action in options:
-            build(of, [] if action is None else [action])
+            build(Problem(of), [] if action is None else [action])

@@ -6,21 +6,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.core import evaluator as fast
-from simulator.core import graph as graphs
-from simulator.core import replay as engine
 from simulator.core.evaluator import Evaluator
-from simulator.core.graph import analyse, floor
 from simulator.core.limits import Limits
+from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from simulator.planners import outcome, plan_with, segmented
-from simulator.planners.outcome import Refusal, replayed
+from simulator.planners import plan_with
+from simulator.planners.outcome import Refusal
 from simulator.planners.segmented import Segmentations, split
 from simulator.planners.segments import actions_for
 from simulator.studies.pareto import front
 from tests.strategies import traces
-from tests.synthetic import ladder
 from tests.tiny import chain
 from traces.plan import Action, Plan
 from traces.trace import Trace
@@ -28,15 +24,9 @@ from traces.trace import Trace
 NO_LIMIT = Limits(seconds=float("inf"))
 
 
-def forget() -> None:
-    """As in a process that has planned nothing yet."""
-    for known in (fast._latest, segmented._latest, graphs._floors, engine._latest, outcome._finished):
-        known.clear()
-
-
 def alone_for(of: Trace, budget_bytes: int) -> tuple[Plan | None, str]:
     try:
-        return plan_with("mu-two", of, budget_bytes, NO_LIMIT), ""
+        return plan_with("mu-two", Problem(of), budget_bytes, NO_LIMIT), ""
     except Refusal as refusal:
         return None, str(refusal)
 
@@ -44,23 +34,22 @@ def alone_for(of: Trace, budget_bytes: int) -> tuple[Plan | None, str]:
 @settings(max_examples=150, deadline=None)
 @given(of=traces(max_forward=12, max_backward=12))
 def test_every_point_is_no_slower_than_the_plan_made_for_its_budget_alone(of: Trace) -> None:
-    done = front(of, "t", "mu-two", 6, NO_LIMIT)
+    done = front(Problem(of), "t", "mu-two", 6, NO_LIMIT)
     times = [p.step_time_ns for p in done.points if p.step_time_ns is not None]
     assert times == sorted(times, reverse=True)
     for point, plan in zip(done.points, done.plans, strict=True):
-        forget()
         alone, why_not = alone_for(of, point.budget_bytes)
         if not point.feasible:
             assert point.message == why_not
         if alone is not None:
             assert plan is not None
-            timeline = run(of, build(of, alone.actions))
+            timeline = Problem(of).replay(alone.actions).timeline
             assert point.step_time_ns is not None
             assert point.step_time_ns <= timeline.step_time_ns
             if point.made_for_bytes == point.budget_bytes:
                 assert plan == alone
         if plan is not None:
-            timeline = run(of, build(of, plan.actions))
+            timeline = Problem(of).replay(plan.actions).timeline
             assert (point.peak_allocated_bytes, point.step_time_ns) == (
                 timeline.peak_allocated_bytes,
                 timeline.step_time_ns,
@@ -71,8 +60,8 @@ def test_every_point_is_no_slower_than_the_plan_made_for_its_budget_alone(of: Tr
 @settings(max_examples=150, deadline=None)
 @given(of=traces(max_forward=12, max_backward=12))
 def test_segmentations_are_those_of_the_segments(of: Trace) -> None:
-    graph = analyse(of)
-    ev = Evaluator(of, graph)
+    problem = Problem(of)
+    ev = Evaluator(problem)
     row = Segmentations(ev)
     k = 0
     while True:
@@ -80,7 +69,7 @@ def test_segmentations_are_those_of_the_segments(of: Trace) -> None:
         found = row.at(k)
         if found is None:
             break
-        expected = ev.state(actions_for(of, graph, segment))
+        expected = ev.state(actions_for(problem, segment))
         assert found.state.there.tolist() == expected.there.tolist()
         assert found.state.share.tolist() == expected.share.tolist()
         assert found.peak_bytes == ev.cost(expected)[0]
@@ -106,34 +95,25 @@ def test_a_split_leaves_enough_on_either_side_where_least_crosses(
     assert split(members, weight, crossing) == best[2]
 
 
-def test_another_trace_is_not_taken_for_the_one_before() -> None:
-    one, other = chain(6, size=100), ladder(12, seed=1)
-    for of in (one, other, one):
-        least = floor(of, analyse(of)).peak_bytes
-        shared = plan_with("mu-two", of, least * 3 // 2, NO_LIMIT)
-        forget()
-        assert shared == plan_with("mu-two", of, least * 3 // 2, NO_LIMIT)
-        assert engine.keep_all(of).schedule == build(of)
-        assert floor(of).peak_bytes == least
-
-
 def test_the_replay_of_a_plan_is_its_own() -> None:
     of = chain(6, size=100)
-    made = plan_with("mu-two", of, floor(of).peak_bytes * 3 // 2)
+    problem = Problem(of)
+    made = plan_with("mu-two", problem, problem.floor.peak_bytes * 3 // 2)
     other = Plan(meta=of.meta, actions=(Action(storage=of.storages.name.index("x1")),))
     for plan in (made, other, made):
-        assert replayed(of, plan).schedule == build(of, plan.actions)
-        assert replayed(of, plan).timeline == run(of, build(of, plan.actions))
+        schedule = build(Problem(of), plan.actions)
+        assert problem.replay(plan.actions).schedule == schedule
+        assert problem.replay(plan.actions).timeline == run(problem, schedule)
 
 
 def test_drops_that_are_edited_between_two_walks_count() -> None:
     of = chain(5)
-    ev = Evaluator(of)
+    ev = Evaluator(Problem(of))
     x1, x2 = (of.storages.name.index(n) for n in ("x1", "x2"))
     g5 = ev.forward
     state = ev.state([Action(storage=x1, drop_after=(g5,)), Action(storage=x2)])
     for drops in ((x2,), (x1, x2), ()):
         ev.cost(state)
         state.drops[g5] = drops
-        fresh = Evaluator(of)
+        fresh = Evaluator(Problem(of))
         assert ev.evaluate(state) == fresh.evaluate(state)

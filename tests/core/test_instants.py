@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from simulator.bounds.instants import TURN, Cut, Instants
 from simulator.bounds.mincut import Link, Rerun, corners
-from simulator.core.graph import analyse
 from simulator.core.limits import Constraints
-from simulator.core.replay import run
-from simulator.core.schedule import build
+from simulator.core.problem import Problem
 from tests.exhaust import draw_trace
 from tests.strategies import traces
 from tests.synthetic import decoder, resnet
@@ -30,14 +28,14 @@ class Slow:
     """One instant, op by op and storage by storage."""
 
     def __init__(self, instants: Instants, op: int) -> None:
-        of, graph = instants.trace, instants.graph
-        ops, sts, turn = of.ops, of.storages, graph.first_backward_op
-        self.instants, candidates = instants, set(graph.candidates)
+        of, problem = instants.trace, instants.problem
+        ops, sts, turn = of.ops, of.storages, problem.forward_end
+        self.instants, candidates = instants, set(problem.candidates)
         last_read, until = [-1] * len(sts), list(sts.hold)
         for i in range(len(ops)):
             for s in ops.reads[i]:
                 last_read[s] = i
-                stays = graph.pinned[s] or (graph.wanted[s] and s not in candidates)
+                stays = problem.pinned[s] or (problem.saved_by_default[s] and s not in candidates)
                 if i < turn or stays or sts.producer[s] >= turn:
                     until[s] = max(until[s], i)
         at, after = (turn, turn - 1) if op == TURN else (op, op)
@@ -46,7 +44,7 @@ class Slow:
         forced = {s for s in made if until[s] >= at or s in now}
         self.unavoidable_bytes = of.resident_bytes
         if op != TURN:
-            self.unavoidable_bytes += graph.rise_bytes[op]
+            self.unavoidable_bytes += problem.transient_bytes[op]
             taken = ops.overwrites[op]
             if taken in forced and until[taken] <= op:
                 forced.discard(taken)
@@ -75,14 +73,14 @@ class Slow:
 
     def solve(self) -> tuple[int, list[tuple[int, int]], list[Cut]]:
         """Bytes with everything wanted kept, the savings by price, and the cuts by price."""
-        of, graph = self.instants.trace, self.instants.graph
+        of, problem = self.instants.trace, self.instants.problem
         nbytes, producer = of.storages.nbytes, of.storages.producer
         most, steps, cuts = 0, [], []
         for ops, links in self.components():
-            outputs = [[s for s in graph.creates[p] if s in self.wanted] for p in ops]
+            outputs = [[s for s in problem.creates[p] if s in self.wanted] for p in ops]
             found = corners(
                 tuple(
-                    Rerun(of.ops.time_ns[p] if graph.may_rerun[p] else -1, sum(nbytes[s] for s in mine))
+                    Rerun(of.ops.time_ns[p] if problem.may_rerun[p] else -1, sum(nbytes[s] for s in mine))
                     for p, mine in zip(ops, outputs, strict=True)
                 ),
                 tuple(
@@ -140,8 +138,8 @@ def test_every_instant_of_seeded_traces() -> None:
     linked = 0
     for seed in range(250):
         of = draw_trace(seed)
-        instants = Instants(of)
-        assert instants.peaks == run(of, build(of)).peak_bytes
+        instants = Instants(Problem(of))
+        assert instants.peaks == Problem(of).saved.timeline.peak_bytes
         linked += check(instants, any_order(of, seed))
     assert linked > 300
 
@@ -149,7 +147,7 @@ def test_every_instant_of_seeded_traces() -> None:
 @settings(max_examples=150, deadline=None)
 @given(of=traces(max_forward=14, max_backward=10), seed=st.integers(0, 7))
 def test_every_instant_of_any_trace(of: Trace, seed: int) -> None:
-    check(Instants(of), any_order(of, seed))
+    check(Instants(Problem(of)), any_order(of, seed))
 
 
 def test_under_constraints() -> None:
@@ -158,14 +156,14 @@ def test_under_constraints() -> None:
         plain = draw_trace(seed)
         names = tuple(f"test.op{i}.default" for i in range(len(plain.ops)))
         of = replace(plain, ops=replace(plain.ops, target=names))
-        graph = analyse(of)
-        free = [i for i in range(graph.first_backward_op) if graph.may_rerun[i] and not graph.is_view[i]]
+        problem = Problem(of)
+        free = [i for i in range(problem.forward_end) if problem.may_rerun[i] and not problem.is_view[i]]
         if len(free) < 2:
             continue
         seen += 1
         never, keep = random.Random(seed).sample(free, 2)
         constraints = Constraints(never=(f":: op{never}",), always_keep=(f":: op{keep}",))
-        check(Instants(of, analyse(of, constraints)), any_order(of, seed))
+        check(Instants(Problem(of, constraints)), any_order(of, seed))
     assert seen > 100
 
 
@@ -173,14 +171,14 @@ def test_under_constraints() -> None:
     "of", [resnet((1, 1, 1, 1), batch=2, side=64), decoder(3)], ids=["resnet", "decoder"]
 )
 def test_networks(of: Trace) -> None:
-    assert check(Instants(of), any_order(of, 2, 60)) > 60
-    check(Instants(of), any_order(of, 1, 60))
+    assert check(Instants(Problem(of)), any_order(of, 2, 60)) > 60
+    check(Instants(Problem(of)), any_order(of, 1, 60))
 
 
 @pytest.mark.parametrize("name", ["resnet152", "bert-base", "bert-base-cpu/trace-b16"])
 def test_the_gallery(name: str) -> None:
     of = load(name)
-    check(Instants(of), any_order(of, 0, 3))
+    check(Instants(Problem(of)), any_order(of, 0, 3))
 
 
 def test_a_component_that_stays_as_it_was_is_joined_by_a_new_reader() -> None:
@@ -200,7 +198,7 @@ def test_a_component_that_stays_as_it_was_is_joined_by_a_new_reader() -> None:
         ],
         {"w": 4},
     )
-    instants = Instants(of)
+    instants = Instants(Problem(of))
     assert check(instants, [4, 5, 4, 5]) == 4
     check(instants, [4])
     assert [p.ops for p in instants._components.linked.values()] == [(0, 1)]

@@ -8,7 +8,7 @@ from simulator.bounds import lowest as lowest_module
 from simulator.bounds.bound import Bounder, lower_bound
 from simulator.bounds.instants import Instants
 from simulator.bounds.lowest import lowest
-from simulator.core.graph import floor
+from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.planners.outcome import Refusal
 from tests.exhaust import draw_trace, frontier
@@ -40,9 +40,9 @@ def far_apart(taken: str = "") -> Trace:
 def test_what_an_op_reads_must_be_brought_back() -> None:
     of = far_apart()
     # One op at a time: op 2 in forward has w 4, b 50, c 50; op 5 has w 4, g 40, t 60: both 104.
-    assert floor(of).peak_bytes == 104
+    assert Problem(of).floor.peak_bytes == 104
     # But c comes back for op 7 only beside g: before op 6 with t 60 there, or before op 7: w 4, g 40, b 50, c 50.
-    found = lowest(Instants(of))
+    found = lowest(Instants(Problem(of)))
     assert (found.peak_bytes, found.op, found.brings_back) == (144, 7, True)
     assert (found.resident_bytes, found.gradient_bytes, found.working_bytes) == (4, 40, 100)
     front = frontier(of)
@@ -53,7 +53,7 @@ def test_what_an_op_reads_must_be_brought_back() -> None:
 def test_an_op_that_takes_over_its_input_needs_less_to_run_again() -> None:
     # c takes b's memory: b comes back beside a, 4 + 40 + 8 + 50 = 102, less than op 5's own 104.
     of = far_apart("b")
-    assert lowest(Instants(of)) == floor(of)
+    assert lowest(Instants(Problem(of))) == Problem(of).floor
     front = frontier(of)
     assert front is not None
     assert min(front) == 104
@@ -75,10 +75,10 @@ def test_what_two_inputs_need_together() -> None:
         {"w": 4},
     )
     # Forward: op 2 has w 4, x 30, v 20, y 30 = 84; op 5 has w 4, g 10, t 76 = 90, and op 7 w 4, g 10, x 30, y 30.
-    assert floor(of).peak_bytes == 90
+    assert Problem(of).floor.peak_bytes == 90
     # Before op 7, w 4 and g 10 are there. The last of x and y to come back, y say, is made beside x: 30 + 20 + 30,
     # 94 in all. Before that, x and v: v comes with u, 20 + 20 beside x or before it, which is less.
-    found = lowest(Instants(of))
+    found = lowest(Instants(Problem(of)))
     assert (found.peak_bytes, found.op) == (94, 7)
     # What holds x and v together is u, v and x at once: 14 + 70 = 84. So 94 is what a plan reaches, too.
     front = frontier(of)
@@ -93,8 +93,8 @@ def test_it_stays_below_every_plan_and_often_reaches_the_best_one() -> None:
         front = frontier(of, most=300)
         if not front:
             continue
-        instants = Instants(of)
-        simple, found = floor(of), lowest(instants)
+        instants = Instants(Problem(of))
+        simple, found = Problem(of).floor, lowest(instants)
         assert simple.peak_bytes <= found.peak_bytes <= min(front), seed
         seen += 1
         higher += found.peak_bytes > simple.peak_bytes
@@ -106,26 +106,26 @@ def test_it_stays_below_every_plan_and_often_reaches_the_best_one() -> None:
 
 def test_too_much_work_counts_as_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowest_module, "MOST_STATES", 0)
-    assert lowest(Instants(far_apart())) == floor(far_apart())
+    assert lowest(Instants(Problem(far_apart()))) == Problem(far_apart()).floor
     monkeypatch.setattr(lowest_module, "MOST_STATES", 300)
     monkeypatch.setattr(lowest_module, "MOST_WORK", 0)
-    assert lowest(Instants(far_apart())) == floor(far_apart())
+    assert lowest(Instants(Problem(far_apart()))) == Problem(far_apart()).floor
 
 
 def test_the_bound_and_the_refusal_know_it() -> None:
     of = far_apart()
-    assert not lower_bound(of, 143).feasible
-    assert lower_bound(of, 144).feasible
+    assert not lower_bound(Problem(of), 143).feasible
+    assert lower_bound(Problem(of), 144).feasible
     with pytest.raises(
         Refusal, match=r"No plan can stay within .*to bring back what that op reads"
     ) as refused:
-        plan_with("search", of, 143)
+        plan_with("search", Problem(of), 143)
     assert refused.value.figures["floor"]["peak_allocated_bytes"] == 144
-    assert plan_with("search", of, 144).predicted["plan"]["peak_allocated_bytes"] == 144
+    assert plan_with("search", Problem(of), 144).predicted["plan"]["peak_allocated_bytes"] == 144
 
 
 def test_on_a_network_the_parts_make_the_whole() -> None:
     of = resnet((1, 1, 1, 1), batch=2, side=64)
-    found = Bounder(of).floor
+    found = Bounder(Problem(of)).floor
     assert found.peak_bytes == found.resident_bytes + found.gradient_bytes + found.working_bytes
-    assert floor(of).peak_bytes <= found.peak_bytes
+    assert Problem(of).floor.peak_bytes <= found.peak_bytes

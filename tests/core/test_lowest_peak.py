@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from simulator.bounds.bound import bounder_of
-from simulator.core.graph import analyse
-from simulator.core.limits import Constraints, Limits
-from simulator.core.replay import keep_all
+from simulator.core.limits import NONE, Constraints, Limits
+from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.planners.outcome import Refusal
 from simulator.studies import lowest_peak
@@ -19,12 +18,15 @@ from traces.trace import Trace
 QUICK = Limits(seconds=1)
 
 
-def refused(of: Trace, budget_bytes: int, limits: Limits = QUICK) -> tuple[int, int, str]:
+def refused(
+    of: Trace, budget_bytes: int, limits: Limits = QUICK, constraints: Constraints = NONE
+) -> tuple[int, int, str]:
     """The lowest peak that the planner alone tells, the one that the answer tells, and its words."""
+    problem = Problem(of, constraints)
     with pytest.raises(Refusal) as alone:
-        plan_with("search", of, budget_bytes, limits)
+        plan_with("search", problem, budget_bytes, limits)
     with pytest.raises(Refusal) as told:
-        planned(of, "search", limits, budget_bytes=budget_bytes)
+        planned(problem, "search", limits, budget_bytes=budget_bytes)
     assert told.value.figures["floor"] == alone.value.figures["floor"]
     before, now = (error.value.figures["lowest_peak_bytes"] for error in (alone, told))
     return before, now, str(told.value)
@@ -32,12 +34,12 @@ def refused(of: Trace, budget_bytes: int, limits: Limits = QUICK) -> tuple[int, 
 
 def test_it_goes_on_where_the_greedy_ends_and_a_plan_of_that_peak_is_found() -> None:
     of = load("resnet152-cpu/trace-b8")
-    floor_bytes = bounder_of(of, analyse(of)).floor.peak_bytes
+    floor_bytes = bounder_of(Problem(of)).floor.peak_bytes
     before, now, words = refused(of, floor_bytes // 2)
     assert floor_bytes <= now < before
     assert now - floor_bytes < (before - floor_bytes) // 10  # 6.3 MiB above the floor before, some KiB now
     assert f"({now} bytes), and no plan at all can go below" in words
-    plan = plan_with("search", of, now, Limits(seconds=2))
+    plan = plan_with("search", Problem(of), now, Limits(seconds=2))
     assert plan.predicted["plan"]["peak_allocated_bytes"] <= now
 
 
@@ -48,7 +50,7 @@ def test_it_is_never_below_what_any_plan_reaches() -> None:
         front = frontier(of, drops=2, most=1_500)
         if front is None:
             continue
-        floor_bytes = bounder_of(of, analyse(of)).floor.peak_bytes
+        floor_bytes = bounder_of(Problem(of)).floor.peak_bytes
         _, now, _ = refused(of, floor_bytes - 1, Limits(seconds=0.05))
         assert min(front) <= now
         seen += 1
@@ -57,20 +59,19 @@ def test_it_is_never_below_what_any_plan_reaches() -> None:
 
 def test_only_below_the_floor_and_by_the_planner_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     of = load("resnet152-cpu/trace-b8")
-    floor_bytes = bounder_of(of, analyse(of)).floor.peak_bytes
+    floor_bytes = bounder_of(Problem(of)).floor.peak_bytes
     monkeypatch.setattr(lowest_peak, "Annealer", None)  # whoever walks fails
     with pytest.raises(Refusal, match="the lowest peak that mu-two reaches"):
-        planned(of, "mu-two", budget_bytes=floor_bytes // 2)
+        planned(Problem(of), "mu-two", budget_bytes=floor_bytes // 2)
     with pytest.raises(Refusal, match="search found no plan"):
-        planned(of, "search", Limits(seconds=0.01), budget_bytes=floor_bytes)
+        planned(Problem(of), "search", Limits(seconds=0.01), budget_bytes=floor_bytes)
     with pytest.raises(TypeError):
-        planned(of, "search", budget_bytes=floor_bytes // 2)
+        planned(Problem(of), "search", budget_bytes=floor_bytes // 2)
 
 
 def test_constraints_hold_for_it_too() -> None:
     """Nothing may run again: then there is one plan, and its peak is the lowest."""
     of = load("resnet152-cpu/trace-b8")
-    limits = Limits(seconds=1, constraints=Constraints(never=("** ::",)))
-    _, now, words = refused(of, 1, limits)
-    assert now == keep_all(of).timeline.peak_allocated_bytes
+    _, now, words = refused(of, 1, Limits(seconds=1), Constraints(never=("** ::",)))
+    assert now == Problem(of).saved.timeline.peak_allocated_bytes
     assert "under the given constraints" in words

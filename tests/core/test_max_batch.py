@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.reserved import reserved_peak
 from simulator.cli.main import main
-from simulator.core.replay import run
+from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.studies.boundary import Verdict, boundary
@@ -106,15 +106,15 @@ def request(tmp_path: Path, memory_bytes: int, kind: str = "cpu", **more: Any) -
 def cheapest(of: Trace, budget: int) -> float | None:
     """What a plan for this budget adds, in percent; None: there is none."""
     try:
-        plan = plan_with("mu-two", of, budget)
+        plan = plan_with("mu-two", Problem(of), budget)
     except BudgetError:
         return None
-    keep = run(of, build(of)).step_time_ns
-    return 100 * (run(of, build(of, plan.actions)).step_time_ns - keep) / keep
+    keep = Problem(of).saved.timeline.step_time_ns
+    return 100 * (Problem(of).replay(plan.actions).timeline.step_time_ns - keep) / keep
 
 
 def test_the_largest_batch_on_a_cpu_is_the_one_of_all(tmp_path: Path) -> None:
-    memory = run(load(20), build(load(20))).peak_allocated_bytes + 1
+    memory = Problem(load(20)).saved.timeline.peak_allocated_bytes + 1
     found = max_batch(request(tmp_path, memory), load)
     assert found.without_plan == 20
     # By trying them all: the first batch whose plan costs too much, or that has none.
@@ -137,7 +137,7 @@ def test_the_largest_batch_on_a_cpu_is_the_one_of_all(tmp_path: Path) -> None:
 
 def test_on_a_gpu_reserved_memory_decides(tmp_path: Path) -> None:
     of = load_gpu(20)
-    memory = reserved_peak(of, build(of)).peak_reserved_bytes
+    memory = reserved_peak(Problem(of), build(Problem(of))).peak_reserved_bytes
     found = max_batch(request(tmp_path, memory, "cuda"), load_gpu)
     fits = {p.batch_size: p.fits for p in found.probes}
     assert fits[found.without_plan]
@@ -154,7 +154,7 @@ def test_without_a_plan_the_untouched_model_must_fit(tmp_path: Path) -> None:
     """It needs a quarter more than its graph: batches at which only the graph fits get an empty plan."""
 
     def needs(batch: int) -> int:
-        return run(load(batch), build(load(batch))).peak_allocated_bytes
+        return Problem(load(batch)).saved.timeline.peak_allocated_bytes
 
     def counted(batch: int) -> Trace:
         of = load(batch)
@@ -210,7 +210,7 @@ def test_on_a_gpu_the_untouched_model_takes_over_no_memory(tmp_path: Path) -> No
 
 
 def test_limits_of_the_batch_sizes(tmp_path: Path) -> None:
-    memory = run(load(20), build(load(20))).peak_allocated_bytes + 1
+    memory = Problem(load(20)).saved.timeline.peak_allocated_bytes + 1
     eights = max_batch(request(tmp_path, memory, multiple_of=8, overhead_percent=0.0), load)
     assert (eights.without_plan, eights.with_plan) == (16, 16)
     assert all(p.batch_size % 8 == 0 for p in eights.probes)
@@ -248,7 +248,7 @@ def command(*words: object) -> Result:
 
 
 def test_the_command(traced: list[Request], tmp_path: Path) -> None:
-    memory = run(load(20), build(load(20))).peak_allocated_bytes + 1
+    memory = Problem(load(20)).saved.timeline.peak_allocated_bytes + 1
     words = ("m", "--memory", memory, "--image-size", "32", "--amp=bf16", "-o", tmp_path / "out")
     result = command(*words, "--json")
     assert result.exit_code == 0
@@ -309,7 +309,7 @@ def test_the_page(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     from simulator.report.max_batch import write_max_batch
 
-    memory = run(load(20), build(load(20))).peak_allocated_bytes + 1
+    memory = Problem(load(20)).saved.timeline.peak_allocated_bytes + 1
     found: MaxBatch = max_batch(request(tmp_path, memory), load)
     html = write_max_batch(tmp_path / "page.html", found).read_text("utf-8")
     for part in ("Largest batch without a plan", str(found.with_plan), "Every batch size that was traced"):

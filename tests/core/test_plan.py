@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from tests.strategies import traces_with_actions
 from tests.tiny import chain
@@ -35,8 +36,8 @@ def test_a_plan_comes_back_as_it_was(case: tuple[Trace, tuple[Action, ...]], tmp
 
 def test_the_same_plan_makes_the_same_bytes(tmp_path: Path) -> None:
     of = chain(6)
-    first = plan_with("mu-two", of, 20).save(tmp_path / "a.json").read_bytes()
-    assert plan_with("mu-two", of, 20).save(tmp_path / "b.json").read_bytes() == first
+    first = plan_with("mu-two", Problem(of), 20).save(tmp_path / "a.json").read_bytes()
+    assert plan_with("mu-two", Problem(of), 20).save(tmp_path / "b.json").read_bytes() == first
 
 
 def test_a_failed_save_leaves_the_old_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from simulator.bounds.bound import lower_bound
-from simulator.core.graph import analyse
 from simulator.core.limits import Constraints, Limits
-from simulator.core.replay import run
+from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import REGISTRY, plan_with
 from simulator.planners.outcome import Refusal
@@ -30,10 +29,10 @@ PATIENT = Limits(seconds=60)
 def added(of: Trace, name: str, budget_bytes: int) -> int | None:
     """Added time of a planner's plan by the replay, which must be within the budget; None: refused."""
     try:
-        plan = plan_with(name, of, budget_bytes, PATIENT)
+        plan = plan_with(name, Problem(of), budget_bytes, PATIENT)
     except Refusal:
         return None
-    timeline = run(of, build(of, plan.actions))
+    timeline = Problem(of).replay(plan.actions).timeline
     assert timeline.peak_allocated_bytes <= budget_bytes
     return timeline.step_time_ns - of.time_ns
 
@@ -69,25 +68,25 @@ def test_exact_finds_the_optimum_and_no_planner_beats_it(chunk: int, rerun_bytes
                 other = added(of, name, budget)
                 assert other is None or (best is not None and other >= best)
             if best is not None:
-                assert lower_bound(of, budget).added_time_ns <= best
+                assert lower_bound(Problem(of), budget).added_time_ns <= best
 
 
 def test_exact_needs_drops_and_second_runs() -> None:
     """A chain at the lowest budget that any plan meets: every value is made again more than once."""
     of = chain(4, size=100)
     lowest = None
-    top = run(of, build(of)).peak_allocated_bytes
+    top = Problem(of).saved.timeline.peak_allocated_bytes
     for budget in range(top, 0, -4):
         time_ns = added(of, EXACT, budget)
         if time_ns is None:
             break
         lowest = (budget, time_ns)
     assert lowest is not None
-    plan = plan_with(EXACT, of, lowest[0], PATIENT)
-    again = build(of, plan.actions).recomputed_ops
+    plan = plan_with(EXACT, Problem(of), lowest[0], PATIENT)
+    again = build(Problem(of), plan.actions).recomputed_ops
     assert len(again) > len(set(again))
     with pytest.raises(Refusal, match="Proven"):
-        plan_with(EXACT, of, lowest[0] - 4, PATIENT)
+        plan_with(EXACT, Problem(of), lowest[0] - 4, PATIENT)
 
 
 def test_exact_saves_a_link_where_that_is_best() -> None:
@@ -106,18 +105,18 @@ def test_exact_saves_a_link_where_that_is_best() -> None:
     # at top: low + mid + top = 350, and link 10 if saved; at g0 351, or 251 with low away, or 161 with both
     assert added(of, EXACT, 360) == 0
     with pytest.raises(Refusal):
-        plan_with(EXACT, of, 349, PATIENT)
+        plan_with(EXACT, Problem(of), 349, PATIENT)
 
 
 def test_exact_refuses_what_is_too_large_or_takes_too_long() -> None:
     for of in (resnet((1, 1, 1, 1), batch=8, side=64), chain(12)):
-        tight = run(of, build(of)).peak_allocated_bytes - 1
+        tight = Problem(of).saved.timeline.peak_allocated_bytes - 1
         with pytest.raises(SpecError, match="small graphs"):
-            plan_with(EXACT, of, tight)
-        assert plan_with(EXACT, of, tight + 1).actions == ()  # nothing must be added: proven at once
+            plan_with(EXACT, Problem(of), tight)
+        assert plan_with(EXACT, Problem(of), tight + 1).actions == ()  # nothing must be added: proven at once
     of = chain(7, size=100)
     with pytest.raises(SpecError, match="did not finish in 0 s"):
-        plan_with(EXACT, of, run(of, build(of)).peak_allocated_bytes // 2, Limits(seconds=0))
+        plan_with(EXACT, Problem(of), Problem(of).saved.timeline.peak_allocated_bytes // 2, Limits(seconds=0))
 
 
 def test_exact_obeys_constraints() -> None:
@@ -132,23 +131,23 @@ def test_exact_obeys_constraints() -> None:
         {"w": 0},
     )
     budget = 400
-    free = plan_with(EXACT, of, budget, PATIENT)
+    free = plan_with(EXACT, Problem(of), budget, PATIENT)
     assert free.predicted["plan"]["recomputed_ops"] >= 1
-    bound = Limits(seconds=9, constraints=Constraints(never=("a ::",)))
-    plan = plan_with(EXACT, of, budget, bound)
-    assert {of.ops.name[i] for i in build(of, plan.actions).recomputed_ops} == {"b"}
+    bound = Problem(of, Constraints(never=("a ::",)))
+    plan = plan_with(EXACT, bound, budget, PATIENT)
+    assert {of.ops.name[i] for i in build(Problem(of), plan.actions).recomputed_ops} == {"b"}
     assert plan.predicted["plan"]["step_time_ns"] - of.time_ns == 9
 
 
 def test_the_price_at_tight_instants_is_never_too_high() -> None:
     """The bound inside the tree, at its root, is below the optimum of every small case."""
     for of, front in cases(range(200)):
-        graph = analyse(of)
-        evaluator = exact.Evaluator(of, graph)
-        values = exact.decisions(of, graph, evaluator)
+        problem = Problem(of)
+        evaluator = exact.Evaluator(problem)
+        values = exact.decisions(problem, evaluator)
         for budget in list(budgets(front))[:6]:
             best = optimum(front, budget)
-            tree = exact.Tree(of, graph, evaluator, values, budget, PATIENT.clock(), None)
+            tree = exact.Tree(problem, evaluator, values, budget, PATIENT.clock(), None)
             if best is not None:
                 assert tree._least_ns(0, {}) <= of.time_ns + best
 
@@ -158,13 +157,13 @@ def test_no_plan_is_faster_than_what_its_decisions_imply() -> None:
     draw = random.Random(0)
     seen = 0
     for of in (*(draw_trace(seed) for seed in range(150)), chain(4, size=100)):
-        graph = analyse(of)
-        evaluator = exact.Evaluator(of, graph)
+        problem = Problem(of)
+        evaluator = exact.Evaluator(problem)
         try:
-            values = exact.decisions(of, graph, evaluator)
+            values = exact.decisions(problem, evaluator)
         except SpecError:
             continue
-        tree = exact.Tree(of, graph, evaluator, values, 1 << 40, PATIENT.clock(), None)
+        tree = exact.Tree(problem, evaluator, values, 1 << 40, PATIENT.clock(), None)
         for _ in range(12):
             actions, reruns = [], {}
             for v in values:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from simulator.bounds.bound import lower_bound
 from simulator.bounds.instants import TURN, Instants
 from simulator.core.blocks import OUTSIDE, block_segments
-from simulator.core.graph import analyse, floor
 from simulator.core.limits import Limits
+from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import DEFAULT, FORMER, REGISTRY, find, mu_two_paper, plan_with
@@ -35,7 +35,7 @@ BASELINES = {
 
 
 def peak(of: Trace, plan: Plan | None = None) -> int:
-    return run(of, build(of, plan.actions if plan else ())).peak_allocated_bytes
+    return Problem(of).replay(plan.actions if plan else ()).timeline.peak_allocated_bytes
 
 
 def names(of: Trace, plan: Plan, action: str = "recompute") -> set[str]:
@@ -50,7 +50,7 @@ def test_a_plan_is_within_the_budget_or_refused(name: str, of: Trace, percent: i
     budget_bytes = before * percent // 100
     refused: Refusal | None = None
     try:
-        plan = plan_with(name, of, budget_bytes)
+        plan = plan_with(name, Problem(of), budget_bytes)
     except Refusal as error:
         refused = error
     if refused is not None:
@@ -58,14 +58,14 @@ def test_a_plan_is_within_the_budget_or_refused(name: str, of: Trace, percent: i
         assert refused.figures["lowest_peak_bytes"] > budget_bytes
         assert refused.figures["lowest_peak_bytes"] >= refused.figures["floor"]["peak_allocated_bytes"]
         return
-    timeline = run(of, build(of, plan.actions))
+    timeline = Problem(of).replay(plan.actions).timeline
     assert timeline.peak_allocated_bytes <= budget_bytes
     assert timeline.step_time_ns >= of.time_ns
     assert plan.predicted["baseline"]["peak_allocated_bytes"] == before
     assert plan.predicted["plan"]["peak_allocated_bytes"] == timeline.peak_allocated_bytes
     assert plan.predicted["plan"]["step_time_ns"] == timeline.step_time_ns
     assert (plan.planner, plan.budget_bytes, plan.meta) == (BASELINES.get(name, name), budget_bytes, of.meta)
-    assert plan_with(name, of, budget_bytes) == plan  # the same every time
+    assert plan_with(name, Problem(of), budget_bytes) == plan  # the same every time
 
 
 @pytest.mark.parametrize("percent", [75, 85, 99, 100, 130])
@@ -78,14 +78,16 @@ def test_a_plan_leaves_room_for_what_reruns_make_libraries_keep(percent: int) ->
     made = 0
     for name in ("search", "mu-two", "recompute-all", "save-all"):
         try:
-            plan = plan_with(name, of, budget_bytes)
+            plan = plan_with(name, Problem(of), budget_bytes)
         except Refusal:
             continue
         made += 1
         assert plan.budget_bytes == budget_bytes
-        schedule = build(of, plan.actions)
+        schedule = build(Problem(of), plan.actions)
         assert peak(of, plan) <= budget_bytes
-        bare = run(replace(of, meta=replace(of.meta, rerun_workspaces={})), schedule).peak_allocated_bytes
+        bare = run(
+            Problem(replace(of, meta=replace(of.meta, rerun_workspaces={}))), schedule
+        ).peak_allocated_bytes
         assert peak(of, plan) == bare + (1500 if schedule.recomputed_ops else 0)
         if percent >= 100 and name == "search":
             assert not schedule.recomputed_ops
@@ -94,8 +96,8 @@ def test_a_plan_leaves_room_for_what_reruns_make_libraries_keep(percent: int) ->
 
 @given(traces())
 def test_save_all_adds_nothing_and_mu_two_changes_nothing_that_fits(of: Trace) -> None:
-    assert plan_with("save-all", of, UNLIMITED).actions == ()
-    assert plan_with("mu-two", of, peak(of)).actions == ()
+    assert plan_with("save-all", Problem(of), UNLIMITED).actions == ()
+    assert plan_with("mu-two", Problem(of), peak(of)).actions == ()
 
 
 def test_the_registry_knows_what_it_names() -> None:
@@ -115,9 +117,9 @@ def test_the_registry_knows_what_it_names() -> None:
 def test_a_refusal_names_the_budget_the_lowest_peak_the_floor_and_what_makes_it() -> None:
     of = chain(4, size=2**20)
     with pytest.raises(BudgetError) as caught:
-        plan_with("mu-two", of, 2**20)
+        plan_with("mu-two", Problem(of), 2**20)
     message = str(caught.value)
-    least = floor(of)
+    least = Problem(of).floor
     for part in (
         "1.00 MiB",
         str(least.peak_bytes),
@@ -131,12 +133,12 @@ def test_a_refusal_names_the_budget_the_lowest_peak_the_floor_and_what_makes_it(
 
 def test_recompute_all_leaves_out_nothing_that_can_be_recomputed() -> None:
     of = chain(3)
-    assert names(of, plan_with("recompute-all", of, UNLIMITED)) == {"x0", "x1", "x2", "x3"}
+    assert names(of, plan_with("recompute-all", Problem(of), UNLIMITED)) == {"x0", "x1", "x2", "x3"}
 
 
 def test_sqrt_n_keeps_the_borders_of_the_segments() -> None:
     of = chain(8)  # nine ops: three segments x0-x2, x3-x5, x6-x8; x2 and x5 are read by the next segment
-    plan = plan_with("sqrt-n", of, UNLIMITED)
+    plan = plan_with("sqrt-n", Problem(of), UNLIMITED)
     assert names(of, plan) == {f"x{k}" for k in (0, 1, 3, 4, 6, 7, 8)}
 
 
@@ -158,7 +160,7 @@ def test_a_border_that_backward_does_not_need_is_saved_for_the_next_segment() ->
         ],
         {"w": 4},
     )
-    plan = plan_with("per-block", of, UNLIMITED)
+    plan = plan_with("per-block", Problem(of), UNLIMITED)
     assert names(of, plan) == {"x", "z"}
     assert names(of, plan, SAVE) == {"y"}
 
@@ -174,7 +176,7 @@ def test_a_border_that_no_recomputation_reads_is_not_saved() -> None:
         ],
         {"w": 4},
     )
-    plan = plan_with("per-block", of, UNLIMITED)
+    plan = plan_with("per-block", Problem(of), UNLIMITED)
     assert names(of, plan) == {"x"}
     assert names(of, plan, SAVE) == set()
 
@@ -211,7 +213,7 @@ def test_per_block_keeps_random_values_and_block_inputs() -> None:
         ],
         {"w": 4},
     )
-    assert names(of, plan_with("per-block", of, UNLIMITED)) == {"a", "c"}
+    assert names(of, plan_with("per-block", Problem(of), UNLIMITED)) == {"a", "c"}
 
 
 def cheap_and_dear() -> Trace:
@@ -233,7 +235,7 @@ def cheap_and_dear() -> Trace:
 def test_mu_two_takes_what_costs_least_for_its_bytes() -> None:
     of = cheap_and_dear()
     assert peak(of) == 311
-    assert names(of, plan_with("mu-two", of, 300)) == {"cheap"}
+    assert names(of, plan_with("mu-two", Problem(of), 300)) == {"cheap"}
 
 
 def test_mu_two_counts_the_whole_chain() -> None:
@@ -251,7 +253,7 @@ def test_mu_two_counts_the_whole_chain() -> None:
         ],
         {"w": 0},
     )
-    assert names(of, plan_with("mu-two", of, 300)) == {"plain"}
+    assert names(of, plan_with("mu-two", Problem(of), 300)) == {"plain"}
 
 
 def test_mu_two_keeps_again_what_need_not_be_released() -> None:
@@ -270,13 +272,13 @@ def test_mu_two_keeps_again_what_need_not_be_released() -> None:
     )
     # at fin: 90 + 200 + 10 + 200 = 500; the small ones cost less per byte but free 90 of the 150 only
     assert peak(of) == 500 + 1
-    search = Search(of, analyse(of), 350)
+    search = Search(Problem(of), 350)
     state = search.evaluator.state()
     assert search.release(state)
-    released = {of.storages.name[s] for s in search.graph.candidates if not state.there[s]}
+    released = {of.storages.name[s] for s in search.problem.candidates if not state.there[s]}
     assert released == {"s0", "s1", "s2", "big"}
     search.keep_again(state)
-    assert {of.storages.name[s] for s in search.graph.candidates if not state.there[s]} == {"big"}
+    assert {of.storages.name[s] for s in search.problem.candidates if not state.there[s]} == {"big"}
 
 
 def test_costs_are_the_union_with_what_runs_again_already() -> None:
@@ -289,7 +291,7 @@ def test_costs_are_the_union_with_what_runs_again_already() -> None:
         ],
         {"w": 0},
     )
-    search = Search(of, analyse(of), 0)
+    search = Search(Problem(of), 0)
     costs = Costs(search.evaluator, search.evaluator.state())
     a, b = (of.storages.name.index(n) for n in "ab")
     assert (costs.of(a), costs.of(b)) == (102, 103)
@@ -303,7 +305,7 @@ def test_costs_are_the_union_with_what_runs_again_already() -> None:
 def test_mu_two_always_takes_the_cheapest_of_the_idle(seed: int) -> None:
     """Prices are kept up to date while several values are released at once: as if each were looked at anew."""
     of = ladder(24, seed=seed)
-    search = Search(of, analyse(of), peak(of) * 2 // 3)
+    search = Search(Problem(of), peak(of) * 2 // 3)
     ev, nbytes = search.evaluator, of.storages.nbytes
     state, expected = ev.state(), ev.state()
     assert search.release(state)
@@ -322,35 +324,35 @@ def test_mu_two_always_takes_the_cheapest_of_the_idle(seed: int) -> None:
             expected.there[s], expected.share[s] = 0, 1
             wanted -= nbytes[s]
     assert state.there.tolist() == expected.there.tolist()
-    assert sum(not state.there[s] for s in search.graph.candidates) > 3
+    assert sum(not state.there[s] for s in search.problem.candidates) > 3
 
 
 def test_mu_two_stops_in_time_where_no_plan_fits() -> None:
     """A budget below the floor is refused anyway, so the time limit ends the descent; a possible one is met."""
     of = ladder(24, seed=2)
-    graph = analyse(of)
-    least = floor(of, graph).peak_bytes
+    problem = Problem(of)
+    least = problem.floor.peak_bytes
     no_time = Limits(seconds=0)
-    search = Search(of, graph, least - 1, no_time.clock())
+    search = Search(problem, least - 1, no_time.clock())
     assert search.run() is None
     assert search.evaluations <= 2
-    assert Search(of, graph, peak(of) // 2, no_time.clock()).run() is not None
+    assert Search(problem, peak(of) // 2, no_time.clock()).run() is not None
 
 
 def test_mu_two_goes_below_what_greedy_releases_by_segments_and_drops() -> None:
     """A long chain: releasing everything rebuilds all of it at once, so a low budget needs borders."""
     of = chain(40, size=100)
-    plan = plan_with("mu-two", of, peak(of) * 40 // 100)
+    plan = plan_with("mu-two", Problem(of), peak(of) * 40 // 100)
     assert peak(of, plan) <= peak(of) * 40 // 100
     # each op runs again once at most for this budget
     assert plan.predicted["plan"]["recomputed_ops"] <= 41
-    lowest = plan_with("mu-two", of, peak(of) * 24 // 100)
+    lowest = plan_with("mu-two", Problem(of), peak(of) * 24 // 100)
     assert any(a.drop_after for a in lowest.actions)
 
 
 def test_a_value_that_is_kept_again_is_dropped_no_more() -> None:
     of = chain(5)
-    search = Search(of, analyse(of), UNLIMITED)
+    search = Search(Problem(of), UNLIMITED)
     x1, x2 = (of.storages.name.index(n) for n in ("x1", "x2"))
     g5 = search.evaluator.forward
     state = search.evaluator.state(
@@ -364,11 +366,11 @@ def test_a_value_that_is_kept_again_is_dropped_no_more() -> None:
 
 def test_the_state_of_a_search_means_the_same_as_its_actions() -> None:
     of = chain(40, size=100)
-    search = Search(of, analyse(of), peak(of) * 22 // 100)
+    search = Search(Problem(of), peak(of) * 22 // 100)
     found = search.run()
     assert found is not None
     assert any(found.state.drops.values())
-    timeline = run(of, build(of, search.actions(found)))
+    timeline = Problem(of).replay(search.actions(found)).timeline
     result = search.evaluator.evaluate(found.state)
     assert (timeline.peak_allocated_bytes, timeline.step_time_ns) == (result.peak_bytes, found.time_ns)
 
@@ -376,11 +378,11 @@ def test_the_state_of_a_search_means_the_same_as_its_actions() -> None:
 def test_the_search_ends_after_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     of = chain(60, size=100)
     monkeypatch.setattr("simulator.planners.mu_two.MOST_EVALUATIONS", 12)
-    search = Search(of, analyse(of), peak(of) // 10)
+    search = Search(Problem(of), peak(of) // 10)
     assert not search.release(search.evaluator.state())
     assert search.evaluations == 3
-    search = Search(of, analyse(of), peak(of) * 9 // 10)
-    search.keep_again(search.evaluator.state([Action(storage=s) for s in search.graph.candidates]))
+    search = Search(Problem(of), peak(of) * 9 // 10)
+    search.keep_again(search.evaluator.state([Action(storage=s) for s in search.problem.candidates]))
     assert search.evaluations == 6
 
 
@@ -388,14 +390,14 @@ def test_mu_two_meets_any_budget_of_a_long_chain_down_to_a_quarter() -> None:
     of = chain(60, size=100)
     for percent in (90, 75, 50, 35, 25):
         budget_bytes = peak(of) * percent // 100
-        assert peak(of, plan_with("mu-two", of, budget_bytes)) <= budget_bytes
+        assert peak(of, plan_with("mu-two", Problem(of), budget_bytes)) <= budget_bytes
 
 
 def test_the_paper_releases_at_least_one_value_and_the_switch_does_not() -> None:
     of = cheap_and_dear()
-    assert len(plan_with("mu-two-paper", of, UNLIMITED).actions) == 1
+    assert len(plan_with("mu-two-paper", Problem(of), UNLIMITED).actions) == 1
     fixed = mu_two_paper.Options(test_budget_first=True)
-    assert mu_two_paper.plan(of, UNLIMITED, options=fixed).actions == ()
+    assert mu_two_paper.plan(Problem(of), UNLIMITED, options=fixed).actions == ()
 
 
 def test_the_paper_leaves_room_for_what_reruns_make_libraries_keep() -> None:
@@ -404,8 +406,8 @@ def test_the_paper_leaves_room_for_what_reruns_make_libraries_keep() -> None:
     of = replace(bare, meta=replace(bare.meta, rerun_workspaces={"aten.test.default": 1500}))
     for percent in (70, 80, 90):
         budget_bytes = peak(bare) * percent // 100
-        plan = plan_with("mu-two-paper", of, budget_bytes + 1500)
-        assert plan.actions == plan_with("mu-two-paper", bare, budget_bytes).actions
+        plan = plan_with("mu-two-paper", Problem(of), budget_bytes + 1500)
+        assert plan.actions == plan_with("mu-two-paper", Problem(bare), budget_bytes).actions
         assert peak(of, plan) == peak(bare, plan) + 1500 <= budget_bytes + 1500
 
 
@@ -414,9 +416,9 @@ def test_the_paper_does_not_see_what_a_chain_holds() -> None:
     of = chain(12, size=100)
     budget_bytes = peak(of) * 40 // 100
     with pytest.raises(BudgetError, match="own memory model"):
-        mu_two_paper.plan(of, budget_bytes)
+        mu_two_paper.plan(Problem(of), budget_bytes)
     search = mu_two_paper.Options(exact_peak=True, peak_gate=True, exact_chains=True)
-    plan = mu_two_paper.plan(of, peak(of) * 70 // 100, options=search)
+    plan = mu_two_paper.plan(Problem(of), peak(of) * 70 // 100, options=search)
     assert peak(of, plan) <= peak(of) * 70 // 100
 
 
@@ -424,9 +426,9 @@ def test_static_memory_is_not_subtracted_unless_asked() -> None:
     of = trace(
         [fwd({"x": 100}, "w"), fwd({"y": 10}, "x"), bwd({"g": 1}, "y"), bwd({"h": 1}, "g", "x")], {"w": 1000}
     )
-    graph = analyse(of)
-    plain = mu_two_paper.Greedy(of, graph, mu_two_paper.Options())
-    literal = mu_two_paper.Greedy(of, graph, mu_two_paper.Options(subtract_static=True))
+    problem = Problem(of)
+    plain = mu_two_paper.Greedy(problem, mu_two_paper.Options())
+    literal = mu_two_paper.Greedy(problem, mu_two_paper.Options(subtract_static=True))
     assert plain.peak()[0] == peak(of)
     assert literal.peak()[0] == peak(of) - 1000
 
@@ -436,7 +438,7 @@ def test_effects_of_a_choice_as_printed() -> None:
     of = chain(2, size=4, time_ns=1)
     a, b, c = (of.storages.name.index(f"x{k}") for k in range(3))
     never = mu_two_paper.Options(assume_resident=False)
-    greedy = mu_two_paper.Greedy(of, analyse(of), never)
+    greedy = mu_two_paper.Greedy(Problem(of), never)
     assert greedy.sources[c] == {b}
     assert greedy._update_chosen(b) == 1
     greedy.chosen[b] = None
@@ -465,7 +467,7 @@ def test_shared_ancestors_count_twice_as_printed_and_once_when_exact() -> None:
     root, left, right, top = (of.storages.name.index(n) for n in ("root", "left", "right", "top"))
     for exact, expected in ((False, 23), (True, 13)):
         options = mu_two_paper.Options(exact_chains=exact, assume_resident=False)
-        greedy = mu_two_paper.Greedy(of, analyse(of), options)
+        greedy = mu_two_paper.Greedy(Problem(of), options)
         for chosen in (root, left, right):
             greedy._update_remaining(chosen, greedy._update_chosen(chosen))
             greedy.chosen[chosen] = None
@@ -482,7 +484,7 @@ def test_every_switch_of_the_paper_changes_some_plan(switch: str) -> None:
         try:
             return [
                 (a.storage, a.share)
-                for a in mu_two_paper.plan(of, peak(of) * percent // 100, options=options).actions
+                for a in mu_two_paper.plan(Problem(of), peak(of) * percent // 100, options=options).actions
             ]
         except Refusal as error:
             return error.figures["lowest_peak_bytes"]
@@ -493,12 +495,12 @@ def test_every_switch_of_the_paper_changes_some_plan(switch: str) -> None:
 
 def test_resnet_152_sized_budgets_are_met_quickly() -> None:
     of = resnet()
-    assert len(analyse(of).candidates) > 600
+    assert len(Problem(of).candidates) > 600
     before = peak(of)
     overhead = {}
     for percent in (60, 40, 30):
         start = time.perf_counter()
-        plan = plan_with("mu-two", of, before * percent // 100)
+        plan = plan_with("mu-two", Problem(of), before * percent // 100)
         assert time.perf_counter() - start < 10  # about 0.2, 1.2 and 1.3 s where this was written
         overhead[percent] = plan.predicted["plan"]["overhead_percent"]
         assert peak(of, plan) <= before * percent // 100
@@ -509,16 +511,16 @@ def test_resnet_152_sized_budgets_are_met_quickly() -> None:
 
 def test_when_the_time_is_over_the_search_stops_improving() -> None:
     of = cheap_and_dear()
-    in_no_time = plan_with("mu-two", of, 300, Limits(seconds=0))
+    in_no_time = plan_with("mu-two", Problem(of), 300, Limits(seconds=0))
     assert peak(of, in_no_time) <= 300
-    search = Search(of, analyse(of), UNLIMITED, Limits(seconds=0).clock())
-    state = search.evaluator.state([Action(storage=s) for s in search.graph.candidates])
-    assert not any(search.keep_again(state).state.there[s] for s in search.graph.candidates)
+    search = Search(Problem(of), UNLIMITED, Limits(seconds=0).clock())
+    state = search.evaluator.state([Action(storage=s) for s in search.problem.candidates])
+    assert not any(search.keep_again(state).state.there[s] for s in search.problem.candidates)
 
 
 def test_limits_refuse_no_planner() -> None:
     for name in REGISTRY:
-        plan = plan_with(name, chain(3), UNLIMITED, Limits(seconds=1, seed=7))
+        plan = plan_with(name, Problem(chain(3)), UNLIMITED, Limits(seconds=1, seed=7))
         assert plan.planner == name
 
 
@@ -530,10 +532,12 @@ def test_cheap_ops_never_runs_a_dear_op_again() -> None:
         flops = tuple(800 if n in dear else 0 for n in of.ops.name)
         return replace(of, ops=replace(of.ops, flops=flops, bytes_moved=(8,) * len(of.ops)))
 
-    assert names(of, plan_with("tests.bench.baselines.cheap_ops:plan", with_dear("cheap"), 300)) == {"dear"}
-    assert names(of, plan_with("mu-two", with_dear("cheap"), 300)) == {"cheap"}
+    assert names(of, plan_with("tests.bench.baselines.cheap_ops:plan", Problem(with_dear("cheap")), 300)) == {
+        "dear"
+    }
+    assert names(of, plan_with("mu-two", Problem(with_dear("cheap")), 300)) == {"cheap"}
     with pytest.raises(Refusal):
-        plan_with("tests.bench.baselines.cheap_ops:plan", with_dear("cheap", "dear"), 300)
+        plan_with("tests.bench.baselines.cheap_ops:plan", Problem(with_dear("cheap", "dear")), 300)
 
 
 def test_a_cheap_op_behind_a_dear_link_is_not_cheap() -> None:
@@ -548,7 +552,7 @@ def test_a_cheap_op_behind_a_dear_link_is_not_cheap() -> None:
         {"w": 0},
     )
     of = replace(of, ops=replace(of.ops, flops=(99, 0, 0, 0, 0), bytes_moved=(1,) * 5))
-    assert cheap_candidates(of, analyse(of)) == (of.storages.name.index("top"),)
+    assert cheap_candidates(Problem(of)) == (of.storages.name.index("top"),)
 
 
 @pytest.mark.parametrize(
@@ -567,9 +571,9 @@ def test_segments_are_those_of_checkpoint_sequential(blocks: int, segments: int,
 
 def test_checkpoint_sequential_takes_the_fastest_number_that_fits() -> None:
     of = resnet((2, 2, 2, 2), batch=64, side=64)
-    plan = plan_with("checkpoint-sequential", of, peak(of) * 80 // 100)
+    plan = plan_with("checkpoint-sequential", Problem(of), peak(of) * 80 // 100)
     assert peak(of, plan) <= peak(of) * 80 // 100
-    assert plan_with("checkpoint-sequential", of, UNLIMITED).actions == ()
+    assert plan_with("checkpoint-sequential", Problem(of), UNLIMITED).actions == ()
     assert sequence_of(["a.0.x", "a.0.x", "", "a.1.y", "b"]) == [0, 0, OUTSIDE, 1, OUTSIDE]
     assert sequence_of(["a", "b", "a", ""]) == [0, 1, 0, OUTSIDE]  # no repeated blocks: the modules
 
@@ -589,11 +593,11 @@ def test_every_cut_saves_links_and_takes_the_cheapest() -> None:
         {"w": 0},
     )
     assert peak(of) == 211  # at g0: low, mid, top and itself; link has gone
-    assert plan_with("tests.bench.baselines.min_cut:plan", of, 211).actions == ()
-    plan = plan_with("tests.bench.baselines.min_cut:plan", chain(12, size=100), 1200)
+    assert plan_with("tests.bench.baselines.min_cut:plan", Problem(of), 211).actions == ()
+    plan = plan_with("tests.bench.baselines.min_cut:plan", Problem(chain(12, size=100)), 1200)
     assert 0 < len(plan.actions) < 12
-    graph = analyse(of)
-    cuts = Instants(of, graph).cuts(TURN)
+    problem = Problem(of)
+    cuts = Instants(problem).cuts(TURN)
     name = of.storages.name
     kept = [({name[s] for s in c.released}, {name[s] for s in c.saved}) for c in cuts]
     assert ({"low", "mid"}, {"link"}) in kept  # 10 ns and 10 bytes kept, 200 released
@@ -603,6 +607,6 @@ def test_every_cut_saves_links_and_takes_the_cheapest() -> None:
 def test_resnet_152_cuts_are_close_to_the_bound() -> None:
     of = resnet()
     budget = peak(of) * 60 // 100
-    plan = plan_with("tests.bench.baselines.min_cut:plan", of, budget)
-    bound = lower_bound(of, budget)
+    plan = plan_with("tests.bench.baselines.min_cut:plan", Problem(of), budget)
+    bound = lower_bound(Problem(of), budget)
     assert plan.predicted["plan"]["overhead_percent"] - bound.overhead_percent < 1.0

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from simulator.core.problem import Problem
 from tests.tiny import bwd, fwd, opt, trace
 from traces import device_profile as profile
 from traces import parquet as tables
@@ -262,11 +263,11 @@ def test_every_key_of_simulates_json_is_documented() -> None:
     from simulator.studies.prediction import compare
 
     record = small_trace()
-    kept = compare(record, Plan(meta=record.meta), None)
+    kept = compare(Problem(record), Plan(meta=record.meta), None)
     data = answer(kept, "t", 0.0)
     keys = {*data, *data["plan"]}
     with pytest.raises(Refusal) as refused:
-        plan_with("mu-two", record, 1)
+        plan_with("mu-two", Problem(record), 1)
     keys |= {*refusal("t", kept, "mu-two", refused.value, 0.0)}
     assert keys <= quoted(section(MANUALS["simulator"], "JSON and exit codes"))
 

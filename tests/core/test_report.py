@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.core.graph import analyse
+from simulator.core.problem import Problem
 from simulator.core.replay import breakdown, run
 from simulator.core.schedule import build
 from simulator.report import charts
@@ -187,8 +187,8 @@ def test_drawn_categories_sum_to_what_is_allocated() -> None:
     ]
     trace = tiny.trace(ops, {"w": 7})
     for actions in ((), (Action(storage=3),)):
-        schedule = build(trace, actions)
-        timeline = run(trace, schedule)
+        schedule = build(Problem(trace), actions)
+        timeline = run(Problem(trace), schedule)
         columns = charts.while_running(trace, schedule, timeline)
         for k, peak in enumerate(timeline.peak_bytes):
             assert sum(columns[c][k] for c in CATEGORIES) == peak
@@ -199,7 +199,7 @@ def test_drawn_categories_sum_to_what_is_allocated() -> None:
 
 def test_the_peak_shown_sums_to_the_peak(page: str) -> None:
     trace = tiny.chain(60, size=2**20, time_ns=1000)
-    c = compare(trace, planned(trace, *range(3, 50, 2)), None)
+    c = compare(Problem(trace), planned(trace, *range(3, 50, 2)), None)
     bars = next(s for s in specifications(page) if "at the peak, MiB" in json.dumps(s))
     data = list(bars["datasets"].values())  # type: ignore[attr-defined]
     rows = [
@@ -213,7 +213,7 @@ def test_the_peak_shown_sums_to_the_peak(page: str) -> None:
 def test_recomputations_sum_to_the_overhead() -> None:
     # x3's own op and, where x2 was released too, x2's as a link or as its own.
     trace = tiny.chain(12, size=8, time_ns=10)
-    c = compare(trace, planned(trace, 3, 4, 5, 9), None)
+    c = compare(Problem(trace), planned(trace, 3, 4, 5, 9), None)
     found = recomputations(trace, c.planned, c.planned_timeline, c.plan.recomputed)
     assert sum(r.time_ns for r in found) == c.planned_timeline.step_time_ns - c.kept_timeline.step_time_ns
     assert sum(t for t, _ in by_module(trace, found).values()) == sum(r.time_ns for r in found)
@@ -229,10 +229,10 @@ def test_links_are_told_from_evicted_storages() -> None:
         tiny.bwd({"h": 8}, "g", "b"),
     ]
     trace = tiny.trace(ops, {"w": 8})
-    (row,) = activations(trace)
+    (row,) = activations(Problem(trace))
     assert (row.storage, row.recompute_ns, row.links) == (2, 3 + 5, 1)
     assert row.idle_ns == 1  # op 2 runs between b's end and op 3
-    c = compare(trace, planned(trace, 2), None)
+    c = compare(Problem(trace), planned(trace, 2), None)
     found = recomputations(trace, c.planned, c.planned_timeline, c.plan.recomputed)
     assert [(r.op, r.link, r.time_ns) for r in found] == [(1, False, 5), (0, True, 3)]
 
@@ -241,7 +241,7 @@ def test_modules_are_cut_to_a_readable_number() -> None:
     ops = [tiny.fwd({f"x{i}": 8}, "w", module=f"net.layer{i % 7}.part{i}", time_ns=2) for i in range(60)]
     ops += [tiny.bwd({f"g{i}": 8}, f"x{i}") for i in range(60)]
     trace = tiny.trace(ops, {"w": 8})
-    c = compare(trace, planned(trace, *range(1, 61)), None)
+    c = compare(Problem(trace), planned(trace, *range(1, 61)), None)
     groups = by_module(trace, recomputations(trace, c.planned, c.planned_timeline, c.plan.recomputed))
     assert set(groups) == {f"net.layer{i}" for i in range(7)}
     assert sum(t for t, _ in groups.values()) == 120
@@ -253,7 +253,9 @@ def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
     trace = tiny.chain(2000, size=1_234_567, time_ns=987)
     path = write_simulation(tmp_path / "r.html", trace, planned(trace, *range(3, 2000, 3)), 10**9)
     assert path.stat().st_size < 1_600_000
-    peak = compare(trace, planned(trace, *range(3, 2000, 3)), None).planned_timeline.peak_allocated_bytes
+    peak = compare(
+        Problem(trace), planned(trace, *range(3, 2000, 3)), None
+    ).planned_timeline.peak_allocated_bytes
     drawn = [s for s in specifications(path.read_text("utf-8")) if "hover_plan" in json.dumps(s)]
     csv = next(t for t in drawn[0]["datasets"].values() if t.startswith("ms,step,total"))  # type: ignore[attr-defined]
     totals = [int(line.split(",")[2]) for line in csv.splitlines()[1:]]
@@ -487,8 +489,8 @@ def test_figures_read_well() -> None:
 
 def test_candidates_and_actions_agree() -> None:
     trace = tiny.chain(6)
-    graph = analyse(trace)
+    problem = Problem(trace)
     assert all(
-        (a.recompute_ns is not None) == (a.storage in graph.candidates) for a in activations(trace, graph)
+        (a.recompute_ns is not None) == (a.storage in problem.candidates) for a in activations(problem)
     )
     assert RECOMPUTE == "recompute"

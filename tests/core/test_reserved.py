@@ -11,7 +11,7 @@ from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.requests import requests_of
 from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import AllocatorSettings
-from simulator.core.graph import analyse
+from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
@@ -26,7 +26,7 @@ def test_a_chain_of_small_tensors_lives_in_one_segment() -> None:
     # chain(3, 1000): w is resident; x0..x3 live, then g3 with x3, g2 with g3 and x2, ...
     # At g3: w, x0, x1, x2, x3, g3 = 6 tensors of 1000 bytes -> 6 blocks of 1024; g2 takes x3's place: 6 again.
     t = chain(3, 1000)
-    figures = reserved_peak(t, build(t))
+    figures = reserved_peak(Problem(t), build(Problem(t)))
     assert figures.peak_requested_bytes == 6000
     assert figures.peak_allocated_bytes == 6 * 1024
     assert figures.peak_reserved_bytes == 2 * MIB
@@ -37,7 +37,7 @@ def test_large_tensors_round_to_segments() -> None:
     # w of 11 MiB: a segment of 12 MiB, whose rest of 1 MiB is too small to split off: allocated 12.
     # x0, x1 the same: 24 more; g1 with x1: 12 more: allocated 48 in 4 segments of 12. g0 takes x1's, freed by then.
     t = chain(1, 11 * MIB)
-    figures = reserved_peak(t, build(t))
+    figures = reserved_peak(Problem(t), build(Problem(t)))
     assert figures.peak_requested_bytes == 44 * MIB
     assert figures.peak_allocated_bytes == 48 * MIB
     assert figures.peak_reserved_bytes == 48 * MIB
@@ -52,7 +52,7 @@ def test_measured_temporaries_count_and_outputs_stay() -> None:
         bwd({"g": 2 * MIB}, "x"),
     ]
     t = trace(ops, {"w": 2 * MIB})
-    figures = reserved_peak(t, build(t))
+    figures = reserved_peak(Problem(t), build(Problem(t)))
     assert figures.peak_allocated_bytes == 34 * MIB
     assert figures.peak_reserved_bytes == 50 * MIB
     assert figures.segment_requests == 2  # the second and third iteration find all they need
@@ -73,11 +73,11 @@ def test_a_library_asks_for_its_workspace_in_its_first_op() -> None:
     ]
     t = trace(ops, {"w": 512, "lib": 24 * MIB}, categories={"lib": WORKSPACE})
     # Unknown when: 2 (w) + 24, then 20 (x) + 30 (scratch): 76.
-    first = reserved_peak(t, build(t)).iterations[0]
+    first = reserved_peak(Problem(t), build(Problem(t))).iterations[0]
     assert (first.peak_allocated_bytes, first.reserved_bytes) == (56 * MIB + 512, 76 * MIB)
     # In op 1: 2 + 20 + 30, and the workspace lies where the scratch was: 52, never more allocated than 32 and w. In the
     # second iteration the scratch finds 6 of its 30 left and gets new ones: 82.
-    figures = reserved_peak(with_workspace(t, 1), build(t))
+    figures = reserved_peak(Problem(with_workspace(t, 1)), build(Problem(t)))
     first, last = figures.iterations[0], figures.iterations[-1]
     assert (first.peak_allocated_bytes, first.reserved_bytes) == (32 * MIB + 512, 52 * MIB)
     assert (last.peak_allocated_bytes, last.reserved_bytes) == (56 * MIB + 512, 82 * MIB)
@@ -98,15 +98,15 @@ def test_backward_asks_for_its_workspaces_when_it_runs_such_an_op_again() -> Non
         storages=replace(sts, first_backward_use=uses),
         meta=replace(t.meta, rerun_workspaces={"aten.addmm.default": 3 * MIB}),
     )
-    kept = build(t)
-    plan = build(t, [Action(storage=t.storages.name.index("x"), action=RECOMPUTE)])
+    kept = build(Problem(t))
+    plan = build(Problem(t), [Action(storage=t.storages.name.index("x"), action=RECOMPUTE)])
     assert plan.op == (0, 1, 2, 0, 3)
-    assert run(t, plan).peak_allocated_bytes == run(t, kept).peak_allocated_bytes + 3 * MIB
-    requests = requests_of(t, plan, analyse(t))
+    assert run(Problem(t), plan).peak_allocated_bytes == run(Problem(t), kept).peak_allocated_bytes + 3 * MIB
+    requests = requests_of(Problem(t), plan)
     # w is there; x, y, x given back, g, x again: then 24 MiB and 3 MiB, before h.
     assert requests.sizes[:5] == (4 * MIB, 512, 0, 30 * MIB, 0)
     assert requests.once == ((6, 24 * MIB), (6, 3 * MIB))
-    assert requests_of(t, kept, analyse(t)).once == ((5, 24 * MIB),)
+    assert requests_of(Problem(t), kept).once == ((5, 24 * MIB),)
 
 
 def test_an_output_taken_over_in_place_needs_no_block() -> None:
@@ -117,8 +117,8 @@ def test_an_output_taken_over_in_place_needs_no_block() -> None:
         bwd({"g": 20 * MIB}, "x1"),
     ]
     t = trace(ops, {"w": 20 * MIB})
-    assert build(t).takes == (-1, 1, -1)
-    figures = reserved_peak(t, build(t))
+    assert build(Problem(t)).takes == (-1, 1, -1)
+    figures = reserved_peak(Problem(t), build(Problem(t)))
     assert figures.peak_allocated_bytes == figures.peak_reserved_bytes == 60 * MIB
 
 
@@ -133,8 +133,8 @@ def test_expandable_segments_reuse_what_fixed_segments_cannot() -> None:
     ]
     t = trace(ops, {"w": 512})
     # Fixed: 2 (small) + 30 + 30 + 60. Expandable: 2 + pages of 20: 30 -> 40 mapped, 60 -> 60.
-    assert reserved_peak(t, build(t)).peak_reserved_bytes == 122 * MIB
-    grown = reserved_peak(t, build(t), AllocatorSettings(expandable_segments=True))
+    assert reserved_peak(Problem(t), build(Problem(t))).peak_reserved_bytes == 122 * MIB
+    grown = reserved_peak(Problem(t), build(Problem(t)), AllocatorSettings(expandable_segments=True))
     assert grown.peak_reserved_bytes == 62 * MIB
     assert grown.peak_allocated_bytes == 60 * MIB + 1024  # z, w and a
 
@@ -142,16 +142,18 @@ def test_expandable_segments_reuse_what_fixed_segments_cannot() -> None:
 def test_a_device_that_is_too_small_says_so() -> None:
     t = chain(1, 11 * MIB)
     with pytest.raises(OutOfMemory, match="11,534,336 bytes"):
-        reserved_peak(t, build(t), device_memory_bytes=40 * MIB)  # the fourth segment of 12 MiB does not fit
+        reserved_peak(
+            Problem(t), build(Problem(t)), device_memory_bytes=40 * MIB
+        )  # the fourth segment of 12 MiB does not fit
 
 
 @settings(max_examples=60, deadline=None)
 @given(traces_with_actions())
 def test_requested_bytes_are_those_of_the_engine(case) -> None:
     of, actions = case
-    schedule = build(of, actions)
-    figures = reserved_peak(of, schedule, iterations=2)
-    engine = run(of, schedule).peak_allocated_bytes
+    schedule = build(Problem(of), actions)
+    figures = reserved_peak(Problem(of), schedule, iterations=2)
+    engine = run(Problem(of), schedule).peak_allocated_bytes
     assert figures.iterations[0].requested_bytes == of.resident_bytes
     # Memory taken over in place is there before the op, so an op's own temporaries come on top of it.
     if all(s < 0 for s in schedule.takes):

@@ -15,7 +15,7 @@ from simulator.allocator.device import CONTEXT_BYTES, DeviceMemory, device_memor
 from simulator.allocator.question import ask, reserve
 from simulator.allocator.reserved import reserved_peak
 from simulator.cli.main import main
-from simulator.core.graph import analyse
+from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners.outcome import Refusal
@@ -63,12 +63,12 @@ def test_optimizer_state_comes_into_the_holes_of_the_first_iteration() -> None:
     # First iteration: w 4 and g 4 share a segment of 20; x 30 in a segment of its own, free when the optimizer begins.
     # m of 4 then fits behind g in the segment of 20: reserved stays 20 + 30 in every iteration.
     small = with_state(4 * MIB)
-    figures = reserved_peak(small, build(small))
+    figures = reserved_peak(Problem(small), build(Problem(small)))
     assert [i.reserved_bytes for i in figures.iterations] == [50 * MIB, 50 * MIB]
     assert figures.steady
     # m of 16 fits only into x's free segment of 30, of which 14 are left; so the second iteration must get x anew.
     large = with_state(16 * MIB)
-    figures = reserved_peak(large, build(large))
+    figures = reserved_peak(Problem(large), build(Problem(large)))
     assert [i.reserved_bytes for i in figures.iterations] == [50 * MIB, 80 * MIB, 80 * MIB]
     assert figures.steady
     # In the first iteration w, x and g are there at once; afterwards m as well.
@@ -77,8 +77,8 @@ def test_optimizer_state_comes_into_the_holes_of_the_first_iteration() -> None:
 
 def test_simulation_ends_when_nothing_new_is_asked_for() -> None:
     of = chain(3, 1000)
-    assert len(reserved_peak(of, build(of)).iterations) == 2
-    once = reserved_peak(of, build(of), iterations=1)
+    assert len(reserved_peak(Problem(of), build(Problem(of))).iterations) == 2
+    once = reserved_peak(Problem(of), build(Problem(of)), iterations=1)
     assert (len(once.iterations), once.steady) == (1, False)
 
 
@@ -90,9 +90,9 @@ def test_the_three_figures_of_a_gpus_trace(network: Path, tmp_path: Path) -> Non
     of = load(network)
     plan = Plan.load(output)
     for key, actions in (("baseline", ()), ("plan", plan.actions)):
-        schedule = build(of, actions)
-        alone = reserved_peak(of, schedule)
-        assert said[key]["peak_allocated_bytes"] == run(of, schedule).peak_allocated_bytes
+        schedule = build(Problem(of), actions)
+        alone = reserved_peak(Problem(of), schedule)
+        assert said[key]["peak_allocated_bytes"] == run(Problem(of), schedule).peak_allocated_bytes
         assert said[key]["peak_block_bytes"] == alone.peak_allocated_bytes
         assert said[key]["peak_reserved_bytes"] == alone.peak_reserved_bytes
         assert plan.predicted[key]["peak_reserved_bytes"] == alone.peak_reserved_bytes
@@ -185,7 +185,7 @@ def test_a_device_on_which_cached_memory_must_be_given_back() -> None:
     def on(memory_bytes: int) -> Any:
         question = ask(of.meta, None, DeviceMemory(name="d", kind="cuda", memory_bytes=memory_bytes))
         assert question is not None
-        return reserve(of, analyse(of), build(of), question)
+        return reserve(Problem(of), build(Problem(of)), question)
 
     enough = on(62 * MIB)
     assert (enough.fits, enough.figures.peak_reserved_bytes, enough.figures.retries_a_step) == (
@@ -204,7 +204,7 @@ def test_a_device_on_which_cached_memory_must_be_given_back() -> None:
     assert not none.fits
     assert "out of memory" in none.out_of_memory
     device = DeviceMemory(name="d", kind="cuda", memory_bytes=34 * MIB)
-    c = with_reserved(compare(of, Plan(meta=of.meta), None), ask(of.meta, None, device))
+    c = with_reserved(compare(Problem(of), Plan(meta=of.meta), None), ask(of.meta, None, device))
     assert any("2 times a step" in text for text in caveats.warnings(c))
     verdict = fit(c, device)
     assert verdict is not None
@@ -218,7 +218,7 @@ def test_a_memory_fraction_is_of_the_whole_device() -> None:
     def fits(share: str) -> bool:
         question = ask(of.meta, f"per_process_memory_fraction:{share}", device)
         assert question is not None
-        return reserve(of, analyse(of), build(of), question).fits
+        return reserve(Problem(of), build(Problem(of)), question).fits
 
     assert fits("0.5")  # of 96 MiB
     assert not fits("0.49")
@@ -327,14 +327,14 @@ def test_what_is_said_beside_a_prediction() -> None:
     of = replace(of, ops=replace(of.ops, flops=(10, 0)))
 
     def said(of: Trace) -> tuple[str, ...]:
-        return caveats.warnings(with_reserved(compare(of, Plan(meta=of.meta), None), ask(of.meta)))
+        return caveats.warnings(with_reserved(compare(Problem(of), Plan(meta=of.meta), None), ask(of.meta)))
 
     (warning,) = said(of)
     assert "2 of 2 computing ops" in warning
     assert "its tensors together, the peak would be 24 B (+50.0 %)" in warning
-    schedule = build(of)
-    assert caveats.risk_bytes(of, schedule, run(of, schedule)) == 8
-    assert caveats.risk_bytes(on_gpu(of), schedule, run(of, schedule)) == 4
+    schedule = build(Problem(of))
+    assert caveats.risk_bytes(of, schedule, run(Problem(of), schedule)) == 8
+    assert caveats.risk_bytes(on_gpu(of), schedule, run(Problem(of), schedule)) == 4
     measured = replace(of, meta=replace(of.meta, mode="real", workspace={"measured": 2}))
     assert said(measured) == ()
     partly = replace(of, meta=replace(of.meta, workspace={"measured": 1, "interpolated": 1}))
@@ -355,7 +355,7 @@ def test_what_is_said_beside_a_prediction() -> None:
 
 def test_every_planner_and_budget_has_its_reserved_memory(network: Path) -> None:
     of = load(network)
-    kept = reserved_peak(of, build(of)).peak_reserved_bytes
+    kept = reserved_peak(Problem(of), build(Problem(of))).peak_reserved_bytes
     words = ("compare", network, "--budget", "80%", "--planners", "mu-two,recompute-all", "-q", "--json")
     compared = json.loads(simulate(*words).stdout)
     front = json.loads(
@@ -396,16 +396,18 @@ def test_what_the_untouched_model_may_need_beyond_the_graph_is_said() -> None:
         ],
         {"x": 100},
     )
-    c = compare(step, Plan(meta=step.meta), None)
+    c = compare(Problem(step), Plan(meta=step.meta), None)
     assert c.kept_timeline.peak_allocated_bytes == 150
     assert untouched_peak_bytes(c) == 200
     assert any("untouched model needs about 50 B (+33.3 %)" in w for w in caveats.warnings(c))
     counted = replace(step, meta=replace(step.meta, untouched_peak_bytes=170))  # by running it as it is
-    c = compare(counted, Plan(meta=counted.meta), None)
+    c = compare(Problem(counted), Plan(meta=counted.meta), None)
     assert untouched_peak_bytes(c) == 170
     assert any("untouched model needs about 20 B (+13.3 %)" in w for w in caveats.warnings(c))
     plain = trace([fwd({"y": 50}, "x"), bwd({"g": 50}, "y")], {"x": 100})
-    assert not any("untouched" in w for w in caveats.warnings(compare(plain, Plan(meta=plain.meta), None)))
+    assert not any(
+        "untouched" in w for w in caveats.warnings(compare(Problem(plain), Plan(meta=plain.meta), None))
+    )
 
 
 def test_the_untouched_model_has_wide_dropout_masks_on_a_cpu() -> None:
@@ -423,7 +425,7 @@ def test_the_untouched_model_has_wide_dropout_masks_on_a_cpu() -> None:
         return replace(made, meta=replace(made.meta, device=device))
 
     def extra(of: Trace) -> int:
-        c = compare(of, Plan(meta=of.meta), None)
+        c = compare(Problem(of), Plan(meta=of.meta), None)
         return untouched_peak_bytes(c) - c.kept_timeline.peak_allocated_bytes
 
     assert extra(masked("cpu")) == 30
@@ -434,7 +436,7 @@ def test_unknown_allocations_are_counted_as_the_trace_counts_them() -> None:
     """Of four ops one is unknown, by the header; one that overwrites its argument has no events and is known."""
     step = trace([fwd({"y": 50}, "x"), bwd({"g": 50}, "y")], {"x": 100})
     step = replace(step, meta=replace(step.meta, workspace={"none": 1, "rules": 3}))
-    said = caveats.warnings(compare(step, Plan(meta=step.meta), None))
+    said = caveats.warnings(compare(Problem(step), Plan(meta=step.meta), None))
     assert any("The inner allocations of 1 of 4 computing ops are unknown" in text for text in said), said
 
 

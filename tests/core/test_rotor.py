@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from simulator.core.evaluator import Evaluator
-from simulator.core.graph import analyse
-from simulator.core.replay import run
+from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import plan_with
 from tests.bench.baselines.rotor import SLOTS, Chain, Stage, stages_of
@@ -22,8 +21,8 @@ ROTOR = "tests.bench.baselines.rotor:plan"
 
 
 def chain_of(of: Trace) -> Chain:
-    graph = analyse(of)
-    return Chain(of, graph, Evaluator(of, graph))
+    problem = Problem(of)
+    return Chain(problem, Evaluator(problem))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -81,10 +80,10 @@ def test_each_recursion_is_replayed_in_its_memory_and_time() -> None:
     assert [t for _, t in seen] == sorted(t for _, t in seen)
     lowest = min(p for p, _ in seen)
     assert lowest <= 400  # of 1,500 with everything kept: log-many values, made again and again
-    plan = plan_with(ROTOR, of, lowest)
-    again = build(of, plan.actions).recomputed_ops
+    plan = plan_with(ROTOR, Problem(of), lowest)
+    again = build(Problem(of), plan.actions).recomputed_ops
     assert max(again.count(op) for op in again) > 2
-    timeline = run(of, build(of, plan.actions))
+    timeline = Problem(of).replay(plan.actions).timeline
     assert (timeline.peak_allocated_bytes, timeline.step_time_ns) == min(seen)
 
 
@@ -101,9 +100,9 @@ def test_stages_are_blocks_and_what_lies_between() -> None:
         ],
         {"w": 4},
     )
-    assert stages_of(of, analyse(of)) == [0, 1, 1, 2, 3, 3]
-    assert stages_of(chain(2), analyse(chain(2))) == [0, 1, 2]
-    assert max(stages_of(chain(300), analyse(chain(300)))) == 99
+    assert stages_of(Problem(of)) == [0, 1, 1, 2, 3, 3]
+    assert stages_of(Problem(chain(2))) == [0, 1, 2]
+    assert max(stages_of(Problem(chain(300)))) == 99
 
 
 def test_a_value_that_skips_stages_is_always_kept() -> None:
@@ -124,19 +123,19 @@ def test_a_value_that_skips_stages_is_always_kept() -> None:
     name = of.storages.name.index
     for state in chain_of(of).states():
         assert state.there[name("skip")]
-    peak = run(of, build(of)).peak_allocated_bytes
-    plan = plan_with(ROTOR, of, peak - 100)
+    peak = Problem(of).saved.timeline.peak_allocated_bytes
+    plan = plan_with(ROTOR, Problem(of), peak - 100)
     assert name("skip") not in plan.recomputed
     assert plan.recomputed
 
 
 def test_rotor_on_a_network_of_blocks() -> None:
     of = resnet((2, 2, 2, 2), batch=64, side=64)
-    peak = run(of, build(of)).peak_allocated_bytes
+    peak = Problem(of).saved.timeline.peak_allocated_bytes
     overheads = []
     for percent in (100, 90, 80, 70):
-        plan = plan_with(ROTOR, of, peak * percent // 100)
-        assert run(of, build(of, plan.actions)).peak_allocated_bytes <= peak * percent // 100
+        plan = plan_with(ROTOR, Problem(of), peak * percent // 100)
+        assert Problem(of).replay(plan.actions).timeline.peak_allocated_bytes <= peak * percent // 100
         overheads.append(plan.predicted["plan"]["overhead_percent"])
     assert overheads[0] == 0
     assert overheads == sorted(overheads)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from simulator.core.graph import analyse
+from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from tests import oracle
 from tests.strategies import traces_with_actions
@@ -23,7 +23,7 @@ def named(of: Trace, name: str) -> int:
 
 def shown(of: Trace, *actions: Action) -> str:
     """The schedule as text: a recomputed op has a prime, what is bound again stands in brackets."""
-    schedule = build(of, actions)
+    schedule = build(Problem(of), actions)
     words = []
     for op, again, binds in zip(schedule.op, schedule.recompute, schedule.binds, strict=True):
         word = of.ops.name[op] + ("'" if again else "")
@@ -34,7 +34,7 @@ def shown(of: Trace, *actions: Action) -> str:
 
 
 def freed(of: Trace, *actions: Action) -> list[set[str]]:
-    return [{of.storages.name[s] for s in f} for f in build(of, actions).frees]
+    return [{of.storages.name[s] for s in f} for f in build(Problem(of), actions).frees]
 
 
 def test_nothing_planned_runs_the_trace_as_it_is() -> None:
@@ -194,51 +194,52 @@ def test_a_hold_keeps_a_storage_beyond_its_last_reader() -> None:
 def test_the_memory_of_an_input_is_taken_over_only_at_its_last_use() -> None:
     ops = [fwd({"x": 4}, "w"), fwd({"y": 4}, "x", overwrites="x"), bwd({"g": 4}, "y")]
     of = trace(ops, {"w": 4})
-    assert build(of).takes == (-1, named(of, "x"), -1)
+    assert build(Problem(of)).takes == (-1, named(of, "x"), -1)
     of = trace([*ops, bwd({"h": 4}, "g", "x")], {"w": 4})  # backward needs x: it is kept
-    assert build(of).takes == (-1, -1, -1, -1)
+    assert build(Problem(of)).takes == (-1, -1, -1, -1)
     # released, and rebuilt later: then y may take it over after all
-    assert build(of, [Action(storage=named(of, "x"))]).takes[1] == named(of, "x")
+    assert build(Problem(of), [Action(storage=named(of, "x"))]).takes[1] == named(of, "x")
 
 
 @pytest.mark.parametrize("flag", [RANDOM, MUTATES, COLLECTIVE, EFFECT, EAGER])
 def test_ops_that_may_not_run_twice_make_no_candidates(flag: int) -> None:
     of = trace([fwd({"x": 4}, "w", flags=flag), fwd({"y": 4}, "x"), bwd({"g": 4}, "x", "y")], {"w": 4})
-    assert [of.storages.name[s] for s in analyse(of).candidates] == ["y"]
+    assert [of.storages.name[s] for s in Problem(of).candidates] == ["y"]
     with pytest.raises(PlanError, match=r"cannot be recomputed.*marked"):
-        build(of, [Action(storage=named(of, "x"))])
+        build(Problem(of), [Action(storage=named(of, "x"))])
 
 
 def test_a_value_that_hangs_on_a_random_one_which_is_not_kept_is_no_candidate() -> None:
     of = trace([fwd({"r": 4}, "w", flags=RANDOM), fwd({"y": 4}, "r"), bwd({"g": 4}, "y")], {"w": 4})
-    assert analyse(of).candidates == ()
+    assert Problem(of).candidates == ()
     with pytest.raises(PlanError, match="random"):
-        build(of, [Action(storage=named(of, "y"))])
+        build(Problem(of), [Action(storage=named(of, "y"))])
 
 
 def test_a_value_that_eager_code_reads_in_backward_is_no_candidate() -> None:
     of = trace([fwd({"x": 4}, "w"), bwd({"g": 4}, "x", flags=EAGER)], {"w": 4})
-    assert analyse(of).candidates == ()
+    assert Problem(of).candidates == ()
 
 
 def test_a_value_that_the_optimizer_reads_is_kept() -> None:
     of = trace([fwd({"x": 4}, "w", flags=RANDOM), bwd({"g": 4}, "w"), opt({"n": 4}, "x")], {"w": 4})
     assert shown(of) == "x g n"
     of = trace([fwd({"x": 4}, "w"), bwd({"g": 4}, "x"), opt({"n": 4}, "x")], {"w": 4})
-    assert analyse(of).candidates == ()
+    assert Problem(of).candidates == ()
 
 
 def test_a_chain_never_runs_what_may_not_run_twice() -> None:
     of = chain(1)
-    graph = analyse(of)
+    problem = Problem(of)
+    problem.may_rerun = (False,) * len(of.ops)
     with pytest.raises(PlanError, match="again, which is marked"):
-        build(of, [Action(storage=1)], replace(graph, may_rerun=(False,) * len(of.ops)))
+        build(problem, [Action(storage=1)])
 
 
 def test_a_value_held_beyond_forward_is_no_candidate() -> None:
     ops = [fwd({"x": 4}, "w"), bwd({"g": 4}, "x")]
-    assert analyse(trace(ops, {"w": 4})).candidates
-    assert not analyse(trace(ops, {"w": 4}, {"x": 1})).candidates
+    assert Problem(trace(ops, {"w": 4})).candidates
+    assert not Problem(trace(ops, {"w": 4}, {"x": 1})).candidates
 
 
 def without_inputs(of: Trace, op: int) -> Trace:
@@ -250,21 +251,22 @@ def without_inputs(of: Trace, op: int) -> Trace:
 def test_a_link_that_is_held_beyond_forward_cannot_be_recomputed() -> None:
     of = trace([fwd({"x": 4}, "w"), bwd({"g": 4}, "w")], {"w": 4}, {"x": 1})
     with pytest.raises(PlanError, match="outside the captured graph holds it"):
-        build(of, [Action(storage=1)])
+        build(Problem(of), [Action(storage=1)])
 
 
 def test_a_value_read_without_its_maker_is_no_candidate() -> None:
     """Nothing would say how to rebuild it: an op may read a storage through another op that overwrote it."""
     of = chain(1)
-    assert named(of, "x1") in analyse(of).candidates
-    assert named(of, "x1") not in analyse(without_inputs(of, 2)).candidates
+    assert named(of, "x1") in Problem(of).candidates
+    assert named(of, "x1") not in Problem(without_inputs(of, 2)).candidates
 
 
 def test_a_read_of_what_is_not_there_is_an_error_and_not_a_wrong_figure() -> None:
     of = chain(1)
-    graph = analyse(of)
+    problem = Problem(of)
+    problem.trace = without_inputs(of, 2)  # as if a candidate had been found that is none
     with pytest.raises(PlanError, match="reads storage"):
-        build(without_inputs(of, 2), [Action(storage=named(of, "x1"))], graph)
+        build(problem, [Action(storage=named(of, "x1"))])
 
 
 @pytest.mark.parametrize(
@@ -283,12 +285,12 @@ def test_a_read_of_what_is_not_there_is_an_error_and_not_a_wrong_figure() -> Non
 def test_impossible_actions(action: Action, message: str) -> None:
     # storages: w 0, x0 1, x1 2, g1 3, g0 4
     with pytest.raises(PlanError, match=message):
-        build(chain(1), [action])
+        build(Problem(chain(1)), [action])
 
 
 def test_a_storage_may_have_one_action_only() -> None:
     with pytest.raises(PlanError, match="twice"):
-        build(chain(1), [Action(storage=1), Action(storage=1, share=False)])
+        build(Problem(chain(1)), [Action(storage=1), Action(storage=1, share=False)])
 
 
 @given(traces_with_actions())
@@ -296,7 +298,7 @@ def test_every_schedule_keeps_the_order_and_reads_only_what_is_there(
     case: tuple[Trace, tuple[Action, ...]],
 ) -> None:
     of, actions = case
-    schedule = build(of, actions)
+    schedule = build(Problem(of), actions)
     oracle.check_order(of, schedule)
     oracle.check_policy(of, schedule, actions)
     oracle.instances(of, schedule)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from simulator.bounds.bound import bounder_of
 from simulator.core import limits
 from simulator.core.evaluator import Evaluator
-from simulator.core.graph import analyse
 from simulator.core.limits import Limits
+from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
@@ -31,18 +31,18 @@ LONG = Limits(seconds=60)
 def time_of(planner: str, of: Trace, budget_bytes: int, limits: Limits = LONG) -> int | None:
     """The added time of its plan; None if it refuses."""
     try:
-        plan = plan_with(planner, of, budget_bytes, limits)
+        plan = plan_with(planner, Problem(of), budget_bytes, limits)
     except Refusal:
         return None
-    return run(of, build(of, plan.actions)).step_time_ns - of.time_ns
+    return Problem(of).replay(plan.actions).timeline.step_time_ns - of.time_ns
 
 
 @settings(max_examples=60, deadline=None)
 @given(of=traces(), percent=st.integers(20, 100))
 def test_it_is_never_worse_than_the_greedy_nor_better_than_the_bound(of: Trace, percent: int) -> None:
-    budget_bytes = run(of, build(of)).peak_allocated_bytes * percent // 100
+    budget_bytes = Problem(of).saved.timeline.peak_allocated_bytes * percent // 100
     ours, greedy = time_of("search", of, budget_bytes), time_of("mu-two", of, budget_bytes)
-    bound = bounder_of(of).bound(budget_bytes)
+    bound = bounder_of(Problem(of)).bound(budget_bytes)
     if greedy is not None:
         assert ours is not None
         assert ours <= greedy
@@ -74,10 +74,10 @@ def test_what_a_walk_evaluates_is_what_its_actions_mean(
     of: Trace, seed: int, percent: int, coarse: bool
 ) -> None:
     """At a temperature at which every move is taken that makes a plan at all."""
-    graph = analyse(of)
-    budget_bytes = run(of, build(of)).peak_allocated_bytes * percent // 100
-    search = Search(of, graph, budget_bytes)
-    annealer = Annealer(search.evaluator, graph, budget_bytes, seed)
+    problem = Problem(of)
+    budget_bytes = Problem(of).saved.timeline.peak_allocated_bytes * percent // 100
+    search = Search(problem, budget_bytes)
+    annealer = Annealer(search.evaluator, problem, budget_bytes, seed)
     if not annealer.candidates:
         return
     walk = Walk(annealer, search.evaluator.state(), coarse)
@@ -89,7 +89,7 @@ def test_what_a_walk_evaluates_is_what_its_actions_mean(
         assert search.evaluator.cost(state)[1] == of.time_ns + walk.figures[0]
         over = search.evaluator.excess(state, budget_bytes)[2]
         assert bool(over) == walk.over
-        timeline = run(of, build(of, search.actions(Found(state=state, time_ns=0)), graph), graph)
+        timeline = run(problem, build(problem, search.actions(Found(state=state, time_ns=0))))
         assert timeline.step_time_ns == of.time_ns + walk.figures[0]
         assert (timeline.peak_allocated_bytes > budget_bytes) == walk.over
     if annealer.best is not None:
@@ -102,9 +102,9 @@ def test_what_a_walk_evaluates_is_what_its_actions_mean(
 @given(of=traces(), seed=st.integers(0, 9), coarse=st.booleans())
 def test_a_move_taken_back_leaves_no_trace(of: Trace, seed: int, coarse: bool) -> None:
     """After some moves that are all taken, none is better than a state said to save time."""
-    graph = analyse(of)
-    evaluator = Evaluator(of, graph)
-    annealer = Annealer(evaluator, graph, 1 << 40, seed)
+    problem = Problem(of)
+    evaluator = Evaluator(problem)
+    annealer = Annealer(evaluator, problem, 1 << 40, seed)
     if not annealer.candidates:
         return
     walk = Walk(annealer, evaluator.state(), coarse)
@@ -144,15 +144,15 @@ def test_a_link_that_two_chains_need_is_rebuilt_once() -> None:
     When they are rebuilt p has gone. d takes b and d, 51 ns. c takes 1 ns more if b stays until then, and 51 if not.
     """
     of = shared_link()
-    assert run(of, build(of)).peak_allocated_bytes == 311
+    assert Problem(of).saved.timeline.peak_allocated_bytes == 311
     assert time_of("search", of, 215) == 52
     assert time_of("search", of, 262) == 51  # one of them is enough
 
 
 def test_the_time_limit_is_kept() -> None:
     of = shared_link()
-    evaluator = Evaluator(of, analyse(of))
-    annealer = Annealer(evaluator, evaluator.graph, 215, 0)
+    evaluator = Evaluator(Problem(of))
+    annealer = Annealer(evaluator, evaluator.problem, 215, 0)
     begin = time.perf_counter()
     annealer.run(evaluator.state(), 10**15, clock=Limits(seconds=0.2).clock())
     assert time.perf_counter() - begin < 60
@@ -167,12 +167,12 @@ def test_a_seed_decides_the_plan_however_fast_the_machine_is(
     35 % is below what the greedy reaches, so walks look for a first plan; at 60 % they improve one.
     """
     of = chain(40)
-    budget_bytes = run(of, build(of)).peak_allocated_bytes * percent // 100
+    budget_bytes = Problem(of).saved.timeline.peak_allocated_bytes * percent // 100
     plans = []
     for step_s in (0.0, 1e-4, 7e-4):
         ticks = count()
         monkeypatch.setattr(limits, "now", lambda ticks=ticks, step_s=step_s: step_s * next(ticks))
-        plans.append(plan_with("search", of, budget_bytes, Limits(seconds=2.0, seed=3)))
+        plans.append(plan_with("search", Problem(of), budget_bytes, Limits(seconds=2.0, seed=3)))
     assert plans[0] == plans[1] == plans[2]
     assert plans[0].actions
 
@@ -180,6 +180,6 @@ def test_a_seed_decides_the_plan_however_fast_the_machine_is(
 def test_a_refusal_names_the_lowest_peak_seen() -> None:
     of = shared_link()
     with pytest.raises(Refusal) as refused:  # y and p alone are 201 bytes
-        plan_with("search", of, 200, LONG)
+        plan_with("search", Problem(of), 200, LONG)
     assert refused.value.figures["floor"]["peak_allocated_bytes"] == 201
     assert 201 <= refused.value.figures["lowest_peak_bytes"] <= 211

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from simulator.cli.main import main
 from simulator.core.limits import Limits
+from simulator.core.problem import Problem
 from simulator.planners import REGISTRY, plan_with
 from simulator.studies import sweep as sweep_module
 from simulator.studies import trace_cache as stamps
@@ -26,7 +27,6 @@ from traces.errors import LowtideError, TraceError
 from traces.measurement import RunFigures
 from traces.plan import Plan
 from traces.store import load, save
-from traces.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -464,9 +464,9 @@ def test_the_limits_reach_the_planner(
 ) -> None:
     seen: list[object] = []
 
-    def spy(name: str, trace: Trace, budget_bytes: int, limits: Limits) -> Plan:
+    def spy(name: str, problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
         seen.append((limits.seconds, limits.seed))
-        return plan_with(name, trace, budget_bytes, limits)
+        return plan_with(name, problem, budget_bytes, limits)
 
     monkeypatch.setattr("simulator.studies.planning.plan_with", spy)
     words = ["--budget", "90%", "--seconds", "1.5", "--seed", "3"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from simulator.bounds.bound import lower_bound
-from simulator.core.replay import run
-from simulator.core.schedule import build
+from simulator.core.problem import Problem
 from tests.bench import checkmate, moccasin
-from tests.bench.small import Problem, problem_of, without_takeovers
+from tests.bench.small import Small, problem_of, without_takeovers
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.synthetic import ladder
 from tests.tiny import chain
@@ -17,7 +16,7 @@ from traces.trace import Trace
 SECONDS = 20.0
 
 
-def cases(seeds: range) -> list[tuple[Trace, Problem, dict[int, int]]]:
+def cases(seeds: range) -> list[tuple[Trace, Small, dict[int, int]]]:
     """Drawn traces with every plan of ours that has no drops, but for those with too many."""
     out = []
     for seed in seeds:
@@ -34,7 +33,7 @@ def test_with_everything_kept_no_programme_adds_anything_and_a_byte_less_is_anot
     for seed in range(25):
         trace = without_takeovers(draw_trace(seed))
         problem = problem_of(trace)
-        peak = run(trace, build(trace)).peak_allocated_bytes
+        peak = Problem(trace).saved.timeline.peak_allocated_bytes
         for solve in (checkmate.solve, moccasin.solve):
             assert solve(problem, peak, SECONDS).added_ns == 0
             less = solve(problem, peak - 1, SECONDS)
@@ -54,7 +53,7 @@ def test_checkmates_optimum_is_never_above_ours_and_never_below_the_bound() -> N
                 assert found.added_ns is not None
                 assert found.added_ns <= best
             if found.added_ns is not None:
-                bound = lower_bound(trace, budget_bytes)
+                bound = lower_bound(Problem(trace), budget_bytes)
                 assert bound.feasible
                 assert bound.added_time_ns <= found.added_ns
                 published = checkmate.solve(problem, budget_bytes, SECONDS, as_ours=False)
@@ -72,7 +71,7 @@ def test_both_programmes_find_the_same_optimum(trace: Trace) -> None:
     pytest.importorskip("scipy")
     pytest.importorskip("ortools")
     problem = problem_of(trace)
-    peak = run(trace, build(trace)).peak_allocated_bytes
+    peak = Problem(trace).saved.timeline.peak_allocated_bytes
     for share in (0.9, 0.75, 0.6):
         one = checkmate.solve(problem, int(share * peak), SECONDS)
         two = moccasin.solve(problem, int(share * peak), SECONDS)

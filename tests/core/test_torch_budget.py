@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from simulator.cli.main import main
-from simulator.core.graph import analyse
+from simulator.core.problem import Problem
 from simulator.studies.torch_budget import actions_for, plans
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError
@@ -55,13 +55,13 @@ def links() -> Trace:
 
 def test_what_torch_saves_is_saved_and_the_rest_is_recomputed_once() -> None:
     record = links()
-    graph = analyse(record)
+    problem = Problem(record)
     # Torch saves a and r and makes b and c again.
-    actions = actions_for(record, graph, choice((1, 2), (3, 4)))
+    actions = actions_for(problem, choice((1, 2), (3, 4)))
     assert {(a.storage, a.action, a.share) for a in actions} == {
         (1, SAVE, True), (3, RECOMPUTE, True), (4, RECOMPUTE, True)
     }  # fmt: skip
-    (p,) = plans(record, sets_of(record, choice((1, 2), (3, 4))), graph)
+    (p,) = plans(problem, sets_of(record, choice((1, 2), (3, 4))))
     assert p.plan.recomputed == {3, 4}
     assert p.plan.budget_bytes is None
     # b and c run again: 7 + 9 of 1 + 5 + 7 + 9 + 1 + 1.
@@ -72,7 +72,7 @@ def test_what_torch_saves_is_saved_and_the_rest_is_recomputed_once() -> None:
 
 def test_a_link_that_torch_makes_again_is_made_once_for_all() -> None:
     record = links()
-    (p,) = plans(record, sets_of(record, choice((2,), (1, 3, 4))))
+    (p,) = plans(Problem(record), sets_of(record, choice((2,), (1, 3, 4))))
     # a is wanted by c and, one op later, by b. Without sharing it would run twice.
     assert [record.ops.name[i] for i, again in zip(p.timeline.op, p.timeline.recompute, strict=True) if again] == [
         "a", "c", "b"
@@ -81,7 +81,7 @@ def test_a_link_that_torch_makes_again_is_made_once_for_all() -> None:
 
 def test_what_lowtide_may_not_run_again_is_saved_and_the_plan_is_called_invalid() -> None:
     record = links()
-    (p,) = plans(record, sets_of(record, choice((1,), (2, 3, 4), random=(1,))))
+    (p,) = plans(Problem(record), sets_of(record, choice((1,), (2, 3, 4), random=(1,))))
     assert not p.choice.valid
     assert p.saved_instead == 1
     assert p.plan.recomputed == {3, 4}  # and r, storage 2, is there
@@ -91,9 +91,9 @@ def test_sets_of_another_trace_are_refused() -> None:
     record = links()
     other = replace(record.meta, fingerprint="another")
     with pytest.raises(PlanError, match="another"):
-        plans(record, SavedSets(trace=other, source="torch", capture_seconds=0.0, sets=()))
+        plans(Problem(record), SavedSets(trace=other, source="torch", capture_seconds=0.0, sets=()))
     with pytest.raises(PlanError, match="does not have"):
-        plans(record, sets_of(record, choice((99,))))
+        plans(Problem(record), sets_of(record, choice((99,))))
 
 
 def test_saved_sets_come_back_as_they_were_written(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from simulator.bounds import working_sets as module
 from simulator.bounds.bound import NO_WAY, TWICE, Bound, Bounder
 from simulator.bounds.instants import TURN
 from simulator.bounds.working_sets import WorkingSets
+from simulator.core.problem import Problem
 from tests.exhaust import frontier, optimum
 from tests.tiny import bwd, fwd, trace
 from traces.trace import Trace
@@ -26,7 +27,7 @@ def chain(*times_ns: int) -> Trace:
 
 def bound(of: Trace, budget_bytes: int) -> Bound:
     """Worked out anew."""
-    return Bounder(of).bound(budget_bytes)
+    return Bounder(Problem(of)).bound(budget_bytes)
 
 
 def test_what_has_no_room_runs_again_twice() -> None:
@@ -37,7 +38,7 @@ def test_what_has_no_room_runs_again_twice() -> None:
     found = bound(of, 24)
     assert (found.feasible, found.added_time_ns, found.reason) == (True, 28, TWICE)
     # No instant alone shows more than a, b and c once each.
-    instants = Bounder(of).instants
+    instants = Bounder(Problem(of)).instants
     alone = [instants.at(op).added(24) for op in range(-1, len(of.ops))]
     assert max(added[0] for added in alone if added) <= 23
     # A schedule cannot let c go that it has kept so far. So c and d are made again for op 4 as well, with a and b
@@ -67,7 +68,7 @@ def test_a_search_that_is_cut_short_says_less(name: str, value: int, monkeypatch
 
 def test_without_a_way_back_there_is_no_plan() -> None:
     # Within 23 bytes no op can read two values.
-    sets = WorkingSets(Bounder(chain(5, 7, 11, 13)).instants)
+    sets = WorkingSets(Bounder(Problem(chain(5, 7, 11, 13))).instants)
     assert sets.added_ns(23, TURN, 1, 1) is None
     assert sets.added_ns(24, TURN, 1, 1) is not None
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from simulator.bounds.instants import TURN, Instants
 from simulator.bounds.mincut import Network
 from simulator.bounds.working_sets import WorkingSets
+from simulator.core.problem import Problem
 from tests.exhaust import draw_trace
 from tests.strategies import traces
 from traces.trace import Trace
@@ -42,19 +43,19 @@ class Plain:
         return self._cuts[demanded]
 
     def _cut(self, demanded: frozenset[int]) -> int:
-        trace, graph, turn = self.instants.trace, self.instants.graph, self.instants.turn
+        trace, problem, turn = self.instants.trace, self.instants.problem, self.instants.turn
         edges: list[
             tuple[int, int, int]
         ] = []  # node 0 is the source, 1 the sink, then the ops, then the storages
         for s in self.decided:
             p, node = trace.storages.producer[s], 2 + turn + s
             edges.append(
-                (node, 2 + p if graph.may_rerun[p] else 1, self.price.numerator * trace.storages.nbytes[s])
+                (node, 2 + p if problem.may_rerun[p] else 1, self.price.numerator * trace.storages.nbytes[s])
             )
             if s in demanded:
                 edges.append((0, node, MANY))
         for p in range(turn):
-            if graph.may_rerun[p]:
+            if problem.may_rerun[p]:
                 edges.append((2 + p, 1, self.price.denominator * trace.ops.time_ns[p]))
                 edges += [(2 + p, 2 + turn + s, MANY) for s in set(trace.ops.reads[p]) & self.decided]
         network = Network(2 + turn + len(trace.storages))
@@ -78,7 +79,7 @@ class Plain:
 
     def added_ns(self, budget_bytes: int) -> int | None:
         """The bound; None: there is no way back at all."""
-        instants, trace, graph = self.instants, self.instants.trace, self.instants.graph
+        instants, trace, problem = self.instants, self.instants.trace, self.instants.problem
         nbytes, producer, reads = trace.storages.nbytes, trace.storages.producer, trace.ops.reads
         shares = self.shares()
         wanted = {s for s in self.decided if self.setting.wanted[s]}
@@ -101,10 +102,10 @@ class Plain:
                 total = self.price.denominator * time_ns + sum(shares[s] for s in so_far) - worth
                 best = total if best is None else min(best, total)
                 continue
-            for q in {producer[s] for s in held if graph.may_rerun[producer[s]]}:
+            for q in {producer[s] for s in held if problem.may_rerun[producer[s]]}:
                 rest = {s for s in held if producer[s] != q}
                 asked = rest | {s for s in reads[q] if s in self.forward and until[s] < gap}
-                rise = graph.rise_bytes[q]
+                rise = problem.transient_bytes[q]
                 taken = trace.ops.overwrites[q]
                 if taken in asked and taken not in rest:
                     rise -= nbytes[taken]
@@ -135,7 +136,7 @@ PRICES = st.fractions(0, 40, max_denominator=30)
 def test_the_search_finds_what_a_plain_one_does(
     of: Trace, price: Fraction, share: float, data: st.DataObject
 ) -> None:
-    instants = Instants(of)
+    instants = Instants(Problem(of))
     ops = [i for i in range(instants.turn, len(of.ops)) if of.ops.phase[i] == of.ops.phase[instants.turn]]
     check(instants, data.draw(st.sampled_from([TURN, *ops])), price, share)
 
@@ -157,6 +158,6 @@ def check(instants: Instants, op: int, price: Fraction, share: float) -> bool:
 def test_seeded_traces() -> None:
     ways = 0
     for seed in range(400):
-        instants = Instants(draw_trace(seed))
+        instants = Instants(Problem(draw_trace(seed)))
         ways += check(instants, TURN, Fraction(seed % 13, 1 + seed % 7), 0.7 + (seed % 4) / 10)
     assert ways >= 150

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from simulator.core.graph import Graph, analyse
+from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from tracer.build.batch import split_batch
 from tracer.build.step import BuildStep, TrainingStep
@@ -55,8 +55,8 @@ def plan_of(trace: Trace, *actions: Action) -> Plan:
     return Plan(meta=trace.meta, actions=actions)
 
 
-def recompute_all(graph: Graph, *, share: bool = True) -> tuple[Action, ...]:
-    return tuple(Action(storage=s, share=share) for s in graph.candidates)
+def recompute_all(problem: Problem, *, share: bool = True) -> tuple[Action, ...]:
+    return tuple(Action(storage=s, share=share) for s in problem.candidates)
 
 
 def random_actions(trace: Trace, rng: random.Random) -> tuple[Action, ...]:
@@ -65,7 +65,7 @@ def random_actions(trace: Trace, rng: random.Random) -> tuple[Action, ...]:
     Candidates are recomputed, some shared, some not, some dropped after ops that read them; links of chains are
     shared; and some values that backward does not read are saved.
     """
-    graph = analyse(trace)
+    problem = Problem(trace)
     ops, sts = trace.ops, trace.storages
     backward = range(trace.meta.first_backward_graph_op, len(ops))
     readers: dict[int, list[int]] = {}
@@ -74,25 +74,25 @@ def random_actions(trace: Trace, rng: random.Random) -> tuple[Action, ...]:
             for s in ops.reads[i]:
                 readers.setdefault(s, []).append(i)
     actions = []
-    for s in graph.candidates:
+    for s in problem.candidates:
         if rng.random() < 0.6:
             drop = tuple(i for i in readers.get(s, ()) if rng.random() < 0.3)
             actions.append(Action(storage=s, action=RECOMPUTE, share=rng.random() < 0.6, drop_after=drop))
     for s, producer in enumerate(sts.producer):
-        if graph.wanted[s] or graph.pinned[s] or not 0 <= producer < trace.meta.forward_ops:
+        if problem.saved_by_default[s] or problem.pinned[s] or not 0 <= producer < trace.meta.forward_ops:
             continue
         draw = rng.random()
         if draw < 0.15:
             actions.append(Action(storage=s, action=SAVE))
-        elif draw < 0.4 and graph.rebuildable[s]:
+        elif draw < 0.4 and problem.rebuildable[s]:
             actions.append(Action(storage=s, action=RECOMPUTE))
-    build(trace, actions, graph)  # every such plan is possible
+    build(problem, actions)  # every such plan is possible
     return tuple(actions)
 
 
 def possible(trace: Trace, actions: tuple[Action, ...]) -> bool:
     try:
-        build(trace, actions)
+        build(Problem(trace), actions)
     except PlanError:
         return False
     return True

@@ -260,9 +260,9 @@ def test_a_plan_that_was_edited_is_refused_or_read_but_never_crashes(
 
     monkeypatch.setattr(plans, "run_job", job)
     made = recorded(load_spec(MLP)).trace
-    from simulator.core.graph import analyse
+    from simulator.core.problem import Problem
 
-    good = replace(plan, actions=recompute_all(analyse(made))).to_json()
+    good = replace(plan, actions=recompute_all(Problem(made))).to_json()
     good["actions"][0]["drop_after"] = [20]
     crashes = []
     for path, wrong in mutants(good):

@@ -14,7 +14,7 @@ if importlib.util.find_spec("torchvision") is None:  # importing it is left to L
     pytest.skip("no torchvision", allow_module_level=True)
 
 from executor.verify import KINDS, verify  # noqa: E402
-from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import plan_of, random_actions, recompute_all, recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
@@ -51,11 +51,11 @@ def some_actions(trace: Trace, rng: random.Random) -> tuple[Action, ...]:
 def check(model: str, options: dict[str, Any], steps: int, kind: str, seed: int = 1) -> None:
     build = load_spec(model, options)
     trace = recorded(build).trace
-    graph = analyse(trace)
+    problem = Problem(trace)
     actions = {
         "keep-all": lambda: (),
-        "recompute-all": lambda: recompute_all(graph),
-        "recompute-all-unshared": lambda: recompute_all(graph, share=False),
+        "recompute-all": lambda: recompute_all(problem),
+        "recompute-all-unshared": lambda: recompute_all(problem, share=False),
         "random": lambda: some_actions(trace, random.Random(seed)),
     }[kind]()
     assert bool(actions) == (kind != "keep-all")

@@ -18,7 +18,7 @@ from torch.nn import functional  # noqa: E402
 from executor.apply import PlanError, apply_plan, engine_of  # noqa: E402
 from executor.apply import _run as run_engine  # noqa: E402
 from executor.plans import Settings, measure_plan  # noqa: E402
-from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, step_of  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
@@ -331,7 +331,7 @@ def test_recomputed_batch_norms_update_their_statistics_once(seed: int, cudnn_on
     x = torch.randn(2, 3, 8, 8)
     p = program(model, x)
     trace = p.trace()
-    actions = recompute_all(analyse(trace)) if seed == 0 else random_actions(trace, random.Random(seed))
+    actions = recompute_all(Problem(trace)) if seed == 0 else random_actions(trace, random.Random(seed))
     engine = engine_of(p, plan_of_program(trace, p, *actions))
     for _ in range(2):
         run_engine(engine, model, [x]).sum().backward()
@@ -527,7 +527,7 @@ def test_a_plan_for_a_gpu_is_refused_on_the_cpu(tmp_path: Any) -> None:
     plan = plan_of(trace)
     planned = apply_plan(small_nets.Residual(), plan)
     with pytest.raises(PlanError, match="for the graph that H200 runs"):
-        planned(torch.randn(4, 3, 16, 16))
+        planned(Problem(torch.randn(4, 3, 16, 16)))
     path = tmp_path / "plan.json"
     plan.save(path)
     with pytest.raises(PlanError, match="--device cuda, or trace again without --target"):

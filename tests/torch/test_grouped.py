@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from executor.verify import verify  # noqa: E402
-from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
 from tracer.capture.torch_fixes.grouped import grouped_products  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
@@ -82,6 +82,6 @@ def test_a_mixture_of_experts_is_measured_planned_and_verified() -> None:
         step.trace.ops.target.count("aten._grouped_mm.default") == 5
     )  # 2 forward; 3 backward, since x has no gradient
     real = measure(step, build, "cpu", rounds=1, warmup=1)
-    plan = plan_of(real, *recompute_all(analyse(real)))
+    plan = plan_of(real, *recompute_all(Problem(real)))
     found = verify(build, plan, "cpu", 2)
     assert found.bit_equal, found.first_difference

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from simulator.core.replay import keep_all  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.cpu_calls import CPU, faked_and_measured, peak, spec, told_and_found  # noqa: E402
 from tracer.costs.rules_cpu.workspaces import cpu_events  # noqa: E402
 from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
@@ -159,5 +159,5 @@ def test_the_peak_of_a_step_with_linear_algebra(name: str) -> None:
         # Weights that grew to infinity would be raised to no power at all.
         return model, torch.randn(96, 2), lambda y: y.mean(), torch.optim.SGD(model.parameters(), lr=1e-9)
 
-    told, found = (keep_all(t).timeline.peak_allocated_bytes for t in faked_and_measured(make))
+    told, found = (Problem(t).saved.timeline.peak_allocated_bytes for t in faked_and_measured(make))
     assert abs(told - found) <= found // 100

@@ -24,9 +24,7 @@ if importlib.util.find_spec("torchvision") is None:  # importing it is left to L
     pytest.skip("no torchvision", allow_module_level=True)
 
 from executor.measure import Job, run_job  # noqa: E402
-from simulator.core.graph import analyse  # noqa: E402
-from simulator.core.replay import run  # noqa: E402
-from simulator.core.schedule import build  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import random_actions, recompute_all, recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
@@ -104,14 +102,14 @@ def real_trace(model: str, options: dict[str, Any]) -> Trace:
 
 def check(model: str, options: dict[str, Any], measurer: Measurer, folder: Path, plans: int = 1) -> None:
     trace = real_trace(model, options)
-    graph = analyse(trace)
+    problem = Problem(trace)
     choices = {"keep-all": ()}
     if plans > 1:
-        choices["recompute-all"] = recompute_all(graph)
+        choices["recompute-all"] = recompute_all(problem)
     choices |= {f"random {k}": random_actions(trace, random.Random(k)) for k in range(plans)}
     errors = {}
     for name, actions in choices.items():
-        predicted = run(trace, build(trace, actions, graph), graph).peak_allocated_bytes
+        predicted = problem.replay(actions).timeline.peak_allocated_bytes
         peaks = measurer.peaks(job(Plan(meta=trace.meta, actions=actions), folder / "plan.json"))
         errors[name] = predicted - max(peaks[2:])
     assert errors == dict.fromkeys(choices, 0)
@@ -170,7 +168,7 @@ def test_the_predicted_peak_is_the_measured_one_slow(
 def test_the_peak_of_a_process_of_its_own_and_of_eager(tmp_path: Path) -> None:
     """As `execute` measures: a fresh process a variant. The MLP's eager step needs no more and no less."""
     trace = real_trace(small_nets.spec("mlp"), {})
-    predicted = run(trace, build(trace)).peak_allocated_bytes
+    predicted = Problem(trace).saved.timeline.peak_allocated_bytes
     plan = Plan(meta=trace.meta)
     result = run_job(job(plan, tmp_path / "plan.json", "keep_all"))
     assert max(result.figures.peaks_bytes[2:]) == predicted == result.figures.peak_allocated_bytes
@@ -183,7 +181,7 @@ def test_the_peak_of_a_process_of_its_own_and_of_eager(tmp_path: Path) -> None:
 def test_the_peak_under_autocast_of_a_process_of_its_own_and_of_eager(tmp_path: Path) -> None:
     """Eager keeps the casts of weights to the end of the region; none of them is alive at this step's peak."""
     trace = real_trace(small_nets.spec("tied"), {"amp": "bfloat16"})
-    predicted = run(trace, build(trace)).peak_allocated_bytes
+    predicted = Problem(trace).saved.timeline.peak_allocated_bytes
     plan = Plan(meta=trace.meta)
     peaks = {v: run_job(job(plan, tmp_path / "plan.json", v)).figures for v in ("eager", "keep_all")}
     assert {v: f.peak_allocated_bytes for v, f in peaks.items()} == dict.fromkeys(peaks, predicted)

@@ -18,7 +18,7 @@ import executor.measure as measuring  # noqa: E402
 from executor.apply import apply_plan  # noqa: E402
 from executor.measure import Job, perform  # noqa: E402
 from executor.verify import KINDS, SCALER, verify  # noqa: E402
-from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import random_actions, recompute_all, recorded  # noqa: E402
 from tracer.build.loop import run_step  # noqa: E402
@@ -41,7 +41,7 @@ BF16 = {"amp": "bfloat16"}
 
 
 def all_recomputed(trace: Trace) -> Plan:
-    return Plan(meta=trace.meta, actions=recompute_all(analyse(trace)))
+    return Plan(meta=trace.meta, actions=recompute_all(Problem(trace)))
 
 
 def casts(trace: Trace, phase: str) -> list[int]:
@@ -372,7 +372,7 @@ def test_a_loop_under_autocast(under_bf16: Plan) -> None:
 def test_another_state_of_autocast_is_refused(under_bf16: Plan, context: Any, words: str) -> None:
     planned = apply_plan(small_nets.Tied(), under_bf16)
     with context, pytest.raises(PlanError, match=words):
-        planned(torch.randn(16, 24))
+        planned(Problem(torch.randn(16, 24)))
 
 
 def test_a_plan_without_autocast_is_refused_under_it() -> None:
@@ -381,7 +381,7 @@ def test_a_plan_without_autocast_is_refused_under_it() -> None:
         torch.autocast("cpu", dtype=torch.bfloat16),
         pytest.raises(PlanError, match=r"step under no autocast.*call the model outside of autocast"),
     ):
-        planned(torch.randn(16, 24))
+        planned(Problem(torch.randn(16, 24)))
 
 
 def test_autocast_without_its_cache_is_another_graph(under_bf16: Plan) -> None:
@@ -390,13 +390,13 @@ def test_autocast_without_its_cache_is_another_graph(under_bf16: Plan) -> None:
         torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
         pytest.raises(PlanError, match="another graph"),
     ):
-        planned(torch.randn(16, 24))
+        planned(Problem(torch.randn(16, 24)))
 
 
 def test_backward_under_autocast_is_refused(under_bf16: Plan) -> None:
     planned = apply_plan(small_nets.Tied(), under_bf16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = planned(torch.randn(16, 24)).float().sum()
+        loss = planned(Problem(torch.randn(16, 24))).float().sum()
         with pytest.raises(PlanError, match=r"leave the region before loss.backward"):
             loss.backward()
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import tracer.measure.step as profile_module  # noqa: E402
 import tracer.record.program as program_module  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.schedule import build as build_schedule  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402
@@ -156,7 +157,7 @@ def test_a_busy_machine_is_told_of_and_so_is_progress(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["residual", "mlp", "tied"])
 def test_timed_rounds_work_in_place_where_the_step_with_everything_kept_does(name: str) -> None:
     fake = recorded(load_spec(small_nets.spec(name)))
-    schedule = build_schedule(fake.trace)
+    schedule = build_schedule(Problem(fake.trace))
     graph = set(fake.graph_ops)
     assert schedule.op == tuple(range(len(fake.trace.ops)))
     scheduled = {i for i, s in enumerate(schedule.takes) if s >= 0 and i in graph}

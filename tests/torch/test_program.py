@@ -12,9 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from simulator.core.graph import analyse  # noqa: E402
-from simulator.core.replay import run  # noqa: E402
-from simulator.core.schedule import build  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, program, recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
@@ -181,10 +179,10 @@ def test_the_bytes_of_a_small_mlp() -> None:
     assert bytes_of(trace, "gradient") == gradients
     # The backward of Linear 2 and that of the ReLU need the ReLU's output; that of Linear 1 needs its input, which is
     # the batch; that of the loss the model's output.
-    graph = analyse(trace)
+    problem = Problem(trace)
     model = {
         s
-        for s, wanted in enumerate(graph.wanted)
+        for s, wanted in enumerate(problem.saved_by_default)
         if wanted and trace.storages.producer[s] < trace.meta.forward_ops
     }
     assert {trace.storages.name[s]: trace.storages.nbytes[s] for s in model} == {
@@ -206,8 +204,8 @@ def test_the_peak_of_a_small_mlp() -> None:
     #             sum      16, of the second bias; minus 512             4884
     #             threshold_backward 2048: the peak is 4884 + 2048 = 6932
     trace = recorded(load_spec(small_nets.spec("mlp"), {"optimizer": "none"})).trace
-    graph = analyse(trace)
-    timeline = run(trace, build(trace, (), graph), graph)
+    problem = Problem(trace)
+    timeline = problem.replay(()).timeline
     above = timeline.peak_allocated_bytes - trace.resident_bytes
     assert above == 6932
     assert trace.ops.target[timeline.op[timeline.peak_step]] == "aten.threshold_backward.default"

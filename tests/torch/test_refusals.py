@@ -17,7 +17,7 @@ from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from executor.verify import verify  # noqa: E402
-from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
 from traces.errors import CaptureError  # noqa: E402
 from traces.trace import EFFECT  # noqa: E402
@@ -191,7 +191,7 @@ def test_a_mask_that_torch_makes_is_known_to_be_causal_and_of_another_the_call_m
         return Stack(by_torch=True), torch.randn(2, 3, 4), lambda y: y.square().mean(), None
 
     trace = recorded(build_of(make)).trace
-    assert verify(build_of(make), plan_of(trace, *recompute_all(analyse(trace))), steps=2).bit_equal
+    assert verify(build_of(make), plan_of(trace, *recompute_all(Problem(trace))), steps=2).bit_equal
 
 
 class Density(nn.Module):
@@ -262,7 +262,7 @@ def test_these_train_to_the_same_bits(kind: type[nn.Module]) -> None:
 
     build = build_of(make)
     trace = recorded(build).trace
-    for actions in (recompute_all(analyse(trace)), random_actions(trace, random.Random(1))):
+    for actions in (recompute_all(Problem(trace)), random_actions(trace, random.Random(1))):
         outcome = verify(build, plan_of(trace, *actions), steps=2)
         assert outcome.bit_equal, outcome.first_difference
 
@@ -288,7 +288,7 @@ def test_recurrent_layers_keep_the_dropout_between_them(kind: type[nn.Module], b
     trace = recorded(build_of(make)).trace
     assert sum(t == "lowtide.dropout_mask.default" for t in trace.ops.target) == 2
     # Eager runs a kernel of its own: the same masks from the same random numbers, and equal up to rounding.
-    outcome = verify(build_of(make), plan_of(trace, *recompute_all(analyse(trace))), steps=2)
+    outcome = verify(build_of(make), plan_of(trace, *recompute_all(Problem(trace))), steps=2)
     assert outcome.equal, outcome.first_difference
 
 

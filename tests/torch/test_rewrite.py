@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 
 from executor.apply import program_actions  # noqa: E402
 from executor.rewrite import Rewritten, rewrite  # noqa: E402
-from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.schedule import Schedule, build  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import plan_of, program, random_actions, recompute_all, recorded  # noqa: E402
@@ -32,7 +32,7 @@ def residual() -> Program:
 
 
 def rewritten(p: Program, *actions: Action) -> Rewritten:
-    return rewrite(p, build(p.trace(), actions))
+    return rewrite(p, build(Problem(p.trace()), actions))
 
 
 def names(module: Any) -> list[str]:
@@ -40,10 +40,10 @@ def names(module: Any) -> list[str]:
 
 
 def expected_saved(p: Program, actions: tuple[Action, ...]) -> set[int]:
-    graph = analyse(p.trace())
-    kept = {s for s, wanted in enumerate(graph.wanted) if wanted}
+    problem = Problem(p.trace())
+    kept = {s for s, wanted in enumerate(problem.saved_by_default) if wanted}
     kept -= {a.storage for a in actions if a.action != SAVE}
-    kept |= {s for s, pinned in enumerate(graph.pinned) if pinned and graph.wanted[s]}
+    kept |= {s for s, pinned in enumerate(problem.pinned) if pinned and problem.saved_by_default[s]}
     return kept
 
 
@@ -58,7 +58,7 @@ def test_with_everything_kept_nothing_runs_twice(residual: Program) -> None:
 
 def test_with_everything_recomputed_only_the_rest_crosses(residual: Program) -> None:
     trace = residual.trace()
-    actions = recompute_all(analyse(trace))
+    actions = recompute_all(Problem(trace))
     r = rewritten(residual, *actions)
     assert set(r.saved_storages) == expected_saved(residual, actions)
     assert not {a.storage for a in actions} & set(r.saved_storages)
@@ -66,9 +66,9 @@ def test_with_everything_recomputed_only_the_rest_crosses(residual: Program) -> 
 
 
 def test_recomputed_ops_and_only_they_are_named_so(residual: Program) -> None:
-    actions = recompute_all(analyse(residual.trace()))
+    actions = recompute_all(Problem(residual.trace()))
     r = rewritten(residual, *actions)
-    schedule = build(residual.trace(), actions)
+    schedule = build(Problem(residual.trace()), actions)
     assert r.recomputed == tuple(residual.ops[i].node.name for i in schedule.recomputed_ops)
     assert not any("_recomputed" in n for n in names(r.forward))
     again = [n for n in r.backward.graph.nodes if n.meta.get("recomputed")]
@@ -103,10 +103,10 @@ def test_of_forward_only_what_the_plan_keeps_lives_into_backward(model: str, opt
     for seed in range(5):
         plan = plan_of(made.trace, *random_actions(made.trace, random.Random(seed)))
         actions = program_actions(plan)
-        r = rewrite(p, build(p.trace(), actions))
-        graph = analyse(p.trace())
+        r = rewrite(p, build(Problem(p.trace()), actions))
+        problem = Problem(p.trace())
         allowed = expected_saved(p, actions) | {a.storage for a in actions if a.action == SAVE}
-        assert set(r.saved_storages) <= allowed | {s for s, x in enumerate(graph.pinned) if x}
+        assert set(r.saved_storages) <= allowed | {s for s, x in enumerate(problem.pinned) if x}
         gone = {a.storage for a in actions if a.action != SAVE}
         assert not gone & set(r.saved_storages)
 
@@ -149,7 +149,7 @@ class Thirds(nn.Module):
 
 def test_a_split_is_rebuilt_with_all_its_parts() -> None:
     p = program(Thirds(), torch.randn(5, 4))
-    actions = recompute_all(analyse(p.trace()))
+    actions = recompute_all(Problem(p.trace()))
     assert actions
     r = rewritten(p, *actions)
     # What backward reads must come from the rebuilt split, not from parts that forward left behind.
@@ -159,7 +159,7 @@ def test_a_split_is_rebuilt_with_all_its_parts() -> None:
 
 def test_takeovers_become_in_place_ops(residual: Program) -> None:
     r = rewritten(residual)
-    schedule = build(residual.trace())
+    schedule = build(Problem(residual.trace()))
     taking = [residual.ops[i].node for i, t in zip(schedule.op, schedule.takes, strict=True) if t >= 0]
     assert taking
     in_place = {
@@ -186,8 +186,8 @@ def test_outputs_and_inputs_are_never_overwritten() -> None:
 
     p = program(Net(), torch.randn(3, 6), lambda out: out[0].sum() + out[1].sum())
     fixed = {s for s, row in enumerate(p.storages) if row.producer < 0} | set(p.output_storages)
-    for actions in ((), recompute_all(analyse(p.trace()))):
-        schedule = build(p.trace(), actions)
+    for actions in ((), recompute_all(Problem(p.trace()))):
+        schedule = build(Problem(p.trace()), actions)
         assert not fixed & set(schedule.takes)
 
 
@@ -201,7 +201,7 @@ def without_step(schedule: Schedule, step: int) -> Schedule:
 
 
 def test_a_schedule_that_forgets_an_op_is_refused(residual: Program) -> None:
-    schedule = build(residual.trace())
+    schedule = build(Problem(residual.trace()))
     with pytest.raises(PlanError, match="before it exists"):
         rewrite(residual, without_step(schedule, 1))
 
@@ -209,11 +209,11 @@ def test_a_schedule_that_forgets_an_op_is_refused(residual: Program) -> None:
 def test_a_schedule_that_releases_what_backward_takes_is_refused(residual: Program) -> None:
     """The guard `_check_kept`: the graph would hold a value that the simulator has counted as gone."""
     trace = residual.trace()
-    schedule = build(trace)
-    graph = analyse(trace)
-    s = graph.candidates[0]
+    schedule = build(Problem(trace))
+    problem = Problem(trace)
+    s = problem.candidates[0]
     frees = [tuple(x for x in f if x != s) for f in schedule.frees]
-    frees[graph.first_backward_op - 1] = (*frees[graph.first_backward_op - 1], s)
+    frees[problem.forward_end - 1] = (*frees[problem.forward_end - 1], s)
     with pytest.raises(PlanError, match="plan released"):
         rewrite(residual, replace(schedule, frees=tuple(frees)))
 

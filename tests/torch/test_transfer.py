@@ -17,9 +17,7 @@ pytest.importorskip("transformers")
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
     pytest.skip("no torchvision", allow_module_level=True)
 
-from simulator.core.graph import analyse  # noqa: E402
-from simulator.core.replay import run  # noqa: E402
-from simulator.core.schedule import build  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import random_actions  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
@@ -60,5 +58,5 @@ def test_other_batch_sizes(
 
 
 def peak(trace: Trace, actions: Any) -> int:
-    graph = analyse(trace)
-    return run(trace, build(trace, actions, graph), graph).peak_allocated_bytes
+    problem = Problem(trace)
+    return problem.replay(actions).timeline.peak_allocated_bytes

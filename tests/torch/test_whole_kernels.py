@@ -12,7 +12,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from executor.verify import verify  # noqa: E402
-from simulator.core.graph import analyse  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, program, recompute_all, recorded  # noqa: E402
 from tracer.capture.torch_fixes.whole_kernels import KEYS, OPS  # noqa: E402
 
@@ -45,7 +45,7 @@ def test_an_interpolation_is_one_op_forward_and_one_backward(mode: str, op: str)
     assert trace.ops.target.count(f"aten.{op}.default") == 1
     assert trace.ops.target.count(f"aten.{op}_backward.default") == 1
     assert not any("index" in t for t in trace.ops.target)
-    outcome = verify(build_of(make), plan_of(trace, *recompute_all(analyse(trace))), steps=2)
+    outcome = verify(build_of(make), plan_of(trace, *recompute_all(Problem(trace))), steps=2)
     assert outcome.bit_equal, outcome.first_difference
 
 

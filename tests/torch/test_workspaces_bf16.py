@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from simulator.core.replay import keep_all  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import cpu_calls  # noqa: E402
 from tests.torch.cpu_calls import CPU  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402
@@ -238,7 +238,7 @@ def test_the_peak_is_what_is_measured_here() -> None:
         )
 
     traces = cpu_calls.faked_and_measured(make, amp="bfloat16")
-    told, seen = (keep_all(t).timeline.peak_allocated_bytes for t in traces)
+    told, seen = (Problem(t).saved.timeline.peak_allocated_bytes for t in traces)
     assert abs(told - seen) <= seen // 100
 
 

@@ -10,11 +10,10 @@ Counts: the exact peak and time of every plan tried. Ignores: that a dear op may
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
-from simulator.core.graph import Graph, analyse
 from simulator.core.limits import DEFAULTS, Limits
+from simulator.core.problem import Problem
 from simulator.planners.mu_two import Search
 from simulator.planners.outcome import finish, refuse
 from traces.plan import Plan
@@ -26,20 +25,21 @@ NAME: Final = "cheap-ops"
 FLOPS_PER_BYTE: Final = 8
 
 
-def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The cheapest plan found within the budget that runs only cheap ops again.
 
     Raises:
         BudgetError: none was found.
     """
-    graph = analyse(trace, limits.constraints)
     search = Search(
-        trace, replace(graph, candidates=cheap_candidates(trace, graph)), budget_bytes, limits.clock()
+        Problem(problem.trace, problem.constraints, only=cheap_candidates(problem)),
+        budget_bytes,
+        limits.clock(),
     )
     found = search.run()
     if found is None:
-        raise refuse(trace, graph, NAME, budget_bytes, search.lowest_peak_bytes)
-    return finish(trace, graph, NAME, budget_bytes, search.actions(found))
+        raise refuse(problem, NAME, budget_bytes, search.lowest_peak_bytes)
+    return finish(problem, NAME, budget_bytes, search.actions(found))
 
 
 def is_cheap(trace: Trace, op: int) -> bool:
@@ -47,14 +47,15 @@ def is_cheap(trace: Trace, op: int) -> bool:
     return trace.ops.flops[op] <= FLOPS_PER_BYTE * trace.ops.bytes_moved[op]
 
 
-def cheap_candidates(trace: Trace, graph: Graph) -> tuple[int, ...]:
+def cheap_candidates(problem: Problem) -> tuple[int, ...]:
     """The candidates that cheap ops alone can rebuild from what is kept or can itself be rebuilt so."""
+    trace = problem.trace
     ops = trace.ops
     able = [False] * len(trace.storages)  # storage -> is kept, or only cheap ops are needed to make it again
-    for i in range(graph.first_backward_op):
-        if graph.is_view[i]:
+    for i in range(problem.forward_end):
+        if problem.is_view[i]:
             continue
-        sources = all(graph.resident[s] or graph.wanted[s] or able[s] for s in ops.reads[i])
-        for s in graph.creates[i]:
-            able[s] = graph.rebuildable[s] and is_cheap(trace, i) and sources
-    return tuple(s for s in graph.candidates if able[s])
+        sources = all(problem.resident[s] or problem.saved_by_default[s] or able[s] for s in ops.reads[i])
+        for s in problem.creates[i]:
+            able[s] = problem.rebuildable[s] and is_cheap(trace, i) and sources
+    return tuple(s for s in problem.candidates if able[s])

@@ -14,39 +14,36 @@ from __future__ import annotations
 from typing import Final
 
 from simulator.bounds.bound import bounder_of
-from simulator.core.evaluator import evaluator_of
-from simulator.core.graph import analyse
 from simulator.core.limits import DEFAULTS, Limits
+from simulator.core.problem import Problem
 from simulator.planners.cuts import states
 from simulator.planners.mu_two import Found, Search
 from simulator.planners.outcome import finish, refuse
 from traces.plan import Plan
-from traces.trace import Trace
 
 NAME: Final = "min-cut"
 MOST_INSTANTS: Final = 8
 
 
-def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The cheapest cut within the budget.
 
     Raises:
         BudgetError: no cut tried is.
     """
-    graph = analyse(trace, limits.constraints)
-    evaluator = evaluator_of(trace, graph)
-    instants = bounder_of(trace, graph).instants
+    evaluator = problem.evaluator
+    instants = bounder_of(problem).instants
     clock = limits.clock()
-    search = Search(trace, graph, budget_bytes, clock)
+    search = Search(problem, budget_bytes, clock)
     best: Found | None = None
     for op in instants.overfull(budget_bytes)[:MOST_INSTANTS]:
         if best is not None and clock.over:
             break
-        for _, state in states(evaluator, graph, instants, op):
+        for _, state in states(evaluator, problem, instants, op):
             peak_bytes, added_ns, _, _ = search.walk(state)
             time_ns = evaluator.base_time_ns + added_ns
             if peak_bytes <= budget_bytes and (best is None or time_ns < best.time_ns):
                 best = Found(state=state.copy(), time_ns=time_ns)
     if best is None:
-        raise refuse(trace, graph, NAME, budget_bytes, search.lowest_peak_bytes)
-    return finish(trace, graph, NAME, budget_bytes, search.actions(best))
+        raise refuse(problem, NAME, budget_bytes, search.lowest_peak_bytes)
+    return finish(problem, NAME, budget_bytes, search.actions(best))

@@ -30,12 +30,11 @@ import numpy as np
 
 from simulator.core.blocks import block_paths
 from simulator.core.evaluator import Evaluator, State
-from simulator.core.graph import Graph, analyse
 from simulator.core.limits import DEFAULTS, Limits
+from simulator.core.problem import Problem
 from simulator.planners.outcome import finish, refuse
 from traces.errors import PlanError
 from traces.plan import SAVE, Action, Plan
-from traces.trace import Trace
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,20 +46,19 @@ MOST_STAGES: Final = (
 )
 
 
-def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The fastest of rotor's recursions that fits in the replay; everything kept if that fits.
 
     Raises:
         BudgetError: none does.
     """
-    graph = analyse(trace, limits.constraints)
-    evaluator = Evaluator(trace, graph)
+    evaluator = Evaluator(problem)
     best: tuple[int, tuple[Action, ...]] | None = None
     lowest, time_ns = evaluator.cost(evaluator.state())
     if lowest <= budget_bytes:
         best = (time_ns, ())
     else:
-        chain = Chain(trace, graph, evaluator)
+        chain = Chain(problem, evaluator)
         for state in chain.states():
             try:
                 peak, time_ns = evaluator.cost(state)
@@ -70,13 +68,14 @@ def plan(trace: Trace, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
             if peak <= budget_bytes and (best is None or time_ns < best[0]):
                 best = (time_ns, chain.actions(state))
     if best is None:
-        raise refuse(trace, graph, NAME, budget_bytes, lowest)
-    return finish(trace, graph, NAME, budget_bytes, best[1])
+        raise refuse(problem, NAME, budget_bytes, lowest)
+    return finish(problem, NAME, budget_bytes, best[1])
 
 
-def stages_of(trace: Trace, graph: Graph) -> list[int]:
+def stages_of(problem: Problem) -> list[int]:
     """The stage of each op of forward: runs of one block, numbered in order, so that stages never go back."""
-    paths = trace.ops.module[: graph.first_backward_op]
+    trace = problem.trace
+    paths = trace.ops.module[: problem.forward_end]
     blocks = block_paths(paths) or {p: p for p in paths if p}
     out: list[int] = []
     seen: dict[str, int] = {}
@@ -85,12 +84,12 @@ def stages_of(trace: Trace, graph: Graph) -> list[int]:
     for i, path in enumerate(paths):
         name = blocks.get(path, "") if blocks else str(i)
         # A view, or an op of a block that began earlier, goes with the stage that is running.
-        if number < 0 or (name != at and name not in seen and not graph.is_view[i]):
+        if number < 0 or (name != at and name not in seen and not problem.is_view[i]):
             number += 1
             at = name
             if name:
                 seen[name] = number
-        elif name != at and not name and graph.creates[i] and at:
+        elif name != at and not name and problem.creates[i] and at:
             number += 1
             at = ""
         out.append(number)
@@ -115,24 +114,25 @@ class Stage:
 class Chain:
     """A trace as a chain of stages."""
 
-    def __init__(self, trace: Trace, graph: Graph, evaluator: Evaluator) -> None:
-        self.evaluator, self.graph = evaluator, graph
-        sts, ops, turn = trace.storages, trace.ops, graph.first_backward_op
-        stage = stages_of(trace, graph)
+    def __init__(self, problem: Problem, evaluator: Evaluator) -> None:
+        trace = problem.trace
+        self.evaluator, self.problem = evaluator, problem
+        sts, ops, turn = trace.storages, trace.ops, problem.forward_end
+        stage = stages_of(problem)
         self.stages = [Stage() for _ in range(max(stage, default=-1) + 1)]
         furthest = [-1] * len(sts)  # the last stage of forward that reads a storage
         for i in range(turn):
-            self.stages[stage[i]].time_ns += 0 if graph.is_view[i] else ops.time_ns[i]
+            self.stages[stage[i]].time_ns += 0 if problem.is_view[i] else ops.time_ns[i]
             for s in ops.reads[i]:
                 furthest[s] = max(furthest[s], stage[i])
-        candidates = frozenset(graph.candidates)
+        candidates = frozenset(problem.candidates)
         self.saved_always: list[int] = []
         for i in range(turn):
-            for s in graph.creates[i]:
+            for s in problem.creates[i]:
                 mine = self.stages[stage[i]]
-                link = graph.rebuildable[s] and not graph.wanted[s] and not graph.pinned[s]
+                link = problem.rebuildable[s] and not problem.saved_by_default[s] and not problem.pinned[s]
                 if furthest[s] > stage[i] + 1:
-                    if not graph.wanted[s] and not graph.pinned[s]:
+                    if not problem.saved_by_default[s] and not problem.pinned[s]:
                         self.saved_always.append(s)
                 elif furthest[s] == stage[i] + 1 and (s in candidates or link):
                     mine.border.append(s)
@@ -260,7 +260,7 @@ class Chain:
             for s in dropped:
                 after.setdefault(s, []).append(self.evaluator.op_id[k])
         out = []
-        wanted = self.graph.wanted
+        wanted = self.problem.saved_by_default
         for stage in self.stages:
             for s in (*stage.inside, *stage.border):
                 if not state.there[s]:
