@@ -92,7 +92,7 @@ def test_the_default_is_never_worse_than_cuts(of: Trace, percent: int) -> None:
         assert peak_bytes <= budget_bytes
         assert time_ns == found.time_ns
     try:
-        cut = plan_with("min-cut", Problem(of), budget_bytes, Limits(seconds=60))
+        cut = plan_with("tests.bench.baselines.min_cut:plan", Problem(of), budget_bytes, Limits(seconds=60))
     except Refusal:
         return
     ours = plan_with("search", Problem(of), budget_bytes, Limits(seconds=60))
