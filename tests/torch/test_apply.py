@@ -137,7 +137,7 @@ def test_evaluation_and_no_grad_use_the_model_s_own_forward(
     assert b.requires_grad
     planned.train()
     with pytest.raises(AssertionError, match="captured"):
-        planned(Problem(x))
+        planned(x)
 
 
 def test_evaluation_mode_reaches_code_of_the_root_module() -> None:
@@ -152,9 +152,9 @@ def test_evaluation_mode_reaches_code_of_the_root_module() -> None:
     x = torch.randn(4, 16)
     trace = recorded(build_of(lambda: (Root(), x, lambda y: y.sum(), None))).trace
     planned = apply_plan(Root(), plan_of(trace))
-    planned(Problem(x)).sum().backward()
+    planned(x).sum().backward()
     planned.eval()
-    assert torch.equal(planned(Problem(x)), planned.linear(x))
+    assert torch.equal(planned(x), planned.linear(x))
 
 
 def test_switching_between_training_and_evaluation(plan: Plan) -> None:
@@ -180,11 +180,11 @@ def test_a_frozen_batch_norm_is_another_graph_and_refused(plan: Plan) -> None:
     _, twin = twins()
     planned = apply_plan(twin, plan)
     x, _ = batch()
-    planned(Problem(x))
+    planned(x)
     planned.norm.eval()  # as in fine-tuning; the engine in the cache updates its statistics
     before = planned.norm.running_mean.clone()
     with pytest.raises(PlanError, match="another graph"):
-        planned(Problem(x))
+        planned(x)
     assert torch.equal(planned.norm.running_mean, before)
 
 
@@ -255,7 +255,7 @@ def test_a_deep_copy_has_parameters_of_its_own(plan: Plan) -> None:
     model, twin = twins()
     planned = apply_plan(twin, plan)
     x, y = batch()
-    planned(Problem(x))  # an engine is in the cache
+    planned(x)  # an engine is in the cache
     twin.load_state_dict(model.state_dict())
     other = copy.deepcopy(planned)
     assert not {id(p) for p in planned.parameters()} & {id(p) for p in other.parameters()}
@@ -283,18 +283,18 @@ def test_another_dtype_is_another_graph(plan: Plan) -> None:
     ids = torch.arange(6)
     trace = recorded(build_of(lambda: (Tokens(), ids, None, None))).trace
     planned = apply_plan(Tokens(), plan_of(trace))
-    planned(Problem(ids)).backward()
+    planned(ids).backward()
     planned.to(torch.float64)
     with pytest.raises(PlanError, match="another graph"):
-        planned(Problem(ids))
+        planned(ids)
     planned.to(torch.float32)
-    assert planned(Problem(ids)).dtype == torch.float32
+    assert planned(ids).dtype == torch.float32
 
 
 def test_a_plan_for_another_model_is_refused_before_anything_ran(plan: Plan) -> None:
     planned = apply_plan(nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)), plan)
     with pytest.raises(PlanError, match="made for another graph"):
-        planned(Problem(batch()[0]))
+        planned(batch()[0])
     assert int(planned[1].num_batches_tracked) == 0
     with pytest.raises(PlanError, match="made for another graph"):
         capture_now(planned, batch()[:1], {})
@@ -314,7 +314,7 @@ def test_another_plan_on_what_is_captured(plan: Plan, monkeypatch: pytest.Monkey
     a, b = twins()
     planned = apply_plan(a, plan)
     x, y = batch()
-    functional.cross_entropy(planned(Problem(x)), y).backward()
+    functional.cross_entropy(planned(x), y).backward()
 
     def again(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("captured again")
@@ -337,7 +337,7 @@ def test_backward_twice_is_refused(plan: Plan) -> None:
     _, twin = twins()
     planned = apply_plan(twin, plan)
     x, y = batch()
-    loss = functional.cross_entropy(planned(Problem(x)), y)
+    loss = functional.cross_entropy(planned(x), y)
     loss.backward(retain_graph=True)
     grads = [p.grad.clone() for p in planned.parameters()]
     with pytest.raises(PlanError, match="backward ran twice"):
@@ -359,12 +359,12 @@ def test_an_output_outside_the_plan_s_loss_can_be_read_but_not_differentiated() 
     trace = recorded(build_of(lambda: (TwoHeads(), x, lambda out: out["a"].sum(), None))).trace
     model = TwoHeads()
     planned = apply_plan(model, plan_of(trace))
-    out, want = planned(Problem(x)), model(x)
+    out, want = planned(x), model(x)
     assert out["kind"] == "two"
     assert all(torch.equal(out[k], want[k]) for k in ("a", "b", "ids"))
     out["a"].sum().backward()
     assert planned.a.weight.grad is not None
-    out = planned(Problem(x))
+    out = planned(x)
     with pytest.raises(PlanError, match="differentiates output 1"):
         (out["a"].sum() + out["b"].sum()).backward()
     assert planned.b.weight.grad is None
@@ -376,7 +376,7 @@ def test_an_output_that_the_loss_does_not_use_this_time_gets_a_zero_gradient() -
         build_of(lambda: (TwoHeads(), x, lambda out: out["a"].sum() + out["b"].sum(), None))
     ).trace
     planned = apply_plan(TwoHeads(), plan_of(trace))
-    planned(Problem(x))["a"].sum().backward()
+    planned(x)["a"].sum().backward()
     assert planned.a.weight.grad is not None
     assert not planned.b.weight.grad.any()
 

@@ -527,7 +527,7 @@ def test_a_plan_for_a_gpu_is_refused_on_the_cpu(tmp_path: Any) -> None:
     plan = plan_of(trace)
     planned = apply_plan(small_nets.Residual(), plan)
     with pytest.raises(PlanError, match="for the graph that H200 runs"):
-        planned(Problem(torch.randn(4, 3, 16, 16)))
+        planned(torch.randn(4, 3, 16, 16))
     path = tmp_path / "plan.json"
     plan.save(path)
     with pytest.raises(PlanError, match="--device cuda, or trace again without --target"):

@@ -372,7 +372,7 @@ def test_a_loop_under_autocast(under_bf16: Plan) -> None:
 def test_another_state_of_autocast_is_refused(under_bf16: Plan, context: Any, words: str) -> None:
     planned = apply_plan(small_nets.Tied(), under_bf16)
     with context, pytest.raises(PlanError, match=words):
-        planned(Problem(torch.randn(16, 24)))
+        planned(torch.randn(16, 24))
 
 
 def test_a_plan_without_autocast_is_refused_under_it() -> None:
@@ -381,7 +381,7 @@ def test_a_plan_without_autocast_is_refused_under_it() -> None:
         torch.autocast("cpu", dtype=torch.bfloat16),
         pytest.raises(PlanError, match=r"step under no autocast.*call the model outside of autocast"),
     ):
-        planned(Problem(torch.randn(16, 24)))
+        planned(torch.randn(16, 24))
 
 
 def test_autocast_without_its_cache_is_another_graph(under_bf16: Plan) -> None:
@@ -390,13 +390,13 @@ def test_autocast_without_its_cache_is_another_graph(under_bf16: Plan) -> None:
         torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
         pytest.raises(PlanError, match="another graph"),
     ):
-        planned(Problem(torch.randn(16, 24)))
+        planned(torch.randn(16, 24))
 
 
 def test_backward_under_autocast_is_refused(under_bf16: Plan) -> None:
     planned = apply_plan(small_nets.Tied(), under_bf16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = planned(Problem(torch.randn(16, 24))).float().sum()
+        loss = planned(torch.randn(16, 24)).float().sum()
         with pytest.raises(PlanError, match=r"leave the region before loss.backward"):
             loss.backward()
 
