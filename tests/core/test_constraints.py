@@ -14,7 +14,7 @@ from simulator.bounds.bound import lower_bound
 from simulator.cli.main import main
 from simulator.cli.options import read_constraints
 from simulator.core.breaches import breach
-from simulator.core.limits import NONE, Constraints, Limits
+from simulator.core.limits import NONE, Constraints
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
@@ -165,7 +165,7 @@ def test_never_and_always_keep_change_the_plan() -> None:
         assert recomputed(of, plan) <= {"mm0", "mm1"}
         assert plan.constraints == constraints.to_json()
     with pytest.raises(Refusal):
-        plan_with("mu-two", Problem(of), 458, Limits(constraints=Constraints(never=("** ::",))))
+        plan_with("mu-two", Problem(of, Constraints(never=("** ::",))), 458)
 
 
 def test_a_link_that_must_not_run_again_is_saved_for_those_that_need_it() -> None:

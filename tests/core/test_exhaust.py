@@ -7,7 +7,6 @@ from pathlib import Path
 
 from hypothesis import given, settings
 
-from simulator.core.graph import analyse
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
@@ -59,7 +58,7 @@ def test_the_simulator_offers_every_choice_that_there_is(of: Trace) -> None:
         for options in exhaust.choices(of, drops=0)
         if (mine := [a for a in options if a is not None and a.action == RECOMPUTE and not a.share])
     }
-    assert set(analyse(of).candidates) == wanted
+    assert set(Problem(of).candidates) == wanted
     for options in exhaust.choices(of, drops=0):
         for action in options:
             build(Problem(of), [] if action is None else [action])
