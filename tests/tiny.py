@@ -35,6 +35,8 @@ class Op:
     view: str = ""  # this op makes a view of that name of reads[0]; others may read it by name
     module: str = ""
     mutates: tuple[str, ...] = ()
+    target: str = ""
+    arguments: str = ""
 
 
 def fwd(makes: dict[str, int], *reads: str, **more: object) -> Op:
@@ -86,7 +88,7 @@ def trace(
         rows.append(
             {
                 "name": op.name or next(iter(op.makes), "") or op.view or f"op{i}",
-                "target": op.name or "aten.test.default",
+                "target": op.target or op.name or "aten.test.default",
                 "phase": op.phase,
                 "module": op.module,
                 "time_ns": op.time_ns,
@@ -98,6 +100,7 @@ def trace(
                 "events": op.events,
                 "overwrites": base[op.overwrites] if op.overwrites else -1,
                 "flags": op.flags | (VIEW if op.view else 0),
+                "arguments": op.arguments,
             }
         )
     table = Ops(**{k: tuple(r[k] for r in rows) for k in Ops.__dataclass_fields__})  # type: ignore[arg-type]

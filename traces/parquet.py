@@ -34,6 +34,7 @@ class Format:
     version: int
     columns: dict[str, str]  # name -> TEXT, INT, ID, IDS or INTS
     again: str  # the last words of every refusal
+    later: tuple[str, ...] = ()  # TEXT columns that files of this version may lack: then every cell is ""
 
 
 def arrow_type(kind: str) -> pa.DataType:
@@ -97,16 +98,18 @@ def read(path: Path, form: Format) -> tuple[dict[str, Any], dict[str, tuple[Any,
     with _opened(path, form) as (file, header):
         schema = file.schema_arrow
         for column, kind in form.columns.items():
-            if (times := schema.names.count(column)) != 1:
+            if (times := schema.names.count(column)) != 1 and (times or column not in form.later):
                 raise TraceError(
                     f"{path}: the column {column!r} is {'there twice' if times else 'missing'}; {form.again}"
                 )
-            if schema.field(column).type != arrow_type(kind):
+            if times and schema.field(column).type != arrow_type(kind):
                 raise TraceError(
                     f"{path}: the column {column!r} is {schema.field(column).type}, not {kind}; {form.again}"
                 )
-        table = file.read(columns=list(form.columns))
-    values = {c: _column(table.column(c), kind) for c, kind in form.columns.items()}
+        there = [c for c in form.columns if c in schema.names]
+        table = file.read(columns=there)
+    values = {c: _column(table.column(c), form.columns[c]) for c in there}
+    values |= {c: ("",) * table.num_rows for c in form.columns if c not in values}
     for column, items in values.items():
         if any(x is None for x in items):
             raise TraceError(f"{path}: the column {column!r} has empty cells; {form.again}")

@@ -42,6 +42,7 @@ OPS_COLUMNS: Final = {
     "events": _INTS,
     "overwrites": _ID,
     "flags": _ID,
+    "arguments": _TEXT,
 }
 STORAGES_COLUMNS: Final = {
     "name": _TEXT,
@@ -66,6 +67,7 @@ def _form(columns: dict[str, str]) -> tables.Format:
         version_key="schema_version",
         version=SCHEMA_VERSION,
         columns=columns,
+        later=("arguments",),
         again="record the trace again with `trace`.",
     )
 

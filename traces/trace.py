@@ -91,6 +91,8 @@ class Ops:
     # A storage whose memory the op may take over for its output when nothing else needs it; -1: none.
     overwrites: tuple[int, ...]
     flags: tuple[int, ...]
+    # The op's arguments by its schema, defaults included, as JSON: null for a tensor. "": not recorded.
+    arguments: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.name)

@@ -280,7 +280,7 @@ class BuildFunction:
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
         """Turn whatever the user's code raises into one message that names its line."""
-        from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException
+        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
         try:
             yield
@@ -317,7 +317,7 @@ def _belongs(file: str, directory: Path) -> bool:
 
 def _needs_values(error: Exception) -> bool:
     """Whether code failed because tensors were fake: it read their values, or made modules that learn their sizes."""
-    from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     lazy = "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error)
     return lazy or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))

@@ -67,10 +67,9 @@ class TrainingStep:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the batch, in order: the model's arguments, then what only the loss sees."""
         import torch
+        from torch.utils import _pytree
 
-        from tracer.torch_api import pytree
-
-        leaves = pytree.tree_leaves((self.args, self.kwargs, self.loss_inputs))
+        leaves = _pytree.tree_leaves((self.args, self.kwargs, self.loss_inputs))
         return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
@@ -136,8 +135,6 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     Raises:
         SpecError: unknown name or option, missing file; EnvironmentProblem: torch is not installed.
     """
-    from tracer.torch_api import require_torch
-
     require_torch()
     if not SEEDS[0] <= seed <= SEEDS[1]:
         raise SpecError(f"--seed {seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}.")
@@ -158,6 +155,18 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     named = NamedModel.parse(model, {k: v for k, v in given.items() if k not in policy})
     options = {**named.options, **policy}
     return BuildStep(model=named.name, options=options, seed=seed, make=named.step, policy=policy)
+
+
+def require_torch() -> None:
+    """Raise EnvironmentProblem if torch cannot be imported."""
+    from traces.errors import EnvironmentProblem
+
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"torch cannot be imported ({error}); install it with: pip install 'lowtide[torch]'"
+        ) from None
 
 
 def check_device(device: str) -> None:

@@ -93,8 +93,7 @@ def run_model(
     # torch's C++ parts and its profiler write to stderr by themselves; what matters reaches the user as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from tracer.build.step import check_device, load_spec
-    from tracer.torch_api import require_torch
+    from tracer.build.step import check_device, load_spec, require_torch
     from traces import store
     from traces.devices import device as device_entry
     from traces.errors import SpecError

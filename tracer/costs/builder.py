@@ -38,6 +38,7 @@ class OpRow:
     events: tuple[int, ...] = ()
     overwrites: int = -1
     flags: int = 0
+    arguments: str = ""
     dtype: str = "float32"  # what the roofline looks up; not stored
     signature: Signature | None = None  # the call, by which measurements and rules are found; not stored
 

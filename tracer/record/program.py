@@ -6,13 +6,16 @@ torch says so.
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tracer.capture.capture import Captured
 from tracer.capture.cuda.gpu import results
@@ -22,7 +25,6 @@ from tracer.costs.builder import OpRow, StorageRow, TraceBuilder
 from tracer.costs.roofline import compute_dtype, op_bytes, op_flops, result_bytes
 from tracer.costs.signature import of_call
 from tracer.precision.policy import without_autocast
-from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, pytree
 from traces.errors import CaptureError
 from traces.trace import (
     ACTIVATION,
@@ -191,6 +193,7 @@ def program_of(captured: Captured) -> Program:
                         writes=tuple(dict.fromkeys(created + mutated)),
                         flags=flags,
                         dtype=compute_dtype(moved_in),
+                        arguments=arguments(n),
                         signature=of_call(n.target, args, kwargs, out),
                     )
                 )
@@ -229,6 +232,16 @@ def program_of(captured: Captured) -> Program:
         tangent_storages=tuple(tangents),
         gradient_storages=tuple(dict.fromkeys(gradients)),
     )
+
+
+def arguments(n: fx.Node) -> str:
+    """What a node's op takes beside tensors: JSON of its arguments by the schema, with null for a tensor."""
+    schema = getattr(n.target, "_schema", None)
+    if schema is None:
+        return ""
+    given = dict(zip((a.name for a in schema.arguments), n.args, strict=False)) | n.kwargs
+    values = [given.get(a.name, a.default_value) for a in schema.arguments]
+    return json.dumps(fx.node.map_arg(values, lambda _: None), default=str, separators=(",", ":"))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -307,7 +320,7 @@ def _flags(
     n: fx.Node, written: set[fx.Node], storage_of: dict[fx.Node, tuple[int, ...]], *, view: bool
 ) -> int:
     target = n.target
-    if not isinstance(target, OpOverload):
+    if not isinstance(target, torch._ops.OpOverload):
         return EFFECT
     flags = VIEW if view else 0
     if is_random(n):
@@ -382,7 +395,7 @@ def _mark_takeovers(
 
 def inplace_twin(target: Any) -> Any:
     """The in-place overload of a pointwise functional op (`aten.relu.default` -> `aten.relu_.default`), or None."""
-    if not isinstance(target, OpOverload) or target.namespace != "aten":
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
         return None

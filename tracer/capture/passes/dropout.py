@@ -11,8 +11,7 @@ import operator
 
 import torch
 from torch import fx
-
-from tracer.torch_api import unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 aten = torch.ops.aten
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
-
-from tracer.torch_api import DispatchKey
+from torch._C import DispatchKey
 
 OPS: Final = (
     *(f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d")),

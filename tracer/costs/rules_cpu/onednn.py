@@ -21,9 +21,9 @@ def block() -> int:
 @cache
 def bfloat16_in_onednn() -> bool:
     """Whether torch gives oneDNN its bfloat16 convolutions and products (`mkldnn_bf16_device_check`)."""
-    from tracer.torch_api import is_mkldnn_bf16_supported
+    import torch
 
-    return bool(is_mkldnn_bf16_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @cache
@@ -35,17 +35,17 @@ def measured_kind() -> bool:
 @cache
 def has_amx() -> bool:
     """Whether oneDNN runs bfloat16 on AMX tiles, with layouts of their own."""
-    from tracer.torch_api import is_amx_tile_supported
+    import torch
 
-    return bool(is_amx_tile_supported())
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
 
 
 @cache
 def has_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 itself."""
-    from tracer.torch_api import is_avx512_bf16_supported
+    import torch
 
-    return bool(is_avx512_bf16_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def threads() -> int:
