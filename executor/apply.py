@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from executor.matching import check_kind
@@ -26,7 +27,6 @@ from tracer.build.loop import fit_tangent
 from tracer.capture.capture import capture
 from tracer.precision.policy import Autocast, ambient, without_autocast
 from tracer.record.program import Program, program_of
-from tracer.torch_api import pytree
 from traces.errors import PlanError
 from traces.plan import Action, Plan
 from traces.trace import TraceMeta
@@ -219,18 +219,25 @@ def engine_of(program: Program, plan: Plan, kind: str = "cpu") -> Engine:
             f"this model's has {len(program.ops)} ops and structure {program.fingerprint(sizes=False)}. Trace this "
             "model with this version of torch and this device, and plan again."
         )
-    schedule = build(Problem(program.trace()), program_actions(plan))
+    schedule = build(Problem(program.trace()), program_actions(plan, program))
     return Engine(program=program, rewritten=rewrite(program, schedule), exact=exact, kind=kind)
 
 
-def program_actions(plan: Plan) -> tuple[Action, ...]:
-    """The plan's actions with op ids of the captured graph alone instead of those of the whole step."""
-    shift = plan.meta.first_backward_graph_op - plan.meta.forward_ops
+def program_actions(plan: Plan, program: Program) -> tuple[Action, ...]:
+    """The plan's actions with op ids of the captured graph alone instead of those of the whole step.
+
+    Between its forward and its backward the user's loss code runs, which takes nothing that may be evicted: what goes
+    there is absent when backward begins, as what goes with the last op of forward is.
+    """
+    last_forward, first_backward = plan.meta.forward_ops - 1, plan.meta.first_backward_graph_op
 
     def local(op: int) -> int:
-        return op - shift if op >= plan.meta.first_backward_graph_op else op
+        return op - (first_backward - last_forward - 1) if op >= first_backward else min(op, last_forward)
 
-    return tuple(replace(a, drop_after=tuple(local(o) for o in a.drop_after)) for a in plan.actions)
+    def locals_of(a: Action) -> tuple[int, ...]:
+        return tuple(sorted({c for o in a.evict_after if (c := local(o)) < len(program.ops)}))
+
+    return tuple(replace(a, evict_after=locals_of(a)) for a in plan.actions)
 
 
 def describe(meta: TraceMeta) -> str:

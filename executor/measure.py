@@ -87,7 +87,7 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
     if job.device.startswith("cuda") and job.alloc_conf and not alloc_conf():
         env |= dict.fromkeys(ALLOC_CONF, job.alloc_conf)
     data = run_fresh(
-        "executor.measure:do",
+        "executor.measure_worker",
         asdict(job),
         what=f"measured {job.variant}",
         environment=env,
@@ -99,11 +99,6 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
         verification=data["verification"],
         curve=tuple((int(t), int(b)) for t, b in data["curve"]),
     )
-
-
-def do(**fields: Any) -> dict[str, Any]:
-    """A job's fields -> its result's, for a fresh process."""
-    return asdict(perform(Job(**fields)))
 
 
 def perform(job: Job) -> JobResult:
@@ -357,7 +352,7 @@ def environment(device: str) -> dict[str, str]:
 def check_device(device: str) -> None:
     """Raise EnvironmentProblem before any work if the device is not there."""
     from tracer.build.step import check_device as check
-    from tracer.torch_api import require_torch
+    from tracer.build.step import require_torch
 
     require_torch()
     check(device)

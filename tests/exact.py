@@ -114,12 +114,12 @@ def decisions(problem: Problem, evaluator: Evaluator) -> tuple[Value, ...]:
     out = []
     for s in sorted(problem.candidates, key=lambda s: (-sts.nbytes[s], s)):
         drops = _shared(s, [evaluator.op_id[k] for k in needing[s]][:-1])
-        out.append(Value(storage=s, wanted=True, options=(None, *drops, Action(storage=s, share=False))))
+        out.append(Value(storage=s, wanted=True, options=(None, *drops, Action(storage=s, retain=False))))
     for s in links:
         drops = _shared(s, [evaluator.op_id[k] for k in needing[s]][:-1])
-        out.append(Value(storage=s, wanted=False, options=(None, Action(storage=s, action=SAVE), *drops)))
+        out.append(Value(storage=s, wanted=False, options=(None, Action(storage=s, recipe=SAVE), *drops)))
     out += [
-        Value(storage=s, wanted=False, options=(None, Action(storage=s, action=SAVE)))
+        Value(storage=s, wanted=False, options=(None, Action(storage=s, recipe=SAVE)))
         for s in saveable
         if needing[s]
     ]
@@ -133,7 +133,7 @@ def _shared(storage: int, after: Sequence[int]) -> list[Action]:
             f"{MOST_DROPS + 1} is the most; take another planner."
         )
     return [
-        Action(storage=storage, drop_after=chosen)
+        Action(storage=storage, evict_after=chosen)
         for count in range(len(after) + 1)
         for chosen in combinations(after, count)
     ]
@@ -249,11 +249,11 @@ class Tree:
     def _runs(self, action: Action) -> int:
         """How often the op behind a recomputed value must run again at least: its readers, by where it is dropped."""
         readers = self.readers[action.storage]
-        if not action.share:
+        if not action.retain:
             return len(readers)
         groups, dropped = 0, True
         position = self.evaluator.position
-        drops = sorted(position[c] for c in action.drop_after)
+        drops = sorted(position[c] for c in action.evict_after)
         for before, k in zip([-1, *readers], readers, strict=False):
             dropped = dropped or any(before <= d < k for d in drops)
             groups += dropped

@@ -38,6 +38,9 @@ class Facts:
             max((i for i in range(n) if ops.phase[i] == BACKWARD and s in ops.reads[i]), default=-1)
             for s in storages
         ]
+        self.leaves = [  # not saved, it is absent once this op of forward has run
+            max([sts.producer[s], *(i for i in range(self.turn) if s in ops.reads[i])]) for s in storages
+        ]
         self.saved = [self.forward[s] and self.last_read[s] >= 0 for s in storages]  # without any action
         self.outside = [
             sts.hold[s] >= self.turn
@@ -77,7 +80,7 @@ class Facts:
 
 
 def choices(of: Trace, *, drops: int) -> list[list[Choice]]:
-    """What can happen to each storage from forward; with `drops`, also every set of up to so many drop_after."""
+    """What can happen to each storage from forward; with `drops`, also every set of up to so many evict_after."""
     facts = Facts(of)
     out: list[list[Choice]] = []
     for s in range(len(of.storages)):
@@ -87,16 +90,16 @@ def choices(of: Trace, *, drops: int) -> list[list[Choice]]:
         # An empty value that backward reads has nothing to gain; an empty link may be one in a chain.
         worth = of.storages.nbytes[s] > 0 or not facts.saved[s]
         if facts.returns[s] and not facts.outside[s] and worth:
-            mine.append(Action(storage=s, action=RECOMPUTE, share=True))
+            mine.append(Action(storage=s, recipe=RECOMPUTE, retain=True))
             if facts.saved[s]:  # a link that is not shared is one without an action
-                mine.append(Action(storage=s, action=RECOMPUTE, share=False))
+                mine.append(Action(storage=s, recipe=RECOMPUTE, retain=False))
             mine += [
-                Action(storage=s, action=RECOMPUTE, share=True, drop_after=chosen)
+                Action(storage=s, recipe=RECOMPUTE, retain=True, evict_after=chosen)
                 for k in range(1, drops + 1)
                 for chosen in combinations(range(facts.turn, len(of.ops) - 1), k)
             ]
         if not facts.saved[s] and not facts.outside[s]:
-            mine.append(Action(storage=s, action=SAVE))
+            mine.append(Action(storage=s, recipe=SAVE))
         if len(mine) > 1:
             out.append(mine)
     return out
@@ -119,10 +122,11 @@ class Walk:
     again: list[bool] = field(default_factory=list)
     born: list[list[int]] = field(default_factory=list)  # storages that the step makes, or makes again
     instances: list[Instance] = field(default_factory=list)
+    forward_steps: int = 0
 
 
 def walk(of: Trace, actions: Iterable[Action], facts: Facts | None = None) -> Walk:
-    """The steps of a plan: forward, then each later op after whatever must be made again for it.
+    """The steps of a plan: each op after whatever must be made again for it.
 
     Raises:
         Impossible: an op reads what is not there and cannot be made again.
@@ -177,33 +181,32 @@ def walk(of: Trace, actions: Iterable[Action], facts: Facts | None = None) -> Wa
                 collect(i, order, asked)
                 order.append(i)
 
-    for i in range(facts.turn):
-        run(i, False, facts.made[i])
-    for s in list(present):
-        action = plan.get(s)
-        stays = facts.saved[s] if action is None else action.action == SAVE
-        if not (stays or facts.outside[s]):
-            del present[s]
-    for c in range(facts.turn, len(ops)):
+    def saved(s: int) -> bool:
+        return facts.outside[s] or (plan[s].recipe == SAVE if s in plan else facts.saved[s])
+
+    def welcome(s: int, c: int) -> bool:
+        """Whether s, made again beside what op c needs, stays for a later op."""
+        later = facts.last_read[s] > c and (saved(s) or c >= facts.turn)
+        return s in plan and plan[s].retain and (later or (c < facts.turn and facts.leaves[s] > c))
+
+    for c in range(len(ops)):
         order: list[int] = []
         asked: set[int] = set()
         seen: set[int] = set()
         collect(c, order, asked)
-        passing: list[int] = []  # made again for this op alone
+        back: list[int] = []
         for i in order:
-            makes = [
-                s
-                for s in sorted(facts.made[i])
-                if not there(s) and (s in asked or (s in plan and plan[s].share and facts.last_read[s] > c))
-            ]
+            makes = [s for s in sorted(facts.made[i]) if not there(s) and (s in asked or welcome(s, c))]
             run(i, True, makes)
-            passing += [s for s in makes if s not in plan or not plan[s].share]
+            back += makes
         run(c, False, facts.made[c])
-        for s in passing:
+        gone = [s for s in back if s not in plan or not plan[s].retain]
+        gone += [s for s, action in plan.items() if c in action.evict_after]
+        if c < facts.turn:
+            gone += [s for s in present if facts.forward[s] and not saved(s) and facts.leaves[s] <= c]
+            out.forward_steps = len(out.op)
+        for s in gone:
             present.pop(s, None)
-        for s, action in plan.items():
-            if c in action.drop_after:
-                present.pop(s, None)
     for s in range(len(sts)):
         if sts.hold[s] >= 0 and sts.producer[s] >= 0:
             first = next(x for x in out.instances if x.storage == s)
@@ -239,7 +242,9 @@ def peak_and_time(of: Trace, walked: Walk) -> tuple[int, int]:
             time_ns += ops.time_ns[i]
     kept = of.meta.rerun_workspaces
     computed = (
-        i for i, again in zip(walked.op, walked.again, strict=True) if again and not ops.flags[i] & VIEW
+        i
+        for k, (i, again) in enumerate(zip(walked.op, walked.again, strict=True))
+        if again and k >= walked.forward_steps and not ops.flags[i] & VIEW
     )
     return peak + max((kept.get(ops.target[i], 0) for i in computed), default=0), time_ns
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simulator.core.schedule import Schedule
-from traces.plan import RECOMPUTE, SAVE, Action
-from traces.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
+from traces.plan import SAVE, Action
+from traces.trace import BACKWARD, EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
 
 
 @dataclass(frozen=True)
@@ -82,50 +82,76 @@ def replay(trace: Trace, schedule: Schedule) -> Truth:
     return Truth(peaks, live, time_ns)
 
 
+def forward_ops(trace: Trace) -> int:
+    return sum(1 for phase in trace.ops.phase if phase == FORWARD)
+
+
 def check_order(trace: Trace, schedule: Schedule) -> None:
-    """Every op runs once in the trace's order; only ops that ran before and may rerun run again, after forward."""
+    """Every op runs once in the trace's order; only ops that ran before and may rerun run again, for a captured op."""
     once = [i for i, again in zip(schedule.op, schedule.recompute, strict=True) if not again]
     assert once == list(range(len(trace.ops)))
     for k, again in enumerate(schedule.recompute):
         if again:
             i = schedule.op[k]
             assert i in schedule.op[:k], "a recomputation comes before the first run"
-            assert trace.ops.flags[i] & VIEW or not trace.ops.flags[i] & FORBIDS_RECOMPUTE
-            assert trace.ops.phase[schedule.op[_demanding(schedule, k)]] != FORWARD
+            is_view = trace.ops.flags[i] & VIEW
+            assert is_view or i < forward_ops(trace), "an op of backward runs again"
+            assert is_view or not trace.ops.flags[i] & FORBIDS_RECOMPUTE
+            wants = schedule.op[_demanding(schedule, k)]
+            assert not trace.ops.flags[wants] & EAGER, "code outside the captured graph has an op run again"
+    inside = [k for k in range(len(schedule)) if schedule.op[_demanding(schedule, k)] < forward_ops(trace)]
+    assert inside == list(range(schedule.forward_steps))
 
 
 def check_policy(trace: Trace, schedule: Schedule, actions: Sequence[Action]) -> None:
-    """Values live no longer than the actions allow: the point of a plan, worked out per instance.
+    """Values live exactly as long as the actions say, worked out per instance: not longer, and not shorter.
 
-    - a recomputed value's instance from forward is not read after forward;
-    - a rebuilt instance that is not shared is read only up to the op that demanded it, one with a drop only up to
-      that op.
+    An instance is *over* once an op has run that ends it: one of `evict_after`; for what is not saved, its last use in
+    forward; for what came back and is not retained, the op that it came back for. No op reads an instance that is
+    over, and a storage that a chain wanted comes back only if its instance before is over.
     """
     by_storage = {a.storage: a for a in actions}
-    sts = trace.storages
-    forward = sum(1 for phase in trace.ops.phase if phase == FORWARD)
-    for x in instances(trace, schedule):
-        action = by_storage.get(x.storage)
-        pinned = sts.hold[x.storage] >= forward or any(
-            (trace.ops.flags[i] & EAGER or trace.ops.phase[i] == OPTIMIZER)
-            and x.storage in trace.ops.reads[i]
-            for i in range(forward, len(trace.ops))
-        )
-        if x.born < forward and trace.ops.phase[sts.producer[x.storage]] == FORWARD and not pinned:
-            kept = sts.last_backward_use[x.storage] >= 0 if action is None else action.action == SAVE
-            if not kept:
-                assert all(k < forward for k in x.readers), f"storage {x.storage} survived forward"
-        if x.born >= forward and schedule.recompute[x.born]:
-            demanding = _demanding(schedule, x.born)
-            last = max((x.born, *x.readers))
-            if action is None or (action.action == RECOMPUTE and not action.share):
-                assert last <= demanding, f"storage {x.storage} outlived the op that demanded it"
-            if action is not None:
-                for op in action.drop_after:
-                    end = first_run(schedule, op)
-                    assert not x.born <= end < last, f"storage {x.storage} outlived its drop"
+    before: dict[int, Instance] = {}
+    for x in sorted(instances(trace, schedule), key=lambda x: x.born):
+        end = _ended_by(trace, schedule, by_storage.get(x.storage), x)
+        last = max((_demanding(schedule, k) for k in x.readers), default=-1)
+        assert last <= end, f"storage {x.storage} was read when it should be absent"
+        if x.storage in before:
+            old = before[x.storage]
+            over = _ended_by(trace, schedule, by_storage.get(x.storage), old)
+            assert over < _demanding(schedule, x.born), f"storage {x.storage} came back while it was there"
+            assert schedule.recompute[x.born]
+        before[x.storage] = x
+
+
+def _ended_by(trace: Trace, schedule: Schedule, action: Action | None, x: Instance) -> int:
+    """The step of the op that ends an instance; beyond all steps if none does."""
+    sts, forward = trace.storages, forward_ops(trace)
+    producer = sts.producer[x.storage]
+    ends = [len(schedule)]
+    demanding = _demanding(schedule, x.born)
+    if producer >= forward:
+        return ends[0]
+    pinned = sts.hold[x.storage] >= forward or any(
+        (trace.ops.flags[i] & EAGER or trace.ops.phase[i] == OPTIMIZER) and x.storage in trace.ops.reads[i]
+        for i in range(forward, len(trace.ops))
+    )
+    by_default = pinned or any(
+        x.storage in trace.ops.reads[i]
+        for i in range(forward, len(trace.ops))
+        if trace.ops.phase[i] == BACKWARD
+    )
+    saved = by_default if action is None else action.recipe == SAVE or pinned
+    if not saved and schedule.op[demanding] < forward:
+        readers = [i for i in range(forward) if x.storage in trace.ops.reads[i]]
+        ends.append(max(demanding, first_run(schedule, max((producer, *readers)))))
+    if schedule.recompute[x.born] and (action is None or not action.retain):
+        ends.append(demanding)
+    if action is not None:
+        ends += [k for op in action.evict_after if (k := first_run(schedule, op)) >= demanding]
+    return min(ends)
 
 
 def _demanding(schedule: Schedule, step: int) -> int:
-    """The step of the op for whose sake a recomputation runs."""
+    """The step of the op for whose sake a step runs: itself, or the next that is no recomputation."""
     return next(k for k in range(step, len(schedule)) if not schedule.recompute[k])

@@ -85,28 +85,48 @@ def traces_with_reruns(draw: st.DrawFn, max_forward: int = 9, max_backward: int 
     return replace(of, ops=replace(of.ops, target=target), meta=replace(of.meta, rerun_workspaces=kept))
 
 
+def goes_after(of: Trace, s: int) -> list[int]:
+    """The ops after which a plan may evict a storage: once it exists, and no more is done to it by the user's code."""
+    ops, sts = of.ops, of.storages
+    forward = sum(1 for p in ops.phase if p == FORWARD)
+    outside = [
+        sts.hold[s] - 1,
+        *(i - 1 for i in range(forward) if ops.flags[i] & EAGER and s in ops.reads[i]),
+    ]
+    return [c for c in range(sts.producer[s], len(ops)) if c >= forward or c > max(outside)]
+
+
 @st.composite
-def actions(draw: st.DrawFn, of: Trace, *, repeats: bool = True) -> tuple[Action, ...]:
-    """Valid actions for a trace: recomputed candidates and links, shared, dropped and not, and saved links."""
+def actions(draw: st.DrawFn, of: Trace, *, repeats: bool = True, rich: bool = True) -> tuple[Action, ...]:
+    """Valid actions for a trace: recomputed candidates and links, retained, evicted again and not, and saved links.
+
+    Args:
+        repeats: whether what came back may be evicted again.
+        rich: whether saved values may be evicted, and any value while forward runs.
+    """
     facts = Facts(of)
-    backward = st.integers(facts.turn, max(facts.turn, len(of.ops) - 1))
     out = []
     for s in range(len(of.storages)):
         if not facts.returns[s] or (facts.saved[s] and (facts.outside[s] or not of.storages.nbytes[s])):
             continue
         kinds = [None, RECOMPUTE] if facts.saved[s] else [None, None, RECOMPUTE, SAVE]
-        kind = draw(st.sampled_from(kinds))
+        kind = draw(st.sampled_from([*kinds, *([SAVE] if rich else [])]))
         if facts.outside[s] and kind == RECOMPUTE:
             kind = None
-        if kind == RECOMPUTE:
-            drops = draw(st.lists(backward, max_size=2, unique=True)) if repeats else []
-            out.append(Action(storage=s, share=draw(st.booleans()), drop_after=tuple(sorted(drops))))
-        elif kind == SAVE:
-            out.append(Action(storage=s, action=SAVE))
+        if kind is None:
+            continue
+        after = [c for c in goes_after(of, s) if rich or c >= facts.turn]
+        evictions = []
+        if after and not facts.outside[s] and (kind == RECOMPUTE or rich) and repeats:
+            evictions = draw(st.lists(st.sampled_from(after), max_size=2, unique=True))
+        retain = draw(st.booleans()) if kind == RECOMPUTE or evictions else True
+        out.append(Action(storage=s, recipe=kind, retain=retain, evict_after=tuple(sorted(evictions))))
     return tuple(out)
 
 
 @st.composite
-def traces_with_actions(draw: st.DrawFn, *, reruns: bool = False) -> tuple[Trace, tuple[Action, ...]]:
+def traces_with_actions(
+    draw: st.DrawFn, *, reruns: bool = False, rich: bool = True
+) -> tuple[Trace, tuple[Action, ...]]:
     of = draw(traces_with_reruns() if reruns else traces())
-    return of, draw(actions(of))
+    return of, draw(actions(of, rich=rich))

@@ -1,36 +1,43 @@
-"""Plan: what to do with each storage that is not simply kept, as data that travels alone.
+"""Plan: what to do with each storage that is not simply saved, as data that travels alone.
 
 A plan is JSON: small, diffable, without callables. It carries how to rebuild the model and the batch, the
 trace's fingerprints, the planner and the budget behind it, and the predicted figures, so that the file alone is
 enough for `execute`.
 
-Meaning of the actions
-----------------------
-Without any action, a storage that backward needs is kept from forward until its last use, and every other
-storage of forward is released after its last use there.
+What an action means
+--------------------
+Between two uses of a storage lies a gap. An action says in which gaps a storage is absent, and by which recipe it comes
+back. Without any action, a value of forward that backward needs is *saved*: it is there from its producer to its last
+use. Every other value of forward is evicted after its last use there, and is only ever *recomputed* for the sake of
+others.
 
-- `recompute`: released after its last forward use; computed again when a backward op needs it. A recomputed
-  value is *shared* (kept until its last use in the rest of the step) unless `share` is off (dropped as soon as the
-  op that demanded it has run) or its `drop_after` names that op.
-  On a storage that backward does not read itself, a link in the chain to others, `recompute` means only
-  this: once rebuilt, it is shared. Links without an action go as soon as the op that demanded the chain has run.
-- `save`: kept for the sake of recomputations although backward itself does not read it; released after the last
-  recomputation that reads it.
+- recipe `recompute`: absent from its last forward use on; its op runs again, after whatever that op needs, when an op
+  takes the value.
+- recipe `save`: saved from forward on, for a value that backward itself does not read but recomputations do; or, with
+  `evict_after`, for any value: it is there until the first of those ops has run, and is recomputed when it is taken
+  next. A saved value that came back while forward still runs is saved from that copy on.
+- `evict_after`: the value is absent once one of these ops has run, of forward or of backward, until it is taken next.
+- `retain`: a value that came back stays until its last use (or until `evict_after` names an op); without it, it goes as
+  soon as the op that it came back for has run. A value that is not saved never stays beyond its last forward use while
+  forward runs.
+
+A value that is recomputed only for others (backward does not read it) and has no action is not retained; `recompute` on
+it says that it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from traces.errors import PlanError
 from traces.files import write_text
-from traces.json_records import checked, read_json
+from traces.json_records import checked, from_json, read_json
 from traces.trace import Trace, TraceMeta, canonical_json
 
-PLAN_VERSION: Final = 1
+PLAN_VERSION: Final = 2
 RECOMPUTE: Final = "recompute"
 SAVE: Final = "save"
 EXACT: Final = "exact"
@@ -43,19 +50,19 @@ class Action:
     """What happens to one storage."""
 
     storage: int
-    action: str = RECOMPUTE
-    share: bool = True
-    drop_after: tuple[int, ...] = ()  # backward op ids after which the recomputed value is dropped
+    recipe: str = RECOMPUTE
+    retain: bool = True
+    evict_after: tuple[int, ...] = ()  # op ids
     op: str = ""  # label: the producing op's name, for people
     module: str = ""  # label
     nbytes: int = 0  # label
 
     def to_json(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"storage": self.storage, "action": self.action}
-        if self.action == RECOMPUTE:
-            out["share"] = self.share
-            if self.drop_after:
-                out["drop_after"] = list(self.drop_after)
+        out: dict[str, Any] = {"storage": self.storage, "recipe": self.recipe}
+        if self.recipe != SAVE or self.evict_after:
+            out["retain"] = self.retain
+        if self.evict_after:
+            out["evict_after"] = list(self.evict_after)
         return {**out, "op": self.op, "module": self.module, "nbytes": self.nbytes}
 
 
@@ -74,8 +81,8 @@ class Plan:
 
     @property
     def recomputed(self) -> frozenset[int]:
-        """Ids of the storages to recompute."""
-        return frozenset(a.storage for a in self.actions if a.action == RECOMPUTE)
+        """Ids of the storages that are not saved."""
+        return frozenset(a.storage for a in self.actions if a.recipe != SAVE)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -121,12 +128,14 @@ class Plan:
         """Build a plan from parsed JSON; raises PlanError if it is not one."""
         if not isinstance(data, dict) or data.get("record") != "plan":
             raise PlanError("not a Lowtide plan; make one with `simulate TRACE --budget 60% -o plan.json`.")
-        if data.get("plan_version") != PLAN_VERSION:
+        if data.get("plan_version") not in (1, PLAN_VERSION):
             raise PlanError(
-                f"plan version {data.get('plan_version')}, and this Lowtide reads {PLAN_VERSION}; "
+                f"plan version {data.get('plan_version')}, and this Lowtide reads 1 and {PLAN_VERSION}; "
                 "make the plan again with `simulate`."
             )
         try:
+            if data["plan_version"] == 1:
+                data = from_version_1(data)
             return checked(
                 cls(
                     meta=TraceMeta.from_json(data["trace"]),
@@ -136,7 +145,7 @@ class Plan:
                     exactness=str(data["exactness"]),
                     predicted=dict(data["predicted"]),
                     constraints=dict(data.get("constraints", {})),
-                    actions=tuple(_action(a) for a in data["actions"]),
+                    actions=tuple(from_json(Action, a) for a in data["actions"]),
                 )
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -152,36 +161,32 @@ def _budget_of(data: Mapping[str, Any]) -> str:
     return str(of)
 
 
-def _action(data: dict[str, Any]) -> Action:
-    if data["action"] not in (RECOMPUTE, SAVE):
-        raise ValueError(f"unknown action {data['action']!r}")
-    return checked(
-        Action(
-            storage=data["storage"],
-            action=data["action"],
-            share=data.get("share", True),
-            drop_after=tuple(data.get("drop_after", ())),
-            op=str(data.get("op", "")),
-            module=str(data.get("module", "")),
-            nbytes=data.get("nbytes", 0),
-        )
-    )
+def from_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan's JSON of version 1 (`action`, `share`, `drop_after`) as that of version 2, which means the same.
+
+    Version 1 paid no attention to a `drop_after` before backward.
+    """
+    first = int(data["trace"]["first_backward_graph_op"])
+    actions = []
+    for old in data["actions"]:
+        new = {k: v for k, v in old.items() if k not in ("action", "share", "drop_after")}
+        new["recipe"] = old["action"]
+        if old["action"] == RECOMPUTE:
+            after = [c for c in old.get("drop_after", ()) if c >= first]
+            new |= {"retain": old.get("share", True), "evict_after": after}
+        actions.append(new)
+    return {**data, "plan_version": PLAN_VERSION, "actions": actions}
 
 
 def label_actions(trace: Trace, actions: Iterable[Action]) -> tuple[Action, ...]:
     """The same actions in storage order, with the names, modules and sizes that the trace knows."""
-    out = []
-    for a in sorted(actions, key=lambda a: a.storage):
-        op = trace.storages.producer[a.storage]
-        out.append(
-            Action(
-                storage=a.storage,
-                action=a.action,
-                share=a.share,
-                drop_after=a.drop_after,
-                op=trace.ops.name[op],
-                module=trace.ops.module[op],
-                nbytes=trace.storages.nbytes[a.storage],
-            )
+    ops, sts = trace.ops, trace.storages
+    return tuple(
+        replace(
+            a,
+            op=ops.name[sts.producer[a.storage]],
+            module=ops.module[sts.producer[a.storage]],
+            nbytes=sts.nbytes[a.storage],
         )
-    return tuple(out)
+        for a in sorted(actions, key=lambda a: a.storage)
+    )

@@ -91,11 +91,11 @@ class Bench:
             limit_bytes=self.limit_bytes,
         )
 
-    def task(self, function: str, what: str, **arguments: Any) -> dict[str, Any]:
-        """Call a function of this room, on the bench's device, in a fresh process; raises as `run_fresh` does."""
+    def task(self, task: str, what: str, **arguments: Any) -> dict[str, Any]:
+        """Let a fresh process do one of `executor.campaign.worker`'s tasks; raises as `run_fresh` does."""
         return run_fresh(
-            f"executor.campaign.{function}",
-            {"device": self.device, **arguments},
+            "executor.campaign.worker",
+            {"task": task, "device": self.device, **arguments},
             what=what,
             timeout_s=60.0 * self.method.timeout_minutes,
         )
@@ -188,10 +188,7 @@ def shared_step(case: Case, key: str, bench: Bench, progress: Progress) -> Share
             raise
         ran_out["calibration"] = str(error)
     baseline = bench.task(
-        "predict:predict_step",
-        "predicted the step",
-        directory=str(directory),
-        plan_from=bench.method.plan_from,
+        "baseline", "predicted the step", directory=str(directory), plan_from=bench.method.plan_from
     )
     plan_path = directory / KEEP_ALL_PLAN
     eager, keep_all = RunFigures(), Measured(figures=RunFigures())
@@ -230,7 +227,7 @@ def trace_step(case: Case, directory: Path, bench: Bench, *, transfer: bool) -> 
     """
     method = bench.method
     bench.task(
-        "record_step:record_step",
+        "trace",
         "recorded the step",
         model=case.step.model,
         options=dict(case.step.options),
@@ -269,7 +266,7 @@ def run_case(record: Record, step: SharedStep, bench: Bench, progress: Progress)
         plan_path.parent.mkdir(parents=True, exist_ok=True)
         progress("    planning")
         made = bench.task(
-            "predict:predict_plan",
+            "plan",
             "planned",
             directory=str(step.directory),
             plan_from=bench.method.plan_from,

@@ -85,7 +85,7 @@ class _Recording:
         self.state = []
 
     def ask_for_workspaces(self, op: int, again: bool) -> None:
-        """A library asks for its workspace when an op's outputs are there; for backward's thread also in a rerun."""
+        """A library asks for its workspace when an op's outputs are there; in backward's thread also for a rerun."""
         now = self.workspaces.pop(op, []) if not again else []
         target = self.trace.ops.target[op]
         if again and target in self.rerun_bytes:
@@ -117,7 +117,7 @@ class _Recording:
                 if positions := _kept(events).get(nbytes[heir]):
                     del events[positions[0]]
         made |= self._replay(events, wanted) if events else self._outputs(wanted)
-        self.ask_for_workspaces(op, schedule.recompute[step])
+        self.ask_for_workspaces(op, schedule.recompute[step] and step >= schedule.forward_steps)
         for s, block in made.items():
             if s in schedule.binds[step]:
                 self.there.setdefault(s, []).append(block)

@@ -59,7 +59,7 @@ def _partial_module(problem: Problem, schedule: Schedule) -> str:
             if ops.module[op] not in instance:
                 return f"op {op} ({ops.name[op]}) would run again outside the modules of --whole-modules"
             chosen.setdefault(instance[ops.module[op]], op)
-    released = {s for frees in schedule.frees[: problem.forward_end] for s in frees}
+    released = {s for frees in schedule.frees[: schedule.forward_steps] for s in frees}
     crosses = crossing(trace, instance)
     for s in problem.candidates:
         module = instance.get(ops.module[sts.producer[s]], "")

@@ -1,4 +1,4 @@
-"""Turn a Trace and a Plan into a Schedule: the exact order in which ops run, run again, and storages are released.
+"""Schedule: the exact order in which a planned step runs its ops, runs some again, and frees storages.
 
 This is the one object with two readers: `simulator.core.replay` walks it to predict memory and time, and the executor
 rewrites the model's graphs from it. Whatever a plan means is decided here and nowhere else.
@@ -6,24 +6,28 @@ rewrites the model's graphs from it. Whatever a plan means is decided here and n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from simulator.core.problem import Problem
 from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action
-from traces.trace import FLAG_NAMES, FORBIDS_RECOMPUTE, VIEW, Trace
+from traces.trace import EAGER, FLAG_NAMES, FORBIDS_RECOMPUTE, VIEW, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Steps in execution order, as columns; every tuple has one entry a step."""
+    """Steps in execution order, as columns; every tuple has one entry a step.
+
+    A step runs an op: for the first time, or to bring back what was evicted. What it frees goes when it has ended.
+    """
 
     op: tuple[int, ...]  # the op that runs
     recompute: tuple[bool, ...]  # whether it ran before
     binds: tuple[tuple[int, ...], ...]  # storages that now exist (again) because of this step
-    frees: tuple[tuple[int, ...], ...]  # storages released when the step has ended
+    frees: tuple[tuple[int, ...], ...]  # storages freed when the step has ended
     takes: tuple[int, ...]  # the storage whose memory the output takes over in place (it is in `frees`); -1
+    forward_steps: int  # so many steps are forward's: its ops, and those that it runs again
 
     def __len__(self) -> int:
         return len(self.op)
@@ -35,14 +39,17 @@ class Schedule:
 
 
 def rerun_workspace_bytes(trace: Trace, schedule: Schedule) -> int:
-    """What libraries keep because of the ops that a schedule runs again, beside what they keep in any case.
+    """What libraries hold because of the ops that a schedule runs again, beside what they hold in any case.
 
-    The most that any of them asks for. A view runs nothing, so asks for nothing.
+    The most that any of them asks for in backward's thread; in forward's it ran before. A view runs nothing, so asks
+    for nothing.
     """
     wanted, target, flags = trace.meta.rerun_workspaces, trace.ops.target, trace.ops.flags
     if not wanted:
         return 0
-    again = (o for o in schedule.recomputed_ops if not flags[o] & VIEW)
+    first = schedule.forward_steps
+    steps = zip(schedule.op[first:], schedule.recompute[first:], strict=True)
+    again = (o for o, rerun in steps if rerun and not flags[o] & VIEW)
     return max((wanted.get(target[o], 0) for o in again), default=0)
 
 
@@ -50,10 +57,9 @@ def check_actions(problem: Problem, actions: Iterable[Action]) -> dict[int, Acti
     """The actions by storage id.
 
     Raises:
-        PlanError: an action names a storage twice, one that does not exist, or one that cannot have it.
+        PlanError: an action names a storage twice, a storage or an op that does not exist, or what cannot be.
     """
-    trace = problem.trace
-    candidates = set(problem.candidates)
+    trace, candidates = problem.trace, frozenset(problem.candidates)
     by_storage: dict[int, Action] = {}
     for a in actions:
         if not 0 <= a.storage < len(trace.storages):
@@ -61,23 +67,37 @@ def check_actions(problem: Problem, actions: Iterable[Action]) -> dict[int, Acti
                 f"the plan names storage {a.storage}, and the trace has {len(trace.storages)}; "
                 "it belongs to another trace."
             )
-        name = trace.storages.name[a.storage]
+        name = f"storage {a.storage} ({trace.storages.name[a.storage]})"
         if a.storage in by_storage:
-            raise PlanError(f"the plan names storage {a.storage} ({name}) twice.")
-        if a.action == RECOMPUTE and a.storage not in candidates and not problem.recompute_only[a.storage]:
-            raise PlanError(
-                f"storage {a.storage} ({name}) cannot be recomputed: {why_not(problem, a.storage)}."
-            )
-        if a.action == SAVE and (
-            problem.resident[a.storage] or trace.storages.producer[a.storage] >= problem.forward_end
-        ):
-            raise PlanError(f"storage {a.storage} ({name}) cannot be saved: forward does not make it.")
-        if a.action == SAVE and a.drop_after:
-            raise PlanError(f"storage {a.storage} ({name}) is saved and cannot be dropped in between.")
-        if a.action not in (RECOMPUTE, SAVE):
-            raise PlanError(f"storage {a.storage} ({name}): unknown action {a.action!r}.")
+            raise PlanError(f"the plan names {name} twice.")
+        if a.recipe not in (RECOMPUTE, SAVE):
+            raise PlanError(f"{name}: unknown recipe {a.recipe!r}.")
+        if a.recipe == SAVE and not 0 <= trace.storages.producer[a.storage] < problem.forward_end:
+            raise PlanError(f"{name} cannot be saved: forward does not make it.")
+        may_go = a.storage in candidates or problem.recompute_only[a.storage]
+        if (a.recipe != SAVE or a.evict_after) and not may_go:
+            raise PlanError(f"{name} cannot be recomputed: {why_not(problem, a.storage)}.")
+        _check_evictions(problem, a, name)
         by_storage[a.storage] = a
     return by_storage
+
+
+def _check_evictions(problem: Problem, action: Action, name: str) -> None:
+    """What the user's own code reads or holds while forward runs cannot go there: nothing would bring it back."""
+    trace, s = problem.trace, action.storage
+    for c in action.evict_after:
+        if not 0 <= c < len(trace.ops):
+            raise PlanError(
+                f"the plan evicts {name} after op {c}, and the trace has {len(trace.ops)}; it belongs to another trace."
+            )
+        outside = trace.storages.hold[s] > c or any(
+            trace.ops.flags[i] & EAGER and s in trace.ops.reads[i] for i in range(c + 1, problem.forward_end)
+        )
+        if c < problem.forward_end and outside:
+            raise PlanError(
+                f"{name} cannot be evicted after op {c} ({trace.ops.name[c]}): code outside the captured graph "
+                "holds it beyond."
+            )
 
 
 def why_not(problem: Problem, storage: int) -> str:
@@ -99,153 +119,185 @@ def why_not(problem: Problem, storage: int) -> str:
         return "a constraint forbids it"
     if trace.storages.nbytes[storage] == 0 and problem.saved_by_default[storage]:
         return "it is empty"
-    return f"its op {trace.ops.name[producer]} depends on a value that is random and not kept"
+    return f"its op {trace.ops.name[producer]} depends on a value that is random and not saved"
 
 
 def build(problem: Problem, actions: Iterable[Action] = ()) -> Schedule:
-    """Turn actions into a schedule.
+    """The schedule that actions mean (`traces.plan` says what each does).
 
-    Ops keep the order of the trace. Just before a backward op that takes a value which is no longer there, the ops
-    that rebuild it run again, each once, in the order of a depth-first walk from the op's inputs; a view is rebuilt
-    with its base and costs nothing. Every storage is released after its last reader, or after its hold.
+    Ops stay in the order of the trace. Just before an op that takes a value which is absent, the ops that rebuild it
+    run again, each once, in the order of a depth-first walk from the op's inputs; a view is rebuilt with its base and
+    costs nothing. Every storage is freed after its last reader, or after its hold.
 
     Raises:
         PlanError: an action is impossible, or a chain needs an op that may not run again.
     """
-    trace = problem.trace
-    ops, sts = trace.ops, trace.storages
-    n_ops, n_st = len(ops), len(sts)
-    by_storage = check_actions(problem, actions)
+    building = _Building(problem, check_actions(problem, actions))
+    for c in range(len(problem.trace.ops)):
+        building.run(c)
+    return building.schedule()
 
-    there = list(problem.resident)  # storage -> an instance exists and may be read
-    instance = [-1] * n_st  # storage -> id of its current instance
-    owner: list[int] = []  # instance -> storage
-    last_step: list[int] = []  # instance -> last step that needs it
-    # op -> instances that its value was made from, for views (None: never made)
-    made_from: list[tuple[int, ...] | None] = [None] * n_ops
 
-    drops_after: dict[int, list[int]] = {}
-    for a in by_storage.values():
-        for c in a.drop_after:
-            drops_after.setdefault(c, []).append(a.storage)
-    rebuilt: list[int] = []  # storages bound on behalf of the current backward op
+class _Building:
+    """The steps so far, and which storages are there: a value that is not may not be read."""
 
-    def shared(s: int) -> bool:
-        return s in by_storage and by_storage[s].share
+    def __init__(self, problem: Problem, by_storage: dict[int, Action]) -> None:
+        self.problem, self.trace = problem, problem.trace
+        sts = self.trace.storages
+        n_st, self.forward_end = len(sts), problem.forward_end
+        self.saved = [w or p for w, p in zip(problem.saved_by_default, problem.pinned, strict=True)]
+        self.retained = [False] * n_st
+        self.evictions: dict[int, list[int]] = {}  # op -> storages that are absent once it has run
+        for s, a in by_storage.items():
+            self.saved[s], self.retained[s] = a.recipe == SAVE or problem.pinned[s], a.retain
+            for c in a.evict_after:
+                self.evictions.setdefault(c, []).append(s)
+        # Of what is not saved: the op of forward after which it is absent.
+        self.leaves = [max(p, u) for p, u in zip(sts.producer, sts.last_forward_use, strict=True)]
+        for s, p in enumerate(sts.producer):
+            if 0 <= p < self.forward_end and not self.saved[s]:
+                self.evictions.setdefault(self.leaves[s], []).append(s)
 
-    out_op: list[int] = []
-    out_recompute: list[bool] = []
-    out_binds: list[tuple[int, ...]] = []
+        self.there = list(problem.resident)  # storage -> an instance exists and may be read
+        self.instance = [-1] * n_st  # storage -> its current instance
+        self.owner: list[int] = []  # instance -> storage
+        self.last_step: list[int] = []  # instance -> last step that needs it
+        # op -> the instances that its value was made from, for views (None: never made)
+        self.made_from: list[tuple[int, ...] | None] = [None] * len(self.trace.ops)
+        self.op: list[int] = []
+        self.recompute: list[bool] = []
+        self.binds: list[tuple[int, ...]] = []
+        self.forward_steps = 0
 
-    def emit(i: int, again: bool, binds: tuple[int, ...]) -> None:
-        step = len(out_op)
+    def run(self, c: int) -> None:
+        """Bring back what op c takes, run it, and let go what the plan evicts then."""
+        rebuilt = self._rebuild_inputs(c)
+        self._emit(c, False, self.problem.creates[c])
+        forward = c < self.forward_end
+        for s in rebuilt:
+            passed = forward and not self.saved[s] and self.leaves[s] <= c
+            if passed or not self.retained[s]:
+                self.there[s] = False
+        for s in self.evictions.get(c, ()):
+            self.there[s] = False
+        if forward:
+            self.forward_steps = len(self.op)
+
+    def _emit(self, i: int, again: bool, binds: tuple[int, ...]) -> None:
+        ops, step = self.trace.ops, len(self.op)
         for s in ops.reads[i]:
-            if not there[s]:
+            if not self.there[s]:
                 raise PlanError(
-                    f"op {i} ({ops.name[i]}) reads storage {s} ({sts.name[s]}), which is not there: it takes no "
-                    "value from the op that makes it, so nothing says how to rebuild it."
+                    f"op {i} ({ops.name[i]}) reads storage {s} ({self.trace.storages.name[s]}), which is not there: it "
+                    "takes no value from the op that makes it, so nothing says how to rebuild it."
                 )
-        out_op.append(i)
-        out_recompute.append(again)
-        out_binds.append(binds)
+        self.op.append(i)
+        self.recompute.append(again)
+        self.binds.append(binds)
         for s in ops.reads[i]:
-            if instance[s] >= 0:
-                last_step[instance[s]] = step
+            if self.instance[s] >= 0:
+                self.last_step[self.instance[s]] = step
         for s in binds:
-            instance[s] = len(owner)
-            owner.append(s)
-            last_step.append(step)
-            there[s] = True
-        if problem.is_view[i]:
-            made_from[i] = tuple(instance[s] for s in ops.reads[i])
+            self.instance[s] = len(self.owner)
+            self.owner.append(s)
+            self.last_step.append(step)
+            self.there[s] = True
+        if self.problem.is_view[i]:
+            self.made_from[i] = tuple(self.instance[s] for s in ops.reads[i])
 
-    def missing(i: int, consumer: int) -> bool:
-        """Whether the value of op i, as `consumer` reads it, is not there."""
-        if problem.is_view[i]:
-            if not all(there[s] for s in ops.reads[i]):
+    def _missing(self, i: int, consumer: int) -> bool:
+        """Whether the value of op i, as `consumer` reads it, is absent."""
+        reads = self.trace.ops.reads
+        if self.problem.is_view[i]:
+            if not all(self.there[s] for s in reads[i]):
                 return True
-            return made_from[i] != tuple(instance[s] for s in ops.reads[i])
-        reads = ops.reads[consumer]
-        return any(s in reads and not there[s] for s in problem.creates[i])
+            return self.made_from[i] != tuple(self.instance[s] for s in reads[i])
+        return any(s in reads[consumer] and not self.there[s] for s in self.problem.creates[i])
 
-    def rebuild_inputs(c: int) -> None:
-        # First see all that is missing, then run it: an op from which two things are wanted runs once.
+    def _rebuild_inputs(self, c: int) -> list[int]:
+        """Run again what op c needs; returns the storages that came back."""
+        order, demanded = self._chain(c)
+        rebuilt: list[int] = []
+        for i in order:
+            binds = tuple(
+                s
+                for s in self.problem.creates[i]
+                if not self.there[s] and (s in demanded or (self.retained[s] and self._ahead(s, c)))
+            )
+            self._emit(i, True, binds)
+            rebuilt.extend(binds)
+        return rebuilt
+
+    def _ahead(self, s: int, c: int) -> bool:
+        """Whether an op after c reads storage s before the plan has it absent again."""
+        sts = self.trace.storages
+        crosses = self.saved[s] or c >= self.forward_end
+        return sts.last_forward_use[s] > c or (crosses and sts.last_backward_use[s] > c)
+
+    def _chain(self, c: int) -> tuple[list[int], set[int]]:
+        """The ops that run again before op c, in order, and the storages that they are wanted for.
+
+        First all that is missing is seen, then it runs: an op from which two things are wanted runs once.
+        """
+        inputs = self.trace.ops.inputs
         order: list[int] = []
         demanded: set[int] = set()
         visited: set[int] = set()
-        stack = [(j, c, False) for j in reversed(ops.inputs[c])]
+        stack = [(j, c, False) for j in reversed(inputs[c])]
         while stack:
             i, consumer, expanded = stack.pop()
             if expanded:
                 order.append(i)
                 continue
-            if not missing(i, consumer):
+            if not self._missing(i, consumer):
                 continue
-            if not problem.is_view[i]:
-                demanded.update(s for s in problem.creates[i] if s in ops.reads[consumer])
+            if not self.problem.is_view[i]:
+                demanded.update(s for s in self.problem.creates[i] if s in self.trace.ops.reads[consumer])
             if i in visited:
                 continue
             visited.add(i)
-            if not problem.may_rerun[i] and not problem.is_view[i]:
-                flags = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b & FORBIDS_RECOMPUTE)
-                raise PlanError(
-                    f"op {c} ({ops.name[c]}) needs op {i} ({ops.name[i]}) again, which "
-                    + (
-                        "a constraint forbids."
-                        if problem.constraints and not flags
-                        else f"is marked {flags}."
-                    )
-                )
+            if not self.problem.may_rerun[i] and not self.problem.is_view[i]:
+                raise self._forbidden(c, i)
             stack.append((i, consumer, True))
-            stack.extend((j, i, False) for j in reversed(ops.inputs[i]))
-        for i in order:
-            binds = tuple(
-                s
-                for s in problem.creates[i]
-                if not there[s] and (s in demanded or (shared(s) and sts.last_backward_use[s] > c))
-            )
-            emit(i, True, binds)
-            rebuilt.extend(binds)
+            stack.extend((j, i, False) for j in reversed(inputs[i]))
+        return order, demanded
 
-    for i in range(problem.forward_end):
-        emit(i, False, problem.creates[i])
-    for s in range(n_st):
-        if there[s] and not problem.resident[s]:
-            action = by_storage.get(s)
-            kept = problem.saved_by_default[s] if action is None else action.action == SAVE
-            there[s] = kept or problem.pinned[s]
-    for c in range(problem.forward_end, n_ops):
-        rebuilt.clear()
-        rebuild_inputs(c)
-        emit(c, False, problem.creates[c])
-        for s in rebuilt:
-            if not shared(s):
-                there[s] = False
-        for s in drops_after.get(c, ()):
-            there[s] = False
+    def _forbidden(self, c: int, i: int) -> PlanError:
+        ops = self.trace.ops
+        flags = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b & FORBIDS_RECOMPUTE)
+        return PlanError(
+            f"op {c} ({ops.name[c]}) needs op {i} ({ops.name[i]}) again, which "
+            + ("a constraint forbids." if self.problem.constraints and not flags else f"is marked {flags}.")
+        )
 
-    frees: list[list[int]] = [[] for _ in out_op]
-    step_of_op = [0] * n_ops
-    for step, (i, again) in enumerate(zip(out_op, out_recompute, strict=True)):
-        if not again:
-            step_of_op[i] = step
-    current: dict[int, int] = {}
-    for inst, s in enumerate(owner):
-        first = s not in current
-        current[s] = inst
-        end = last_step[inst]
-        if sts.hold[s] >= 0 and first:
-            end = max(end, step_of_op[sts.hold[s]])
-        frees[end].append(s)
-    takes = [-1] * len(out_op)
-    for step, i in enumerate(out_op):
-        s = ops.overwrites[i]
-        if s >= 0 and s in frees[step] and s not in out_binds[step]:
-            takes[step] = s
-    return Schedule(
-        op=tuple(out_op),
-        recompute=tuple(out_recompute),
-        binds=tuple(out_binds),
-        frees=tuple(tuple(sorted(f)) for f in frees),
-        takes=tuple(takes),
-    )
+    def schedule(self) -> Schedule:
+        """The steps, with what each frees and takes over."""
+        frees = self._frees()
+        return Schedule(
+            op=tuple(self.op),
+            recompute=tuple(self.recompute),
+            binds=tuple(self.binds),
+            frees=tuple(tuple(sorted(f)) for f in frees),
+            takes=tuple(
+                s if s >= 0 and s in frees[step] and s not in self.binds[step] else -1
+                for step, s in enumerate(self.trace.ops.overwrites[i] for i in self.op)
+            ),
+            forward_steps=self.forward_steps,
+        )
+
+    def _frees(self) -> Sequence[Sequence[int]]:
+        """Storages by the step after which an instance of theirs is freed: its last reader, or the end of its hold."""
+        hold = self.trace.storages.hold
+        frees: list[list[int]] = [[] for _ in self.op]
+        step_of_op = [0] * len(self.trace.ops)
+        for step, (i, again) in enumerate(zip(self.op, self.recompute, strict=True)):
+            if not again:
+                step_of_op[i] = step
+        seen: set[int] = set()
+        for instance, s in enumerate(self.owner):
+            end = self.last_step[instance]
+            if hold[s] >= 0 and s not in seen:
+                end = max(end, step_of_op[hold[s]])
+            seen.add(s)
+            frees[end].append(s)
+        return frees

@@ -72,7 +72,7 @@ def plan(
     """
     greedy = Greedy(problem, options)
     claimed_bytes = greedy.run(budget_bytes)
-    actions = [Action(storage=s, share=options.share) for s in sorted(greedy.chosen)]
+    actions = [Action(storage=s, retain=options.share) for s in sorted(greedy.chosen)]
     try:
         return finish(problem, NAME, budget_bytes, actions)
     except Refusal as error:
@@ -209,7 +209,7 @@ class Greedy:
     def peak(self) -> tuple[int, int]:
         """Algorithm G's peak and the op where it is: the step with everything kept, less what is away just then."""
         if self.options.exact_peak:
-            state = self.evaluator.state(Action(storage=s, share=self.options.share) for s in self.chosen)
+            state = self.evaluator.state(Action(storage=s, retain=self.options.share) for s in self.chosen)
             result = self.evaluator.evaluate(state)
             k = result.peak_step
             if k < 0:

@@ -49,10 +49,10 @@ def finish(
     known = {a.storage for a in given}
     saved = (s for s in _kept_by_constraint(problem) if s not in known)
     chosen = label_actions(
-        trace, sorted((*given, *(Action(storage=s, action=SAVE) for s in saved)), key=lambda a: a.storage)
+        trace, sorted((*given, *(Action(storage=s, recipe=SAVE) for s in saved)), key=lambda a: a.storage)
     )
     again = _read_again(trace, problem.replay(chosen).schedule)
-    chosen = tuple(a for a in chosen if a.action != SAVE or a.storage in again)
+    chosen = tuple(a for a in chosen if a.recipe != SAVE or a.evict_after or a.storage in again)
     schedule, timeline = (replay := problem.replay(chosen)).schedule, replay.timeline
     if timeline.peak_allocated_bytes > budget_bytes:
         raise refuse(problem, planner, budget_bytes, timeline.peak_allocated_bytes)

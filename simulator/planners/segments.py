@@ -55,7 +55,7 @@ def actions_for(problem: Problem, segment: Sequence[int]) -> tuple[Action, ...]:
         if segment[sts.producer[s]] != OUTSIDE and not crosses[s]
     ]
     out += [
-        Action(storage=s, action=SAVE)
+        Action(storage=s, recipe=SAVE)
         for i in range(problem.forward_end)
         for s in problem.creates[i]
         if not problem.saved_by_default[s] and not problem.pinned[s] and (crosses[s] or segment[i] == OUTSIDE)

@@ -607,7 +607,8 @@ def _phases(trace: Trace, schedule: Schedule, timeline: Timeline, x: Any) -> lis
     first: dict[str, int] = {}
     for step, op in enumerate(schedule.op):
         # A recompute step belongs to backward, though its op stands in forward.
-        first.setdefault(BACKWARD if schedule.recompute[step] else trace.ops.phase[op], step)
+        rerun = schedule.recompute[step] and step >= schedule.forward_steps
+        first.setdefault(BACKWARD if rerun else trace.ops.phase[op], step)
     present = [p for p in PHASES if p in first]
     rows = []
     for k, p in enumerate(present):

@@ -127,7 +127,7 @@ def actions_for(problem: Problem, choice: SavedSet) -> tuple[Action, ...]:
         and not problem.pinned[s]
     ]
     again = frozenset(choice.recomputed)
-    out += [Action(storage=s, action=SAVE) for s in links if s in saved]
+    out += [Action(storage=s, recipe=SAVE) for s in links if s in saved]
     out += [Action(storage=s) for s in links if s in again and s not in saved and problem.rebuildable[s]]
     return tuple(out)
 

@@ -154,7 +154,7 @@ class Model:
         sets = SavedSets.load(self.saved_file)
         chosen = tuple(s for s in sets.sets if f"torch {s.label}" == label)
         for p in plans(self.problem, replace(sets, sets=chosen)):
-            actions = tuple(a for a in p.plan.actions if a.action != SAVE)
+            actions = tuple(a for a in p.plan.actions if a.recipe != SAVE)
             timeline = run(self.problem, build(self.problem, actions))
             return self.figures(f"{label} without links", timeline, 0.0, p.choice.valid)
         return None

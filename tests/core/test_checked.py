@@ -90,7 +90,7 @@ INFINITE = float("inf")
         ("plan", ("budget_bytes",), "7"),
         ("plan", ("actions", 0, "storage"), INFINITE),
         ("plan", ("actions", 0, "storage"), 1.7),
-        ("plan", ("actions", 0, "share"), "false"),
+        ("plan", ("actions", 0, "retain"), "false"),
         ("plan", ("actions", 0, "nbytes"), None),
         ("sweep", ("rows", 0, "baseline", "peak_allocated_bytes"), INFINITE),
         ("sweep", ("rows", 0, "feasible"), "yes"),

@@ -183,7 +183,7 @@ def test_a_link_that_must_not_run_again_is_saved_for_those_that_need_it() -> Non
     for constraints in (Constraints(never=("a ::",)), Constraints(always_keep=("a ::",))):
         plan = plan_with("recompute-all", Problem(of, constraints), UNLIMITED)
         assert recomputed(of, plan) == {"low", "top"}
-        assert {of.storages.name[a.storage] for a in plan.actions if a.action == SAVE} == {"link"}
+        assert {of.storages.name[a.storage] for a in plan.actions if a.recipe == SAVE} == {"link"}
 
 
 def test_the_guard_refuses_a_plan_that_breaks_constraints(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_recomputation_is_charged_with_all_that_its_chain_holds() -> None:
     assert peaks(of, *both) == [20, 30, 40, 30, 40, 50, 50, 40]
     # not shared: x1 goes as soon as x2 has been rebuilt (its last reader on behalf of g2): w, x0, x2 30, g2 40;
     # then w, x0, g2 30: x1 again 40, g1 50, and w, x0, g1 30, g0 40
-    alone = (Action(storage=x1, share=False), Action(storage=x2))
+    alone = (Action(storage=x1, retain=False), Action(storage=x2))
     assert peaks(of, *alone) == [20, 30, 40, 30, 40, 40, 40, 50, 40]
     assert Problem(of).replay(both).timeline.step_time_ns == Problem(of).saved.timeline.step_time_ns + 6
     assert Problem(of).replay(alone).timeline.step_time_ns == Problem(of).saved.timeline.step_time_ns + 9
@@ -89,7 +89,7 @@ def test_a_recompute_step_makes_all_outputs_of_its_op_and_keeps_those_bound() ->
 def test_a_saved_link_counts_until_its_last_chain_has_run() -> None:
     of = trace([fwd({"y": 10}, "w"), fwd({"z": 1}, "y"), bwd({"g": 1}, "z"), bwd({"h": 1}, "g")], {"w": 0})
     assert live(of) == [10, 1, 1, 0]
-    assert live(of, Action(storage=1, action=SAVE), Action(storage=2)) == [10, 10, 1, 1, 0]
+    assert live(of, Action(storage=1, recipe=SAVE), Action(storage=2)) == [10, 10, 1, 1, 0]
 
 
 def test_views_run_again_cost_no_time_and_are_not_counted() -> None:
@@ -157,7 +157,7 @@ def test_the_engine_agrees_with_the_oracle(case: tuple[Trace, tuple[Action, ...]
     assert timeline.step_time_ns == truth.time_ns
 
 
-@given(traces_with_actions())
+@given(traces_with_actions(rich=False))
 def test_the_fast_evaluation_equals_the_engine(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
     timeline = Problem(of).replay(actions).timeline
@@ -179,7 +179,7 @@ def test_the_breakdown_sums_to_the_peak_and_to_the_live_bytes(case: tuple[Trace,
         assert sum(column[step] for column in parts.by_category.values()) == n
 
 
-@given(traces_with_actions())
+@given(traces_with_actions(rich=False))
 def test_no_plan_goes_below_the_floor(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
     timeline = Problem(of).replay(actions).timeline

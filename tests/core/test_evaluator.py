@@ -37,14 +37,14 @@ def check(of: Trace, evaluator: Evaluator, actions: tuple[Action, ...]) -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(traces_with_actions())
+@given(traces_with_actions(rich=False))
 def test_it_agrees_on_any_trace_and_plan(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
     check(of, Evaluator(Problem(of)), actions)
 
 
 @settings(max_examples=400, deadline=None)
-@given(traces_with_actions(reruns=True))
+@given(traces_with_actions(reruns=True, rich=False))
 def test_it_counts_what_libraries_keep_because_of_reruns(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
     check(of, Evaluator(Problem(of)), actions)
@@ -60,9 +60,11 @@ def draw_actions(draw: random.Random, of: Trace, problem: Problem) -> tuple[Acti
         link = problem.rebuildable[s] and not problem.saved_by_default[s] and not problem.pinned[s]
         if (s in candidates or (link and draw.random() < 0.1)) and draw.random() < recompute:
             after = draw.sample(backward, 2) if draw.random() < dropped / 4 else ()
-            out.append(Action(storage=s, share=draw.random() < 0.3 + share, drop_after=tuple(sorted(after))))
+            out.append(
+                Action(storage=s, retain=draw.random() < 0.3 + share, evict_after=tuple(sorted(after)))
+            )
         elif link and draw.random() < saved / 2:
-            out.append(Action(storage=s, action=SAVE))
+            out.append(Action(storage=s, recipe=SAVE))
     return tuple(out)
 
 
@@ -85,7 +87,7 @@ def test_a_long_plan_makes_the_arrays_grow() -> None:
         + [bwd({f"g{k}": 4}, f"g{k + 1}", f"x{k}") for k in range(n - 1, -1, -1)],
         {"w": 4},
     )
-    actions = tuple(Action(storage=s, share=False) for s in Problem(of).candidates)
+    actions = tuple(Action(storage=s, retain=False) for s in Problem(of).candidates)
     evaluator = Evaluator(Problem(of))
     check(of, evaluator, actions)
     assert len(evaluator.evaluate(evaluator.state(actions)).seq) > n * n // 2
@@ -114,7 +116,7 @@ def test_a_chain_through_an_op_that_may_not_run_again_is_an_error() -> None:
         evaluator.cost(state)
 
 
-def test_a_saved_value_may_be_evicted_and_comes_back() -> None:
+def test_a_drop_of_a_kept_value_is_no_drop() -> None:
     of = trace(
         [fwd({"x": 10}, "w"), bwd({"g": 1}, "x"), bwd({"h": 1}, "g"), bwd({"k": 1}, "h", "x")], {"w": 0}
     )
@@ -122,8 +124,7 @@ def test_a_saved_value_may_be_evicted_and_comes_back() -> None:
     state = evaluator.state()
     before = evaluator.cost(state)
     state.drops[evaluator.position[1]] = (1,)
-    # x goes after g, which has it last before k, for which it is made again
-    assert evaluator.cost(state) == (before[0], before[1] + 1)
-    assert evaluator.evaluate(state).peaks == [10, 11, 2, 11, 12]
+    assert evaluator.cost(state) == before
     state.there[1], state.share[1] = 0, 1
+    # x runs again for g and, dropped after it, once more for k
     assert evaluator.cost(state)[1] == before[1] + 2

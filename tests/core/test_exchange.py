@@ -100,7 +100,7 @@ def test_a_plan_that_drops_values_is_left_alone() -> None:
     of = chain(5)
     search = Search(Problem(of), 1 << 40)
     x1 = of.storages.name.index("x1")
-    state = search.evaluator.state([Action(storage=x1, drop_after=(search.evaluator.forward,))])
+    state = search.evaluator.state([Action(storage=x1, evict_after=(search.evaluator.forward,))])
     assert exchanged(search, state, 99) == (state, 99)
 
 

@@ -56,7 +56,7 @@ def test_the_simulator_offers_every_choice_that_there_is(of: Trace) -> None:
     wanted = {
         mine[0].storage
         for options in exhaust.choices(of, drops=0)
-        if (mine := [a for a in options if a is not None and a.action == RECOMPUTE and not a.share])
+        if (mine := [a for a in options if a is not None and a.recipe == RECOMPUTE and not a.retain])
     }
     assert set(Problem(of).candidates) == wanted
     for options in exhaust.choices(of, drops=0):

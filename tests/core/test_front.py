@@ -111,7 +111,7 @@ def test_drops_that_are_edited_between_two_walks_count() -> None:
     ev = Evaluator(Problem(of))
     x1, x2 = (of.storages.name.index(n) for n in ("x1", "x2"))
     g5 = ev.forward
-    state = ev.state([Action(storage=x1, drop_after=(g5,)), Action(storage=x2)])
+    state = ev.state([Action(storage=x1, evict_after=(g5,)), Action(storage=x2)])
     for drops in ((x2,), (x1, x2), ()):
         ev.cost(state)
         state.drops[g5] = drops

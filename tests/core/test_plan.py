@@ -19,7 +19,7 @@ from traces.trace import Trace
 
 SMALL = Plan(
     meta=chain(2).meta,
-    actions=(Action(storage=1, share=False, drop_after=(4,)), Action(storage=2, action=SAVE)),
+    actions=(Action(storage=1, retain=False, evict_after=(4,)), Action(storage=2, recipe=SAVE)),
     planner="mu-two",
     budget_bytes=7,
     predicted={"plan": {"peak_allocated_bytes": 6}},
@@ -90,8 +90,8 @@ def changed(**values: Any) -> dict[str, Any]:
         ({}, "not a Lowtide plan"),
         (changed(record="measurement"), "not a Lowtide plan"),
         (changed(plan_version=99), "plan version 99"),
-        (changed(actions=[{"storage": 1, "action": "burn"}]), "malformed plan"),
-        (changed(actions=[{"action": "recompute"}]), "malformed plan"),
+        (changed(actions=[{"storage": 1, "recipe": 7}]), "malformed plan"),
+        (changed(actions=[{"recipe": "recompute"}]), "malformed plan"),
         (changed(actions=[7]), "malformed plan"),
         (changed(actions=None), "malformed plan"),
         (changed(budget_bytes="much"), "malformed plan"),

@@ -39,7 +39,7 @@ def peak(of: Trace, plan: Plan | None = None) -> int:
 
 
 def names(of: Trace, plan: Plan, action: str = "recompute") -> set[str]:
-    return {of.storages.name[a.storage] for a in plan.actions if a.action == action}
+    return {of.storages.name[a.storage] for a in plan.actions if a.recipe == action}
 
 
 @pytest.mark.parametrize("name", [*REGISTRY, *BASELINES])
@@ -347,7 +347,7 @@ def test_mu_two_goes_below_what_greedy_releases_by_segments_and_drops() -> None:
     # each op runs again once at most for this budget
     assert plan.predicted["plan"]["recomputed_ops"] <= 41
     lowest = plan_with("mu-two", Problem(of), peak(of) * 24 // 100)
-    assert any(a.drop_after for a in lowest.actions)
+    assert any(a.evict_after for a in lowest.actions)
 
 
 def test_a_value_that_is_kept_again_is_dropped_no_more() -> None:
@@ -356,7 +356,7 @@ def test_a_value_that_is_kept_again_is_dropped_no_more() -> None:
     x1, x2 = (of.storages.name.index(n) for n in ("x1", "x2"))
     g5 = search.evaluator.forward
     state = search.evaluator.state(
-        [Action(storage=x1, drop_after=(g5,)), Action(storage=x2, drop_after=(g5,))]
+        [Action(storage=x1, evict_after=(g5,)), Action(storage=x2, evict_after=(g5,))]
     )
     found = search.keep_again(state)
     assert found.state.drops == {}
@@ -483,7 +483,7 @@ def test_every_switch_of_the_paper_changes_some_plan(switch: str) -> None:
     def outcome(of: Trace, options: mu_two_paper.Options, percent: int) -> object:
         try:
             return [
-                (a.storage, a.share)
+                (a.storage, a.retain)
                 for a in mu_two_paper.plan(Problem(of), peak(of) * percent // 100, options=options).actions
             ]
         except Refusal as error:

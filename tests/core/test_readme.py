@@ -121,7 +121,7 @@ def test_flags_phases_and_categories_are_documented() -> None:
 def test_every_key_of_a_plan_is_documented() -> None:
     text = section(FORMATS, "A plan")
     plan = Plan(
-        meta=small_trace().meta, actions=(Action(storage=1, drop_after=(3,)), Action(storage=2, action=SAVE))
+        meta=small_trace().meta, actions=(Action(storage=1, evict_after=(3,)), Action(storage=2, recipe=SAVE))
     )
     data = plan.to_json()
     assert {*data} | {k for a in data["actions"] for k in a} <= {*rows(text)}

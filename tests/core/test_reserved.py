@@ -99,7 +99,7 @@ def test_backward_asks_for_its_workspaces_when_it_runs_such_an_op_again() -> Non
         meta=replace(t.meta, rerun_workspaces={"aten.addmm.default": 3 * MIB}),
     )
     kept = build(Problem(t))
-    plan = build(Problem(t), [Action(storage=t.storages.name.index("x"), action=RECOMPUTE)])
+    plan = build(Problem(t), [Action(storage=t.storages.name.index("x"), recipe=RECOMPUTE)])
     assert plan.op == (0, 1, 2, 0, 3)
     assert run(Problem(t), plan).peak_allocated_bytes == run(Problem(t), kept).peak_allocated_bytes + 3 * MIB
     requests = requests_of(Problem(t), plan)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 
 from simulator.core.problem import Problem
+from simulator.core.replay import run
 from simulator.core.schedule import build
 from tests import oracle
 from tests.strategies import traces_with_actions
@@ -78,13 +79,13 @@ def test_a_shared_value_is_rebuilt_once_for_all() -> None:
 
 def test_an_unshared_value_is_rebuilt_for_every_op_that_demands_it() -> None:
     of = diamond()
-    actions = [Action(storage=named(of, n), share=False) for n in "abc"]
+    actions = [Action(storage=named(of, n), retain=False) for n in "abc"]
     assert shown(of, *actions) == "a b c a'[a] b'[b] c'[c] gc a'[a] b'[b] gb a'[a] ga a'[a] gw"
 
 
-def test_drop_after_releases_a_shared_value_in_between() -> None:
+def test_evict_after_ends_a_retained_value_in_between() -> None:
     of = diamond()
-    a = Action(storage=named(of, "a"), drop_after=(3,))  # after gc
+    a = Action(storage=named(of, "a"), evict_after=(3,))  # after gc
     # rebuilt on the way to c, dropped after gc, rebuilt for ga and then kept for gw
     others = [Action(storage=named(of, n)) for n in "bc"]
     assert shown(of, a, *others) == "a b c a'[a] b'[b] c'[c] gc gb a'[a] ga gw"
@@ -121,10 +122,121 @@ def test_a_shared_link_stays_for_the_next_chain() -> None:
 
 def test_a_saved_link_is_kept_from_forward_until_its_last_chain() -> None:
     of = link()
-    save = Action(storage=named(of, "y"), action=SAVE)
+    save = Action(storage=named(of, "y"), recipe=SAVE)
     actions = [save, Action(storage=named(of, "z")), Action(storage=named(of, "out"))]
     assert shown(of, *actions) == "x y z out z'[z] g1 out'[out] g2 g3"
     assert "y" in freed(of, *actions)[6]
+
+
+def neighbours() -> Trace:
+    """w 4 resident; a, b, c, d of 10 bytes, one made from the other in 5, 7, 11, 13 ns; backward reads dc, cb, ba."""
+    forward = [
+        fwd({name: 10}, before, time_ns=time_ns)
+        for name, before, time_ns in zip("abcd", "wabc", (5, 7, 11, 13), strict=True)
+    ]
+    backward = [bwd({}, y, x, name=f"{y}{x}") for y, x in ("dc", "cb", "ba")]
+    return trace([*forward, *backward], {"w": 4})
+
+
+def test_a_saved_value_may_go_before_its_last_use_and_come_back() -> None:
+    of = neighbours()
+    a, b, c = (named(of, n) for n in "abc")
+    # Two values have room within 24 bytes. c and d are saved; c goes once dc has run, and is made again for cb.
+    plan = (
+        Action(storage=a, retain=False),
+        Action(storage=b),
+        Action(storage=c, recipe=SAVE, evict_after=(4,)),
+    )
+    assert shown(of, *plan) == "a b c d dc a'[a] b'[b] c'[c] cb a'[a] ba"
+    # In forward a goes with b's op, b with c's. In backward c and d go with dc: 4 left. a and b are made, 24, and a
+    # goes: 14; c beside b, 24. After cb only b is left, and a comes beside it.
+    timeline = run(Problem(of), build(Problem(of), plan))
+    assert timeline.peak_bytes == (14, 24, 24, 24, 24, 14, 24, 24, 24, 24, 24)
+    assert timeline.live_bytes == (14, 14, 14, 24, 4, 14, 14, 24, 14, 24, 4)
+    # a 5, b 7, c 11 for cb, and a 5 for ba: 28 more. Were c not to come back, d and c themselves would have to be made
+    # again for dc (36), then a, b and c (23), then a and b (12): 71.
+    assert timeline.step_time_ns - of.time_ns == 28
+    everything = [Action(storage=named(of, n), retain=False) for n in "abcd"]
+    assert run(Problem(of), build(Problem(of), everything)).step_time_ns - of.time_ns == 36 + 23 + 12
+
+
+def skip() -> Trace:
+    """A long skip: x of 10 bytes is read first and last in forward, and in backward; p, q, r of 10 lie between."""
+    return trace(
+        [
+            fwd({"x": 10}, "w", time_ns=3),
+            fwd({"p": 10}, "x"),
+            fwd({"q": 10}, "p"),
+            fwd({"r": 10}, "q", "x"),
+            bwd({"g": 10}, "r", "x"),
+        ],
+        {"w": 4},
+    )
+
+
+def test_a_value_may_be_absent_between_two_uses_in_forward() -> None:
+    of = skip()
+    x, r = named(of, "x"), named(of, "r")
+    assert shown(of, Action(storage=x, recipe=SAVE, evict_after=(1,))) == "x p q x'[x] r g"
+    saved = build(Problem(of), [Action(storage=x, recipe=SAVE, evict_after=(1,))])
+    # x goes with p's op; q is made beside p alone: 24. x comes back beside q, is saved from then on, and r is made: 34.
+    assert run(Problem(of), saved).peak_bytes == (14, 24, 24, 24, 34, 34)
+    assert (saved.forward_steps, run(Problem(of), saved).step_time_ns) == (5, of.time_ns + 3)
+    assert run(Problem(of), build(Problem(of))).peak_bytes == (14, 24, 34, 34, 34)
+    # Not saved, it goes with r's op, its last of forward, and comes back for g.
+    assert shown(of, Action(storage=x, evict_after=(1,))) == "x p q x'[x] r x'[x] g"
+    # Saved and not retained, it goes as soon as the op that it came back for has run.
+    gone = Action(storage=x, recipe=SAVE, retain=False, evict_after=(1,))
+    assert shown(of, gone) == "x p q x'[x] r x'[x] g"
+    # What r needs again in backward is p and q, which are not saved, and the saved x.
+    both = [Action(storage=x, recipe=SAVE, evict_after=(1,)), Action(storage=r)]
+    assert shown(of, *both) == "x p q x'[x] r p' q'[q] r'[r] g".replace("p'", "p'[p]")
+
+
+def test_an_unsaved_value_does_not_stay_beyond_its_last_use_in_forward_for_a_rerun_there() -> None:
+    of = trace(
+        [
+            fwd({"a": 4}, "w"),
+            fwd({"b": 4}, "a"),
+            fwd({"c": 4}, "b"),
+            fwd({"d": 4}, "b", "c"),
+            bwd({"g": 4}, "d", "a"),
+        ],
+        {"w": 4},
+    )
+    a, b = named(of, "a"), named(of, "b")
+    # b is made again for d; its a went after b's own op, comes back for it, and goes once d has run, retained or not.
+    for retain in (True, False):
+        plan = [Action(storage=a, retain=retain), Action(storage=b, evict_after=(2,))]
+        assert shown(of, *plan) == "a b c a'[a] b'[b] d a'[a] g"
+    # Saved, a is simply there.
+    assert shown(of, Action(storage=b, evict_after=(2,))) == "a b c b'[b] d g"
+
+
+def test_an_eviction_in_forward_of_what_the_users_code_reads_is_refused() -> None:
+    ops = [fwd({"x": 4}, "w"), fwd({"y": 4}, "x"), fwd({"l": 4}, "x", flags=EAGER), bwd({"g": 4}, "y", "x")]
+    of = trace(ops, {"w": 4})
+    x = named(of, "x")
+    with pytest.raises(PlanError, match="code outside the captured graph holds it beyond"):
+        build(Problem(of), [Action(storage=x, evict_after=(1,))])
+    assert shown(of, Action(storage=x, evict_after=(2,))) == "x y l x'[x] g"
+    held = trace(ops[:2] + ops[3:], {"w": 4}, {"x": 1})
+    with pytest.raises(PlanError, match="code outside the captured graph holds it beyond"):
+        build(Problem(held), [Action(storage=x, recipe=SAVE, evict_after=(0,))])
+
+
+def test_a_value_that_goes_in_forward_may_be_taken_over_there() -> None:
+    ops = [
+        fwd({"x": 4}, "w"),
+        fwd({"y": 4}, "x", overwrites="x"),
+        bwd({"g": 4}, "y"),
+        bwd({"h": 4}, "g", "x"),
+    ]
+    of = trace(ops, {"w": 4})
+    x = named(of, "x")
+    assert build(Problem(of)).takes == (-1, -1, -1, -1)  # x is saved
+    early = build(Problem(of), [Action(storage=x, recipe=SAVE, evict_after=(1,))])
+    assert early.takes == (-1, x, -1, -1, -1)  # op 1 ends x, which comes back for h alone
 
 
 def test_views_are_rebuilt_with_their_base_and_again_when_the_base_is_a_new_one() -> None:
@@ -141,7 +253,7 @@ def test_views_are_rebuilt_with_their_base_and_again_when_the_base_is_a_new_one(
     x = named(of, "x")
     assert shown(of) == "x v y g h"
     assert shown(of, Action(storage=x)) == "x v y x'[x] v' g h"
-    assert shown(of, Action(storage=x, share=False)) == "x v y x'[x] v' g x'[x] v' h"
+    assert shown(of, Action(storage=x, retain=False)) == "x v y x'[x] v' g x'[x] v' h"
 
 
 def test_a_view_of_the_old_instance_is_rebuilt_although_its_base_is_there() -> None:
@@ -166,7 +278,7 @@ def several_outputs() -> Trace:
 
 def test_an_op_from_which_two_values_are_wanted_runs_once() -> None:
     of = several_outputs()
-    actions = [Action(storage=named(of, n), share=False) for n in ("s", "t", "y")]
+    actions = [Action(storage=named(of, n), retain=False) for n in ("s", "t", "y")]
     assert shown(of, *actions) == "pair y pair'[s,t] y'[y] g pair'[t] h"
 
 
@@ -180,7 +292,7 @@ def test_outputs_that_nobody_wants_are_not_bound() -> None:
 
 def test_a_shared_output_that_backward_needs_no_more_is_not_bound() -> None:
     of = trace([fwd({"s": 4, "t": 8}, "w", name="pair"), bwd({"g": 4}, "t"), bwd({"h": 4}, "s")], {"w": 4})
-    both = [Action(storage=s, drop_after=(1,)) for s in (1, 2)]  # after g
+    both = [Action(storage=s, evict_after=(1,)) for s in (1, 2)]  # after g
     assert shown(of, *both) == "pair pair'[s,t] g pair'[s] h"
 
 
@@ -275,11 +387,12 @@ def test_a_read_of_what_is_not_there_is_an_error_and_not_a_wrong_figure() -> Non
         (Action(storage=99), "belongs to another trace"),
         (Action(storage=-1), "belongs to another trace"),
         (Action(storage=0), "throughout the step"),
-        (Action(storage=0, action=SAVE), "cannot be saved"),
+        (Action(storage=0, recipe=SAVE), "cannot be saved"),
         (Action(storage=4), "backward makes it"),
-        (Action(storage=4, action=SAVE), "cannot be saved"),
-        (Action(storage=1, action="burn"), "unknown action"),
-        (Action(storage=1, action=SAVE, drop_after=(2,)), "cannot be dropped"),
+        (Action(storage=4, recipe=SAVE), "cannot be saved"),
+        (Action(storage=1, recipe="burn"), "unknown recipe"),
+        (Action(storage=1, evict_after=(5,)), "after op 5, and the trace has 4"),
+        (Action(storage=2, recipe=SAVE, evict_after=(-1,)), "after op -1"),
     ],
 )
 def test_impossible_actions(action: Action, message: str) -> None:
@@ -290,7 +403,7 @@ def test_impossible_actions(action: Action, message: str) -> None:
 
 def test_a_storage_may_have_one_action_only() -> None:
     with pytest.raises(PlanError, match="twice"):
-        build(Problem(chain(1)), [Action(storage=1), Action(storage=1, share=False)])
+        build(Problem(chain(1)), [Action(storage=1), Action(storage=1, retain=False)])
 
 
 @given(traces_with_actions())

@@ -58,7 +58,7 @@ def test_what_torch_saves_is_saved_and_the_rest_is_recomputed_once() -> None:
     problem = Problem(record)
     # Torch saves a and r and makes b and c again.
     actions = actions_for(problem, choice((1, 2), (3, 4)))
-    assert {(a.storage, a.action, a.share) for a in actions} == {
+    assert {(a.storage, a.recipe, a.retain) for a in actions} == {
         (1, SAVE, True), (3, RECOMPUTE, True), (4, RECOMPUTE, True)
     }  # fmt: skip
     (p,) = plans(problem, sets_of(record, choice((1, 2), (3, 4))))

@@ -263,7 +263,7 @@ def test_a_plan_that_was_edited_is_refused_or_read_but_never_crashes(
     from simulator.core.problem import Problem
 
     good = replace(plan, actions=recompute_all(Problem(made))).to_json()
-    good["actions"][0]["drop_after"] = [20]
+    good["actions"][0]["evict_after"] = [20]
     crashes = []
     for path, wrong in mutants(good):
         data = json.loads(json.dumps(good))

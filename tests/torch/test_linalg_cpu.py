@@ -124,7 +124,6 @@ def calls(batch: tuple[int, ...], n: int, m: int) -> list[tuple[Any, tuple[Any, 
     return out
 
 
-@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
 @pytest.mark.usefixtures("mkl")
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(("n", "m"), SIZES)

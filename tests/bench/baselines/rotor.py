@@ -264,7 +264,7 @@ class Chain:
         for stage in self.stages:
             for s in (*stage.inside, *stage.border):
                 if not state.there[s]:
-                    out.append(Action(storage=s, drop_after=tuple(sorted(set(after.get(s, ()))))))
+                    out.append(Action(storage=s, evict_after=tuple(sorted(set(after.get(s, ()))))))
                 elif not wanted[s]:
-                    out.append(Action(storage=s, action=SAVE))
-        return (*out, *(Action(storage=s, action=SAVE) for s in self.saved_always))
+                    out.append(Action(storage=s, recipe=SAVE))
+        return (*out, *(Action(storage=s, recipe=SAVE) for s in self.saved_always))

@@ -1,0 +1,29 @@
+"""Emitters: for each kind of recipe, the call that stands in the rewritten graph; one module a kind, found by its name.
+
+A module `executor.emit.KIND` has one function, `emit(op) -> Call`, in terms of the captured nodes;
+`executor.rewrite` puts the call where the schedule says and resolves each node to its current copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What runs in place of a captured node: an op and its arguments, which hold captured nodes."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@cache
+def emitter(kind: str) -> Callable[..., Call]:
+    """The function `emit` for recipes of a kind."""
+    emit: Callable[..., Call] = import_module(f"executor.emit.{kind}").emit
+    return emit
