@@ -17,8 +17,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from executor.apply import Engines, apply_plan, capture_now, engines_of
-from tracer.build.loop import run_step
-from tracer.build.step import BuildStep, TrainingStep
+from tracer.build.loop import TrainingStep, run_step
+from tracer.build.step import BuildStep
 from tracer.precision.policy import scaler_tensors
 from traces.plan import Plan
 

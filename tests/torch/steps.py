@@ -12,7 +12,8 @@ from torch import nn
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from tracer.build.batch import split_batch
-from tracer.build.step import BuildStep, TrainingStep
+from tracer.build.loop import TrainingStep
+from tracer.build.step import BuildStep
 from tracer.record.program import Program, program_of
 from tracer.record.step import Recorded, capture_step, trace_step
 from traces.devices import device

@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
-from tracer.build.loop import run_step  # noqa: E402
+from tracer.build.loop import TrainingStep, run_step  # noqa: E402
 from tracer.build.models import TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
-from tracer.build.step import BuildStep, TrainingStep, load_spec  # noqa: E402
+from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.build.torchvision_shim import import_torchvision  # noqa: E402
 from tracer.build.vision import IMAGE_SIZES, classification_loss  # noqa: E402
 from tracer.record.step import capture_step, trace_step  # noqa: E402

@@ -22,11 +22,11 @@ from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import random_actions, recompute_all, recorded  # noqa: E402
 from tracer.build.loop import run_step  # noqa: E402
-from tracer.build.step import BuildStep, load_spec  # noqa: E402
+from tracer.build.step import BuildStep, load_spec, under_policy  # noqa: E402
 from tracer.costs.calibration import Costs  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 from tracer.precision import policy as precision  # noqa: E402
-from tracer.precision.policy import Autocast, ambient, parse_policy, under_policy  # noqa: E402
+from tracer.precision.policy import Autocast, ambient, parse_policy  # noqa: E402
 from tracer.record.program import program_of  # noqa: E402
 from tracer.record.step import capture_step, trace_step  # noqa: E402
 from traces.devices import device  # noqa: E402

@@ -47,7 +47,7 @@ from tracer.build.context import (
     outside_fake_mode,
     rows_with_values,
 )
-from tracer.build.step import TrainingStep
+from tracer.build.loop import TrainingStep
 from tracer.precision.policy import POLICY_OPTIONS, Autocast, parse_amp
 from traces.errors import CaptureError, LowtideError, SpecError
 from traces.model_spec import DEFAULT_FUNCTION, split_reference

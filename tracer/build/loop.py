@@ -1,14 +1,61 @@
-"""Run one iteration of the ordinary training loop: the one that is traced, measured and verified."""
+"""One iteration of the ordinary training loop, the one that is traced, measured and verified: its parts, how it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils import _pytree
 
-from tracer.build.step import TrainingStep
+from tracer.precision.policy import OFF, Autocast
+from traces.errors import SpecError
 from traces.trace import BACKWARD, FORWARD, OPTIMIZER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStep:
+    """One training iteration, ready to run: `loss_of(model(*args, **kwargs)).backward(); optimizer.step()`.
+
+    With `autocast` the model and the loss run under it; with a `scaler` the loss is scaled and the optimizer stepped by
+    it: see `run_step`.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], Any]  # what the model returned -> the loss; prefer `loss_of`, which checks it
+    loss_inputs: tuple[Any, ...]  # what only the loss sees (targets); tensors in any nesting
+    optimizer: torch.optim.Optimizer | None  # None: the step ends with the backward pass
+    batch_size: int
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)  # enough to build the same step again
+    autocast: Autocast = OFF
+    scaler: torch.amp.GradScaler | None = None
+    loss_parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # of a loss that has some, by name
+
+    def loss_of(self, outputs: Any) -> torch.Tensor:
+        """The scalar loss for what `model(*args, **kwargs)` returned; SpecError if it is not a scalar."""
+        loss = self.loss(outputs)
+        if not isinstance(loss, torch.Tensor):
+            raise SpecError(
+                f"{self.name}: the loss is a {type(loss).__name__}, not a tensor; return a scalar tensor."
+            )
+        if loss.dim() != 0:
+            if loss.numel() != 1:
+                raise SpecError(
+                    f"{self.name}: the loss has the shape {tuple(loss.shape)}; reduce it to a scalar, for "
+                    "example with .mean()."
+                )
+            loss = loss.reshape(())
+        return loss
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors of the batch, in order: the model's arguments, then what only the loss sees."""
+        leaves = _pytree.tree_leaves((self.args, self.kwargs, self.loss_inputs))
+        return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
 def run_step(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from traces.errors import SpecError
 
 if TYPE_CHECKING:
-    from tracer.build.step import TrainingStep
+    from tracer.build.loop import TrainingStep
 
 TORCHVISION: Final = "torchvision"
 # Classification models of torchvision 0.26 to 0.28; any other that the installed one has works too.

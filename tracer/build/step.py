@@ -10,67 +10,18 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from tracer.precision.policy import OFF, Autocast, parse_policy, set_tf32, under_policy
+from tracer.precision.policy import FLOAT16, Autocast, parse_policy, set_tf32
 from traces.errors import SpecError
 from traces.model_spec import is_build_function
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
+    from tracer.build.loop import TrainingStep
 
 
 SEEDS: Final = (-(2**63), 2**64 - 1)  # the least and the greatest that torch's generators take
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingStep:
-    """One training iteration, ready to run: `loss_of(model(*args, **kwargs)).backward(); optimizer.step()`.
-
-    With `autocast` the model and the loss run under it; with a `scaler` the loss is scaled and the optimizer stepped by
-    it. See `tracer.build.loop.run_step`.
-    """
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss: Callable[[Any], Any]  # what the model returned -> the loss; prefer `loss_of`, which checks it
-    loss_inputs: tuple[Any, ...]  # what only the loss sees (targets); tensors in any nesting
-    optimizer: torch.optim.Optimizer | None  # None: the step ends with the backward pass
-    batch_size: int
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)  # enough to build the same step again
-    autocast: Autocast = OFF
-    scaler: torch.amp.GradScaler | None = None
-    loss_parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # of a loss that has some, by name
-
-    def loss_of(self, outputs: Any) -> torch.Tensor:
-        """The scalar loss for what `model(*args, **kwargs)` returned; SpecError if it is not a scalar."""
-        import torch
-
-        loss = self.loss(outputs)
-        if not isinstance(loss, torch.Tensor):
-            raise SpecError(
-                f"{self.name}: the loss is a {type(loss).__name__}, not a tensor; return a scalar tensor."
-            )
-        if loss.dim() != 0:
-            if loss.numel() != 1:
-                raise SpecError(
-                    f"{self.name}: the loss has the shape {tuple(loss.shape)}; reduce it to a scalar, for "
-                    "example with .mean()."
-                )
-            loss = loss.reshape(())
-        return loss
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors of the batch, in order: the model's arguments, then what only the loss sees."""
-        import torch
-        from torch.utils import _pytree
-
-        leaves = _pytree.tree_leaves((self.args, self.kwargs, self.loss_inputs))
-        return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +106,35 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     named = NamedModel.parse(model, {k: v for k, v in given.items() if k not in policy})
     options = {**named.options, **policy}
     return BuildStep(model=named.name, options=options, seed=seed, make=named.step, policy=policy)
+
+
+def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on: str = "") -> TrainingStep:
+    """A step that runs as its options say, or where they say nothing, as its build function asks.
+
+    Args:
+        step: as it was built.
+        policy: what `parse_policy` returned.
+        device: where the step's tensors are.
+        as_on: "cuda" if CPU tensors stand for those of a GPU.
+    """
+    import torch
+
+    kind = device.partition(":")[0]
+    dtype = policy.get("amp") or step.autocast.dtype
+    scaler = step.scaler
+    if dtype == FLOAT16 and scaler is None:
+        scaler = torch.amp.GradScaler(kind)
+    if scaler is not None and not scaler.is_enabled():
+        # A scaler for "cuda" switches itself off where there is no CUDA; the GPU that the tensors stand for has it.
+        away = as_on == "cuda" and dtype == FLOAT16 and scaler._device == "cuda"
+        scaler = torch.amp.GradScaler(kind) if away and not torch.cuda.is_available() else None
+    lists = "cuda" if as_on == "cuda" and kind == "cpu" else ""
+    return replace(
+        step,
+        autocast=Autocast(dtype=dtype, kind=kind, lists=lists),
+        scaler=scaler,
+        options={**step.options, **policy},
+    )
 
 
 def require_torch() -> None:

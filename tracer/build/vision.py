@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from tracer.build.context import made_on, outside_fake_mode
+from tracer.build.loop import TrainingStep
 from tracer.build.optimizers import make_optimizer
-from tracer.build.step import TrainingStep
 from tracer.build.torchvision_shim import import_torchvision
 from traces.errors import CaptureError, LowtideError, SpecError
 

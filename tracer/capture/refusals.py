@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracer.build.step import TrainingStep
+from tracer.build.loop import TrainingStep
 from traces.errors import CaptureError
 
 

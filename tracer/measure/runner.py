@@ -19,8 +19,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tracer.build.loop import fit_tangent, run_step
-from tracer.build.step import TrainingStep
+from tracer.build.loop import TrainingStep, fit_tangent, run_step
 from tracer.build.user_errors import explained
 from tracer.measure.probes import Names, Probe, Timer
 from tracer.measure.stepcode import StepCode, step_code

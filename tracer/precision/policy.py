@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from traces.errors import SpecError
-
-if TYPE_CHECKING:
-    from tracer.build.step import TrainingStep
 
 # Options of a step that are not the model's: they are applied around whatever builds it.
 POLICY_OPTIONS: Final = ("amp", "tf32")
@@ -143,35 +140,6 @@ def parse_amp(value: Any) -> str:
     if name not in AMP_DTYPES:
         raise SpecError(f"--amp {value!r} is unknown; known are {', '.join(AMP_DTYPES)}.")
     return AMP_DTYPES[name]
-
-
-def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on: str = "") -> TrainingStep:
-    """A step that runs as its options say, or where they say nothing, as its build function asks.
-
-    Args:
-        step: as it was built.
-        policy: what `parse_policy` returned.
-        device: where the step's tensors are.
-        as_on: "cuda" if CPU tensors stand for those of a GPU.
-    """
-    import torch
-
-    kind = device.partition(":")[0]
-    dtype = policy.get("amp") or step.autocast.dtype
-    scaler = step.scaler
-    if dtype == FLOAT16 and scaler is None:
-        scaler = torch.amp.GradScaler(kind)
-    if scaler is not None and not scaler.is_enabled():
-        # A scaler for "cuda" switches itself off where there is no CUDA; the GPU that the tensors stand for has it.
-        away = as_on == "cuda" and dtype == FLOAT16 and scaler._device == "cuda"
-        scaler = torch.amp.GradScaler(kind) if away and not torch.cuda.is_available() else None
-    lists = "cuda" if as_on == "cuda" and kind == "cpu" else ""
-    return replace(
-        step,
-        autocast=Autocast(dtype=dtype, kind=kind, lists=lists),
-        scaler=scaler,
-        options={**step.options, **policy},
-    )
 
 
 def set_tf32(policy: dict[str, Any]) -> None:

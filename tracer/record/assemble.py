@@ -14,8 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tracer.build.loop import fit_tangent, run_step
-from tracer.build.step import TrainingStep
+from tracer.build.loop import TrainingStep, fit_tangent, run_step
 from tracer.build.user_errors import explained
 from tracer.capture.cuda.attention import release_here
 from tracer.costs.builder import OpRow

@@ -29,7 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tracer.build.batch import hidden_tensors, loss_in_outputs
 from tracer.build.context import copies_of_constants
-from tracer.build.step import BuildStep, TrainingStep
+from tracer.build.loop import TrainingStep
+from tracer.build.step import BuildStep
 from tracer.capture.capture import Captured, capture
 from tracer.capture.refusals import check_step
 from tracer.costs.calibration import Costs

@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tracer.build.loop import run_step
-from tracer.build.step import BuildStep, TrainingStep
+from tracer.build.loop import TrainingStep, run_step
+from tracer.build.step import BuildStep
 from tracer.capture.capture import forward_once
 from tracer.costs.builder import OpRow, TraceBuilder
 from tracer.costs.calibration import Costs
