@@ -1,4 +1,4 @@
-"""One iteration of the ordinary training loop, the one that is traced, measured and verified: its parts, how it runs."""
+"""One iteration of the ordinary training loop, which is traced, measured and verified: its parts, and how it runs."""
 
 from __future__ import annotations
 
