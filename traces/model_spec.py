@@ -1,4 +1,4 @@
-"""Take apart what names a model: a name that `trace` knows, or a function in the user's own file."""
+"""What names a model: a name that `trace` knows, a function in the user's own file, or the class of one in hand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 DEFAULT_FUNCTION: Final = "build"
+IN_HAND: Final = "in hand: "  # begins the name of a model that was given as an object; its class follows
 
 
 def split_reference(model: str) -> tuple[str, str] | None:
@@ -28,6 +29,6 @@ def source_file(model: str) -> Path | None:
 
 
 def short_name(model: str) -> str:
-    """What files and labels call a model: a known one's name, or that of the user's file without its folder."""
-    file = source_file(model)
-    return model if file is None else file.stem
+    """What files and labels call a model: a known one's name, that of the user's file without its folder, a class's."""
+    file = source_file(model.removeprefix(IN_HAND))
+    return model.removeprefix(IN_HAND) if file is None else file.stem

@@ -22,9 +22,11 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, Final
 
 from traces.json_records import from_json, to_json
+from traces.units import show_bytes, show_time
 
 SCHEMA_VERSION: Final = 1
 
@@ -168,9 +170,9 @@ class TraceMeta:
         return from_json(cls, data)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Trace:
-    """One training step: header, ops, storages."""
+    """One training step: header, ops, storages. Shown in a notebook as a table of its figures."""
 
     meta: TraceMeta
     ops: Ops
@@ -186,6 +188,76 @@ class Trace:
     def time_ns(self) -> int:
         """Sum of the op times of one step with everything saved."""
         return sum(self.ops.time_ns)
+
+    @property
+    def saved(self) -> tuple[int, ...]:
+        """The storages that forward makes and backward reads."""
+        ops, sts = self.ops, self.storages
+        return tuple(
+            s
+            for s, producer in enumerate(sts.producer)
+            if producer >= 0 and ops.phase[producer] == FORWARD and sts.last_backward_use[s] >= 0
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The figures that `trace show --json` prints: counts, bytes and ns."""
+        ops, sts = self.ops, self.storages
+        resident = dict.fromkeys(CATEGORIES, 0)
+        for n, category, producer in zip(sts.nbytes, sts.category, sts.producer, strict=True):
+            resident[category] += n if producer < 0 else 0
+        phases = dict.fromkeys(ops.phase, 0)
+        for p, t in zip(ops.phase, ops.time_ns, strict=True):
+            phases[p] += t
+        return {
+            "meta": self.meta.to_json(),
+            "ops": len(ops),
+            "computing_ops": sum(1 for f in ops.flags if not f & VIEW),
+            "storages": len(sts),
+            "resident_bytes": {c: b for c, b in resident.items() if b},
+            "gradient_bytes": sum(n for n, c in zip(sts.nbytes, sts.category, strict=True) if c == GRADIENT),
+            "saved_storages": len(self.saved),
+            "saved_bytes": sum(sts.nbytes[s] for s in self.saved),
+            "flops": sum(ops.flops),
+            "time_ns": self.time_ns,
+            "phase_time_ns": phases,
+            "backward_ops": sum(1 for p in ops.phase if p == BACKWARD),
+        }
+
+    def describe(self) -> tuple[str, dict[str, str]]:
+        """The same for people: what it is, and a figure for each word."""
+        figures, meta = self.summary(), self.meta
+        from_profile = any(meta.workspace.get(k) for k in ("measured", "interpolated"))
+        estimated = f"profile and roofline of {meta.target}" if from_profile else f"roofline of {meta.target}"
+        origin = f"measured on {meta.target}" if meta.mode == "real" else estimated
+        options = ", ".join(f"{k} {v}" for k, v in (meta.options or {"batch_size": meta.batch_size}).items())
+        phases = ", ".join(f"{p} {show_time(t)}" for p, t in figures["phase_time_ns"].items())
+        sizes = {
+            **figures["resident_bytes"],
+            GRADIENT: figures["gradient_bytes"],
+            ACTIVATION: figures["saved_bytes"],
+        }
+        shown = {category: f"{show_bytes(n):>11}" for category, n in sizes.items()}
+        shown[ACTIVATION] += f" in {figures['saved_storages']} storages saved for backward"
+        rows = {
+            "ops": f"{figures['ops']} ({figures['computing_ops']} that compute), {figures['storages']} storages",
+            **{f"{category:16}": text for category, text in shown.items()},
+            "step": f"{show_time(figures['time_ns'])} ({origin}); {phases}",
+            "fingerprint": f"{meta.fingerprint} (graph {meta.graph_fingerprint})",
+        }
+        return f"{meta.model} ({options}), {meta.optimizer}, torch {meta.torch_version}", rows
+
+    def text(self, name: str) -> str:
+        """Some lines about the trace of this name."""
+        what, rows = self.describe()
+        return "\n".join([f"{name}: {what}", *(f"  {word:12} {figure}" for word, figure in rows.items())])
+
+    def __repr__(self) -> str:
+        return self.text("Trace")
+
+    def _repr_html_(self) -> str:
+        what, rows = self.describe()
+        body = "".join(f"<tr><th>{word}</th><td>{escape(figure)}</td></tr>" for word, figure in rows.items())
+        return f"<table><caption>{escape(what)}</caption>{body}</table>"
 
 
 def uses_of(ops: Ops, storages: int) -> dict[str, tuple[int, ...]]:

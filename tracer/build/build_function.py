@@ -1,4 +1,4 @@
-"""Turn the user's own `build()` into a training step.
+"""A training step from the user's own `build()`.
 
 What `build()` may return
 -------------------------
@@ -34,9 +34,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
-from tracer.build.batch import example_count, split_batch, to_device
 from tracer.build.context import (
     Conversions,
     active_fake_mode,
@@ -48,8 +46,9 @@ from tracer.build.context import (
     rows_with_values,
 )
 from tracer.build.loop import TrainingStep
+from tracer.build.user_step import UserStep
 from tracer.precision.policy import POLICY_OPTIONS, Autocast, parse_amp
-from traces.errors import CaptureError, LowtideError, SpecError
+from traces.errors import SpecError
 from traces.model_spec import DEFAULT_FUNCTION, split_reference
 
 RETURNS: Final = (
@@ -61,7 +60,7 @@ _siblings: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuildFunction:
+class BuildFunction(UserStep):
     """A function in a Python file that builds a training step."""
 
     path: Path
@@ -104,7 +103,7 @@ class BuildFunction:
                 returned, conversions = self._returned(build, accepted)
             model, batch, loss, optimizer = self._unpack(returned)
             amp, scaler = self._precision(returned)
-            self._check_complete(model)
+            self._check(model, loss)
             if (mode := active_fake_mode()) is not None:
                 for module in (model, loss):
                     if isinstance(module, nn.Module):
@@ -127,15 +126,6 @@ class BuildFunction:
                         raise
             with outside_fake_mode():
                 return build(**accepted), Conversions()
-
-    def _check_complete(self, model: Any) -> None:
-        """Refuse a model whose lazy modules have not seen an input yet."""
-        for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-                raise SpecError(
-                    f"{self.label}: the module {name!r} ({type(module).__name__}) does not know its sizes yet; call "
-                    "the model once with an example in the function, or give the module its sizes."
-                )
 
     def _function(self) -> Callable[..., Any]:
         with outside_fake_mode(), self._explained("importing the file failed"):
@@ -211,91 +201,6 @@ class BuildFunction:
             return parse_amp(amp) if amp else "", scaler
         except SpecError:
             raise SpecError(f"{self.label}: amp is {amp!r} and must be bfloat16 or float16.") from None
-
-    def _assemble(
-        self, model: Any, batch: Any, loss: Any, optimizer: Any, options: dict[str, Any], device: str
-    ) -> TrainingStep:
-        if not isinstance(model, nn.Module):
-            raise SpecError(f"{self.label}: the model is a {type(model).__name__}, not a torch.nn.Module.")
-        if loss is not None and not callable(loss):
-            raise SpecError(
-                f"{self.label}: the loss is a {type(loss).__name__}, not a function of the model's output; if "
-                "the model computes it, return None in its place."
-            )
-        if not any(p.requires_grad for p in model.parameters()):
-            raise SpecError(f"{self.label}: no parameter of the model is trainable (requires_grad).")
-        mode = active_fake_mode()
-        if mode is None:
-            model.to(device)
-            if isinstance(loss, nn.Module):
-                loss.to(device)
-        with self._explained("the batch could not be prepared"):
-            batch = to_device(batch, device, mode)
-        made = self._optimizer(model, loss, optimizer)
-        try:
-            given = split_batch(model, batch, loss)
-        except SpecError as error:
-            raise SpecError(f"{self.label}: {error}") from None
-        return TrainingStep(
-            model=model,
-            args=given.args,
-            kwargs=given.kwargs,
-            loss=given.loss,
-            loss_inputs=given.loss_inputs,
-            optimizer=made,
-            batch_size=int(options.get("batch_size") or example_count(batch)),
-            name=self.label,
-            options=dict(options),
-            loss_parameters={f"loss.{n}": p for n, p in loss.named_parameters()}
-            if isinstance(loss, nn.Module)
-            else {},
-        )
-
-    def _optimizer(self, model: nn.Module, loss: Any, optimizer: Any) -> torch.optim.Optimizer | None:
-        if optimizer is None:
-            return None
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            if not callable(optimizer):
-                raise SpecError(
-                    f"{self.label}: the optimizer is a {type(optimizer).__name__}; return a "
-                    "torch.optim.Optimizer, or a class or function that makes one from parameters."
-                )
-            with self._explained("making the optimizer failed"):
-                optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise SpecError(
-                    f"{self.label}: the optimizer's function returned a {type(optimizer).__name__}."
-                )
-        known = {id(p) for p in model.parameters()}
-        if isinstance(loss, nn.Module):
-            known |= {id(p) for p in loss.parameters()}
-        strangers = sum(id(p) not in known for g in optimizer.param_groups for p in g["params"])
-        if strangers:
-            raise SpecError(
-                f"{self.label}: {strangers} of the optimizer's parameters are not parameters of the returned "
-                "model; make the optimizer from model.parameters() after the model is complete."
-            )
-        return optimizer
-
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Turn whatever the user's code raises into one message that names its line."""
-        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-        try:
-            yield
-        except LowtideError:
-            raise
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise CaptureError(
-                f"{self._where(error)}: {what}: it reads the values of tensors ({error}), which a fake trace "
-                "does not have; move that out of the function."
-            ) from error
-        except (Exception, SystemExit) as error:
-            said = (str(error).strip().splitlines() or [""])[
-                0
-            ]  # torch's go on with the signatures that it knows
-            raise SpecError(f"{self._where(error)}: {what}: {type(error).__name__}: {said}") from error
 
     def _where(self, error: BaseException) -> str:
         """The last line of the user's own directory on the way to the error."""

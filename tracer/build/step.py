@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tracer.precision.policy import FLOAT16, Autocast, parse_policy, set_tf32
 from traces.errors import SpecError
-from traces.model_spec import is_build_function
+from traces.model_spec import IN_HAND, is_build_function
 
 if TYPE_CHECKING:
     from tracer.build.loop import TrainingStep
@@ -63,7 +63,9 @@ class BuildStep:
                 # What asks for the GPU's name, memory, generator or events then asks this one.
                 torch.cuda.set_device(device)
         random.seed(self.seed)
-        torch.manual_seed(self.seed)
+        # torch's own function would seed a GPU that this step does not touch, too.
+        seed = torch.manual_seed if device.startswith("cuda") else torch.default_generator.manual_seed
+        seed(self.seed)
         with built(self.model):
             step = under_policy(self.make(device), self.policy, device, optimizer_as_on)
         if optimizer_as_on == "cuda" and step.optimizer is not None:
@@ -87,6 +89,11 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
         SpecError: unknown name or option, missing file; EnvironmentProblem: torch is not installed.
     """
     require_torch()
+    if model.startswith(IN_HAND):
+        raise SpecError(
+            f"this is of a model that was in hand when it was traced ({model.removeprefix(IN_HAND)}), and nothing "
+            "says how to build it again; apply its plan to the model itself: executor.apply_plan(model, plan)."
+        )
     if not SEEDS[0] <= seed <= SEEDS[1]:
         raise SpecError(f"--seed {seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}.")
     given = {k: v for k, v in (options or {}).items() if v is not None}

@@ -71,15 +71,9 @@ def trace() -> None:
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def run_model(
     model: str,
-    target: str | None,
-    device: str | None,
     rounds: int,
-    warmup: int,
     profile: Path | None,
     no_profile: bool,
-    calibrate: bool,
-    probe: bool,
-    seed: int,
     output: Path | None,
     force: bool,
     as_json: bool,
@@ -93,68 +87,33 @@ def run_model(
     # torch's C++ parts and its profiler write to stderr by themselves; what matters reaches the user as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from tracer.build.step import check_device, load_spec, require_torch
+    from tracer.api import trace as record_step
     from traces import store
-    from traces.devices import device as device_entry
     from traces.errors import SpecError
 
     begin = time.perf_counter()
-    if target is not None and device is not None:
-        raise SpecError("--target predicts times and --device measures them; give one of the two.")
-    if calibrate and device is not None:
-        raise SpecError(
-            "--device measures every op in the step, --calibrate each alone; give one of the two."
-        )
     if no_profile and profile is not None:
         raise SpecError("--profile names a device profile and --no-profile wants none; give one of the two.")
-    entry = device_entry(target or ("cpu" if device in (None, "cpu") else "h200"))
-    require_torch()
-    if device is not None:
-        check_device(device)
-    if options.get("tf32") and entry.kind != "cuda":
-        raise SpecError("--tf32 concerns GPUs; give one with --target, or --device cuda.")
-    if probe and (device is not None or entry.kind != "cpu"):
-        raise SpecError(
-            "--probe measures this processor for the times of a trace of --target cpu; leave it out with "
-            + (
-                "--device, which measures the ops themselves."
-                if device is not None
-                else f"--target {target}."
-            )
-        )
-    given = {k: v for k, v in options.items() if v is not None}
-    build = load_spec(model, given, seed=seed)
-    where = output or Path(default_name(model, given))
+    where = output or Path(default_name(model, {k: v for k, v in options.items() if v is not None}))
     store.check_place(where, force=force)
-    say(f"Capturing {model} ...", quiet=quiet)
-    from tracer.recording import ProfileUse, record_fake, record_real
 
-    use = ProfileUse(path=profile, off=no_profile, calibrate=calibrate)
+    def round_done(done: int) -> None:
+        if sys.stderr.isatty() and not quiet:
+            text = f"measuring: round {done} of {rounds}" if done < rounds else ""
+            click.echo(f"\r{text:40}\r", nl=False, err=True)
 
-    def tell(text: str) -> None:
-        say(text, quiet=quiet)
-
-    if device is not None:
-
-        def round_done(done: int) -> None:
-            if sys.stderr.isatty() and not quiet:
-                text = f"measuring: round {done} of {rounds}" if done < rounds else ""
-                click.echo(f"\r{text:40}\r", nl=False, err=True)
-
-        record = record_real(
-            build, entry, device, use, tell, rounds=rounds, warmup=warmup, progress=round_done
-        )
-    else:
-        if probe:
-            from tracer.costs.machine import probed_cpu, rates_text
-
-            entry = probed_cpu()
-            tell(rates_text(entry))
-        record = record_fake(build, entry, use, tell)
+    record = record_step(
+        model,
+        rounds=rounds,
+        profile=False if no_profile else profile,
+        say=lambda text: say(text, quiet=quiet),
+        on_round=round_done,
+        **options,
+    )
     store.save(record, where, force=force)
     seconds = time.perf_counter() - begin
     if as_json:
-        print_json({"trace": str(where), "seconds": seconds, **summary(record)})
+        print_json({"trace": str(where), "seconds": seconds, **record.summary()})
         return
     print_summary(str(where), record, top=0)
     say(f"Recorded in {seconds:.1f} s. Next: simulate {where} --budget 60% -o plan.json", quiet=quiet)
@@ -179,7 +138,7 @@ def show(directory: str, top: int, as_json: bool) -> None:
     record = store.load(directory)
     store.check_fingerprints(record, directory, graph=True)
     if as_json:
-        print_json({"trace": directory, **summary(record)})
+        print_json({"trace": directory, **record.summary()})
         return
     print_summary(directory, record, top=top)
 
@@ -211,75 +170,18 @@ def targets() -> None:
 trace.add_command(torch_budget)
 
 
-def saved_storages(record: Any) -> list[int]:
-    """The storages that forward makes and backward reads."""
-    ops, sts = record.ops, record.storages
-    return [
-        s
-        for s, producer in enumerate(sts.producer)
-        if producer >= 0 and ops.phase[producer] == "forward" and sts.last_backward_use[s] >= 0
-    ]
-
-
-def summary(record: Any) -> dict[str, Any]:
-    """The figures of a trace that `--json` shows."""
-    from traces.trace import BACKWARD, CATEGORIES, VIEW
-
-    ops, sts = record.ops, record.storages
-    resident = dict.fromkeys(CATEGORIES, 0)
-    for s, producer in enumerate(sts.producer):
-        if producer < 0:
-            resident[sts.category[s]] += sts.nbytes[s]
-    saved = saved_storages(record)
-    phases = dict.fromkeys(ops.phase, 0)
-    for p, t in zip(ops.phase, ops.time_ns, strict=True):
-        phases[p] += t
-    return {
-        "meta": record.meta.to_json(),
-        "ops": len(ops),
-        "computing_ops": sum(1 for f in ops.flags if not f & VIEW),
-        "storages": len(sts),
-        "resident_bytes": {c: b for c, b in resident.items() if b},
-        "gradient_bytes": sum(n for n, c in zip(sts.nbytes, sts.category, strict=True) if c == "gradient"),
-        "saved_storages": len(saved),
-        "saved_bytes": sum(sts.nbytes[s] for s in saved),
-        "flops": sum(ops.flops),
-        "time_ns": record.time_ns,
-        "phase_time_ns": phases,
-        "backward_ops": sum(1 for p in ops.phase if p == BACKWARD),
-    }
-
-
 def print_summary(name: str, record: Any, *, top: int) -> None:
     """A trace for people."""
     from traces.trace import FLAG_NAMES
 
-    data, meta, ops, sts = summary(record), record.meta, record.ops, record.storages
-    from_profile = any(meta.workspace.get(k) for k in ("measured", "interpolated"))
-    estimated = f"profile and roofline of {meta.target}" if from_profile else f"roofline of {meta.target}"
-    origin = f"measured on {meta.target}" if meta.mode == "real" else estimated
-    options = ", ".join(f"{k} {v}" for k, v in meta.options.items())
-    click.echo(f"{name}: {meta.model} ({options}), {meta.optimizer}, torch {meta.torch_version}")
-    click.echo(
-        f"  ops          {data['ops']} ({data['computing_ops']} that compute), {data['storages']} storages"
-    )
-    for category, nbytes in data["resident_bytes"].items():
-        click.echo(f"  {category:16} {show_bytes(nbytes):>11}")
-    click.echo(f"  {'gradient':16} {show_bytes(data['gradient_bytes']):>11}")
-    click.echo(
-        f"  {'activation':16} {show_bytes(data['saved_bytes']):>11} in {data['saved_storages']} storages saved "
-        "for backward"
-    )
-    click.echo(f"  step         {show_time(data['time_ns'])} ({origin}); "
-               + ", ".join(f"{p} {show_time(t)}" for p, t in data["phase_time_ns"].items()))  # fmt: skip
-    click.echo(f"  fingerprint  {meta.fingerprint} (graph {meta.graph_fingerprint})")
+    ops, sts = record.ops, record.storages
+    click.echo(record.text(name))
     if not top:
         return
-    saved = saved_storages(record)
-    click.echo(
-        "\n  largest storages that backward reads: size, op, module, last forward and first backward use"
-    )
-    for s in sorted(saved, key=lambda s: -sts.nbytes[s])[:top]:
+        click.echo(
+            "\n  largest storages that backward reads: size, op, module, last forward and first backward use"
+        )
+    for s in sorted(record.saved, key=lambda s: -sts.nbytes[s])[:top]:
         p = sts.producer[s]
         click.echo(f"  {show_bytes(sts.nbytes[s]):>11}  {ops.name[p]:32} {ops.module[p]:36} "
                    f"{sts.last_forward_use[s]:6} {sts.first_backward_use[s]:6}")  # fmt: skip

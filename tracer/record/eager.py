@@ -19,10 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tracer.build.context import is_fake
 from tracer.costs.builder import OpRow, StorageRow, TraceBuilder
 from tracer.costs.roofline import compute_dtype, op_bytes, op_flops, result_bytes
 from tracer.costs.signature import of_call
 from tracer.record.scalars import Scalars
+from traces.errors import CaptureError
 from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
 
 aten = torch.ops.aten
@@ -134,6 +136,8 @@ class EagerRecorder(TorchDispatchMode):
             if (value := self._scalars.value(args[0])) is not None:
                 return value
             return 1.0 if args[0].is_floating_point() else 1
+        if self.phase == FORWARD:
+            _refuse_strangers(args, kwargs)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._found_inf = {storage_key(args[1])}
         if self._paused or not is_op(func):
@@ -185,6 +189,18 @@ class EagerRecorder(TorchDispatchMode):
                 dtype=compute_dtype(inputs),
                 signature=of_call(func, args, kwargs, out),
             )
+        )
+
+
+def _refuse_strangers(args: Any, kwargs: Any) -> None:
+    """Raise CaptureError if the loss code reads a parameter that the step does not have: its gradient would be lost."""
+    given = list(tensors_in((args, kwargs)))
+    strangers = [x for x in given if x.requires_grad and x.is_leaf and not isinstance(x, FakeTensor)]
+    if strangers and is_fake():
+        raise CaptureError(
+            f"the loss reads a tensor of shape {tuple(strangers[0].shape)} that requires a gradient and is none of the "
+            "model's and the loss's own: a trace is of copies. Give a module as the loss that has the tensor, or the "
+            "model, as an attribute."
         )
 
 

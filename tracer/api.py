@@ -1,0 +1,219 @@
+"""`trace`: what the command does, for Python, and for objects that are in hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack
+
+from tracer.build.step import SEEDS, BuildStep, check_device, load_spec, require_torch
+from traces.devices import Device
+from traces.devices import device as device_entry
+from traces.errors import SpecError
+from traces.trace import Trace
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class StepOptions(TypedDict, total=False):
+    """What a model that is known by its name, or the user's function, is built with; None: not given."""
+
+    batch_size: int | None  # examples
+    seq_len: int | None  # tokens in an example
+    image_size: int | None  # pixels of each side
+    dtype: str | None  # of the weights: float32, bfloat16, float16
+    dropout: float | None  # instead of the model's own probabilities
+    attention: str | None  # sdpa or eager
+    optimizer_impl: str | None  # foreach, fused or for-loop
+
+
+GPU_UNKNOWN: Final = "h200"  # whose table entry a GPU has whose name is not known before it is measured
+
+
+def trace(
+    model: nn.Module | str,
+    batch: Any = None,
+    loss: Callable[..., Any] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str | None = None,
+    *,
+    target: str | None = None,
+    device: str | None = None,
+    amp: str | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    tf32: bool | None = None,
+    seed: int = 0,
+    profile: str | Path | Literal[False] | None = None,
+    calibrate: bool = False,
+    probe: bool = False,
+    rounds: int = 5,
+    warmup: int = 2,
+    say: Callable[[str], None] | None = None,
+    on_round: Callable[[int], None] | None = None,
+    **options: Unpack[StepOptions],
+) -> Trace:
+    """Record one training step: `optimizer.zero_grad(); loss(model(x), y).backward(); optimizer.step()`.
+
+        trace(net, (x, y), loss=F.cross_entropy, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), target="h100")
+        trace("resnet50", batch_size=32, target="a100-80")
+        trace("my_training.py:build", batch_size=8)
+
+    Without `device` nothing runs and nothing is allocated: the step is captured on fake tensors. The model, the
+    optimizer, the random state of Python and torch and torch's settings are afterwards as they were before. Counts: the
+    step in its steady state, the optimizer's state there. Ignores: the values of tensors, hooks on parameters.
+
+    Args:
+        model: a module in the mode in which it trains, on whatever device (meta too); a name that `trace models`
+            lists; or "path/to/file.py:function", whose function makes model, batch, loss and optimizer.
+        batch: of a module, one example batch: (inputs, targets), a mapping of `forward`'s arguments, or a tensor; see
+            `tracer.build.batch`.
+        loss: of a module, a function or module of its output and the targets; None: the model returns its loss.
+        optimizer: of a module, its optimizer, or a class or function that makes one from parameters; or, as for a
+            model by its name, "sgd", "adam", "adamw" or "none". None: of a module, the step ends with backward; of a
+            name, the model's default.
+        target: the device whose ops and times are wanted ("h100"; `trace targets` lists them); default: cpu.
+        device: "cpu" or "cuda" (of several GPUs "cuda:1"): run the step there and measure it, instead of `target`. Of
+            a module, this takes its memory once more.
+        amp: autocast model and loss to "bfloat16" or "float16" (with a gradient scaler).
+        scaler: of a module, the scaler of float16; None: one with torch's settings.
+        tf32: whether float32 is computed as TF32 on CUDA; None: torch's own setting.
+        seed: of Python's and torch's random generators while the step is built and measured.
+        profile: the file of the device profile to use and to fill; None: the user's own; False: none.
+        calibrate: run every op that the profile lacks alone on the target, which must be here.
+        probe: measure this processor's rates for a second, for times on a CPU.
+        rounds, warmup: of a measurement: how many timed rounds, of which the median counts, and how many before them.
+        say: told what happens, a line each time.
+        on_round: of a measurement, told how many rounds are done.
+        options: for a model by its name, and for a function that names them: batch_size (examples), seq_len (tokens),
+            image_size (pixels), dtype, dropout, attention, optimizer_impl.
+
+    Returns:
+        The trace: all sizes in bytes, all times in ns.
+
+    Raises:
+        SpecError: an unknown name, option or device, options that exclude one another, or an object of the wrong kind.
+        CaptureError: the step could not be captured as a graph; names the op and the line.
+        TraceError: the device profile that was named is none, or is of another device.
+        EnvironmentProblem: torch or a GPU is missing; OutOfMemoryProblem: there is too little memory (`device`).
+    """
+    tell = say or (lambda text: None)
+    entry = _entry(target, device, calibrate=calibrate, probe=probe, tf32=tf32)
+    if isinstance(model, str):
+        if batch is not None or loss is not None or scaler is not None:
+            raise SpecError(
+                f"{model} brings its own batch and loss; give batch and loss with a model in hand."
+            )
+        if not isinstance(optimizer, str | None):
+            raise SpecError(f"{model}: the optimizer must be a name, such as adamw, or be left out.")
+        given = {**options, "optimizer": optimizer, "amp": amp, "tf32": tf32}
+        build = load_spec(model, given, seed=seed)
+    else:
+        build = _in_hand(model, batch, loss, optimizer, scaler, options, {"amp": amp, "tf32": tf32}, seed)
+    tell(f"Capturing {build.model} ...")
+    from tracer.recording import ProfileUse, record_fake, record_real
+
+    use = ProfileUse(path=Path(profile) if profile else None, off=profile is False, calibrate=calibrate)
+    with _left_as_found(tf32 is not None):
+        if device is not None:
+            progress = on_round or (lambda done: None)
+            return record_real(
+                build, entry, device, use, tell, rounds=rounds, warmup=warmup, progress=progress
+            )
+        if probe:
+            from tracer.costs.machine import probed_cpu, rates_text
+
+            entry = probed_cpu()
+            tell(rates_text(entry))
+        return record_fake(build, entry, use, tell)
+
+
+def _entry(
+    target: str | None, device: str | None, *, calibrate: bool, probe: bool, tf32: bool | None
+) -> Device:
+    """The entry of the device table that is meant, after the options that exclude one another."""
+    if target is not None and device is not None:
+        raise SpecError("--target predicts times and --device measures them; give one of the two.")
+    if calibrate and device is not None:
+        raise SpecError(
+            "--device measures every op in the step, --calibrate each alone; give one of the two."
+        )
+    entry = device_entry(target or ("cpu" if device in (None, "cpu") else GPU_UNKNOWN))
+    require_torch()
+    if device is not None:
+        check_device(device)
+    if tf32 and entry.kind != "cuda":
+        raise SpecError("--tf32 concerns GPUs; give one with --target, or --device cuda.")
+    if probe and (device is not None or entry.kind != "cpu"):
+        other = "--device, which measures the ops themselves" if device is not None else f"--target {target}"
+        raise SpecError(
+            f"--probe measures this processor for the times of a trace of --target cpu; leave it out with {other}."
+        )
+    return entry
+
+
+def _in_hand(
+    model: Any,
+    batch: Any,
+    loss: Any,
+    optimizer: Any,
+    scaler: Any,
+    options: StepOptions,
+    policy: dict[str, Any],
+    seed: int,
+) -> BuildStep:
+    """What builds the step of a model in hand."""
+    from torch import nn
+
+    from tracer.build.in_hand import InHand
+    from tracer.build.optimizers import check_optimizer
+    from tracer.capture.refusals import check_capturable
+    from tracer.precision.policy import parse_policy
+
+    if not isinstance(model, nn.Module):
+        raise SpecError(
+            f"a {type(model).__name__} is no model; give a torch.nn.Module, a name from `trace models`, or "
+            '"path/to/file.py:build".'
+        )
+    if unknown := [k for k, v in options.items() if v is not None]:
+        raise SpecError(f"{unknown[0]} is for a model by its name; one in hand and its batch have theirs.")
+    if batch is None:
+        raise SpecError("a model in hand needs an example batch: trace(model, (inputs, targets), loss=...).")
+    if isinstance(optimizer, str):
+        check_optimizer(optimizer, None)
+    if not SEEDS[0] <= seed <= SEEDS[1]:
+        raise SpecError(f"seed {seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}.")
+    check_capturable(model)
+    held = InHand(model=model, batch=batch, loss=loss, optimizer=optimizer, scaler=scaler)
+    chosen = parse_policy(policy)
+    return BuildStep(model=held.label, options=chosen, seed=seed, make=held.step, policy=chosen)
+
+
+@contextmanager
+def _left_as_found(tf32: bool) -> Iterator[None]:
+    """The body has gradients on and no autocast around it; random states, devices and TF32 are restored after it."""
+    import torch
+
+    kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
+    state = random.getstate()
+    places = (torch.backends.cuda.matmul, torch.backends.cudnn) if tf32 else ()
+    allowed = [place.allow_tf32 for place in places]
+    live = torch.cuda.is_initialized()
+    devices, current = (
+        (range(torch.cuda.device_count()), torch.cuda.current_device()) if live else (range(0), 0)
+    )
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+        random.setstate(state)
+        for place, value in zip(places, allowed, strict=True):
+            place.allow_tf32 = value
+        if live:
+            torch.cuda.set_device(current)
