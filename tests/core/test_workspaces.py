@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 
 from tracer.costs.rules_cuda.reductions import partial_sums
-from tracer.costs.rules_cuda.workspaces import (
-    CONFIDENCES,
-    FUNCTIONS,
-    copied,
-    flash_splits,
-    rule_events,
-    rules,
-)
+from tracer.costs.rules_cuda.workspaces import FUNCTIONS, TABLE, flash_splits, rule_events
 from tracer.costs.signature import Signature, TensorSpec
+from tracer.costs.table import CONFIDENCES, copied
 from traces.devices import device
 
 A100, H200, T4 = device("a100-40"), device("h200"), device("t4")
@@ -35,9 +29,9 @@ def events(target: str, args: tuple[Any, ...], outputs: tuple[Any, ...], on: Any
 
 
 def test_every_row_says_where_it_comes_from() -> None:
-    names = [rule.name for rule in rules()]
+    names = [rule.name for rule in TABLE.rules]
     assert len(names) == len(set(names)) >= 20
-    for rule in rules():
+    for rule in TABLE.rules:
         assert rule.confidence in CONFIDENCES
         assert len(rule.source) > 20
         known = {name for name, _ in rule.let}

@@ -25,8 +25,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.torch.cpu_calls import CPU, peak
-from tracer.costs.rules_cpu.workspaces import RULES, cpu_events
+from tracer.costs.rules_cpu.workspaces import COMPUTED, TABLE, cpu_events
 from tracer.costs.signature import Signature, of_call
+from tracer.costs.table import is_pointwise, short_name
 from tracer.measure.probes import CpuMarker, cpu_allocations, settle
 
 SAMPLES: Final = 24  # of an op, about
@@ -69,7 +70,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _counts(func: Any) -> bool:
-    if str(func).removeprefix("aten.").rpartition(".")[0] not in RULES:
+    target = str(func)
+    if not (short_name(target) in COMPUTED or TABLE.rule_for(target) or is_pointwise(target)):
         return False
     returned = func._schema.returns
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in returned)

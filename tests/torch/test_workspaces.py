@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.core.test_workspaces import events, spec
-from tracer.costs.rules_cuda.workspaces import rule_for
+from tracer.costs.rules_cuda.workspaces import TABLE
 from traces.devices import device
 
 
@@ -33,5 +33,20 @@ def test_what_nobody_knows_has_no_rule() -> None:
         "elsewhere.mul.Tensor",
     ):
         assert events(target, (x,), (x,)) is None
-        assert rule_for(target) is None
+        assert TABLE.rule_for(target) is None
     assert events("aten.mm.default", (x, x), (x,), device("cpu")) is None  # rules of CUDA
+
+
+def test_every_row_of_the_cpu_says_where_it_comes_from() -> None:
+    from tracer.costs.rules_cpu.workspaces import FUNCTIONS
+    from tracer.costs.rules_cpu.workspaces import TABLE as CPU
+
+    assert len(CPU.rules) >= 20
+    for rule in CPU.rules:
+        assert rule.source.startswith("aten/src/ATen")
+        known = {name for name, _ in rule.let}
+        assert {e.lstrip("-=") for e in rule.events} <= {*known, "out"}, rule.ops
+        # A value of the same name hides a function from the formulas behind it.
+        assert not known & {"threads", "inputs", "results", "arg"}
+        assert len(known) == len(rule.let)
+    assert callable(FUNCTIONS["product_takes"])

@@ -82,7 +82,7 @@ class Costs:
         tf32 = uses_tf32(row.target) if self.tf32 is None else self.tf32
         time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=tf32)
         if by_rule is not None:
-            elsewhere = device.kind == "cpu" and not onednn.measured_kind()
+            elsewhere = device.kind == "cpu" and onednn.block() != 16
             return Cost(time_ns=time_ns, events=by_rule, source=ELSEWHERE if elsewhere else RULES)
         return Cost(time_ns=time_ns, events=(), source=NONE)
 

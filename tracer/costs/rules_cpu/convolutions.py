@@ -1,253 +1,395 @@
-"""Turn a convolution's signature into what it allocates on a CPU, by torch's choice of kernel and oneDNN's layouts.
+"""What a convolution allocates on a CPU, by torch's choice of kernel and oneDNN's layouts.
 
 A transposed convolution is the gradient of a convolution that goes the other way, in oneDNN as in mathematics: its
 forward is that one's gradient of the image, and its gradient of the image is that one's forward. So everything here is
-about one `Pair` of tensors, the image that a convolution reads and the one that it makes. A convolution along one
-dimension runs as one of images of a single row (`view1d_as_2d` in aten/src/ATen/native/Convolution.cpp).
+about one `Convolution`, the image that it reads and the one that it makes. Along one dimension it runs on images of a
+single row (`view1d_as_2d` in aten/src/ATen/native/Convolution.cpp).
 
-The sequences were read off torch 2.13's profiler, float32, on a processor with AVX-512, with one and two threads.
-
-Counts: reorders into oneDNN's layouts and back, its scratch for strided kernels, for those that go through columns
-(`gemm`) and for biases that are padded, the columns and slices of torch's own kernels. Ignores: scratch in which
-threads sum the gradients of weights; other types than float32 and bfloat16; channels last in other than two dimensions.
+Counts: reorders into oneDNN's layouts and back, its scratch for strided kernels and for those that go through columns,
+the columns of torch's own kernels; in bfloat16 sums in float32 and transposed copies of one image a thread. Ignores:
+scratch in which threads sum the gradients of weights; copies of biases; some KB of kernels in bfloat16 and in channels
+last; volumes in channels last. No rule: bfloat16 dilated or in one or three dimensions, other types.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from tracer.costs.rules_cpu import onednn, workspaces_bf16
-from tracer.costs.rules_cpu.convolution_pair import FORWARD, IMAGE, WEIGHT, Pair, pair_of
-from tracer.costs.rules_cpu.onednn import FLOAT, block, channels_last, contiguous, padded
+from tracer.costs.rules_cpu import onednn
+from tracer.costs.rules_cpu.onednn import channels_last, padded
 from tracer.costs.signature import Signature, TensorSpec
+from tracer.costs.table import Events, ceil_div, copied, round_up
 
-Events = list[int]
-MOST_COLUMNS: Final = 829_440  # bytes, about: forward makes columns in parts that the cache holds
+FORWARD: Final = "forward"
+IMAGE: Final = "gradient of the image"
+WEIGHT: Final = "gradient of the weight"
 
 
-def convolution(signature: Signature) -> tuple[int, ...] | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """What it reads, what it makes, and its weight (channels made, channels read / groups, kernel)."""
+
+    read: TensorSpec
+    made: TensorSpec
+    weight: TensorSpec
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def half(self) -> bool:
+        """Whether it is in bfloat16; else in float32."""
+        return self.read.item_bytes == 2
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return self.weight.shape[2:]
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.kernel)
+
+    @property
+    def strided(self) -> bool:
+        return any(s != 1 for s in self.stride)
+
+    @property
+    def one_tap(self) -> bool:
+        return self.taps == 1 and not any(self.padding)
+
+    @property
+    def per_group(self) -> tuple[int, int]:
+        """Channels of a group: read, made."""
+        return self.weight.shape[1], self.weight.shape[0] // self.groups
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.per_group == (1, 1)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is a first layer, whose forward reads the image as it is."""
+        return (
+            self.groups == 1 and self.taps > 1 and self.read.shape[1] < (4 if self.half else onednn.block())
+        )
+
+    def blocked(self, image: TensorSpec, width: int = 0) -> int:
+        """Bytes of an image in oneDNN's layout, its channels in whole blocks (not if they are in groups)."""
+        channels = image.shape[1]
+        if self.groups == 1 or self.depthwise:
+            channels = round_up(channels, width or onednn.block())
+        return image.shape[0] * channels * pixels(image) * image.item_bytes
+
+    def blocked_weight(self, *, plain: bool = False, width: int = 0) -> int:
+        """Bytes of the weight in oneDNN's layout; plain: where the channels that are read are as they are."""
+        made, read = self.weight.shape[:2]
+        width, item = width or onednn.block(), self.weight.item_bytes
+        if self.depthwise:
+            return padded(self.groups) * self.taps * item
+        if self.groups > 1:
+            return self.weight.nbytes
+        columns = round_up(read, 4 // item) if plain else round_up(read, width)
+        return round_up(made, width) * columns * self.taps * item
+
+    @property
+    def last_weight(self) -> int:
+        """Bytes of the weight in oneDNN's layout for images in channels last."""
+        return self.blocked_weight(plain=self.half or self.read.shape[1] < 4)
+
+    @property
+    def weight_copy(self) -> list[int]:
+        """Bytes of the weight, which is copied to channels last too."""
+        return [] if self.groups > 1 or (self.half and self.one_tap) else [self.weight.nbytes]
+
+    @property
+    def columns(self) -> int:
+        """Bytes of one image of a group as a matrix of columns; of a volume, one slice."""
+        return self.per_group[0] * self.taps * math.prod(self.made.shape[-2:]) * self.read.item_bytes
+
+    def through_columns(self, task: str) -> bool:
+        """Whether oneDNN has nothing better than columns and a matrix product for this task."""
+        # Depthwise gradients of weights have a kernel for 3 x 3, on images of so many pixels.
+        large = max(self.kernel) > 3
+        if self.half:
+            unaligned = self.first and self.weight.shape[0] % onednn.block() > 0
+            return task == WEIGHT and (unaligned or (self.groups > 1 and (large or not self.depthwise)))
+        if self.groups == 1:
+            return self._too_wide(task) if len(self.kernel) == 2 else self._too_few(task)
+        if not self.depthwise:
+            return any(c % (8 if task == WEIGHT else 4) for c in self.per_group)
+        few = zip(self.read.shape[2:], self.kernel, self.stride, strict=True)
+        small = any(n < k + s - 1 for n, k, s in few)
+        return any(d != 1 for d in self.dilation) or (task == WEIGHT and (large or small))
+
+    def _too_wide(self, task: str) -> bool:
+        """Whether rows of the weight or what is padded to those of the image are too long for oneDNN's own kernels."""
+        width, taps, left = self.read.shape[-1], self.kernel[-1], self.padding[-1]
+        if onednn.block() != 16:
+            return task == WEIGHT and width < taps
+        if taps > 14:
+            return task == WEIGHT or (not self.strided and (task == IMAGE or left > 0))
+        if self.strided:
+            return False
+        if task == WEIGHT:
+            return taps > 1 and (2 * left >= width or left > 28)
+        # A row is made in pieces of 6 to 15 elements, which its left end may not be longer than.
+        return taps == 3 and width > 30 and left > 7
+
+    def _too_few(self, task: str) -> bool:
+        """Whether a volume has so few slices that a part of the weight reads nothing but padding."""
+        front = self.padding[0]
+        return (
+            task == WEIGHT
+            and onednn.block() == 16
+            and front > 0
+            and self.read.shape[2] <= self.kernel[0] - front
+        )
+
+    @property
+    def batched(self) -> bool:
+        """Whether the gradient of the image is made by matrix products in batches, in channels last."""
+        return self.strided and (self.half or self.groups == 1 or self.per_group[1] > onednn.block())
+
+
+def convolution(signature: Signature) -> Events | None:
     """Forward."""
-    if _in_bfloat16(signature.args[0]):
-        return workspaces_bf16.convolution(signature)
-    pair, transposed = pair_of(signature, signature.results[0])
-    if pair is None:
+    x, w, bias, *how = signature.args
+    call = _of_call(x, w, signature.results[0], how)
+    if call is None:
         return None
-    x, y, w = (pair.made, pair.read, pair.weight) if transposed else (pair.read, pair.made, pair.weight)
-    has_bias = signature.args[2] is not None
-    if channels_last(x) and not transposed and x.dtype == "float32":
-        copy = () if pair.groups > 1 else (w.nbytes,)
-        weight = pair.blocked_weight(plain=x.shape[1] < 4)
-        return (*copy, y.nbytes, weight, -weight, *(-c for c in copy))
-    copy = () if contiguous(x) else (x.nbytes,)
-    undo = tuple(-c for c in copy)
-    if not _uses_onednn(x, pair):
-        return (*copy, *_native(pair, x, y, transposed=transposed, has_bias=has_bias), *undo)
-    events = _transposed(pair, has_bias) if transposed else _forward(pair, has_bias)
-    return (*copy, *events, *undo)
-
-
-def convolution_backward(signature: Signature) -> tuple[int, ...] | None:
-    """The gradients of the input, then of weight and bias."""
-    if _in_bfloat16(signature.args[1]):
-        return workspaces_bf16.convolution_backward(signature)
-    pair, transposed = pair_of(signature, signature.args[0])
-    if pair is None:
-        return None
-    dy, x = (pair.read, pair.made) if transposed else (pair.made, pair.read)
-    mask = signature.args[-1]
-    bias = dy.shape[1] * dy.item_bytes if mask[2] else 0
-    if not _uses_onednn(x, pair):
-        return _native_backward(pair, x, dy, bias, mask, transposed=transposed)
+    y, transposed = signature.results[0], how[3]
     if channels_last(x) and not transposed:
-        return _channels_last_backward(pair, bias, mask)
-    copies = [s.nbytes for s in (dy, x) if not contiguous(s)]
-    events = list(copies)
+        return (*call.weight_copy, y.nbytes, *_around(call.last_weight), *_back(call.weight_copy))
+    copy = [copied(x)] if copied(x) else []
+    if not _uses_onednn(x, call):
+        columns = _native_columns(call, transposed)
+        begin = [y.nbytes, *columns] if transposed else [*columns, y.nbytes]
+        return (*copy, *begin, *_back(columns), *_back(copy))
+    events = _transposed(call, bias is not None) if transposed else _forward(call)
+    return (*copy, *events, *_back(copy))
+
+
+def convolution_backward(signature: Signature) -> Events | None:
+    """The gradients of the input, then of weight and bias."""
+    dy, x, w, _bias, *how, mask = signature.args
+    call = _of_call(x, w, dy, how)
+    if call is None:
+        return None
+    transposed = how[3]
+    bias = [dy.shape[1] * dy.item_bytes] if mask[2] else []
+    if not _uses_onednn(x, call):
+        made = [x.nbytes] * mask[0] + bias + [w.nbytes] * mask[1]
+        copies = [copied(s) for s in (dy, x) if copied(s)]
+        # A volume's gradient goes through columns even so.
+        columns = _native_columns(call, transposed or len(call.kernel) > 2)
+        return (*copies, *made, *_around(*columns), *_back(copies))
+    if channels_last(x) and not transposed:
+        return _channels_last_backward(call, bias, mask)
+    events = copies = [copied(s) for s in (dy, x) if copied(s)]
     if mask[0]:
-        events += _forward(pair, False) if transposed else _image_gradient(pair)
+        events = events + (_forward(call) if transposed else _image_gradient(call))
     if mask[1]:
-        events += _weight_gradient(pair, bias)
-    return (*events, *(-c for c in copies))
+        events = events + _weight_gradient(call, bias)
+    return (*events, *_back(copies))
 
 
-def _in_bfloat16(x: TensorSpec) -> bool:
-    return x.dtype == "bfloat16" and onednn.bfloat16_in_onednn()
-
-
-def _uses_onednn(x: TensorSpec, pair: Pair) -> bool:
-    """torch's own choice (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp) for float32 on the CPU."""
-    if x.dtype != "float32":
-        return False
-    kernel = pair.kernel[-2:]
-    worth = (
-        pair.strided
-        or any(d != 1 for d in pair.dilation)
-        or x.shape[0] >= 16
-        or any(k != 1 for k in kernel)
-        or onednn.threads() > 1
+def _of_call(x: TensorSpec, w: TensorSpec, y: TensorSpec, how: Any) -> Convolution | None:
+    """The convolution that a call with these arguments is or is the transpose of; None: no rule says what it does."""
+    stride, padding, dilation, transposed, more, groups = how
+    if x.dtype != w.dtype or not 3 <= len(x.shape) <= 5:
+        return None
+    if transposed and any(m >= s for m, s in zip(more, stride, strict=False)):
+        return None
+    if x.dtype == "bfloat16":
+        known = onednn.bfloat16_in_onednn() and onednn.known_bfloat16() and len(x.shape) == 4
+        if not known or any(d != 1 for d in dilation) or (transposed and (groups > 1 or channels_last(x))):
+            return None
+    elif x.dtype != "float32":
+        return None
+    if len(x.shape) == 3:
+        x, y, w = _one_row(x), _one_row(y), _one_row(w)
+        stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
+    rank = len(x.shape) - 2
+    return Convolution(
+        read=y if transposed else x,
+        made=x if transposed else y,
+        weight=w,
+        stride=tuple(stride) * (rank // len(stride)),  # one number may stand for all
+        padding=tuple(padding) * (rank // len(padding)),
+        dilation=tuple(dilation) * (rank // len(dilation)),
+        groups=groups,
     )
-    large = pair.groups > 1 or all(k > 3 for k in kernel) or x.shape[0] > 1 or math.prod(x.shape[:4]) > 20480
-    return worth and large
+
+
+def _one_row(spec: TensorSpec) -> TensorSpec:
+    n, c, length = spec.shape
+    a, b, s = spec.stride
+    return replace(spec, shape=(n, c, 1, length), stride=(a, b, length * s, s))
+
+
+def _uses_onednn(x: TensorSpec, call: Convolution) -> bool:
+    """torch's own choice (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp) on the CPU."""
+    kernel = call.kernel[-2:]
+    worth = call.strided or x.shape[0] >= 16 or max(*kernel, *call.dilation, onednn.threads()) > 1
+    large = call.groups > 1 or min(kernel) > 3 or x.shape[0] > 1 or math.prod(x.shape[:4]) > 20480
+    return call.half or (worth and large)
+
+
+def _native_columns(call: Convolution, always: bool) -> list[int]:
+    """In torch's own kernels the whole batch as columns, for what is no plain matrix product already."""
+    if call.one_tap and not call.strided and not always:
+        return []
+    return [call.read.shape[0] * call.read.shape[1] * call.taps * call.read.item_bytes * pixels(call.made)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # oneDNN
 
 
-def _strided_scratch(pair: Pair, most: int = 1 << 30) -> int:
-    """oneDNN runs a strided 1x1 convolution on a thinned copy of one image a thread (`rtus`); 0: none."""
-    if pair.kernel[-2:] != (1, 1) or len(pair.kernel) > 2 or not pair.strided or pair.groups > 1:
-        return 0
-    pixels = math.prod(pair.made.shape[2:])
-    return onednn.threads() * min(most, padded(pair.read.shape[1])) * pixels * FLOAT + 128
+def pixels(image: TensorSpec) -> int:
+    return math.prod(image.shape[2:])
 
 
-def _padded_bias(pair: Pair) -> int:
-    """A bias is copied where it does not fill whole blocks of channels."""
-    channels = pair.made.shape[1]
-    whole = pair.groups > 1 and not pair.depthwise
-    return 0 if whole or channels == padded(channels) else padded(channels) * FLOAT + 128
+def _back(sizes: list[int]) -> list[int]:
+    return [-n for n in reversed(sizes)]
 
 
-def _forward(pair: Pair, has_bias: bool) -> Events:
-    y = pair.made.nbytes
-    if pair.gemm(FORWARD) and not pair.depthwise:
-        scratch = (
-            onednn.threads() * min(pair.columns, MOST_COLUMNS if pair.groups == 1 else pair.columns) + 128
-        )
+def _around(*sizes: int) -> list[int]:
+    return [*sizes, *_back([*sizes])]
+
+
+def _forward(call: Convolution) -> list[int]:
+    y = call.made.nbytes
+    if call.through_columns(FORWARD) and not call.depthwise:
+        scratch = onednn.threads() * call.columns + 128
         return [scratch, y, -scratch, y, -y]
-    inside = pair.blocked(pair.made)
-    scratch = _strided_scratch(pair) or (_padded_bias(pair) if has_bias else 0)
-    image = 0 if pair.first else pair.blocked(pair.read)
-    took = [n for n in (scratch, image, pair.blocked_weight(plain=pair.first)) if n]
-    # A depthwise volume's result is in channels last.
-    twice = [y, -y] if pair.depthwise and len(pair.kernel) > 2 else []
-    return [*took, inside, *(-n for n in reversed(took)), y, *twice, -inside]
+    inside, scratch = call.blocked(call.made), _strided_scratch(call)
+    if call.half and call.one_tap and call.groups == 1:
+        scratch += _row_sums(call.made, call)
+    image = 0 if call.first else call.blocked(call.read)
+    took = [n for n in (scratch, image, call.blocked_weight(plain=call.first)) if n]
+    return [*took, inside, *_back(took), y, -inside]
 
 
-def _image_gradient(pair: Pair) -> Events:
+def _strided_scratch(call: Convolution, most: int = 1 << 30) -> int:
+    """oneDNN runs a strided 1x1 convolution on a thinned copy of one image a thread (`rtus`); 0: none."""
+    if call.kernel != (1, 1) or not call.strided or call.groups > 1:
+        return 0
+    channels = min(most, padded(call.read.shape[1]))
+    return onednn.threads() * channels * pixels(call.made) * call.read.item_bytes + 128
+
+
+def _row_sums(image: TensorSpec, call: Convolution) -> int:
+    """In bfloat16, one image a thread is summed in float32 by a 1x1 convolution."""
+    return onednn.threads() * padded(image.shape[1]) * pixels(image) * 4 + 128
+
+
+def _image_gradient(call: Convolution) -> list[int]:
     """The gradient of what the convolution reads."""
-    dx = pair.read.nbytes
-    if pair.gemm(IMAGE):
-        scratch = onednn.threads() * pair.columns + 128
+    dx = call.read.nbytes
+    if call.through_columns(IMAGE):
+        scratch = onednn.threads() * call.columns + 128
         return [dx, scratch, -scratch, dx, -dx]
-    if pair.batched:
-        grad, weight, scratch = _strided_gradient(pair)
+    if call.batched:
+        weight, scratch = _batched(call)
+        grad = call.made.nbytes
         return [grad, weight, dx, scratch, -scratch, -weight, -grad, dx, dx, -dx, -dx]
-    grad, image = pair.blocked(pair.made), pair.blocked(pair.read)
-    weight = pair.blocked_weight()
-    return [grad, weight, image, -weight, -grad, dx, -image]
+    grad, image, weight = call.blocked(call.made), call.blocked(call.read), call.blocked_weight()
+    sums = _around(_row_sums(call.read, call)) if call.half and call.one_tap and call.groups == 1 else []
+    return [grad, weight, image, *sums, -weight, -grad, dx, -image]
 
 
-def _transposed(pair: Pair, has_bias: bool) -> Events:
+def _batched(call: Convolution) -> tuple[int, int]:
+    """Weight and scratch of matrix products in batches: in channels last, those read not padded."""
+    made, read = call.weight.shape[:2]
+    if not call.half:
+        return made * padded(read) * call.taps * 4, 12_288 + 24_600 * onednn.threads()
+    scratch = onednn.threads() * (call.made.nbytes // call.made.shape[0]) + 32_768
+    if call.depthwise:
+        return call.groups * 2 * onednn.block() * call.taps * 2, scratch
+    dense = padded(read) * round_up(made, 2) * call.taps * 2
+    return (call.weight.nbytes if call.groups > 1 else dense), scratch
+
+
+def _transposed(call: Convolution, has_bias: bool) -> list[int]:
     """The same as a transposed convolution's forward; its bias is added to a second result inside."""
-    y = pair.read.nbytes
-    if pair.batched and not pair.gemm(IMAGE):
-        grad, weight, scratch = _strided_gradient(pair)
-        scratch += 128
-        return [scratch, grad, weight, y, -weight, -grad, -scratch, y, y, -y, -y]
-    events = _image_gradient(pair)
-    if not has_bias or pair.gemm(IMAGE):
+    y = call.read.nbytes
+    if call.batched and not call.through_columns(IMAGE):
+        weight, scratch = _batched(call)
+        took = [scratch + 128, call.made.nbytes, weight]
+        return [*took, y, *_back(took), *_around(y, y)]
+    events = _image_gradient(call)
+    if not has_bias or call.through_columns(IMAGE):
         return events
     grad, weight, image, *_ = events
-    second = image + 128
-    return [second, grad, weight, image, -weight, -grad, -second, y, -image]
+    took = [image * 4 // call.read.item_bytes + 128, grad, weight]
+    return [*took, image, *_back(took), y, -image]
 
 
-def _strided_gradient(pair: Pair) -> tuple[int, int, int]:
-    """Gradient, weight and scratch of matrix products in batches: in channels last, those read not padded."""
-    weight = pair.weight.shape[0] * padded(pair.weight.shape[1]) * pair.taps * FLOAT
-    return pair.made.nbytes, weight, 12_288 + 24_600 * onednn.threads()
+def _weight_gradient(call: Convolution, bias: list[int]) -> list[int]:
+    """bias: the bytes of its gradient, if it is wanted."""
+    dw = call.weight.nbytes
+    if call.through_columns(WEIGHT):
+        scratch = _column_scratch(call)
+        return [dw, scratch, *bias, -scratch, *bias, dw, -dw, *_back(bias)]
+    tiny = call.first and call.read.shape[1] < 4
+    # Few channels that are read lie, as those that are made, in blocks of half a vector register.
+    width = onednn.block() // 2 if call.first and not tiny else onednn.block()
+    took = [call.blocked(call.made, width)] + ([] if tiny else [call.blocked(call.read, width)])
+    weight = dw if call.half and tiny else call.blocked_weight(plain=tiny, width=width)
+    scratch = _half_scratch(call, weight) if call.half else _strided_scratch(call, most=128)
+    during = [scratch, *bias, -scratch] if scratch else bias
+    return [*took, weight, *during, *_back(took), *bias, dw, -weight, *_back(bias)]
 
 
-def _weight_gradient(pair: Pair, bias: int) -> Events:
-    dw = pair.weight.nbytes
-    given = [bias] if bias else []
-    if pair.gemm(WEIGHT):
-        # A matrix of columns and four of weights a thread.
-        scratch = onednn.threads() * (pair.columns + 4 * dw) + 256
-        return [dw, scratch, *given, -scratch, *given, dw, -dw, *(-b for b in given)]
-    few, tiny = pair.first, pair.first and pair.read.shape[1] < 4
-    if few and not tiny:
-        weight, *took = _in_half_blocks(pair)
-    else:
-        took = [pair.blocked(pair.made)] + ([] if tiny else [pair.blocked(pair.read)])
-        weight = pair.blocked_weight(plain=tiny)
-    scratch = _strided_scratch(pair, most=128)
-    if bias and not scratch and not pair.depthwise:
-        scratch = _padded_bias(pair)
-    during = [scratch, *given, -scratch] if scratch else given
-    freed = [-n for n in reversed(took)]
-    return [*took, weight, *during, *freed, *given, dw, -weight, *(-b for b in given)]
+def _column_scratch(call: Convolution) -> int:
+    """A matrix of columns a thread, and four of weights (a thread, in float32)."""
+    return (
+        onednn.threads() * call.columns
+        + 16 * call.weight.elements * (1 if call.half else onednn.threads())
+        + 256
+    )
 
 
-def _in_half_blocks(pair: Pair) -> tuple[int, int, int]:
-    """Weight, image made and image read where few channels are read: both in blocks of half a vector register."""
+def _half_scratch(call: Convolution, weight: int) -> int:
+    """In bfloat16: sums of the weight's gradient in float32, and one image a thread of both kinds, transposed."""
+    read, made, last = call.read, call.made, channels_last(call.read)
+    scratch = 2 * weight + 128
+    if call.through_columns(WEIGHT):
+        return _column_scratch(call)
+    if call.depthwise:
+        return scratch
+    if call.one_tap:
+        images = [read] * (last or call.strided) + [made] * last
+        return scratch + sum(onednn.threads() * padded(x.shape[1]) * pixels(x) * 2 + 128 for x in images)
+    scratch += (
+        onednn.threads() * padded(made.shape[1]) * made.shape[2] * round_up(made.shape[3], 2) * 2 + 8452
+    )
+    if call.first and not last:
+        return scratch
+    width, step, left = read.shape[3], call.stride[1], call.padding[1]
+    right = max(0, (made.shape[3] - 1) * step + call.kernel[1] - width - left)
+    row = round_up(ceil_div(width, step) + round_up(max(left, right + 1), 2), 2) * step
+    channels = read.shape[1] if call.first else padded(read.shape[1])
+    return scratch + onednn.threads() * channels * read.shape[2] * row * 2
 
-    def whole(channels: int) -> int:
-        half = block() // 2
-        return -(-channels // half) * half
 
-    made, read = (x.shape[0] * whole(x.shape[1]) * math.prod(x.shape[2:]) for x in (pair.made, pair.read))
-    weight = whole(pair.weight.shape[0]) * whole(pair.weight.shape[1]) * pair.taps
-    return weight * FLOAT, made * FLOAT, read * FLOAT
-
-
-def _channels_last_backward(pair: Pair, bias: int, mask: Any) -> tuple[int, ...]:
-    """Weights and images are copied to channels last where they are not; a grouped kernel sums dense blocks."""
-    weight = pair.blocked_weight(plain=pair.read.shape[1] < 4)
-    copies = [s.nbytes for s in (pair.made, pair.read) if not channels_last(s)]
-    if pair.groups == 1:
-        copies.append(pair.weight.nbytes)
+def _channels_last_backward(call: Convolution, bias: list[int], mask: Any) -> Events:
+    """Images are copied to channels last where they are not; a grouped kernel sums dense blocks."""
+    weight, dw = call.last_weight, call.weight.nbytes
+    copies = [s.nbytes for s in (call.made, call.read) if not channels_last(s)] + call.weight_copy
     events = list(copies)
     if mask[0]:
-        events += [pair.read.nbytes, weight, -weight]
-    if mask[1]:
-        dense = pair.groups * onednn.block() ** 2 * pair.taps * FLOAT if pair.groups > 1 else 2 * weight
-        events += [dense, *([bias] if bias else []), pair.weight.nbytes, -dense]
-    return (*events, *(-c for c in reversed(copies)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# torch's own kernels
-
-
-def _native_columns(pair: Pair, x: TensorSpec, *, plain: bool) -> int:
-    """The whole batch as columns, for what is no plain matrix product already."""
-    if plain:
-        return 0
-    # Of a transposed convolution, the columns are those of its result, at the places of its input.
-    return x.shape[0] * pair.read.shape[1] * pair.taps * math.prod(pair.made.shape[2:]) * x.item_bytes
-
-
-def _native(pair: Pair, x: TensorSpec, y: TensorSpec, *, transposed: bool, has_bias: bool) -> Events:
-    plain = all(k == 1 for k in pair.kernel) and not pair.strided and not any(pair.padding)
-    if pair.groups > 1:
-        part = x.nbytes // pair.groups  # one group after the other, and all put together
-        return [y.nbytes, part, -part, y.nbytes, -y.nbytes]
-    columns = _native_columns(pair, x, plain=plain and not transposed)
-    if transposed:
-        # Of volumes, ones by which the bias is added.
-        ones = math.prod(y.shape[2:]) * y.item_bytes if has_bias and len(pair.kernel) > 2 else 0
-        return [y.nbytes, columns, *((ones, -ones) if ones else ()), -columns]
-    return [columns, y.nbytes, -columns] if columns else [y.nbytes]
-
-
-def _native_backward(
-    pair: Pair, x: TensorSpec, dy: TensorSpec, bias: int, mask: Any, *, transposed: bool
-) -> tuple[int, ...]:
-    copies = [s.nbytes for s in (dy, x) if not contiguous(s)]
-    made = [x.nbytes] * bool(mask[0]) + ([bias] if bias else []) + [pair.weight.nbytes] * bool(mask[1])
-    if pair.groups > 1:
-        return (
-            *copies,
-            *made,
-            *made,
-            *(-n for n in made),
-            *(-c for c in copies),
-        )  # in parts, and put together
-    plain = all(k == 1 for k in pair.kernel) and dy.shape[2:] == x.shape[2:] and not transposed
-    # A volume's gradient goes through columns even so.
-    columns = _native_columns(pair, x, plain=plain and len(pair.kernel) == 2)
-    inside = [columns, -columns] if columns else []
-    return (*copies, *made, *inside, *(-c for c in copies))
+        inside = _batched(call) if call.batched and call.half else (weight,)
+        events += [call.read.nbytes, *_around(*inside)]
+    if mask[1] and call.half:
+        weight = dw if call.first or call.through_columns(WEIGHT) else call.blocked_weight()
+        scratch = _half_scratch(call, weight)
+        events += [weight, *bias, *_around(scratch), dw, *_around(dw), -weight]
+    elif mask[1]:
+        dense = call.groups * onednn.block() ** 2 * call.taps * 4 if call.groups > 1 else 2 * weight
+        events += [dense, *bias, dw, -dense]
+    return (*events, *_back(copies))

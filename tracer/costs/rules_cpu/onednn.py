@@ -1,18 +1,16 @@
-"""Say how torch and oneDNN lay tensors out on this CPU: threads, channels in a block, which tensors are in order."""
+"""How torch and oneDNN work on this CPU: threads, channels in a block, what is done in bfloat16."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Final
 
 from tracer.costs.signature import TensorSpec
-
-FLOAT: Final = 4  # bytes
+from tracer.costs.table import copied, round_up
 
 
 @cache
 def block() -> int:
-    """Channels in a block of oneDNN's layouts: as many float32 as a vector register holds."""
+    """Channels in a block of oneDNN's layouts: as many float32 as a vector register holds; 16 with AVX-512."""
     import torch
 
     return 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8
@@ -27,25 +25,13 @@ def bfloat16_in_onednn() -> bool:
 
 
 @cache
-def measured_kind() -> bool:
-    """Whether this is the kind of processor from which the rules were read: with AVX-512."""
-    return block() == 16
-
-
-@cache
-def has_amx() -> bool:
-    """Whether oneDNN runs bfloat16 on AMX tiles, with layouts of their own."""
+def known_bfloat16() -> bool:
+    """Whether oneDNN has the kernels for bfloat16 here that the rules are about: with the processor's instructions for
+    it, and not those on AMX tiles."""
     import torch
 
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
-
-
-@cache
-def has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself."""
-    import torch
-
-    return bool(torch.cpu._is_avx512_bf16_supported())
+    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return block() == 16 and bool(torch.cpu._is_avx512_bf16_supported()) and not amx
 
 
 def threads() -> int:
@@ -57,23 +43,9 @@ def threads() -> int:
 
 def padded(channels: int) -> int:
     """Channels in whole blocks."""
-    return -(-channels // block()) * block()
+    return round_up(channels, block())
 
 
-def contiguous(spec: TensorSpec) -> bool:
-    """Whether a tensor's elements lie in the order of its dimensions, without gaps."""
-    expected = 1
-    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def channels_last(spec: TensorSpec) -> bool:
+def channels_last(x: TensorSpec) -> bool:
     """Whether an image tensor lies in NHWC order, and not in NCHW as well."""
-    if len(spec.shape) != 4 or contiguous(spec):
-        return False
-    n, c, h, w = spec.shape
-    wanted = (h * w * c, 1, w * c, c)
-    return all(size == 1 or s == t for size, s, t in zip((n, c, h, w), spec.stride, wanted, strict=True))
+    return len(x.shape) == 4 and copied(x) > 0 and copied(x, 0, 2, 3, 1) == 0

@@ -1,0 +1,202 @@
+"""Tables of rules: what a kind of op allocates inside, as formulas over the tensors of a call.
+
+A table is a TOML file with one [[rule]] a kind of op; the first row that names an op decides.
+
+    ops         names of ops: "mm" stands for every overload of aten's, "aten.mm.default" for one; * for anything, ? for
+                a character
+    name        of the row, if it has one
+    source      where the row was read; files are those of github.com/pytorch/pytorch
+    confidence  one of CONFIDENCES, "measured" where it is left out
+    when        the row holds only if this is true; else no rule says anything of the call
+    let         names for values, in order
+    events      what is allocated, in order: "out" for the op's outputs (nothing for an op that writes in place), a name
+                of `let` for memory that the op frees before it returns, at the end or where "-name" stands, "=name"
+                for memory that it leaves in place of an output
+
+A value is a number of bytes, several in a tuple (freed in the opposite order), or None: no rule says anything.
+
+In formulas, a0, a1, ... and o0, o1, ... are the arguments and outputs (x.shape, x.stride, x.dtype, x.elements,
+x.item_bytes, x.nbytes, x.span_bytes of a tensor), `inputs` the tensors among the arguments, those in lists too,
+`results` how many tensors come out, arg(k, default) an argument that may have been left out; and what the table's
+reader adds.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from tracer.costs.formulas import Formula
+from tracer.costs.signature import Signature, TensorSpec
+
+# source: restated from torch's source, releases 2.11 to 2.13 or the main branch near them
+# partial: the allocations are torch's, a size in them was filled in (say a library's scratch space)
+# assumed: from how such kernels are written elsewhere; torch does not show it
+# measured: read off torch's profiler
+MEASURED: Final = "measured"
+CONFIDENCES: Final = ("source", "partial", "assumed", MEASURED)
+OUT: Final = "out"
+Events = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One row of a table."""
+
+    name: str
+    ops: tuple[str, ...]
+    source: str
+    confidence: str
+    when: Formula | None
+    let: tuple[tuple[str, Formula], ...]
+    events: tuple[str, ...]
+
+    def matches(self, target: str) -> bool:
+        short = short_name(target)
+        return any(fnmatch.fnmatchcase(target if "." in op else short, op) for op in self.ops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A file of rules, and the names that its formulas may use beside a call's own."""
+
+    path: Path
+    functions: Mapping[str, Any]
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        with self.path.open("rb") as file:
+            return tuple(_rule(row) for row in tomllib.load(file)["rule"])
+
+    @cached_property
+    def _by_target(self) -> dict[str, Rule | None]:
+        return {}
+
+    def rule_for(self, target: str) -> Rule | None:
+        """The row that decides about an op."""
+        if target not in self._by_target:
+            self._by_target[target] = next((rule for rule in self.rules if rule.matches(target)), None)
+        return self._by_target[target]
+
+    def events(self, signature: Signature, **values: Any) -> Events | None:
+        """What the call allocates (+bytes) and frees (-bytes), in order; None: no rule says.
+
+        Args:
+            signature: the call.
+            values: more names for the formulas.
+        """
+        rule = self.rule_for(signature.target)
+        return None if rule is None else _events(rule, signature, {**self.functions, **values})
+
+
+def _rule(row: Mapping[str, Any]) -> Rule:
+    let = tuple(line.split(" = ", 1) for line in row.get("let", ()))
+    return Rule(
+        name=row.get("name", ""),
+        ops=tuple(row["ops"]),
+        source=row["source"],
+        confidence=row.get("confidence", MEASURED),
+        when=Formula(row["when"]) if "when" in row else None,
+        let=tuple((name, Formula(text)) for name, text in let),
+        events=tuple(row["events"]),
+    )
+
+
+def _events(rule: Rule, signature: Signature, names: dict[str, Any]) -> Events | None:
+    values = {
+        **names,
+        **{f"a{k}": a for k, a in enumerate(signature.args)},
+        **{f"o{k}": o for k, o in enumerate(signature.outputs)},
+        "inputs": signature.inputs,
+        "results": len(signature.results),
+        "arg": lambda k, default: signature.argument(k, default=default),
+    }
+    if rule.when is not None and not rule.when(values):
+        return None
+    for name, formula in rule.let:
+        values[name] = formula(values)
+    out: list[int] = []
+    live: list[str] = []
+    for event in rule.events:
+        name = event.lstrip("-=")
+        if event == OUT:
+            out += made(signature)
+            continue
+        if values[name] is None:
+            return None
+        sizes = values[name] if isinstance(values[name], tuple) else (values[name],)
+        if event.startswith("-"):
+            live.remove(name)
+            out += [-n for n in reversed(sizes)]
+        else:
+            out += sizes
+            live += [] if event.startswith("=") else [name]
+    for name in reversed(live):
+        sizes = values[name] if isinstance(values[name], tuple) else (values[name],)
+        out += [-n for n in reversed(sizes)]
+    return tuple(n for n in out if n)
+
+
+def made(signature: Signature) -> Events:
+    """Bytes of the op's outputs; an op that writes in place makes none."""
+    in_place = signature.target.split(".")[-2].endswith("_")
+    return () if in_place else tuple(x.span_bytes for x in signature.results if x.span_bytes)
+
+
+@cache
+def short_name(target: str) -> str:
+    """An op's name without its overload, one of aten's without "aten": "mm", "lowtide.dropout_mask"."""
+    return target.removeprefix("aten.").rpartition(".")[0]
+
+
+@cache
+def is_pointwise(target: str) -> bool:
+    """Whether torch tags an op ("aten.mul.Tensor") as pointwise: elements of its result need one of each argument."""
+    import torch
+
+    namespace, _, rest = target.partition(".")
+    name, _, overload = rest.rpartition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), name, None)
+    op = getattr(packet, overload, None)
+    return op is not None and torch.Tag.pointwise in op.tags
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What formulas of every table may call
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return ceil_div(n, multiple) * multiple
+
+
+def copied(x: TensorSpec, *permutation: int) -> int:
+    """Bytes of `x.permute(permutation).contiguous()`, 0 if that is no copy."""
+    order = permutation or tuple(range(len(x.shape)))
+    expected = 1
+    for k in reversed(order):
+        if x.shape[k] != 1 and x.stride[k] != expected and x.elements:
+            return x.nbytes
+        expected *= x.shape[k]
+    return 0
+
+
+FUNCTIONS: Final[Mapping[str, Any]] = {
+    "ceil_div": ceil_div,
+    "round_up": round_up,
+    "copied": copied,
+    "min": min,
+    "max": max,
+    "sum": sum,
+    "len": len,
+    "product": math.prod,
+}
