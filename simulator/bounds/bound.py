@@ -6,19 +6,21 @@ Take any plan that `schedule.build` accepts and whose peak is at most the budget
 op t of the trace runs for the first time ("the turn" is the instant when forward has ended). Let A be the storages
 that were made before t and are not released before t runs. What do we know of A?
 
-1. Some storages are in A whatever the plan says (*forced*): those that t reads; those whose hold has not ended;
-   those that forward still reads (nothing runs again during forward); and, read by a later op, what backward made,
-   what is pinned, and what is kept but is no candidate. If t may take over the memory of one of them, and nothing
-   forces that one to survive t, it counts nothing by itself.
+1. Some storages are in A whatever the plan says (*forced*): those that t reads; those whose hold has not ended; what
+   eager code in forward still reads; and, read by a later op, what no plan may evict: what backward made, what is
+   pinned, and what cannot be made again. If t may take over the memory of one of them, and nothing forces that one to
+   survive t, it counts nothing by itself. All else may be evicted between two uses, in forward as in backward.
 2. The engine's peak at t is the residents, and A, and what t adds, less what t takes over. So the bytes of A that
    are not forced are at most  C = B − residents − forced − rise(t). (At the turn rise is 0: what an op leaves
    behind is never more than its peak.)
-3. A storage from forward that an op after t reads (*wanted* at t) is in A, or the op that made it runs again after t.
+3. A storage from forward that an op after t reads (*wanted* at t) is in A, or the op that made it runs again after t:
+   a copy that is there later was there at t, or was made since, and forward runs each op for the first time only once.
    When an op runs again, the same is true of each storage that it reads. Storages made at t or later cost nothing
    here. Views make no storage: whoever uses a view reads the storage itself. An op that may not run again does not.
 4. The plan therefore adds at least  min { Σ time of R : (A, R) closed as in 3, Σ bytes of A not forced <= C },  where
    each op of R counts once, however many outputs it has and however often it runs. Which copy of a storage is
-   in A does not matter: the first, one recomputed before t, shared or not, saved as a link, dropped later.
+   in A does not matter: the first, or one recomputed before t; saved, retained or not, evicted later or again and
+   again.
 
 For a price λ >= 0 per byte, min { Σ time(R) + λ Σ bytes(A) } − λ C  is no more than that (weak duality), and the best
 price gives the bound at t. For one price the minimum is a minimum cut with, for each op p that may be needed again,
@@ -39,8 +41,7 @@ Each instant is a valid bound alone; the best of those looked at is reported, an
 how tight it is, not whether it holds.
 
 Assumed of a plan, and true of all that `schedule.build` makes: ops run first in the order of the trace, only ops of
-forward run again and only after the turn, and nothing is copied elsewhere. A plan that reorders or offloads is not
-bound by this.
+forward run again, and nothing is copied elsewhere. A plan that reorders or offloads is not bound by this.
 
 From the best instant the bound goes on to what must run again more than once, because little can be in memory at a
 time: `bounds.working_sets`.
@@ -176,7 +177,7 @@ class Bounder:
         bound = self._bound(budget_bytes, at, *best)
         if max(self.instants.peaks, default=0) <= budget_bytes:
             return bound
-        if at < self.instants.turn:  # in forward nothing runs again
+        if at < self.instants.turn:  # working sets are followed back to the turn
             at, best = TURN, self.instants.at(TURN).added(budget_bytes) or best
         added_time_ns = self._working_sets.added_ns(budget_bytes, at, *best[1:])
         if added_time_ns is None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from simulator.bounds.components import Alone, Components
 from simulator.core.problem import Problem
+from traces.trace import EAGER
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -69,9 +70,8 @@ class Instants:
     """The facts about one trace that all instants share, and the instants worked out so far."""
 
     def __init__(self, problem: Problem) -> None:
-        trace = problem.trace
-        self.trace = trace
         self.problem, self.trace = problem, problem.trace
+        trace = problem.trace
         ops, sts = trace.ops, trace.storages
         self.turn = turn = problem.forward_end
         # By op: the schedule of an empty plan has no further steps.
@@ -86,9 +86,13 @@ class Instants:
         self._producer = np.array(sts.producer, np.int64)
         self._last_read = np.full(len(sts), -1, np.int64)  # op, in any phase
         np.maximum.at(self._last_read, read, reader)
-        kept = np.array(problem.pinned, np.bool_) | np.array(problem.saved_by_default, np.bool_)
-        kept[[s for s in problem.candidates if not problem.pinned[s]]] = False
-        forces = (reader < turn) | kept[read] | (self._producer[read] >= turn)
+        # What no plan evicts stays until its last reader: of forward only, if nothing saves it beyond.
+        stays = ~np.array([problem.is_evictable(s) for s in range(len(sts))], np.bool_)
+        saved = np.array(problem.pinned, np.bool_) | np.array(problem.saved_by_default, np.bool_)
+        eager = np.array([bool(f & EAGER) for f in ops.flags], np.bool_)
+        forces = (stays & (saved | (self._producer >= turn)))[read] | (
+            (reader < turn) & (stays[read] | eager[reader])
+        )
         self._until = np.array(sts.hold, np.int64)
         np.maximum.at(self._until, read[forces], reader[forces])
         self.last_read, self.forced_until = self._last_read.tolist(), self._until.tolist()

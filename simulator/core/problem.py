@@ -163,6 +163,10 @@ class Problem:
         """A peak below which no plan can go, seen from one op at a time; see `Floor`."""
         return _floor(self)
 
+    def is_evictable(self, storage: int) -> bool:
+        """Whether a plan may let a storage be absent between two uses."""
+        return self.rebuildable[storage] and not self.pinned[storage]
+
     @cached_property
     def unconstrained(self) -> Problem:
         """The same trace for a reader who knows of no constraints."""
@@ -212,22 +216,20 @@ class Floor:
 def _floor(problem: Problem) -> Floor:
     trace = problem.trace
     ops, sts = trace.ops, trace.storages
-    candidate = [False] * len(sts)
-    for s in problem.candidates:
-        candidate[s] = True
+    evictable = [problem.is_evictable(s) for s in range(len(sts))]  # need only be there when it is read
     last = list(sts.hold)
     for i in range(len(ops)):
         for s in (*ops.reads[i], *problem.creates[i]):
-            last[s] = max(last[s], i)
-    for s in problem.candidates:  # after its forward life a candidate need only be there when it is read
-        last[s] = max(sts.last_forward_use[s], sts.producer[s])
+            eager = i < problem.forward_end and ops.flags[i] & EAGER
+            if not evictable[s] or eager or s in problem.creates[i]:
+                last[s] = max(last[s], i)
     resident = trace.resident_bytes
     fixed = 0  # live and unavoidable
     dying: list[list[int]] = [[] for _ in range(len(ops))]
     best = Floor(peak_bytes=resident, op=-1, resident_bytes=resident, gradient_bytes=0, working_bytes=0)
     for i in range(len(ops)):
         reads = {s for s in ops.reads[i] if not problem.resident[s]}
-        back = sum(sts.nbytes[s] for s in reads if candidate[s] and last[s] < i)
+        back = sum(sts.nbytes[s] for s in reads if evictable[s] and last[s] < i)
         inside = sum(sts.nbytes[s] for s in reads if last[s] >= i)
         total = resident + fixed + back + problem.transient_bytes[i] - _taken(trace, i, last)
         if total > best.peak_bytes:

@@ -21,7 +21,7 @@ from tests.strategies import traces
 from tests.synthetic import decoder, resnet
 from tests.tiny import bwd, fwd, trace
 from traces.store import load
-from traces.trace import Trace
+from traces.trace import EAGER, Trace
 
 
 class Slow:
@@ -30,13 +30,14 @@ class Slow:
     def __init__(self, instants: Instants, op: int) -> None:
         of, problem = instants.trace, instants.problem
         ops, sts, turn = of.ops, of.storages, problem.forward_end
-        self.instants, candidates = instants, set(problem.candidates)
+        self.instants = instants
         last_read, until = [-1] * len(sts), list(sts.hold)
         for i in range(len(ops)):
             for s in ops.reads[i]:
                 last_read[s] = i
-                stays = problem.pinned[s] or (problem.saved_by_default[s] and s not in candidates)
-                if i < turn or stays or sts.producer[s] >= turn:
+                stays = problem.pinned[s] or not problem.rebuildable[s]
+                saved = problem.pinned[s] or problem.saved_by_default[s] or sts.producer[s] >= turn
+                if (stays and (saved or i < turn)) or (i < turn and ops.flags[i] & EAGER):
                     until[s] = max(until[s], i)
         at, after = (turn, turn - 1) if op == TURN else (op, op)
         now = () if op == TURN else ops.reads[op]
