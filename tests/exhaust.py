@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise, product
+from math import prod
 
 from tests.tiny import Op, trace
 from traces.plan import RECOMPUTE, SAVE, Action
@@ -79,8 +80,12 @@ class Facts:
         )
 
 
-def choices(of: Trace, *, drops: int) -> list[list[Choice]]:
-    """What can happen to each storage from forward; with `drops`, also every set of up to so many evict_after."""
+def choices(of: Trace, *, drops: int, anywhere: bool = False) -> list[list[Choice]]:
+    """What can happen to each storage from forward.
+
+    With `drops`, what was made again may also go after each set of up to so many ops of backward; `anywhere`: what was
+    saved, too, and after ops of forward.
+    """
     facts = Facts(of)
     out: list[list[Choice]] = []
     for s in range(len(of.storages)):
@@ -94,15 +99,24 @@ def choices(of: Trace, *, drops: int) -> list[list[Choice]]:
             if facts.saved[s]:  # a link that is not shared is one without an action
                 mine.append(Action(storage=s, recipe=RECOMPUTE, retain=False))
             mine += [
-                Action(storage=s, recipe=RECOMPUTE, retain=True, evict_after=chosen)
+                Action(storage=s, recipe=recipe, retain=retain, evict_after=chosen)
                 for k in range(1, drops + 1)
-                for chosen in combinations(range(facts.turn, len(of.ops) - 1), k)
+                for chosen in combinations(_may_go_after(of, facts, s, anywhere), k)
+                for recipe, retain in ((RECOMPUTE, True), (SAVE, True), (SAVE, False))[: 3 if anywhere else 1]
             ]
         if not facts.saved[s] and not facts.outside[s]:
             mine.append(Action(storage=s, recipe=SAVE))
         if len(mine) > 1:
             out.append(mine)
     return out
+
+
+def _may_go_after(of: Trace, facts: Facts, s: int, anywhere: bool) -> range:
+    """Ops after which s may go: not while the user's own code in forward still reads or holds it."""
+    if not anywhere:
+        return range(facts.turn, len(of.ops) - 1)
+    outside = [i for i in range(facts.turn) if of.ops.flags[i] & EAGER and s in of.ops.reads[i]]
+    return range(max(of.storages.producer[s], of.storages.hold[s], *outside), len(of.ops) - 1)
 
 
 @dataclass
@@ -249,20 +263,38 @@ def peak_and_time(of: Trace, walked: Walk) -> tuple[int, int]:
     return peak + max((kept.get(ops.target[i], 0) for i in computed), default=0), time_ns
 
 
-def plans(of: Trace, *, drops: int = 0, most: int = 4_000) -> list[tuple[Action, ...]] | None:
-    """Every plan; None if there are more than `most`."""
-    options = choices(of, drops=drops)
-    count = 1
-    for mine in options:
-        count *= len(mine)
-    if count > most:
-        return None
+def plans(
+    of: Trace,
+    *,
+    drops: int = 0,
+    anywhere: bool = False,
+    most: int = 4_000,
+    drawn: random.Random | None = None,
+) -> list[tuple[Action, ...]] | None:
+    """Every plan; if there are more than `most`, so many that are drawn, or None if nothing draws."""
+    options = choices(of, drops=drops, anywhere=anywhere)
+    if prod(len(mine) for mine in options) > most:
+        if drawn is None:
+            return None
+        return [
+            tuple(
+                a for mine in options if (a := drawn.choice(mine[: drawn.choice((3, len(mine)))])) is not None
+            )
+            for _ in range(most)
+        ]
     return [tuple(a for a in chosen if a is not None) for chosen in product(*options)]
 
 
-def frontier(of: Trace, *, drops: int = 0, most: int = 4_000) -> dict[int, int] | None:
-    """Peak -> the least added time of a plan with that peak, over all plans; None if there are more than `most`."""
-    every = plans(of, drops=drops, most=most)
+def frontier(
+    of: Trace,
+    *,
+    drops: int = 0,
+    anywhere: bool = False,
+    most: int = 4_000,
+    drawn: random.Random | None = None,
+) -> dict[int, int] | None:
+    """Peak -> the least added time of a plan with that peak, over all `plans`; None if these are too many."""
+    every = plans(of, drops=drops, anywhere=anywhere, most=most, drawn=drawn)
     if every is None:
         return None
     facts = Facts(of)
