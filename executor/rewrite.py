@@ -83,9 +83,11 @@ class _Writing:
         op_id, again = schedule.op[step], schedule.recompute[step]
         op = self.program.ops[op_id]
         graph = self.forward if step < schedule.forward_steps else self.backward
+        recipe = schedule.swapped[step]
         if again:
-            call = emitter(RECOMPUTE)(op)
             self.recomputed.append(op.node.name)
+        if again or recipe is not None:
+            call = emitter(recipe.kind if recipe else RECOMPUTE)(self.program, op_id, recipe)
         else:
             call = Call(target=op.node.target, args=op.node.args, kwargs=dict(op.node.kwargs))
         copy = self._copy(graph, op.node, call, again, lambda n: self._resolve(n, graph))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from executor.emit import Call
+from simulator.core.recipes import Recipe
 from tracer.capture.passes.batch_norm import again
-from tracer.record.program import GraphOp
+from tracer.record.program import Program
 
 
-def emit(op: GraphOp) -> Call:
+def emit(program: Program, op: int, recipe: Recipe | None) -> Call:
     """The op's own call; a batch norm gets no running statistics to update, and its results do not depend on them."""
-    node = op.node
+    node = program.ops[op].node
     return Call(target=node.target, args=again(node.target, node.args), kwargs=dict(node.kwargs))

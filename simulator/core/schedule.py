@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from simulator.core.problem import Problem
+from simulator.core.recipes import LEVERS, Recipe, offered
 from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action
 from traces.trace import EAGER, FLAG_NAMES, FORBIDS_RECOMPUTE, VIEW, Trace
@@ -27,6 +28,9 @@ class Schedule:
     binds: tuple[tuple[int, ...], ...]  # storages that now exist (again) because of this step
     frees: tuple[tuple[int, ...], ...]  # storages freed when the step has ended
     takes: tuple[int, ...]  # the storage whose memory the output takes over in place (it is in `frees`); -1
+    swapped: tuple[
+        Recipe | None, ...
+    ]  # the recipe by which the op takes other values than in the trace; None: none
     forward_steps: int  # so many steps are forward's: its ops, and those that it runs again
 
     def __len__(self) -> int:
@@ -59,7 +63,7 @@ def check_actions(problem: Problem, actions: Iterable[Action]) -> dict[int, Acti
     Raises:
         PlanError: an action names a storage twice, a storage or an op that does not exist, or what cannot be.
     """
-    trace, candidates = problem.trace, frozenset(problem.candidates)
+    trace, recipes = problem.trace, offered(problem)
     by_storage: dict[int, Action] = {}
     for a in actions:
         if not 0 <= a.storage < len(trace.storages):
@@ -70,13 +74,16 @@ def check_actions(problem: Problem, actions: Iterable[Action]) -> dict[int, Acti
         name = f"storage {a.storage} ({trace.storages.name[a.storage]})"
         if a.storage in by_storage:
             raise PlanError(f"the plan names {name} twice.")
-        if a.recipe not in (RECOMPUTE, SAVE):
+        if a.recipe not in (SAVE, *LEVERS):
             raise PlanError(f"{name}: unknown recipe {a.recipe!r}.")
         if a.recipe == SAVE and not 0 <= trace.storages.producer[a.storage] < problem.forward_end:
             raise PlanError(f"{name} cannot be saved: forward does not make it.")
-        may_go = a.storage in candidates or problem.recompute_only[a.storage]
-        if (a.recipe != SAVE or a.evict_after) and not may_go:
+        if (a.recipe != SAVE or a.evict_after) and (RECOMPUTE, a.storage) not in recipes:
             raise PlanError(f"{name} cannot be recomputed: {why_not(problem, a.storage)}.")
+        if a.recipe != SAVE and (a.recipe, a.storage) not in recipes:
+            raise PlanError(
+                f"{name} has no recipe {a.recipe!r}: no op can do with another value in its place."
+            )
         _check_evictions(problem, a, name)
         by_storage[a.storage] = a
     return by_storage
@@ -147,11 +154,17 @@ class _Building:
         n_st, self.forward_end = len(sts), problem.forward_end
         self.saved = [w or p for w, p in zip(problem.saved_by_default, problem.pinned, strict=True)]
         self.retained = [False] * n_st
+        self.reads, self.inputs = list(self.trace.ops.reads), list(self.trace.ops.inputs)
+        self.swapped: dict[
+            int, Recipe
+        ] = {}  # op -> the recipe by which it takes other values than in the trace
         self.evictions: dict[int, list[int]] = {}  # op -> storages that are absent once it has run
         for s, a in by_storage.items():
             self.saved[s], self.retained[s] = a.recipe == SAVE or problem.pinned[s], a.retain
             for c in a.evict_after:
                 self.evictions.setdefault(c, []).append(s)
+            if a.recipe != SAVE:
+                self._swap(offered(problem)[a.recipe, s])
         # Of what is not saved: the op of forward after which it is absent.
         self.leaves = [max(p, u) for p, u in zip(sts.producer, sts.last_forward_use, strict=True)]
         for s, p in enumerate(sts.producer):
@@ -169,6 +182,15 @@ class _Building:
         self.binds: list[tuple[int, ...]] = []
         self.forward_steps = 0
 
+    def _swap(self, recipe: Recipe) -> None:
+        """Let ops take the values that a recipe puts in place of its storage's."""
+        for i, value, instead in recipe.swaps:
+            self.inputs[i] = tuple(dict.fromkeys(instead if j == value else j for j in self.inputs[i]))
+            self.reads[i] = tuple(
+                dict.fromkeys(recipe.payload if s == recipe.storage else s for s in self.reads[i])
+            )
+            self.swapped[i] = recipe
+
     def run(self, c: int) -> None:
         """Bring back what op c takes, run it, and let go what the plan evicts then."""
         rebuilt = self._rebuild_inputs(c)
@@ -184,8 +206,8 @@ class _Building:
             self.forward_steps = len(self.op)
 
     def _emit(self, i: int, again: bool, binds: tuple[int, ...]) -> None:
-        ops, step = self.trace.ops, len(self.op)
-        for s in ops.reads[i]:
+        ops, reads, step = self.trace.ops, self.reads[i], len(self.op)
+        for s in reads:
             if not self.there[s]:
                 raise PlanError(
                     f"op {i} ({ops.name[i]}) reads storage {s} ({self.trace.storages.name[s]}), which is not there: it "
@@ -194,7 +216,7 @@ class _Building:
         self.op.append(i)
         self.recompute.append(again)
         self.binds.append(binds)
-        for s in ops.reads[i]:
+        for s in reads:
             if self.instance[s] >= 0:
                 self.last_step[self.instance[s]] = step
         for s in binds:
@@ -203,16 +225,15 @@ class _Building:
             self.last_step.append(step)
             self.there[s] = True
         if self.problem.is_view[i]:
-            self.made_from[i] = tuple(self.instance[s] for s in ops.reads[i])
+            self.made_from[i] = tuple(self.instance[s] for s in reads)
 
     def _missing(self, i: int, consumer: int) -> bool:
         """Whether the value of op i, as `consumer` reads it, is absent."""
-        reads = self.trace.ops.reads
         if self.problem.is_view[i]:
-            if not all(self.there[s] for s in reads[i]):
+            if not all(self.there[s] for s in self.reads[i]):
                 return True
-            return self.made_from[i] != tuple(self.instance[s] for s in reads[i])
-        return any(s in reads[consumer] and not self.there[s] for s in self.problem.creates[i])
+            return self.made_from[i] != tuple(self.instance[s] for s in self.reads[i])
+        return any(s in self.reads[consumer] and not self.there[s] for s in self.problem.creates[i])
 
     def _rebuild_inputs(self, c: int) -> list[int]:
         """Run again what op c needs; returns the storages that came back."""
@@ -239,11 +260,10 @@ class _Building:
 
         First all that is missing is seen, then it runs: an op from which two things are wanted runs once.
         """
-        inputs = self.trace.ops.inputs
         order: list[int] = []
         demanded: set[int] = set()
         visited: set[int] = set()
-        stack = [(j, c, False) for j in reversed(inputs[c])]
+        stack = [(j, c, False) for j in reversed(self.inputs[c])]
         while stack:
             i, consumer, expanded = stack.pop()
             if expanded:
@@ -252,14 +272,14 @@ class _Building:
             if not self._missing(i, consumer):
                 continue
             if not self.problem.is_view[i]:
-                demanded.update(s for s in self.problem.creates[i] if s in self.trace.ops.reads[consumer])
+                demanded.update(s for s in self.problem.creates[i] if s in self.reads[consumer])
             if i in visited:
                 continue
             visited.add(i)
             if not self.problem.may_rerun[i] and not self.problem.is_view[i]:
                 raise self._forbidden(c, i)
             stack.append((i, consumer, True))
-            stack.extend((j, i, False) for j in reversed(inputs[i]))
+            stack.extend((j, i, False) for j in reversed(self.inputs[i]))
         return order, demanded
 
     def _forbidden(self, c: int, i: int) -> PlanError:
@@ -278,12 +298,17 @@ class _Building:
             recompute=tuple(self.recompute),
             binds=tuple(self.binds),
             frees=tuple(tuple(sorted(f)) for f in frees),
-            takes=tuple(
-                s if s >= 0 and s in frees[step] and s not in self.binds[step] else -1
-                for step, s in enumerate(self.trace.ops.overwrites[i] for i in self.op)
-            ),
+            takes=tuple(self._taken(step, i, frees[step]) for step, i in enumerate(self.op)),
+            swapped=tuple(self.swapped.get(i) for i in self.op),
             forward_steps=self.forward_steps,
         )
+
+    def _taken(self, step: int, i: int, frees: Sequence[int]) -> int:
+        """The storage that step's op i writes into instead of memory of its own, because it ends there; -1."""
+        s = self.trace.ops.overwrites[i]
+        instead = self.swapped.get(i)
+        given_up = instead is not None and instead.storage == s
+        return s if s >= 0 and s in frees and s not in self.binds[step] and not given_up else -1
 
     def _frees(self) -> Sequence[Sequence[int]]:
         """Storages by the step after which an instance of theirs is freed: its last reader, or the end of its hold."""
