@@ -62,6 +62,7 @@ from simulator.bounds.instants import TURN, Instants
 from simulator.bounds.lowest import lowest
 from simulator.bounds.working_sets import WorkingSets
 from simulator.core.problem import Floor, Problem
+from simulator.core.recipes.swaps import relaxed
 
 TWICE = "what backward reads must be brought together op after op in so little memory that some ops run again twice"
 
@@ -143,6 +144,7 @@ class Bounder:
     """Bounds for one problem and any number of budgets."""
 
     def __init__(self, problem: Problem) -> None:
+        problem = relaxed(problem)
         self.trace = problem.trace
         self.instants = Instants(problem)
         self._floor: Floor | None = None

@@ -15,6 +15,7 @@ is so slow that the time runs out first; so equal seeds make equal plans.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +25,12 @@ from simulator.bounds.bound import Bound, bounder_of
 from simulator.core.evaluator import State
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
+from simulator.core.recipes.swaps import taken, with_swaps
 from simulator.planners.annealing import Annealer, Best
 from simulator.planners.cuts import best_cut
 from simulator.planners.mu_two import Found, Search, segmented
 from simulator.planners.outcome import finish, refuse
+from traces.errors import BudgetError
 from traces.plan import Plan
 
 # A plan so close to the bound, in shares of the step, is good enough.
@@ -57,9 +60,20 @@ Walk = Callable[..., Best | None]
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
     """The cheapest plan found within the budget.
 
+    Where ops can take other values at no cost, it is looked for with all of them doing so first.
+
     Raises:
         BudgetError: none was found.
     """
+    swapped, recipes = taken(problem)
+    if recipes and problem.saved.timeline.peak_allocated_bytes > budget_bytes:
+        with contextlib.suppress(BudgetError):
+            found = _search(swapped, budget_bytes, limits).actions
+            return finish(problem, "search", budget_bytes, with_swaps(recipes, found))
+    return _search(problem, budget_bytes, limits)
+
+
+def _search(problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
     trace = problem.trace
     greedy = Search(problem, budget_bytes, limits.clock())
     bound = bounder_of(problem).bound(budget_bytes)
