@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from simulator.core.problem import Problem
 
-LEVERS: Final = ("recompute",)
+LEVERS: Final = ("recompute", "from_output")
 BIT: Final = "bit"  # the step's results are those of the untouched one in every bit
 
 

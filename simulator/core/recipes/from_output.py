@@ -1,0 +1,113 @@
+"""From output: the backward of an activation takes its output in place of its input, with the same result in every bit.
+
+torch saves the input x of a few pointwise functions y = f(x) whose backward only asks on which side of a border x lies,
+which y says as well. A step that saves y for the next layer in any case then does without x: nothing runs again, and
+nothing is copied. What else needs x recomputes it.
+
+The table has what was found bit-equal for all inputs, NaN and -0.0 and the borders among them (the test runs through
+every number of the 16-bit types): f maps each side to itself and the border to the border. Not in it: hardsigmoid,
+whose y rounds to 1 already below x = 3, and elu, selu, softplus, gelu, silu, whose backward computes with x.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from simulator.core.recipes import Recipe
+from traces.trace import Trace
+
+if TYPE_CHECKING:
+    from simulator.core.problem import Problem
+
+KIND: Final = "from_output"
+COPIES: Final = (
+    "aten.clone.default",
+    "aten.detach.default",
+)  # an in-place activation's input is copied for backward
+Borders = tuple[float, ...]
+# Backward -> forward, and, of their arguments after x, the borders that both compare with; None: y does not tell.
+TABLE: Final[dict[str, tuple[str, Callable[[list[Any], list[Any]], Borders | None]]]] = {
+    # x > 0 exactly where y > 0: below, the slope is not negative.
+    "aten.leaky_relu_backward.default": (
+        "aten.leaky_relu.default",
+        lambda forward, backward: () if forward[0] == backward[0] >= 0 else None,
+    ),
+    # x <= low where y <= low, x >= high where y >= high (relu6 is hardtanh from 0 to 6).
+    "aten.hardtanh_backward.default": (
+        "aten.hardtanh.default",
+        lambda forward, backward: (
+            tuple(forward) if forward == backward and forward[0] <= forward[1] else None
+        ),
+    ),
+    # What is not above the threshold becomes a value that is not, either.
+    "aten.threshold_backward.default": (
+        "aten.threshold.default",
+        lambda forward, backward: tuple(forward) if forward[0] == backward[0] >= forward[1] else None,
+    ),
+    # What lies within lambda becomes 0, which does, too; with a negative lambda nothing does.
+    "aten.hardshrink_backward.default": (
+        "aten.hardshrink.default",
+        lambda forward, backward: tuple(forward) if forward == backward else None,
+    ),
+}
+
+
+def offer(problem: Problem) -> Iterator[Recipe]:
+    """A recipe for each candidate that some backward op of the table may do without."""
+    trace, candidates = problem.trace, frozenset(problem.candidates)
+    made: dict[tuple[str, int], list[int]] = {}  # target, and the op whose value it takes -> ops of forward
+    for f in range(problem.forward_end):
+        if trace.ops.inputs[f]:
+            made.setdefault((trace.ops.target[f], _original(trace, trace.ops.inputs[f][0])), []).append(f)
+    swaps: dict[int, tuple[int, list[tuple[int, int, int]]]] = {}  # x -> y, and who takes it
+    for b in range(problem.forward_end, len(trace.ops)):
+        target = TABLE.get(trace.ops.target[b], ("",))[0]
+        for j in trace.ops.inputs[b] if target else ():
+            for f in made.get((target, _original(trace, j)), ()):
+                x, y = _storages(problem, b, j, f)
+                if x in candidates and y == swaps.setdefault(x, (y, []))[0]:
+                    swaps[x][1].append((b, j, f))
+                    break
+    for x, (y, which) in swaps.items():
+        yield Recipe(kind=KIND, storage=x, payload=y, swaps=tuple(which))
+
+
+def _original(trace: Trace, op: int) -> int:
+    """The op whose value an op passes on, if it is a copy; else itself."""
+    while trace.ops.target[op] in COPIES and trace.ops.inputs[op]:
+        op = trace.ops.inputs[op][0]
+    return op
+
+
+def _storages(problem: Problem, b: int, j: int, f: int) -> tuple[int, int]:
+    """The storages of x and y if backward op b may take the value of f in place of its input j; else -1."""
+    ops, sts = problem.trace.ops, problem.trace.storages
+    if j >= problem.forward_end or len(problem.creates[f]) != 1:
+        return -1, -1
+    behind = set(ops.reads[j]) if problem.is_view[j] else set(problem.creates[j])
+    x, y = [s for s in ops.reads[b] if s in behind], problem.creates[f][0]
+    forward, backward = _arguments(ops.arguments[f])[1:], _arguments(ops.arguments[b])[2:]
+    borders = TABLE[ops.target[b]][1](forward, backward) if forward and backward else None
+    if borders is None or len(x) != 1 or not all(_exact(v, sts.dtype[y]) for v in borders):
+        return -1, -1
+    same = (sts.dtype[x[0]], sts.nbytes[x[0]]) == (sts.dtype[y], sts.nbytes[y])
+    return (x[0], y) if same else (-1, -1)
+
+
+def _arguments(text: str) -> list[Any]:
+    return list(json.loads(text)) if text else []
+
+
+def _exact(number: float, dtype: str) -> bool:
+    """Whether a type has this number itself: else forward may round it, and backward compare with what it was."""
+    if dtype in ("float32", "float64"):
+        return True  # both round it alike
+    if dtype == "float16":
+        return bool(abs(number) <= 65504 and struct.unpack("e", struct.pack("e", number))[0] == number)
+    if dtype == "bfloat16":
+        bits = struct.pack(">f", number)
+        return bool(bits[2:] == b"\0\0" and struct.unpack(">f", bits)[0] == number)
+    return False
