@@ -27,6 +27,7 @@ it says that it is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,8 +82,13 @@ class Plan:
 
     @property
     def recomputed(self) -> frozenset[int]:
-        """Ids of the storages that are not saved."""
-        return frozenset(a.storage for a in self.actions if a.recipe != SAVE)
+        """Ids of the storages that are recomputed: from their last use in forward on, or once they were evicted."""
+        return frozenset(a.storage for a in self.actions if a.recipe == RECOMPUTE or a.evict_after)
+
+    @property
+    def by_recipe(self) -> dict[str, int]:
+        """How many storages have each recipe."""
+        return dict(sorted(Counter(a.recipe for a in self.actions).items()))
 
     def to_json(self) -> dict[str, Any]:
         return {

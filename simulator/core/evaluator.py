@@ -18,7 +18,7 @@ import numpy as np
 from simulator.core.problem import Problem
 from simulator.kernels.walk import FORBIDDEN, FULL, KEEPS, walk
 from traces.errors import PlanError
-from traces.plan import SAVE, Action
+from traces.plan import RECOMPUTE, SAVE, Action
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -166,10 +166,11 @@ class Evaluator:
         for a in actions:
             there[a.storage] = a.recipe == SAVE or problem.pinned[a.storage]
             share[a.storage] = a.retain
-            if a.evict_after and (a.recipe == SAVE or min(a.evict_after) < problem.forward_end):
+            early = a.evict_after and (a.recipe == SAVE or min(a.evict_after) < problem.forward_end)
+            if early or a.recipe not in (SAVE, RECOMPUTE):
                 raise PlanError(
-                    f"storage {a.storage} ({self.trace.storages.name[a.storage]}) is evicted before the end of its "
-                    "life in forward, which the planners' evaluation cannot do yet."
+                    f"storage {a.storage} ({self.trace.storages.name[a.storage]}): the planners' evaluation knows "
+                    "neither evictions before the end of a value's life in forward nor other recipes yet."
                 )
             for c in a.evict_after:
                 k = max(self.before[c], self.forward - 1)

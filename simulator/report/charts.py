@@ -30,8 +30,9 @@ COLOURS: Final = {
     "other": "#c9b79c",
     "workspace": "#3f4657",
 }
-SAVED, RECOMPUTED, UNABLE = "saved", "recomputed", "saved: may not be recomputed"
-ACTION_COLOURS: Final = {SAVED: "#94a3b8", RECOMPUTED: "#d9614c", UNABLE: "#3f4657"}
+SAVED, RECOMPUTED, REPLACED = "saved", "recomputed", "another value serves"
+UNABLE = "saved: may not be recomputed"
+ACTION_COLOURS: Final = {SAVED: "#94a3b8", RECOMPUTED: "#d9614c", REPLACED: "#56a6a0", UNABLE: "#3f4657"}
 # One hue for each way to run the step; the paler shade with a dashed edge is always a prediction.
 WAY_COLOURS: Final = {
     "keep-all": ("#c3d3e6", "#4c78a8"),

@@ -36,7 +36,7 @@ from simulator.studies import warnings as caveats
 from simulator.studies.fit import Fit
 from simulator.studies.prediction import Comparison, compare, with_reserved
 from traces.measurement import RunFigures
-from traces.plan import RESERVED, Plan
+from traces.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace, TraceMeta
 from traces.units import bytes_unit, show_bytes, show_percent, show_time
 
@@ -442,6 +442,9 @@ def recompute_blocks(c: Comparison) -> tuple[Block, ...]:
         return (Text("The plan recomputes nothing."),)
     total_ns = sum(r.time_ns for r in found)
     evicted = sum(trace.storages.nbytes[s] for s in c.plan.recomputed)
+    places = "evicted in forward and recomputed in backward"
+    if any(c.planned.recompute[: c.planned.forward_steps]):
+        places = "evicted and recomputed in forward and backward"
     shown = found[:ROWS]
     spent = sum(r.time_ns for r in shown)
     unit, unit_name = charts.time_unit(max(t for t, _ in by_module(trace, found).values()))
@@ -451,9 +454,9 @@ def recompute_blocks(c: Comparison) -> tuple[Block, ...]:
     ]
     return (
         Text(
-            f"{len(c.plan.recomputed):,} storages ({show_bytes(evicted)}) are evicted in forward and recomputed in "
-            f"backward, by {len(found):,} ops that together take {show_time(total_ns)}. A link is an op that runs only "
-            "because another recomputation needs its output."
+            f"{len(c.plan.recomputed):,} storages ({show_bytes(evicted)}) are {places}, by {len(found):,} ops that "
+            f"together take {show_time(total_ns)}. A link is an op that runs only because another recomputation needs "
+            "its output."
         ),
         Chart(
             charts.by_name(bars, charts.ACTION_COLOURS, f"recompute time, {unit_name}"),
@@ -558,11 +561,14 @@ def activation_blocks(problem: Problem, plan: Plan) -> tuple[Block, ...]:
     found = activations(problem)
     if not found:
         return (Text("Forward saves nothing for backward."),)
-    candidates, chosen = frozenset(problem.candidates), plan.recomputed
+    candidates, recomputed = frozenset(problem.candidates), plan.recomputed
+    replaced = {a.storage for a in plan.actions if a.recipe not in (SAVE, RECOMPUTE)}
 
     def action(a: Activation) -> str:
-        if a.storage in chosen:
+        if a.storage in recomputed:
             return charts.RECOMPUTED
+        if a.storage in replaced:
+            return charts.REPLACED
         return charts.SAVED if a.storage in candidates else charts.UNABLE
 
     def cost(a: Activation) -> Cell:

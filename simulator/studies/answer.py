@@ -11,7 +11,7 @@ from simulator.studies import warnings as caveats
 from simulator.studies.fit import Fit
 from simulator.studies.prediction import Comparison
 from traces.measurement import RunFigures
-from traces.plan import RESERVED
+from traces.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.trace import Trace
 from traces.units import show_bytes, show_percent, show_time
 
@@ -47,6 +47,7 @@ def answer(
             "overhead_percent": c.overhead_percent,
             "recomputed_ops": c.planned_timeline.recomputed_ops,
             "recomputed_storages": len(c.plan.recomputed),
+            "recipes": c.plan.by_recipe,
         },
     }
 
@@ -134,7 +135,7 @@ def summary(
             f"time    {show_time(c.kept_timeline.step_time_ns)} -> {show_time(timeline.step_time_ns)} "
             f"({show_percent(c.overhead_percent, signed=True)})",
             f"plan    {plan.planner}: {len(plan.recomputed)} values recomputed by {timeline.recomputed_ops} op "
-            f"runs, found in {solve_seconds:.2f} s",
+            f"runs{_swapped(plan)}, found in {solve_seconds:.2f} s",
         ]
         gap = gap_points(c, bound)
         if bound is not None and gap is not None:
@@ -159,6 +160,12 @@ def summary(
     elif c.budget_bytes is None:
         lines.append(f"Next: simulate {trace_name} --budget 60% -o plan.json")
     return "\n".join(lines)
+
+
+def _swapped(plan: Plan) -> str:
+    """How many values each other recipe does without, to follow what is recomputed."""
+    others = {k: n for k, n in plan.by_recipe.items() if k not in (RECOMPUTE, SAVE)}
+    return "".join(f", {n} replaced {kind.replace('_', ' ')}" for kind, n in others.items())
 
 
 def reserved_lines(c: Comparison) -> list[str]:
