@@ -84,6 +84,56 @@ def residual(batch_size: int = 4) -> Built:
     return model, batch, functional.cross_entropy, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+class Branches(nn.Module):
+    """Three blocks whose branches end side by side, as in an Inception net, and a second head on the way."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+
+        def conv(channels: int, kernel: int) -> nn.Module:
+            layer = nn.Conv2d(channels, width, kernel, padding=kernel // 2, bias=False)
+            return nn.Sequential(layer, nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+
+        def block(channels: int) -> nn.Module:
+            deep = nn.Sequential(conv(channels, 1), conv(width, 3))
+            pooled = nn.Sequential(nn.MaxPool2d(3, 1, 1, ceil_mode=True), conv(channels, 1))
+            return nn.ModuleList((conv(channels, 1), deep, pooled))
+
+        self.blocks = nn.ModuleList(block(channels) for channels in (3, 3 * width, 3 * width))
+        self.heads = nn.ModuleList(nn.Linear(3 * width, 5) for _ in range(2))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = []
+        for block in self.blocks:
+            x = torch.cat([branch(x) for branch in block], 1)
+            seen.append(functional.adaptive_avg_pool2d(x, 1).flatten(1))
+        return self.heads[0](self.drop(seen[-1])) + 0.3 * self.heads[1](self.drop(seen[1]))
+
+
+def branches() -> Built:
+    model = Branches()
+    batch = torch.randn(4, 3, 8, 8), torch.randint(5, (4,))
+    return model, batch, functional.cross_entropy, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def torchvision_family(family: str) -> Built:
+    """Two or four layers of a family whose published nets have dozens."""
+    from torchvision.models.densenet import DenseNet
+    from torchvision.models.maxvit import MaxVit
+    from torchvision.models.swin_transformer import SwinTransformer
+
+    model: nn.Module
+    if family == "densenet":
+        model = DenseNet(4, (2, 2), 8, num_classes=5)
+    elif family == "swin":
+        model = SwinTransformer([4, 4], 8, [2, 2], [2, 2], [4, 4], stochastic_depth_prob=0.2, num_classes=5)
+    else:
+        model = MaxVit((32, 32), 8, 4, [8, 16], [1, 1], 4, 0.2, num_classes=5)
+    batch = torch.randn(2, 3, 32, 32), torch.randint(5, (2,))
+    return model, batch, functional.cross_entropy, None
+
+
 class Branching(nn.Module):
     """Looks at its data."""
 

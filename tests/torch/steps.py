@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from tracer.build.batch import split_batch
 from tracer.build.loop import TrainingStep
-from tracer.build.step import BuildStep
+from tracer.build.step import BuildStep, load_spec
 from tracer.record.program import Program, program_of
 from tracer.record.step import Recorded, capture_step, trace_step
 from traces.devices import device
@@ -45,6 +46,16 @@ def build_of(make: Callable[[], tuple[Any, Any, Any, Any]], seed: int = 0) -> Bu
 
 def recorded(spec: BuildStep) -> Recorded:
     return trace_step(spec, device("cpu"))
+
+
+@cache
+def _trace_of(model: str, options: tuple[tuple[str, Any], ...]) -> Trace:
+    return recorded(load_spec(model, dict(options))).trace
+
+
+def trace_of(model: str, options: dict[str, Any]) -> Trace:
+    """The trace of a model by name, captured once for all tests that ask for it."""
+    return _trace_of(model, tuple(sorted(options.items())))
 
 
 def program(model: nn.Module, batch: Any, loss: Callable[..., Any] | None = None) -> Program:

@@ -16,16 +16,19 @@ if importlib.util.find_spec("torchvision") is None:  # importing it is left to L
 from executor.verify import KINDS, verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
-from tests.torch.steps import plan_of, random_actions, recompute_all, recorded  # noqa: E402
+from tests.torch.steps import plan_of, random_actions, recompute_all, trace_of  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from traces.plan import Action  # noqa: E402
 from traces.trace import Trace  # noqa: E402
 
 IMAGES = {"batch_size": 2, "image_size": 64}
 TOKENS = {"batch_size": 2, "seq_len": 16}
-QUICK: list[tuple[str, dict[str, Any], int]] = [
+SMALL: list[tuple[str, dict[str, Any], int]] = [
     (small_nets.spec("mlp"), {}, 10),
     (small_nets.spec("residual"), {}, 10),
+    (small_nets.spec("branches"), {}, 3),
+]
+NAMED: list[tuple[str, dict[str, Any], int]] = [
     ("resnet18", {"batch_size": 2, "image_size": 32}, 3),
     ("bert-tiny", TOKENS, 3),
     ("gpt2-tiny", TOKENS, 3),
@@ -50,7 +53,7 @@ def some_actions(trace: Trace, rng: random.Random) -> tuple[Action, ...]:
 
 def check(model: str, options: dict[str, Any], steps: int, kind: str, seed: int = 1) -> None:
     build = load_spec(model, options)
-    trace = recorded(build).trace
+    trace = trace_of(model, options)
     problem = Problem(trace)
     actions = {
         "keep-all": lambda: (),
@@ -66,17 +69,18 @@ def check(model: str, options: dict[str, Any], steps: int, kind: str, seed: int 
 
 
 @pytest.mark.parametrize("kind", ["keep-all", "random"])
-@pytest.mark.parametrize(("model", "options", "steps"), QUICK, ids=lambda x: str(x).rpartition("/")[2])
-def test_bit_equal(model: str, options: dict[str, Any], steps: int, kind: str) -> None:
+@pytest.mark.parametrize(("model", "options", "steps"), SMALL, ids=lambda x: str(x).rpartition("/")[2])
+def test_small_nets_are_bit_equal(model: str, options: dict[str, Any], steps: int, kind: str) -> None:
     check(model, options, steps, kind)
+
+
+@pytest.mark.parametrize(("model", "options", "steps"), NAMED, ids=str)
+def test_bit_equal(model: str, options: dict[str, Any], steps: int) -> None:
+    check(model, options, steps, "random")
 
 
 def test_all_of_gpt2_recomputed_rebuilds_its_splits() -> None:
     check("gpt2-tiny", TOKENS, 3, "recompute-all")
-
-
-def test_the_arguments_of_googlenet_s_backward_keep_their_names() -> None:
-    check("googlenet", {"batch_size": 2, "image_size": 32}, 1, "keep-all")
 
 
 @pytest.mark.slow
@@ -87,7 +91,15 @@ def test_bit_equal_slow(model: str, options: dict[str, Any], steps: int, kind: s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("model", "options", "steps"), NAMED, ids=str)
+def test_bit_equal_with_all_saved(model: str, options: dict[str, Any], steps: int) -> None:
+    check(model, options, steps, "keep-all")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 7))
-@pytest.mark.parametrize(("model", "options", "steps"), QUICK, ids=lambda x: str(x).rpartition("/")[2])
+@pytest.mark.parametrize(
+    ("model", "options", "steps"), [*SMALL, *NAMED], ids=lambda x: str(x).rpartition("/")[2]
+)
 def test_more_random_plans(model: str, options: dict[str, Any], steps: int, seed: int) -> None:
     check(model, options, steps, "random", seed)

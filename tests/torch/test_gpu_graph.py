@@ -546,7 +546,10 @@ STEPS = release_here() >= CUDNN_DROPOUT_STEPS
         ("bert-tiny", {"dtype": "bfloat16", "dropout": 0.0}, "h200", "cudnn"),
         ("gpt2-tiny", {"dtype": "bfloat16"}, "a100-40", "flash"),
         ("llama-tiny", {"dtype": "bfloat16"}, "t4", None),
-        ("vit-tiny", {"dtype": "bfloat16", "image_size": 32}, "a100-40", "flash"),
+        ("bert-tiny", {"dtype": "bfloat16", "dropout": 0.0}, "a100-40", "flash"),
+        pytest.param(
+            "vit-tiny", {"dtype": "bfloat16", "image_size": 32}, "a100-40", "flash", marks=pytest.mark.slow
+        ),
         ("t5-tiny", {}, "t4", "efficient"),
     ],
 )

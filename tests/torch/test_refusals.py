@@ -279,11 +279,12 @@ class Recurrent(nn.Module):
         return y.mean() + (last[0] if isinstance(last, tuple) else last).square().mean()
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    ("kind", "bidirectional"), [(nn.LSTM, False), (nn.LSTM, True), (nn.GRU, True), (nn.RNN, False)]
+)
 def test_recurrent_layers_keep_the_dropout_between_them(kind: type[nn.Module], bidirectional: bool) -> None:
     def make() -> tuple[Any, ...]:
-        return Recurrent(kind, bidirectional), torch.randn(5, 2, 4), None, None
+        return Recurrent(kind, bidirectional), torch.randn(2, 2, 4), None, None
 
     trace = recorded(build_of(make)).trace
     assert sum(t == "lowtide.dropout_mask.default" for t in trace.ops.target) == 2
