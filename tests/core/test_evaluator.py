@@ -37,15 +37,9 @@ def check(of: Trace, evaluator: Evaluator, actions: tuple[Action, ...]) -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(traces_with_actions(rich=False))
-def test_it_agrees_on_any_trace_and_plan(case: tuple[Trace, tuple[Action, ...]]) -> None:
-    of, actions = case
-    check(of, Evaluator(Problem(of)), actions)
-
-
-@settings(max_examples=400, deadline=None)
 @given(traces_with_actions(reruns=True, rich=False))
-def test_it_counts_what_libraries_keep_because_of_reruns(case: tuple[Trace, tuple[Action, ...]]) -> None:
+def test_it_agrees_on_any_trace_and_plan(case: tuple[Trace, tuple[Action, ...]]) -> None:
+    """Also on what libraries hold because of reruns."""
     of, actions = case
     check(of, Evaluator(Problem(of)), actions)
 

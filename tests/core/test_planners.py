@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import fields, replace
 
 import pytest
@@ -493,15 +492,14 @@ def test_every_switch_of_the_paper_changes_some_plan(switch: str) -> None:
     assert any(outcome(of, mu_two_paper.Options(), p) != outcome(of, flipped, p) for of, p in cases)
 
 
-def test_resnet_152_sized_budgets_are_met_quickly() -> None:
+def test_resnet_152_sized_budgets_are_met_within_the_planner_s_seconds() -> None:
+    """Some 0.2, 1.2 and 1.3 s of processor time where this was written; cut off, the plans would be slower."""
     of = resnet()
     assert len(Problem(of).candidates) > 600
     before = peak(of)
     overhead = {}
     for percent in (60, 40, 30):
-        start = time.perf_counter()
-        plan = plan_with("mu-two", Problem(of), before * percent // 100)
-        assert time.perf_counter() - start < 10  # about 0.2, 1.2 and 1.3 s where this was written
+        plan = plan_with("mu-two", Problem(of), before * percent // 100, Limits(seconds=10))
         overhead[percent] = plan.predicted["plan"]["overhead_percent"]
         assert peak(of, plan) <= before * percent // 100
     assert overhead[60] < 8
