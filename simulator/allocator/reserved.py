@@ -136,17 +136,18 @@ def _play(requests: Requests, allocator: Allocator, *, first: bool) -> None:
 
 def _compiled(requests: Requests, iterations: int) -> ReservedFigures:
     """The same under torch's default settings, in machine code."""
-    from simulator.kernels.best_fit import best_fit
+    from simulator.kernels.best_fit import SUMS, best_fit, memory
 
-    once = np.array(requests.once, np.int64).reshape(-1, 2)
-    rows = np.zeros((iterations, 8), np.int64)
-    ran, asked, steady = best_fit(
+    rows = np.zeros(iterations, SUMS)
+    # What is never given back stays.
+    in_all = len(requests.residents) + len(requests.once) + iterations * requests.count
+    ran, steady = best_fit(
         np.array(requests.residents, np.int64),
         np.array(requests.blocks, np.int64),
         np.array(requests.sizes, np.int64),
-        once,
-        requests.count,
+        np.array(requests.once, np.int64).reshape(-1, 2),
         rows,
+        memory(in_all, requests.count),
     )
     figures = tuple(
         AllocatorFigures(
@@ -163,4 +164,6 @@ def _compiled(requests: Requests, iterations: int) -> ReservedFigures:
         )
         for row in rows[:ran].tolist()
     )
-    return ReservedFigures(iterations=figures, segment_requests=asked, steady=bool(steady))
+    return ReservedFigures(
+        iterations=figures, segment_requests=int(rows["segments"][ran - 1]), steady=bool(steady)
+    )

@@ -79,7 +79,7 @@ class WorkingSets:
             price_ns: time per `price_bytes`, as the bound of that instant has it; any price gives a bound.
             price_bytes: see there.
         """
-        from simulator.kernels.pebbles import NO_WAY, WIDTH, walk_back
+        from simulator.kernels.pebbles import EMPTY, NO_WAY, NODE, OP, STORAGE, WIDTH, Nodes, Way, walk_back
 
         instants, turn = self.instants, self.instants.turn
         first = turn if op == TURN else op + 1
@@ -114,16 +114,29 @@ class WorkingSets:
         np.cumsum(np.bincount(reader, minlength=n_ops), out=reads_at[1:])
         overwrites, rise = self._taken(rank)
         n_states = ROOM * MOST_STATES + 2 * WIDTH
+        n_forward = len(rise)
+        ops = np.zeros(n_ops + 2, OP)
+        ops["time"][:n_forward], ops["rise_bytes"][:n_forward] = self._time_ns << shift, rise
+        ops["may_rerun"][:n_forward], ops["overwrites"][:n_ops] = self._may, overwrites
+        ops["base_bytes"][: len(instants.sure_bytes)] = instants.sure_bytes
+        ops["need_bytes"][: len(instants.unavoidable_bytes)] = instants.unavoidable_bytes
+        ops["before_share"][: len(before_share)], ops["reads_at"][: n_ops + 1] = before_share, reads_at
+        storages = np.zeros(len(tracked), STORAGE)
+        storages["nbytes"], storages["share"] = self._nbytes[tracked], share[tracked]
+        storages["producer"], storages["until"] = self._producer[tracked], self._until[tracked]
+        storages["first_read"] = first_read[tracked]
+        found = Nodes(
+            nodes=np.empty(n_states, NODE),
+            states=np.empty((n_states, WIDTH), np.int32),
+            table=np.full(1 << (2 * n_states).bit_length(), EMPTY, np.int32),
+            heap=np.empty(n_states, np.int32),
+            state=np.empty(WIDTH, np.int32),
+        )
+        root = int(share[wanted].sum()) - price * free_bytes
+        way = Way(ops, storages, rank[read])
         least, _ = walk_back(
-            budget_bytes, first, int(brought.max()) + 1, int(share[wanted].sum()) - price * free_bytes,
-            reads_at, rank[read], overwrites,
-            np.stack((self._time_ns << shift, rise, self._may.astype(np.int64))),
-            np.array(instants.sure_bytes, np.int64), np.array(instants.unavoidable_bytes, np.int64),
-            np.stack([x[tracked] for x in (self._nbytes, self._producer, self._until, first_read)]),
-            share[tracked], before_share, np.array((MOST_STATES, STALE_STATES)),
-            np.empty((n_states, WIDTH), np.int32), np.empty((3, n_states), np.int64), np.empty(n_states, np.int32),
-            np.empty(1 << (2 * n_states).bit_length(), np.int32), np.empty(n_states, np.int32),
-        )  # fmt: skip
+            budget_bytes, first, int(brought.max()) + 1, root, MOST_STATES, STALE_STATES, way, found
+        )
         return None if least == NO_WAY else max(0, int(least) >> shift)
 
     def _taken(self, rank: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -173,5 +186,6 @@ class WorkingSets:
         late = links[np.argsort(-self._producer[links], kind="stable")]
         order = node[np.concatenate((early, late))]
         share = np.zeros(n_nodes, np.int64)
-        marginal_cuts(order, out_at, out, left, MOST_VISITS, n_nodes, share)
+        seen, came, queue = np.zeros((3, n_nodes), np.int64)
+        marginal_cuts(order, out_at, out, left, MOST_VISITS, seen, came, queue, share)
         return np.where(decided, share[node], 0)

@@ -9,14 +9,15 @@ Counts and ignores: what `simulator.core.replay` counts and ignores.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from simulator.core.problem import Problem
-from simulator.kernels.walk import FORBIDDEN, FULL, KEEPS, walk
+from simulator.kernels.records import OP, STORAGE, Facts, Work, pack_rows, steps
+from simulator.kernels.walk import FORBIDDEN, FULL, walk
 from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action
 
@@ -54,6 +55,9 @@ class Result:
 
 class Evaluator:
     """One trace in the form that `evaluate` needs. Positions number the ops that are left when views are dissolved."""
+
+    facts: Facts
+    _work: Work
 
     def __init__(self, problem: Problem) -> None:
         trace = problem.trace
@@ -195,8 +199,7 @@ class Evaluator:
         peak_bytes, added_ns, _, steps = self.walk(state)
         if peak_bytes <= budget_bytes:
             return peak_bytes, added_ns, 0
-        peaks = self._levels[0, : self.forward + steps]
-        return peak_bytes, added_ns, int(np.maximum(peaks - budget_bytes, 0).sum())
+        return peak_bytes, added_ns, int(np.maximum(self.peaks(steps) - budget_bytes, 0).sum())
 
     def evaluate(self, state: State) -> Result:
         """Peak and time of a plan, and what happens on the way.
@@ -205,7 +208,7 @@ class Evaluator:
             PlanError: a chain needs an op that may not run again.
         """
         peak_bytes, added_ns, peak_step, steps = self.walk(state)
-        seq = self._seq[:steps]
+        seq = self.sequence(steps)
         again = seq < 0
         return Result(
             peak_bytes=peak_bytes,
@@ -213,105 +216,101 @@ class Evaluator:
             peak_step=peak_step,
             seq=np.where(again, ~seq, seq).tolist(),
             again=again.tolist(),
-            peaks=self._levels[0, : self.forward + steps].tolist(),
+            peaks=self.peaks(steps).tolist(),
         )
 
     def walk(self, state: State) -> tuple[int, int, int, int]:
-        """(peak, added time, peak step, steps after forward); raises PlanError as `evaluate` does."""
+        """(peak, added time, peak step, steps with those of forward); raises PlanError as `evaluate` does."""
         if state.drops != self._drops:
             flat = [(k, s) for k, each in sorted(state.drops.items()) for s in each]
             self._drops = dict(state.drops)
             self._drop_at = np.array([k for k, _ in flat], np.int32)
             self._dropped = np.array([s for _, s in flat], np.int32)
         while True:
-            found = walk(
-                self.forward,
-                self.resident_bytes,
-                *self.facts,
-                state.there,
-                state.share,
-                self._drop_at,
-                self._dropped,
-                *self._space,
-                self._seq,
-                self._change,
-                self._levels,
-            )
+            found = walk(*self._given, state.there, state.share, self._drop_at, self._dropped)
             if found[0] >= 0:
                 return found
             if found[0] == FORBIDDEN:
                 raise PlanError(f"op {found[1]} needs op {found[2]} again, which may not run a second time.")
             assert found[0] == FULL
-            self._make_room(2 * len(self._seq))
+            self.work_space(2 * len(self._work.op) - self.forward)
 
-    def steps(self, count: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Of the walk before: the op of each step after forward (~op: run again); all steps' peaks and bytes before."""
-        return self._seq[:count].copy(), self._levels[:, : self.forward + count].copy()
+    def sequence(self, steps: int) -> NDArray[np.int32]:
+        """Of the walk before, of so many steps: the op of each step after forward, ~op if it runs again."""
+        return cast("NDArray[np.int32]", self._work.op[self.forward : steps].copy())
+
+    def peaks(self, steps: int) -> NDArray[np.int64]:
+        """Of the walk before: the most that is allocated while each of so many steps runs."""
+        return cast("NDArray[np.int64]", self._work.peak_bytes[:steps].copy())
 
     def read_by(self, positions: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Storage -> whether one of these ops reads it."""
-        reads_at, reads = self.facts[2:4]
         runs = np.zeros(len(self.op_id), np.bool_)
         runs[positions] = True
         out = np.zeros(len(self.nbytes), np.bool_)
-        out[reads[np.repeat(runs, np.diff(reads_at))]] = True
+        out[self.facts.reads[np.repeat(runs, np.diff(self.facts.ops["reads_at"]))]] = True
         return out
 
-    def chain_space(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Work space for finding a chain: a stack, and an order of ops."""
-        return np.empty_like(self._space[-1]), np.empty(len(self.op_id) + 1, np.int32)
-
-    def work_space(self, steps: int) -> tuple[Any, ...]:
-        """What `kernels.walk` works in, with room for so many steps after forward at least, and leaves its steps in."""
-        if len(self._seq) < steps:
-            self._make_room(steps)
-        return self._space, self._seq, self._change, self._levels
-
-    def _make_room(self, steps: int) -> None:
-        self._seq = np.empty(steps, np.int32)
-        self._change = np.empty((3, steps), np.int64)
-        self._levels = np.empty((2, self.forward + steps), np.int64)
+    def work_space(self, count: int) -> Work:
+        """What `kernels.walk` works in, with room for so many steps at least, and leaves its steps in."""
+        if len(self._work.op) < count:
+            self._work = self._work._replace(**steps(count))
+            self._given = (*self.facts, *self._work)
+        return self._work
 
     def _pack(self) -> None:
-        """The lists above as the arrays that the kernel reads, and its work space."""
-        n_op, n_st = len(self.op_id), len(self.nbytes)
-        per_op = np.zeros((KEEPS + bool(self.rerun_bytes), n_op), np.int64)
-        per_op[0], per_op[1], per_op[2], per_op[3] = self.time_ns, self.rise, self.settled, self.overwrites
-        per_op[4, : self.forward] = self.born
+        """The lists above as the tables that the kernels read, and their work space."""
+        n_op, n_st, forward = len(self.op_id), len(self.nbytes), self.forward
+        ops, storages = np.zeros(n_op + 1, OP), np.zeros(n_st, STORAGE)
+        ops["needs_at"], needs = pack_rows(self.needs)
+        ops["reads_at"], reads = pack_rows(self.reads)
+        ops["creates_at"], creates = pack_rows(self.creates)
         if self.rerun_bytes:
-            per_op[KEEPS, : self.forward] = self.rerun_bytes
-        per_storage = np.array(
-            (
-                self.nbytes,
-                self.producer,
-                self.last_backward_use,
-                self.last_forward,
-                self.hold,
-                self.hold_after,
-                self.forward_take,
-            ),
-            np.int64,
+            ops["rerun_bytes"][:forward] = self.rerun_bytes
+        of_op = {
+            "time_ns": self.time_ns,
+            "overwrites": self.overwrites,
+            "id": self.op_id,
+            "may_rerun": self.may_rerun,
+        }
+        for name, column in of_op.items():
+            ops[name][:n_op] = column
+        of_storage = {
+            "nbytes": self.nbytes,
+            "producer": self.producer,
+            "last_forward": self.last_forward,
+            "last_backward": self.last_backward_use,
+            "hold": self.hold,
+            "hold_after": self.hold_after,
+            "forward_take": self.forward_take,
+        }
+        for name, column in of_storage.items():
+            storages[name] = column
+        self.facts = Facts(
+            forward=forward,
+            resident_bytes=self.resident_bytes,
+            ops=ops,
+            storages=storages,
+            needs=needs,
+            reads=reads,
+            creates=creates,
+            made=np.array(self.made_forward, np.int32),
+            transient_bytes=np.array(self.rise, np.int64),
+            adds_bytes=np.array([*self.born, *self.settled[forward:]], np.int64),
         )
-        needs_at, needs = _rows(self.needs)
-        self.facts = (
-            needs_at,
-            needs,
-            *_rows(self.reads),
-            *_rows(self.creates),
-            per_op,
-            per_storage,
-            np.array(self.op_id, np.int32),
-            np.array(self.may_rerun, np.uint8),
-            np.array(self.made_forward, np.int32),
+        self._work = Work(
+            there=np.empty(n_st, np.uint8),
+            last=np.empty(n_st, np.int32),
+            first_end=np.empty(n_st, np.int32),
+            demanded=np.empty(n_st, np.int32),
+            visited=np.empty(n_op, np.int32),
+            step_of=np.empty(n_op, np.int32),
+            rebuilt=np.empty(n_st, np.int32),
+            order=np.empty(n_op + 1, np.int32),
+            stack=np.empty(2 * len(needs) + n_op + 1, np.int32),
+            **steps(forward + 2 * n_op + 1),
         )
-        self._space = (
-            np.empty(n_st, np.uint8),
-            np.empty(n_st, np.uint8),
-            np.empty((3, n_st), np.int32),
-            np.empty((3, n_op), np.int32),
-            np.empty(2 * len(needs) + n_op + 1, np.int32),
-        )
-        self._make_room(2 * n_op + 1)
+        self._given = (*self.facts, *self._work)  # to `walk`
 
 
 def without(drops: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[int, ...]]:
@@ -320,13 +319,6 @@ def without(drops: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[
         return drops
     left = {k: tuple(s for s in d if s != storage) for k, d in drops.items()}
     return {k: d for k, d in left.items() if d}
-
-
-def _rows(lists: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Lists of ids one behind the other, and where each starts."""
-    at = np.zeros(len(lists) + 1, np.int32)
-    np.cumsum([len(x) for x in lists], out=at[1:])
-    return at, np.array([s for x in lists for s in x], np.int32)
 
 
 def _dissolve_views(problem: Problem, chosen: list[int], made_forward: list[bool]) -> list[tuple[int, ...]]:

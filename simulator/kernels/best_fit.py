@@ -1,4 +1,4 @@
-"""Turn a stream of requests into what CUDA's caching allocator has reserved, under torch's default settings: compiled.
+"""What CUDA's caching allocator reserves for a stream of requests, under torch's default settings.
 
 The rules, and what they count and ignore, are those of `simulator.allocator.caching` for one stream, without
 expandable segments, size limits or a limit on memory. A test compares the two on random streams.
@@ -6,78 +6,110 @@ expandable segments, size limits or a limit on memory. A test compares the two o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from simulator.kernels.compiled import compiled
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Longs = NDArray[np.int64]
+from simulator.kernels.compiled import compiled, inner
+from simulator.kernels.records import table
 
 MIB: Final = 1 << 20
 LEAST: Final = 512  # every block is a multiple of it
-SMALL: Final = (
-    MIB  # blocks up to this size have a pool of their own; larger rests than this are split off large blocks
-)
+SMALL: Final = MIB  # blocks up to this size have a pool of their own; larger rests are split off large blocks
 SMALL_SEGMENT: Final = 2 * MIB
 LARGE_SEGMENT: Final = 20 * MIB
 LARGE_REQUEST: Final = (
     10 * MIB
-)  # from here on a request gets a segment of its own size, in steps of SMALL_SEGMENT
-# Rows of `block`.
-ADDRESS: Final = 0
-SIZE: Final = 1
-BEFORE: Final = 2  # the block before it in its segment; -1
-BEHIND: Final = 3
-REQUESTED: Final = 4
-FREE: Final = 5  # whether it is in a pool
-# Entries of `sums`.
-ALLOCATED: Final = 0
-ASKED: Final = 1
-RESERVED: Final = 2
-PEAKS: Final = 3  # and the three peaks
-END: Final = 6  # of the addresses given out
-SEGMENTS: Final = 7
+)  # from here on a request has a segment of its own size, in steps of SMALL_SEGMENT
+BLOCK: Final = table(
+    [
+        ("address", np.int64),
+        ("nbytes", np.int64),
+        ("before", np.int64),  # the block before it in its segment; -1
+        ("behind", np.int64),
+        ("requested", np.int64),
+        ("free", np.int64),  # whether it is in a pool
+    ]
+)
+SUMS: Final = table(
+    [
+        ("allocated", np.int64),
+        ("requested", np.int64),
+        ("reserved", np.int64),
+        ("peak_allocated", np.int64),
+        ("peak_requested", np.int64),
+        ("peak_reserved", np.int64),
+        ("end", np.int64),  # of the addresses given out
+        ("segments", np.int64),
+    ]
+)
 
 
-@compiled
-def _place(block: Longs, pool: Longs, count: int, size: int, address: int) -> int:
+class Memory(NamedTuple):
+    """What is allocated and what is free: work space."""
+
+    blocks: Any  # [block] of BLOCK
+    pools: Any  # [2, block]: free blocks by size and address, small ones and large ones
+    counts: Any  # [2]: how many
+    spare: Any  # [block + 1]: where the next entry goes, and the numbers of no block
+    sums: Any  # [1] of SUMS
+    held: Any  # [request]: its block
+    pool_of: Any  # [request]
+
+
+def memory(requests: int, in_turn: int) -> Memory:
+    """Work space for so many requests in all, so many of them of one iteration; each makes at most two blocks."""
+    room = 2 * requests + 2
+    spare = np.concatenate(([room + 1], np.arange(room - 1, -1, -1)))
+    return Memory(
+        blocks=np.empty(room, BLOCK),
+        pools=np.empty((2, room), np.int64),
+        counts=np.zeros(2, np.int64),
+        spare=spare,
+        sums=np.zeros(1, SUMS),
+        held=np.empty(in_turn + 1, np.int64),
+        pool_of=np.empty(in_turn + 1, np.int64),
+    )
+
+
+@inner
+def _place(block: Any, pool: Any, count: int, size: int, address: int) -> int:
     """The first position in a pool, sorted by size and address, that is not before this size and address."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
         b = pool[middle]
-        if block[SIZE, b] < size or (block[SIZE, b] == size and block[ADDRESS, b] < address):
+        if block[b].nbytes < size or (block[b].nbytes == size and block[b].address < address):
             low = middle + 1
         else:
             high = middle
     return low
 
 
-@compiled
-def _insert(block: Longs, pools: Longs, counts: Longs, p: int, b: int) -> None:
-    at = _place(block, pools[p], counts[p], block[SIZE, b], block[ADDRESS, b])
+@inner
+def _insert(m: Any, p: int, b: int) -> None:
+    block, pools, counts = m.blocks, m.pools, m.counts
+    at = _place(block, pools[p], counts[p], block[b].nbytes, block[b].address)
     for k in range(counts[p], at, -1):
         pools[p, k] = pools[p, k - 1]
     pools[p, at] = b
     counts[p] += 1
-    block[FREE, b] = 1
+    block[b].free = 1
 
 
-@compiled
-def _remove(block: Longs, pools: Longs, counts: Longs, p: int, b: int) -> None:
-    at = _place(block, pools[p], counts[p], block[SIZE, b], block[ADDRESS, b])
+@inner
+def _remove(m: Any, p: int, b: int) -> None:
+    block, pools, counts = m.blocks, m.pools, m.counts
+    at = _place(block, pools[p], counts[p], block[b].nbytes, block[b].address)
     counts[p] -= 1
     for k in range(at, counts[p]):
         pools[p, k] = pools[p, k + 1]
-    block[FREE, b] = 0
+    block[b].free = 0
 
 
-@compiled
-def _malloc(block: Longs, pools: Longs, counts: Longs, spare: Longs, sums: Longs, nbytes: int) -> int:
+@inner
+def _malloc(m: Any, nbytes: int) -> int:
+    block, pools, counts, spare, sums = m.blocks, m.pools, m.counts, m.spare, m.sums[0]
     size = LEAST if nbytes < LEAST else -(-nbytes // LEAST) * LEAST
     p = 0 if size <= SMALL else 1
     at = _place(block, pools[p], counts[p], size, -1)
@@ -86,7 +118,7 @@ def _malloc(block: Longs, pools: Longs, counts: Longs, spare: Longs, sums: Longs
         counts[p] -= 1
         for k in range(at, counts[p]):
             pools[p, k] = pools[p, k + 1]
-        block[FREE, b] = 0
+        block[b].free = 0
     else:
         if p == 0:
             segment = SMALL_SEGMENT
@@ -96,104 +128,96 @@ def _malloc(block: Longs, pools: Longs, counts: Longs, spare: Longs, sums: Longs
             segment = -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
         spare[0] -= 1
         b = int(spare[spare[0]])
-        block[ADDRESS, b], block[SIZE, b] = sums[END], segment
-        block[BEFORE, b] = block[BEHIND, b] = -1
-        block[FREE, b] = 0
-        sums[END] += segment
-        sums[SEGMENTS] += 1
-        sums[RESERVED] += segment
-        sums[PEAKS + RESERVED] = max(sums[PEAKS + RESERVED], sums[RESERVED])
-    rest = block[SIZE, b] - size
+        block[b].address, block[b].nbytes = sums.end, segment
+        block[b].before = block[b].behind = -1
+        block[b].free = 0
+        sums.end += segment
+        sums.segments += 1
+        sums.reserved += segment
+        sums.peak_reserved = max(sums.peak_reserved, sums.reserved)
+    rest = block[b].nbytes - size
     if (p == 0 and rest >= LEAST) or rest > SMALL:
         spare[0] -= 1
         r = spare[spare[0]]
-        block[ADDRESS, r], block[SIZE, r] = block[ADDRESS, b] + size, rest
-        block[BEFORE, r], block[BEHIND, r] = b, block[BEHIND, b]
-        if block[BEHIND, b] >= 0:
-            block[BEFORE, block[BEHIND, b]] = r
-        block[BEHIND, b] = r
-        block[SIZE, b] = size
-        _insert(block, pools, counts, p, r)
-    block[REQUESTED, b] = nbytes
-    sums[ALLOCATED] += block[SIZE, b]
-    sums[ASKED] += nbytes
-    sums[PEAKS + ALLOCATED] = max(sums[PEAKS + ALLOCATED], sums[ALLOCATED])
-    sums[PEAKS + ASKED] = max(sums[PEAKS + ASKED], sums[ASKED])
+        block[r].address, block[r].nbytes = block[b].address + size, rest
+        block[r].before, block[r].behind = b, block[b].behind
+        if block[b].behind >= 0:
+            block[block[b].behind].before = r
+        block[b].behind = r
+        block[b].nbytes = size
+        _insert(m, p, r)
+    block[b].requested = nbytes
+    sums.allocated += block[b].nbytes
+    sums.requested += nbytes
+    sums.peak_allocated = max(sums.peak_allocated, sums.allocated)
+    sums.peak_requested = max(sums.peak_requested, sums.requested)
     return b
 
 
-@compiled
-def _free(block: Longs, pools: Longs, counts: Longs, spare: Longs, sums: Longs, p: int, b: int) -> None:
-    sums[ALLOCATED] -= block[SIZE, b]
-    sums[ASKED] -= block[REQUESTED, b]
-    x = block[BEFORE, b]
-    if x >= 0 and block[FREE, x]:
-        _remove(block, pools, counts, p, x)
-        block[ADDRESS, b] = block[ADDRESS, x]
-        block[SIZE, b] += block[SIZE, x]
-        block[BEFORE, b] = block[BEFORE, x]
-        if block[BEFORE, b] >= 0:
-            block[BEHIND, block[BEFORE, b]] = b
+@inner
+def _free(m: Any, p: int, b: int) -> None:
+    block, spare, sums = m.blocks, m.spare, m.sums[0]
+    sums.allocated -= block[b].nbytes
+    sums.requested -= block[b].requested
+    x = block[b].before
+    if x >= 0 and block[x].free:
+        _remove(m, p, x)
+        block[b].address = block[x].address
+        block[b].nbytes += block[x].nbytes
+        block[b].before = block[x].before
+        if block[b].before >= 0:
+            block[block[b].before].behind = b
         spare[spare[0]] = x
         spare[0] += 1
-    x = block[BEHIND, b]
-    if x >= 0 and block[FREE, x]:
-        _remove(block, pools, counts, p, x)
-        block[SIZE, b] += block[SIZE, x]
-        block[BEHIND, b] = block[BEHIND, x]
-        if block[BEHIND, b] >= 0:
-            block[BEFORE, block[BEHIND, b]] = b
+    x = block[b].behind
+    if x >= 0 and block[x].free:
+        _remove(m, p, x)
+        block[b].nbytes += block[x].nbytes
+        block[b].behind = block[x].behind
+        if block[b].behind >= 0:
+            block[block[b].behind].before = b
         spare[spare[0]] = x
         spare[0] += 1
-    _insert(block, pools, counts, p, b)
+    _insert(m, p, b)
 
 
 @compiled
 def best_fit(
-    residents: Longs,
-    blocks: Longs,
-    sizes: Longs,
-    once: Longs,  # [k, 2]
-    count: int,  # of the blocks that one iteration asks for
-    rows: Longs,  # out, [iteration, 8]: allocated, requested, reserved, their peaks
-) -> tuple[int, int, bool]:
-    """(iterations, segments, whether the last iteration asked for no new one) of `allocator.requests.Requests`."""
-    iterations = rows.shape[0]
-    # Each request makes at most two blocks, and what is never given back stays.
-    room = 2 * (residents.shape[0] + once.shape[0] + iterations * count) + 2
-    block = np.empty((6, room), np.int64)
-    pools = np.empty((2, room), np.int64)
-    counts = np.zeros(2, np.int64)
-    spare = np.empty(room + 1, np.int64)  # where the next entry goes, and the numbers of no block
-    spare[0] = room + 1
-    for k in range(room):
-        spare[k + 1] = room - 1 - k
-    sums = np.zeros(8, np.int64)
-    held, pool_of = np.empty(count + 1, np.int64), np.empty(count + 1, np.int64)
+    residents: Any,
+    blocks: Any,
+    sizes: Any,
+    once: Any,  # [k, 2]
+    rows: Any,  # out, [iteration] of SUMS
+    m: Any,
+) -> tuple[int, bool]:
+    """(iterations, whether the last one asked for no new segment) of `allocator.requests.Requests`."""
+    sums = m.sums[0]
     for k in range(residents.shape[0]):
-        _malloc(block, pools, counts, spare, sums, residents[k])
+        _malloc(m, residents[k])
     steady = False
     ran = 0
-    while ran < iterations and not steady:
-        before = sums[SEGMENTS]
-        for k in range(3):
-            sums[PEAKS + k] = sums[k]
+    while ran < rows.shape[0] and not steady:
+        before = sums.segments
+        sums.peak_allocated, sums.peak_requested, sums.peak_reserved = (
+            sums.allocated,
+            sums.requested,
+            sums.reserved,
+        )
         due = 0 if ran == 0 else once.shape[0]
         for k in range(blocks.shape[0]):
             while due < once.shape[0] and once[due, 0] == k:
-                _malloc(block, pools, counts, spare, sums, once[due, 1])
+                _malloc(m, once[due, 1])
                 due += 1
             b = blocks[k]
             if b >= 0:
-                held[b] = _malloc(block, pools, counts, spare, sums, sizes[k])
-                pool_of[b] = 0 if sizes[k] <= SMALL else 1
+                m.held[b] = _malloc(m, sizes[k])
+                m.pool_of[b] = 0 if sizes[k] <= SMALL else 1
             else:
-                _free(block, pools, counts, spare, sums, pool_of[~b], held[~b])
+                _free(m, int(m.pool_of[~b]), int(m.held[~b]))
         while due < once.shape[0]:
-            _malloc(block, pools, counts, spare, sums, once[due, 1])
+            _malloc(m, once[due, 1])
             due += 1
-        steady = ran > 0 and sums[SEGMENTS] == before
-        for k in range(6):
-            rows[ran, k] = sums[k]
+        steady = ran > 0 and sums.segments == before
+        rows[ran] = sums
         ran += 1
-    return ran, sums[SEGMENTS], steady
+    return ran, steady

@@ -1,7 +1,7 @@
-"""Turn an op and what is there into its chain: the ops that must run again before it, in the order in which they do.
+"""The chain of an op: the ops that must run again before it, in the order in which they do.
 
 A depth-first walk from the inputs of the op: an op runs again after all that it needs has, and once however many need
-it. Written once and compiled into each kernel that walks: they differ only in what is there and in what may run again.
+it. Written once and compiled into each kernel that walks.
 """
 
 from __future__ import annotations
@@ -9,39 +9,24 @@ from __future__ import annotations
 from typing import Any
 
 from simulator.kernels.compiled import inlined
+from simulator.kernels.records import long
 
 
 @inlined
-def chain(
-    c: int,
-    mark: int,
-    there: Any,
-    needs_at: Any,
-    needs: Any,
-    producer: Any,
-    may_rerun: Any,
-    demanded: Any,
-    visited: Any,
-    stack: Any,
-    order: Any,
-) -> int:
-    """How many ops must run again for op c, which stand in `order`; ~b if op b must and may not.
+def chain(c: int, there: Any, facts: Any, work: Any, checked: bool) -> Any:
+    """How many ops must run again for op c, which stand in `work.order`; ~b if op b must and may not.
 
     Args:
         c: the op, by position.
-        mark: a number that `visited` and `demanded` hold nowhere yet.
         there: [storage], whether it is there when c is about to run.
-        needs_at: [op + 1], and `needs`: by op the storages that it needs, in the order in which they are rebuilt.
-        needs: see there.
-        producer: [storage].
-        may_rerun: [op], or None: all may.
-        demanded: [storage], out: `mark` where some op of the chain, or c, needs it and it is not there.
-        visited: [op], out: `mark` where it is in the chain.
-        stack: work space.
-        order: out.
+        facts: the trace.
+        work: out: `demanded` is c where some op of the chain, or c, needs what is not there, and `visited` where an op
+            is in the chain; they were c nowhere before.
+        checked: whether it matters if an op may run again.
     """
-    n_order = top = 0
-    for j in range(needs_at[c + 1] - 1, needs_at[c] - 1, -1):
+    ops, storages, needs, stack, order = facts.ops, facts.storages, facts.needs, work.stack, work.order
+    n_order = top = long(0)
+    for j in range(ops[c + 1].needs_at - 1, ops[c].needs_at - 1, -1):
         if not there[needs[j]]:
             stack[top] = needs[j]
             top += 1
@@ -52,16 +37,16 @@ def chain(
             order[n_order] = ~x
             n_order += 1
             continue
-        demanded[x] = mark
-        b = producer[x]
-        if visited[b] == mark:
+        work.demanded[x] = c
+        b = storages[x].producer
+        if work.visited[b] == c:
             continue
-        visited[b] = mark
-        if may_rerun is not None and not may_rerun[b]:
-            return ~int(b)
+        work.visited[b] = c
+        if checked and not ops[b].may_rerun:
+            return ~long(b)
         stack[top] = ~b
         top += 1
-        for j in range(needs_at[b + 1] - 1, needs_at[b] - 1, -1):
+        for j in range(ops[b + 1].needs_at - 1, ops[b].needs_at - 1, -1):
             if not there[needs[j]]:
                 stack[top] = needs[j]
                 top += 1

@@ -29,9 +29,9 @@ CHANGED = max(source.stat().st_mtime for source in Path(__file__).parent.glob("*
 def compiled(function: F) -> F:
     """The function, compiled at its first call; its arguments are numbers and arrays."""
     try:
-        kernel = numba.njit(cache=True, error_model="numpy")(function)
+        kernel = numba.njit(cache=True, error_model="numpy", no_cfunc_wrapper=True, **UNCOUNTED)(function)
     except RuntimeError:  # nowhere to keep it
-        return cast(F, numba.njit(error_model="numpy")(function))
+        return cast(F, numba.njit(error_model="numpy", **UNCOUNTED)(function))
     module = function.__module__.rpartition(".")[2]
     with suppress(OSError):
         for kept in Path(kernel.stats.cache_path).glob(f"{module}.{function.__qualname__}-*.nbi"):
@@ -40,13 +40,15 @@ def compiled(function: F) -> F:
     return cast(F, kernel)
 
 
-def inlined(function: F) -> F:
-    """The function, for kernels to call at no cost; it may make no arrays.
+def inner(function: F) -> F:
+    """The function, for kernels to call and nobody else; it makes no arrays, and is kept on disk with its callers."""
+    wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return cast(F, numba.njit(error_model="numpy", **wrappers, **UNCOUNTED)(function))
 
-    Its machine code goes into each of theirs, and is kept with it. It does not count references to the arrays that it
-    is given, which whoever calls it holds: counting them at each call takes longer than a short call does.
-    """
-    return cast(F, numba.njit(forceinline=True, error_model="numpy", **UNCOUNTED)(function))
+
+def inlined(function: F) -> F:
+    """The function, written into each kernel that calls it."""
+    return cast(F, numba.njit(inline="always", error_model="numpy", **UNCOUNTED)(function))
 
 
 class _Announcement(event.Listener):  # type: ignore[misc]

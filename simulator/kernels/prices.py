@@ -1,20 +1,19 @@
-"""Turn a price for bytes into what each storage adds to the least cost of having all those before it: marginal cuts."""
+"""What each storage adds to the least cost of having all those before it, at a price for bytes: marginal cuts."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-import numpy as np
-
 from simulator.kernels.compiled import compiled
 
 NO_LIMIT: Final = 1 << 61
+DEAD: Final = -1
 
 
 @compiled
 def marginal_cuts(
-    order: Any, out_at: Any, out: Any, left: Any, most_visits: int, n_nodes: int, share: Any
-) -> None:
+    order: Any, out_at: Any, out: Any, left: Any, most_visits: int, seen: Any, came: Any, queue: Any, share: Any
+) -> None:  # fmt: skip
     """Demand one node after the other, and note how much each of them lifts the minimum cut to the sink (node 0).
 
     What a new demand adds is the flow that it can send on beside what flows already (Ford, Fulkerson 1956, shortest
@@ -26,17 +25,15 @@ def marginal_cuts(
         out: see there.
         left: [edge], in and out: the capacity that is left; NO_LIMIT: any.
         most_visits: edges looked at, after which the rest of the order adds nothing.
-        n_nodes: how many nodes there are.
+        seen: [node], work space, 0: in which turn it was reached last; DEAD: it never reaches the sink again.
+        came: [node], work space: by which edge.
+        queue: [node], work space.
         share: [node], out: for each node of the order, what it adds.
     """
-    seen = np.full(n_nodes, -1, np.int64)
-    dead = np.zeros(n_nodes, np.uint8)
-    came = np.empty(n_nodes, np.int64)  # by which edge
-    queue = np.empty(n_nodes, np.int64)
     visits = 0
     turn = 0
     for s in order:
-        while not dead[s]:
+        while seen[s] != DEAD:
             turn += 1
             begin, end = 0, 1
             queue[0] = s
@@ -47,16 +44,16 @@ def marginal_cuts(
                 for e in range(out_at[node], out_at[node + 1]):
                     visits += 1
                     head = out[0, e]
-                    if left[e] and seen[head] != turn and not dead[head]:
+                    if left[e] and seen[head] != turn and seen[head] != DEAD:
                         seen[head] = turn
                         came[head] = e
                         queue[end] = head
                         end += 1
             if seen[0] != turn:
                 for k in range(end):
-                    dead[queue[k]] = 1
+                    seen[queue[k]] = DEAD
                 break
-            flow = np.int64(NO_LIMIT)
+            flow = NO_LIMIT
             node = 0
             while node != s:
                 e = came[node]

@@ -1,162 +1,187 @@
-"""Turn the values that a plan keeps into what it does with the rebuilt ones: each stays while there is room for it.
+"""What a plan does with rebuilt values, given what it saves: each stays while there is room for it.
 
 One walk over backward. What a chain rebuilds stays for its later uses; where a step would be over the budget, what is
-idle then goes, first what is large, soon rebuilt and not needed for long, each from its last reader on (a drop).
+idle then goes, first what is large, soon rebuilt and not needed for long, each from its last reader on (an eviction).
 
-Counts: all that is in memory at each step, as far as it is known then. Ignores: that a kept value may go before the
-last use that anything made from it has; that a drop makes later chains longer. The walk that follows sees both.
+Counts: all that is in memory at each step, as far as it is known then. Ignores: that a saved value may go before the
+last use that anything made from it has; that an eviction makes later chains longer. The walk that follows sees both.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from simulator.kernels.chain import chain
-from simulator.kernels.compiled import compiled
+from simulator.kernels.compiled import compiled, inlined, inner
+from simulator.kernels.records import long, table
+
+# What `Retaining.here` says of a value.
+ABSENT, SAVED, STAYS, NEW, PASSING = (
+    0,
+    1,
+    2,
+    3,
+    4,
+)  # NEW: rebuilt for the op at hand; PASSING: and goes with it
 
 
-@compiled
-def add_drop(k: int, s: int, drops: Any, n: int) -> int:
-    """Add a drop of s after op k to the sorted drops[:, :n], unless it is in them or they are full; the new number."""
-    if n >= drops.shape[1]:
+OF_OP: Final = table(
+    [
+        ("fixed_bytes", np.int64),  # there before it whatever the plan
+        (
+            "done_at",
+            np.int64,
+        ),  # of `done`: the storages that nothing needs after it, however they are rebuilt
+    ]
+)
+OF_STORAGE: Final = table(
+    [
+        ("weight", np.float64),  # makes it go sooner or later
+        ("best_weight", np.float64),  # in the best state so far
+        ("last_use", np.int32),  # the last op of backward that reads it
+        ("may_stay", np.int32),  # whether a rebuilt one may: whether it is a candidate
+        # Work space.
+        ("cost", np.float64),  # time that it takes to make it again
+        ("chain_of", np.int32),  # the op for which it was read or made last
+        ("read_in", np.int32),  # and the step of that op's chain that reads it last
+        ("last_at", np.int32),  # the last op so far that it stayed for
+    ]
+)
+
+
+class Retaining(NamedTuple):
+    """What `retain` knows of a trace beside the facts, and its work space."""
+
+    by_producer: Any  # the storages that forward makes, in that order
+    done: Any
+    ops: Any  # [op + 1] of OF_OP
+    storages: Any  # [storage] of OF_STORAGE
+    here: Any  # [storage]: ABSENT, SAVED, ...
+    held: Any  # rebuilt values that stay
+
+
+@inner
+def add_eviction(k: int, s: int, evictions: Any, n: int) -> int:
+    """Add an eviction of s after op k to the sorted evictions[:, :n], unless they have it or are full; their number."""
+    if n >= evictions.shape[1]:
         return n
     begin, end = 0, n
     while begin < end:
         middle = (begin + end) // 2
-        if drops[0, middle] < k or (drops[0, middle] == k and drops[1, middle] < s):
+        if evictions[0, middle] < k or (evictions[0, middle] == k and evictions[1, middle] < s):
             begin = middle + 1
         else:
             end = middle
-    if begin < n and drops[0, begin] == k and drops[1, begin] == s:
+    if begin < n and evictions[0, begin] == k and evictions[1, begin] == s:
         return n
     for j in range(n, begin, -1):
-        drops[0, j], drops[1, j] = drops[0, j - 1], drops[1, j - 1]
-    drops[0, begin], drops[1, begin] = k, s
+        evictions[0, j], evictions[1, j] = evictions[0, j - 1], evictions[1, j - 1]
+    evictions[0, begin], evictions[1, begin] = k, s
     return n + 1
 
 
-@compiled
-def idlest(
-    held: Any, n_held: int, step: int, c: int, stamp: Any, read_in: Any, last_use: Any, nbytes: Any, cost: Any,
-    weight: Any,
-) -> int:  # fmt: skip
+@inlined
+def idlest(n_held: int, step: int, c: int, r: Any, storages: Any) -> Any:
     """Which of held[:n_held] had best go while that step of the chain for op c runs; -1: each is read from there on."""
-    best, most = -1, -1.0
+    best, most = long(-1), -1.0
     for j in range(n_held):
-        s = held[j]
-        if stamp[s] == c and read_in[s] >= step:
+        s = r.held[j]
+        x = r.storages[s]
+        if x.chain_of == c and x.read_in >= step:
             continue
-        score = nbytes[s] / cost[s] * np.sqrt(last_use[s] - c + 1.0) * weight[s]
+        score = storages[s].nbytes / x.cost * np.sqrt(x.last_use - c + 1.0) * x.weight
         if score > most:
             best, most = j, score
     return best
 
 
 @compiled
-def retain(
-    forward: int,
-    budget_bytes: int,
-    facts: Any,
-    made: Any,  # the storages that forward makes, in that order
-    gone_at: Any,  # [op + 1], and by op the storages that nothing needs after it, however they are rebuilt
-    gone: Any,
-    fixed: Any,  # [op]: bytes that are there before it whatever the plan
-    last_use: Any,  # [storage]: the last op of backward that reads it
-    stays: Any,  # [storage]: whether a rebuilt one may stay
-    kept: Any,  # [storage]
-    weight: Any,  # [storage]: makes it go sooner or later
-    work: Any,
-    drops: Any,  # out
-) -> int:
-    """The number of drops."""
-    needs_at, needs, reads_at, reads, creates_at, creates, per_op, per_storage, _, _, _ = facts
-    time_ns, rise, overwrites = per_op[0], per_op[1], per_op[3]
-    nbytes, producer = per_storage[0], per_storage[1]
-    here, stamp, read_in, demanded, last_at, held, stack, order, visited, cost = work
-    n_held = n_drops = 0
-    live = np.int64(0)
-    for j in range(made.shape[0]):
-        s = made[j]
-        here[s] = kept[s]
-        stamp[s] = demanded[s] = -1
-        if kept[s]:
-            live += nbytes[s]
+def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictions: Any) -> Any:
+    """The number of evictions, which stand in `evictions`: [2, any], op and storage."""
+    ops, storages, needs, reads, creates = facts.ops, facts.storages, facts.needs, facts.reads, facts.creates
+    here, held, of_storage, order = r.here, r.held, r.storages, work.order
+    n_held = n_evictions = live = long(0)
+    for j in range(r.by_producer.shape[0]):
+        s = r.by_producer[j]
+        here[s] = saved[s]
+        of_storage[s].chain_of = work.demanded[s] = -1
+        if saved[s]:
+            live += storages[s].nbytes
         # What it takes to make it again, if all that may stay is there.
-        total = time_ns[producer[s]] + 1.0
-        b = producer[s]
-        for i in range(needs_at[b], needs_at[b + 1]):
+        b = storages[s].producer
+        total = ops[b].time_ns + 1.0
+        for i in range(ops[b].needs_at, ops[b + 1].needs_at):
             y = needs[i]
-            if not kept[y] and not stays[y]:
-                total += cost[y]
-        cost[s] = min(total, 1e15)
-    for k in range(visited.shape[0]):
-        visited[k] = -1
-    for c in range(forward, fixed.shape[0]):
-        n_order = chain(c, c, here, needs_at, needs, producer, None, demanded, visited, stack, order)
+            if not saved[y] and not of_storage[y].may_stay:
+                total += of_storage[y].cost
+        of_storage[s].cost = min(total, 1e15)
+    for k in range(ops.shape[0] - 1):
+        work.visited[k] = -1
+    for c in range(facts.forward, ops.shape[0] - 1):
+        n_order = chain(c, here, facts, work, False)
         order[n_order] = c
         for k in range(n_order + 1):
             b = order[k]
-            for j in range(reads_at[b], reads_at[b + 1]):
-                stamp[reads[j]] = c
-                read_in[reads[j]] = k
-        # `here` is 1 for what was kept, 2 for what was rebuilt and stays, 3 for what is rebuilt now, 4 if that goes.
+            for j in range(ops[b].reads_at, ops[b + 1].reads_at):
+                of_storage[reads[j]].chain_of = c
+                of_storage[reads[j]].read_in = k
         for k in range(n_order + 1):
             b = order[k]
-            level = live + fixed[c] + rise[b]
-            s = overwrites[b]
-            if s >= 0 and here[s] == 4 and read_in[s] == k:
-                level -= nbytes[s]
+            level = live + r.ops[c].fixed_bytes + facts.transient_bytes[b]
+            s = ops[b].overwrites
+            if s >= 0 and here[s] == PASSING and of_storage[s].read_in == k:
+                level -= storages[s].nbytes
             while level > budget_bytes:
-                j = idlest(held, n_held, k, c, stamp, read_in, last_use, nbytes, cost, weight)
+                j = idlest(n_held, k, c, r, storages)
                 if j < 0:
                     break
-                s = held[j]
+                s = long(held[j])
                 n_held -= 1
                 held[j] = held[n_held]
-                at = c if stamp[s] == c else last_at[s]
-                n_drops = add_drop(at, s, drops, n_drops)
-                here[s] = 0
-                live -= nbytes[s]
-                level -= nbytes[s]
+                at = long(c) if of_storage[s].chain_of == c else long(of_storage[s].last_at)
+                n_evictions = add_eviction(at, s, evictions, n_evictions)
+                here[s] = ABSENT
+                live -= storages[s].nbytes
+                level -= storages[s].nbytes
             if k < n_order:
-                for j in range(creates_at[b], creates_at[b + 1]):
+                for j in range(ops[b].creates_at, ops[b + 1].creates_at):
                     s = creates[j]
-                    stay = stays[s] and last_use[s] > c
-                    if here[s] or not (demanded[s] == c or stay):
+                    stay = of_storage[s].may_stay and of_storage[s].last_use > c
+                    if here[s] or not (work.demanded[s] == c or stay):
                         continue
-                    if stamp[s] != c:
-                        stamp[s] = c
-                        read_in[s] = k
-                    live += nbytes[s]
-                    here[s] = 4
+                    if of_storage[s].chain_of != c:
+                        of_storage[s].chain_of = c
+                        of_storage[s].read_in = k
+                    live += storages[s].nbytes
+                    here[s] = PASSING
                     if stay:
-                        here[s] = 3
+                        here[s] = NEW
                         held[n_held] = s
                         n_held += 1
-                    elif read_in[s] <= k:
-                        here[s] = 0
-                        live -= nbytes[s]
-            for j in range(reads_at[b], reads_at[b + 1]):
+                    elif of_storage[s].read_in <= k:
+                        here[s] = ABSENT
+                        live -= storages[s].nbytes
+            for j in range(ops[b].reads_at, ops[b + 1].reads_at):
                 s = reads[j]
-                if here[s] == 4 and read_in[s] == k:
-                    here[s] = 0
-                    live -= nbytes[s]
+                if here[s] == PASSING and of_storage[s].read_in == k:
+                    here[s] = ABSENT
+                    live -= storages[s].nbytes
         left = 0
         for j in range(n_held):
             s = held[j]
-            if stamp[s] == c:
-                last_at[s] = c
-            if last_use[s] > c:
-                here[s] = 2
+            if of_storage[s].chain_of == c:
+                of_storage[s].last_at = c
+            if of_storage[s].last_use > c:
+                here[s] = STAYS
                 held[left] = s
                 left += 1
             else:
-                here[s] = 0
-                live -= nbytes[s]
+                here[s] = ABSENT
+                live -= storages[s].nbytes
         n_held = left
-        for j in range(gone_at[c], gone_at[c + 1]):
-            if here[gone[j]] == 1:
-                live -= nbytes[gone[j]]
-    return n_drops
+        for j in range(r.ops[c].done_at, r.ops[c + 1].done_at):
+            if here[r.done[j]] == SAVED:
+                live -= storages[r.done[j]].nbytes
+    return n_evictions

@@ -1,205 +1,158 @@
-"""Turn a state, as arrays, into the peak and the time of its plan: `simulator.core.evaluator`, compiled.
+"""The peak and the time of a plan: `simulator.core.schedule.build` and `simulator.core.replay`, compiled.
 
-The step after forward is walked op by op. What each step gains is known when it runs; what it releases only when the
-walk has ended, because a value goes with its last reader. So the walk notes, per storage, the last step that read the
-current instance, credits that step when the instance is replaced or the walk ends, and one sum in the end gives the
-bytes at every step.
+The step is walked op by op from the first op at which the plan can change anything: the end of forward, or the first
+eviction in it. What each step gains is known when it runs; what it frees only when the walk has ended, because a value
+goes with its last reader. So the walk notes, per storage, the last step that read the current instance, credits that
+step when the instance is replaced or the walk ends, and one sum in the end gives the bytes at every step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
-import numpy as np
+from typing import Any, Final
 
 from simulator.kernels.chain import chain
-from simulator.kernels.compiled import compiled
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Bytes = NDArray[np.uint8]
-    Ids = NDArray[np.int32]
-    Longs = NDArray[np.int64]
+from simulator.kernels.compiled import compiled, inlined, inner
+from simulator.kernels.records import Choice, Facts, Work
 
 # What `walk` returns in place of a peak.
 FORBIDDEN: Final = -1  # a chain needs an op that may not run again: then the op that demands it, and that op
 FULL: Final = -2  # more steps than the arrays hold
-NOBODY: Final = np.int32(-1)
-KEEPS: Final = 5  # the row of `per_op` that is not always there
+NEVER: Final = -2  # in `first_end`: the instance that forward made is the only one
+
+
+@inlined
+def free(s: int, end: int, facts: Any, work: Any) -> None:
+    """An instance of s goes with that step, whose op takes its memory over if it can."""
+    nbytes = facts.storages[s].nbytes
+    work.freed_bytes[end] += nbytes
+    q = work.op[end]
+    if facts.ops[q if q >= 0 else ~q].overwrites == s:
+        work.taken_bytes[end] = nbytes
+
+
+@inner
+def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
+    """(peak, added time, peak step, steps), or (FORBIDDEN, op, op, 0), or (FULL, 0, 0, 0).
+
+    Steps are numbered from the start of forward; `work.op` and `work.peak_bytes` say what each is and its peak.
+    """
+    forward, ops, storages = facts.forward, facts.ops, facts.storages
+    reads, creates, made = facts.reads, facts.creates, facts.made
+    saved, retained, evict_at, evicted = choice.saved, choice.retained, choice.evict_at, choice.evicted
+    there, rebuilt, order, last, first_end = work.there, work.rebuilt, work.order, work.last, work.first_end
+    demanded, step_of, op, peaks = work.demanded, work.step_of, work.op, work.peak_bytes
+    gained, freed, taken = work.gained_bytes, work.freed_bytes, work.taken_bytes
+    n_ops, room, n_evictions = ops.shape[0] - 1, op.shape[0], evict_at.shape[0]
+
+    for s in range(there.shape[0]):
+        there[s] = saved[s]
+        last[s] = -1
+        first_end[s] = NEVER
+        demanded[s] = -1
+    for k in range(n_ops):
+        work.visited[k] = -1
+    for k in range(forward):
+        op[k] = k
+        freed[k] = 0
+        taken[k] = 0
+    eviction = 0
+    while eviction < n_evictions and evict_at[eviction] < forward:
+        there[evicted[eviction]] = 0
+        eviction += 1
+
+    n = forward  # steps so far
+    added_ns = rerun_bytes = 0
+    for c in range(forward, n_ops):
+        n_rebuilt = 0
+        n_order = chain(c, there, facts, work, True)
+        if n_order < 0:
+            return FORBIDDEN, ops[c].id, ops[~n_order].id, 0
+        if n + n_order >= room:
+            return FULL, 0, 0, 0
+        after = ops[c].id
+        for k in range(n_order):
+            b = order[k]
+            for j in range(ops[b].reads_at, ops[b + 1].reads_at):
+                last[reads[j]] = n
+            made_bytes = 0
+            for j in range(ops[b].creates_at, ops[b + 1].creates_at):
+                x = creates[j]
+                if there[x] or not (demanded[x] == c or (retained[x] and storages[x].last_backward > after)):
+                    continue
+                if first_end[x] == NEVER:
+                    first_end[x] = last[x]
+                else:
+                    free(x, last[x], facts, work)
+                last[x] = n
+                there[x] = 1
+                rebuilt[n_rebuilt] = x
+                n_rebuilt += 1
+                made_bytes += storages[x].nbytes
+            op[n] = ~b
+            gained[n] = made_bytes
+            freed[n] = taken[n] = 0
+            n += 1
+            added_ns += ops[b].time_ns
+            rerun_bytes = max(rerun_bytes, ops[b].rerun_bytes)
+        step_of[c] = n
+        for j in range(ops[c].reads_at, ops[c + 1].reads_at):
+            last[reads[j]] = n
+        op[n] = c
+        freed[n] = taken[n] = 0
+        n += 1
+        for k in range(n_rebuilt):
+            if not retained[rebuilt[k]]:
+                there[rebuilt[k]] = 0
+        while eviction < n_evictions and evict_at[eviction] == c:
+            there[evicted[eviction]] = 0
+            eviction += 1
+
+    for m in range(made.shape[0]):
+        s = made[m]
+        end = last[s]
+        if first_end[s] != NEVER:
+            free(s, end, facts, work)
+            end = first_end[s]
+        # Now the instance that forward made.
+        hold = storages[s].hold
+        if hold >= 0 and storages[s].hold_after and step_of[hold] >= end:
+            freed[step_of[hold]] += storages[s].nbytes
+        elif hold >= 0 or end >= 0:
+            free(s, max(end, step_of[hold]) if hold >= 0 else end, facts, work)
+        else:
+            end = storages[s].last_forward
+            freed[end] += storages[s].nbytes
+            if storages[s].forward_take == end:
+                taken[end] = storages[s].nbytes
+
+    transient, adds = facts.transient_bytes, facts.adds_bytes
+    live = facts.resident_bytes + rerun_bytes
+    peak, at = live, -1
+    for k in range(n):
+        q = op[k]
+        top = live + transient[q if q >= 0 else ~q] - taken[k]
+        peaks[k] = top
+        live += (adds[q] if q >= 0 else gained[k]) - freed[k]
+        if at < 0 or top > peak:
+            peak, at = top, k
+    return peak, added_ns, at, n
 
 
 @compiled
 def walk(
-    forward: int,
-    resident_bytes: int,
-    needs_at: Ids,
-    needs: Ids,
-    reads_at: Ids,
-    reads: Ids,
-    creates_at: Ids,
-    creates: Ids,
-    # [5 or 6, op]: time, rise, bytes that it settles by itself, storage that it may take over, bytes made; and, only
-    # where any library does, what one keeps once the op has run again
-    per_op: Longs,
-    per_storage: Longs,  # [7, storage], in the order in which they are unpacked below
-    op_id: Ids,
-    may_rerun: Bytes,
-    made: Ids,
-    there0: Bytes,
-    share: Bytes,
-    drop_at: Ids,
-    dropped: Ids,
-    there: Bytes,
-    instance: Bytes,
-    of_storage: Ids,  # [3, storage], work space: last reader, chain that demanded it, values rebuilt
-    of_op: Ids,  # [3, op], work space: chain that visited it, step, order
-    stack: Ids,
-    seq: Ids,  # out: position of the op of each step after forward; ~position if it runs again
-    change: Longs,  # [3, step], work space: gained, released, takeovers
-    levels: Longs,  # [2, step], out: peak, bytes before; forward's steps, then those of `seq`
-) -> tuple[int, int, int, int]:
-    """(peak, added time, peak step, steps after forward), or (FORBIDDEN, op, op, 0), or (FULL, 0, 0, 0)."""
-    n_ops = op_id.shape[0]
-    n_storages = there0.shape[0]
-    room = seq.shape[0]
-    time_ns, rise, settled, overwrites, born = per_op[0], per_op[1], per_op[2], per_op[3], per_op[4]
-    nbytes, producer, last_backward = per_storage[0], per_storage[1], per_storage[2]
-    last_forward, hold = per_storage[3], per_storage[4]
-    hold_after, forward_take = per_storage[5], per_storage[6]
-    last, demanded, rebuilt = of_storage[0], of_storage[1], of_storage[2]
-    visited, step_of, order = of_op[0], of_op[1], of_op[2]
-    gained, released, takes = change[0], change[1], change[2]
-    peaks, before = levels[0], levels[1]
-
-    for s in range(n_storages):
-        there[s] = there0[s]
-        instance[s] = there0[s]  # 0 none after forward, 1 the one from forward, 2 a rebuilt one
-        last[s] = -1
-        demanded[s] = -1
-    for k in range(n_ops):
-        visited[k] = -1
-        step_of[k] = -1
-    n_drops, drop = drop_at.shape[0], 0
-    while drop < n_drops and drop_at[drop] < forward:
-        if not there0[dropped[drop]]:
-            there[dropped[drop]] = 0
-        drop += 1
-
-    steps = 0
-    added_ns = 0
-    for c in range(forward, n_ops):
-        n_rebuilt = 0
-        n_order = chain(c, c, there, needs_at, needs, producer, may_rerun, demanded, visited, stack, order)
-        if n_order < 0:
-            return FORBIDDEN, op_id[c], op_id[~n_order], 0
-        if n_order:
-            if steps + n_order >= room:
-                return FULL, 0, 0, 0
-            after = op_id[c]
-            for k in range(n_order):
-                b = order[k]
-                bound = 0
-                for j in range(reads_at[b], reads_at[b + 1]):
-                    last[reads[j]] = steps
-                for j in range(creates_at[b], creates_at[b + 1]):
-                    x = creates[j]
-                    if there[x] or not (demanded[x] == c or (share[x] and last_backward[x] > after)):
-                        continue
-                    if instance[x] == 2:
-                        released[last[x]] += nbytes[x]
-                        q = seq[last[x]]
-                        if overwrites[q if q >= 0 else ~q] == x:
-                            takes[last[x]] = nbytes[x]
-                    instance[x] = 2
-                    last[x] = steps
-                    there[x] = 1
-                    rebuilt[n_rebuilt] = x
-                    n_rebuilt += 1
-                    bound += nbytes[x]
-                seq[steps] = ~b
-                gained[steps] = bound
-                released[steps] = 0
-                takes[steps] = 0
-                steps += 1
-                added_ns += time_ns[b]
-        if steps >= room:
-            return FULL, 0, 0, 0
-        step_of[c] = steps
-        for j in range(reads_at[c], reads_at[c + 1]):
-            last[reads[j]] = steps
-        seq[steps] = c
-        gained[steps] = settled[c]
-        released[steps] = 0
-        takes[steps] = 0
-        steps += 1
-        for k in range(n_rebuilt):
-            if not share[rebuilt[k]]:
-                there[rebuilt[k]] = 0
-        while drop < n_drops and drop_at[drop] == c:
-            if not there0[dropped[drop]]:
-                there[dropped[drop]] = 0
-            drop += 1
-
-    # Forward gains nothing here that `per_op` does not know; `peaks` first holds what its steps release.
-    for k in range(forward):
-        peaks[k] = 0
-    for m in range(made.shape[0]):
-        s = made[m]
-        end = NOBODY
-        if instance[s] == 2:
-            released[last[s]] += nbytes[s]
-            q = seq[last[s]]
-            if overwrites[q if q >= 0 else ~q] == s:
-                takes[last[s]] = nbytes[s]
-        elif instance[s]:
-            end = last[s]
-        # Now the instance that forward made.
-        takeable = True
-        if hold[s] >= 0:
-            held = step_of[hold[s]]
-            if held > end or (held == end and hold_after[s]):
-                end = held
-                takeable = not hold_after[s]
-        if end >= 0:
-            released[end] += nbytes[s]
-            q = seq[end]
-            if takeable and overwrites[q if q >= 0 else ~q] == s:
-                takes[end] = nbytes[s]
-        else:
-            peaks[last_forward[s]] += nbytes[s]
-
-    live = resident_bytes
-    if per_op.shape[0] > KEEPS:
-        kept_bytes = 0
-        for k in range(steps):
-            if seq[k] < 0:
-                kept_bytes = max(kept_bytes, per_op[KEEPS, ~seq[k]])
-        live += kept_bytes
-    peak = live
-    at = -1
-    for k in range(forward):
-        s = overwrites[k]
-        top_bytes = live + rise[k]
-        released_bytes = peaks[k]
-        if s >= 0 and forward_take[s] == k:
-            # It takes the value over if that ends here.
-            still = there0[s] and instance[s] == 1 and last[s] >= 0
-            if not still and hold[s] < 0:
-                top_bytes -= nbytes[s]
-        peaks[k] = top_bytes
-        before[k] = live
-        live += born[k] - released_bytes
-        if at < 0 or top_bytes > peak:
-            peak = top_bytes
-            at = k
-    for k in range(steps):
-        q = seq[k]
-        top_bytes = live + rise[q if q >= 0 else ~q] - takes[k]
-        peaks[forward + k] = top_bytes
-        before[forward + k] = live
-        live += gained[k] - released[k]
-        if at < 0 or top_bytes > peak:
-            peak = top_bytes
-            at = forward + k
-    return peak, added_ns, at, steps
+    forward: int, resident_bytes: int, ops: Any, storages: Any, needs: Any, reads: Any, creates: Any, made: Any,
+    transient_bytes: Any, adds_bytes: Any,
+    there: Any, last: Any, first_end: Any, demanded: Any, visited: Any, step_of: Any, rebuilt: Any, order: Any,
+    stack: Any, op: Any, gained_bytes: Any, freed_bytes: Any, taken_bytes: Any, peak_bytes: Any,
+    saved: Any, retained: Any, evict_at: Any, evicted: Any,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """`replay` for callers in Python: a named tuple costs them more than its members one by one."""
+    facts = Facts(
+        forward, resident_bytes, ops, storages, needs, reads, creates, made, transient_bytes, adds_bytes
+    )
+    choice = Choice(saved, retained, evict_at, evicted)
+    work = Work(
+        there, last, first_end, demanded, visited, step_of, rebuilt, order, stack, op, gained_bytes, freed_bytes,
+        taken_bytes, peak_bytes,
+    )  # fmt: skip
+    return replay(facts, choice, work)

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
 from simulator.core.problem import Problem
-from simulator.kernels.anneal import KINDS, anneal
-from simulator.kernels.retain import retain
+from simulator.kernels.anneal import BORDER_AT, FIGURES, KINDS, MOST, VALUE, Moves, Walked, anneal
+from simulator.kernels.records import pack_rows
+from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining, retain
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,7 +42,6 @@ MOST_STEPS: Final = 4_000_000  # and the most steps between two, some 50 ms: the
 DEARER, CHEAPER = 1.1, 0.96
 ROOM: Final = 4  # a state with more steps than so many times those of the first is not looked at
 UNKNOWN: Final = 1 << 62
-NOTHING: Final = 1 << 62  # crosses a position, or too much: no border there
 MOST_CROSSING: Final = 64
 # How often each kind of move is made, in the order in which `kernels.anneal` numbers them; and in a coarse walk.
 CHANCES: Final = (0.40, 0.30, 0.10, 0.10, 0.04, 0.06, 0.0, 0.0, 0.0)
@@ -72,12 +72,9 @@ class Annealer:
         self.neighbours = sorted((*self.candidates, *self.links), key=lambda s: (ev.producer[s], s))
         times = [t for t in (ev.time_ns[ev.producer[s]] for s in self.candidates) if t]
         self.unit_ns = float(median(times)) if times else 1.0
-        self.chances = np.cumsum(CHANCES)
-        assert len(CHANCES) == KINDS
+        assert len(CHANCES) == len(COARSE) == KINDS
         self.rng = np.array([(2 * seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)], np.uint64)  # never 0
-        self.packed = self._pack()
-        self.coarse = np.cumsum(COARSE)
-        self.retaining = self._pack_retaining()
+        self.moves, self.retaining = self._moves(), self._retaining()
 
     def run(
         self,
@@ -115,17 +112,13 @@ class Annealer:
 
     def retained(self, state: State) -> State:
         """With what `state` keeps, what a coarse walk does with the rest."""
-        ev = self.evaluator
-        by_producer, gone_at, gone, fixed, last_use, stays, weight, _, work = self.retaining
+        ev, knows = self.evaluator, self.retaining
         drops = np.zeros((2, 4 * len(ev.op_id) + 64), np.int32)
-        n = retain(
-            ev.forward, self.budget_bytes, ev.facts, by_producer, gone_at, gone, fixed, last_use, stays, state.there,
-            weight, work, drops,
-        )  # fmt: skip
-        return _state(state.there, stays & (state.there == 0), drops[:, :n])
+        n = retain(ev.facts, knows, ev.work_space(0), self.budget_bytes, state.there, drops)
+        retained = (knows.storages["may_stay"] & (state.there == 0)).astype(np.uint8)
+        return _state(state.there, retained, drops[:, :n])
 
-    def _pack(self) -> tuple[NDArray[Any], ...]:
-        """What the moves are about, as `kernels.anneal.propose` unpacks it."""
+    def _moves(self) -> Moves:
         ev, sts = self.evaluator, self.evaluator.trace.storages
         made = [ev.producer[s] for s in self.neighbours]
         ends = [ev.before[max(sts.last_forward_use[s], 0)] for s in self.neighbours]
@@ -140,24 +133,23 @@ class Annealer:
                 now += [(ends[k], self.neighbours[k])] if ends[k] > p else []
                 k += 1
             crossing.append([s for _, s in now] if len(now) <= MOST_CROSSING else [])
-        is_candidate = np.zeros(len(ev.nbytes), np.uint8)
-        is_candidate[list(self.problem.candidates)] = 1
         # The ops of backward at which a rebuilt value may be dropped: those that need something from forward.
         consumers = [k for k in range(ev.forward, len(ev.op_id)) if ev.needs[k]]
-        last_use = [ev.before[k] if k >= 0 else -1 for k in ev.last_backward_use]
-        ids: list[NDArray[Any]] = [
-            np.array(x, np.int32) for x in (self.neighbours, made, self.candidates, self.links)
-        ]
-        at = np.zeros(ev.forward + 1, np.int32)
-        np.cumsum([len(c) for c in crossing], out=at[1:])
-        flat = np.array([s for c in crossing for s in c], np.int32)
-        cross_bytes = np.array([sum(ev.nbytes[s] for s in c) or NOTHING for c in crossing], np.int64)
-        return (
-            *ids, is_candidate, np.array(consumers, np.int32), np.array(last_use, np.int32), at, flat, cross_bytes
-        )  # fmt: skip
+        values, borders = np.zeros(len(made), VALUE), np.zeros(ev.forward + 1, BORDER_AT)
+        values["storage"], values["made"] = self.neighbours, made
+        borders["cross_at"], cross = pack_rows(crossing)
+        borders["cross_bytes"][:-1] = [sum(ev.nbytes[s] for s in c) or MOST for c in crossing]
+        return Moves(
+            values=values,
+            candidates=np.array(self.candidates, np.int32),
+            links=np.array(self.links, np.int32),
+            consumers=np.array(consumers, np.int32),
+            borders=borders,
+            cross=cross,
+            chances=np.cumsum(CHANCES),
+        )
 
-    def _pack_retaining(self) -> tuple[Any, ...]:
-        """What `kernels.retain` needs to know."""
+    def _retaining(self) -> Retaining:
         ev = self.evaluator
         n_st, n_op = len(ev.nbytes), len(ev.op_id)
         by_producer = sorted(ev.made_forward, key=lambda s: (ev.producer[s], s))
@@ -172,89 +164,103 @@ class Annealer:
         for s in ev.made_forward:
             if until[s] >= 0:
                 going[until[s]].append(s)
-        gone_at = np.zeros(n_op + 1, np.int32)
-        np.cumsum([len(x) for x in going], out=gone_at[1:])
+        ops, storages = np.zeros(n_op + 1, OF_OP), np.zeros(n_st, OF_STORAGE)
+        ops["done_at"], done = pack_rows(going)
         settled = np.cumsum(ev.settled)
         fixed = ev.resident_bytes + max(ev.rerun_bytes, default=0) + settled - np.array(ev.settled)
-        stays = np.zeros(n_st, np.uint8)
-        stays[list(self.problem.candidates)] = 1
-        stack, order = ev.chain_space()
-        ids = [np.zeros(n_st, np.int32) for _ in range(6)]
-        work = (*ids, stack, order, np.zeros(n_op, np.int32), np.zeros(n_st))
-        return (
-            np.array(by_producer, np.int32), gone_at, np.array([s for x in going for s in x], np.int32), fixed,
-            np.array(last_use, np.int32), stays, np.ones(n_st + 1), np.ones(n_st + 1), work,
-        )  # fmt: skip
+        ops["fixed_bytes"][:-1] = fixed
+        storages["last_use"], storages["weight"], storages["best_weight"] = last_use, 1.0, 1.0
+        storages["may_stay"][list(self.problem.candidates)] = 1
+        return Retaining(
+            by_producer=np.array(by_producer, np.int32),
+            done=done,
+            ops=ops,
+            storages=storages,
+            here=np.zeros(n_st, np.uint8),
+            held=np.zeros(n_st, np.int32),
+        )
 
 
 class Walk:
     """Where one walk is, as the arrays that the kernel edits."""
 
     def __init__(self, annealer: Annealer, state: State, coarse: bool) -> None:
-        self.annealer, self.evaluator = annealer, annealer.evaluator
-        ev, budget_bytes = self.evaluator, annealer.budget_bytes
-        self.there, self.share = state.there.copy(), state.share.copy()
-        self.chances, self.packed, self.coarse = annealer.chances, annealer.packed, coarse
+        self.annealer, self.evaluator, self.coarse = annealer, annealer.evaluator, coarse
+        ev, budget_bytes, moves = self.evaluator, annealer.budget_bytes, annealer.moves
+        known = annealer.retaining.storages
+        saved, retained = state.there.copy(), state.share.copy()
         if coarse:
-            self.chances = annealer.coarse
-            values, made = annealer.packed[:2]
-            self.packed = (values, made, values, *annealer.packed[3:])
-            self.share[:] = annealer.packed[4] & (self.there == 0)
+            moves = moves._replace(
+                candidates=np.array(annealer.neighbours, np.int32), chances=np.cumsum(COARSE)
+            )
+            retained[:] = known["may_stay"] & (saved == 0)
             # Its weights are those with which it was found, if a coarse walk found it; else all the same.
-            known = annealer.best is not None and state is annealer.best.state
-            annealer.retaining[6][:] = annealer.retaining[7] if known else 1.0
+            found = annealer.best is not None and state is annealer.best.state
+            known["weight"] = known["best_weight"] if found else 1.0
+        self.moves = moves
         drops = [
             (k, s) for k, each in sorted(state.drops.items()) for s in sorted(set(each)) if not state.there[s]
         ]
         room = 2 * len(drops) + 4 * len(annealer.neighbours) + 64
-        self.drops, self.best_drops, self.spare = (np.zeros((2, room), np.int32) for _ in range(3))
+        evictions, best_evictions, before = np.zeros((3, 2, room), np.int32)
         if drops:
-            self.drops[:, : len(drops)] = np.array(drops, np.int32).T
-        self.best_there, self.best_share = self.there.copy(), self.share.copy()
-        self.log = np.zeros((3, 2 * len(annealer.neighbours) + 8), np.int32)
+            evictions[:, : len(drops)] = np.array(drops, np.int32).T
         peak_bytes, added_ns, _, steps = ev.walk(state)
-        peaks = ev.steps(steps)[1][0]
-        over = int(np.sqrt(np.square(np.maximum(peaks - budget_bytes, 0).astype(np.float64)).sum()))
-        self.space = ev.work_space(ROOM * steps)
-        if not over and (annealer.best is None or added_ns < annealer.best.added_ns):
+        excess = np.maximum(ev.peaks(steps) - budget_bytes, 0).astype(np.float64)
+        self.work = ev.work_space(ev.forward + ROOM * (steps - ev.forward))
+        figures = np.zeros(1, FIGURES)
+        self.figures = figures[0]
+        self.figures["added_ns"] = added_ns
+        self.figures["over_bytes"] = int(np.sqrt(np.square(excess).sum()))
+        self.figures["evictions"] = len(drops)
+        self.figures["lowest_peak_bytes"] = min(peak_bytes, annealer.lowest_peak_bytes)
+        if not self.over and (annealer.best is None or added_ns < annealer.best.added_ns):
             annealer.best = Best(state=state.copy(), added_ns=added_ns)
-        best_ns = UNKNOWN if annealer.best is None else annealer.best.added_ns
-        lowest = min(peak_bytes, annealer.lowest_peak_bytes)
+        self.figures["best_added_ns"] = UNKNOWN if annealer.best is None else annealer.best.added_ns
         if coarse:  # what becomes of what is not kept is decided anew, so the first move is taken
-            added_ns = UNKNOWN
-        self.figures = np.array((added_ns, over, len(drops), best_ns, 0, lowest, 0, 0), np.int64)
+            self.figures["added_ns"] = UNKNOWN
+        self.walked = Walked(
+            saved=saved,
+            retained=retained,
+            evictions=evictions,
+            best=np.stack((saved, retained)),
+            best_evictions=best_evictions,
+            before=before,
+            log=np.zeros((3, 2 * len(annealer.neighbours) + 8), np.int32),
+            rng=annealer.rng,
+            figures=figures,
+        )
 
     @property
     def over(self) -> bool:
         """Whether the walk is at a state over the budget."""
-        return bool(self.figures[1])
+        return bool(self.figures["over_bytes"])
 
     @property
     def steps(self) -> int:
         """How many it has walked."""
-        return int(self.figures[7])
+        return int(self.figures["steps"])
 
     def go(
         self, until: int, temperature: float, price: float, target_ns: int, least: int = LEAST_REVIEW
     ) -> None:
         """Go on until so many steps have been walked, and at least so many moves made; tells the annealer."""
-        annealer, ev, figures = self.annealer, self.evaluator, self.figures
-        before = int(figures[3])
-        space, seq, change, levels = self.space
+        annealer, w = self.annealer, self.walked
+        before = int(self.figures["best_added_ns"])
         anneal(
-            until, least, temperature, price, target_ns, annealer.budget_bytes, self.chances, self.packed,
-            ev.forward, ev.resident_bytes, ev.facts, space, seq, change, levels, self.there, self.share, self.drops,
-            self.best_there, self.best_share, self.best_drops, annealer.retaining, self.coarse, self.spare, self.log,
-            annealer.rng, figures,
+            until, least, temperature, price, target_ns, annealer.budget_bytes, self.moves, self.evaluator.facts,
+            self.work, w, annealer.retaining, self.coarse,
         )  # fmt: skip
-        annealer.lowest_peak_bytes = int(figures[5])
-        if figures[3] < before:
-            found = _state(self.best_there, self.best_share, self.best_drops[:, : int(figures[4])])
-            annealer.best = Best(state=found, added_ns=int(figures[3]))
+        annealer.lowest_peak_bytes = int(self.figures["lowest_peak_bytes"])
+        best_ns = int(self.figures["best_added_ns"])
+        if best_ns < before:
+            found = _state(w.best[0], w.best[1], w.best_evictions[:, : int(self.figures["best_evictions"])])
+            annealer.best = Best(state=found, added_ns=best_ns)
 
     def state(self) -> State:
         """Where it is."""
-        return _state(self.there, self.share, self.drops[:, : int(self.figures[2])])
+        w = self.walked
+        return _state(w.saved, w.retained, w.evictions[:, : int(self.figures["evictions"])])
 
 
 def _state(there: NDArray[np.uint8], share: NDArray[np.uint8], pairs: NDArray[np.int32]) -> State:

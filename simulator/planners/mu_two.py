@@ -96,7 +96,7 @@ class Search:
         return best
 
     def walk(self, state: State) -> tuple[int, int, int, int]:
-        """(peak, added time, peak step, steps after forward), counted."""
+        """(peak, added time, peak step, steps), counted."""
         self.evaluations += 1
         found = self.evaluator.walk(state)
         self.lowest_peak_bytes = min(self.lowest_peak_bytes, found[0])
@@ -140,7 +140,7 @@ class Search:
     def idle(self, state: State, peak_step: int, steps: int) -> list[int]:
         """The kept candidates that are allocated at the instant of the peak, not in use, and needed only later.
 
-        Of the walk before, of so many steps after forward. The small ones only if there are no others.
+        Of the walk before, of so many steps. The small ones only if there are no others.
         """
         return self.sizable(self.idle_among(self.candidates, state, peak_step, steps))
 
@@ -151,28 +151,27 @@ class Search:
         ev, kept = self.evaluator, storages[state.there[storages] != 0]
         if peak_step < ev.forward:
             return cast("NDArray[np.int64]", kept[self.last_forward[kept] < peak_step])
-        seq, _ = ev.steps(steps)
-        seq = seq[: peak_step - ev.forward + 1]
+        seq = ev.sequence(steps)[: peak_step - ev.forward + 1]
         return cast("NDArray[np.int64]", kept[~ev.read_by(np.where(seq < 0, ~seq, seq))[kept]])
 
     def drop(self, state: State, peak_step: int, steps: int, excess: int) -> bool:
         """Let values that a chain rebuilt on its way go when the op that demanded the chain has run, those needed last
         first; they are rebuilt once more for their own sake. False if that leaves nothing to try.
 
-        Of the walk before, of so many steps after forward.
+        Of the walk before, of so many steps.
         """
         ev, at = self.evaluator, peak_step - self.evaluator.forward
         if at < 0:
             return False
-        seq = ev.steps(steps)[0].tolist()  # ~op where it runs again
-        end = next(k for k in range(at, steps) if seq[k] >= 0)
+        seq = ev.sequence(steps).tolist()  # ~op where it runs again
+        end = next(k for k in range(at, len(seq)) if seq[k] >= 0)
         consumer = seq[end]
         rebuilt = {s for q in seq[: at + 1] if q < 0 for s in ev.creates[~q]}
         rebuilt.difference_update(*(ev.reads[q if q >= 0 else ~q] for q in seq[at : end + 1]))
         rebuilt.difference_update(state.drops.get(consumer, ()))
         rebuilt = {s for s in rebuilt if state.share[s] and not state.there[s]}
         next_use: dict[int, int] = {}
-        for k in range(end + 1, steps):
+        for k in range(end + 1, len(seq)):
             for s in rebuilt.intersection(ev.reads[seq[k] if seq[k] >= 0 else ~seq[k]]):
                 next_use.setdefault(s, k)
         dropped = []
@@ -229,8 +228,7 @@ class Search:
 
     def room(self) -> list[int]:
         """For each position in forward, how many bytes fit from after it to the end of forward, after the last walk."""
-        _, levels = self.evaluator.steps(0)
-        left = np.append(self.budget_bytes - levels[0], self.budget_bytes)
+        left = np.append(self.budget_bytes - self.evaluator.peaks(self.evaluator.forward), self.budget_bytes)
         return cast(list[int], np.minimum.accumulate(left[::-1])[::-1][1:].tolist())
 
     def actions(self, found: Found) -> list[Action]:

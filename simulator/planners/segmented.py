@@ -76,7 +76,7 @@ class Segmentations:
         ev, state = self.evaluator, self._state()
         peak_bytes, _, peak_step, steps = ev.walk(state)
         self.known.append(Segmentation(state=state, peak_bytes=peak_bytes))
-        seq = ev.steps(steps)[0][: max(0, peak_step - ev.forward + 1)]
+        seq = ev.sequence(steps)[: max(0, peak_step - ev.forward + 1)]
         again = seq[seq < 0]
         self.ended = True
         if len(again):

@@ -73,7 +73,7 @@ def test_a_weight_turns_the_choice() -> None:
     of = ladder()
     annealer, state = nothing_kept(of, 45)
     a = of.storages.name.index("a")
-    annealer.retaining[6][a] = 256.0
+    annealer.retaining.storages["weight"][a] = 256.0
     assert annealer.retained(state).drops == {4: (a,)}
 
 
@@ -114,16 +114,15 @@ def test_a_border_is_all_that_is_left_of_a_stretch(kind: int, seed: int) -> None
     problem = Problem(of)
     evaluator = Evaluator(problem)
     annealer = Annealer(evaluator, problem, 1 << 40, seed)
-    annealer.coarse = np.cumsum([float(k == kind) for k in range(KINDS)])
-    start = evaluator.state()
-    walk = Walk(annealer, start, True)
+    walk = Walk(annealer, evaluator.state(), True)
+    walk.moves.chances[:] = np.cumsum([float(k == kind) for k in range(KINDS)])
     walk.go(0, least=1, temperature=1e30, price=0.0, target_ns=-1)
-    released = [k for k, s in enumerate(annealer.neighbours) if not walk.there[s]]
+    released = [k for k, s in enumerate(annealer.neighbours) if not walk.walked.saved[s]]
     if released:
         left = set(range(released[0], released[-1] + 1)) - set(released)
         assert len(left) <= 1
     walk.go(0, least=1, temperature=1e30, price=0.0, target_ns=-1)
-    again = [k for k in released if walk.there[annealer.neighbours[k]]]
+    again = [k for k in released if walk.walked.saved[annealer.neighbours[k]]]
     assert len(again) <= 1
 
 

@@ -82,14 +82,14 @@ def test_what_a_walk_evaluates_is_what_its_actions_mean(
     walk = Walk(annealer, search.evaluator.state(), coarse)
     for _ in range(8):
         walk.go(0, least=5, temperature=1e30, price=0.0, target_ns=-1)
-        if walk.figures[0] == UNKNOWN:  # no move yet
+        if walk.figures["added_ns"] == UNKNOWN:  # no move yet
             continue
         state = walk.state()
-        assert search.evaluator.cost(state)[1] == of.time_ns + walk.figures[0]
+        assert search.evaluator.cost(state)[1] == of.time_ns + walk.figures["added_ns"]
         over = search.evaluator.excess(state, budget_bytes)[2]
         assert bool(over) == walk.over
         timeline = run(problem, build(problem, search.actions(Found(state=state, time_ns=0))))
-        assert timeline.step_time_ns == of.time_ns + walk.figures[0]
+        assert timeline.step_time_ns == of.time_ns + walk.figures["added_ns"]
         assert (timeline.peak_allocated_bytes > budget_bytes) == walk.over
     if annealer.best is not None:
         peak_bytes, time_ns = search.evaluator.cost(annealer.best.state)
@@ -108,14 +108,14 @@ def test_a_move_taken_back_leaves_no_trace(of: Trace, seed: int, coarse: bool) -
         return
     walk = Walk(annealer, evaluator.state(), coarse)
     walk.go(0, least=20, temperature=1e30, price=0.0, target_ns=-1)
-    before, weight = walk.state(), annealer.retaining[6].copy()
-    walk.figures[0] = -(1 << 40)
+    before, weight = walk.state(), annealer.retaining.storages["weight"].copy()
+    walk.figures["added_ns"] = -(1 << 40)
     walk.go(0, least=40, temperature=1e-9, price=0.0, target_ns=-1)
     after = walk.state()
     assert (after.there == before.there).all()
     assert (after.share == before.share).all()
     assert after.drops == before.drops
-    assert (annealer.retaining[6][:-1] == weight[:-1]).all()  # the last is a note
+    assert (annealer.retaining.storages["weight"] == weight).all()
 
 
 def shared_link() -> Trace:

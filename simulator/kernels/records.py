@@ -1,0 +1,113 @@
+"""What the kernels take: tables whose rows have named fields, and named tuples of tables.
+
+A table is one argument and its row lies in one place in memory, so a kernel that reads several facts of one op fetches
+them at once. Lists of ids of every op (what it needs, reads, creates) lie one behind the other: those of op k from
+`ops[k].needs_at` to `ops[k + 1].needs_at`, so `ops` has one row more than there are ops.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+# For kernels to call each other with numbers of one width, and no literals: they are compiled for each mix of types.
+long: Any = np.int64
+
+
+def table(fields: list[tuple[str, type]]) -> np.dtype[Any]:
+    """The type of a table's rows; aligned, as kernels want them."""
+    return np.dtype(fields, align=True)
+
+
+OP: Final = table(
+    [
+        ("time_ns", np.int64),
+        ("rerun_bytes", np.int64),  # what a library allocates for good if it runs a second time
+        (
+            "needs_at",
+            np.int32,
+        ),  # of `needs`: storages of forward that it takes, in the order in which a chain goes
+        ("reads_at", np.int32),  # of `reads`: storages of forward that it reads
+        ("creates_at", np.int32),  # of `creates`: storages of forward that it makes
+        ("overwrites", np.int32),  # a storage whose memory it takes over if that ends here; -1
+        ("id", np.int32),  # in the trace
+        ("may_rerun", np.int32),
+    ]
+)
+STORAGE: Final = table(
+    [
+        ("nbytes", np.int64),
+        ("producer", np.int32),
+        ("last_forward", np.int32),  # the op after which forward needs it no more
+        ("last_backward", np.int32),  # op by id in the trace; -1
+        ("hold", np.int32),  # the op of backward until which the first instance is held whatever the plan; -1
+        (
+            "hold_after",
+            np.int32,
+        ),  # whether it is held beyond the end of that op, which then cannot take it over
+        ("forward_take", np.int32),  # the op of forward that takes it over if it ends there; -1
+    ]
+)
+
+
+class Facts(NamedTuple):
+    """One trace, by position: ops are numbered as those that are left when views are dissolved."""
+
+    forward: int  # how many ops forward has
+    resident_bytes: int
+    ops: Any  # [op + 1] of OP
+    storages: Any  # [storage] of STORAGE
+    needs: Any
+    reads: Any
+    creates: Any
+    made: Any  # storages that forward makes
+    transient_bytes: Any  # [op]: what its own run adds at most
+    # [op]: what its first run leaves behind, less what it frees whatever the plan: in forward all that it makes
+    adds_bytes: Any
+
+
+class Choice(NamedTuple):
+    """What a plan says."""
+
+    saved: Any  # [storage]: whether it is there from forward on
+    retained: Any  # [storage]: whether it stays when it has come back
+    evict_at: Any  # [eviction]: op after which a storage is absent, ascending
+    evicted: Any  # [eviction]: that storage
+
+
+class Work(NamedTuple):
+    """Work space of `walk`; nothing in it lasts from one call to the next, but for the steps, which are a result.
+
+    Steps are those of the schedule, views left out.
+    """
+
+    there: Any  # [storage]
+    last: Any  # [storage]: the step that last read the instance that is there
+    first_end: (
+        Any  # [storage]: the step that last read what forward made, once it has come back; NEVER: it has not
+    )
+    demanded: Any  # [storage]: the op whose chain needs it
+    visited: Any  # [op]: the op in whose chain it is
+    step_of: Any  # [op]
+    rebuilt: Any  # [storage]: what came back for the op at hand
+    order: Any  # [op]: a chain
+    stack: Any
+    op: Any  # [step], out: the op; ~op if it runs again
+    gained_bytes: Any  # [step]: if it runs again
+    freed_bytes: Any  # [step]
+    taken_bytes: Any  # [step]: of what is freed, what the step's op takes over
+    peak_bytes: Any  # [step], out
+
+
+def steps(room: int) -> dict[str, Any]:
+    """The columns of `Work` that have so many steps."""
+    columns = ("gained_bytes", "freed_bytes", "taken_bytes", "peak_bytes")
+    return {"op": np.zeros(room, np.int32), **{name: np.zeros(room, np.int64) for name in columns}}
+
+
+def pack_rows(rows: Any) -> tuple[Any, Any]:
+    """Lists of ids one behind the other, and where each starts, with the end behind the last."""
+    at = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum([len(row) for row in rows], out=at[1:])
+    return at, np.array([s for row in rows for s in row], np.int32)
