@@ -1,18 +1,19 @@
-"""Run single ops on the device, without their model, and turn what they allocate and take into a device profile.
+"""Single ops run on the device, without their model, for a device profile of what they allocate and take.
 
 Each call is made from its signature: tensors of its shapes, strides and types with made-up contents, the other
-arguments as they are. Only one op's tensors exist at a time, so the model needs not fit.
+arguments as they are. All calls take their floats from the same memory, which is as large as the largest call needs, so
+that the model needs not fit and nothing is filled twice.
 
-Counts: allocations inside the op, as the CPU's profiler or the CUDA allocator's history shows them; the median of
-a few runs. Ignores: what depends on the contents of tensors; here floats lie between a half and one, indices inside
-what they index, and masks are true.
+Counts: allocations inside the op, as the CPU's profiler or the CUDA allocator's history shows them; the median of a few
+runs, after one that warms up; of a long op, one run. Ignores: what depends on the contents of tensors; here floats lie
+between a half and one until an op overwrites them, indices inside what they index, and masks are true.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +21,16 @@ import torch
 
 from tracer.costs.profiles import shapes_text
 from tracer.costs.signature import DEVICE, Signature, TensorSpec
-from tracer.measure.probes import CpuMarker, CudaHistory, CudaTimer, cpu_allocations, settle
+from tracer.measure.probes import (
+    CpuMarker,
+    CpuTimer,
+    CudaHistory,
+    CudaTimer,
+    Probe,
+    Timer,
+    cpu_allocations,
+    settle,
+)
 from tracer.record.step import Recorded
 from traces.device_profile import (
     MEASURED_CPU,
@@ -33,6 +43,9 @@ from traces.device_profile import (
 from traces.trace import VIEW
 
 RUNS: Final = 3  # timed runs of each op, after one that warms up
+LONG_NS: Final = (
+    5_000_000  # of an op that takes as long, one run is timed: the one that shows its allocations
+)
 TOGETHER: Final = 32  # ops under one profiler
 
 
@@ -89,10 +102,11 @@ def calibrate(
     entries: dict[str, Entry] = {}
     skipped: dict[str, str] = {}
     kept: list[LibraryWorkspace] = []
+    pool = _Pool(device)
     for start in range(0, len(wanted), TOGETHER):
         chunk: list[_Call] = []
         for item in wanted[start : start + TOGETHER]:
-            call = _Call(item, device)
+            call = _Call(item, pool)
             reason = call.try_out(limit)
             if reason:
                 skipped[item.signature.key] = reason
@@ -104,8 +118,8 @@ def calibrate(
                 target=call.signature.target,
                 shapes=shapes_text(call.signature),
                 events=settle(found, call.created_bytes),
-                time_ns=call.time_ns,
-                samples=RUNS,
+                time_ns=int(statistics.median(call.times_ns)),
+                samples=len(call.times_ns),
                 provenance=MEASURED_CUDA if identity.kind == "cuda" else MEASURED_CPU,
             )
         progress(min(start + TOGETHER, len(wanted)))
@@ -114,43 +128,46 @@ def calibrate(
 
 
 class _Call:
-    """One call that can be made again and again with fresh arguments."""
+    """One call that can be made again and again."""
 
-    def __init__(self, wanted: Wanted, device: str) -> None:
+    def __init__(self, wanted: Wanted, pool: _Pool) -> None:
         self.signature = wanted.signature
         self.created_bytes = wanted.created_bytes
-        self.device = device
-        self.time_ns = 0
+        self.times_ns: list[int] = []
+        self._pool = pool
         self._op: Any = None
-        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def try_out(self, limit: int) -> str:
-        """Run it to warm up and to time it; returns why it cannot run, or nothing."""
+        """Run it to warm up and, if that is quick, to time it; returns why it cannot run, or nothing."""
         need = sum(s.span_bytes for s in (*self.signature.inputs, *self.signature.results))
         if need > limit:
             return f"its tensors take {need} bytes, and {limit} may be used"
+        timer = self._pool.timer()
         try:
             self._op = resolve(self.signature.target)
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                self.fresh()()
-                self.time_ns = _time(self.fresh, self.device)
+                call = self.prepared()
+                timer.run(None, call)
+                if timer.finish()[0] < LONG_NS:
+                    for _ in range(RUNS):
+                        timer.run(None, call)
+                    self.times_ns = timer.finish()
         except Exception as error:  # any op may refuse made-up arguments, each in its own way
-            self._arguments = None
             return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-        self._arguments = None
         return ""
 
-    def fresh(self) -> Callable[[], Any]:
-        """The call with arguments that nobody has overwritten."""
-        if self._arguments is None or self._op._schema.is_mutable:
-            self._arguments = None
-            self._arguments = arguments(self._op, self.signature, self.device)
-        args, kwargs = self._arguments
-        return lambda: self._op(*args, **kwargs)
+    def watched(self, probe: Probe) -> None:
+        """Run it under a probe, which times it as well if nothing has."""
+        timer = self._pool.timer()
+        call = self.prepared()
+        probe.run(self.signature.target, lambda: timer.run(None, call))
+        if not self.times_ns:
+            self.times_ns = timer.finish()
 
-    def drop(self) -> None:
-        """Let go of the arguments."""
-        self._arguments = None
+    def prepared(self) -> Callable[[], Any]:
+        """The call with arguments made up for it. An op that writes in place finds what its last run has left."""
+        args, kwargs = _arguments(self._op, self.signature, self._pool)
+        return lambda: self._op(*args, **kwargs)
 
 
 def resolve(target: str) -> Any:
@@ -167,24 +184,85 @@ def resolve(target: str) -> Any:
         raise LookupError(f"torch has no operator {target}") from None
 
 
-def arguments(op: Any, signature: Signature, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+class _Pool:
+    """Memory for the arguments of one call at a time."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._floats: dict[torch.dtype, torch.Tensor] = {}
+        self._taken: dict[torch.dtype, int] = {}
+
+    def timer(self) -> Timer:
+        return CudaTimer() if self.device.startswith("cuda") else CpuTimer()
+
+    def begin(self, specs: Iterable[TensorSpec]) -> None:
+        """Another call, with these tensors."""
+        needs: dict[torch.dtype, int] = {}
+        for spec in specs:
+            dtype = getattr(torch, spec.dtype)
+            needs[dtype] = needs.get(dtype, 0) + _aligned(spec)
+        self._taken = dict.fromkeys(needs, 0)
+        for dtype, items in needs.items():
+            if dtype.is_floating_point and (dtype not in self._floats or len(self._floats[dtype]) < items):
+                self._floats.pop(dtype, None)  # before the larger one is made
+                self._floats[dtype] = _floats(items, dtype, self.device)
+
+    def tensor(self, spec: TensorSpec, below: int) -> torch.Tensor:
+        """A tensor of the call.
+
+        Args:
+            below: one more than the largest integer that may stand in it.
+        """
+        dtype = getattr(torch, spec.dtype)
+        items = spec.span_bytes // spec.item_bytes
+        if dtype.is_floating_point:
+            start = self._taken[dtype]
+            self._taken[dtype] += _aligned(spec)
+            return self._floats[dtype].as_strided(spec.shape, spec.stride, start)
+        if below > 1 and not dtype.is_complex and dtype is not torch.bool:
+            flat = torch.randint(0, below, (items,), dtype=dtype, device=self.device)
+        else:
+            flat = torch.full((items,), dtype is torch.bool, dtype=dtype, device=self.device)
+        return flat.as_strided(spec.shape, spec.stride)
+
+
+def _aligned(spec: TensorSpec) -> int:
+    """Elements from a tensor's first to its last, so that the next one begins where an allocator's block could."""
+    return -(-spec.span_bytes // 512) * 512 // spec.item_bytes
+
+
+def _floats(items: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Numbers between a half and one: few different ones, since making them takes longer than most ops do."""
+    flat = torch.empty(items, dtype=dtype, device=device)
+    done = min(items, 1 << 16)
+    # Through float32, since not every kernel knows the small types.
+    flat[:done] = torch.rand(done, device=device).mul_(0.5).add_(0.5)
+    while done < items:
+        more = min(done, items - done)
+        flat[done : done + more] = flat[:more]
+        done += more
+    return flat
+
+
+def _arguments(op: Any, signature: Signature, pool: _Pool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments for a call of a signature, with made-up contents.
 
     Raises:
         LookupError: an argument is of a kind that a signature does not carry.
     """
+    pool.begin(signature.inputs)
     schema = op._schema.arguments
     below = _index_limit(signature)
 
     def made(value: Any, name: str, kind: str) -> Any:
         if isinstance(value, TensorSpec):
-            return _tensor(value, device, below.get(name, 1))
+            return pool.tensor(value, below.get(name, 1))
         if isinstance(value, tuple):
             return [made(v, name, kind) for v in value]
         if isinstance(value, str) and value.startswith("torch."):
             return getattr(torch, value.removeprefix("torch."))
         if value == DEVICE:
-            return torch.device(device)
+            return torch.device(pool.device)
         if isinstance(value, str) and "str" not in kind:
             raise LookupError(f"its argument {name} is a {value}, which cannot be made up")
         return value
@@ -212,48 +290,13 @@ def _index_limit(signature: Signature) -> dict[str, int]:
     return {}
 
 
-def _tensor(spec: TensorSpec, device: str, below: int) -> torch.Tensor:
-    dtype = getattr(torch, spec.dtype)
-    items = spec.span_bytes // spec.item_bytes
-    flat = torch.empty(items, dtype=dtype, device=device)
-    if dtype.is_floating_point:
-        # Through float32, since not every kernel knows the small types; in parts, so that no second copy exists.
-        for part in flat.split(1 << 22):
-            part.copy_(torch.rand(part.numel(), device=device).mul_(0.5).add_(0.5))
-    elif dtype is torch.bool:
-        flat.fill_(True)
-    elif below > 1 and not dtype.is_complex:
-        torch.randint(0, below, (items,), dtype=dtype, device=device, out=flat)
-    else:
-        flat.zero_()
-    return flat.as_strided(spec.shape, spec.stride)
-
-
-def _time(fresh: Callable[[], Callable[[], Any]], device: str) -> int:
-    import time
-
-    times = []
-    for _ in range(RUNS):
-        call = fresh()
-        if device.startswith("cuda"):
-            timer = CudaTimer()
-            timer.run(None, call)
-            times.append(timer.finish()[0])
-        else:
-            begin = time.perf_counter_ns()
-            call()
-            times.append(time.perf_counter_ns() - begin)
-    return int(statistics.median(times))
-
-
 def _cpu_events(calls: list[_Call]) -> list[tuple[int, ...]]:
     """One run of each under one profiler."""
 
     def work(marker: CpuMarker) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for call in calls:
-                marker.run(call.signature.target, call.fresh())
-                call.drop()
+                call.watched(marker)
 
     return cpu_allocations(work, len(calls)) if calls else []
 
@@ -262,8 +305,7 @@ def _cuda_events(calls: list[_Call], kept: list[LibraryWorkspace]) -> list[tuple
     history = CudaHistory()
     with history.recording(), torch.no_grad():
         for call in calls:
-            history.run(call.signature.target, call.fresh())
-            call.drop()
+            call.watched(history)
     recorded = history.finish()
     kept.extend(recorded.workspaces)
     return list(recorded.events)
