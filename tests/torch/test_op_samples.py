@@ -36,36 +36,29 @@ class Known:
         return self.op == call["op"] and re.search(self.calls, call["call"]) is not None
 
 
-CONJUGATED = "whether a complex factor is conjugated, and so copied, is not in a signature"
-FEW = "of less than 16 channels, whose layouts in bfloat16 were not told apart"
+SOME_KB = "what the table says it ignores: places along edges, sums of norms, sizes of repeats, tiles"
+TYPES = "copies of what has another type, and of indices of 32 bits, in comparisons and gathers are left out"
+COMPLEX = "complex numbers have no rule of their own"
+BATCHES = "a batch of triangles that do not lie behind each other is copied"
+FEW_CHANNELS = "few channels in groups, of volumes and of transposed images, and biases that are padded"
+POINTWISE = "tagged as pointwise, but made of several kernels"
 KNOWN = {
     "float32": [
-        Known(op="aten.mm.default", calls="complex64", reason=CONJUGATED),
-        Known(op="aten.bmm.default", calls="complex64", reason=CONJUGATED),
-        Known(
-            op="aten.convolution.default",
-            calls=r"float32\[[12],2,4.*\(4\), True, \(2\), 2\)",
-            reason="oneDNN's columns of groups of two channels, of 128 bytes, and what it adds a bias in",
+        *(Known(op=f"aten.{op}.default", calls="complex64", reason=COMPLEX) for op in ("mm", "bmm", "abs")),
+        *(
+            Known(op=f"aten.{op}.Tensor", calls="int32|float64", reason=TYPES)
+            for op in ("eq", "ge", "gt", "le", "lt")
         ),
-        Known(
-            op="aten.convolution_backward.default",
-            calls=r"float32\[[12],2,4.*\(4\), True, \(2\), 2, ",
-            reason="the same columns",
-        ),
-        Known(
-            op="aten.convolution.default",
-            calls=r"float32\[1,1,4,3,4.*True, \(1, 1, 1\), 1\)",
-            reason="a volume of one channel is in channels last as it is, and not copied",
-        ),
-        Known(
-            op="aten.convolution_backward.default",
-            calls=r"float32\[1,1,1,1,1\|.*float32\[1,1,4,4,4.*\(2, 2, 2\)",
-            reason="a strided volume of one channel, whose weight takes whole blocks of channels",
+        *(
+            Known(op=f"aten.{op}", calls="int32", reason=TYPES)
+            for op in ("gather.default", "scatter.src", "scatter.value", "scatter_add.default")
         ),
     ],
     "bfloat16": [
-        Known(op="aten.convolution.default", calls="", reason=FEW),
-        Known(op="aten.convolution_backward.default", calls="", reason=FEW),
+        *(
+            Known(op=f"aten.{op}.Tensor", calls="int32|float32", reason=TYPES)
+            for op in ("eq", "ge", "le", "lt")
+        ),
         Known(
             op="aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
             calls=r"bfloat16\[4,4,3,8",
@@ -76,8 +69,29 @@ KNOWN = {
             calls=r"bfloat16\[5,5\|5,1\], (-1|0|1), ",
             reason="which calls go through a scatter, in float32, was not told apart",
         ),
+        *(
+            Known(op=f"aten.{op}.default", calls=r"-> bfloat16\[\|\]", reason="means in float32 are left out")
+            for op in (
+                "binary_cross_entropy", "binary_cross_entropy_with_logits", "huber_loss", "mse_loss",
+                "smooth_l1_loss", "soft_margin_loss",
+            )
+        ),
     ],
-}
+}  # fmt: skip
+for calls in KNOWN.values():
+    calls += [
+        Known(op=f"aten.{op}.default", calls="", reason=reason)
+        for reason, ops in (
+            (SOME_KB, ("native_group_norm_backward", "repeat", "upsample_bicubic2d", "upsample_linear1d")),
+            (SOME_KB, ("upsample_nearest3d", "upsample_trilinear3d")),
+            (BATCHES, ("tril", "triu")),
+            (FEW_CHANNELS, ("convolution", "convolution_backward")),
+            (POINTWISE, ("isinf", "mvlgamma")),
+            ("a matrix of one number, expanded, is copied", ("mv",)),
+        )
+        for op in ops
+    ]
+    calls.append(Known(op="aten.ldexp.Tensor", calls="", reason=POINTWISE))
 
 
 def compared(dtype: str) -> list[dict[str, Any]]:

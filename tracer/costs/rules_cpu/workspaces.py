@@ -74,12 +74,8 @@ def casts(specs: Iterable[Any], y: TensorSpec | None) -> tuple[int, ...]:
 
 
 def summed(x: TensorSpec, y: TensorSpec, dimensions: Any) -> tuple[int, ...]:
-    """Bytes that a sum converts first: to the result's type; or halves to float32, and the result, where what is summed
-    does not lie side by side.
-
-    Args:
-        dimensions: which are summed, if they are given in a tuple.
-    """
+    """Bytes that a sum over a tuple of dimensions converts first: to the result's type; or halves to float32, and the
+    result, where what is summed does not lie side by side."""
     if x.dtype == y.dtype and y.dtype in HALVES and isinstance(dimensions, tuple) and _apart(x, dimensions):
         return 4 * y.elements, 4 * x.elements
     return (x.elements * y.item_bytes,) if x.dtype != y.dtype else ()
@@ -121,11 +117,8 @@ def product_takes(a: TensorSpec, b: TensorSpec, y: TensorSpec) -> tuple[int, ...
 
 
 def product_blocks(rows: int, depth: int, columns: int, transposed: bool) -> int:
-    """Bytes of the blocks of one product in bfloat16, of all threads; 0 where oneDNN has no such kernels.
-
-    Args:
-        transposed: whether the first factor lies in columns.
-    """
+    """Bytes of the blocks of one product in bfloat16 (transposed: whose first factor lies in columns), of all threads;
+    0 where oneDNN has no such kernels."""
     if not onednn.known_bfloat16():
         return 0
     tall = max(d for d in range(1, min(rows, TALL) + 1) if rows % d == 0)
