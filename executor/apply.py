@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from executor.matching import check_kind
@@ -27,6 +26,7 @@ from tracer.build.loop import fit_tangent
 from tracer.capture.capture import capture
 from tracer.precision.policy import Autocast, ambient, without_autocast
 from tracer.record.program import Program, program_of
+from tracer.torch_api import pytree
 from traces.errors import PlanError
 from traces.plan import Action, Plan
 from traces.trace import TraceMeta

@@ -352,7 +352,7 @@ def environment(device: str) -> dict[str, str]:
 def check_device(device: str) -> None:
     """Raise EnvironmentProblem before any work if the device is not there."""
     from tracer.build.step import check_device as check
-    from tracer.build.step import require_torch
+    from tracer.torch_api import require_torch
 
     require_torch()
     check(device)

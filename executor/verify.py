@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from executor.apply import Engines, apply_plan, capture_now, engines_of
 from tracer.build.loop import TrainingStep, run_step
 from tracer.build.step import BuildStep
 from tracer.precision.policy import scaler_tensors
+from tracer.torch_api import pytree
 from traces.plan import Plan
 
 NOISE_FACTOR = 10.0

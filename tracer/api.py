@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack
 
-from tracer.build.step import SEEDS, BuildStep, check_device, load_spec, require_torch
+from tracer.build.step import SEEDS, BuildStep, check_device, load_spec
+from tracer.torch_api import require_torch
 from traces.devices import Device
 from traces.devices import device as device_entry
 from traces.errors import SpecError

@@ -23,6 +23,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from executor import apply_plan  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
 from tracer import trace  # noqa: E402
 from traces import CaptureError, Plan, SpecError, Trace  # noqa: E402
@@ -235,7 +236,7 @@ def test_measured_for_real_on_copies() -> None:
 def test_a_plan_of_it_trains_bit_equal_to_eager() -> None:
     net, batch, optimizer = held()
     made = trace(net, batch, functional.cross_entropy, optimizer)
-    plan = plan_with("recompute-all", made, 2**40)
+    plan = plan_with("recompute-all", Problem(made), 2**40)
     assert plan.actions
     eager = copy.deepcopy(net)
     expected = train(
@@ -249,7 +250,7 @@ def test_its_plan_is_for_the_model_itself(tmp_path: Path) -> None:
     net, batch, optimizer = held()
     made = trace(net, batch, functional.cross_entropy, optimizer)
     file = tmp_path / "plan.json"
-    plan_with("recompute-all", made, 2**40).save(file)
+    plan_with("recompute-all", Problem(made), 2**40).save(file)
     assert Plan.load(file).meta.model == "in hand: Net"
     with pytest.raises(SpecError, match=r"in hand when it was traced \(Net\).*apply_plan\(model, plan\)"):
         trace("in hand: Net")

@@ -22,7 +22,7 @@ from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, step_of  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
-from tracer.capture.cuda.attention import CUDNN_DROPOUT_STEPS, release_here  # noqa: E402
+from tracer.capture.cuda.attention import CUDNN_DROPOUT_STEPS  # noqa: E402
 from tracer.capture.cuda.gpu import gpu_kernels  # noqa: E402
 from tracer.capture.passes.batch_norm import takes_cudnn  # noqa: E402
 from tracer.costs.builder import OpRow  # noqa: E402
@@ -36,6 +36,7 @@ from tracer.costs.libraries import (  # noqa: E402
 from tracer.costs.profiles import with_workspaces  # noqa: E402
 from tracer.record.program import Program, program_of  # noqa: E402
 from tracer.record.step import capture_step, trace_step  # noqa: E402
+from tracer.torch_api import release  # noqa: E402
 from traces.device_profile import LibraryWorkspace  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.trace import BACKWARD, EFFECT, FORWARD, RANDOM, WORKSPACE, Trace  # noqa: E402
@@ -468,7 +469,7 @@ def workspaces(trace: Trace) -> dict[str, int]:
 
 def test_only_a_step_that_multiplies_matrices_keeps_cublas_s_buffers() -> None:
     mlp = load_spec(small_nets.spec("mlp"))
-    own = {} if release_here() >= SHARED_FROM else {"cuBLASLt workspace (forward)": MIB}
+    own = {} if release() >= SHARED_FROM else {"cuBLASLt workspace (forward)": MIB}
     assert workspaces(trace_step(mlp, device("a100-40")).trace) == {
         "cuBLAS workspace (forward)": 8_519_680,
         **own,
@@ -535,7 +536,7 @@ def test_a_plan_for_a_gpu_is_refused_on_the_cpu(tmp_path: Any) -> None:
 
 
 # From this release on, cuDNN's attention takes only such dropout as is a multiple of 1/16.
-STEPS = release_here() >= CUDNN_DROPOUT_STEPS
+STEPS = release() >= CUDNN_DROPOUT_STEPS
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def recorded(build_file: Path, dropout: float) -> Any:
     return trace_step(load_spec(f"{build_file}:build", {"dropout": dropout}), device("cpu"))
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize(("budget", "solver"), [(0.0, "dp"), (0.4, "dp"), (0.4, "greedy"), (1.0, "dp")])
 def test_the_saved_set_is_torchs_own_and_wrong_gradients_are_known(

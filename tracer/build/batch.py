@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
+from tracer.torch_api import pytree
 from traces.errors import SpecError
 
 
@@ -43,7 +43,7 @@ def split_batch(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -
     Raises:
         SpecError: the batch is of an unknown kind, or the loss takes more than there is.
     """
-    for leaf in _pytree.tree_leaves(batch):
+    for leaf in pytree.tree_leaves(batch):
         if hidden_tensors(leaf):
             name = type(leaf).__name__
             raise SpecError(
@@ -68,7 +68,7 @@ def hidden_tensors(leaf: Any) -> list[torch.Tensor]:
     """The tensors that an object of a class unknown to torch holds as attributes."""
     if isinstance(leaf, (torch.Tensor, type)) or callable(leaf):
         return []
-    held = _pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+    held = pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
     return [x for x in held if isinstance(x, torch.Tensor)]
 
 
@@ -192,22 +192,22 @@ def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
-            return _pytree.tree_map(move, dict(leaf))
+            return pytree.tree_map(move, dict(leaf))
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if fake_mode is not None:
-            from torch._subclasses.fake_tensor import FakeTensor
+            from tracer.torch_api import FakeTensor
 
             if not isinstance(leaf, FakeTensor):
                 leaf = fake_mode.from_tensor(leaf)
         return leaf.to(device)
 
-    return _pytree.tree_map(move, batch)
+    return pytree.tree_map(move, batch)
 
 
 def example_count(batch: Any) -> int:
     """The first dimension of the batch's first tensor that has one; 1 if there is none."""
-    for leaf in _pytree.tree_leaves(batch):
+    for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return int(leaf.shape[0])
     return 1

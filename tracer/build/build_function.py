@@ -222,7 +222,7 @@ def _belongs(file: str, directory: Path) -> bool:
 
 def _needs_values(error: Exception) -> bool:
     """Whether code failed because tensors were fake: it read their values, or made modules that learn their sizes."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException
 
     lazy = "UninitializedParameter" in str(error) or "UninitializedBuffer" in str(error)
     return lazy or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))

@@ -9,13 +9,13 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from tracer.torch_api import FakeTensor, detect_fake_mode, replaced, unset_fake_temporarily
+
 MOST_VALUES: Final = 4096  # of a row that keeps them
 
 
 def active_fake_mode() -> Any | None:
     """The FakeTensorMode that is on at this moment, or None."""
-    from torch._guards import detect_fake_mode
-
     return detect_fake_mode()
 
 
@@ -28,8 +28,6 @@ def outside_fake_mode() -> Any:
     """A context that switches the fake mode off: for imports, whose constants outlive the mode."""
     if not is_fake():
         return nullcontext()
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     return unset_fake_temporarily()
 
 
@@ -57,16 +55,12 @@ def initialisers_without_values() -> Iterator[None]:
     if not is_fake():
         yield
         return
-    original = nn.init._no_grad_trunc_normal_
 
     def skip(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return tensor
 
-    nn.init._no_grad_trunc_normal_ = skip
-    try:
+    with replaced(nn.init, _no_grad_trunc_normal_=skip):
         yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = original
 
 
 @contextmanager
@@ -75,7 +69,6 @@ def copies_of_constants() -> Iterator[None]:
 
     torch takes those for tensors with memory and fails to copy it. A batch norm counts its batches in such a one.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
         known, self.constant = self.constant, None
@@ -113,11 +106,8 @@ def rows_with_values() -> Iterator[None]:
         made: torch.Tensor = mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
         return made
 
-    torch.linspace = linspace
-    try:
+    with replaced(torch, linspace=linspace):
         yield
-    finally:
-        torch.linspace = original
 
 
 class Conversions:
@@ -147,7 +137,6 @@ def fake_conversions() -> Iterator[Conversions]:
     if not is_fake():
         yield conversions
         return
-    original = nn.Module._apply
 
     def apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
         for module in self.children() if recurse else ():
@@ -168,11 +157,8 @@ def fake_conversions() -> Iterator[Conversions]:
                 self._buffers[key] = fn(buffer)
         return self
 
-    nn.Module._apply = apply
-    try:
+    with replaced(nn.Module, _apply=apply):
         yield conversions
-    finally:
-        nn.Module._apply = original
 
 
 def _kind(x: torch.Tensor) -> tuple[Any, ...]:
@@ -182,8 +168,6 @@ def _kind(x: torch.Tensor) -> tuple[Any, ...]:
 
 def make_fake(model: nn.Module, mode: Any, conversions: Conversions) -> None:
     """Replace the real parameters and buffers of a model by fake ones, where it was made outside the mode."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is None:

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tracer.build.context import active_fake_mode, outside_fake_mode
 from tracer.build.loop import TrainingStep
 from tracer.build.optimizers import make_optimizer
 from tracer.build.user_step import UserStep
+from tracer.torch_api import is_traceable_wrapper_subclass, pytree
 from traces.errors import SpecError
 from traces.model_spec import IN_HAND
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
 from tracer.precision.policy import OFF, Autocast
+from tracer.torch_api import pytree
 from traces.errors import SpecError
 from traces.trace import BACKWARD, FORWARD, OPTIMIZER
 
@@ -54,7 +54,7 @@ class TrainingStep:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of the batch, in order: the model's arguments, then what only the loss sees."""
-        leaves = _pytree.tree_leaves((self.args, self.kwargs, self.loss_inputs))
+        leaves = pytree.tree_leaves((self.args, self.kwargs, self.loss_inputs))
         return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 

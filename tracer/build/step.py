@@ -88,6 +88,8 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     Raises:
         SpecError: unknown name or option, missing file; EnvironmentProblem: torch is not installed.
     """
+    from tracer.torch_api import require_torch
+
     require_torch()
     if model.startswith(IN_HAND):
         raise SpecError(
@@ -142,18 +144,6 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
         scaler=scaler,
         options={**step.options, **policy},
     )
-
-
-def require_torch() -> None:
-    """Raise EnvironmentProblem if torch cannot be imported."""
-    from traces.errors import EnvironmentProblem
-
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"torch cannot be imported ({error}); install it with: pip install 'lowtide[torch]'"
-        ) from None
 
 
 def check_device(device: str) -> None:

@@ -12,8 +12,8 @@ from typing import Final
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException
 from traces.errors import CaptureError, LowtideError, OutOfMemoryProblem, SpecError, is_out_of_memory
 
 # Directories whose frames are not the user's: torch's, and Lowtide's own rooms.

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from tracer.build.batch import example_count, split_batch, to_device
 from tracer.build.context import active_fake_mode
 from tracer.build.loop import TrainingStep
 from tracer.build.user_errors import blame
+from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException
 from traces.errors import CaptureError, LowtideError, SpecError
 
 

@@ -69,7 +69,7 @@ def image_step(name: str, options: dict[str, Any], device: str) -> TrainingStep:
         except LowtideError:
             raise
         except Exception as error:
-            from torch._subclasses.fake_tensor import DataDependentOutputException
+            from tracer.torch_api import DataDependentOutputException
 
             if isinstance(error, DataDependentOutputException):
                 raise CaptureError(

@@ -1,8 +1,7 @@
 """Capture a model's forward and backward as one joint FX graph of functional aten ops, without running it.
 
-The capture is `torch._functorch.aot_autograd.aot_export_joint_with_descriptors` (private API, torch 2.11 to 2.13; this
-module is the only one that touches it). Under a `FakeTensorMode` nothing is allocated, so the size of the model does
-not matter.
+The capture is `torch._functorch.aot_autograd.aot_export_joint_with_descriptors` (private API).
+Under a `FakeTensorMode` nothing is allocated, so the size of the model does not matter.
 
 What the captured graph is made to be:
 
@@ -23,10 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 
 from tracer.build.user_errors import explain, is_data_dependent, without_torch_log
@@ -49,6 +45,7 @@ from tracer.capture.torch_fixes.caches import emptied_caches, holds_kept_tensor
 from tracer.capture.torch_fixes.grouped import grouped_products
 from tracer.precision.cast_cache import cached_casts
 from tracer.precision.policy import OFF, Autocast, without_autocast
+from tracer.torch_api import FakeTensorMode, OpOverload, aot_export_joint_with_descriptors, pytree
 from traces.devices import Device
 from traces.errors import CaptureError
 
@@ -372,7 +369,7 @@ def _drop_unused(graph: fx.Graph) -> None:
 def is_view(node: fx.Node) -> bool:
     """Whether a node only looks at its input's storage, by its schema."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     returns = target._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)

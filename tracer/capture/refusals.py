@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tracer.build.loop import TrainingStep
+from tracer.torch_api import top_saved_tensors_default_hooks
 from traces.errors import CaptureError
 
 
@@ -86,7 +87,7 @@ def tangent_of(output: Any) -> int:
 
 def check_not_run_twice(module: nn.modules.batchnorm._BatchNorm, path: str) -> None:
     """Raise CaptureError for a batch norm inside `torch.utils.checkpoint`, which updates its statistics twice."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saved_tensors_default_hooks(True)
     inside = hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
     if inside and module.training and module.track_running_stats:
         raise CaptureError(

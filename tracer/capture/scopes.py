@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback as fx_traceback
 
 from tracer.capture.refusals import check_not_run_twice
 from tracer.capture.torch_fixes.recurrent import trainable_layers
 from tracer.capture.torch_fixes.whole_kernels import whole_kernels
+from tracer.torch_api import FakeTensor, FakeTensorMode, pytree, replaced
 
 
 def fake_mode_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> FakeTensorMode | None:
@@ -113,21 +112,21 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        while open_scopes:
-            open_scopes.pop().__exit__(None, None, None)
+        while (
+            open_scopes
+        ):  # forward failed; torch may have put its notes back already, and 2.11 then finds none
+            with contextlib.suppress(KeyError):
+                open_scopes.pop().__exit__(None, None, None)
 
 
 @contextlib.contextmanager
 def as_compiled() -> Iterator[None]:
     """Library code takes the branches that do not look at data; distributions do not validate their arguments."""
-    compiler: Any = torch.compiler
-    distribution: Any = torch.distributions.Distribution
-    saved = compiler._is_compiling_flag, distribution._validate_args
-    compiler._is_compiling_flag, distribution._validate_args = True, False
-    try:
+    with (
+        replaced(torch.compiler, _is_compiling_flag=True),
+        replaced(torch.distributions.Distribution, _validate_args=False),
+    ):
         yield
-    finally:
-        compiler._is_compiling_flag, distribution._validate_args = saved
 
 
 @contextlib.contextmanager
@@ -157,11 +156,8 @@ def _causal_masks() -> Iterator[None]:
             return mask.shape[-2:] == (size or mask.shape[-2],) * 2
         return bool(ask(mask, is_causal, size))
 
-    stacks._generate_square_subsequent_mask, stacks._detect_is_causal_mask = made, asked
-    try:
+    with replaced(stacks, _generate_square_subsequent_mask=made, _detect_is_causal_mask=asked):
         yield
-    finally:
-        stacks._generate_square_subsequent_mask, stacks._detect_is_causal_mask = make, ask
 
 
 @contextlib.contextmanager
@@ -171,9 +167,5 @@ def _unpacked_sequences() -> Iterator[None]:
     if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
         yield
         return
-    saved = masking.find_packed_sequence_indices
-    masking.find_packed_sequence_indices = lambda position_ids: None
-    try:
+    with replaced(masking, find_packed_sequence_indices=lambda position_ids: None):
         yield
-    finally:
-        masking.find_packed_sequence_indices = saved

@@ -46,7 +46,7 @@ def torch_budget(
     The model is built and captured again without running it, and has to be the trace's. `simulate
     compare --saved` makes plans of the file and says what they really need.
     """
-    from tracer.build.step import require_torch
+    from tracer.torch_api import require_torch
     from traces import store
     from traces.errors import TraceError
 

@@ -22,7 +22,7 @@ ITEM_BYTES: Final = {
            "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7 qint8 quint8 quint4x2 "
            "quint2x4 bits8 bits1x8 bits2x4 bits4x2",
         2: "int16 uint16 float16 bfloat16 bits16",
-        4: "int32 uint32 float32 complex32 qint32",
+        4: "int32 uint32 float32 complex32 bcomplex32 qint32",
         8: "int64 uint64 float64 complex64",
         16: "complex128",
     }.items()

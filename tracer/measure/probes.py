@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from tracer.measure.cuda_history import MARK_BYTES, History, OpWindow, read_history
+from tracer.torch_api import RecordFunctionFast, cuda_memory_snapshot, pytree, record_memory_history
 
 MARK = "#lowtide "
 
@@ -144,7 +144,7 @@ class CpuMarker(Probe):
 
     def run(self, target: Any, call: Callable[[], Any]) -> Any:
         # The public `record_function` is itself dispatched, which would put the mark beside the op, not around it.
-        with torch._C._profiler._RecordFunctionFast(f"{MARK}{len(self.targets)}"):
+        with RecordFunctionFast(f"{MARK}{len(self.targets)}"):
             out = call()
         self.targets.append(str(target))
         return out
@@ -161,12 +161,12 @@ class CudaHistory(Probe):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """While this is open, the allocator writes its history (without stack traces)."""
-        torch.cuda.memory._record_memory_history(enabled="all", context=None, clear_history=True)
+        record_memory_history(enabled="all", context=None, clear_history=True)
         try:
             yield
-            self._entries = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+            self._entries = cuda_memory_snapshot()["device_traces"][torch.cuda.current_device()]
         finally:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory_history(enabled=None)
 
     def run(self, target: Any, call: Callable[[], Any]) -> Any:
         before = self._mark()

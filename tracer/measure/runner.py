@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tracer.build.loop import TrainingStep, fit_tangent, run_step
 from tracer.build.user_errors import explained
@@ -26,6 +24,7 @@ from tracer.measure.stepcode import StepCode, step_code
 from tracer.precision.policy import without_autocast
 from tracer.record.eager import is_op
 from tracer.record.program import Program
+from tracer.torch_api import TorchDispatchMode, disable_current_modes, pytree
 
 PATIENCE = 40  # rounds in which a gradient scaler may lower its scale until a step is taken
 
@@ -197,7 +196,7 @@ class _EagerProbe(TorchDispatchMode):
 
     def paused(self) -> contextlib.AbstractContextManager[Any]:
         """A context without this mode, in which ops take their usual path."""
-        return _disable_current_modes()
+        return disable_current_modes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -145,9 +145,9 @@ def _whole_ns(runner: GraphRunner, silent: Silent, wait: Callable[[], object]) -
 
 def _first_cuda_round(runner: GraphRunner) -> tuple[LibraryWorkspace, ...]:
     """The first round, in which libraries make their workspaces; those of earlier work in this process are dropped."""
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()
+    from tracer.torch_api import clear_cublas_workspaces
+
+    clear_cublas_workspaces()
     return _cuda_round(runner.round).workspaces
 
 

@@ -1,7 +1,7 @@
 """Make autocast treat CPU tensors by CUDA's op lists, for a GPU's graph from a machine without one.
 
 Which ops autocast casts, and to what, differs between devices: under CUDA's lists layer norm, softmax and sums compute
-in float32, under the CPU's in the lower precision. The names below are those of ATen/autocast_mode.h (torch 2.13), by
+in float32, under the CPU's in the lower precision. The names below are those of ATen/autocast_mode.h (torch 2.15), by
 policy; those that the installed torch has not registered for CUDA (rms_norm before 2.12) are left out, and
 `tests/torch/test_autocast_lists.py` compares the rest with what it has. That is there without a GPU too.
 
@@ -19,6 +19,14 @@ from typing import Any, Final
 import torch
 
 from tracer.precision.cast_cache import kernels
+from tracer.torch_api import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    all_op_names,
+    has_kernel_for_dispatch_key,
+    pytree,
+)
 
 KEY: Final = "AutocastCPU"
 
@@ -40,7 +48,7 @@ FLOAT32: Final = tuple(
     multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
     _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
     upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-    _upsample_bicubic2d_aa
+    _upsample_bicubic2d_aa linalg_matrix_sqrth
     """.split()  # noqa: SIM905
 )
 # These get the type of their result as an argument, unless the caller gave one.
@@ -72,23 +80,17 @@ def cuda_lists() -> Iterator[None]:
         **{name: _widest(name, casts) for name in WIDEST},
         REFUSED: _refused,
     }
-    here = {name: function for name, function in chosen.items() if registered(name, "AutocastCUDA")}
+    on_cuda = set(listed("AutocastCUDA"))
+    here = {name: function for name, function in chosen.items() if name in on_cuda}
     only_cpu = [n for n in listed(KEY) if n not in here]
     with kernels(KEY, {**here, **dict.fromkeys(only_cpu, torch.library.fallthrough_kernel)}):
         yield
 
 
-def registered(name: str, key: str) -> bool:
-    """Whether an aten op ("softmax.int") has a kernel of its own for a dispatch key."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
-
-
 def listed(key: str) -> list[str]:
-    """All aten ops with a kernel of their own for a dispatch key, in order of name."""
-    names = (
-        n.removeprefix("aten::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")
-    )
-    return sorted(n for n in names if registered(n, key))
+    """All aten ops ("softmax.int") with a kernel of their own for a dispatch key, in order of name."""
+    names = (n for n in all_op_names() if n.startswith("aten::") and has_kernel_for_dispatch_key(n, key))
+    return sorted(n.removeprefix("aten::") for n in names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def _op(name: str) -> Any:
 
 
 def _below() -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+    return ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU))
 
 
 def _eligible(x: Any) -> bool:
@@ -187,7 +189,7 @@ def _float32_norm(name: str, overload: str) -> Callable[..., Any]:
 
 def _widest(name: str, casts: dict[int, Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _eligible(x)]
+        found = [x for x in pytree.tree_leaves((args, kwargs)) if _eligible(x)]
         wide = any(x.dtype == torch.float32 for x in found)
         dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
         with _below():

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tracer.torch_api import replaced
+
 
 class CastCache:
     """Casts of leaves, until the outermost autocast region ends."""
@@ -58,12 +60,11 @@ def cached_casts(kind: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         clear()
         cache.clear()
 
-    torch.clear_autocast_cache = clear_both
-    try:
-        with kernels(f"Autograd{kind.upper()}", {"to.dtype": cache.to}):
-            yield
-    finally:
-        torch.clear_autocast_cache = clear
+    with (
+        replaced(torch, clear_autocast_cache=clear_both),
+        kernels(f"Autograd{kind.upper()}", {"to.dtype": cache.to}),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -86,9 +86,9 @@ def ambient(kind: str) -> Autocast:
 
 def without_autocast() -> Any:
     """A context in which autocast does nothing: for running a captured graph, whose casts are ops of its own."""
-    import torch
+    from tracer.torch_api import DisableAutocast
 
-    return torch._C._DisableAutocast()
+    return DisableAutocast()
 
 
 def lowered(args: Any, kwargs: Any, kind: str = "cpu") -> tuple[Any, Any]:
@@ -97,7 +97,8 @@ def lowered(args: Any, kwargs: Any, kind: str = "cpu") -> tuple[Any, Any]:
     The last is cast first, as torch does it (`tracer.precision.autocast_lists`).
     """
     import torch
-    import torch.utils._pytree as pytree
+
+    from tracer.torch_api import pytree
 
     if not torch.is_autocast_enabled(kind):
         return args, kwargs
@@ -151,7 +152,7 @@ def set_tf32(policy: dict[str, Any]) -> None:
     if policy.get("tf32") is None:
         return
     with warnings.catch_warnings():
-        # torch 2.9 announced other names for these; the old ones are what 2.11 to 2.13 and users' code both read.
+        # torch 2.9 announced other names for these; the old ones are what 2.11 to 2.15 and users' code both read.
         warnings.simplefilter("ignore")
         torch.backends.cuda.matmul.allow_tf32 = policy["tf32"]
         torch.backends.cudnn.allow_tf32 = policy["tf32"]

@@ -11,12 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tracer.build.loop import TrainingStep, fit_tangent, run_step
 from tracer.build.user_errors import explained
-from tracer.capture.cuda.attention import release_here
 from tracer.costs.builder import OpRow
 from tracer.costs.calibration import Costs
 from tracer.costs.libraries import library_storages, rerun_workspaces
@@ -24,6 +21,7 @@ from tracer.costs.signature import Signature
 from tracer.precision.policy import scaler_tensors
 from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
+from tracer.torch_api import FakeTensorMode, pytree, release
 from traces.devices import Device
 from traces.trace import FORWARD, INPUT, OPTIMIZER_STATE, PARAMETER, Trace, TraceMeta
 from traces.validate import validate
@@ -233,13 +231,13 @@ def _arrange(
     ]
     builder.ops = rows
     if program.captured.target is not None:
-        for storage in library_storages(rows, target, release_here()):
+        for storage in library_storages(rows, target, release()):
             builder.add_storage(storage)
     on_gpu = meta.device.partition(":")[0] == "cuda"
     meta = replace(
         meta,
         workspace=_put_costs(rows, made, target, costs),
-        rerun_workspaces=rerun_workspaces(rows, target, release_here()) if on_gpu else {},
+        rerun_workspaces=rerun_workspaces(rows, target, release()) if on_gpu else {},
         forward_ops=n_forward,
         first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
     )

@@ -13,17 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracer.build.context import is_fake
 from tracer.costs.builder import OpRow, StorageRow, TraceBuilder
 from tracer.costs.roofline import compute_dtype, op_bytes, op_flops, result_bytes
 from tracer.costs.signature import of_call
 from tracer.record.scalars import Scalars
+from tracer.torch_api import FakeTensor, TorchDispatchMode, pytree
 from traces.errors import CaptureError
 from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
 

@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tracer.capture.capture import Captured
 from tracer.capture.cuda.gpu import results
@@ -25,6 +23,7 @@ from tracer.costs.builder import OpRow, StorageRow, TraceBuilder
 from tracer.costs.roofline import compute_dtype, op_bytes, op_flops, result_bytes
 from tracer.costs.signature import of_call
 from tracer.precision.policy import without_autocast
+from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, pytree
 from traces.errors import CaptureError
 from traces.trace import (
     ACTIVATION,
@@ -320,7 +319,7 @@ def _flags(
     n: fx.Node, written: set[fx.Node], storage_of: dict[fx.Node, tuple[int, ...]], *, view: bool
 ) -> int:
     target = n.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return EFFECT
     flags = VIEW if view else 0
     if is_random(n):
@@ -395,7 +394,7 @@ def _mark_takeovers(
 
 def inplace_twin(target: Any) -> Any:
     """The in-place overload of a pointwise functional op (`aten.relu.default` -> `aten.relu_.default`), or None."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
         return None
     if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
         return None

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+
+from tracer.torch_api import FakeTensor, disable_current_modes, pytree
 
 
 class Scalars:
@@ -28,7 +27,7 @@ class Scalars:
         known = self._known(x)
         if known is None:
             return None
-        with _disable_current_modes():
+        with disable_current_modes():
             return known.item()
 
     def run(self, func: Any, args: Any, kwargs: Any, written: Callable[[Any, Any], Any]) -> Any:
@@ -45,7 +44,7 @@ class Scalars:
             and torch.Tag.nondeterministic_seeded not in func.tags
             and func.namespace == "aten"
         )
-        with _disable_current_modes():
+        with disable_current_modes():
             copies = {k: v.clone() for k, v in values.items() if v is not None} if follow else {}
         out = func(*args, **kwargs)
         made = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
@@ -55,7 +54,7 @@ class Scalars:
         if not follow or not all(_single(x) for x in (*given, *made)):
             return out
         real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, lambda x: copies[id(x)], (args, kwargs))
-        with _disable_current_modes():
+        with disable_current_modes():
             real = [
                 x for x in pytree.tree_leaves(func(*real_args, **real_kwargs)) if isinstance(x, torch.Tensor)
             ]

@@ -24,8 +24,6 @@ from importlib import metadata
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tracer.build.batch import hidden_tensors, loss_in_outputs
 from tracer.build.context import copies_of_constants
@@ -37,6 +35,7 @@ from tracer.costs.calibration import Costs
 from tracer.costs.machine import rates_of
 from tracer.record.assemble import Recorded, assemble
 from tracer.record.program import Program, program_of
+from tracer.torch_api import FakeTensorMode, pytree
 from traces.devices import Device
 from traces.errors import CaptureError
 from traces.trace import TraceMeta

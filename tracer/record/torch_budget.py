@@ -1,7 +1,7 @@
 """Turn a captured graph and a memory budget into the set of values that PyTorch's own partitioner would save.
 
 Source: `torch._functorch.partitioners.min_cut_rematerialization_partition` under
-`torch._functorch.config.activation_memory_budget` (private API, torch 2.11 to 2.13; only this module touches it). The
+`torch._functorch.config.activation_memory_budget` (private API). The
 budget is a share between saving the inputs alone (0) and what the default minimum cut saves (1). It bounds the sum of
 the saved bytes, not the peak.
 
@@ -24,17 +24,20 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
-from torch._functorch import config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomRuntimeEstimator
 
 from tracer.build.step import load_spec
 from tracer.capture.capture import Captured
 from tracer.capture.passes.dropout import merged_dropout
 from tracer.record.program import Program, is_random
 from tracer.record.step import Recorded, trace_step
+from tracer.torch_api import (
+    CustomRuntimeEstimator,
+    OpOverload,
+    functorch_config,
+    min_cut_rematerialization_partition,
+    pytree,
+)
 from traces.devices import device
 from traces.errors import CaptureError, EnvironmentProblem, PlanError, SpecError
 from traces.saved_sets import SavedSet, SavedSets
@@ -190,7 +193,7 @@ class _Times(CustomRuntimeEstimator):
 
 @contextlib.contextmanager
 def _configured(setting: Setting, times: dict[str, int]) -> Iterator[None]:
-    with config.patch(
+    with functorch_config.patch(
         activation_memory_budget=setting.budget,
         activation_memory_budget_solver=setting.solver,
         activation_memory_budget_runtime_estimator=FLOPS if setting.runtime == FLOPS else _Times(times),
@@ -233,7 +236,7 @@ def _read(
             continue
         again.add(k)
         recomputed |= storages(n.name)
-        if isinstance(n.target, torch._ops.OpOverload) and is_random(n):
+        if isinstance(n.target, OpOverload) and is_random(n):
             random.add(k)
     return SavedSet(
         label=f"{setting.solver}-{setting.budget:g}"

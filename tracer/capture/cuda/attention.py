@@ -18,6 +18,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tracer.torch_api import release
 from traces.devices import Device
 from traces.errors import CaptureError
 
@@ -276,7 +277,7 @@ def attend(
         deterministic=torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    name = choose(call, device.sm, release_here(), order=_order(), enabled=_enabled())
+    name = choose(call, device.sm, release(), order=_order(), enabled=_enabled())
     mask = _additive(attn_mask, query, cudnn=name == CUDNN)
     if name == CUDNN:
         out = aten._scaled_dot_product_cudnn_attention(
@@ -327,19 +328,10 @@ def _additive(mask: Any, query: Any, *, cudnn: bool) -> Any:
     return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
 
 
-def release_here() -> tuple[int, int]:
-    """The installed torch's release, as (2, 13)."""
-    import torch
-
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
 def _order() -> tuple[str, ...]:
-    import torch
+    from tracer.torch_api import sdp_priority_order
 
-    numbers = torch._C._get_sdp_priority_order()
-    return tuple(BACKENDS[n] for n in numbers if n in BACKENDS)
+    return tuple(BACKENDS[n] for n in sdp_priority_order() if n in BACKENDS)
 
 
 def _enabled() -> frozenset[str]:

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
-import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from tracer.capture.cuda.attention import attend
 from tracer.capture.passes.batch_norm import batch_norm, meta, takes_cudnn
 from tracer.precision.policy import lowered, without_autocast
+from tracer.torch_api import FakeTensor, pytree, scaled_dot_product_attention
 from traces.devices import Device
 
 aten = torch.ops.aten
@@ -49,7 +48,7 @@ def gpu_kernels(target: Device | None) -> Iterator[None]:
     Args:
         target: the GPU that a laptop's capture is for; None on a GPU, where torch itself chooses the attention.
     """
-    attention, norm = torch._C._nn.scaled_dot_product_attention, torch.batch_norm
+    attention, norm = scaled_dot_product_attention, torch.batch_norm
 
     def run_attention(*args: Any, **kwargs: Any) -> Any:
         if target is None:

@@ -65,8 +65,10 @@ def reserve_bytes(x: torch.Tensor) -> int:
     kernel, this is not known.
     """
     if x.device.type == "cuda" and torch.cuda.is_available():
-        with contextlib.suppress(RuntimeError, AttributeError):
-            return int(torch._C._get_cudnn_batch_norm_reserve_space_size(x, True))
+        from tracer.torch_api import cudnn_batch_norm_reserve_bytes
+
+        with contextlib.suppress(RuntimeError):
+            return int(cudnn_batch_norm_reserve_bytes(x, True))
     return 0
 
 

@@ -11,7 +11,8 @@ import operator
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from tracer.torch_api import unset_fake_temporarily
 
 aten = torch.ops.aten
 

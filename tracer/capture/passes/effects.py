@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from torch import fx
-from torch._higher_order_ops.effects import _get_effect, _register_effectful_op, with_effects
-from torch._library.effects import EffectType
+
+from tracer.torch_api import EffectType, get_effect, register_effectful_op, with_effects
 
 CHECK: Final = "aten::_linalg_check_errors"
 
@@ -26,13 +26,13 @@ TOKEN_OUTPUTS: Final = ("ForwardTokenAOTOutput", "BackwardTokenAOTOutput")
 def checks_kept() -> Iterator[None]:
     """Keep the op that checks for errors in graphs that are captured here.
 
-    torch 2.13 does so by itself. In 2.11 and 2.12 the export does not know that the op does anything and leaves it
-    out, as nobody reads it: where eager raises LinAlgError, the graph would go on.
+    torch 2.13 and later do so by themselves. In 2.11 and 2.12 the export does not know that the op does anything and
+    leaves it out, as nobody reads it: where eager raises LinAlgError, the graph would go on.
     """
-    if _get_effect(CHECK) is not None:
+    if get_effect(CHECK) is not None:
         yield
         return
-    handle = _register_effectful_op(CHECK, EffectType.ORDERED)
+    handle = register_effectful_op(CHECK, EffectType.ORDERED)
     try:
         yield
     finally:

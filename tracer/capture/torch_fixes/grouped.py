@@ -3,8 +3,8 @@
 `aten::_grouped_mm` multiplies the tokens of each expert of a mixture by that expert's weights; transformers' mixtures
 of experts are made of it. Its kernels take float32, float16 and bfloat16 (`_grouped_mm_validate_inputs` in
 aten/src/ATen/native/GroupedMMUtils.h) and give each row of the result a stride of a multiple of 16 bytes
-(`create_grouped_gemm_output_tensor` there). The function for fake tensors of torch 2.11 to 2.13 refuses all but
-bfloat16, and pads only if torch was built for CUDA.
+(`create_grouped_gemm_output_tensor` there). The function for fake tensors pads only if
+torch was built for CUDA, and up to 2.13 refuses all but bfloat16.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import _meta_registrations as registrations
 
-_NAME: Final = "_meta_grouped_mm_common"
+from tracer.torch_api import meta_registrations, replaced
+
 _ALIGNMENT_BYTES: Final = 16
 
 
 @contextmanager
 def grouped_products() -> Iterator[None]:
     """In the body, a grouped product of fake tensors has the type and the strides that the kernels would give it."""
-    original = getattr(registrations, _NAME, None)
-    if original is None:
-        yield
-        return
+    original = meta_registrations._meta_grouped_mm_common
 
     def product(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         scaled = kwargs.get("scale_a", args[0] if args else None) is not None
@@ -35,11 +32,8 @@ def grouped_products() -> Iterator[None]:
         offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
         return _result(a, b, offsets, kwargs.get("out_dtype") or a.dtype)
 
-    setattr(registrations, _NAME, product)
-    try:
+    with replaced(meta_registrations, _meta_grouped_mm_common=product):
         yield
-    finally:
-        setattr(registrations, _NAME, original)
 
 
 def _result(a: torch.Tensor, b: torch.Tensor, offsets: Any, dtype: torch.dtype) -> torch.Tensor:

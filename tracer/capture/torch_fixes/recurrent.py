@@ -1,6 +1,6 @@
 """Mend torch's decomposition of `nn.LSTM`, `nn.GRU` and `nn.RNN` for training.
 
-Both are in `torch/_decomp/decompositions.py` of torch 2.11 to 2.13. `_rnn_helper` compares the layer's number the wrong
+Both are in `torch/_decomp/decompositions.py` of torch 2.11 to 2.15. `_rnn_helper` compares the layer's number the wrong
 way round, so that a stack of layers would train without the dropout between them. `select_one_layer_lstm_function`
 takes oneDNN's kernel for an LSTM whose input requires no gradient, in its form for inference, whose backward fails.
 """
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._decomp import decompositions
+
+from tracer.torch_api import decompositions, replaced
 
 
 @contextlib.contextmanager
 def trainable_layers() -> Iterator[None]:
     """In the body, recurrent layers are decomposed into elementary ops, with their dropout."""
-    module: Any = decompositions
-    stack, select = module._rnn_helper, module.select_one_layer_lstm_function
+    stack = decompositions._rnn_helper
 
     def layer_by_layer(
         x: torch.Tensor,
@@ -46,9 +46,9 @@ def trainable_layers() -> Iterator[None]:
                 x = torch.dropout(x, dropout, train=True)
         return (x.transpose(0, 1) if batch_first else x), last
 
-    module._rnn_helper = layer_by_layer
-    module.select_one_layer_lstm_function = lambda *_: module.one_layer_lstm
-    try:
+    with replaced(
+        decompositions,
+        _rnn_helper=layer_by_layer,
+        select_one_layer_lstm_function=lambda *_: decompositions.one_layer_lstm,
+    ):
         yield
-    finally:
-        module._rnn_helper, module.select_one_layer_lstm_function = stack, select

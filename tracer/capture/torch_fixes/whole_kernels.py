@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
-from torch._C import DispatchKey
+
+from tracer.torch_api import DispatchKey
 
 OPS: Final = (
     *(f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d")),

@@ -19,19 +19,18 @@ def block() -> int:
 @cache
 def bfloat16_in_onednn() -> bool:
     """Whether torch gives oneDNN its bfloat16 convolutions and products (`mkldnn_bf16_device_check`)."""
-    import torch
+    from tracer.torch_api import is_mkldnn_bf16_supported
 
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(is_mkldnn_bf16_supported())
 
 
 @cache
 def known_bfloat16() -> bool:
     """Whether oneDNN has the kernels for bfloat16 here that the rules are about: with the processor's instructions for
     it, and not those on AMX tiles."""
-    import torch
+    from tracer.torch_api import is_amx_tile_supported, is_avx512_bf16_supported
 
-    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return block() == 16 and bool(torch.cpu._is_avx512_bf16_supported()) and not amx
+    return block() == 16 and bool(is_avx512_bf16_supported()) and not is_amx_tile_supported()
 
 
 def threads() -> int:

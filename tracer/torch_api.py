@@ -1,0 +1,161 @@
+"""Every private name of torch that Lowtide uses, and the releases of torch in which all of them have been found.
+
+`from tracer.torch_api import FakeTensor` imports the name from where torch has it. Private names move; one that the
+installed torch lacks is said by name, and `missing()` lists them all.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from traces.errors import EnvironmentProblem
+
+OLDEST: Final = (2, 11)
+NEWEST: Final = (2, 15)
+
+# Name here -> where torch has it.
+USED: Final = {
+    # capture
+    "aot_export_joint_with_descriptors": "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
+    "EffectType": "torch._library.effects:EffectType",
+    "get_effect": "torch._higher_order_ops.effects:_get_effect",
+    "register_effectful_op": "torch._higher_order_ops.effects:_register_effectful_op",
+    "with_effects": "torch._higher_order_ops.effects:with_effects",
+    "DispatchKey": "torch._C:DispatchKey",
+    "OpOverload": "torch._ops:OpOverload",
+    "pytree": "torch.utils._pytree",
+    "scaled_dot_product_attention": "torch._C._nn:scaled_dot_product_attention",
+    "sdp_priority_order": "torch._C:_get_sdp_priority_order",
+    "top_saved_tensors_default_hooks": "torch._C:_autograd._top_saved_tensors_default_hooks",
+    # fake tensors
+    "DataDependentOutputException": "torch._subclasses.fake_tensor:DataDependentOutputException",
+    "DynamicOutputShapeException": "torch._subclasses.fake_tensor:DynamicOutputShapeException",
+    "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "detect_fake_mode": "torch._guards:detect_fake_mode",
+    "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",
+    # autocast
+    "DisableAutocast": "torch._C:_DisableAutocast",
+    "DispatchKeySet": "torch._C:DispatchKeySet",
+    "ExcludeDispatchKeyGuard": "torch._C:_ExcludeDispatchKeyGuard",
+    "all_op_names": "torch._C:_dispatch_get_all_op_names",
+    "has_kernel_for_dispatch_key": "torch._C:_dispatch_has_kernel_for_dispatch_key",
+    # running and measuring
+    "RecordFunctionFast": "torch._C:_profiler._RecordFunctionFast",
+    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
+    "cuda_memory_snapshot": "torch.cuda.memory:_snapshot",
+    "record_memory_history": "torch.cuda.memory:_record_memory_history",
+    "is_traceable_wrapper_subclass": "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
+    "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
+    "is_amx_tile_supported": "torch.cpu:_is_amx_tile_supported",
+    "is_avx512_bf16_supported": "torch.cpu:_is_avx512_bf16_supported",
+    "is_mkldnn_bf16_supported": "torch:ops.mkldnn._is_mkldnn_bf16_supported",
+    # torch's own activation memory budget
+    "CustomRuntimeEstimator": "torch._inductor.custom_graph_pass:CustomRuntimeEstimator",
+    "functorch_config": "torch._functorch.config",
+    "min_cut_rematerialization_partition": "torch._functorch.partitioners:min_cut_rematerialization_partition",
+    # modules in which `replaced` puts something else
+    "decompositions": "torch._decomp.decompositions",
+    "meta_registrations": "torch._meta_registrations",
+}
+# Only builds with CUDA have these.
+USED_WITH_CUDA: Final = {
+    "clear_cublas_workspaces": "torch._C:_cuda_clearCublasWorkspaces",
+    "cudnn_batch_norm_reserve_bytes": "torch._C:_get_cudnn_batch_norm_reserve_space_size",
+}
+# What is replaced, while the body of a `with` runs.
+REPLACED: Final = (
+    "torch._decomp.decompositions:_rnn_helper",
+    "torch._decomp.decompositions:one_layer_lstm",
+    "torch._decomp.decompositions:select_one_layer_lstm_function",
+    "torch._meta_registrations:_meta_grouped_mm_common",
+    "torch.compiler:_is_compiling_flag",
+    "torch.distributions:Distribution._validate_args",
+    "torch.nn:Module._apply",
+    "torch.nn.init:_no_grad_trunc_normal_",
+    "torch.nn.modules.transformer:_detect_is_causal_mask",
+    "torch.nn.modules.transformer:_generate_square_subsequent_mask",
+)
+
+
+def __getattr__(name: str) -> Any:
+    where = USED.get(name) or USED_WITH_CUDA.get(name)
+    if where is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return pkgutil.resolve_name(where)
+    except (ImportError, AttributeError) as error:
+        raise _lacks(where) from error
+
+
+def missing() -> list[str]:
+    """Which of the private names the installed torch lacks; none in a release from OLDEST to NEWEST."""
+    import torch
+
+    names = [*USED.values(), *REPLACED, *(USED_WITH_CUDA.values() if torch.version.cuda else ())]
+    return [name for name in names if not _is_there(name)]
+
+
+def require_torch() -> None:
+    """Raise EnvironmentProblem if torch cannot be imported, or is of a release that Lowtide does not know."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"torch cannot be imported ({error}); install it with: pip install 'lowtide[torch]'"
+        ) from None
+    if not OLDEST <= release() <= NEWEST:
+        raise EnvironmentProblem(_unsupported("Lowtide does not know it"))
+
+
+def release() -> tuple[int, int]:
+    """The installed torch's release, as (2, 13)."""
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """In the body, these attributes of a module or class have other values.
+
+    Raises:
+        EnvironmentProblem: it has no such attribute in the installed torch.
+    """
+    lacks = next((name for name in values if not hasattr(owner, name)), None)
+    if lacks is not None:
+        raise _lacks(f"{owner.__name__}:{lacks}")
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def _is_there(where: str) -> bool:
+    try:
+        pkgutil.resolve_name(where)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _lacks(where: str) -> EnvironmentProblem:
+    return EnvironmentProblem(_unsupported(f"it has no {where.replace(':', '.')}, which Lowtide needs"))
+
+
+def _unsupported(reason: str) -> str:
+    import torch
+
+    oldest, newest = (".".join(map(str, r)) for r in (OLDEST, NEWEST))
+    return (
+        f"torch {torch.__version__} cannot be used: {reason}. Install one of {oldest} to {newest}, with the "
+        "torchvision that belongs to it: pip install 'lowtide[torch]'"
+    )
