@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from simulator.allocator.question import ask
+from simulator.allocator.device_fit import setting_of
 from simulator.core.problem import Problem
 from simulator.report.charts import Bar, grouped, spread
 from simulator.report.page import (
@@ -24,7 +24,7 @@ from simulator.report.page import (
     write_page,
 )
 from simulator.report.step import describe, simulation_sections
-from simulator.studies.prediction import compare, with_reserved
+from simulator.studies.prediction import predict
 from traces.measurement import Measurement, RunFigures, signed_error_percent
 from traces.plan import ALLOCATED, Plan
 from traces.trace import Trace, TraceMeta
@@ -50,9 +50,8 @@ def write_measurement(
         EnvironmentProblem: a package that reports need is not installed.
         PlanError: the plan does not fit the trace.
     """
-    c = with_reserved(
-        compare(Problem(trace), plan, measurement.budget_bytes), ask(trace.meta, plan.meta.alloc_conf or None)
-    )
+    setting = setting_of(trace.meta, plan.meta.alloc_conf or None)
+    c = predict(Problem(trace), setting, plan, measurement.budget_bytes)
     where = measurement.place
     page = Page(
         title=f"{measurement.model}: predicted beside measured on {where}",

@@ -15,7 +15,6 @@ from typing import Final
 
 from executor.campaign.cases import BOUNDARY, NONE
 from executor.campaign.record import CALIBRATED, OUT_OF_MEMORY, RULES, STAGES, TRANSFERRED, Record
-from simulator.studies.warnings import stands_always
 from traces.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
 
 # Allocated is what was asked for; blocks is the same as CUDA's allocator hands it out, rounded up.
@@ -114,9 +113,7 @@ def _row(r: Record, run: str, stage: str, figure: str, predicted: float, measure
         measured=measured,
         provenance=r.provenance,
         place=r.place,
-        warned=not all(
-            map(stands_always, (r.warnings if run == PLAN else r.keep_all_warnings).get(stage, ()))
-        ),
+        warned=bool((r.warnings if run == PLAN else r.keep_all_warnings).get(stage)),
     )
 
 

@@ -24,8 +24,9 @@ from traces.plan import ALLOCATED, RESERVED, Action, Plan
 from traces.trace import Trace
 
 if TYPE_CHECKING:
-    from simulator.allocator.question import Question
-    from simulator.studies.prediction import Comparison
+    from simulator.allocator.device import DeviceMemory
+    from simulator.allocator.device_fit import Setting
+    from simulator.studies.prediction import Prediction
 
 KEEP_ALL_PLAN = "keep-all.json"
 
@@ -52,17 +53,17 @@ def predict_plan(
 ) -> dict[str, Any]:
     """Plan for a budget and predict; saves the plan, or says why there is none."""
     from simulator.core.budget import parse_budget
+    from simulator.core.limits import DEFAULTS
     from simulator.core.problem import Problem
-    from simulator.studies.planning import keep_all, planned
+    from simulator.studies.prediction import plan_for
 
     traces = load_traces(Path(directory))
     base = base_trace(traces, plan_from)
-    question = question_of(device, base)
+    setting = setting_for(device, base)
     problem = Problem(base)
-    whole = keep_all(problem, question).kept_timeline.peak_allocated_bytes
-    budget_bytes = parse_budget(budget, whole)
+    budget_bytes = parse_budget(budget, problem.saved.timeline.peak_allocated_bytes)
     try:
-        made = planned(problem, planner, budget_bytes=budget_bytes, question=question)
+        made = plan_for(problem, planner, DEFAULTS, setting, budget_bytes=budget_bytes)
     except BudgetError as error:
         return {"feasible": False, "budget_bytes": budget_bytes, "message": str(error)}
     made.plan.save(plan_path)
@@ -71,7 +72,7 @@ def predict_plan(
         "budget_bytes": budget_bytes,
         "message": "",
         **_told(stages(traces, base, made.plan.actions, device)),
-        "recomputed_ops": made.planned_timeline.recomputed_ops,
+        "recomputed_ops": made.planned.timeline.recomputed_ops,
     }
 
 
@@ -79,38 +80,34 @@ def predict_fit(
     *, directory: str, device: str, plan_from: str, planner: str, limit_bytes: int, plan_path: str
 ) -> dict[str, Any]:
     """Whether a step fits a limit, untouched (planner `none`) or with a plan for it; saves the plan that is run."""
-    from simulator.allocator.caching import OutOfMemory
-    from simulator.allocator.reserved import reserved_peak
+    from simulator.allocator.device import CPU, CUDA, DeviceMemory
+    from simulator.core.limits import DEFAULTS
     from simulator.core.problem import Problem
-    from simulator.studies.planning import planned
-    from simulator.studies.untouched import untaken, untouched
+    from simulator.studies.prediction import plan_for, untouched_fit
 
     base = base_trace(load_traces(Path(directory)), plan_from)
-    question = question_of(device, base)
-    plan, message = _keep_all(base, device), ""
+    setting = setting_for(device, base)
+    plan, problem = _keep_all(base, device), Problem(base)
     if planner != NONE:
         try:
             # On CUDA the limit is of what the allocator reserves.
-            of = ALLOCATED if question is None else RESERVED
-            plan = planned(
-                Problem(base), planner, budget_bytes=limit_bytes, budget_of=of, question=question
-            ).plan
+            of = ALLOCATED if setting.settings is None else RESERVED
+            made = plan_for(problem, planner, DEFAULTS, setting, budget_bytes=limit_bytes, budget_of=of)
+            plan = made.plan
         except BudgetError as error:
             return {"fits": False, "predicted": asdict(RunFigures()), "message": str(error), "planned": False}
     plan.save(plan_path)
-    made = judged(base, plan.actions, device)
-    schedule, figures = made.planned, made.planned_figures
-    if planner == NONE:  # the graph with everything kept may need less than the untouched model, or more
-        schedule = untaken(made)
-        figures = replace(untouched(made).figures, step_time_ns=figures.step_time_ns)
-    assert figures.peak_allocated_bytes is not None
-    fits = figures.peak_allocated_bytes <= limit_bytes
-    if question is not None:
-        try:
-            reserved_peak(made.problem, schedule, question.settings, device_memory_bytes=limit_bytes)
-        except OutOfMemory as error:
-            fits, message = False, str(error)
-    return {"fits": fits, "predicted": asdict(figures), "message": message, "planned": True}
+    kind = CPU if setting.settings is None else CUDA
+    limited = judged(
+        base, plan.actions, device, DeviceMemory(name="the limit", kind=kind, memory_bytes=limit_bytes)
+    )
+    free = judged(base, plan.actions, device)
+    if planner == NONE:  # the graph with everything saved may need less than the untouched model, or more
+        fit, figures = untouched_fit(limited), untouched_fit(free).figures(free.saved.timeline.step_time_ns)
+    else:
+        fit, figures = limited.planned_fit, free.planned_figures
+    message = "" if fit.reserved is None else fit.out_of_memory
+    return {"fits": bool(fit.fits), "predicted": asdict(figures), "message": message, "planned": True}
 
 
 def load_traces(directory: Path) -> dict[str, Trace]:
@@ -138,7 +135,7 @@ def same_graph(a: Trace, b: Trace) -> bool:
 
 def stages(
     traces: dict[str, Trace], base: Trace, actions: tuple[Action, ...], device: str
-) -> dict[str, Comparison]:
+) -> dict[str, Prediction]:
     """What each stage predicts for the step with these actions, which were chosen on `base`.
 
     A plan is judged only on the same graph: where a laptop's graph of a GPU's step differs from the GPU's, the
@@ -151,45 +148,49 @@ def stages(
     }
 
 
-def _told(predictions: dict[str, Comparison]) -> dict[str, Any]:
-    """By stage, the figures and what `simulate` would say beside them."""
-    from simulator.studies.warnings import warnings
+def _told(predictions: dict[str, Prediction]) -> dict[str, Any]:
+    """By stage, the figures and what `simulate` would say beside them, but for what stands beside all of their kind."""
+    from simulator.studies.warnings import STANDING, text, warnings
 
     return {
         "predicted": {stage: asdict(made.planned_figures) for stage, made in predictions.items()},
-        "warnings": {stage: list(warnings(made)) for stage, made in predictions.items()},
+        "warnings": {
+            stage: [text(w) for w in warnings(made) if w.code not in STANDING]
+            for stage, made in predictions.items()
+        },
     }
 
 
-def judged(trace: Trace, actions: tuple[Action, ...], device: str) -> Comparison:
-    """The replays with everything kept and with these actions; on CUDA through the caching allocator as well.
+def judged(
+    trace: Trace, actions: tuple[Action, ...], device: str, memory: DeviceMemory | None = None
+) -> Prediction:
+    """The replays with everything saved and with these actions; on CUDA through the caching allocator as well.
 
     Raises:
         PlanError: the actions do not fit the trace.
     """
     from simulator.core.problem import Problem
-    from simulator.studies.prediction import compare, with_reserved
+    from simulator.studies.prediction import predict
 
-    return with_reserved(
-        compare(Problem(trace), Plan(meta=trace.meta, actions=actions), None), question_of(device, trace)
-    )
+    setting = replace(setting_for(device, trace), device=memory)
+    return predict(Problem(trace), setting, Plan(meta=trace.meta, actions=actions))
 
 
-def question_of(device: str, trace: Trace) -> Question | None:
-    """The settings of this environment's allocator, in the trace's torch; None on the CPU, which has none."""
-    from simulator.allocator.question import Question
+def setting_for(device: str, trace: Trace) -> Setting:
+    """The settings of this environment's allocator, in the trace's torch; none on the CPU, which has no such."""
+    from simulator.allocator.device_fit import Setting
     from simulator.allocator.settings import as_in, parse_alloc_conf
 
     if not device.startswith("cuda"):
-        return None
-    text = alloc_conf()
-    settings = as_in(parse_alloc_conf(text), trace.meta.torch_version)
-    return Question(alloc_conf=text, settings=settings, asked=False)
+        return Setting()
+    conf = alloc_conf()
+    settings = as_in(parse_alloc_conf(conf), trace.meta.torch_version)
+    return Setting(settings=settings, alloc_conf=conf)
 
 
 def _keep_all(trace: Trace, device: str) -> Plan:
     """The plan that keeps everything, with the prediction that a plan file must carry."""
-    from simulator.studies.warnings import answered
+    from simulator.studies.warnings import completed
 
-    made = answered(judged(trace, (), device)).plan
+    made = completed(judged(trace, (), device)).plan
     return replace(made, planner="save-all")

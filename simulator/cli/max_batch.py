@@ -1,21 +1,25 @@
-"""Turn the words after `simulate max-batch` into the largest batches that fit a device."""
+"""`simulate max-batch`: the largest batches that fit a device."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from simulator.cli.device import alloc_conf_option
-from simulator.cli.options import planning_options
-from traces.commands import Refused, report_option, say
+from simulator.cli.options import (
+    Output,
+    Planning,
+    alloc_conf_option,
+    columns,
+    output_options,
+    planning_options,
+)
+from traces.commands import Refused
 from traces.errors import SpecError
-from traces.model_spec import short_name
 
 if TYPE_CHECKING:
-    from simulator.core.limits import Limits
+    from simulator.allocator.device import DeviceMemory
     from simulator.studies.max_batch import MaxBatch
 
 OWN_WORDS = ("--batch-size", "--target", "-o", "--output", "-f", "--force", "--json")  # not for `trace`
@@ -40,12 +44,9 @@ DEFAULT_RESERVE = "2%"  # of a GPU: the median error that the prediction is mean
 @click.option("--max", "maximum", type=click.IntRange(min=1), default=65536, show_default=True,
               help="The largest batch size to try.")  # fmt: skip
 @alloc_conf_option
-@click.option("--planner", help="Which planner (see `simulate planners`).")
 @planning_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-max-batch).")
-@report_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@output_options
 def max_batch_command(
     model: str,
     trace_words: tuple[str, ...],
@@ -58,11 +59,9 @@ def max_batch_command(
     maximum: int,
     alloc_conf: str | None,
     planner: str | None,
-    limits: Limits,
+    planning: Planning,
     output: Path | None,
-    report: Path | None,
-    as_json: bool,
-    quiet: bool,
+    out: Output,
 ) -> None:
     """The largest batch of MODEL that fits a device, without a plan and with one.
 
@@ -74,12 +73,9 @@ def max_batch_command(
     Any other option goes to `trace`. Traces and plans are kept in one directory and used again. On a GPU reserved
     memory must fit, on the CPU allocated memory. Exit code 1: not even the smallest batch fits.
     """
+    from simulator import api
     from simulator.allocator.device import CPU
-    from simulator.allocator.device import device_memory as memory_of
     from simulator.allocator.settings import parse_alloc_conf
-    from simulator.planners import DEFAULT, find
-    from simulator.studies.max_batch import Request, max_batch, traces_in
-    from traces.devices import device
     from traces.files import write_text
     from traces.trace import canonical_json
 
@@ -88,53 +84,52 @@ def max_batch_command(
     taken = [word for word in trace_words if word.partition("=")[0] in OWN_WORDS]
     if taken:
         raise SpecError(f"{taken[0]}: max-batch decides this itself (the device is --gpu).")
-    if gpu is None and device_memory is None:
-        raise SpecError("name the device with --gpu, or its memory with --memory.")
     if alloc_conf is not None:
         parse_alloc_conf(alloc_conf)
-    planner = planner or DEFAULT
-    find(planner)
-    kind = device(gpu).kind if gpu is not None else CPU
-    memory = memory_of(
-        kind,
-        gpu=gpu,
-        memory=device_memory,
-        context=context,
-        reserve=reserve if reserve is not None or kind == CPU else DEFAULT_RESERVE,
-    )
-    assert memory is not None
-    if alloc_conf is not None and kind == CPU:
+    memory = _memory(gpu, device_memory, context, reserve)
+    if alloc_conf is not None and memory.kind == CPU:
         raise SpecError("--alloc-conf: a CPU has no caching allocator; name a GPU with --gpu.")
     measured = any(word.partition("=")[0] == "--device" for word in trace_words)
-    target = ("--target", memory.name) if gpu is not None and kind != CPU and not measured else ()
-    request = Request(
-        model=model,
-        device=memory,
-        directory=output or Path(f"{short_name(model)}-max-batch"),
-        overhead_percent=_percent(budget_overhead),
+    target = ("--target", memory.name) if gpu is not None and memory.kind != CPU and not measured else ()
+    found = api.max_batch(
+        model,
+        memory,
+        budget_overhead_percent=_percent(budget_overhead),
+        directory=output,
         planner=planner,
-        limits=limits,
         alloc_conf=alloc_conf,
         multiple_of=multiple_of,
         maximum=maximum,
-        tracer_options=(*trace_words, *target),
+        trace_options=(*trace_words, *target),
+        progress=out.say,
+        **planning.words(),
     )
-
-    def progress(line: str) -> None:
-        say(line, quiet=quiet)
-
-    found = max_batch(request, traces_in(request, progress), progress)
-    write_text(request.directory / "max-batch.json", canonical_json(found.to_json()) + "\n")
-    if report is not None:
+    write_text(found.request.directory / "max-batch.json", canonical_json(found.to_json()) + "\n")
+    if out.report is not None:
         from simulator.report.max_batch import write_max_batch
 
-        progress(f"writing {report}")
-        write_max_batch(report, found)
-    click.echo(json.dumps(found.to_json()) if as_json else table(found))
+        out.say(f"writing {out.report}")
+        write_max_batch(out.report, found)
+    out.show(found.to_json, lambda: table(found))
     if not found.with_plan:
         raise Refused(
             f"{model} does not fit {memory.name} at batch {multiple_of}, with or without a plan.", 1
         )
+
+
+def _memory(gpu: str | None, size: str | None, context: str | None, reserve: str | None) -> DeviceMemory:
+    """The device that the words name."""
+    from simulator.allocator.device import CPU, device_memory
+    from traces.devices import device
+
+    if gpu is None and size is None:
+        raise SpecError("name the device with --gpu, or its memory with --memory.")
+    kind = device(gpu).kind if gpu is not None else CPU
+    if reserve is None and kind != CPU:
+        reserve = DEFAULT_RESERVE
+    memory = device_memory(kind, gpu=gpu, memory=size, context=context, reserve=reserve)
+    assert memory is not None
+    return memory
 
 
 def table(found: MaxBatch) -> str:
@@ -142,49 +137,45 @@ def table(found: MaxBatch) -> str:
     from traces.units import show_bytes, show_percent
 
     r = found.request
-    gpu = r.device.kind != "cpu"
-    what = "reserved" if gpu else "allocated"
+    what = "allocated" if r.device.kind == "cpu" else "reserved"
+    key = f"peak_{what}_bytes"
     rows: list[tuple[str, ...]] = [("batch", what, "fits", f"{what} with plan", "overhead")]
     for p in found.probes:
-        kept, plan = (
-            None if f is None else f.peak_reserved_bytes if gpu else f.peak_allocated_bytes
-            for f in (p.untouched, p.plan)
-        )
+        retries = f", {p.retries_a_step} retries" if p.retries_a_step else ""
         least = ">= " if p.plan is None and p.overhead_percent is not None else ""
-        price = "" if p.plan_fits is None else least + show_percent(p.overhead_percent)
+        tried = p.plan_fits is not None
         rows.append(
             (
                 str(p.batch_size),
-                show_bytes(kept),
-                f"yes, {p.retries_a_step} retries" if p.retries_a_step else "yes" if p.fits else "no",
-                "" if p.plan_fits is None else show_bytes(plan),
-                price,
+                show_bytes(p.untouched.headline()[key]),
+                f"yes{retries}" if p.fits or p.retries_a_step else "no",
+                show_bytes(None if p.plan is None else p.plan.headline()[key]) if tried else "",
+                least + show_percent(p.overhead_percent) if tried else "",
             )
         )
-    widths = [max(len(row[k]) for row in rows) for k in range(5)]
-    lines = [f"{r.model} on {r.device.room()}"]
-    lines += ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [f"{r.model} on {r.device.room()}", *columns(rows)]
     limit = show_bytes(r.device.usable_bytes)
-    best = found.probe(found.without_plan)
+    best, planned = found.probe(found.without_plan), found.probe(found.with_plan)
     if best is None:
         lines.append(f"without a plan: not even batch {r.multiple_of} fits")
     else:
-        peak = best.untouched.peak_reserved_bytes if gpu else best.untouched.peak_allocated_bytes
-        lines.append(f"without a plan: batch {best.batch_size} ({what} {show_bytes(peak)} of {limit})")
-    planned = found.probe(found.with_plan)
+        peak = show_bytes(best.untouched.headline()[key])
+        lines.append(f"without a plan: batch {best.batch_size} ({what} {peak} of {limit})")
     price = f"of at most +{r.overhead_percent:g} %"
     if planned is not None and planned.plan is not None:
-        peak = planned.plan.peak_reserved_bytes if gpu else planned.plan.peak_allocated_bytes
+        peak, added = (
+            show_bytes(planned.plan.headline()[key]),
+            show_percent(planned.overhead_percent, signed=True),
+        )
         lines.append(
-            f"with a plan {price}: batch {planned.batch_size} at {show_percent(planned.overhead_percent, signed=True)} "
-            f"({what} {show_bytes(peak)} of {limit}): {r.directory / planned.plan_path}"
+            f"with a plan {price}: batch {planned.batch_size} at {added} ({what} {peak} of {limit}): "
+            f"{r.directory / planned.plan_path}"
         )
     elif best is not None:
         lines.append(f"with a plan {price}: batch {found.with_plan}; no plan makes room for more")
     if found.stopped_at_maximum:
         lines.append(f"The search stopped at {found.with_plan}; --max tries more.")
-    lines += [f"{found.provenance}", *(f"warning {text}" for text in found.warnings)]
-    return "\n".join(lines)
+    return "\n".join([*lines, found.provenance, *(f"warning {text}" for text in found.warnings)])
 
 
 def _percent(text: str) -> float:

@@ -21,7 +21,7 @@ from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from simulator.planners.outcome import Refusal, finish, refuse
+from simulator.planners.outcome import Infeasible, finish, refuse
 from traces.plan import Action, Plan
 from traces.units import show_bytes
 
@@ -75,7 +75,7 @@ def plan(
     actions = [Action(storage=s, retain=options.share) for s in sorted(greedy.chosen)]
     try:
         return finish(problem, NAME, budget_bytes, actions)
-    except Refusal as error:
+    except Infeasible as error:
         lowest = error.figures["lowest_peak_bytes"]
         note = f"The paper's own memory model puts this plan at {show_bytes(claimed_bytes)}. "
         raise refuse(problem, NAME, budget_bytes, lowest, note) from None

@@ -1,4 +1,4 @@
-"""Turn the actions that a planner chose into a Plan with its predicted figures, or into a reasoned refusal."""
+"""How a planner ends: the actions that it chose become a complete Plan, or a refusal with its reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from traces.trace import Trace
 from traces.units import show_bytes
 
 
-class Refusal(BudgetError):
+class Infeasible(BudgetError):
     """No plan within the budget, with the figures behind the answer.
 
     `budget_bytes`, `lowest_peak_bytes` (what the planner reached), `floor` (below which no plan can go) and what
@@ -64,7 +64,7 @@ def finish(
         actions=chosen,
         planner=planner,
         budget_bytes=budget_bytes,
-        predicted=predicted(problem.saved.timeline, timeline),
+        predicted=figures_of_plan(problem.saved.timeline, timeline),
         constraints=problem.constraints.to_json(),
     )
 
@@ -82,13 +82,13 @@ def _kept_by_constraint(problem: Problem) -> list[int]:
     ]
 
 
-def predicted(
+def figures_of_plan(
     baseline: Timeline,
     planned: Timeline,
     baseline_reserved: ReservedFigures | None = None,
     planned_reserved: ReservedFigures | None = None,
 ) -> dict[str, Any]:
-    """The figures that a plan carries: of the step with everything kept, and with the plan."""
+    """The figures that a plan carries: of the step with everything saved, and with the plan."""
     added_ns = planned.step_time_ns - baseline.step_time_ns
     return {
         "baseline": figures(baseline, baseline_reserved).headline(),
@@ -129,7 +129,7 @@ def where(trace: Trace, op: int) -> str:
 
 def refuse(
     problem: Problem, planner: str, budget_bytes: int, lowest_peak_bytes: int, note: str = ""
-) -> Refusal:
+) -> Infeasible:
     """The error that says why a budget cannot be met, and what to do."""
     trace = problem.trace
     least = bounder_of(problem).floor
@@ -154,7 +154,7 @@ def refuse(
         f"and no plan at all can go below {show_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), at "
         f"{where(trace, least.op)}: {parts}. {note}{advice}."
     )
-    return Refusal(
+    return Infeasible(
         message,
         {
             "budget_bytes": budget_bytes,

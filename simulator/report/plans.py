@@ -20,7 +20,7 @@ from simulator.report.page import (
     yes,
 )
 from simulator.report.step import about, describe, metadata, saved_figure
-from simulator.studies.comparison import Contest, Entrant, ranked
+from simulator.studies.comparison import Comparison, Entrant, ranked
 from simulator.studies.pareto import Front, Point
 from traces.trace import Trace
 from traces.units import show_bytes, show_percent
@@ -28,18 +28,20 @@ from traces.units import show_bytes, show_percent
 PREDICTED: Final = " Every figure on this page is predicted; nothing was run."
 
 
-def write_contest(path: str | Path, contest: Contest) -> Path:
+def write_comparison(path: str | Path, comparison: Comparison) -> Path:
     """Write the page of a comparison of planners, whole or not at all.
 
     Raises:
         EnvironmentProblem: a package that reports need is not installed.
     """
-    title = f"planners within {show_bytes(contest.budget_bytes)}"
-    return _write(path, contest.trace, title, "", Section("Planners side by side", _contest_blocks(contest)))
+    title = f"planners within {show_bytes(comparison.budget_bytes)}"
+    return _write(
+        path, comparison.trace, title, "", Section("Planners side by side", _comparison_blocks(comparison))
+    )
 
 
 def write_front(path: str | Path, front: Front) -> Path:
-    """Write the page of a front, whole or not at all; raises EnvironmentProblem like `write_contest`."""
+    """Write the page of a front, whole or not at all; raises EnvironmentProblem like `write_comparison`."""
     section = Section("Overhead against budget", _front_blocks(front))
     return _write(path, front.trace, "what each GiB costs", f" · planner {front.planner}", section)
 
@@ -50,12 +52,12 @@ def _write(path: str | Path, trace: Trace, title: str, by: str, section: Section
     return write_page(path, Page(f"{meta.model}: {title}", describe(meta) + by, (section, model)))
 
 
-def _contest_blocks(contest: Contest) -> tuple[Block, ...]:
-    bound, rows = contest.bound, ranked(contest.entrants)
+def _comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
+    bound, rows = comparison.bound, ranked(comparison.entrants)
     least = show_percent(bound.overhead_percent) if bound.feasible else "no plan fits"
     figures = [
-        saved_figure(contest.kept),
-        Figure("Budget", show_bytes(contest.budget_bytes)),
+        saved_figure(comparison.saved.timeline),
+        Figure("Budget", show_bytes(comparison.budget_bytes)),
         Figure(
             "No plan adds less than",
             least,
@@ -78,7 +80,7 @@ def _contest_blocks(contest: Contest) -> tuple[Block, ...]:
         limit = bound.overhead_percent if bound.feasible else None
         drawn = (
             Chart(
-                charts.plans_in_the_plane(places, contest.budget_bytes, limit),
+                charts.plans_in_the_plane(places, comparison.budget_bytes, limit),
                 "Every plan at the peak of its replay. Left of the red line the budget is met; below the grey line no "
                 "plan for this budget can be.",
                 "Peak against added time",
@@ -86,7 +88,7 @@ def _contest_blocks(contest: Contest) -> tuple[Block, ...]:
         )
     return (
         Figures(tuple(figures)),
-        *about(contest.problem, PREDICTED),
+        *about(comparison.problem, PREDICTED),
         *drawn,
         table(
             rows,
@@ -98,7 +100,7 @@ def _contest_blocks(contest: Contest) -> tuple[Block, ...]:
                 ("gap, points", "points", lambda e: e.gap_points),
                 ("solve time", "time", lambda e: None if e.solve_seconds is None else e.solve_seconds * 1e9),
                 ("ops run again", "count", lambda e: e.recomputed_ops),
-                ("", "", lambda e: verdict(e, contest.budget_bytes)),
+                ("", "", lambda e: verdict(e, comparison.budget_bytes)),
             ),
             caption="The gap is the overhead less the certified bound: how far from optimal the plan can be at most. "
             "Solve times are of this machine.",
@@ -127,7 +129,7 @@ def _met(point: Point) -> Cell:
 def _front_blocks(front: Front) -> tuple[Block, ...]:
     most, floor = front.points[-1].budget_bytes, front.floor_bytes
     of_it = show_percent(100 * floor / most, digits=1) + " of it" if most else ""
-    figures = [saved_figure(front.kept), Figure("No plan can go below", show_bytes(floor), of_it)]
+    figures = [saved_figure(front.saved.timeline), Figure("No plan can go below", show_bytes(floor), of_it)]
     if lowest := next((p for p in front.points if p.feasible), None):
         time = f"{show_percent(lowest.overhead_percent, signed=True)} time"
         figures.append(Figure("Smallest peak found", show_bytes(lowest.peak_allocated_bytes), time))

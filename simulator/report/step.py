@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from simulator.allocator.question import ask
 from simulator.core.problem import Problem
-from simulator.core.replay import breakdown, holdings
-from simulator.core.schedule import Schedule
+from simulator.core.replay import Replay, breakdown, holdings
 from simulator.core.timeline import Timeline
 from simulator.report import charts
 from simulator.report.page import (
@@ -32,9 +30,8 @@ from simulator.report.page import (
     warned,
     write_page,
 )
-from simulator.studies import warnings as caveats
-from simulator.studies.fit import Fit
-from simulator.studies.prediction import Comparison, compare, with_reserved
+from simulator.studies.prediction import Prediction
+from simulator.studies.warnings import text, texts, warnings_of
 from traces.measurement import RunFigures
 from traces.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace, TraceMeta
@@ -51,8 +48,8 @@ TOLD: Final = {
 }
 
 
-def write_comparison(path: str | Path, c: Comparison, fits: Fit | None = None) -> Path:
-    """Write the page for a comparison, whole or not at all; `fits`: the answer about a device.
+def write_step(path: str | Path, c: Prediction) -> Path:
+    """Write the page of a prediction, whole or not at all.
 
     Raises:
         EnvironmentProblem: a package that reports need is not installed.
@@ -60,23 +57,13 @@ def write_comparison(path: str | Path, c: Comparison, fits: Fit | None = None) -
     page = Page(
         title=f"{c.trace.meta.model}: memory of one training step",
         subtitle=describe(c.trace.meta) + f" · planner {c.plan.planner or 'none'}",
-        sections=(Section("Headline", headline(c, fits)), *simulation_sections(c)),
+        sections=(Section("Headline", headline(c)), *simulation_sections(c)),
     )
     return write_page(path, page)
 
 
-def write_simulation(path: str | Path, trace: Trace, plan: Plan, budget_bytes: int | None) -> Path:
-    """Write the page for one plan, whole or not at all.
-
-    Raises:
-        EnvironmentProblem: a package that reports need is not installed.
-        PlanError: the plan does not fit the trace.
-    """
-    return write_comparison(path, with_reserved(compare(Problem(trace), plan, budget_bytes), ask(trace.meta)))
-
-
 def simulation_sections(
-    c: Comparison, measured_curve: Sequence[tuple[int, int]] | None = None
+    c: Prediction, measured_curve: Sequence[tuple[int, int]] | None = None
 ) -> tuple[Section, ...]:
     """Every section about the prediction but the headline."""
     return (
@@ -122,7 +109,7 @@ def about(problem: Problem, also: str) -> tuple[Text, ...]:
     """Where the figures of a page come from, and what must be said beside them."""
     return (
         Text(provenance(problem.trace) + also, "note"),
-        *warned(caveats.warnings_of(problem)),
+        *warned(map(text, warnings_of(problem))),
     )
 
 
@@ -163,9 +150,9 @@ def metadata(trace: Trace) -> Table:
 # The headline
 
 
-def headline(c: Comparison, fits: Fit | None = None) -> tuple[Block, ...]:
+def headline(c: Prediction) -> tuple[Block, ...]:
     """The figures to read first: peaks, times, budget, and what must be said beside them."""
-    before, after = c.kept_timeline, c.planned_timeline
+    before, after = c.saved.timeline, c.planned.timeline
     saved = before.peak_allocated_bytes - after.peak_allocated_bytes
     share = 100.0 * saved / before.peak_allocated_bytes if before.peak_allocated_bytes else 0.0
     figures = [
@@ -183,11 +170,13 @@ def headline(c: Comparison, fits: Fit | None = None) -> tuple[Block, ...]:
         *_reserved_figure(c),
         *_budget_figure(c),
     ]
-    if fits is not None:
-        left = f"{show_bytes(fits.left_bytes)} left" if fits.plan_fits else fits.message
-        figures.append(Figure(f"Fits {fits.device.name}", *_verdict(fits.plan_fits, left)))
+    fit = c.planned_fit
+    if fit.device is not None:
+        left = fit.out_of_memory or f"{show_bytes(fit.left_bytes)} left"
+        value, tone = ("yes", "good") if fit.fits else ("no", "bad")
+        figures.append(Figure(f"Fits {fit.device.name}", value, left, tone))
     runs = (
-        ("everything saved", c.kept_figures, 0.0),
+        ("everything saved", c.saved_figures, 0.0),
         (f"plan ({c.plan.planner or 'no planner named'})", c.planned_figures, c.overhead_percent),
     )
 
@@ -197,7 +186,7 @@ def headline(c: Comparison, fits: Fit | None = None) -> tuple[Block, ...]:
     return (
         Figures(tuple(figures)),
         Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
-        *warned(caveats.warnings(c)),
+        *warned(texts(c)),
         known_columns(
             table(
                 runs,
@@ -215,14 +204,10 @@ def headline(c: Comparison, fits: Fit | None = None) -> tuple[Block, ...]:
     )
 
 
-def _verdict(good: bool, detail: str) -> tuple[str, str, str]:
-    return "yes" if good else "no", detail, "good" if good else "bad"
-
-
-def _reserved_figure(c: Comparison) -> list[Figure]:
-    if c.kept_reserved is None or c.planned_reserved is None:
+def _reserved_figure(c: Prediction) -> list[Figure]:
+    before, after = c.saved_fit.reserved, c.planned_fit.reserved
+    if before is None or after is None:
         return []
-    before, after = c.kept_reserved.figures, c.planned_reserved.figures
     detail = (
         f"{show_bytes(before.peak_reserved_bytes)} with everything saved; fragmentation "
         f"{show_percent(100 * after.fragmentation, digits=1)}"
@@ -230,11 +215,12 @@ def _reserved_figure(c: Comparison) -> list[Figure]:
     return [Figure("Reserved with the plan", show_bytes(after.peak_reserved_bytes), detail)]
 
 
-def _budget_figure(c: Comparison) -> list[Figure]:
+def _budget_figure(c: Prediction) -> list[Figure]:
     if c.budget_bytes is None:
         return []
-    of_reserved = c.plan.budget_of == RESERVED and c.planned_reserved is not None
-    peak = c.planned_figures.peak_reserved_bytes if of_reserved else c.planned_timeline.peak_allocated_bytes
+    of_reserved = c.plan.budget_of == RESERVED and c.planned_fit.reserved is not None
+    figures = c.planned_figures
+    peak = figures.peak_reserved_bytes if of_reserved else figures.peak_allocated_bytes
     assert peak is not None
     room, within = show_bytes(abs(c.budget_bytes - peak)), peak <= c.budget_bytes
     detail = f"feasible: {room} below" if within else f"not met: {room} too much"
@@ -242,19 +228,19 @@ def _budget_figure(c: Comparison) -> list[Figure]:
     return [Figure(label, show_bytes(c.budget_bytes), detail, "good" if within else "bad")]
 
 
-def _what_if(c: Comparison) -> tuple[Block, ...]:
+def _what_if(c: Prediction) -> tuple[Block, ...]:
     """Reserved memory with and without the allocator settings that were asked about."""
-    if c.question is None or not c.question.asked:
-        return ()
     rows = [
-        (way, run.by_default.peak_reserved_bytes, run.figures.peak_reserved_bytes)
-        for way, run in (("everything saved", c.kept_reserved), ("with the plan", c.planned_reserved))
-        if run is not None and run.by_default is not None
+        (way, fit.by_default.peak_reserved_bytes, fit.reserved.peak_reserved_bytes)
+        for way, fit in (("everything saved", c.saved_fit), ("with the plan", c.planned_fit))
+        if fit.reserved is not None and fit.by_default is not None
     ]
+    if not rows:
+        return ()
     columns = (
         ("run", "", lambda r: r[0]),
         ("reserved by default", "bytes", lambda r: r[1]),
-        (f"with {c.question.alloc_conf or 'no settings'}", "bytes", lambda r: r[2]),
+        (f"with {c.setting.alloc_conf or 'no settings'}", "bytes", lambda r: r[2]),
         ("change", "+percent", lambda r: 100 * (r[2] - r[1]) / max(1, r[1])),
     )
     return (table(rows, columns, caption="Would these settings of PYTORCH_ALLOC_CONF help?"),)
@@ -264,20 +250,20 @@ def _what_if(c: Comparison) -> tuple[Block, ...]:
 
 
 def memory_blocks(
-    c: Comparison, measured_curve: Sequence[tuple[int, int]] | None = None
+    c: Prediction, measured_curve: Sequence[tuple[int, int]] | None = None
 ) -> tuple[Block, ...]:
     """Two stacked areas with common scales, with everything saved and with the plan."""
     runs = (
-        ("kept", "Everything saved", c.kept, c.kept_timeline, c.kept_reserved),
-        ("plan", "With the plan", c.planned, c.planned_timeline, c.planned_reserved),
+        ("kept", "Everything saved", c.saved, c.saved_fit.reserved),
+        ("plan", "With the plan", c.planned, c.planned_fit.reserved),
     )
-    curve = _stretched(measured_curve or (), c.planned_timeline.step_time_ns)
-    levels = {name: r.figures.peak_reserved_bytes for name, _, _, _, r in runs if r is not None}
-    peaks = [t.peak_allocated_bytes for _, _, _, t, _ in runs]
+    curve = _stretched(measured_curve or (), c.planned.timeline.step_time_ns)
+    levels = {name: r.peak_reserved_bytes for name, _, _, r in runs if r is not None}
+    peaks = [run.timeline.peak_allocated_bytes for _, _, run, _ in runs]
     extent = charts.Extent(
         max([1, c.budget_bytes or 0, *levels.values(), *peaks, *(b for _, b in curve)]),
-        max([1, *(t.step_time_ns for _, _, _, t, _ in runs)]),
-        max(1, len(c.kept), len(c.planned)),
+        max([1, *(run.timeline.step_time_ns for _, _, run, _ in runs)]),
+        max(1, *(len(run.schedule) for _, _, run, _ in runs)),
     )
     text = (
         "Bytes allocated while each op runs, by category. Long timelines are thinned so that the highest and the "
@@ -295,17 +281,17 @@ def memory_blocks(
         Chart(
             charts.memory_over_step(
                 c.trace,
-                schedule,
-                timeline,
+                run.schedule,
+                run.timeline,
                 extent,
                 budget_bytes=c.budget_bytes,
                 reserved_bytes=levels.get(name),
                 measured_curve=curve if name == "plan" else None,
                 name=name,
             ),
-            title=f"{title}: peak {show_bytes(timeline.peak_allocated_bytes)}",
+            title=f"{title}: peak {show_bytes(run.timeline.peak_allocated_bytes)}",
         )
-        for name, title, schedule, timeline, _ in runs
+        for name, title, run, _ in runs
     ]
     switch = Switch("clock", "Horizontal axis", (("time", "time"), ("steps", "number of the op")))
     return (Text(text), switch, *drawn)
@@ -317,13 +303,17 @@ def _stretched(curve: Sequence[tuple[int, int]], end_ns: int) -> tuple[tuple[int
     return tuple((t * end_ns // last, b) for t, b in curve) if last > 0 else ()
 
 
-def peak_blocks(c: Comparison) -> tuple[Block, ...]:
+def peak_blocks(c: Prediction) -> tuple[Block, ...]:
     """The peak by category, with and without the plan, and the largest storages that stand there."""
-    before = breakdown(c.trace, c.kept, c.kept_timeline).at_peak
-    after = breakdown(c.trace, c.planned, c.planned_timeline).at_peak
+    before = breakdown(c.trace, c.saved.schedule, c.saved.timeline).at_peak
+    after = breakdown(c.trace, c.planned.schedule, c.planned.timeline).at_peak
     peak = sum(after.values())
-    at = c.planned_timeline.peak_step
-    where = f" The plan's peak is reached while {c.trace.ops.name[c.planned.op[at]]} runs." if at >= 0 else ""
+    at = c.planned.timeline.peak_step
+    where = (
+        f" The plan's peak is reached while {c.trace.ops.name[c.planned.schedule.op[at]]} runs."
+        if at >= 0
+        else ""
+    )
     return (
         Text("The parts sum to the peak. Workspace is what the running op uses beyond its outputs." + where),
         Chart(charts.peak_by_category({"keep-all": before, "plan": after}, c.budget_bytes)),
@@ -337,21 +327,21 @@ def peak_blocks(c: Comparison) -> tuple[Block, ...]:
             ),
             total=("peak", sum(before.values()), peak, 100.0),
         ),
-        holders(c.trace, c.planned, c.planned_timeline, f"The {HOLDERS} largest storages at the plan's peak"),
+        holders(c.trace, c.planned, f"The {HOLDERS} largest storages at the plan's peak"),
         holders(
             c.trace,
-            c.kept,
-            c.kept_timeline,
+            c.saved,
             f"The {HOLDERS} largest storages at the peak",
             folded="The largest storages at the peak with everything saved",
         ),
     )
 
 
-def holders(trace: Trace, schedule: Schedule, timeline: Timeline, caption: str, *, folded: str = "") -> Table:
+def holders(trace: Trace, replay: Replay, caption: str, *, folded: str = "") -> Table:
     """The largest storages that are allocated at the peak."""
     ops, sts = trace.ops, trace.storages
-    there = holdings(trace, schedule, timeline.peak_step) if timeline.peak_step >= 0 else ()
+    at = replay.timeline.peak_step
+    there = holdings(trace, replay.schedule, at) if at >= 0 else ()
     shown = there[:HOLDERS]
     always = Cell("exists throughout the step", tone="quiet")
     made = sts.producer
@@ -386,10 +376,9 @@ class Recomputation:
     link: bool  # True: no storage of its own is evicted; it runs because others need its output
 
 
-def recomputations(
-    trace: Trace, schedule: Schedule, timeline: Timeline, evicted: Iterable[int]
-) -> tuple[Recomputation, ...]:
+def recomputations(trace: Trace, replay: Replay, evicted: Iterable[int]) -> tuple[Recomputation, ...]:
     """Every op that runs again and takes time, the costliest first; the times sum to the overhead."""
+    schedule, timeline = replay.schedule, replay.timeline
     chosen = frozenset(evicted)
     durations: dict[int, list[int]] = {}
     rebuilt: dict[int, set[int]] = {}
@@ -434,16 +423,16 @@ def by_module(trace: Trace, rows: Iterable[Recomputation], *, most: int = 24) ->
     return out
 
 
-def recompute_blocks(c: Comparison) -> tuple[Block, ...]:
+def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
     """What runs again, by op and by module."""
     trace, ops = c.trace, c.trace.ops
-    found = recomputations(trace, c.planned, c.planned_timeline, c.plan.recomputed)
+    found = recomputations(trace, c.planned, c.plan.recomputed)
     if not found:
         return (Text("The plan recomputes nothing."),)
     total_ns = sum(r.time_ns for r in found)
     evicted = sum(trace.storages.nbytes[s] for s in c.plan.recomputed)
     places = "evicted in forward and recomputed in backward"
-    if any(c.planned.recompute[: c.planned.forward_steps]):
+    if any(c.planned.schedule.recompute[: c.planned.schedule.forward_steps]):
         places = "evicted and recomputed in forward and backward"
     shown = found[:ROWS]
     spent = sum(r.time_ns for r in shown)

@@ -1,4 +1,4 @@
-"""Turn a trace, a budget and several planners into a table: what each reaches, what it costs, how far from optimal."""
+"""Planners side by side on one trace and budget: what each reaches, what it costs, how far it is from optimal."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from simulator.allocator.asking import Asking
+from simulator.allocator.device_fit import DeviceFit, Setting, device_fit
 from simulator.bounds.bound import Bound, lower_bound
 from simulator.core.breaches import breach
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
-from simulator.core.timeline import Timeline
+from simulator.core.replay import Replay
 from simulator.planners import find, plan_with
-from simulator.planners.outcome import Refusal, figures, percent
-from simulator.studies.warnings import warnings_of
+from simulator.planners.outcome import Infeasible, percent
+from simulator.studies.warnings import text, warnings_of
 from traces.errors import LowtideError
 from traces.plan import Plan
 from traces.trace import Trace
+from traces.units import show_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +33,7 @@ class Entrant:
     peak_reserved_bytes: int | None = None
     step_time_ns: int | None = None
     overhead_percent: float | None = None
-    gap_points: float | None = (
-        None  # the overhead less the certified bound's; only for a plan within the budget
-    )
+    gap_points: float | None = None  # over the certified bound; only for a plan within the budget
     recomputed_ops: int | None = None
     fits: bool | None = None  # into the device that was named
     lowest_peak_bytes: int | None = None  # of a refusal: the lowest peak that the planner reached
@@ -42,23 +41,56 @@ class Entrant:
     peer: bool = False  # another system's plan, imported
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contest:
+def asked_of(problem: Problem, setting: Setting) -> dict[str, Any]:
+    """What every answer about many plans of one trace begins with, behind the trace's name."""
+    meta, device = problem.trace.meta, setting.device
+    return {
+        "model": meta.model,
+        "batch_size": meta.batch_size,
+        "target": meta.target,
+        "fingerprint": meta.fingerprint,
+        "alloc_conf": setting.alloc_conf,
+        "device": None if device is None else device.to_json(),
+    }
+
+
+def fit_of(problem: Problem, replay: Replay, setting: Setting) -> DeviceFit:
+    """What a plan needs of the device, plan after plan: in machine code, and without a look at torch's defaults."""
+    return device_fit(problem, replay, replace(setting, asked=False), compiled=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Comparison:
     """One trace and one budget under several planners."""
 
     problem: Problem  # what the bound assumes of a plan, beside the budget, are its constraints
     trace_name: str
     budget_bytes: int
-    kept: Timeline
     bound: Bound
-    asking: Asking
+    setting: Setting
     entrants: tuple[Entrant, ...] = ()
+
+    def __repr__(self) -> str:
+        best = next((e for e in ranked(self.entrants) if e.feasible), None)
+        told = "no plan" if best is None else f"{best.planner} {best.overhead_percent:+.2f} %"
+        within = f"{self.trace.meta.model} within {show_bytes(self.budget_bytes)}"
+        return f"<{within}: {told}, of {len(self.entrants)} planners>"
+
+    def _repr_html_(self) -> str:
+        from simulator.studies.notebook import comparison_html
+
+        return comparison_html(self)
 
     @property
     def trace(self) -> Trace:
         return self.problem.trace
 
-    def with_entrants(self, entrants: Iterable[Entrant]) -> Contest:
+    @property
+    def saved(self) -> Replay:
+        """The step with everything saved."""
+        return self.problem.unconstrained.saved
+
+    def with_entrants(self, entrants: Iterable[Entrant]) -> Comparison:
         """The same with more rows."""
         return replace(self, entrants=(*self.entrants, *entrants))
 
@@ -73,13 +105,10 @@ class Contest:
             PlanError: the plan does not fit the trace.
         """
         replay = self.problem.unconstrained.replay(plan.actions)
-        schedule, timeline = replay.schedule, replay.timeline
-        verdict = self.asking.of(schedule, timeline)
-        run_figures = figures(timeline, verdict.reserved)
-        base_ns = self.kept.step_time_ns
+        timeline, base_ns = replay.timeline, self.saved.timeline.step_time_ns
+        fit = fit_of(self.problem, replay, self.setting)
         added_ns = timeline.step_time_ns - base_ns
-        broken = breach(self.problem, schedule)
-        if broken:
+        if broken := breach(self.problem, replay.schedule):
             message = "; ".join(part for part in (f"breaks the constraints: {broken}", message) if part)
         feasible = timeline.peak_allocated_bytes <= self.budget_bytes and not broken
         gap = percent(added_ns - self.bound.added_time_ns, base_ns)
@@ -87,85 +116,79 @@ class Contest:
             planner=planner,
             feasible=feasible,
             solve_seconds=None if solve_seconds is None else round(solve_seconds, 3),
-            peak_allocated_bytes=run_figures.peak_allocated_bytes,
-            peak_reserved_bytes=run_figures.peak_reserved_bytes,
-            step_time_ns=run_figures.step_time_ns,
+            peak_allocated_bytes=timeline.peak_allocated_bytes,
+            peak_reserved_bytes=fit.figures().peak_reserved_bytes,
+            step_time_ns=timeline.step_time_ns,
             overhead_percent=round(percent(added_ns, base_ns), 4),
             gap_points=round(gap, 4) if feasible and self.bound.feasible else None,
             recomputed_ops=timeline.recomputed_ops,
-            fits=verdict.fits,
+            fits=fit.fits,
             message=message,
             peer=peer,
         )
 
     def to_json(self) -> dict[str, Any]:
         """What `simulate compare --json` prints."""
-        meta, bound, device = self.trace.meta, self.bound, self.asking.device
-        kept = self.asking.of(self.problem.unconstrained.saved.schedule, self.kept)
+        bound, saved = self.bound, fit_of(self.problem, self.saved, self.setting)
         return {
             "trace": self.trace_name,
-            "model": meta.model,
-            "batch_size": meta.batch_size,
-            "target": meta.target,
-            "fingerprint": meta.fingerprint,
-            "alloc_conf": self.asking.alloc_conf,
-            "device": None if device is None else device.to_json(),
+            **asked_of(self.problem, self.setting),
             "budget_bytes": self.budget_bytes,
             "feasible": any(e.feasible for e in self.entrants),
-            "baseline": figures(self.kept, kept.reserved).headline(),
+            "baseline": saved.figures(self.saved.timeline.step_time_ns).headline(),
             "bound": {
                 "overhead_percent": bound.overhead_percent if bound.feasible else None,
                 "added_time_ns": bound.added_time_ns if bound.feasible else None,
                 "feasible": bound.feasible,
                 "reason": bound.reason,
             },
-            "warnings": list(warnings_of(self.problem)),
+            "warnings": [text(w) for w in warnings_of(self.problem)],
             "planners": [asdict(e) for e in self.entrants],
         }
 
 
-def open_contest(
-    problem: Problem, trace_name: str, budget_bytes: int, asking: Asking | None = None
-) -> Contest:
-    """A contest without entrants; the bound is that of the constrained problem."""
-    return Contest(
-        problem=problem,
-        trace_name=trace_name,
-        budget_bytes=budget_bytes,
-        kept=problem.unconstrained.saved.timeline,
-        asking=asking or Asking(problem),
-        bound=lower_bound(problem, budget_bytes),
-    )
-
-
-def enter(
-    contest: Contest, planners: Iterable[str], limits: Limits, progress: Callable[[str], None]
-) -> Contest:
-    """The contest with a row for each planner, in the order given.
+def compare(
+    problem: Problem,
+    trace_name: str,
+    budget_bytes: int,
+    planners: Iterable[str],
+    limits: Limits,
+    setting: Setting,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Comparison:
+    """A row for each planner, in the order given; the bound is that of the constrained problem.
 
     Each planner has `limits.seconds` for itself. One that cannot plan this trace or budget has a row that says why.
     """
+    found = Comparison(
+        problem=problem,
+        trace_name=trace_name,
+        budget_bytes=budget_bytes,
+        bound=lower_bound(problem, budget_bytes),
+        setting=setting,
+    )
     rows = []
     for name in planners:
         progress(f"planning with {name}")
         find(name)  # what it imports is not its solve time
         start = time.perf_counter()
         try:
-            plan = plan_with(name, contest.problem, contest.budget_bytes, limits)
+            plan = plan_with(name, problem, budget_bytes, limits)
         except LowtideError as error:
-            lowest = error.figures["lowest_peak_bytes"] if isinstance(error, Refusal) else None
             rows.append(
                 Entrant(
                     planner=name,
                     feasible=False,
                     solve_seconds=round(time.perf_counter() - start, 3),
-                    lowest_peak_bytes=lowest,
+                    lowest_peak_bytes=error.figures["lowest_peak_bytes"]
+                    if isinstance(error, Infeasible)
+                    else None,
                     message=str(error),
                 )
             )
             continue
-        rows.append(contest.judged(name, plan, time.perf_counter() - start))
-    return contest.with_entrants(rows)
+        rows.append(found.judged(name, plan, time.perf_counter() - start))
+    return found.with_entrants(rows)
 
 
 def ranked(entrants: tuple[Entrant, ...]) -> list[Entrant]:

@@ -1,4 +1,4 @@
-"""Turn a refusal below the proven floor into one that names the lowest peak that a short search finds.
+"""The lowest peak that a short search finds, for the refusal of a budget below the proven floor.
 
 The greedy ends where no single step lowers the peak, which can be some percent above what plans reach. Coarse walks
 (`annealing`) for a budget of the floor itself go on from there, until a plan meets the floor or the time is over.
@@ -15,7 +15,7 @@ from simulator.bounds.bound import bounder_of
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners.annealing import Annealer
-from simulator.planners.outcome import Refusal, refuse
+from simulator.planners.outcome import Infeasible, refuse
 from simulator.planners.search import STEP_NS, STEP_NS_PER_OP
 from simulator.planners.segmented import segmentations_of
 
@@ -24,7 +24,7 @@ SECONDS: Final = 0.35  # at 0.5 and 0.35 the same peaks in ResNet-152, at 0.25 o
 ANY_NS: Final = 1 << 61  # as a target: the first plan within the budget will do
 
 
-def with_lowest_peak(problem: Problem, refusal: Refusal, limits: Limits) -> Refusal:
+def with_lowest_peak(problem: Problem, refusal: Infeasible, limits: Limits) -> Infeasible:
     """The refusal of `search`, or the same with a lower peak; one of a budget that is not below the floor as it is."""
     known, budget_bytes = refusal.figures["lowest_peak_bytes"], refusal.figures["budget_bytes"]
     floor_bytes = bounder_of(problem).floor.peak_bytes

@@ -1,4 +1,4 @@
-"""Turn a model and a device into the largest batch that fits it, without a plan and with one at a bounded price.
+"""The largest batch of a model that fits a device, without a plan and with one at a bounded price.
 
 Batch sizes are traced, each in a process of its own, and judged by simulation. Memory is close to a straight line in
 the batch size, so the next one to try is where the line through the last probes meets the limit, and the answer is
@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from simulator.allocator.device import CUDA, DeviceMemory
-from simulator.allocator.question import Question, ask, kind_of
+from simulator.allocator.device_fit import DeviceFit, Setting, kind_of, setting_of
 from simulator.bounds.bound import bound_answer, bounder_of
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
-from simulator.planners.outcome import Refusal
+from simulator.planners.outcome import Infeasible
 from simulator.studies.boundary import Verdict, boundary
-from simulator.studies.fit import fit
-from simulator.studies.planning import keep_all, planned
-from simulator.studies.prediction import Comparison
-from simulator.studies.untouched import Untouched, untouched
+from simulator.studies.prediction import Prediction, plan_for, predict, untouched_fit
+from simulator.studies.warnings import UNTOUCHED, completed, provenance, text, warnings
 from traces.errors import SpecError
 from traces.measurement import RunFigures
 from traces.plan import ALLOCATED, RESERVED
 from traces.trace import Trace
+from traces.units import show_bytes
 
 FIRST: Final = 8  # the first batch size that is traced, if nothing forbids it
 SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is over it by an unknown amount
@@ -86,7 +85,7 @@ class Probe:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class MaxBatch:
     """The answer. A batch size of 0: not even the smallest fits."""
 
@@ -98,6 +97,18 @@ class MaxBatch:
     provenance: str = ""
     warnings: tuple[str, ...] = ()
     stopped_at_maximum: bool = False
+
+    def __repr__(self) -> str:
+        r = self.request
+        return (
+            f"<{r.model} on {r.device.name}: batch {self.without_plan} without a plan, {self.with_plan} with one of at "
+            f"most +{r.overhead_percent:g} %>"
+        )
+
+    def _repr_html_(self) -> str:
+        from simulator.studies.notebook import max_batch_html
+
+        return max_batch_html(self)
 
     def probe(self, batch_size: int) -> Probe | None:
         return next((p for p in self.probes if p.batch_size == batch_size), None)
@@ -136,39 +147,36 @@ class _Search:
     load: Callable[[int], Trace]
     progress: Callable[[str], None]
     probes: dict[int, Probe] = field(default_factory=dict)
-    said: dict[int, Comparison] = field(default_factory=dict)
-    excess: dict[int, float] = field(
-        default_factory=dict
-    )  # with everything kept, as a share of what there is
+    said: dict[int, Prediction] = field(default_factory=dict)
+    excess: dict[int, float] = field(default_factory=dict)  # untouched, as a share of what there is
 
-    def question(self, trace: Trace) -> Question | None:
+    def setting(self, trace: Trace) -> Setting:
         device = self.request.device
         if kind_of(trace.meta) != device.kind:
             raise SpecError(
                 f"the trace holds the graph of a {kind_of(trace.meta).upper()}, and {device.name} is a "
                 f"{device.kind.upper()}; leave --target and --device to --gpu."
             )
-        return ask(trace.meta, self.request.alloc_conf, device)
+        return setting_of(trace.meta, self.request.alloc_conf, device)
 
     def without(self, batch_size: int) -> Verdict:
         """Whether the untouched model's step fits."""
         if batch_size not in self.probes:
             trace, usable = self.load(batch_size), self.request.device.usable_bytes
-            c = keep_all(Problem(trace, self.request.limits.constraints), self.question(trace))
-            verdict = fit(c, self.request.device)
-            assert verdict is not None
-            plain = untouched(c)
+            problem = Problem(trace, self.request.limits.constraints)
+            c = completed(predict(problem, self.setting(trace)))
+            plain = untouched_fit(c)
             self.said[batch_size] = c
             # On a GPU that runs short the allocator gives cached memory back and goes on, so what is in use decides.
-            used = plain.figures.peak_block_bytes or plain.needs_bytes
+            used = plain.figures().peak_block_bytes or plain.needs_bytes
             self.excess[batch_size] = used / max(1, usable) - 1
             self.probes[batch_size] = Probe(
                 batch_size=batch_size,
-                untouched=plain.figures,
-                fits=plain.fits(usable),
+                untouched=plain.figures(),
+                fits=bool(plain.fits),
                 retries_a_step=plain.retries_a_step,
-                kept=c.kept_figures,
-                kept_fits=verdict.kept_fits,
+                kept=c.saved_figures,
+                kept_fits=bool(c.saved_fit.fits),
             )
             self.progress(f"batch {batch_size}: {_needs(plain, usable)}")
         return Verdict(fits=self.probes[batch_size].fits, excess=self.excess[batch_size])
@@ -220,26 +228,22 @@ class _Search:
             why = f"no plan adds less than {least:.2f} %"
             return replace(probe, overhead_percent=least, plan_fits=False, message=why), _over(least, price)
         try:
-            c = planned(
+            c = plan_for(
                 problem,
                 request.planner,
                 request.limits,
+                self.setting(problem.trace),
                 budget_bytes=usable,
                 budget_of=RESERVED if request.device.kind == CUDA else ALLOCATED,
-                question=self.question(problem.trace),
             )
-        except Refusal as error:
+        except Infeasible as error:
             lowest = int(error.figures.get("lowest_peak_bytes") or 0)
             return replace(probe, plan_fits=False, message=str(error)), max(
                 SLIGHTLY, lowest / max(1, usable) - 1
             )
-        verdict = fit(c, request.device)
-        assert verdict is not None
-        cost = c.overhead_percent
-        fits = verdict.plan_fits and cost <= price
-        why = (
-            "" if fits else f"the plan that was found adds {cost:.2f} %" if cost > price else verdict.message
-        )
+        cost, fit = c.overhead_percent, c.planned_fit
+        fits = bool(fit.fits) and cost <= price
+        why = f"the plan that was found adds {cost:.2f} %" if cost > price else fit.out_of_memory
         probe = replace(
             probe,
             plan=c.planned_figures,
@@ -251,7 +255,7 @@ class _Search:
             return self._saved(probe, c), _over(cost, price)
         return probe, max(SLIGHTLY, _over(cost, price))
 
-    def _saved(self, probe: Probe, c: Comparison) -> Probe:
+    def _saved(self, probe: Probe, c: Prediction) -> Probe:
         """The probe with the file of the plan that fits."""
         path = f"plan-b{probe.batch_size}.json"
         c.plan.save(self.request.directory / path)
@@ -273,8 +277,6 @@ def max_batch(
         load: the trace of the model at a batch size; asked once for each.
         progress: told one line about each probe.
     """
-    from simulator.studies import warnings as caveats
-
     step = request.multiple_of
     top = request.maximum // step * step
     if top < step:
@@ -290,42 +292,18 @@ def max_batch(
     shown = search.said[with_plan or without or min(search.said)]
     return MaxBatch(
         request=request,
-        alloc_conf=None if shown.question is None else shown.question.alloc_conf,
+        alloc_conf=shown.setting.alloc_conf,
         without_plan=without,
         with_plan=with_plan,
         probes=tuple(search.probes[b] for b in sorted(search.probes)),
-        provenance=caveats.provenance(shown.trace.meta),
+        provenance=provenance(shown.trace.meta),
         # What the untouched model needs is in the figures here.
-        warnings=tuple(w for w in caveats.warnings(shown) if w not in caveats.about_untouched(shown)),
+        warnings=tuple(text(w) for w in warnings(shown) if w.code != UNTOUCHED),
         stopped_at_maximum=with_plan == top,
     )
 
 
-def traces_in(request: Request, progress: Callable[[str], None]) -> Callable[[int], Trace]:
-    """Traces made by `trace` in the request's directory, and used again if the same command made them."""
-    from simulator.studies.sweep import SweepRequest, ensure_trace
-    from traces.store import load
-
-    sweep = SweepRequest(
-        model=request.model,
-        batch_sizes=(),
-        budget="",
-        planner=request.planner,
-        directory=request.directory,
-        tracer_options=request.tracer_options,
-    )
-
-    def get(batch_size: int) -> Trace:
-        directory = request.directory / f"trace-b{batch_size}"
-        ensure_trace(sweep, batch_size, directory, progress)
-        return load(directory)
-
-    return get
-
-
-def _needs(plain: Untouched, usable_bytes: int) -> str:
-    from traces.units import show_bytes
-
+def _needs(plain: DeviceFit, usable_bytes: int) -> str:
     retries = f" with {plain.retries_a_step} retries a step" if plain.retries_a_step else ""
-    outcome = f"fits{retries}" if plain.fits(usable_bytes) else "does not fit"
+    outcome = f"fits{retries}" if plain.fits else "does not fit"
     return f"{show_bytes(plain.needs_bytes)} of {show_bytes(usable_bytes)}, {outcome}"

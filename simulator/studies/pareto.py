@@ -1,4 +1,4 @@
-"""Turn a trace into its front: the cheapest plan found for each of many budgets, and what each further byte costs.
+"""The front of one trace: the cheapest plan found for each of many budgets, and what each further byte costs.
 
 A plan for one budget keeps to every larger one, so each budget gets the cheapest of all plans that keep to it,
 whichever budget it was made for. The front is therefore monotone: a larger budget never gives a slower plan.
@@ -9,22 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
-from simulator.allocator.asking import Asking
-from simulator.allocator.device import DeviceMemory
-from simulator.bounds.bound import Bound, bound_curve, bounder_of
+from simulator.allocator.device_fit import Setting
+from simulator.bounds.bound import bound_curve, bounder_of
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
-from simulator.core.schedule import Schedule
-from simulator.core.timeline import Timeline
+from simulator.core.replay import Replay
 from simulator.planners import plan_with
-from simulator.planners.outcome import Refusal, figures, percent
-from simulator.studies.warnings import warnings_of
+from simulator.planners.outcome import Infeasible, percent
+from simulator.studies.comparison import asked_of, fit_of
+from simulator.studies.warnings import text, warnings_of
 from traces.errors import UnfinishedError
 from traces.measurement import RunFigures
 from traces.plan import Plan
 from traces.trace import Trace
+from traces.units import show_bytes
 
 GIB: Final = 2**30
 
@@ -49,132 +50,61 @@ class Point:
     bound_price_ns_per_gib: int | None = None
     solve_seconds: float | None = None
     finished: bool = (
-        True  # whether the planner came to an end; if not, a plan that is here was made for another budget
+        True  # the planner came to an end; if not, a plan that is here was made for another budget
     )
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Front:
-    """All points, by rising budget; the last is the peak with everything kept."""
+    """All points, by rising budget; the last is the peak with everything saved."""
 
     problem: Problem
     trace_name: str
     planner: str
-    kept: Timeline
-    baseline: RunFigures  # of the step with everything kept
+    setting: Setting
+    baseline: RunFigures  # of the step with everything saved
     floor_bytes: int  # no plan can go below
     points: tuple[Point, ...]
     solve_seconds: float
     plans: tuple[Plan | None, ...]  # by point
-    alloc_conf: str | None = None  # None: a CPU's trace
-    device: DeviceMemory | None = None
+
+    def __repr__(self) -> str:
+        fitting = [p for p in self.points if p.feasible]
+        reach = f"down to {show_bytes(fitting[0].peak_allocated_bytes)}" if fitting else "no plan"
+        return (
+            f"<{self.trace.meta.model}, batch {self.trace.meta.batch_size}: {len(self.points)} budgets by "
+            f"{self.planner}, {reach}, floor {show_bytes(self.floor_bytes)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        from simulator.studies.notebook import front_html
+
+        return front_html(self)
 
     @property
     def trace(self) -> Trace:
         return self.problem.trace
 
+    @property
+    def saved(self) -> Replay:
+        """The step with everything saved."""
+        return self.problem.saved
+
     def to_json(self) -> dict[str, Any]:
         """What `simulate pareto --json` prints."""
-        meta = self.trace.meta
         reached = [p.peak_allocated_bytes for p in self.points if p.peak_allocated_bytes is not None]
         return {
             "trace": self.trace_name,
-            "model": meta.model,
-            "batch_size": meta.batch_size,
-            "target": meta.target,
-            "fingerprint": meta.fingerprint,
-            "alloc_conf": self.alloc_conf,
-            "device": None if self.device is None else self.device.to_json(),
+            **asked_of(self.problem, self.setting),
             "planner": self.planner,
             "solve_seconds": round(self.solve_seconds, 3),
             "baseline": self.baseline.headline(),
-            "warnings": list(warnings_of(self.problem)),
+            "warnings": [text(w) for w in warnings_of(self.problem)],
             "floor_bytes": self.floor_bytes,
             "smallest_peak_bytes": min(reached, default=None),
             "points": [asdict(p) for p in self.points],
         }
-
-
-def front(
-    problem: Problem,
-    trace_name: str,
-    planner: str,
-    points: int,
-    limits: Limits,
-    progress: Callable[[str], None] = lambda line: None,
-    asking: Asking | None = None,
-) -> Front:
-    """The front with so many budgets, evenly from the floor to the keep-all peak.
-
-    Args:
-        problem, trace_name: what to plan, and how to call it.
-        planner: makes every plan.
-        points: number of budgets, at least 2.
-        limits: `seconds` is for the whole front. Most budgets are easy, so each plan may take twice an equal share of
-            it as long as there is time: the same for each, so that equal seeds make equal fronts.
-        progress: told one line about each plan.
-        asking: about which allocator settings and device; None: the trace's own settings, and no device.
-
-    A budget for which the planner does not end in time is said to be so, and the others stand.
-
-    Raises:
-        SpecError: the planner cannot plan this trace at all.
-    """
-    start = time.perf_counter()
-    kept = problem.saved
-    least, most = bounder_of(problem).floor.peak_bytes, kept.timeline.peak_allocated_bytes
-    budgets = sorted({least + (most - least) * k // (points - 1) for k in range(points)})
-    clock = limits.clock()
-    plans: list[Pick | None] = []
-    seconds: list[float] = []
-    refusals: list[Refusal | UnfinishedError | None] = []
-    # From the largest budget down: should the time run out, then at those that are hardest to meet.
-    for k, budget in enumerate(reversed(budgets)):
-        progress(f"budget {k + 1} of {len(budgets)}: {budget} bytes")
-        began = time.perf_counter()
-        share = min(2 * limits.seconds / len(budgets), clock.left_seconds)
-        try:
-            plan = plan_with(planner, problem, budget, replace(limits, seconds=share))
-            plans.append(pick_of(problem, plan, budget))
-            refusals.append(None)
-        except (Refusal, UnfinishedError) as error:
-            plans.append(None)
-            refusals.append(error)
-        seconds.append(time.perf_counter() - began)
-    plans.reverse()
-    seconds.reverse()
-    refusals.reverse()
-    bounds = bound_curve(problem, budgets).bounds
-    chosen = cheapest(budgets, plans)
-    asking = asking or Asking(problem)
-    rows = [
-        _point(
-            kept.timeline,
-            budget,
-            pick,
-            asking,
-            bound,
-            spent,
-            refusal,
-        )
-        for budget, pick, bound, spent, refusal in zip(
-            budgets, chosen, bounds, seconds, refusals, strict=True
-        )
-    ]
-    return Front(
-        problem=problem,
-        trace_name=trace_name,
-        planner=planner,
-        kept=kept.timeline,
-        baseline=figures(kept.timeline, asking.of(kept.schedule, kept.timeline).reserved),
-        floor_bytes=least,
-        points=_priced(rows),
-        solve_seconds=time.perf_counter() - start,
-        plans=tuple(None if pick is None else pick.plan for pick in chosen),
-        alloc_conf=asking.alloc_conf,
-        device=asking.device,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,88 +112,137 @@ class Pick:
     """A plan with its replay, and the budget that it was made for."""
 
     plan: Plan
-    schedule: Schedule
-    timeline: Timeline
+    replay: Replay
     made_for_bytes: int
+
+
+def pareto(
+    problem: Problem,
+    trace_name: str,
+    planner: str,
+    points: int,
+    limits: Limits,
+    setting: Setting,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Front:
+    """The front with so many budgets, evenly from the floor to the peak with everything saved.
+
+    Args:
+        problem, trace_name: what to plan, and how to call it.
+        planner: makes every plan.
+        points: number of budgets, at least 2.
+        limits: `seconds` is for the whole front. Most budgets are easy, so each plan may take twice an equal share of
+            it as long as there is time: the same for each, so that equal seeds make equal fronts.
+        setting: the allocator settings and the device to ask about.
+        progress: told one line about each plan.
+
+    A budget for which the planner does not end in time is said to be so, and the others stand.
+
+    Raises:
+        SpecError: the planner cannot plan this trace at all.
+    """
+    start = time.perf_counter()
+    saved = problem.saved
+    least, most = bounder_of(problem).floor.peak_bytes, saved.timeline.peak_allocated_bytes
+    budgets = sorted({least + (most - least) * k // (points - 1) for k in range(points)})
+    clock = limits.clock()
+    made: dict[int, Pick | Infeasible | UnfinishedError] = {}
+    seconds: dict[int, float] = {}
+    # From the largest budget down: should the time run out, then at those that are hardest to meet.
+    for k, budget in enumerate(reversed(budgets)):
+        progress(f"budget {k + 1} of {len(budgets)}: {budget} bytes")
+        began = time.perf_counter()
+        share = min(2 * limits.seconds / len(budgets), clock.left_seconds)
+        try:
+            made[budget] = pick_of(
+                problem, plan_with(planner, problem, budget, replace(limits, seconds=share)), budget
+            )
+        except (Infeasible, UnfinishedError) as error:
+            made[budget] = error
+        seconds[budget] = time.perf_counter() - began
+    chosen = cheapest(budgets, [p for p in made.values() if isinstance(p, Pick)])
+    known: dict[int, Point] = {}  # what is the same for all budgets that share a plan, by where that was made
+    rows = []
+    for budget, pick, bound in zip(budgets, chosen, bound_curve(problem, budgets).bounds, strict=True):
+        result, base_ns = made[budget], saved.timeline.step_time_ns
+        finished = not isinstance(result, UnfinishedError)
+        if pick is not None and pick.made_for_bytes not in known:
+            known[pick.made_for_bytes] = _point(problem, pick, setting)
+        point = Point(budget_bytes=budget, feasible=False) if pick is None else known[pick.made_for_bytes]
+        gap = None
+        if pick is not None and bound.feasible:
+            added_ns = pick.replay.timeline.step_time_ns - base_ns
+            gap = round(percent(added_ns - bound.added_time_ns, base_ns), 4)
+        rows.append(
+            replace(
+                point,
+                budget_bytes=budget,
+                gap_points=gap,
+                bound_overhead_percent=bound.overhead_percent if bound.feasible else None,
+                bound_price_ns_per_gib=round(bound.price_ns * GIB / bound.price_bytes)
+                if bound.feasible
+                else None,
+                solve_seconds=round(seconds[budget], 3),
+                finished=finished,
+                message="" if isinstance(result, Pick) or (pick and finished) else str(result),
+            )
+        )
+    return Front(
+        problem=problem,
+        trace_name=trace_name,
+        planner=planner,
+        setting=setting,
+        baseline=fit_of(problem, saved, setting).figures(saved.timeline.step_time_ns),
+        floor_bytes=least,
+        points=_priced(rows),
+        solve_seconds=time.perf_counter() - start,
+        plans=tuple(None if pick is None else pick.plan for pick in chosen),
+    )
 
 
 def pick_of(problem: Problem, plan: Plan, made_for_bytes: int) -> Pick:
     """A plan, replayed."""
     replay = problem.unconstrained.replay(plan.actions)
-    return Pick(plan=plan, schedule=replay.schedule, timeline=replay.timeline, made_for_bytes=made_for_bytes)
+    return Pick(plan=plan, replay=replay, made_for_bytes=made_for_bytes)
 
 
-def cheapest(budgets: Sequence[int], plans: Sequence[Pick | None]) -> tuple[Pick | None, ...]:
+def cheapest(budgets: Sequence[int], made: Sequence[Pick]) -> tuple[Pick | None, ...]:
     """For each budget, the fastest of all plans that keep to it; of equally fast ones the one with the lowest peak."""
-    made = [p for p in plans if p is not None]
 
     def key(pick: Pick) -> tuple[int, int, int]:
-        return pick.timeline.step_time_ns, pick.timeline.peak_allocated_bytes, pick.made_for_bytes
+        timeline = pick.replay.timeline
+        return timeline.step_time_ns, timeline.peak_allocated_bytes, pick.made_for_bytes
 
     return tuple(
-        min((p for p in made if p.timeline.peak_allocated_bytes <= b), key=key, default=None) for b in budgets
+        min((p for p in made if p.replay.timeline.peak_allocated_bytes <= b), key=key, default=None)
+        for b in budgets
     )
 
 
-def _point(
-    kept: Timeline,
-    budget_bytes: int,
-    pick: Pick | None,
-    asking: Asking,
-    bound: Bound,
-    solve_seconds: float,
-    refusal: Refusal | UnfinishedError | None,
-) -> Point:
-    finished = not isinstance(refusal, UnfinishedError)
-    least = bound.overhead_percent if bound.feasible else None
-    price = round(bound.price_ns * GIB / bound.price_bytes) if bound.feasible else None
-    if pick is None:
-        return Point(
-            budget_bytes=budget_bytes,
-            feasible=False,
-            bound_overhead_percent=least,
-            bound_price_ns_per_gib=price,
-            solve_seconds=round(solve_seconds, 3),
-            finished=finished,
-            message=str(refusal or ""),
-        )
-    base_ns = kept.step_time_ns
-    added_ns = pick.timeline.step_time_ns - base_ns
-    verdict = asking.of(pick.schedule, pick.timeline)
-    run_figures = figures(pick.timeline, verdict.reserved)
+def _point(problem: Problem, pick: Pick, setting: Setting) -> Point:
+    """What a plan comes to, whatever the budget that it is taken for."""
+    timeline, base_ns = pick.replay.timeline, problem.saved.timeline.step_time_ns
+    fit = fit_of(problem, pick.replay, setting)
     return Point(
-        budget_bytes=budget_bytes,
+        budget_bytes=pick.made_for_bytes,
         feasible=True,
-        peak_allocated_bytes=run_figures.peak_allocated_bytes,
-        peak_reserved_bytes=run_figures.peak_reserved_bytes,
-        step_time_ns=run_figures.step_time_ns,
-        overhead_percent=round(percent(added_ns, base_ns), 4),
-        recomputed_ops=pick.timeline.recomputed_ops,
-        fits=verdict.fits,
+        peak_allocated_bytes=timeline.peak_allocated_bytes,
+        peak_reserved_bytes=fit.figures().peak_reserved_bytes,
+        step_time_ns=timeline.step_time_ns,
+        overhead_percent=round(percent(timeline.step_time_ns - base_ns, base_ns), 4),
+        recomputed_ops=timeline.recomputed_ops,
+        fits=fit.fits,
         made_for_bytes=pick.made_for_bytes,
-        bound_overhead_percent=least,
-        gap_points=round(percent(added_ns - bound.added_time_ns, base_ns), 4) if bound.feasible else None,
-        bound_price_ns_per_gib=price,
-        solve_seconds=round(solve_seconds, 3),
-        finished=finished,
-        message="" if finished else str(refusal),
     )
 
 
 def _priced(points: Sequence[Point]) -> tuple[Point, ...]:
     """With what one GiB less costs: the time between a point and the next smaller one, per byte between them."""
-    out: list[Point] = []
-    below: Point | None = None
-    for point in points:
+    out = [*points[:1]]
+    for below, point in pairwise(points):
         price = None
-        if (
-            below is not None
-            and below.step_time_ns is not None
-            and point.step_time_ns is not None
-            and point.budget_bytes > below.budget_bytes
-        ):
-            more_ns = below.step_time_ns - point.step_time_ns
-            price = round(more_ns * GIB / (point.budget_bytes - below.budget_bytes))
+        between = point.budget_bytes - below.budget_bytes
+        if below.step_time_ns is not None and point.step_time_ns is not None:
+            price = round((below.step_time_ns - point.step_time_ns) * GIB / between)
         out.append(replace(point, price_ns_per_gib=price))
-        below = point
     return tuple(out)

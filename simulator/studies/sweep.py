@@ -1,4 +1,4 @@
-"""Turn a model and a list of batch sizes into one table of predictions with and without a plan.
+"""A model over batch sizes: predictions with and without a plan, as one table.
 
 The records are shared: `simulate sweep` fills in what it predicts, `execute sweep` adds what it measured, and the
 report shows both.
@@ -6,9 +6,6 @@ report shows both.
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,22 +13,21 @@ from typing import Any, Final
 
 from simulator.core.budget import parse_budget
 from simulator.core.limits import DEFAULTS, Limits
-from traces.errors import BudgetError, LowtideError, TraceError
+from traces.errors import BudgetError, TraceError
 from traces.files import write_text
-from traces.json_records import read_json, read_record, to_json
+from traces.json_records import read_record, to_json
 from traces.measurement import RunFigures
 from traces.plan import ALLOCATED
 from traces.trace import PARAMETER, Trace, canonical_json
+from traces.warning import PredictionWarning
 
-# A figure in a warning, with its unit: 1,348, +0.5 %, 3.51 GiB.
-_FIGURE: Final = re.compile(r"[+-]?[\d,]*\d(?:\.\d+)?(?: (?:[KMG]iB|B|%))?")
 SWEEP_VERSION: Final = 1
 EAGER, KEEP_ALL, PLAN = "eager", "keep_all", "plan"  # the keys of `SweepRow.measured`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRow:
-    """One batch size: what the step costs with everything kept, and with the plan.
+    """One batch size: what the step costs with everything saved, and with the plan.
 
     Where no plan fits, `feasible` is False, `message` says why, and the plan's figures are empty.
     """
@@ -41,25 +37,24 @@ class SweepRow:
     planner: str
     budget_bytes: int
     feasible: bool
-    baseline: RunFigures  # predicted, everything kept
+    baseline: RunFigures  # predicted, everything saved
     plan: RunFigures  # predicted, with the plan
     overhead_percent: float | None
     recomputed_ops: int
     breakdown_baseline: dict[str, int]  # category -> bytes at the peak; they sum to the peak
     breakdown_plan: dict[str, int]  # empty where no plan fits
-    activation_bytes: int  # all that forward keeps for backward
+    activation_bytes: int  # all that forward saves for backward
     parameter_bytes: int
     ops: int
     storages: int
     flops: int
-    measured: dict[str, RunFigures] = field(
-        default_factory=dict
-    )  # eager, keep_all, plan; empty until measured
+    measured: dict[str, RunFigures] = field(default_factory=dict)  # by EAGER, KEEP_ALL, PLAN, once measured
     plan_path: str = ""  # relative to the sweep's own file
     trace_path: str = ""
     message: str = ""
     budget_of: str = ALLOCATED  # what the budget limits
-    warnings: tuple[str, ...] = ()  # what must be said beside the predicted figures
+    warnings: tuple[str, ...] = ()  # what must be said beside the predicted figures, in words
+    notices: tuple[PredictionWarning, ...] = ()  # the same as records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +72,12 @@ class Sweep:
 
         Warnings that differ in their figures alone are one, with those of the largest batch size.
         """
-        about: dict[str, dict[int, str]] = {}
+        from simulator.studies.warnings import text
+
+        about: dict[object, dict[int, str]] = {}
         for row in self.rows:
-            for text in row.warnings:
-                about.setdefault(_FIGURE.sub("#", text), {})[row.batch_size] = text
+            for w in row.notices:
+                about.setdefault(w.kind, {})[row.batch_size] = text(w)
         out = []
         for texts in about.values():
             largest = max(texts)
@@ -124,7 +121,7 @@ class SweepRequest:
     tracer_options: tuple[str, ...] = ()  # further words for `trace`, such as --seq-len 512
 
 
-def predict(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
+def sweep(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
     """Trace every batch size that is not traced yet, plan it, and write traces, plans and `sweep.json`.
 
     Args:
@@ -134,75 +131,32 @@ def predict(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
     Raises:
         LowtideError: a batch size could not be traced. (One for which no plan fits is a row, not an error.)
     """
-    from traces.store import load
+    from simulator.studies.tracing import traces_in
 
+    load = traces_in(request.directory, request.model, request.tracer_options, progress)
     rows, options, target = [], {}, ""
     for batch_size in request.batch_sizes:
-        directory = request.directory / f"trace-b{batch_size}"
-        ensure_trace(request, batch_size, directory, progress)
-        trace = load(directory)
+        trace = load(batch_size)
         progress(f"batch {batch_size}: planning with {request.planner}")
-        rows.append(_row(request, trace, batch_size, directory))
+        rows.append(_row(request, trace, batch_size))
         options = {k: v for k, v in trace.meta.options.items() if k != "batch_size"}
         target = trace.meta.target
-    sweep = Sweep(model=request.model, options=options, target=target, rows=tuple(rows))
-    sweep.save(request.directory / "sweep.json")
-    return sweep
+    found = Sweep(model=request.model, options=options, target=target, rows=tuple(rows))
+    found.save(request.directory / "sweep.json")
+    return found
 
 
-def ensure_trace(
-    request: SweepRequest, batch_size: int, directory: Path, progress: Callable[[str], None]
-) -> None:
-    """Run `trace` in a process of its own, unless the trace that stands there already is what it would make.
-
-    Raises:
-        LowtideError: `trace` failed; with what it wrote.
-    """
-    from simulator.studies.trace_cache import stamp
-
-    words = [request.model, "--batch-size", str(batch_size), *request.tracer_options]
-    note = directory.with_name(f"{directory.name}.json")
-    if _fresh(note, directory, stamp(request.model, words)):
-        progress(f"batch {batch_size}: using {directory}")
-        return
-    progress(f"batch {batch_size}: tracing")
-    command = [sys.executable, "-m", "tracer", *words, "-o", str(directory), "--force", "-q"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = (
-            done.stderr.strip().removeprefix("Error: ") or f"`trace` ended with exit code {done.returncode}"
-        )
-        raise LowtideError(f"batch {batch_size} could not be traced: {said}")
-    made = stamp(request.model, words)  # with what --calibrate has added to the profile
-    write_text(note, canonical_json({**made, "fingerprint": _fingerprint(directory)}) + "\n")
-
-
-def _fresh(note: Path, directory: Path, now: dict[str, Any]) -> bool:
-    from simulator.studies.trace_cache import same
-
-    try:
-        data = read_json(note)
-        return same(data, {**now, "fingerprint": _fingerprint(directory)})
-    except (OSError, ValueError, TypeError, TraceError):
-        return False
-
-
-def _fingerprint(directory: Path) -> str:
-    from traces.store import load
-
-    return load(directory).meta.fingerprint
-
-
-def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) -> SweepRow:
-    from simulator.allocator.question import ask
+def _row(request: SweepRequest, trace: Trace, batch_size: int) -> SweepRow:
+    from simulator.allocator.device_fit import setting_of
     from simulator.core.problem import Problem
     from simulator.core.replay import breakdown
-    from simulator.studies.planning import keep_all, planned, whole_bytes
+    from simulator.studies.prediction import plan_for, predict
+    from simulator.studies.warnings import texts, warnings
 
-    question = ask(trace.meta, request.alloc_conf)
+    setting = setting_of(trace.meta, request.alloc_conf)
     problem = Problem(trace, request.limits.constraints)
-    kept = keep_all(problem, question)
-    budget_bytes = parse_budget(request.budget, whole_bytes(kept, request.budget_of))
+    saved = predict(problem, setting)
+    budget_bytes = parse_budget(request.budget, saved.whole_bytes(request.budget_of))
     sts = trace.storages
     row = SweepRow(
         model=request.model,
@@ -211,11 +165,11 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) 
         budget_bytes=budget_bytes,
         feasible=False,
         budget_of=request.budget_of,
-        baseline=kept.kept_figures,
+        baseline=saved.saved_figures,
         plan=RunFigures(),
         overhead_percent=None,
         recomputed_ops=0,
-        breakdown_baseline=breakdown(trace, kept.kept, kept.kept_timeline).at_peak,
+        breakdown_baseline=breakdown(trace, saved.saved.schedule, saved.saved.timeline).at_peak,
         breakdown_plan={},
         activation_bytes=sum(
             n for n, w in zip(sts.nbytes, problem.unconstrained.saved_by_default, strict=True) if w
@@ -224,18 +178,19 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) 
         ops=len(trace.ops),
         storages=len(sts),
         flops=sum(trace.ops.flops),
-        trace_path=directory.name,
-        warnings=tuple(kept.plan.predicted["warnings"]),
+        trace_path=f"trace-b{batch_size}",
+        warnings=texts(saved),
+        notices=warnings(saved),
     )
     plan_path = request.directory / f"plan-b{batch_size}.json"
     try:
-        c = planned(
+        c = plan_for(
             problem,
             request.planner,
             request.limits,
+            setting,
             budget_bytes=budget_bytes,
             budget_of=request.budget_of,
-            question=question,
         )
     except BudgetError as error:
         plan_path.unlink(missing_ok=True)  # of an earlier sweep with another budget
@@ -246,8 +201,9 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int, directory: Path) 
         feasible=True,
         plan=c.planned_figures,
         overhead_percent=c.overhead_percent,
-        recomputed_ops=c.planned_timeline.recomputed_ops,
-        breakdown_plan=breakdown(trace, c.planned, c.planned_timeline).at_peak,
+        recomputed_ops=c.planned.timeline.recomputed_ops,
+        breakdown_plan=breakdown(trace, c.planned.schedule, c.planned.timeline).at_peak,
         plan_path=plan_path.name,
-        warnings=tuple(c.plan.predicted["warnings"]),
+        warnings=texts(c),
+        notices=warnings(c),
     )

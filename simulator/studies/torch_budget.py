@@ -12,8 +12,6 @@ views counts as saved for all of them.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +21,8 @@ from typing import Final
 from simulator.core.problem import Problem
 from simulator.core.timeline import Timeline
 from simulator.planners.outcome import finish
-from simulator.studies.comparison import Contest, Entrant
+from simulator.studies.comparison import Comparison, Entrant
+from simulator.studies.tracing import run_tracer
 from traces.errors import LowtideError, PlanError
 from traces.plan import SAVE, Action, Plan
 from traces.saved_sets import SavedSet, SavedSets
@@ -60,21 +59,8 @@ def ask_torch(
         directory, output = Path(folder) / "trace", Path(folder) / "saved.json"
         store.save(trace, directory)
         asked = ["--budgets", ",".join(map(str, budgets)), "--solvers", ",".join(solvers)]
-        command = [
-            sys.executable,
-            "-m",
-            "tracer",
-            "torch-budget",
-            str(directory),
-            *asked,
-            "-o",
-            str(output),
-            "-q",
-        ]
         progress(f"asking torch for {len(budgets) * len(solvers)} plans")
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = done.stderr.strip().removeprefix("Error: ") or f"exit code {done.returncode}"
+        if said := run_tracer(["torch-budget", str(directory), *asked, "-o", str(output), "-q"]):
             raise LowtideError(f"`trace torch-budget` failed: {said}")
         return SavedSets.load(output)
 
@@ -132,8 +118,8 @@ def actions_for(problem: Problem, choice: SavedSet) -> tuple[Action, ...]:
     return tuple(out)
 
 
-def entrants(contest: Contest, sets: SavedSets) -> tuple[Entrant, ...]:
-    """torch's plans as rows of a contest; budgets for which torch makes the same plan share a row.
+def entrants(comparison: Comparison, sets: SavedSets) -> tuple[Entrant, ...]:
+    """torch's plans as rows of a comparison; budgets for which torch makes the same plan share a row.
 
     A plan whose gradients torch would get wrong does not count as feasible, whatever its peak.
 
@@ -141,7 +127,7 @@ def entrants(contest: Contest, sets: SavedSets) -> tuple[Entrant, ...]:
         PlanError: the sets are of another trace.
     """
     same: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TorchPlan]] = {}
-    for p in plans(contest.problem, sets):
+    for p in plans(comparison.problem, sets):
         same.setdefault((p.choice.saved, p.choice.recomputed), []).append(p)
     out = []
     for group in same.values():
@@ -155,7 +141,7 @@ def entrants(contest: Contest, sets: SavedSets) -> tuple[Entrant, ...]:
         if len(group) > 1:
             notes.append("the same plan for " + ", ".join(p.choice.label for p in group[1:]))
         name, seconds = f"torch {first.choice.label}", first.choice.solve_seconds
-        row = contest.judged(name, first.plan, seconds, peer=True, message="; ".join(notes))
+        row = comparison.judged(name, first.plan, seconds, peer=True, message="; ".join(notes))
         if not first.choice.valid:
             row = replace(row, feasible=False, gap_points=None)
         out.append(row)

@@ -1,4 +1,4 @@
-"""Decide what must be said beside a prediction: what it does not know, by how much that may matter, who confirmed it.
+"""What must be said beside a prediction: what it does not know, by how much that may matter, who confirmed it.
 
 A workspace that is not known counts as nothing, so the peak may be higher than predicted. How much higher is not known
 either; the size that is named beside it is what the peak would be if every such convolution, matrix product or
@@ -8,27 +8,29 @@ more.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any, Final
 
-from simulator.allocator.question import ask, kind_of
+from simulator.allocator.device import CUDA
+from simulator.allocator.device_fit import kind_of, setting_of
 from simulator.core.problem import Problem
-from simulator.core.schedule import Schedule
-from simulator.core.timeline import Timeline
-from simulator.studies.prediction import Comparison, compare, with_reserved
-from simulator.studies.untouched import untouched_peak_bytes
+from simulator.core.replay import Replay
+from simulator.planners.outcome import figures_of_plan
+from simulator.studies.prediction import Prediction, predict, untouched_peak_bytes
 from traces.devices import device
 from traces.errors import SpecError
-from traces.plan import Plan
 from traces.trace import VIEW, Trace, TraceMeta
 from traces.units import show_bytes, show_percent
+from traces.warning import PredictionWarning
 
 UNKNOWN, INTERPOLATED, RULES, ELSEWHERE = "none", "interpolated", "rules", "rules elsewhere"
-FAKE, CUDA = "fake", "cuda"
-NOTABLE_PERCENT = 2  # an underestimate by more than this is not left without a warning
-UNCONFIRMED = "not confirmed on a GPU"
-# How the warnings end that stand beside every prediction of their kind and so say nothing of this one.
-MAY_DIFFER = "other sizes, machines and versions may differ from them."
-CONFIRM_IT = "To confirm it, run `execute --device cuda` there, or trace with --device cuda."
+FAKE: Final = "fake"
+NOTABLE_PERCENT: Final = 2  # an underestimate by more than this is not left without a warning
+UNCONFIRMED: Final = "not confirmed on a GPU"
+UNTOUCHED: Final = "untouched-needs-more"
+# The codes of what stands beside every prediction of its kind and so says nothing of this one.
+STANDING: Final = frozenset({"derived-workspaces", "not-confirmed"})
 
 
 def provenance(meta: TraceMeta) -> str:
@@ -43,45 +45,45 @@ def provenance(meta: TraceMeta) -> str:
     return "simulated, nothing was run"
 
 
-def warnings(c: Comparison) -> tuple[str, ...]:
-    """What must be said beside the figures of a comparison, the gravest first; empty if nothing."""
-    trace, meta = c.trace, c.trace.meta
-    out = [*_unknown(trace, c.planned, c.planned_timeline), *about_untouched(c)]
-    out += _derived(meta)
+def warnings(c: Prediction) -> tuple[PredictionWarning, ...]:
+    """What must be said beside the figures of a prediction, the gravest first; empty if nothing."""
+    meta = c.trace.meta
+    out = [*_unknown(c.trace, c.planned), *_untouched(c), *_derived(meta)]
     if meta.mode == FAKE and kind_of(meta) == CUDA:
-        out.append(f"This prediction is {UNCONFIRMED}: the step was not run on one. {CONFIRM_IT}")
+        out.append(PredictionWarning(code="not-confirmed"))
     elif meta.mode == FAKE and _is_gpu(meta.target):
-        out.append(
-            f"The times are for {meta.target}, but the graph and its memory are those of a CPU; a GPU takes other "
-            f"kernels, which keep other values. For its memory, trace with --target {meta.target} again."
-        )
-    for way, reserved in (("everything kept", c.kept_reserved), ("the plan", c.planned_reserved)):
-        if reserved is None or (way == "the plan" and reserved is c.kept_reserved):
-            continue
-        if not reserved.figures.steady:
-            out.append(
-                f"With {way}, reserved memory has not settled after {len(reserved.figures.iterations)} iterations; it "
-                "may grow further."
-            )
-        if reserved.figures.retries_a_step:
-            out.append(
-                f"With {way}, the step fits the device only by giving all cached memory back "
-                f"{reserved.figures.retries_a_step} times a step, which stops the GPU each time."
-            )
+        out.append(PredictionWarning(code="graph-of-a-cpu", subject=meta.target))
+    for way, fit in (("everything kept", c.saved_fit), ("the plan", c.planned_fit)):
+        of = fit.reserved
+        if of is not None and not (way == "the plan" and fit is c.saved_fit):
+            if not of.steady:
+                iterations = {"iterations": len(of.iterations)}
+                out.append(PredictionWarning(code="not-settled", subject=way, figures=iterations))
+            if of.retries_a_step:
+                retries = {"retries": of.retries_a_step}
+                out.append(PredictionWarning(code="retries", subject=way, figures=retries))
     return tuple(out)
 
 
-def warnings_of(problem: Problem) -> tuple[str, ...]:
+def texts(c: Prediction) -> tuple[str, ...]:
+    """The prose of `warnings`."""
+    return tuple(map(text, warnings(c)))
+
+
+def warnings_of(problem: Problem) -> tuple[PredictionWarning, ...]:
     """What must be said beside any figure of a trace, whatever the plan."""
-    meta = problem.trace.meta
-    return warnings(with_reserved(compare(problem, Plan(meta=meta), None), ask(meta)))
+    return warnings(predict(problem, setting_of(problem.trace.meta)))
 
 
-def answered(c: Comparison) -> Comparison:
-    """The comparison whose plan carries the predicted figures, the allocator settings, and what to say beside them."""
-    predicted = {**c.predicted(), "warnings": list(warnings(c)), "provenance": provenance(c.trace.meta)}
-    meta = c.plan.meta if c.question is None else replace(c.plan.meta, alloc_conf=c.question.alloc_conf)
-    return replace(c, plan=replace(c.plan, meta=meta, predicted=predicted))
+def completed(c: Prediction) -> Prediction:
+    """The prediction whose plan carries its figures, the allocator settings, and what to say beside them."""
+    told = {"warnings": list(texts(c)), "provenance": provenance(c.trace.meta)}
+    predicted = figures_of_plan(
+        c.saved.timeline, c.planned.timeline, c.saved_fit.reserved, c.planned_fit.reserved
+    )
+    conf = c.setting.alloc_conf
+    meta = c.plan.meta if conf is None else replace(c.plan.meta, alloc_conf=conf)
+    return replace(c, plan=replace(c.plan, meta=meta, predicted={**predicted, **told}))
 
 
 def unknown_ops(trace: Trace) -> tuple[int, ...]:
@@ -96,7 +98,7 @@ def unknown_ops(trace: Trace) -> tuple[int, ...]:
     )
 
 
-def risk_bytes(trace: Trace, schedule: Schedule, timeline: Timeline) -> int:
+def risk_bytes(trace: Trace, replay: Replay) -> int:
     """By how much the peak would rise if unknown workspaces were as large as the largest tensor of their op.
 
     On a CPU, where a convolution copies all that it reads and makes to layouts of its own: as large as these together.
@@ -107,77 +109,47 @@ def risk_bytes(trace: Trace, schedule: Schedule, timeline: Timeline) -> int:
     together = sum if kind_of(trace.meta) != CUDA else max
     ops, nbytes = trace.ops, trace.storages.nbytes
     unknown = {i for i in unknown_ops(trace) if ops.flops[i]}
-    worst = timeline.peak_allocated_bytes
-    for step, i in enumerate(schedule.op):
+    worst = peak = replay.timeline.peak_allocated_bytes
+    for step, i in enumerate(replay.schedule.op):
         if i in unknown:
             inside = together((0, *(nbytes[s] for s in {*ops.reads[i], *ops.writes[i]})))
-            worst = max(worst, timeline.peak_bytes[step] + inside)
-    return worst - timeline.peak_allocated_bytes
+            worst = max(worst, replay.timeline.peak_bytes[step] + inside)
+    return worst - peak
 
 
-def about_untouched(c: Comparison) -> tuple[str, ...]:
-    """That the untouched model needs notably more than what stands for everything kept, and how much."""
-    peak = c.kept_timeline.peak_allocated_bytes
-    extra = untouched_peak_bytes(c) - peak
-    if not peak or 100 * extra < NOTABLE_PERCENT * peak:
-        return ()
-    return (
-        "The figures are those of the captured graph, which reuses memory where it can. The untouched model needs "
-        f"about {show_bytes(extra)} ({show_percent(100 * extra / peak, signed=True, digits=1)}) more than what "
-        "stands here for everything kept.",
-    )
-
-
-def _derived(meta: TraceMeta) -> list[str]:
-    """What was concluded from other calls than this step's own."""
-    interpolated, elsewhere = meta.workspace.get(INTERPOLATED, 0), meta.workspace.get(ELSEWHERE, 0)
-    rules = meta.workspace.get(RULES, 0) + elsewhere
-    parts = [
-        *(
-            [f"of {interpolated:,} ops are interpolated from measurements at other sizes"]
-            if interpolated
-            else []
-        ),
-        *([f"of {rules:,} ops follow from rules"] if rules else []),
-    ]
-    if not parts:
-        return []
-    told = f"The inner allocations {' and '.join(parts)}; {MAY_DIFFER}"
-    if elsewhere:
-        told += (
-            " The rules were read from a processor with AVX-512, and this one has none: they were compared with "
-            "torch's AVX2 kernels in a few networks only, so the real peak may be some percent higher. To know it, "
-            "trace with --device cpu."
-        )
-    return [told]
-
-
-def stands_always(warning: str) -> bool:
-    """Whether a warning stands beside every prediction of its kind, whatever the step."""
-    return MAY_DIFFER in warning or warning.endswith(CONFIRM_IT)
-
-
-def _unknown(trace: Trace, schedule: Schedule, timeline: Timeline) -> list[str]:
+def _unknown(trace: Trace, replay: Replay) -> list[PredictionWarning]:
     unknown = unknown_ops(trace)
     if not unknown:
         return []
     # The trace's own counts: an op that overwrites its argument is known to allocate nothing, and has no events either.
     told = trace.meta.workspace
-    computing = sum(told.values()) or sum(1 for f in trace.ops.flags if not f & VIEW)
-    number = told.get(UNKNOWN, 0) or len(unknown)
-    risk, peak = risk_bytes(trace, schedule, timeline), timeline.peak_allocated_bytes
-    what = "its largest tensor" if kind_of(trace.meta) == CUDA else "its tensors together"
-    size = (
-        f" If each convolution, matrix product and attention took as much as {what}, the peak would "
-        f"be {show_bytes(peak + risk)} ({show_percent(100 * risk / peak, signed=True, digits=1)})."
-        if risk
-        else ""
-    )
-    how = "--device cuda on the GPU" if kind_of(trace.meta) == CUDA else "--device cpu"
-    return [
-        f"The inner allocations of {number:,} of {computing:,} computing ops are unknown and count as nothing, "
-        f"so the real peak may be higher.{size} To know them, trace with {how}."
-    ]
+    figures = {
+        "number": told.get(UNKNOWN, 0) or len(unknown),
+        "computing": sum(told.values()) or sum(1 for f in trace.ops.flags if not f & VIEW),
+        "risk_bytes": risk_bytes(trace, replay),
+        "peak_bytes": replay.timeline.peak_allocated_bytes,
+    }
+    return [PredictionWarning(code="unknown-workspaces", subject=kind_of(trace.meta), figures=figures)]
+
+
+def _untouched(c: Prediction) -> list[PredictionWarning]:
+    """That the untouched model needs notably more than what stands for everything saved, and how much."""
+    peak = c.saved.timeline.peak_allocated_bytes
+    extra = untouched_peak_bytes(c) - peak
+    if not peak or 100 * extra < NOTABLE_PERCENT * peak:
+        return []
+    return [PredictionWarning(code=UNTOUCHED, figures={"extra_bytes": extra, "peak_bytes": peak})]
+
+
+def _derived(meta: TraceMeta) -> list[PredictionWarning]:
+    """What was concluded from other calls than this step's own."""
+    elsewhere = meta.workspace.get(ELSEWHERE, 0)
+    figures = {
+        "interpolated": meta.workspace.get(INTERPOLATED, 0),
+        "rules": meta.workspace.get(RULES, 0) + elsewhere,
+        "elsewhere": elsewhere,
+    }
+    return [PredictionWarning(code="derived-workspaces", figures=figures)] if any(figures.values()) else []
 
 
 def _is_gpu(target: str) -> bool:
@@ -185,3 +157,76 @@ def _is_gpu(target: str) -> bool:
         return device(target).kind == CUDA
     except SpecError:
         return False
+
+
+# Prose
+
+
+def text(warning: PredictionWarning) -> str:
+    """A warning in words."""
+    return _PROSE[warning.code](warning.subject, warning.figures)
+
+
+def _unknown_text(kind: str, f: Mapping[str, Any]) -> str:
+    what = "its largest tensor" if kind == CUDA else "its tensors together"
+    size = (
+        f" If each convolution, matrix product and attention took as much as {what}, the peak would "
+        f"be {show_bytes(f['peak_bytes'] + f['risk_bytes'])} "
+        f"({show_percent(100 * f['risk_bytes'] / f['peak_bytes'], signed=True, digits=1)})."
+        if f["risk_bytes"]
+        else ""
+    )
+    how = "--device cuda on the GPU" if kind == CUDA else "--device cpu"
+    return (
+        f"The inner allocations of {f['number']:,} of {f['computing']:,} computing ops are unknown and count as "
+        f"nothing, so the real peak may be higher.{size} To know them, trace with {how}."
+    )
+
+
+def _untouched_text(_: str, f: Mapping[str, Any]) -> str:
+    share = show_percent(100 * f["extra_bytes"] / f["peak_bytes"], signed=True, digits=1)
+    return (
+        "The figures are those of the captured graph, which reuses memory where it can. The untouched model needs "
+        f"about {show_bytes(f['extra_bytes'])} ({share}) more than what stands here for everything kept."
+    )
+
+
+def _derived_text(_: str, f: Mapping[str, Any]) -> str:
+    parts = [
+        words.format(f[key])
+        for key, words in (
+            ("interpolated", "of {:,} ops are interpolated from measurements at other sizes"),
+            ("rules", "of {:,} ops follow from rules"),
+        )
+        if f[key]
+    ]
+    told = f"The inner allocations {' and '.join(parts)}; other sizes, machines and versions may differ from them."
+    if f["elsewhere"]:
+        told += (
+            " The rules were read from a processor with AVX-512, and this one has none: they were compared with "
+            "torch's AVX2 kernels in a few networks only, so the real peak may be some percent higher. To know it, "
+            "trace with --device cpu."
+        )
+    return told
+
+
+_PROSE: Final[Mapping[str, Callable[[str, Mapping[str, Any]], str]]] = {
+    "unknown-workspaces": _unknown_text,
+    UNTOUCHED: _untouched_text,
+    "derived-workspaces": _derived_text,
+    "not-confirmed": lambda *_: (
+        f"This prediction is {UNCONFIRMED}: the step was not run on one. To confirm it, run `execute --device cuda` "
+        "there, or trace with --device cuda."
+    ),
+    "graph-of-a-cpu": lambda target, _: (
+        f"The times are for {target}, but the graph and its memory are those of a CPU; a GPU takes other kernels, "
+        f"which keep other values. For its memory, trace with --target {target} again."
+    ),
+    "not-settled": lambda way, f: (
+        f"With {way}, reserved memory has not settled after {f['iterations']} iterations; it may grow further."
+    ),
+    "retries": lambda way, f: (
+        f"With {way}, the step fits the device only by giving all cached memory back {f['retries']} times a step, "
+        "which stops the GPU each time."
+    ),
+}

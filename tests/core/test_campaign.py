@@ -34,7 +34,7 @@ from executor.cli.main import execute
 from executor.isolated import error_json
 from executor.measure import Job, JobResult
 from simulator.core.problem import Problem
-from simulator.studies import warnings as caveats
+from simulator.studies.warnings import STANDING, warnings_of
 from tests import tiny
 from traces import store as trace_store
 from traces.alloc_conf import alloc_conf
@@ -588,11 +588,10 @@ def test_an_underestimate_without_a_warning_is_told_from_one_with() -> None:
     assert silent(rules=("unknown",), calibrated=("eager differs",)) == []
     # What stands beside every prediction from rules, or for a GPU, says nothing of this one.
     known = replace(CHAIN.meta, workspace={"rules": len(CHAIN.ops)})
-    standing = caveats.warnings_of(Problem(replace(CHAIN, meta=known)))
-    gpu = caveats.warnings_of(Problem(replace(CHAIN, meta=replace(known, device="cuda", target="H200"))))
+    standing = warnings_of(Problem(replace(CHAIN, meta=known)))
+    gpu = warnings_of(Problem(replace(CHAIN, meta=replace(known, device="cuda", target="H200"))))
     assert (len(standing), len(gpu)) == (1, 2)
-    assert sorted(silent(rules=standing)) == sorted(silent(rules=gpu)) == sorted(everywhere)
-    assert silent(rules=(*gpu, "unknown")) == [("eager", "calibrated")]
+    assert {w.code for w in (*standing, *gpu)} <= STANDING  # which a campaign leaves out
 
 
 # ---------------------------------------------------------------------------------------------------------------------

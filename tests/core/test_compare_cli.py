@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from simulator.allocator.asking import Asking
 from simulator.allocator.device import DeviceMemory
+from simulator.allocator.device_fit import Setting, setting_of
 from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import parse_alloc_conf
 from simulator.bounds.bound import lower_bound
@@ -21,8 +21,8 @@ from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import REGISTRY, plan_with
-from simulator.studies.comparison import Entrant, enter, open_contest
-from simulator.studies.pareto import GIB, cheapest, front, pick_of
+from simulator.studies.comparison import Comparison, Entrant, compare
+from simulator.studies.pareto import GIB, Front, cheapest, pareto, pick_of
 from tests.synthetic import resnet
 from tests.tiny import chain
 from traces.errors import SpecError, UnfinishedError
@@ -47,6 +47,17 @@ def small() -> Trace:
     return resnet((1, 2, 2, 1), batch=64, side=64)
 
 
+def alone(problem: Problem, budget_bytes: int) -> Comparison:
+    """A comparison without planners."""
+    return compare(problem, "t", budget_bytes, (), QUICK, Setting())
+
+
+def front(
+    problem: Problem, name: str, planner: str, points: int, limits: Limits, setting: Setting | None = None
+) -> Front:
+    return pareto(problem, name, planner, points, limits, setting or setting_of(problem.trace.meta))
+
+
 @pytest.fixture(scope="module")
 def directory(small: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(small, tmp_path_factory.mktemp("traces") / "small")
@@ -55,7 +66,7 @@ def directory(small: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_row_is_the_planners_own_plan_judged_by_the_replay(small: Trace) -> None:
     budget = peak(small) * 85 // 100
     names = ("mu-two", "per-block", "save-all")
-    contest = enter(open_contest(Problem(small), "t", budget), names, QUICK, lambda line: None)
+    contest = compare(Problem(small), "t", budget, names, QUICK, Setting())
     by_name = {e.planner: e for e in contest.entrants}
     assert tuple(by_name) == names
     timeline = run(Problem(small), build(Problem(small), plan_with("mu-two", Problem(small), budget).actions))
@@ -78,7 +89,7 @@ def test_every_row_is_the_planners_own_plan_judged_by_the_replay(small: Trace) -
 
 def test_a_peers_plan_over_the_budget_is_a_row_and_no_refusal() -> None:
     of = chain(6, size=100)
-    contest = open_contest(Problem(of), "t", peak(of) - 100)
+    contest = alone(Problem(of), peak(of) - 100)
     row = contest.judged("other", Plan(meta=of.meta), None, peer=True)
     assert (row.feasible, row.peak_allocated_bytes, row.gap_points) == (False, peak(of), None)
     assert contest.with_entrants([row]).to_json()["planners"][0]["peer"] is True
@@ -90,10 +101,10 @@ def test_a_peers_plan_that_breaks_the_constraints_is_no_answer() -> None:
     budget = peak(of) - 100
     actions = plan_with("mu-two", Problem(of), budget).actions
     under = Problem(of, Constraints(never=(":: aten.test",)))
-    free = open_contest(Problem(of), "t", budget).judged("other", Plan(meta=of.meta, actions=actions), None)
+    free = alone(Problem(of), budget).judged("other", Plan(meta=of.meta, actions=actions), None)
     assert free.feasible
     assert free.gap_points == 0
-    bound = open_contest(under, "t", budget)
+    bound = alone(under, budget)
     row = bound.judged("other", Plan(meta=of.meta, actions=actions), None, peer=True, message="a note")
     assert (row.feasible, row.gap_points) == (False, None)
     assert "breaks the constraints" in row.message
@@ -164,7 +175,7 @@ def test_a_faster_plan_made_for_a_smaller_budget_is_carried_to_the_larger() -> N
     low = Problem(of).replay(slow.actions).timeline.peak_allocated_bytes
     high = Problem(of).replay(fast.actions).timeline.peak_allocated_bytes
     assert low < high
-    made = [None, None, pick_of(Problem(of), fast, high), pick_of(Problem(of), slow, high + 1)]
+    made = [pick_of(Problem(of), fast, high), pick_of(Problem(of), slow, high + 1)]
     picks = cheapest([low - 1, low, high, high + 1], made)
     assert [p and p.plan for p in picks] == [None, slow, fast, fast]
     assert [p and p.made_for_bytes for p in picks] == [None, high + 1, high, high]
@@ -280,14 +291,10 @@ def test_reserved_memory_is_that_of_the_settings_asked_about(small: Trace) -> No
     device = DeviceMemory(name="tiny", kind="cuda", memory_bytes=usable)
     settings = parse_alloc_conf(conf)
     plain = front(Problem(of), "t", "mu-two", 3, QUICK)
-    asked = front(Problem(of), "t", "mu-two", 3, QUICK, asking=Asking(Problem(of), conf, device))
-    contest = enter(
-        open_contest(Problem(of), "t", peak(of), Asking(Problem(of), conf, device)),
-        ["mu-two"],
-        QUICK,
-        lambda line: None,
-    )
-    assert (asked.alloc_conf, plain.alloc_conf) == (conf, "")
+    asked = front(Problem(of), "t", "mu-two", 3, QUICK, setting_of(of.meta, conf, device))
+    setting = setting_of(of.meta, conf, device)
+    contest = compare(Problem(of), "t", peak(of), ["mu-two"], QUICK, setting)
+    assert (asked.setting.alloc_conf, plain.setting.alloc_conf) == (conf, "")
     for point, other, plan in zip(asked.points, plain.points, asked.plans, strict=True):
         if plan is not None:
             schedule = build(Problem(of), plan.actions)

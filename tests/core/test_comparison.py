@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from simulator.allocator.device_fit import Setting
 from simulator.core import replay as engine
+from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from simulator.studies.planning import keep_all, planned
-from simulator.studies.prediction import compare
+from simulator.studies.prediction import plan_for, predict
 from tests.tiny import chain
 from traces.plan import Action
 
@@ -26,23 +27,24 @@ def test_replays_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(engine, "build", counted)
     problem = Problem(of)
-    kept = keep_all(problem, None)
-    c = planned(problem, "mu-two", budget_bytes=kept.kept_timeline.peak_allocated_bytes * 7 // 10)
+    kept = predict(problem, Setting())
+    budget_bytes = kept.saved.timeline.peak_allocated_bytes * 7 // 10
+    c = plan_for(problem, "mu-two", DEFAULTS, Setting(), budget_bytes=budget_bytes)
     assert c.plan.actions
     assert sorted(len(actions) for actions in built) == [0, len(c.plan.actions)]
     # And they are what anybody else would make.
-    assert c.kept == kept.kept == kept.planned == build(problem, ())
-    assert c.planned == build(problem, c.plan.actions)
-    assert c.kept_timeline == run(problem, c.kept)
-    assert c.planned_timeline == run(problem, c.planned)
+    assert c.saved.schedule == kept.saved.schedule == kept.planned.schedule == build(problem, ())
+    assert c.planned.schedule == build(problem, c.plan.actions)
+    assert c.saved.timeline == run(problem, c.saved.schedule)
+    assert c.planned.timeline == run(problem, c.planned.schedule)
 
 
 def test_another_plan_is_replayed_for_itself() -> None:
     of = chain(8)
-    peak_bytes = keep_all(Problem(of), None).kept_timeline.peak_allocated_bytes
-    c = planned(Problem(of), "mu-two", budget_bytes=peak_bytes * 7 // 10)
+    peak_bytes = Problem(of).saved.timeline.peak_allocated_bytes
+    c = plan_for(Problem(of), "mu-two", DEFAULTS, Setting(), budget_bytes=peak_bytes * 7 // 10)
     fewer = replace(c.plan, actions=c.plan.actions[:1])
-    assert compare(Problem(of), fewer, None).planned == build(Problem(of), fewer.actions)
-    assert compare(Problem(of), replace(c.plan, actions=()), None).planned == build(Problem(of))
+    assert predict(Problem(of), Setting(), fewer).planned.schedule == build(Problem(of), fewer.actions)
+    assert predict(Problem(of), Setting(), replace(c.plan, actions=())).planned.schedule == build(Problem(of))
     other = chain(8)  # equal, but another trace: nothing is taken over
-    assert compare(Problem(other), c.plan, None).planned == c.planned
+    assert predict(Problem(other), Setting(), c.plan).planned == c.planned

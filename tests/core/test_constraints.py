@@ -20,7 +20,7 @@ from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.core.selectors import module_matches, op_matches, resolve
 from simulator.planners import REGISTRY, plan_with
-from simulator.planners.outcome import Refusal, finish
+from simulator.planners.outcome import Infeasible, finish
 from tests.exhaust import Facts, Impossible, draw_trace, optimum, peak_and_time, plans, walk
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
@@ -164,7 +164,7 @@ def test_never_and_always_keep_change_the_plan() -> None:
         plan = plan_with("mu-two", Problem(of, constraints), 458)
         assert recomputed(of, plan) <= {"mm0", "mm1"}
         assert plan.constraints == constraints.to_json()
-    with pytest.raises(Refusal):
+    with pytest.raises(Infeasible):
         plan_with("mu-two", Problem(of, Constraints(never=("** ::",))), 458)
 
 
@@ -229,7 +229,7 @@ def test_every_plan_obeys_and_means_the_same_without_the_constraints(
     of, constraints = case
     try:
         plan = plan_with(name, Problem(of, constraints), peak(of) * percent // 100)
-    except Refusal:
+    except Infeasible:
         return
     plain = build(Problem(of), plan.actions)
     assert plain == build(Problem(of, constraints), plan.actions)
@@ -325,7 +325,7 @@ def test_constraints_take_candidates_away() -> None:
 
 def test_a_refusal_under_constraints_says_so() -> None:
     constraints = Constraints(always_keep=("layers.* ::",))
-    with pytest.raises(Refusal, match="under the given constraints"):
+    with pytest.raises(Infeasible, match="under the given constraints"):
         plan_with("mu-two", Problem(two_layers(), constraints), 458)
 
 

@@ -13,7 +13,7 @@ from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.planners.cuts import best_cut, states
 from simulator.planners.mu_two import Search
-from simulator.planners.outcome import Refusal
+from simulator.planners.outcome import Infeasible
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
 from traces.trace import Trace
@@ -93,7 +93,7 @@ def test_the_default_is_never_worse_than_cuts(of: Trace, percent: int) -> None:
         assert time_ns == found.time_ns
     try:
         cut = plan_with("tests.bench.baselines.min_cut:plan", Problem(of), budget_bytes, Limits(seconds=60))
-    except Refusal:
+    except Infeasible:
         return
     ours = plan_with("search", Problem(of), budget_bytes, Limits(seconds=60))
     times = [Problem(of).replay(plan.actions).timeline.step_time_ns for plan in (ours, cut)]

@@ -6,16 +6,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.allocator.device_fit import Setting
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
-from simulator.planners.outcome import Refusal
+from simulator.planners.outcome import Infeasible
 from simulator.planners.segmented import Segmentations, split
 from simulator.planners.segments import actions_for
-from simulator.studies.pareto import front
+from simulator.studies.pareto import pareto
 from tests.strategies import traces
 from tests.tiny import chain
 from traces.plan import Action, Plan
@@ -27,14 +28,14 @@ NO_LIMIT = Limits(seconds=float("inf"))
 def alone_for(of: Trace, budget_bytes: int) -> tuple[Plan | None, str]:
     try:
         return plan_with("mu-two", Problem(of), budget_bytes, NO_LIMIT), ""
-    except Refusal as refusal:
+    except Infeasible as refusal:
         return None, str(refusal)
 
 
 @settings(max_examples=150, deadline=None)
 @given(of=traces(max_forward=12, max_backward=12))
 def test_every_point_is_no_slower_than_the_plan_made_for_its_budget_alone(of: Trace) -> None:
-    done = front(Problem(of), "t", "mu-two", 6, NO_LIMIT)
+    done = pareto(Problem(of), "t", "mu-two", 6, NO_LIMIT, Setting())
     times = [p.step_time_ns for p in done.points if p.step_time_ns is not None]
     assert times == sorted(times, reverse=True)
     for point, plan in zip(done.points, done.plans, strict=True):

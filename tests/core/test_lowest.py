@@ -10,7 +10,7 @@ from simulator.bounds.instants import Instants
 from simulator.bounds.lowest import lowest
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
-from simulator.planners.outcome import Refusal
+from simulator.planners.outcome import Infeasible
 from tests.exhaust import draw_trace, frontier
 from tests.synthetic import resnet
 from tests.tiny import bwd, fwd, trace
@@ -117,7 +117,7 @@ def test_the_bound_and_the_refusal_know_it() -> None:
     assert not lower_bound(Problem(of), 143).feasible
     assert lower_bound(Problem(of), 144).feasible
     with pytest.raises(
-        Refusal, match=r"No plan can stay within .*to bring back what that op reads"
+        Infeasible, match=r"No plan can stay within .*to bring back what that op reads"
     ) as refused:
         plan_with("search", Problem(of), 143)
     assert refused.value.figures["floor"]["peak_allocated_bytes"] == 144

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from simulator.allocator.device_fit import Setting
 from simulator.bounds.bound import bounder_of
 from simulator.core.limits import NONE, Constraints, Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
-from simulator.planners.outcome import Refusal
+from simulator.planners.outcome import Infeasible
 from simulator.studies import lowest_peak
-from simulator.studies.planning import planned
+from simulator.studies.prediction import plan_for
 from tests.exhaust import draw_trace, frontier
 from traces.store import load
 from traces.trace import Trace
@@ -23,10 +24,10 @@ def refused(
 ) -> tuple[int, int, str]:
     """The lowest peak that the planner alone tells, the one that the answer tells, and its words."""
     problem = Problem(of, constraints)
-    with pytest.raises(Refusal) as alone:
+    with pytest.raises(Infeasible) as alone:
         plan_with("search", problem, budget_bytes, limits)
-    with pytest.raises(Refusal) as told:
-        planned(problem, "search", limits, budget_bytes=budget_bytes)
+    with pytest.raises(Infeasible) as told:
+        plan_for(problem, "search", limits, Setting(), budget_bytes=budget_bytes)
     assert told.value.figures["floor"] == alone.value.figures["floor"]
     before, now = (error.value.figures["lowest_peak_bytes"] for error in (alone, told))
     return before, now, str(told.value)
@@ -61,12 +62,12 @@ def test_only_below_the_floor_and_by_the_planner_that_can(monkeypatch: pytest.Mo
     of = load("resnet152-cpu/trace-b8")
     floor_bytes = bounder_of(Problem(of)).floor.peak_bytes
     monkeypatch.setattr(lowest_peak, "Annealer", None)  # whoever walks fails
-    with pytest.raises(Refusal, match="the lowest peak that mu-two reaches"):
-        planned(Problem(of), "mu-two", budget_bytes=floor_bytes // 2)
-    with pytest.raises(Refusal, match="search found no plan"):
-        planned(Problem(of), "search", Limits(seconds=0.01), budget_bytes=floor_bytes)
+    with pytest.raises(Infeasible, match="the lowest peak that mu-two reaches"):
+        plan_for(Problem(of), "mu-two", Limits(), Setting(), budget_bytes=floor_bytes // 2)
+    with pytest.raises(Infeasible, match="search found no plan"):
+        plan_for(Problem(of), "search", Limits(seconds=0.01), Setting(), budget_bytes=floor_bytes)
     with pytest.raises(TypeError):
-        planned(Problem(of), "search", budget_bytes=floor_bytes // 2)
+        plan_for(Problem(of), "search", Limits(), Setting(), budget_bytes=floor_bytes // 2)
 
 
 def test_constraints_hold_for_it_too() -> None:

@@ -235,11 +235,11 @@ def test_a_trace_of_another_kind_of_device_is_refused(tmp_path: Path) -> None:
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     seen: list[Request] = []
 
-    def traces_in(asked: Request, progress: object) -> Callable[[int], Trace]:
+    def search(asked: Request, traces: object, progress: Callable[[str], None]) -> MaxBatch:
         seen.append(asked)
-        return load_gpu if asked.device.kind == "cuda" else load
+        return max_batch(asked, load_gpu if asked.device.kind == "cuda" else load, progress)
 
-    monkeypatch.setattr("simulator.studies.max_batch.traces_in", traces_in)
+    monkeypatch.setattr("simulator.studies.max_batch.max_batch", search)
     return seen
 
 

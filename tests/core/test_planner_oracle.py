@@ -13,7 +13,7 @@ from simulator.core.limits import Constraints, Limits
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import REGISTRY, plan_with
-from simulator.planners.outcome import Refusal
+from simulator.planners.outcome import Infeasible
 from tests import exact
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.synthetic import resnet
@@ -30,7 +30,7 @@ def added(of: Trace, name: str, budget_bytes: int) -> int | None:
     """Added time of a planner's plan by the replay, which must be within the budget; None: refused."""
     try:
         plan = plan_with(name, Problem(of), budget_bytes, PATIENT)
-    except Refusal:
+    except Infeasible:
         return None
     timeline = Problem(of).replay(plan.actions).timeline
     assert timeline.peak_allocated_bytes <= budget_bytes
@@ -86,7 +86,7 @@ def test_exact_needs_drops_and_second_runs() -> None:
     plan = plan_with(EXACT, Problem(of), lowest[0], PATIENT)
     again = build(Problem(of), plan.actions).recomputed_ops
     assert len(again) > len(set(again))
-    with pytest.raises(Refusal, match="Proven"):
+    with pytest.raises(Infeasible, match="Proven"):
         plan_with(EXACT, Problem(of), lowest[0] - 4, PATIENT)
 
 
@@ -105,7 +105,7 @@ def test_exact_saves_a_link_where_that_is_best() -> None:
     )
     # at top: low + mid + top = 350, and link 10 if saved; at g0 351, or 251 with low away, or 161 with both
     assert added(of, EXACT, 360) == 0
-    with pytest.raises(Refusal):
+    with pytest.raises(Infeasible):
         plan_with(EXACT, Problem(of), 349, PATIENT)
 
 

@@ -17,7 +17,7 @@ from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import DEFAULT, FORMER, REGISTRY, find, mu_two_paper, plan_with
 from simulator.planners.mu_two import Costs, Search
-from simulator.planners.outcome import Refusal
+from simulator.planners.outcome import Infeasible
 from simulator.planners.segments import equal_segments, sequence_of, torch_segment
 from tests.bench.baselines.cheap_ops import cheap_candidates
 from tests.strategies import traces, traces_with_reruns
@@ -47,10 +47,10 @@ def names(of: Trace, plan: Plan, action: str = "recompute") -> set[str]:
 def test_a_plan_is_within_the_budget_or_refused(name: str, of: Trace, percent: int) -> None:
     before = peak(of)
     budget_bytes = before * percent // 100
-    refused: Refusal | None = None
+    refused: Infeasible | None = None
     try:
         plan = plan_with(name, Problem(of), budget_bytes)
-    except Refusal as error:
+    except Infeasible as error:
         refused = error
     if refused is not None:
         assert refused.exit_code == 1
@@ -78,7 +78,7 @@ def test_a_plan_leaves_room_for_what_reruns_make_libraries_keep(percent: int) ->
     for name in ("search", "mu-two", "recompute-all", "save-all"):
         try:
             plan = plan_with(name, Problem(of), budget_bytes)
-        except Refusal:
+        except Infeasible:
             continue
         made += 1
         assert plan.budget_bytes == budget_bytes
@@ -485,7 +485,7 @@ def test_every_switch_of_the_paper_changes_some_plan(switch: str) -> None:
                 (a.storage, a.retain)
                 for a in mu_two_paper.plan(Problem(of), peak(of) * percent // 100, options=options).actions
             ]
-        except Refusal as error:
+        except Infeasible as error:
             return error.figures["lowest_peak_bytes"]
 
     cases = [(of, percent) for of in (ladder(16, seed=2), chain(20)) for percent in (100, 70, 50, 40)]
@@ -534,7 +534,7 @@ def test_cheap_ops_never_runs_a_dear_op_again() -> None:
         "dear"
     }
     assert names(of, plan_with("mu-two", Problem(with_dear("cheap")), 300)) == {"cheap"}
-    with pytest.raises(Refusal):
+    with pytest.raises(Infeasible):
         plan_with("tests.bench.baselines.cheap_ops:plan", Problem(with_dear("cheap", "dear")), 300)
 
 

@@ -257,16 +257,16 @@ def test_the_table_of_planners_is_the_registry() -> None:
 
 
 def test_every_key_of_simulates_json_is_documented() -> None:
+    from simulator import simulate
     from simulator.planners import plan_with
-    from simulator.planners.outcome import Refusal
+    from simulator.planners.outcome import Infeasible
     from simulator.studies.answer import answer, refusal
-    from simulator.studies.prediction import compare
 
     record = small_trace()
-    kept = compare(Problem(record), Plan(meta=record.meta), None)
+    kept = simulate(record)
     data = answer(kept, "t", 0.0)
     keys = {*data, *data["plan"]}
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(Infeasible) as refused:
         plan_with("mu-two", Problem(record), 1)
     keys |= {*refusal("t", kept, "mu-two", refused.value, 0.0)}
     assert keys <= quoted(section(MANUALS["simulator"], "JSON and exit codes"))

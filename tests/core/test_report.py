@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.allocator.device_fit import setting_of
 from simulator.core.problem import Problem
 from simulator.core.replay import breakdown, run
 from simulator.core.schedule import build
@@ -32,7 +33,7 @@ from simulator.report.page import (
     script_json,
 )
 from simulator.report.step import activations, by_module, provenance, recomputations
-from simulator.studies.prediction import compare
+from simulator.studies.prediction import Prediction, predict
 from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
 from traces import store
@@ -41,12 +42,17 @@ from traces.measurement import Measurement, RunFigures
 from traces.plan import RECOMPUTE, Action, Plan
 from traces.trace import CATEGORIES, Trace
 from traces.units import show_bytes, show_time
+from traces.warning import PredictionWarning
 
 HOSTILE = "</script><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>&\"'"
 
 
 def planned(trace: Trace, *storages: int) -> Plan:
     return Plan(meta=trace.meta, planner="by hand", actions=tuple(Action(storage=s) for s in storages))
+
+
+def predicted(trace: Trace, plan: Plan, budget_bytes: int | None) -> Prediction:
+    return predict(Problem(trace), setting_of(trace.meta), plan, budget_bytes)
 
 
 def names_replaced(trace: Trace, name: str) -> Trace:
@@ -84,11 +90,11 @@ def reporting() -> None:
 
 @pytest.fixture
 def page(tmp_path: Path, reporting: None) -> str:
-    from simulator.report.step import write_simulation
+    from simulator.report.step import write_step
 
     trace = tiny.chain(60, size=2**20, time_ns=1000)
-    return write_simulation(
-        tmp_path / "r.html", trace, planned(trace, *range(3, 50, 2)), 45 * 2**20
+    return write_step(
+        tmp_path / "r.html", predicted(trace, planned(trace, *range(3, 50, 2)), 45 * 2**20)
     ).read_text("utf-8")
 
 
@@ -117,13 +123,13 @@ def test_every_chart_can_be_compiled(page: str) -> None:
 
 
 def test_hostile_names_stay_text(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.step import write_simulation
+    from simulator.report.step import write_step
 
     trace = names_replaced(tiny.chain(10, size=1000, time_ns=5), HOSTILE)
     plan = replace(planned(trace, 3, 5), meta=trace.meta, planner=HOSTILE)
-    html = write_simulation(tmp_path / "r.html", trace, plan, None).read_text("utf-8")
-    harmless = write_simulation(
-        tmp_path / "s.html", names_replaced(trace, "name"), replace(plan, planner="p"), None
+    html = write_step(tmp_path / "r.html", predicted(trace, plan, None)).read_text("utf-8")
+    harmless = write_step(
+        tmp_path / "s.html", predicted(names_replaced(trace, "name"), replace(plan, planner="p"), None)
     ).read_text("utf-8")
     assert [t for t, _ in Elements(html).tags] == [t for t, _ in Elements(harmless).tags]
     assert HOSTILE[:30] not in html
@@ -199,23 +205,23 @@ def test_drawn_categories_sum_to_what_is_allocated() -> None:
 
 def test_the_peak_shown_sums_to_the_peak(page: str) -> None:
     trace = tiny.chain(60, size=2**20, time_ns=1000)
-    c = compare(Problem(trace), planned(trace, *range(3, 50, 2)), None)
+    c = predicted(trace, planned(trace, *range(3, 50, 2)), None)
     bars = next(s for s in specifications(page) if "at the peak, MiB" in json.dumps(s))
     data = list(bars["datasets"].values())  # type: ignore[attr-defined]
     rows = [
         line.split(",") for text in data if text.startswith("name,series") for line in text.splitlines()[1:]
     ]
-    for name, timeline in (("keep-all", c.kept_timeline), ("plan", c.planned_timeline)):
+    for name, timeline in (("keep-all", c.saved.timeline), ("plan", c.planned.timeline)):
         assert sum(float(r[2]) for r in rows if r[0] == name) * 2**20 == timeline.peak_allocated_bytes
-    assert f'<td>peak</td><td class="n">{show_bytes(c.kept_timeline.peak_allocated_bytes)}</td>' in page
+    assert f'<td>peak</td><td class="n">{show_bytes(c.saved.timeline.peak_allocated_bytes)}</td>' in page
 
 
 def test_recomputations_sum_to_the_overhead() -> None:
     # x3's own op and, where x2 was released too, x2's as a link or as its own.
     trace = tiny.chain(12, size=8, time_ns=10)
-    c = compare(Problem(trace), planned(trace, 3, 4, 5, 9), None)
-    found = recomputations(trace, c.planned, c.planned_timeline, c.plan.recomputed)
-    assert sum(r.time_ns for r in found) == c.planned_timeline.step_time_ns - c.kept_timeline.step_time_ns
+    c = predicted(trace, planned(trace, 3, 4, 5, 9), None)
+    found = recomputations(trace, c.planned, c.plan.recomputed)
+    assert sum(r.time_ns for r in found) == c.planned.timeline.step_time_ns - c.saved.timeline.step_time_ns
     assert sum(t for t, _ in by_module(trace, found).values()) == sum(r.time_ns for r in found)
     assert not any(r.link for r in found)
 
@@ -232,8 +238,8 @@ def test_links_are_told_from_evicted_storages() -> None:
     (row,) = activations(Problem(trace))
     assert (row.storage, row.recompute_ns, row.links) == (2, 3 + 5, 1)
     assert row.idle_ns == 1  # op 2 runs between b's end and op 3
-    c = compare(Problem(trace), planned(trace, 2), None)
-    found = recomputations(trace, c.planned, c.planned_timeline, c.plan.recomputed)
+    c = predicted(trace, planned(trace, 2), None)
+    found = recomputations(trace, c.planned, c.plan.recomputed)
     assert [(r.op, r.link, r.time_ns) for r in found] == [(1, False, 5), (0, True, 3)]
 
 
@@ -241,21 +247,19 @@ def test_modules_are_cut_to_a_readable_number() -> None:
     ops = [tiny.fwd({f"x{i}": 8}, "w", module=f"net.layer{i % 7}.part{i}", time_ns=2) for i in range(60)]
     ops += [tiny.bwd({f"g{i}": 8}, f"x{i}") for i in range(60)]
     trace = tiny.trace(ops, {"w": 8})
-    c = compare(Problem(trace), planned(trace, *range(1, 61)), None)
-    groups = by_module(trace, recomputations(trace, c.planned, c.planned_timeline, c.plan.recomputed))
+    c = predicted(trace, planned(trace, *range(1, 61)), None)
+    groups = by_module(trace, recomputations(trace, c.planned, c.plan.recomputed))
     assert set(groups) == {f"net.layer{i}" for i in range(7)}
     assert sum(t for t, _ in groups.values()) == 120
 
 
 def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.step import write_simulation
+    from simulator.report.step import write_step
 
     trace = tiny.chain(2000, size=1_234_567, time_ns=987)
-    path = write_simulation(tmp_path / "r.html", trace, planned(trace, *range(3, 2000, 3)), 10**9)
+    path = write_step(tmp_path / "r.html", predicted(trace, planned(trace, *range(3, 2000, 3)), 10**9))
     assert path.stat().st_size < 1_600_000
-    peak = compare(
-        Problem(trace), planned(trace, *range(3, 2000, 3)), None
-    ).planned_timeline.peak_allocated_bytes
+    peak = predicted(trace, planned(trace, *range(3, 2000, 3)), None).planned.timeline.peak_allocated_bytes
     drawn = [s for s in specifications(path.read_text("utf-8")) if "hover_plan" in json.dumps(s)]
     csv = next(t for t in drawn[0]["datasets"].values() if t.startswith("ms,step,total"))  # type: ignore[attr-defined]
     totals = [int(line.split(",")[2]) for line in csv.splitlines()[1:]]
@@ -264,20 +268,20 @@ def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
 
 
 def test_a_foreign_plan_leaves_no_file(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.step import write_simulation
+    from simulator.report.step import write_step
 
     trace = tiny.chain(3)
     with pytest.raises(PlanError):
-        write_simulation(tmp_path / "r.html", trace, planned(trace, 999), None)
+        write_step(tmp_path / "r.html", predicted(trace, planned(trace, 999), None))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_empty_plan_and_no_times(tmp_path: Path, reporting: None) -> None:
-    from simulator.report.step import write_simulation
+    from simulator.report.step import write_step
 
     trace = tiny.chain(3, time_ns=0)
-    assert "recomputes nothing" in write_simulation(
-        tmp_path / "r.html", trace, planned(trace), None
+    assert "recomputes nothing" in write_step(
+        tmp_path / "r.html", predicted(trace, planned(trace), None)
     ).read_text("utf-8")
 
 
@@ -334,20 +338,23 @@ def test_a_predicted_sweep_shows_nothing_as_measured(tmp_path: Path, reporting: 
 
 
 def test_warnings_that_differ_in_figures_alone_are_one() -> None:
-    def risky(peak: str) -> tuple[str, ...]:
-        return (f"1,348 ops: the peak would be {peak}.", "No GPU.")
+    def risky(risk: int) -> tuple[PredictionWarning, ...]:
+        figures = {"number": 1, "computing": 1348, "risk_bytes": risk, "peak_bytes": 1000}
+        unknown = PredictionWarning(code="unknown-workspaces", subject="cpu", figures=figures)
+        return unknown, PredictionWarning(code="not-confirmed")
 
     rows = (
-        sweep_row(8, warnings=risky("900.00 MiB (+0.5 %)")),
-        sweep_row(16, warnings=risky("1.92 GiB (+0.4 %)")),
+        sweep_row(8, notices=risky(10)),
+        sweep_row(16, notices=risky(20)),
         sweep_row(4),
-        sweep_row(2, warnings=("Something else.",)),
+        sweep_row(2, notices=risky(0)[:1]),  # nothing to be said of its size, so in other words
     )
-    assert Sweep(model="m", options={}, target="H200", rows=rows).warnings == (
-        "Batch 8, 16 (figures of 16): 1,348 ops: the peak would be 1.92 GiB (+0.4 %).",
-        "Batch 8, 16: No GPU.",
-        "Batch 2: Something else.",
-    )
+    many, gpu, few = Sweep(model="m", options={}, target="H200", rows=rows).warnings
+    assert many.startswith("Batch 8, 16 (figures of 16): The inner allocations of 1 of 1,348")
+    assert "the peak would be 1020 B (+2.0 %)" in many
+    assert gpu.startswith("Batch 8, 16: This prediction is not confirmed on a GPU")
+    assert few.startswith("Batch 2: The inner allocations of 1 of 1,348")
+    assert "would be" not in few
 
 
 def test_a_column_that_no_row_knows_is_left_out() -> None:
@@ -459,13 +466,13 @@ def test_a_missing_package_is_named(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reporting: None
 ) -> None:
     from simulator.report import page
-    from simulator.report.step import write_simulation
+    from simulator.report.step import write_step
 
     monkeypatch.setattr(page, "bundle", page.bundle.__wrapped__)  # which an earlier page has loaded
     monkeypatch.setitem(sys.modules, missing, None)
     trace = tiny.chain(3)
     with pytest.raises(EnvironmentProblem, match=re.escape("pip install 'lowtide[all]'")):
-        write_simulation(tmp_path / "r.html", trace, planned(trace), None)
+        write_step(tmp_path / "r.html", predicted(trace, planned(trace), None))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,18 +12,21 @@ import pytest
 from click.testing import CliRunner, Result
 
 from simulator.allocator.device import CONTEXT_BYTES, DeviceMemory, device_memory
-from simulator.allocator.question import ask, reserve
+from simulator.allocator.device_fit import DeviceFit, Setting, device_fit, setting_of
 from simulator.allocator.reserved import reserved_peak
 from simulator.cli.main import main
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from simulator.planners.outcome import Refusal
-from simulator.studies import warnings as caveats
-from simulator.studies.fit import fit
-from simulator.studies.prediction import compare, with_reserved
-from simulator.studies.untouched import untouched_peak_bytes
-from simulator.studies.within_reserved import ATTEMPTS, plan_within_reserved
+from simulator.planners.outcome import Infeasible
+from simulator.studies.prediction import (
+    ATTEMPTS,
+    Prediction,
+    plan_within_reserved,
+    predict,
+    untouched_peak_bytes,
+)
+from simulator.studies.warnings import risk_bytes, texts
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.errors import BudgetError, SpecError
@@ -57,6 +60,15 @@ def with_state(size: int) -> Trace:
     """w, an activation of 30 MiB, its gradient g, and an optimizer whose state `m` has `size` bytes."""
     ops = [fwd({"x": 30 * MIB}, "w"), bwd({"g": 4 * MIB}, "x"), opt({}, "g", "m")]
     return trace(ops, {"w": 4 * MIB, "m": size}, hold={"g": 2}, categories={"m": OPTIMIZER_STATE})
+
+
+def saved(of: Trace) -> Prediction:
+    """The step with everything saved."""
+    return predict(Problem(of), setting_of(of.meta))
+
+
+def fit_of(of: Trace, setting: Setting) -> DeviceFit:
+    return device_fit(Problem(of), Problem(of).saved, setting)
 
 
 def test_optimizer_state_comes_into_the_holes_of_the_first_iteration() -> None:
@@ -127,12 +139,12 @@ def test_would_these_settings_help(network: Path, tmp_path: Path) -> None:
 
 def test_recorded_settings_are_those_of_the_answer() -> None:
     of = on_gpu(chain(3, 1000), alloc_conf="expandable_segments:True")
-    question = ask(of.meta)
-    assert question is not None
+    question = setting_of(of.meta)
+    assert question.settings is not None
     assert question.settings.expandable_segments
     assert not question.asked
-    plain = ask(of.meta, "")
-    assert plain is not None
+    plain = setting_of(of.meta, "")
+    assert plain.settings is not None
     assert not plain.settings.expandable_segments
 
 
@@ -182,13 +194,13 @@ def test_a_device_on_which_cached_memory_must_be_given_back() -> None:
         )
     )
 
-    def on(memory_bytes: int) -> Any:
-        question = ask(of.meta, None, DeviceMemory(name="d", kind="cuda", memory_bytes=memory_bytes))
-        assert question is not None
-        return reserve(Problem(of), build(Problem(of)), question)
+    def on(memory_bytes: int) -> DeviceFit:
+        return fit_of(
+            of, setting_of(of.meta, None, DeviceMemory(name="d", kind="cuda", memory_bytes=memory_bytes))
+        )
 
     enough = on(62 * MIB)
-    assert (enough.fits, enough.figures.peak_reserved_bytes, enough.figures.retries_a_step) == (
+    assert (enough.fits, enough.reserved.peak_reserved_bytes, enough.reserved.retries_a_step) == (
         True,
         62 * MIB,
         0,
@@ -197,18 +209,16 @@ def test_a_device_on_which_cached_memory_must_be_given_back() -> None:
     # next iteration: two retries a step.
     tight = on(34 * MIB)
     assert (tight.fits, tight.wanted_bytes) == (True, 62 * MIB)
-    assert tight.figures.highest_reserved_bytes == 34 * MIB
-    assert tight.figures.retries_a_step == 2
-    assert not tight.figures.steady
+    assert tight.reserved.highest_reserved_bytes == 34 * MIB
+    assert tight.reserved.retries_a_step == 2
+    assert not tight.reserved.steady
     none = on(30 * MIB)
     assert not none.fits
-    assert "out of memory" in none.out_of_memory
+    assert "32.00 MiB more than there is" in none.out_of_memory
     device = DeviceMemory(name="d", kind="cuda", memory_bytes=34 * MIB)
-    c = with_reserved(compare(Problem(of), Plan(meta=of.meta), None), ask(of.meta, None, device))
-    assert any("2 times a step" in text for text in caveats.warnings(c))
-    verdict = fit(c, device)
-    assert verdict is not None
-    assert (verdict.plan_fits, verdict.plan_retries) == (True, 2)
+    c = predict(Problem(of), setting_of(of.meta, None, device))
+    assert any("2 times a step" in text for text in texts(c))
+    assert (c.planned_fit.fits, c.planned_fit.retries_a_step) == (True, 2)
 
 
 def test_a_memory_fraction_is_of_the_whole_device() -> None:
@@ -216,9 +226,7 @@ def test_a_memory_fraction_is_of_the_whole_device() -> None:
     device = DeviceMemory(name="d", kind="cuda", memory_bytes=96 * MIB, context_bytes=16 * MIB)
 
     def fits(share: str) -> bool:
-        question = ask(of.meta, f"per_process_memory_fraction:{share}", device)
-        assert question is not None
-        return reserve(Problem(of), build(Problem(of)), question).fits
+        return bool(fit_of(of, setting_of(of.meta, f"per_process_memory_fraction:{share}", device)).fits)
 
     assert fits("0.5")  # of 96 MiB
     assert not fits("0.49")
@@ -298,7 +306,7 @@ def test_the_search_for_a_budget_of_reserved_memory() -> None:
     assert best >= 790
     assert len(asked) <= ATTEMPTS
     make, reserved_bytes, _ = made(lambda budget: budget + 500, least=700)
-    with pytest.raises(Refusal, match="leanest reserves"):  # none above 700 reserves less than 1200
+    with pytest.raises(Infeasible, match="leanest reserves"):  # none above 700 reserves less than 1200
         plan_within_reserved(make, reserved_bytes, 1000)
     make, reserved_bytes, _ = made(lambda budget: budget, least=2000)
     with pytest.raises(BudgetError, match="too little"):
@@ -327,14 +335,13 @@ def test_what_is_said_beside_a_prediction() -> None:
     of = replace(of, ops=replace(of.ops, flops=(10, 0)))
 
     def said(of: Trace) -> tuple[str, ...]:
-        return caveats.warnings(with_reserved(compare(Problem(of), Plan(meta=of.meta), None), ask(of.meta)))
+        return texts(saved(of))
 
     (warning,) = said(of)
     assert "2 of 2 computing ops" in warning
     assert "its tensors together, the peak would be 24 B (+50.0 %)" in warning
-    schedule = build(Problem(of))
-    assert caveats.risk_bytes(of, schedule, run(Problem(of), schedule)) == 8
-    assert caveats.risk_bytes(on_gpu(of), schedule, run(Problem(of), schedule)) == 4
+    assert risk_bytes(of, Problem(of).saved) == 8
+    assert risk_bytes(on_gpu(of), Problem(of).saved) == 4
     measured = replace(of, meta=replace(of.meta, mode="real", workspace={"measured": 2}))
     assert said(measured) == ()
     partly = replace(of, meta=replace(of.meta, workspace={"measured": 1, "interpolated": 1}))
@@ -396,18 +403,16 @@ def test_what_the_untouched_model_may_need_beyond_the_graph_is_said() -> None:
         ],
         {"x": 100},
     )
-    c = compare(Problem(step), Plan(meta=step.meta), None)
-    assert c.kept_timeline.peak_allocated_bytes == 150
+    c = saved(step)
+    assert c.saved.timeline.peak_allocated_bytes == 150
     assert untouched_peak_bytes(c) == 200
-    assert any("untouched model needs about 50 B (+33.3 %)" in w for w in caveats.warnings(c))
+    assert any("untouched model needs about 50 B (+33.3 %)" in w for w in texts(c))
     counted = replace(step, meta=replace(step.meta, untouched_peak_bytes=170))  # by running it as it is
-    c = compare(Problem(counted), Plan(meta=counted.meta), None)
+    c = saved(counted)
     assert untouched_peak_bytes(c) == 170
-    assert any("untouched model needs about 20 B (+13.3 %)" in w for w in caveats.warnings(c))
+    assert any("untouched model needs about 20 B (+13.3 %)" in w for w in texts(c))
     plain = trace([fwd({"y": 50}, "x"), bwd({"g": 50}, "y")], {"x": 100})
-    assert not any(
-        "untouched" in w for w in caveats.warnings(compare(Problem(plain), Plan(meta=plain.meta), None))
-    )
+    assert not any("untouched" in w for w in texts(saved(plain)))
 
 
 def test_the_untouched_model_has_wide_dropout_masks_on_a_cpu() -> None:
@@ -425,8 +430,8 @@ def test_the_untouched_model_has_wide_dropout_masks_on_a_cpu() -> None:
         return replace(made, meta=replace(made.meta, device=device))
 
     def extra(of: Trace) -> int:
-        c = compare(Problem(of), Plan(meta=of.meta), None)
-        return untouched_peak_bytes(c) - c.kept_timeline.peak_allocated_bytes
+        c = saved(of)
+        return untouched_peak_bytes(c) - c.saved.timeline.peak_allocated_bytes
 
     assert extra(masked("cpu")) == 30
     assert extra(masked("cuda")) == 0  # CUDA's fused kernel writes a byte an element too
@@ -436,7 +441,7 @@ def test_unknown_allocations_are_counted_as_the_trace_counts_them() -> None:
     """Of four ops one is unknown, by the header; one that overwrites its argument has no events and is known."""
     step = trace([fwd({"y": 50}, "x"), bwd({"g": 50}, "y")], {"x": 100})
     step = replace(step, meta=replace(step.meta, workspace={"none": 1, "rules": 3}))
-    said = caveats.warnings(compare(Problem(step), Plan(meta=step.meta), None))
+    said = texts(saved(step))
     assert any("The inner allocations of 1 of 4 computing ops are unknown" in text for text in said), said
 
 

@@ -18,7 +18,7 @@ from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.planners.annealing import UNKNOWN, Annealer, Walk
 from simulator.planners.mu_two import Found, Search
-from simulator.planners.outcome import Refusal
+from simulator.planners.outcome import Infeasible
 from tests.exhaust import draw_trace, frontier, optimum
 from tests.strategies import traces
 from tests.tiny import bwd, chain, fwd, trace
@@ -31,7 +31,7 @@ def time_of(planner: str, of: Trace, budget_bytes: int, limits: Limits = LONG) -
     """The added time of its plan; None if it refuses."""
     try:
         plan = plan_with(planner, Problem(of), budget_bytes, limits)
-    except Refusal:
+    except Infeasible:
         return None
     return Problem(of).replay(plan.actions).timeline.step_time_ns - of.time_ns
 
@@ -180,7 +180,7 @@ def test_a_seed_decides_the_plan_however_fast_the_machine_is(
 
 def test_a_refusal_names_the_lowest_peak_seen() -> None:
     of = shared_link()
-    with pytest.raises(Refusal) as refused:  # y and p alone are 201 bytes
+    with pytest.raises(Infeasible) as refused:  # y and p alone are 201 bytes
         plan_with("search", Problem(of), 200, LONG)
     assert refused.value.figures["floor"]["peak_allocated_bytes"] == 201
     assert 201 <= refused.value.figures["lowest_peak_bytes"] <= 211

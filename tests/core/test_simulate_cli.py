@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from simulator.cli.main import main
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import REGISTRY, plan_with
-from simulator.studies import sweep as sweep_module
-from simulator.studies import trace_cache as stamps
-from simulator.studies.sweep import Sweep, SweepRequest, SweepRow, ensure_trace, predict
+from simulator.studies import tracing
+from simulator.studies.sweep import Sweep, SweepRequest, SweepRow
+from simulator.studies.sweep import sweep as predict
 from tests.synthetic import resnet
 from tests.tiny import chain, trace
 from traces import device_profile as profile
@@ -87,7 +87,7 @@ def test_without_a_budget_the_step_is_simulated_as_it_is(network: Path) -> None:
     assert (answer["planner"], answer["budget_bytes"], answer["feasible"]) == ("save-all", None, True)
     assert answer["plan"]["peak_allocated_bytes"] == answer["baseline"]["peak_allocated_bytes"]
     assert answer["plan"]["overhead_percent"] == 0
-    assert "with everything kept" in simulate(network).stdout
+    assert "with everything saved" in simulate(network).stdout
 
 
 def test_a_step_without_memory_or_ops_is_answered(tmp_path: Path) -> None:
@@ -206,12 +206,12 @@ def test_report_is_handed_trace_plan_and_budget(
     network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("simulator.report.step.write_comparison", lambda *args: seen.append(args))
+    monkeypatch.setattr("simulator.report.step.write_step", lambda *args: seen.append(args))
     page = tmp_path / "page.html"
     assert simulate(network, "--budget", "60%", "--report", page).exit_code == 0
-    ((path, c, fits),) = seen
-    assert (path, c.trace, fits) == (page, load(network), None)
-    assert c.plan.budget_bytes == c.budget_bytes == c.kept_timeline.peak_allocated_bytes * 60 // 100
+    ((path, c),) = seen
+    assert (path, c.trace, c.planned_fit.fits) == (page, load(network), None)
+    assert c.plan.budget_bytes == c.budget_bytes == c.saved.timeline.peak_allocated_bytes * 60 // 100
 
 
 def test_planners_are_listed() -> None:
@@ -263,7 +263,7 @@ class Tracer:
 @pytest.fixture
 def tracer(monkeypatch: pytest.MonkeyPatch) -> Tracer:
     tracer = Tracer()
-    monkeypatch.setattr(sweep_module.subprocess, "run", tracer)
+    monkeypatch.setattr(tracing.subprocess, "run", tracer)
     return tracer
 
 
@@ -276,6 +276,12 @@ def request_for(directory: Path, **values: Any) -> SweepRequest:
         "directory": directory,
     }
     return SweepRequest(**{**given, **values})
+
+
+def ensure_trace(
+    request: SweepRequest, batch_size: int, directory: Path, progress: Callable[[str], None]
+) -> None:
+    tracing.ensure_trace(request.model, batch_size, request.tracer_options, directory, progress)
 
 
 def test_a_sweep_traces_and_plans_every_batch_size(tracer: Tracer, tmp_path: Path) -> None:
@@ -329,7 +335,7 @@ def test_another_torch_makes_a_new_trace(
     """With an older torch the graph may be another; where there is none, the trace that stands there is taken."""
 
     def runs(**installed: str) -> int:
-        monkeypatch.setattr(stamps, "versions", lambda: installed)
+        monkeypatch.setattr(tracing, "versions", lambda: installed)
         before = len(tracer.commands)
         ensure_trace(request_for(tmp_path), 4, tmp_path / "trace-b4", lambda line: None)
         return len(tracer.commands) - before
@@ -468,7 +474,7 @@ def test_the_limits_reach_the_planner(
         seen.append((limits.seconds, limits.seed))
         return plan_with(name, problem, budget_bytes, limits)
 
-    monkeypatch.setattr("simulator.studies.planning.plan_with", spy)
+    monkeypatch.setattr("simulator.studies.prediction.plan_with", spy)
     words = ["--budget", "90%", "--seconds", "1.5", "--seed", "3"]
     directory = save(chain(9, size=100), tmp_path / "t")
     assert simulate(directory, *words).exit_code == 0

@@ -16,8 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E
 
 from executor.apply import apply_plan  # noqa: E402
 from executor.measure import peaks_of  # noqa: E402
-from simulator.core.problem import Problem  # noqa: E402
-from simulator.studies.planning import keep_all  # noqa: E402
+from simulator import simulate  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402
 from tracer.build.loop import run_step  # noqa: E402
 from tracer.costs.roofline import result_bytes  # noqa: E402
@@ -76,7 +75,7 @@ def test_the_memory_of_such_a_step_is_predicted_to_the_byte() -> None:
         return model, torch.rand(16, 1, 12, 12), None, torch.optim.SGD(model.parameters(), lr=0.01)
 
     build = build_of(make)
-    kept = keep_all(Problem(measure(recorded(build), build, "cpu", rounds=1, warmup=1)), None)
+    kept = simulate(measure(recorded(build), build, "cpu", rounds=1, warmup=1))
     gc.collect()  # so that nothing of before is freed under the profiler
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         step = build("cpu")
@@ -85,4 +84,4 @@ def test_the_memory_of_such_a_step_is_predicted_to_the_byte() -> None:
             with record_function(f"lowtide iteration {k}"):
                 run_step(step, model, step.optimizer)
     peaks, _ = peaks_of(prof.profiler.kineto_results.experimental_event_tree(), 4)
-    assert max(peaks[2:]) == kept.kept_timeline.peak_allocated_bytes
+    assert max(peaks[2:]) == kept.saved.timeline.peak_allocated_bytes

@@ -1,19 +1,81 @@
-"""Turn a `trace` command into a stamp of all that its result depends on, so that a trace that went stale is noticed."""
+"""Runs `trace`, the one other command that simulate starts, and uses a trace again while it is what would be made.
+
+Beside each trace lies a stamp of all that the command's result depends on, so that a trace that went stale is noticed.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 from traces.device_profile import GALLERY_PROFILES, cache_directory, load_identity
 from traces.devices import device
-from traces.errors import LowtideError
+from traces.errors import LowtideError, TraceError
+from traces.files import write_text
+from traces.json_records import read_json
 from traces.model_spec import source_file
+from traces.store import load
+from traces.trace import Trace, canonical_json
 
 PACKAGES: Final = ("torch", "torchvision", "transformers")  # whose code is in the graph
+
+
+def traces_in(
+    directory: Path, model: str, words: Sequence[str], progress: Callable[[str], None]
+) -> Callable[[int], Trace]:
+    """The trace of a model at a batch size, made by `trace` in a directory or used again from there."""
+
+    def get(batch_size: int) -> Trace:
+        place = directory / f"trace-b{batch_size}"
+        ensure_trace(model, batch_size, words, place, progress)
+        return load(place)
+
+    return get
+
+
+def run_tracer(words: Sequence[str]) -> str:
+    """Run `trace` in a process of its own; what it said if it failed, else nothing."""
+    command = [sys.executable, "-m", "tracer", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stderr.strip().removeprefix("Error: ")
+    return (said or f"`trace` ended with exit code {done.returncode}") if done.returncode else ""
+
+
+def ensure_trace(
+    model: str, batch_size: int, words: Sequence[str], directory: Path, progress: Callable[[str], None]
+) -> None:
+    """Run `trace` in a process of its own, unless the trace that stands there already is what it would make.
+
+    Raises:
+        LowtideError: `trace` failed; with what it wrote.
+    """
+    words = [model, "--batch-size", str(batch_size), *words]
+    note = directory.with_name(f"{directory.name}.json")
+    if _fresh(note, directory, stamp(model, words)):
+        progress(f"batch {batch_size}: using {directory}")
+        return
+    progress(f"batch {batch_size}: tracing")
+    if said := run_tracer([*words, "-o", str(directory), "--force", "-q"]):
+        raise LowtideError(f"batch {batch_size} could not be traced: {said}")
+    made = stamp(model, words)  # with what --calibrate has added to the profile
+    write_text(note, canonical_json({**made, "fingerprint": _fingerprint(directory)}) + "\n")
+
+
+def _fresh(note: Path, directory: Path, now: dict[str, Any]) -> bool:
+    try:
+        data = read_json(note)
+        return same(data, {**now, "fingerprint": _fingerprint(directory)})
+    except (OSError, ValueError, TypeError, TraceError):
+        return False
+
+
+def _fingerprint(directory: Path) -> str:
+    return load(directory).meta.fingerprint
 
 
 def stamp(model: str, words: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,172 @@
+"""Do these allocator settings fit this device: what a schedule reserves under them, and whether there is room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from simulator.allocator.caching import OutOfMemory
+from simulator.allocator.device import CUDA, DeviceMemory
+from simulator.allocator.reserved import ReservedFigures, reserved_peak
+from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
+from simulator.core.problem import Problem
+from simulator.core.replay import Replay
+from traces.errors import SpecError
+from traces.measurement import RunFigures
+from traces.trace import TraceMeta
+from traces.units import show_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Under which allocator settings, and on which device."""
+
+    settings: AllocatorSettings | None = None  # None: a CPU, which has no caching allocator
+    alloc_conf: str | None = None  # the same as PYTORCH_ALLOC_CONF would say it
+    asked: bool = False  # whether the settings are the user's question, to be compared with torch's defaults
+    device: DeviceMemory | None = None  # None: enough memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFit:
+    """What one schedule needs of a device. On a GPU reserved memory decides, on a CPU allocated memory."""
+
+    peak_allocated_bytes: int
+    # On the device that was named, if it fits there; else with as much as it asks for. None: no caching allocator.
+    reserved: ReservedFigures | None = None
+    wanted_bytes: int = 0  # with as much memory as it asks for
+    by_default: ReservedFigures | None = None  # under torch's default settings, if others were asked about
+    device: DeviceMemory | None = None
+    out_of_memory: str = ""  # why it does not fit
+
+    @property
+    def fits(self) -> bool | None:
+        """Into the device; None: none was named."""
+        return None if self.device is None else not self.out_of_memory
+
+    @property
+    def needs_bytes(self) -> int:
+        """The highest that the device must have room for."""
+        return self.peak_allocated_bytes if self.reserved is None else self.reserved.highest_reserved_bytes
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What the device has left; None if it does not fit, or none was named."""
+        if self.device is None or self.out_of_memory:
+            return None
+        return max(0, self.device.usable_bytes - self.needs_bytes)
+
+    @property
+    def retries_a_step(self) -> int:
+        """How often a step gives all cached memory back to make room."""
+        return 0 if self.reserved is None or self.out_of_memory else self.reserved.retries_a_step
+
+    def figures(self, step_time_ns: int | None = None) -> RunFigures:
+        """The headline figures."""
+        of = self.reserved
+        return RunFigures(
+            peak_allocated_bytes=self.peak_allocated_bytes,
+            peak_block_bytes=None if of is None else of.peak_allocated_bytes,
+            peak_reserved_bytes=None if of is None else of.peak_reserved_bytes,
+            step_time_ns=step_time_ns,
+        )
+
+    def allocator(self) -> dict[str, Any] | None:
+        """What the allocator does, as JSON; None where there is none."""
+        f = self.reserved
+        if f is None:
+            return None
+        return {
+            "fragmentation_percent": round(100 * f.fragmentation, 4),
+            "reserved_bytes_by_iteration": [i.reserved_bytes for i in f.iterations],
+            "wanted_bytes": self.wanted_bytes,
+            "segment_requests": f.segment_requests,
+            "retries_a_step": f.retries_a_step,
+            "steady": f.steady,
+            "default_peak_reserved_bytes": self.by_default and self.by_default.peak_reserved_bytes,
+        }
+
+
+def kind_of(meta: TraceMeta) -> str:
+    """cuda or cpu, whatever the device's number."""
+    return meta.device.partition(":")[0]
+
+
+def setting_of(meta: TraceMeta, alloc_conf: str | None = None, device: DeviceMemory | None = None) -> Setting:
+    """The setting to ask about for a trace.
+
+    Without `alloc_conf`, the settings are those that the trace was recorded under; with it they are what it says and
+    torch's defaults, as if the environment variable were set to it.
+
+    Raises:
+        SpecError: settings that do not exist, or any for a CPU's trace.
+    """
+    if kind_of(meta) != CUDA:
+        if alloc_conf is not None:
+            raise SpecError(
+                f"--alloc-conf: this trace holds the graph of a {meta.device.upper()}, where torch has no caching "
+                "allocator; trace it with --target for a GPU, or with --device cuda."
+            )
+        return Setting(device=device)
+    text = meta.alloc_conf if alloc_conf is None else alloc_conf
+    settings = as_in(parse_alloc_conf(text), meta.torch_version)
+    return Setting(settings=settings, alloc_conf=text, asked=alloc_conf is not None, device=device)
+
+
+def device_fit(
+    problem: Problem,
+    replay: Replay,
+    setting: Setting,
+    *,
+    peak_bytes: int | None = None,
+    compiled: bool = False,
+) -> DeviceFit:
+    """What a schedule needs under a setting, and whether that fits the setting's device.
+
+    Args:
+        problem, replay: the step, and the schedule with its timeline.
+        setting: as `setting_of` makes it.
+        peak_bytes: of allocated memory, where it is known to be another than the replay's.
+        compiled: work it out in machine code where that can be; see `reserved_peak`.
+    """
+    peak = replay.timeline.peak_allocated_bytes if peak_bytes is None else peak_bytes
+    settings, device, schedule = setting.settings, setting.device, replay.schedule
+    if settings is None:
+        short = "" if device is None else _short(peak, device, "allocates")
+        return DeviceFit(peak_allocated_bytes=peak, wanted_bytes=peak, device=device, out_of_memory=short)
+    compiled = compiled and device is None
+    figures = reserved_peak(problem, schedule, settings, compiled=compiled)
+    wanted = figures.highest_reserved_bytes
+    by_default = None
+    if setting.asked:
+        plain = as_in(AllocatorSettings(), problem.trace.meta.torch_version)
+        by_default = figures if settings == plain else reserved_peak(problem, schedule, plain)
+    out_of_memory = ""
+    if device is not None and (settings.memory_fraction is not None or wanted > device.usable_bytes):
+        try:
+            figures = reserved_peak(
+                problem,
+                schedule,
+                settings,
+                device_memory_bytes=device.usable_bytes,
+                total_memory_bytes=device.memory_bytes,
+            )
+        except OutOfMemory as error:
+            out_of_memory = _short(wanted, device, "reserves") or str(error)
+    return DeviceFit(
+        peak_allocated_bytes=peak,
+        reserved=figures,
+        wanted_bytes=wanted,
+        by_default=by_default,
+        device=device,
+        out_of_memory=out_of_memory,
+    )
+
+
+def _short(needed: int, device: DeviceMemory, does: str) -> str:
+    over = needed - device.usable_bytes
+    return (
+        f"the step {does} {show_bytes(needed)}, {show_bytes(over)} more than there is to use"
+        if over > 0
+        else ""
+    )

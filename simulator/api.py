@@ -1,0 +1,356 @@
+"""The questions that can be asked about a trace, as functions; the commands ask them too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from simulator.core.limits import Constraints, Limits
+from simulator.core.problem import Problem
+from traces.errors import SpecError
+from traces.plan import ALLOCATED, RESERVED, Plan
+from traces.trace import Trace
+
+if TYPE_CHECKING:
+    from simulator.allocator.device import DeviceMemory
+    from simulator.allocator.device_fit import Setting
+    from simulator.bounds.bound import Bound
+    from simulator.studies.comparison import Comparison
+    from simulator.studies.max_batch import MaxBatch
+    from simulator.studies.pareto import Front
+    from simulator.studies.prediction import Prediction
+
+    Device = str | int | DeviceMemory
+
+Source = Trace | str | Path | Problem
+Budget = str | int
+Progress = Callable[[str], None]
+DEVICE = "device"  # the budget that is the device's memory
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def problem_of(trace: Source, never: Sequence[str] = (), always_keep: Sequence[str] = ()) -> Problem:
+    """One trace under constraints, which every function here takes in place of the trace, so that work is shared.
+
+    Args:
+        trace: a Trace, a directory, a name in the gallery, or a Problem, which has its constraints.
+        never, always_keep: selectors of ops that must not run again, and of ops whose values must be saved.
+
+    Raises:
+        TraceError: there is no such trace, or it is malformed.
+        SpecError: a selector means nothing in this trace.
+    """
+    if isinstance(trace, Problem):
+        return trace
+    if not isinstance(trace, Trace):
+        from traces.store import check_fingerprints, load
+
+        name, trace = str(trace), load(str(trace))
+        check_fingerprints(trace, name)
+    return Problem(trace, Constraints(never=tuple(never), always_keep=tuple(always_keep)))
+
+
+def simulate(
+    trace: Source,
+    plan: Plan | str | Path | None = None,
+    *,
+    alloc_conf: str | None = None,
+    device: Device | None = None,
+    budget_bytes: int | None = None,
+) -> Prediction:
+    """Replay a training step, as it is and with a plan.
+
+    Args:
+        trace: a Trace, a directory, a name in the gallery, or a Problem.
+        plan: a Plan or its file; None: everything is saved.
+        alloc_conf: as PYTORCH_ALLOC_CONF would be; None: as the trace was recorded. Traces of a GPU only.
+        device: whether the step fits it: a name such as "a100-40", a size such as "40GiB" or in bytes.
+        budget_bytes: shown beside the figures; None: the plan's own.
+
+    Returns:
+        peaks, times and reserved memory of both runs; in a notebook it shows the memory over the step.
+
+    Raises:
+        PlanError: the plan is of another trace, or malformed.
+        SpecError: no such device or setting.
+    """
+    from simulator.studies.prediction import predict
+
+    problem = problem_of(trace)
+    if isinstance(plan, str | Path):
+        plan = Plan.load(plan)
+    if budget_bytes is None and plan is not None:
+        budget_bytes = plan.budget_bytes
+    return predict(problem, _setting(problem, alloc_conf, device), plan, budget_bytes)
+
+
+def plan(
+    trace: Source,
+    budget: Budget | None,
+    *,
+    planner: str | None = None,
+    budget_of: str = ALLOCATED,
+    seconds: float = 5.0,
+    seed: int = 0,
+    never: Sequence[str] = (),
+    always_keep: Sequence[str] = (),
+    alloc_conf: str | None = None,
+    device: Device | None = None,
+    progress: Progress = _silent,
+) -> Plan:
+    """Find what to recompute so that the step's peak stays within a budget, at the least added time.
+
+    Args:
+        trace: a Trace, a directory, a name in the gallery, or a Problem, which has its constraints.
+        budget: bytes, a size, a share of the step's own peak, or "device": what `device` has; None: no limit.
+        planner: a name of `simulate planners`, or `module:function`; None: the default.
+        budget_of: "allocated", or "reserved": what CUDA's allocator takes from the device.
+        seconds: processor time after which a search ends with the best plan so far.
+        seed: of random choices; equal seeds make equal plans.
+        never, always_keep: selectors of ops that must not run again, and of ops whose values must be saved.
+        alloc_conf, device: as for `simulate`; for a budget of reserved memory, and for "device".
+        progress: told one line about each thing that is done.
+
+    Returns:
+        the complete plan with its predicted figures, which `save` writes for `execute`.
+
+    Raises:
+        Infeasible: no plan was found within the budget; its `figures` hold the lowest peak that was reached and the
+            floor below which no plan can go.
+        SpecError: no such budget, planner, selector or device.
+    """
+    from simulator.planners import DEFAULT
+    from simulator.studies.prediction import plan_for
+
+    problem = problem_of(trace, never, always_keep)
+    setting = _setting(problem, alloc_conf, device)
+    budget_bytes, budget_of = budget_in_bytes(problem, budget, budget_of, setting)
+    made = plan_for(
+        problem,
+        planner or DEFAULT,
+        Limits(seconds=seconds, seed=seed),
+        setting,
+        budget_bytes=budget_bytes,
+        budget_of=budget_of,
+        progress=progress,
+    )
+    return made.plan
+
+
+def bound(
+    trace: Source, budget: Budget, *, never: Sequence[str] = (), always_keep: Sequence[str] = ()
+) -> Bound:
+    """What every plan within a budget must add to the step's time at least, certified.
+
+    Args:
+        trace, budget, never, always_keep: as for `plan`; the budget is of allocated memory.
+
+    Returns:
+        `added_time_ns`, `overhead_percent` and the `reason`; `feasible` is False where certainly no plan fits.
+
+    Raises:
+        SpecError: no such budget or selector.
+    """
+    from simulator.bounds.bound import lower_bound
+
+    problem = problem_of(trace, never, always_keep)
+    budget_bytes, _ = budget_in_bytes(problem, budget, ALLOCATED, _setting(problem, None, None))
+    assert budget_bytes is not None
+    return lower_bound(problem, budget_bytes)
+
+
+def compare(
+    trace: Source,
+    budget: Budget,
+    planners: Sequence[str] | None = None,
+    *,
+    seconds: float = 5.0,
+    seed: int = 0,
+    never: Sequence[str] = (),
+    always_keep: Sequence[str] = (),
+    alloc_conf: str | None = None,
+    device: Device | None = None,
+    progress: Progress = _silent,
+    name: str = "",
+) -> Comparison:
+    """Set planners side by side on one trace and budget.
+
+    Args:
+        trace, budget, seed, never, always_keep, alloc_conf, device, progress: as for `plan`.
+        planners: names, or `module:function`; None: all.
+        seconds: for each planner.
+        name: of the trace, for the answer.
+
+    Returns:
+        a row for each planner: peak, added time, gap to the bound, or why it has no plan.
+
+    Raises:
+        SpecError: no such budget, planner, selector or device.
+    """
+    from simulator.planners import REGISTRY
+    from simulator.studies.comparison import compare as compare_planners
+
+    problem = problem_of(trace, never, always_keep)
+    setting = _setting(problem, alloc_conf, device)
+    budget_bytes, _ = budget_in_bytes(problem, budget, ALLOCATED, setting)
+    assert budget_bytes is not None
+    limits = Limits(seconds=seconds, seed=seed)
+    chosen = tuple(REGISTRY) if planners is None else planners
+    return compare_planners(problem, name, budget_bytes, chosen, limits, setting, progress)
+
+
+def pareto(
+    trace: Source,
+    points: int = 20,
+    *,
+    planner: str | None = None,
+    seconds: float = 5.0,
+    seed: int = 0,
+    never: Sequence[str] = (),
+    always_keep: Sequence[str] = (),
+    alloc_conf: str | None = None,
+    device: Device | None = None,
+    progress: Progress = _silent,
+    name: str = "",
+) -> Front:
+    """The whole front of one trace: what each GiB costs.
+
+    Args:
+        trace, planner, seed, never, always_keep, alloc_conf, device, progress: as for `plan`.
+        points: number of budgets (at least 2), evenly from the floor to the peak with everything saved.
+        seconds: for the whole front.
+        name: of the trace, for the answer.
+
+    Returns:
+        a point for each budget with the cheapest plan, the certified bound and the price of a GiB; and the plans.
+
+    Raises:
+        SpecError: no such planner, selector or device, or the planner cannot plan this trace at all.
+    """
+    from simulator.planners import DEFAULT
+    from simulator.studies.pareto import pareto as front
+
+    if points < 2:
+        raise SpecError(f"{points} points: a front has two at least.")
+    problem = problem_of(trace, never, always_keep)
+    limits, setting = Limits(seconds=seconds, seed=seed), _setting(problem, alloc_conf, device)
+    return front(problem, name, planner or DEFAULT, points, limits, setting, progress)
+
+
+def max_batch(
+    model: str,
+    device: Device,
+    *,
+    budget_overhead_percent: float = 30.0,
+    directory: str | Path | None = None,
+    planner: str | None = None,
+    seconds: float = 5.0,
+    seed: int = 0,
+    never: Sequence[str] = (),
+    always_keep: Sequence[str] = (),
+    alloc_conf: str | None = None,
+    multiple_of: int = 1,
+    maximum: int = 65536,
+    trace_options: Sequence[str] = (),
+    progress: Progress = _silent,
+) -> MaxBatch:
+    """The largest batch of a model that fits a device, without a plan and with one.
+
+    Args:
+        model: a name of `trace models`, or `file.py:function`; `trace` runs in processes of its own.
+        device: as for `simulate`; a size alone is of a CPU's memory. On a GPU reserved memory must fit.
+        budget_overhead_percent: what a plan may add to the time of a step.
+        directory: of traces and plans, which are used again; None: `MODEL-max-batch`.
+        planner, seconds, seed, never, always_keep, alloc_conf, progress: as for `plan`; seconds for each plan.
+        multiple_of, maximum: of the batch sizes that are tried.
+        trace_options: further words for `trace`, such as ["--seq-len", "512"].
+
+    Returns:
+        both batch sizes (0: not even the smallest fits) and everything that was tried.
+
+    Raises:
+        SpecError: no such device or planner.
+        LowtideError: the model cannot be traced; with what `trace` said.
+    """
+    from simulator.allocator.device import CPU
+    from simulator.planners import DEFAULT, find
+    from simulator.studies.max_batch import Request
+    from simulator.studies.max_batch import max_batch as search
+    from simulator.studies.tracing import traces_in
+    from traces.devices import device as entry
+    from traces.model_spec import short_name
+
+    find(planner or DEFAULT)
+    words = list(trace_options)
+    kind = entry(str(device)).kind if _is_name(device) else CPU
+    memory = device_of(device, kind)
+    assert memory is not None
+    placed = any(word.partition("=")[0] in ("--target", "--device") for word in words)
+    if _is_name(device) and kind != CPU and not placed:
+        words += ["--target", memory.name]
+    constraints = Constraints(never=tuple(never), always_keep=tuple(always_keep))
+    request = Request(
+        model=model,
+        device=memory,
+        directory=Path(directory or f"{short_name(model)}-max-batch"),
+        overhead_percent=budget_overhead_percent,
+        planner=planner or DEFAULT,
+        limits=Limits(seconds=seconds, seed=seed, constraints=constraints),
+        alloc_conf=alloc_conf,
+        multiple_of=multiple_of,
+        maximum=maximum,
+        tracer_options=tuple(words),
+    )
+    return search(request, traces_in(request.directory, model, request.tracer_options, progress), progress)
+
+
+# What the words mean
+
+
+def device_of(device: Device | None, kind: str) -> DeviceMemory | None:
+    """A device's memory from its name, its size, or as it is; `kind`: cuda or cpu, of the trace that is to fit."""
+    from simulator.allocator.device import DeviceMemory, device_memory
+
+    if device is None or isinstance(device, DeviceMemory):
+        return device
+    return (
+        device_memory(kind, gpu=str(device)) if _is_name(device) else device_memory(kind, memory=str(device))
+    )
+
+
+def _is_name(device: Device) -> bool:
+    """Whether it names a device; a size begins with a digit."""
+    return isinstance(device, str) and not device.strip()[:1].isdigit()
+
+
+def _setting(problem: Problem, alloc_conf: str | None, device: Device | None) -> Setting:
+    from simulator.allocator.device_fit import kind_of, setting_of
+
+    meta = problem.trace.meta
+    return setting_of(meta, alloc_conf, device_of(device, kind_of(meta)))
+
+
+def budget_in_bytes(
+    problem: Problem, budget: Budget | None, budget_of: str, setting: Setting
+) -> tuple[int | None, str]:
+    """A budget in bytes, and of what memory it is; None: no limit.
+
+    Raises:
+        SpecError: it means nothing.
+    """
+    from simulator.core.budget import parse_budget
+    from simulator.studies.prediction import predict
+
+    if budget_of not in (ALLOCATED, RESERVED):
+        raise SpecError(f"budget_of {budget_of!r}: give {ALLOCATED} or {RESERVED}.")
+    if budget is None:
+        return None, budget_of
+    if budget == DEVICE:
+        if setting.device is None:
+            raise SpecError("--budget device: name the device with --gpu or --device-memory.")
+        return setting.device.usable_bytes, ALLOCATED if setting.settings is None else RESERVED
+    return parse_budget(str(budget), predict(problem, setting).whole_bytes(budget_of)), budget_of

@@ -1,0 +1,240 @@
+"""`simulate TRACE`: what one step needs, and the plan that makes it fit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from simulator.cli.options import (
+    Asked,
+    Output,
+    Planning,
+    budget_of_option,
+    check_budget_text,
+    device_options,
+    output_options,
+    planning_options,
+)
+from traces.commands import Refused
+from traces.errors import SpecError
+from traces.files import check_writable
+from traces.plan import RECOMPUTE, RESERVED, SAVE, Plan
+
+if TYPE_CHECKING:
+    from simulator.studies.prediction import Prediction
+
+TOP_HOLDERS = 5
+
+
+@click.command("", hidden=True)
+@click.argument("trace_name", metavar="TRACE")
+@click.option(
+    "--budget",
+    help="Bytes, a size such as 8GiB, a share of the step's own peak such as 60%, or `device`: what the device has.",
+)
+@budget_of_option
+@device_options
+@planning_options
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
+@click.option("-f", "--force", is_flag=True, help="Replace the file of -o if it exists.")
+@output_options
+def plan_command(
+    trace_name: str,
+    budget: str | None,
+    budget_of: str,
+    asked: Asked,
+    planner: str | None,
+    planning: Planning,
+    output: Path | None,
+    force: bool,
+    out: Output,
+) -> None:
+    """Simulate one trace."""
+    from simulator import api
+    from simulator.planners import DEFAULT, SAVE_ALL
+
+    planner = planner or (SAVE_ALL if budget is None else DEFAULT)
+    if budget is not None and budget != api.DEVICE:
+        check_budget_text(budget)
+    if output is not None:
+        refuse_to_replace(output, force)
+
+    from simulator.bounds.bound import bound_answer
+    from simulator.planners.outcome import Infeasible
+    from simulator.studies.answer import answer, refusal
+
+    problem = api.problem_of(trace_name, planning.never, planning.always_keep)
+    memory = asked.words(problem.trace.meta)
+    saved = api.simulate(problem, **memory)
+    budget_bytes, budget_of = api.budget_in_bytes(problem, budget, budget_of, saved.setting)
+    bound = None if budget_bytes is None else bound_answer(problem, budget_bytes)
+    out.say(f"planning with {planner}")
+    start = time.perf_counter()
+    try:
+        plan = api.plan(
+            problem,
+            budget_bytes,
+            planner=planner,
+            budget_of=budget_of,
+            progress=out.say,
+            **memory,
+            **planning.search(),
+        )
+    except Infeasible as error:
+        if out.as_json:
+            told = refusal(trace_name, saved, planner, error, time.perf_counter() - start, bound)
+            out.show(lambda: told, str)
+        raise
+    seconds = time.perf_counter() - start
+    c = api.simulate(problem, plan, **memory)
+    if output is not None:
+        plan.save(output)
+    if out.report is not None:
+        from simulator.report.step import write_step
+
+        out.say(f"writing {out.report}")
+        write_step(out.report, c)
+    out.show(
+        lambda: answer(c, trace_name, seconds, bound), lambda: summary(c, trace_name, seconds, output, bound)
+    )
+    if c.planned_fit.fits is False:
+        assert c.planned_fit.device is not None
+        raise Refused(f"it does not fit {c.planned_fit.device.name}: {c.planned_fit.out_of_memory}.", 1)
+
+
+def refuse_to_replace(path: Path, force: bool) -> None:
+    """Raise SpecError if the output is there already and --force is not given, OSError if it cannot be made."""
+    if path.is_dir():
+        raise SpecError(f"{path} is a directory; name a file with -o.")
+    if path.exists() and not force:
+        raise SpecError(f"{path} exists; give --force to replace it, or name another file with -o.")
+    check_writable(path)
+
+
+def summary(
+    c: Prediction, trace_name: str, solve_seconds: float, output: Path | None, bound: dict[str, Any] | None
+) -> str:
+    """The answer to read."""
+    from simulator.studies.answer import gap_points
+    from simulator.studies.warnings import texts
+    from traces.units import show_bytes, show_percent, show_time
+
+    plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
+    peak = after.peak_allocated_bytes
+    of = " of reserved memory" if plan.budget_of == RESERVED else ""
+    limit = f"budget {show_bytes(c.budget_bytes)}{of}" if c.budget_bytes is not None else "no budget given"
+    lines = [f"{trace_name}: {_what(c)}"]
+    if plan.actions:
+        share = show_percent(100 * peak / before.peak_allocated_bytes, digits=1)
+        added = show_percent(c.overhead_percent, signed=True)
+        lines += [
+            f"peak    {show_bytes(before.peak_allocated_bytes)} -> {show_bytes(peak)} ({share}), {limit}",
+            f"time    {show_time(before.step_time_ns)} -> {show_time(after.step_time_ns)} ({added})",
+            f"plan    {plan.planner}: {len(plan.recomputed)} values recomputed by {after.recomputed_ops} op "
+            f"runs{_swapped(plan)}, found in {solve_seconds:.2f} s",
+        ]
+        gap = gap_points(c, bound)
+        if bound is not None and gap is not None:
+            lines.append(
+                f"bound   no plan for this budget adds less than {show_percent(bound['overhead_percent'])}; "
+                f"this one is within {gap:.2f} points of it"
+            )
+    else:
+        lines += [
+            f"peak    {show_bytes(peak)} with everything saved, {limit}",
+            f"time    {show_time(after.step_time_ns)}",
+        ]
+    lines += [*_reserved_lines(c), *_device_lines(c), *(f"warning {text}" for text in texts(c)), *_at_peak(c)]
+    if output is not None:
+        lines.append(f"Next: execute {output}")
+    elif plan.actions:
+        lines.append("Next: save the plan with -o plan.json, then run `execute plan.json`.")
+    elif c.budget_bytes is None:
+        lines.append(f"Next: simulate {trace_name} --budget 60% -o plan.json")
+    return "\n".join(lines)
+
+
+def _swapped(plan: Plan) -> str:
+    """How many values each other recipe does without, to follow what is recomputed."""
+    others = {k: n for k, n in plan.by_recipe.items() if k not in (RECOMPUTE, SAVE)}
+    return "".join(f", {n} replaced {kind.replace('_', ' ')}" for kind, n in others.items())
+
+
+def _what(c: Prediction) -> str:
+    meta = c.trace.meta
+    batch = f"batch {meta.batch_size}" if meta.batch_size else ""
+    target = f"times for {meta.target}" if meta.target else ""
+    return ", ".join(p for p in (meta.model, batch, meta.dtype, meta.optimizer, target) if p)
+
+
+def _reserved_lines(c: Prediction) -> list[str]:
+    """Reserved memory, with and without the allocator settings that were asked about."""
+    from simulator.studies.warnings import provenance
+    from traces.units import show_bytes, show_percent
+
+    fits = (c.saved_fit,) if c.planned_fit is c.saved_fit else (c.saved_fit, c.planned_fit)
+    reserved = [fit.reserved for fit in fits if fit.reserved is not None]
+    if not reserved:
+        return []
+    peaks = " -> ".join(show_bytes(r.peak_reserved_bytes) for r in reserved)
+    last, conf = reserved[-1], c.setting.alloc_conf
+    lines = [
+        f"reserved {peaks} by the caching allocator; {show_bytes(last.peak_allocated_bytes)} in blocks, fragmentation "
+        f"{show_percent(100 * last.fragmentation, digits=1)}; {provenance(c.trace.meta)}"
+    ]
+    plain = [fit.by_default for fit in fits if fit.by_default is not None]
+    if plain:
+        default = " -> ".join(show_bytes(r.peak_reserved_bytes) for r in plain)
+        least = plain[-1].peak_reserved_bytes
+        change = 100 * (last.peak_reserved_bytes - least) / max(1, least)
+        lines.append(
+            f"         with {conf or 'no settings'}; without: {default}, so it changes "
+            f"{show_percent(change, signed=True, digits=1)}"
+        )
+    elif conf:
+        lines.append(f"         with {conf}, as recorded")
+    return lines
+
+
+def _device_lines(c: Prediction) -> list[str]:
+    from traces.units import show_bytes
+
+    fit = c.planned_fit
+    if fit.device is None:
+        return []
+    retries = f", with {fit.retries_a_step} retries a step" if fit.retries_a_step else ""
+    verdict = (
+        f"fits{retries}, {show_bytes(fit.left_bytes)} left"
+        if fit.fits
+        else f"does not fit: {fit.out_of_memory}"
+    )
+    return [f"device  {fit.device.room()}", f"        {verdict}"]
+
+
+def _at_peak(c: Prediction) -> list[str]:
+    """What holds the memory at the plan's peak, by category and by storage."""
+    from simulator.core.replay import breakdown, holdings
+    from simulator.planners.outcome import where
+    from traces.units import show_bytes, show_percent
+
+    trace, schedule, step = c.trace, c.planned.schedule, c.planned.timeline.peak_step
+    if step < 0:
+        return []
+    peak = c.planned.timeline.peak_allocated_bytes
+    again = " again" if schedule.recompute[step] else ""
+    lines = [f"At the peak, while {where(trace, schedule.op[step])} runs{again}:"]
+    parts = [(k, n) for k, n in breakdown(trace, schedule, c.planned.timeline).at_peak.items() if n]
+    width = max((len(category) for category, _ in parts), default=0)
+    for category, n in (*parts, ("sum", sum(n for _, n in parts))):
+        share = show_percent(100 * n / peak, digits=1) if peak else ""
+        lines.append(f"  {category:<{width}}  {show_bytes(n):>11}  {share:>7}")
+    lines.append("Largest there:")
+    for h in holdings(trace, schedule, step)[:TOP_HOLDERS]:
+        producer = trace.storages.producer[h.storage]
+        module = trace.ops.module[producer] if producer >= 0 else ""
+        label = f"{trace.storages.name[h.storage]} ({h.category}{', ' + module if module else ''})"
+        lines.append(f"  {show_bytes(h.nbytes):>11}  {label}")
+    return lines

@@ -1,0 +1,150 @@
+"""`simulate sweep`: one model traced and planned at several batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from simulator.cli.options import (
+    Asked,
+    Output,
+    Planning,
+    alloc_conf_option,
+    budget_of_option,
+    check_budget_text,
+    columns,
+    output_options,
+    planning_options,
+)
+from traces.commands import analysis_option
+from traces.errors import BudgetError, SpecError
+from traces.model_spec import short_name
+
+if TYPE_CHECKING:
+    from simulator.studies.sweep import Sweep
+
+
+@click.command("sweep")
+@click.argument("model")
+@click.option("--batch-sizes", required=True, help="For example 8,16,32,64.")
+@click.option(
+    "--budget", required=True, help="As in `simulate TRACE --budget`; a share is of each batch's own peak."
+)
+@budget_of_option
+@alloc_conf_option
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-sweep).")
+@planning_options
+@click.option("--seq-len", type=click.IntRange(min=1), help="Sequence length, for `trace`.")
+@click.option("--target", help="The device behind the op times, for `trace`.")
+@click.option("--optimizer", help="The optimizer, for `trace`.")
+@analysis_option
+@click.option("--trace-option", multiple=True, metavar="KEY=VALUE", help="Any other option of `trace`.")
+@output_options
+def sweep_command(
+    model: str,
+    batch_sizes: str,
+    budget: str,
+    budget_of: str,
+    alloc_conf: str | None,
+    output: Path | None,
+    planner: str | None,
+    planning: Planning,
+    analysis: str | None,
+    trace_option: Sequence[str],
+    out: Output,
+    **for_trace: Any,
+) -> None:
+    """Trace and plan MODEL at several batch sizes.
+
+    Traces, plans and sweep.json are written to one directory. A trace that the same options made before is used
+    again. A batch size for which no plan fits is reported as such; the exit code is 1 only if none fits.
+    """
+    from simulator.planners import DEFAULT
+    from simulator.studies.sweep import SweepRequest, sweep
+
+    check_budget_text(budget)
+    Asked(alloc_conf=alloc_conf).check()
+    request = SweepRequest(
+        model=model,
+        batch_sizes=parse_batch_sizes(batch_sizes),
+        budget=budget,
+        budget_of=budget_of,
+        alloc_conf=alloc_conf,
+        planner=planner or DEFAULT,
+        limits=planning.limits,
+        directory=output or Path(f"{short_name(model)}-sweep"),
+        tracer_options=tuple(words_for_trace(for_trace, trace_option)),
+    )
+    found = sweep(request, out.say)
+    if out.report is not None:
+        from simulator.report.sweep import write_sweep
+
+        write_sweep(out.report, found, root=request.directory, analysis=analysis or "")
+    out.show(found.to_json, lambda: sweep_table(found, request.directory))
+    if not any(row.feasible for row in found.rows):
+        raise BudgetError(f"no batch size fits: {found.rows[0].message}")
+
+
+def words_for_trace(options: dict[str, Any], others: Sequence[str]) -> list[str]:
+    """The options as `trace` takes them, and `KEY=VALUE` texts behind them.
+
+    Raises:
+        SpecError: a text names no option.
+    """
+    words = []
+    for key, value in options.items():
+        words += [] if value is None else [f"--{key.replace('_', '-')}", str(value)]
+    for text in others:
+        key, separator, value = text.lstrip("-").partition("=")
+        if not key:
+            raise SpecError(
+                f"--trace-option {text!r} names no option; give KEY=VALUE, such as image-size=256."
+            )
+        words += [f"--{key}", value] if separator else [f"--{key}"]
+    return words
+
+
+def parse_batch_sizes(text: str) -> tuple[int, ...]:
+    """Batch sizes from `8,16,32`; raises SpecError if one is no positive number or stands twice."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise SpecError(f"--batch-sizes {text!r}: give positive whole numbers with commas, such as 8,16,32.")
+    sizes = tuple(int(word) for word in words)
+    if len(set(sizes)) != len(sizes):
+        raise SpecError(f"--batch-sizes {text!r}: the same size stands there twice.")
+    return sizes
+
+
+def sweep_table(sweep: Sweep, directory: Path) -> str:
+    """The sweep to read: one line a batch size."""
+    from traces.units import show_bytes, show_percent, show_time
+
+    lines: list[tuple[object, ...]] = [
+        ("batch", "peak", "with plan", "step", "with plan", "overhead", "recomputed ops")
+    ]
+    for row in sweep.rows:
+        before, after = row.baseline, row.plan
+        lines.append(
+            (
+                row.batch_size,
+                show_bytes(before.peak_allocated_bytes),
+                show_bytes(after.peak_allocated_bytes) if row.feasible else "does not fit",
+                show_time(before.step_time_ns),
+                show_time(after.step_time_ns),
+                show_percent(row.overhead_percent, signed=True),
+                row.recomputed_ops if row.feasible else "–",
+            )
+        )
+    notes = [
+        f"batch {row.batch_size}: reserved {show_bytes(row.baseline.peak_reserved_bytes)}"
+        + (f" -> {show_bytes(row.plan.peak_reserved_bytes)}" if row.feasible else "")
+        for row in sweep.rows
+        if row.baseline.peak_reserved_bytes is not None
+    ]
+    notes += [f"batch {row.batch_size}: {row.message}" for row in sweep.rows if not row.feasible]
+    notes += [f"warning {text}" for text in sweep.warnings]
+    written = f"Written to {directory}: sweep.json, traces, plans. Next: execute sweep {directory}"
+    return "\n".join([*columns(lines), *notes, written])

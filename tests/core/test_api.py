@@ -1,0 +1,150 @@
+"""The functions of the package `simulator` as a notebook uses them, with nothing of it beside them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simulator import Infeasible, bound, compare, max_batch, pareto, plan, simulate
+from tests.synthetic import resnet
+from traces.errors import PlanError, SpecError
+from traces.plan import Plan
+from traces.store import save
+from traces.trace import Trace
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return resnet((1, 1, 1, 1), batch=32, side=64)
+
+
+def test_simulate_takes_a_trace_in_hand_a_directory_or_a_name(trace: Trace, tmp_path: Path) -> None:
+    step = simulate(trace)
+    assert step.planned == step.saved
+    assert step.saved.timeline.step_time_ns == trace.time_ns
+    assert step.overhead_percent == 0
+    directory = save(trace, tmp_path / "t")
+    for place in (directory, str(directory)):
+        assert simulate(place).saved_figures == step.saved_figures
+    gallery = simulate("resnet152")
+    assert gallery.saved_figures.peak_reserved_bytes is not None  # the trace of a GPU
+    assert "reserved" in repr(gallery)
+
+
+def test_a_plan_keeps_to_its_budget_and_what_simulate_says_of_it(trace: Trace, tmp_path: Path) -> None:
+    whole = simulate(trace).saved.timeline.peak_allocated_bytes
+    made = plan(trace, "80%")
+    assert isinstance(made, Plan)
+    assert made.budget_bytes == whole * 80 // 100
+    step = simulate(trace, made)
+    assert step.planned.timeline.peak_allocated_bytes <= whole * 80 // 100
+    assert step.budget_bytes == made.budget_bytes
+    assert made.predicted["plan"]["step_time_ns"] == step.planned.timeline.step_time_ns > trace.time_ns
+    assert plan(trace, whole * 80 // 100).actions == made.actions  # a budget in bytes, the same every time
+    assert plan(trace, f"{whole * 80 // 100}").actions == made.actions
+    path = made.save(tmp_path / "plan.json")
+    assert simulate(trace, path).planned_figures == step.planned_figures
+    with pytest.raises(PlanError):
+        simulate("resnet152", made)
+
+
+def test_constraints_and_planners_by_name_or_place(trace: Trace) -> None:
+    free = plan(trace, "85%", planner="mu-two")
+    never = plan(trace, "85%", planner="mu-two", never=["layer1 ::"])
+    assert never.constraints == {"never": ["layer1 ::"]}
+    assert free.planner == never.planner == "mu-two"
+    assert not {a.module for a in never.actions if a.module.startswith("layer1")}
+    assert plan(trace, "85%", planner="tests.bench.baselines.rotor:plan").planner == "rotor"
+    assert bound(trace, "85%").added_time_ns <= bound(trace, "85%", never=["layer1 ::"]).added_time_ns
+    for wrong in (
+        {"planner": "magic"},
+        {"never": ["nothing ::"]},
+        {"device": "no-such-gpu"},
+        {"budget_of": "x"},
+    ):
+        with pytest.raises(SpecError):
+            plan(trace, "85%", **wrong)
+    for budget in ("80 percent", "-1", 0, "device"):
+        with pytest.raises(SpecError):
+            plan(trace, budget)
+
+
+def test_what_cannot_be_is_infeasible_with_its_figures(trace: Trace) -> None:
+    with pytest.raises(Infeasible) as refused:
+        plan(trace, "1%")
+    figures = refused.value.figures
+    assert figures["budget_bytes"] < figures["floor"]["peak_allocated_bytes"] <= figures["lowest_peak_bytes"]
+    assert plan(trace, figures["lowest_peak_bytes"]).budget_bytes == figures["lowest_peak_bytes"]
+    assert not bound(trace, "1%").feasible
+
+
+def test_no_plan_is_below_the_bound(trace: Trace) -> None:
+    for share in ("90%", "80%", "70%"):
+        step = simulate(trace, plan(trace, share))
+        added_ns = step.planned.timeline.step_time_ns - step.saved.timeline.step_time_ns
+        assert bound(trace, share).added_time_ns <= added_ns
+
+
+def test_pareto_and_compare(trace: Trace) -> None:
+    front = pareto(trace, 4, planner="mu-two")
+    assert [p.budget_bytes for p in front.points] == sorted(p.budget_bytes for p in front.points)
+    assert front.points[-1].overhead_percent == 0
+    found = compare(trace, "85%", ["mu-two", "save-all"])
+    assert {e.planner: e.feasible for e in found.entrants} == {"mu-two": True, "save-all": False}
+    with pytest.raises(SpecError):
+        pareto(trace, 1)
+
+
+def test_devices_by_name_and_size(trace: Trace) -> None:
+    peak = simulate(trace).saved.timeline.peak_allocated_bytes
+    assert simulate(trace, device=peak).planned_fit.fits
+    tight = simulate(trace, device=peak - 1)
+    assert tight.planned_fit.fits is False
+    assert tight.planned_fit.left_bytes is None
+    assert simulate(trace).planned_fit.fits is None
+    small = plan(trace, "device", device=peak * 9 // 10)
+    assert simulate(trace, small, device=peak * 9 // 10).planned_fit.fits
+    gpu = simulate("resnet152", device="a100-40", alloc_conf="expandable_segments:True")
+    assert gpu.planned_fit.fits
+    assert gpu.planned_fit.by_default is not None
+    with pytest.raises(SpecError, match="no caching allocator"):
+        simulate(trace, alloc_conf="expandable_segments:True")
+
+
+def test_records_show_themselves(trace: Trace) -> None:
+    step = simulate(trace, plan(trace, "80%", planner="mu-two"))
+    assert "->" in repr(step)
+    html = step._repr_html_()
+    assert html.startswith("<div>")
+    assert html.count("<polyline") == 3  # both runs and the budget
+    assert "everything saved" in html
+    assert len(html) < 60_000
+    assert "<script" not in html
+    front = pareto(trace, 3, planner="mu-two")
+    assert "3 budgets" in repr(front)
+    assert front._repr_html_().count("<polyline") == 2
+    found = compare(trace, "80%", ["mu-two"])
+    assert "mu-two" in found._repr_html_()
+    assert len(repr(step)) < 400
+
+
+def test_max_batch_says_what_it_cannot_do(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="no-such-gpu"):
+        max_batch("resnet18", "no-such-gpu", directory=tmp_path)
+    with pytest.raises(SpecError, match="no planner"):
+        max_batch("resnet18", "1GiB", planner="magic", directory=tmp_path)
+
+
+def test_the_package_loads_nothing_until_it_is_asked() -> None:
+    code = (
+        "import sys, simulator; before = {'numpy', 'click', 'numba'} & set(sys.modules); "
+        "simulator.simulate('resnet152'); heavy = {'torch', 'altair', 'pandas'} & set(sys.modules); "
+        "print(sorted(before), sorted(heavy), sorted(set(simulator.__all__) - set(dir(simulator))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] [] []"
+    with pytest.raises(ImportError):
+        exec("from simulator import nothing")
