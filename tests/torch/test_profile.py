@@ -323,25 +323,3 @@ def test_a_whole_step_is_the_step_and_nobody_watches() -> None:
         gradients.append([p.grad for p in step.model.parameters()])
         assert silent.finish() == []
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-def test_the_runner_keeps_no_value_after_its_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every storage that forward makes and backward does not read is gone when forward has ended."""
-    build = load_spec(small_nets.spec("residual"))
-    fake = recorded(build)
-    runner = GraphRunner(fake.program, build())
-    held: list[set[int]] = []
-    original = GraphRunner.execute
-
-    def watched(self: Any, env: Any, ops: Any, probe: Any, keep: Any) -> None:
-        original(self, env, ops, probe, keep)
-        held.append({s for n in env for s in fake.program.storage_of.get(n, ())})
-
-    monkeypatch.setattr(GraphRunner, "execute", watched)
-    runner.round(Names())
-    p = fake.program
-    made = {s for s, row in enumerate(p.storages) if 0 <= row.producer < p.forward_ops}
-    needed = {s for i in range(p.forward_ops, len(p.ops)) for s in p.rows[i].reads}
-    assert held[0] & made <= needed | set(p.output_storages)
-    after = held[1] & {s for s, row in enumerate(p.storages) if row.producer >= 0}
-    assert after == {s for s in p.gradient_storages if p.storages[s].producer >= 0}

@@ -1,21 +1,16 @@
-"""Run training steps in which every op of the captured model can be watched, inside the ordinary training loop.
+"""Training steps in which every op of the captured model is watched, inside the ordinary training loop.
 
-Under a timer the model runs as code that ticks after each op (`tracer.measure.stepcode`); under any other
-probe it runs node by
-node as the graph has it, every value dropped after its last use. The loss code and the optimizer run under a dispatch
-mode.
+The model runs as code (`tracer.measure.stepcode`): under a timer as it does outside a trace, with ops in place, under
+any other probe as the graph has it. The loss code and the optimizer run under a dispatch mode.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from tracer.build.loop import TrainingStep, fit_tangent, run_step
 from tracer.build.user_errors import explained
@@ -39,24 +34,6 @@ class GraphRunner:
         self._in_place = in_place
         self._targets = [str(op.node.target) for op in program.ops]
         self._codes: dict[Timer, StepCode] = {}
-        captured = program.captured
-        self._position = {op.node: k for k, op in enumerate(program.ops)}
-        last: dict[fx.Node, fx.Node] = {}
-        for op in program.ops:
-            for a in op.node.all_input_nodes:
-                last[a] = op.node
-        # What backward returns is needed to the end.
-        finals = {g for g in (*captured.parameter_grads, *captured.argument_grads) if g is not None}
-        self._dies: dict[fx.Node, list[fx.Node]] = {}
-        for n, user in last.items():
-            if n not in finals and n.op != "get_attr":
-                self._dies.setdefault(user, []).append(n)
-        self._unused = {m for op in program.ops for m in (op.node, *op.parts) if m not in last} - finals
-        self._outputs = set(captured.outputs)
-        self._crossing = {
-            n for n, user in last.items()
-            if self._position[user] >= program.forward_ops
-        }  # fmt: skip
 
     def round(self, probe: Probe) -> None:
         """One training step."""
@@ -80,62 +57,20 @@ class GraphRunner:
             if names.targets == list(targets):
                 return
 
-    def forward(self, values: Sequence[Any], probe: Probe) -> tuple[Sequence[Any], Any]:
-        """The model's outputs, and what backward needs of it."""
-        program, captured = self.program, self.program.captured
+    def code(self, probe: Probe) -> StepCode:
+        """The model's code under a probe."""
+        if not isinstance(probe, Timer):
+            return step_code(self.program, frozenset(), run=probe.run)
+        if probe not in self._codes:
+            self._codes[probe] = step_code(self.program, self._in_place, tick=probe.tick)
+        return self._codes[probe]
+
+    def begin(self, probe: Probe, *, backward: bool) -> None:
+        """Forward or backward follows."""
         if isinstance(probe, Timer):
-            code = self._coded(probe)
-            probe.targets += self._targets[: program.forward_ops]
-            given = list(values)
+            n = self.program.forward_ops
+            probe.targets += self._targets[n:] if backward else self._targets[:n]
             probe.begin()
-            return code.forward(given)
-        env = dict(zip(captured.placeholders, values, strict=False))
-        self.execute(env, program.ops[: program.forward_ops], probe, self._outputs)
-        return [env[n] for n in captured.outputs], {n: x for n, x in env.items() if n in self._crossing}
-
-    def backward(self, state: Any, tangents: Sequence[Any], probe: Probe) -> list[Any]:
-        """The gradients of the parameters and then of the arguments; `state` is what forward said that it needs."""
-        program, captured = self.program, self.program.captured
-        if isinstance(probe, Timer):
-            code = self._coded(probe)
-            probe.targets += self._targets[program.forward_ops :]
-            given = [*state, *tangents]
-            state.clear()
-            probe.begin()
-            return [g for group in code.backward(given) for g in group]
-        holders = [n for n in captured.placeholders if "tangent_of" in n.meta]
-        state.update(zip(holders, tangents, strict=True))
-        self.execute(state, program.ops[program.forward_ops :], probe, set())
-        wanted = (*captured.parameter_grads, *captured.argument_grads)
-        return [None if g is None else state[g] for g in wanted]
-
-    def _coded(self, timer: Timer) -> StepCode:
-        if timer not in self._codes:
-            self._codes[timer] = step_code(self.program, self._in_place, timer.tick)
-        return self._codes[timer]
-
-    def execute(self, env: dict[fx.Node, Any], ops: Any, probe: Probe, keep: set[fx.Node]) -> None:
-        gm = self.program.captured.graph_module
-
-        def value(n: fx.Node) -> Any:
-            return getattr(gm, str(n.target)) if n.op == "get_attr" else env[n]
-
-        for op in ops:
-            args, kwargs = fx.node.map_arg((op.node.args, op.node.kwargs), value)
-            target = op.node.target
-            out = probe.run(target, functools.partial(target, *args, **kwargs))
-            del args, kwargs
-            values = {op.node: out}
-            for part in op.parts:
-                values[part] = operator.getitem(values[part.args[0]], part.args[1])
-            del out
-            env.update((n, x) for n, x in values.items() if n not in self._unused or n in keep)
-            del values
-            if op.parts and op.node in env:
-                del env[op.node]
-            for n in self._dies.get(op.node, ()):
-                if n not in keep:
-                    env.pop(n, None)
 
 
 class _Callable:
@@ -146,6 +81,7 @@ class _Callable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner, probe = self.runner, self.probe
+        code = runner.code(probe)
         unwatched = contextlib.nullcontext if self.eager is None else self.eager.paused
         captured, model = runner.program.captured, runner.step.model
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -159,7 +95,9 @@ class _Callable:
             @staticmethod
             def forward(ctx: Any, *values: torch.Tensor) -> Any:
                 with unwatched(), without_autocast():
-                    results, ctx.state = runner.forward(values, probe)
+                    given = list(values)
+                    runner.begin(probe, backward=False)
+                    results, ctx.state = code.forward(given)
                     # An input, or one tensor twice, would get a view from autograd, which is no op of the step.
                     before = [{id(x) for x in (*values, *results[:k])} for k in range(len(results))]
                     outs = tuple(
@@ -179,10 +117,13 @@ class _Callable:
                     fit_tangent(tangents[k], n.meta["val"])
                     for k, n in zip(captured.grad_outputs, holders, strict=True)
                 ]
+                given = [*state, *fitting]
+                state.clear()
+                del fitting, tangents
                 with unwatched():
-                    grads = runner.backward(state, fitting, probe)
-                n_parameters = len(captured.parameters)
-                return (*grads[:n_parameters], *(None for _ in captured.buffers), *grads[n_parameters:])
+                    runner.begin(probe, backward=True)
+                    parameters, arguments = code.backward(given)
+                return (*parameters, *(None for _ in captured.buffers), *arguments)
 
         return captured.outputs_from(Model.apply(*inputs))
 

@@ -1,8 +1,8 @@
-"""Turn a captured model into the code that a step with everything kept runs, with a clock's tick after each op.
+"""The code that a training step runs of a captured model, with someone who watches every op.
 
 A step is timed as it runs outside a trace: as generated code, an op in place where its input's memory is free, each
-value dropped after its last use. What lies between two ticks is all that an op costs there: the call from Python, the
-kernel, and the return of the memory that nobody needs any more.
+value released after its last use, a clock's tick after each op. What lies between two ticks is all that an op costs
+there: the call from Python, the kernel, and the return of the memory that nobody needs any more.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tracer.record.program import GraphOp, Program, inplace_twin
 from tracer.record.step import Recorded
 
 Tick = Callable[[], None]
+Run = Callable[[Any, Callable[[], Any]], Any]
 Code = Callable[[list[Any]], tuple[Sequence[Any], Sequence[Any]]]
 
 
@@ -47,13 +48,16 @@ def takeovers(recorded: Recorded) -> frozenset[int]:
     )
 
 
-def step_code(program: Program, in_place: frozenset[int], tick: Tick) -> StepCode:
+def step_code(
+    program: Program, in_place: frozenset[int], tick: Tick | None = None, run: Run | None = None
+) -> StepCode:
     """The code of a program.
 
     Args:
         program: the captured model.
         in_place: the program's ops whose in-place twin runs instead.
         tick: called after each op and what it releases.
+        run: called with each op and the call of it, which it makes; its result is the op's.
     """
     captured = program.captured
     twins = {program.ops[k].node: inplace_twin(program.ops[k].node.target) for k in in_place}
@@ -78,8 +82,11 @@ def step_code(program: Program, in_place: frozenset[int], tick: Tick) -> StepCod
         for op in ops:
             for n in (op.node, *op.parts):
                 args, kwargs = fx.node.map_arg((n.args, n.kwargs), copy_of)
-                copies[n] = graph.call_function(twins.get(n, n.target), args, kwargs)
-            graph.call_function(tick)
+                target = twins.get(n, n.target)
+                watched = target if run is None or n is not op.node else _run_by(run, target)
+                copies[n] = graph.call_function(watched, args, kwargs)
+            if tick is not None:
+                graph.call_function(tick)
         graph.output(fx.node.map_arg(results, copy_of))
         # FX calls an argument by its target and everything else by its name; if the two differed for one placeholder,
         # another value could bear the name of that argument.
@@ -91,3 +98,10 @@ def step_code(program: Program, in_place: frozenset[int], tick: Tick) -> StepCod
         forward=code(inputs, forward, (list(captured.outputs), crossing)),
         backward=code([*crossing, *tangents], backward, gradients),
     )
+
+
+def _run_by(run: Run, target: Any) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return run(target, lambda: target(*args, **kwargs))
+
+    return watched
