@@ -1,7 +1,7 @@
-"""Run a module in a fresh Python process: JSON in on stdin, JSON out on stdout, and deaths explained.
+"""Call a function in a fresh Python process: JSON in on stdin, JSON out on stdout, and deaths explained.
 
-`run_fresh` is the side that waits, `serve` the side that works. The model's own code may print what it likes: the
-answer is the line that begins with `ANSWER`.
+`run_fresh` is the side that waits, `serve` the side that works (`python -m executor.isolated MODULE:FUNCTION`). The
+model's own code may print what it likes: the answer is the line that begins with `ANSWER`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,18 +23,18 @@ KILLED: Final = (-9, 137)  # what Linux does to a process when memory runs out
 
 
 def run_fresh(
-    module: str,
-    payload: Mapping[str, Any],
+    function: str,
+    arguments: Mapping[str, Any],
     *,
     what: str,
     environment: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
-    """Run `python -m module` on `payload` and return the JSON object that it answers.
+    """Call a function by its name in a fresh process, and return the JSON object that it answers.
 
     Args:
-        module: calls `serve`.
-        payload: the object.
+        function: "module:name".
+        arguments: by name, all of them JSON; `limit_bytes` above 0 says that the process limits its memory.
         what: what the process does, for messages ("measured the plan").
         environment: variables that are set unless they are set already.
         timeout_s: after this many seconds the process is ended; None: never.
@@ -55,8 +56,8 @@ def run_fresh(
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", module],
-            input=json.dumps(payload),
+            [sys.executable, "-m", "executor.isolated", function],
+            input=json.dumps(arguments),
             capture_output=True,
             text=True,
             env=env,
@@ -88,23 +89,15 @@ def run_fresh(
     return data
 
 
-def serve(
-    do: Callable[[dict[str, Any]], dict[str, Any]],
-    *,
-    limited: Callable[[dict[str, Any]], bool] = lambda payload: False,
-) -> None:
-    """Read the payload on stdin, do it, and print the answer, or the error if a user can cause it.
-
-    Args:
-        do: the payload -> the answer.
-        limited: the payload -> whether this process has a limit on its memory.
-    """
+def serve(function: str) -> None:
+    """Call the function with the arguments on stdin; print its answer, or the error if a user can cause it."""
     warnings.simplefilter("ignore")
-    payload = json.loads(sys.stdin.read())
+    arguments = json.loads(sys.stdin.read())
     try:
-        answer = do(payload)
+        module, _, name = function.partition(":")
+        answer = getattr(import_module(module), name)(**arguments)
     except Exception as error:
-        told = error_json(error, limited=limited(payload))
+        told = error_json(error, limited=arguments.get("limit_bytes", 0) > 0)
         if told is None:
             raise
         answer = told
@@ -124,3 +117,7 @@ def error_json(error: Exception, *, limited: bool = False) -> dict[str, Any] | N
     if isinstance(error, LowtideError):
         return {"error": str(error), "exit_code": error.exit_code}
     return None
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

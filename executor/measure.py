@@ -87,7 +87,7 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
     if job.device.startswith("cuda") and job.alloc_conf and not alloc_conf():
         env |= dict.fromkeys(ALLOC_CONF, job.alloc_conf)
     data = run_fresh(
-        "executor.measure_worker",
+        "executor.measure:do",
         asdict(job),
         what=f"measured {job.variant}",
         environment=env,
@@ -99,6 +99,11 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
         verification=data["verification"],
         curve=tuple((int(t), int(b)) for t, b in data["curve"]),
     )
+
+
+def do(**fields: Any) -> dict[str, Any]:
+    """A job's fields -> its result's, for a fresh process."""
+    return asdict(perform(Job(**fields)))
 
 
 def perform(job: Job) -> JobResult:

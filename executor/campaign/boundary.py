@@ -68,7 +68,7 @@ def _predict(
     plan_path = bench.store.root / "plans" / f"{key}-b{size}.json"
     plan_path.parent.mkdir(parents=True, exist_ok=True)
     made = bench.task(
-        "fit",
+        "predict:predict_fit",
         "predicted whether the step fits",
         directory=str(directory),
         plan_from=bench.method.plan_from,

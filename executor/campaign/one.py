@@ -91,11 +91,11 @@ class Bench:
             limit_bytes=self.limit_bytes,
         )
 
-    def task(self, task: str, what: str, **arguments: Any) -> dict[str, Any]:
-        """Let a fresh process do one of `executor.campaign.worker`'s tasks; raises as `run_fresh` does."""
+    def task(self, function: str, what: str, **arguments: Any) -> dict[str, Any]:
+        """Call a function of this room, on the bench's device, in a fresh process; raises as `run_fresh` does."""
         return run_fresh(
-            "executor.campaign.worker",
-            {"task": task, "device": self.device, **arguments},
+            f"executor.campaign.{function}",
+            {"device": self.device, **arguments},
             what=what,
             timeout_s=60.0 * self.method.timeout_minutes,
         )
@@ -188,7 +188,10 @@ def shared_step(case: Case, key: str, bench: Bench, progress: Progress) -> Share
             raise
         ran_out["calibration"] = str(error)
     baseline = bench.task(
-        "baseline", "predicted the step", directory=str(directory), plan_from=bench.method.plan_from
+        "predict:predict_step",
+        "predicted the step",
+        directory=str(directory),
+        plan_from=bench.method.plan_from,
     )
     plan_path = directory / KEEP_ALL_PLAN
     eager, keep_all = RunFigures(), Measured(figures=RunFigures())
@@ -227,7 +230,7 @@ def trace_step(case: Case, directory: Path, bench: Bench, *, transfer: bool) -> 
     """
     method = bench.method
     bench.task(
-        "trace",
+        "record_step:record_step",
         "recorded the step",
         model=case.step.model,
         options=dict(case.step.options),
@@ -266,7 +269,7 @@ def run_case(record: Record, step: SharedStep, bench: Bench, progress: Progress)
         plan_path.parent.mkdir(parents=True, exist_ok=True)
         progress("    planning")
         made = bench.task(
-            "plan",
+            "predict:predict_plan",
             "planned",
             directory=str(step.directory),
             plan_from=bench.method.plan_from,

@@ -49,7 +49,7 @@ def run_campaign(campaign: Campaign, store: Store, choice: Choice, progress: Pro
     device = campaign.method.device
     progress(f"Looking at the device {device} ...")
     found = run_fresh(
-        "executor.campaign.worker", {"task": "device", "device": device}, what="looked at the device"
+        "executor.campaign.record_step:describe_device", {"device": device}, what="looked at the device"
     )
     bench = Bench.of(campaign.method, found, store)
     keys = Keys(method=campaign.method, code=code_digest(), environment=bench.environment)

@@ -73,16 +73,20 @@ class Machine:
         self.equal = True
         self.target = "cpu"  # the entry in the device table
 
-    def fresh(self, module: str, payload: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        assert module == "executor.campaign.worker"
-        task = dict(payload)
-        name = task.pop("task")
-        if name == "device":
+    def fresh(self, function: str, task: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        called = function.partition(":")[2]
+        if called == "describe_device":
             environment = GPU if self.device == "cuda" else CPU
             target = "H200" if self.device == "cuda" else self.target
             return {"environment": environment, "name": "test", "memory_bytes": 1000, "target": target}
-        self.done.append(name)
-        if name == "trace":
+        names = {
+            "record_step": "trace",
+            "predict_step": "baseline",
+            "predict_plan": "plan",
+            "predict_fit": "fit",
+        }
+        self.done.append(names[called])
+        if called == "record_step":
             root = Path(task["directory"])
             self.transferred.append(task["transfer"])
             trace_store.save(CHAIN, root / "uncalibrated", force=True)
@@ -90,7 +94,7 @@ class Machine:
                 raise error
             trace_store.save(WITH_WORKSPACE, root / "calibrated", force=True)
             return {}
-        return {"baseline": predict_step, "plan": predict_plan, "fit": predict_fit}[name](**task)
+        return {f.__name__: f for f in (predict_step, predict_plan, predict_fit)}[called](**task)
 
     def job(self, job: Job, *, timeout_s: float | None = None) -> JobResult:
         self.done.append(job.variant)

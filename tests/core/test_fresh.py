@@ -14,14 +14,11 @@ Run = Callable[..., dict[str, object]]
 
 SERVED = """
 import os
-from executor.isolated import serve
 from traces.errors import PlanError
 
-def do(payload):
+def do(value, limit_bytes=0):
     {body}
-    return {{"got": payload["value"]}}
-
-serve(do, limited=lambda payload: payload.get("limited", False))
+    return {{"got": value}}
 """
 
 
@@ -32,7 +29,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def run(body: str, **more: object) -> dict[str, object]:
         (tmp_path / "lowtide_served.py").write_text(SERVED.format(body=body))
-        return run_fresh("lowtide_served", {"value": 7, **more}, what="did it", timeout_s=60)
+        return run_fresh("lowtide_served:do", {"value": 7, **more}, what="did it", timeout_s=60)
 
     return run
 
@@ -71,12 +68,12 @@ def test_errors_of_users_come_back_as_they_were(module: Run) -> None:
     with pytest.raises(OutOfMemoryProblem):
         module("raise MemoryError")
     with pytest.raises(OutOfMemoryProblem):
-        module("raise RuntimeError('Resource temporarily unavailable')", limited=True)
+        module("raise RuntimeError('Resource temporarily unavailable')", limit_bytes=1)
     with pytest.raises(EnvironmentProblem, match="ZeroDivisionError"):
         module("1 / 0")
 
 
 def test_a_process_that_takes_too_long_is_ended(module: Run, tmp_path: Path) -> None:
-    (tmp_path / "lowtide_slow.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "lowtide_slow.py").write_text("import time; do = lambda: time.sleep(60)")
     with pytest.raises(EnvironmentProblem, match="took longer than 1 s"):
-        run_fresh("lowtide_slow", {}, what="slept", timeout_s=1)
+        run_fresh("lowtide_slow:do", {}, what="slept", timeout_s=1)
