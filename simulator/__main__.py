@@ -1,4 +1,4 @@
-"""Turn `python -m simulator` into the `simulate` command."""
+"""`python -m simulator` is the command `simulate`."""
 
 from simulator.cli.main import main
 

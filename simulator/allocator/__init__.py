@@ -1,1 +1,1 @@
-"""Turn allocations and frees into what CUDA's caching allocator allocates and reserves."""
+"""What CUDA's caching allocator allocates and reserves for a sequence of allocations and frees."""

@@ -1,4 +1,4 @@
-"""Turn a stream of allocations and frees into the memory that CUDA's caching allocator reserves, block by block.
+"""CUDA's caching allocator, block by block: what it hands out, splits, merges and keeps reserved.
 
 The rules are those of torch's c10/cuda/CUDACachingAllocator.cpp, which have been the same from 2024 to 2026. Memory is
 got from the driver in *segments* and handed out in *blocks*, which are split and merged again. Blocks of up to 1 MiB

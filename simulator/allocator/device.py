@@ -1,4 +1,4 @@
-"""Turn a device's name or size into the memory that one training process can have of it."""
+"""The memory that one training process can have of a device, from its name or size."""
 
 from __future__ import annotations
 

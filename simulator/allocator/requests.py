@@ -1,4 +1,4 @@
-"""Turn a Schedule into what it asks of CUDA's caching allocator, in order: the sizes, and what is given back.
+"""What a Schedule asks of CUDA's caching allocator, in order: the sizes, and what is given back.
 
 Parameters, buffers and the batch come first, by id. Optimizer state comes when the first optimizer step begins, and
 stays; a library's workspace in the first op that uses it. An op allocates and frees as its measured events say, or else

@@ -1,4 +1,4 @@
-"""Turn a Schedule into the peak memory that CUDA's caching allocator would allocate and reserve for it."""
+"""The peak memory that CUDA's caching allocator would allocate and reserve for a Schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn requests for more memory into segments and mapped pages, and give them back: the driver's side of the allocator.
+"""The driver's side of the allocator: segments and mapped pages, made on request and given back.
 
 Two kinds of memory: a segment is got whole and goes back whole; an expandable segment is a long range of addresses that
 is mapped page by page where blocks need it, and unmapped page by page where nothing is left.

@@ -1,4 +1,4 @@
-"""Turn the text of PYTORCH_ALLOC_CONF into the settings that the simulated allocator obeys.
+"""The settings of PYTORCH_ALLOC_CONF that the simulated allocator obeys.
 
 Source: c10/core/AllocatorConfig.h and the notes on memory management in torch's documentation.
 """

@@ -1,4 +1,4 @@
-"""Turn the words after `simulate replay` into a comparison of a recorded and a simulated allocator."""
+"""`simulate replay`: a GPU's recorded allocations through the simulated allocator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from traces.commands import Refused
+from simulator.cli.options import columns
+from traces.commands import Refused, say
 from traces.errors import SpecError
 
 if TYPE_CHECKING:
@@ -54,15 +55,15 @@ def replay_command(
     memory_bytes = None if device_memory is None else _memory(device_memory)
     # Before any work, so that a bad one is known. It stands for all that was recorded, not on top of it.
     settings = None if alloc_conf is None else parse_alloc_conf(alloc_conf)
-    _say(f"reading {recording}", quiet)
+    say(f"reading {recording}", quiet=quiet)
     source = understood(read_recording(recording, device))
     if settings is not None:  # which of equal blocks is taken goes by the version of torch, not by the text
         settings = replace(settings, ties=source.settings.ties)
     if (settings or source.settings).memory_fraction is not None and memory_bytes is None:
-        _say("per_process_memory_fraction has no effect without --device-memory", quiet)
+        say("per_process_memory_fraction has no effect without --device-memory", quiet=quiet)
     for note in source.notes:
-        _say(f"note: {note}", quiet)
-    _say(f"replaying {len(source.events)} events", quiet)
+        say(f"note: {note}", quiet=quiet)
+    say(f"replaying {len(source.events)} events", quiet=quiet)
     same = replay(source)
     rows: dict[str, Replay] = {}
     if settings is not None or memory_bytes is not None:
@@ -74,11 +75,6 @@ def replay_command(
         click.echo(_table(source, same, rows))
     if "what_if" in rows and (reason := rows["what_if"].out_of_memory) is not None:
         raise Refused(reason, 1)
-
-
-def _say(line: str, quiet: bool) -> None:
-    if not quiet:
-        click.echo(line, err=True)
 
 
 def _memory(text: str) -> int:
@@ -150,12 +146,7 @@ def _table(source: Recording, same: Replay, rows: dict[str, Replay]) -> str:
     ]
     names = {"as_recorded_from_scratch": "replayed, packed anew", "what_if": "what if, packed anew"}
     table += [line(names[name], r) for name, r in rows.items()]
-    widths = [max(len(row[k]) for row in table) for k in range(len(table[0]))]
-    lines = []
-    for row in table:
-        cells = [f"{row[0]:<{widths[0]}}"]
-        cells += [f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
+    lines = columns(table, left=(0,))
     error = same.figures.peak_reserved_bytes - recorded
     agree = "the same" if same.segment_requests == source.segment_requests else "other"
     lines.append(

@@ -1,4 +1,4 @@
-"""Turn what a user types as a budget into bytes."""
+"""What a budget means that a user types: bytes, a size, or a share of the step's own peak."""
 
 from __future__ import annotations
 

@@ -1,31 +1,25 @@
-"""Turn what the user allows a planner (time, a seed, constraints) into one record that every planner takes."""
+"""What the user allows a planner: time, a seed, and what no plan may do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from simulator.kernels.clock import now
 
-AUTO: Final = "auto"  # in place of a glob for whole modules: the repeated blocks
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What no plan may do, as selectors of ops (`module glob :: op glob`); they act through
-    `simulator.core.problem.Problem`.
+    """What no plan may do, as selectors of ops (`module glob :: op glob`).
 
-    `never`: these ops do not run again. `always_keep`: what these ops make is kept. `whole_modules`: only whole
-    modules whose path matches this glob are recomputed ("": ops are free).
+    `never`: these ops do not run again. `always_keep`: what these ops make is saved.
     """
 
     never: tuple[str, ...] = ()
     always_keep: tuple[str, ...] = ()
-    whole_modules: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.never or self.always_keep or self.whole_modules)
+        return bool(self.never or self.always_keep)
 
     def to_json(self) -> dict[str, Any]:
         """As a plan records them; those that are not given are left out."""
@@ -34,17 +28,7 @@ class Constraints:
             out["never"] = list(self.never)
         if self.always_keep:
             out["always_keep"] = list(self.always_keep)
-        if self.whole_modules:
-            out["whole_modules"] = self.whole_modules
         return out
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Constraints:
-        return cls(
-            never=tuple(data.get("never", ())),
-            always_keep=tuple(data.get("always_keep", ())),
-            whole_modules=str(data.get("whole_modules", "")),
-        )
 
 
 NONE: Final = Constraints()

@@ -1,4 +1,4 @@
-"""Turn a Schedule into a Timeline: an exact discrete-event replay of what is allocated when.
+"""The exact replay of a Schedule: what is allocated at every step, and how long each takes.
 
 A step has two instants. While it runs, its outputs and its workspace are allocated and its inputs are still there;
 when it has ended, the workspace is gone and the storages that nobody needs any more are released.

@@ -1,4 +1,4 @@
-"""Turn selectors such as `layers.*.attn :: aten.mm.default` into the ops of a trace that they mean.
+"""Which ops of a trace a selector such as `layers.*.attn :: aten.mm.default` means.
 
 A selector is `module glob :: op glob`; either side may be left out (`layers.0 ::`, `:: aten.mm.default`), and without
 `::` the one glob may match either. Only ops of forward are meant, since nothing else can run again.
@@ -169,20 +169,6 @@ def resolve(trace: Trace, constraints: Constraints) -> Resolved:
             )
         keep |= mine
     return Resolved(never=frozenset(never), keep=frozenset(keep))
-
-
-def module_instances(paths: Iterable[str], glob: str) -> dict[str, str]:
-    """Path -> the outermost module on it that the glob matches; paths outside such modules are left out."""
-    pattern = _module_pattern(glob)
-    out = {}
-    for path in set(paths):
-        parts = path.split(".") if path else []
-        for k in range(1, len(parts) + 1):
-            prefix = ".".join(parts[:k])
-            if pattern.fullmatch(prefix + "."):
-                out[path] = prefix
-                break
-    return out
 
 
 def _close(seen: Iterable[tuple[str, str]], selector: Selector) -> str:

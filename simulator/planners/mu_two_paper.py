@@ -1,4 +1,4 @@
-"""Turn a trace and a budget into a plan by the recompute half of μ-TWO as printed, defects included.
+"""The recompute half of μ-TWO as printed, defects included.
 
 Source: Purandare, Wasay, Idreos and Jain, "μ-TWO: 3x faster multi-model training with orchestration and memory
 optimization", MLSys 2023: Algorithms B (the greedy), D (overhead of recomputation), E and F (effects of a choice on

@@ -144,7 +144,7 @@ def refuse(
         advice = f"Give a budget of {show_bytes(lowest_peak_bytes)} or more, or use a smaller batch"
     else:
         verdict = f"{planner} found no plan within {show_bytes(budget_bytes)} ({budget_bytes} bytes)"
-        other = "" if planner == "search" or problem.constraints.whole_modules else ", try --planner search"
+        other = "" if planner == "search" else ", try --planner search"
         advice = f"Give a budget of {show_bytes(lowest_peak_bytes)} or more{other}, or use a smaller batch"
     if problem.constraints:
         verdict += " under the given constraints"

@@ -10,15 +10,18 @@ replayed, and a segment's ops run again one by one as backward needs them rather
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import isqrt
+from typing import Final
 
-from simulator.core.blocks import OUTSIDE, block_paths, block_segments
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.planners.outcome import finish, refuse
 from traces.plan import SAVE, Action, Plan
+
+OUTSIDE: Final = -1  # the segment of ops that no segment holds: what they make is kept
 
 
 def plan_save_all(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -142,3 +145,37 @@ def sequence_of(modules: Sequence[str]) -> list[int]:
     found = block_paths(modules) or {path: path for path in modules if path}
     number: dict[str, int] = {}
     return [number.setdefault(found[p], len(number)) if p in found else OUTSIDE for p in modules]
+
+
+def block_segments(modules: Sequence[str]) -> list[int]:
+    """The block of each op by its module path; OUTSIDE for ops in none.
+
+    A block is a member of a numbered container that has modules of its own: `layer1.0`, `encoder.layer.3`, `h.5`,
+    `features.denseblock1.denselayer2`. Of nested ones the first unbroken run of numbered names counts, so that
+    `encoder.block.0.layer.1` belongs to `encoder.block.0` and `features.1.0.block.2` to `features.1.0`.
+    """
+    found = block_paths(modules)
+    number: dict[str, int] = {}
+    return [number.setdefault(found[path], len(number)) if path in found else OUTSIDE for path in modules]
+
+
+def block_paths(modules: Sequence[str]) -> dict[str, str]:
+    """Module path -> the path of its block, as in `block_segments`; paths in no block are left out."""
+    parents: set[str] = set()
+    paths = dict.fromkeys(modules)
+    for path in paths:
+        parts = path.split(".")
+        parents.update(".".join(parts[:k]) for k in range(1, len(parts)))
+    return {path: block for path in paths if (block := _block_of(path, parents))}
+
+
+def _block_of(path: str, parents: set[str]) -> str:
+    parts = path.split(".") if path else []
+    block = ""
+    for k, part in enumerate(parts):
+        prefix = ".".join(parts[: k + 1])
+        if re.search(r"\d$", part) and prefix in parents:
+            block = prefix
+        elif block:
+            break
+    return block

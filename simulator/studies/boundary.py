@@ -1,4 +1,4 @@
-"""Turn a yes-or-no question about whole numbers into the largest that gets a yes before the first no, in few asks."""
+"""The largest whole number that gets a yes before the first no, found in few questions."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from simulator.bounds.bound import lower_bound
 from simulator.bounds.instants import TURN, Instants
-from simulator.core.blocks import OUTSIDE, block_segments
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import run
@@ -18,7 +17,7 @@ from simulator.core.schedule import build
 from simulator.planners import DEFAULT, FORMER, REGISTRY, find, mu_two_paper, plan_with
 from simulator.planners.mu_two import Costs, Search
 from simulator.planners.outcome import Infeasible
-from simulator.planners.segments import equal_segments, sequence_of, torch_segment
+from simulator.planners.segments import OUTSIDE, block_segments, equal_segments, sequence_of, torch_segment
 from tests.bench.baselines.cheap_ops import cheap_candidates
 from tests.strategies import traces, traces_with_reruns
 from tests.synthetic import ladder, resnet

@@ -6,8 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from simulator.core.blocks import OUTSIDE  # noqa: E402
-from simulator.planners.segments import torch_segment  # noqa: E402
+from simulator.planners.segments import OUTSIDE, torch_segment  # noqa: E402
 
 
 def test_segments_agree_with_torchs_own_function(monkeypatch: pytest.MonkeyPatch) -> None:

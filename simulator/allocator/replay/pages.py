@@ -1,4 +1,4 @@
-"""Turn a recording's maps and unmaps into whose the pages of expandable segments are: which stream's, which pool's.
+"""Whose the pages of a recording's expandable segments are: which stream's, which pool's.
 
 An unmap names its stream and not its pool. What tells the pool: the small pool maps one page of 2 MiB at a time, the
 large one whole pages of `large_segment_size_mb`, which are longer; and no block of up to 1 MiB is in the large pool.

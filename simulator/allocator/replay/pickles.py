@@ -1,4 +1,4 @@
-"""Turn a pickle from anywhere, also in gzip or zip, into plain containers, numbers and text, and into nothing else.
+"""A reader of pickles from anywhere that makes plain containers, numbers and text, and nothing else.
 
 A pickle is a program, and its one way to do harm is to name something to import and call. Here no name is resolved, so
 nothing is called; what remains is the size of what it builds, which is bounded while it loads.

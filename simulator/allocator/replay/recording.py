@@ -1,4 +1,4 @@
-"""Turn a recording of a real GPU's allocator, a snapshot pickle or three Parquet files, into a Recording.
+"""A recording of a real GPU's allocator, read from a snapshot pickle or from three Parquet files.
 
 The pickle is what torch.cuda.memory._dump_snapshot() writes after _record_memory_history(). The Parquet form has one
 prefix and three files: `.events` (action, address, size_bytes, stream), and the state before the first event as

@@ -1,4 +1,4 @@
-"""Turn the dictionary of torch.cuda.memory._snapshot() into a Recording by running its events backwards.
+"""The Recording behind torch.cuda.memory._snapshot(), found by running its events backwards.
 
 A snapshot shows the allocator as it is at the end, and what happened before. The state at the beginning follows:
 blocks allocated meanwhile were not there, blocks freed meanwhile were.

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from simulator.core.blocks import block_paths
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.planners.outcome import finish, refuse
+from simulator.planners.segments import block_paths
 from traces.errors import PlanError
 from traces.plan import SAVE, Action, Plan
 
