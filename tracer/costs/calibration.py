@@ -1,4 +1,4 @@
-"""Turn an op's row into what it costs on the target: its time and what it allocates while it runs.
+"""What an op costs on the target: its time and what it allocates while it runs.
 
 In this order: what was measured for this very signature; what a profile's other shapes of the same op say; a row of
 the rules table; nothing, so that the outputs alone count.

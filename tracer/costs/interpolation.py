@@ -1,4 +1,4 @@
-"""Turn measurements of an op at some sizes into what it should cost at another, where sizes scale together.
+"""What an op should cost at one size, by what it was measured to cost at others, where sizes scale together.
 
 Growing the batch moves every size of a call along a straight line: shapes, strides and tensors' bytes are affine in the
 batch size. So are the allocations inside most ops. A call is estimated from two measured ones if it lies on the line

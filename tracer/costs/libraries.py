@@ -1,4 +1,4 @@
-"""Turn the ops of a step into the memory that CUDA's libraries keep for good because of them.
+"""The memory that CUDA's libraries keep for good because of the ops of a step.
 
 cuBLAS gets a buffer from torch's caching allocator at its first call in each thread, and keeps it. A training step has
 two such threads: the one that runs forward and the optimizer, and autograd's. The sizes are those of torch's
@@ -18,27 +18,22 @@ from collections.abc import Iterable
 from typing import Final
 
 from tracer.costs.builder import OpRow, StorageRow
+from tracer.costs.table import short_name
 from traces.devices import Device
 from traces.trace import BACKWARD, FORWARD, WORKSPACE
 
 KIB: Final = 2**10
 LARGE_BYTES: Final = 4096 * 8 * KIB  # compute capability 9, and 10 and 12 from torch 2.12 on (pytorch#175344)
-SHARED_FROM: Final = (
-    2,
-    12,
-)  # from here on cuBLASLt shares cuBLAS's buffer unless told otherwise (pytorch#168175)
+SHARED_FROM: Final = (2, 12)  # from here on cuBLASLt shares cuBLAS's buffer by default (pytorch#168175)
 SMALL_BYTES: Final = (4096 * 2 + 16 * 8) * KIB  # ":4096:2:16:8", all others
 LT_BYTES: Final = 1024 * KIB  # cuBLASLt by itself
 
 # Ops that torch runs by cuBLAS on CUDA. "addmm" with a vector to add may go to cuBLASLt, which then shares the buffer.
-CUBLAS: Final = frozenset(
-    f"aten.{name}"
-    for name in (
-        "mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr",
-        "_scaled_mm", "linear", "matmul", "_int_mm", "linalg_vecdot",
-    )
-)  # fmt: skip
-CUBLASLT: Final = frozenset({"aten.addmm", "aten._addmm_activation", "aten._scaled_mm"})
+CUBLAS: Final = frozenset({
+    "mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr",
+    "_scaled_mm", "linear", "matmul", "_int_mm", "linalg_vecdot",
+})  # fmt: skip
+CUBLASLT: Final = frozenset({"addmm", "_addmm_activation", "_scaled_mm"})
 
 
 def cublas_workspace_bytes(device: Device, release: tuple[int, int]) -> int:
@@ -76,32 +71,25 @@ def library_storages(
     """
     if device.kind != "cuda":
         return ()
-    found: list[StorageRow] = []
-    rows = list(ops)
     own = cublaslt_workspace_bytes(device, release)
     # Up to 2.11 cuBLASLt runs on cuBLAS's handle, with which cuBLAS's buffer comes.
     cublas = CUBLAS - CUBLASLT if own and release >= SHARED_FROM else CUBLAS
+    sizes = (("cuBLAS", cublas, cublas_workspace_bytes(device, release)), ("cuBLASLt", CUBLASLT, own))
+    rows = [(short_name(r.target), r.phase == BACKWARD) for r in ops]
+    found = []
     for thread, backward in (("forward", False), ("backward", True)):
-        uses: dict[str, int] = {}  # op -> where it runs first
-        for i, r in enumerate(rows):
-            if (r.phase == BACKWARD) is backward:
-                uses.setdefault(r.target.rpartition(".")[0], i)
-        for library, ops_of, size in (
-            ("cuBLAS", cublas, cublas_workspace_bytes(device, release)),
-            ("cuBLASLt", CUBLASLT, own),
-        ):
-            first = min((i for name, i in uses.items() if name in ops_of), default=-1)
+        for library, names, size in sizes:
+            first = next((i for i, (n, b) in enumerate(rows) if n in names and b is backward), -1)
             if first >= 0 and size:
-                found.append(
-                    StorageRow(
-                        name=f"{library} workspace ({thread})",
-                        nbytes=size,
-                        category=WORKSPACE,
-                        used_from=first,
-                        dtype="uint8",
-                        shape=(size,),
-                    )
+                row = StorageRow(
+                    name=f"{library} workspace ({thread})",
+                    nbytes=size,
+                    category=WORKSPACE,
+                    used_from=first,
+                    dtype="uint8",
+                    shape=(size,),
                 )
+                found.append(row)
     return tuple(found)
 
 
@@ -109,17 +97,12 @@ def rerun_workspaces(ops: Iterable[OpRow], device: Device, release: tuple[int, i
     """What a library keeps in backward's thread once that runs an op of forward again: target -> bytes.
 
     cuBLASLt's buffer, where it has one of its own and backward has no op for it; 0 for the other ops of cuBLAS, whose
-    buffer backward has anyway.
-
-    Args:
-        ops: of the whole step.
-        device: the GPU; a CPU has none.
-        release: of torch, as (2, 13).
+    buffer backward has anyway. The arguments are those of `library_storages`.
     """
     if device.kind != "cuda":
         return {}
-    rows = list(ops)
-    there = {r.target.rpartition(".")[0] for r in rows if r.phase == BACKWARD}
-    own = 0 if there & CUBLASLT else cublaslt_workspace_bytes(device, release)
-    again = sorted({r.target for r in rows if r.phase == FORWARD and r.target.rpartition(".")[0] in CUBLAS})
-    return {target: own if target.rpartition(".")[0] in CUBLASLT else 0 for target in again}
+    rows = [(r.target, r.phase, short_name(r.target)) for r in ops]
+    there = any(phase == BACKWARD and name in CUBLASLT for _, phase, name in rows)
+    own = 0 if there else cublaslt_workspace_bytes(device, release)
+    again = sorted({(t, n) for t, phase, n in rows if phase == FORWARD and n in CUBLAS})
+    return {target: own if name in CUBLASLT else 0 for target, name in again}

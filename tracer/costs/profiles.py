@@ -217,40 +217,27 @@ def with_workspaces(trace: Trace, workspaces: tuple[LibraryWorkspace, ...]) -> T
     A library asks for one in the first op of its kind. Each thread has its own, so one of a size that has been there
     before is backward's.
     """
-    sts = trace.storages
+    ops, sts = trace.ops, trace.storages
     count = len(sts)
     while count and sts.category[count - 1] == WORKSPACE and sts.producer[count - 1] < 0:
         count -= 1
-    rows: dict[str, tuple[Any, ...]] = {
-        "name": tuple(f"workspace of a library, made by {w.op}" for w in workspaces),
-        "nbytes": tuple(w.nbytes for w in workspaces),
-        "category": (WORKSPACE,) * len(workspaces),
-        "dtype": ("uint8",) * len(workspaces),
-        "shape": tuple((w.nbytes,) for w in workspaces),
-        "aliases": ((),) * len(workspaces),
-    }
-    uses: dict[str, list[int]] = {FORWARD: [], BACKWARD: []}
+    rows: list[dict[str, Any]] = []
     for k, w in enumerate(workspaces):
         backward = any(w.nbytes == earlier.nbytes for earlier in workspaces[:k])
-        first = _first_op(trace, w.op, backward)
-        phase = BACKWARD if first >= 0 and trace.ops.phase[first] == BACKWARD else FORWARD
-        for p, column in uses.items():
-            column.append(first if p == phase else -1)
-    rows["first_forward_use"], rows["first_backward_use"] = tuple(uses[FORWARD]), tuple(uses[BACKWARD])
-    none = (-1,) * len(workspaces)
-    columns = {f.name: getattr(sts, f.name)[:count] + rows.get(f.name, none) for f in fields(sts)}
+        asking = (
+            i for i, t in enumerate(ops.target) if t == w.op and (not backward or ops.phase[i] == BACKWARD)
+        )
+        first = next(asking, -1)
+        phase = BACKWARD if first >= 0 and ops.phase[first] == BACKWARD else FORWARD
+        row = {"name": f"workspace of a library, made by {w.op}", "nbytes": w.nbytes, "category": WORKSPACE}
+        row |= {"dtype": "uint8", "shape": (w.nbytes,), "aliases": (), f"first_{phase}_use": first}
+        rows.append(row)
+    columns = {
+        f.name: (*getattr(sts, f.name)[:count], *(row.get(f.name, -1) for row in rows)) for f in fields(sts)
+    }
     made = replace(trace, storages=Storages(**columns))
     validate(made)
     return made
-
-
-def _first_op(trace: Trace, target: str, backward: bool) -> int:
-    """The first op of that kind, in the whole step or in backward; -1: there is none."""
-    ops = trace.ops
-    return next(
-        (i for i, t in enumerate(ops.target) if t == target and (not backward or ops.phase[i] == BACKWARD)),
-        -1,
-    )
 
 
 def workspaces_of(trace: Trace) -> tuple[LibraryWorkspace, ...]:

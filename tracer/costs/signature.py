@@ -1,4 +1,4 @@
-"""Turn one call of an op into its signature: the op's name and its arguments, with shapes in place of tensors.
+"""The signature of one call of an op: its name and its arguments, with shapes in place of tensors.
 
 What an op allocates while it runs follows from its signature (on one device, one version of torch, one set of
 flags). So a signature is what measurements are stored by and what workspace rules look at.

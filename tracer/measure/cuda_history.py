@@ -1,4 +1,4 @@
-"""Turn the CUDA caching allocator's own history into what each op allocated and freed, in order.
+"""What each op allocated and freed, in order, by the CUDA caching allocator's own history.
 
 The history is one list of events without a word about ops. So a marker is allocated and freed before and after every
 op: a block of an odd size whose address is noted. What lies between an op's two markers is the op's.

@@ -1,4 +1,4 @@
-"""Turn the shape of a sum into the buffer that its CUDA kernel takes for partial results.
+"""The buffer that the CUDA kernel of a sum takes for partial results, by the shape of what is summed.
 
 A sum over many rows with few results is shared by several blocks of threads, which leave their partial sums in a
 buffer from the caching allocator: for a bias's gradient it often is larger than what is summed. The rules are those of
