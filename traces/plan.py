@@ -37,6 +37,7 @@ from traces.errors import PlanError
 from traces.files import write_text
 from traces.json_records import checked, from_json, read_json
 from traces.trace import Trace, TraceMeta, canonical_json
+from traces.units import show_bytes, show_percent
 
 PLAN_VERSION: Final = 2
 RECOMPUTE: Final = "recompute"
@@ -79,6 +80,15 @@ class Plan:
     exactness: str = EXACT  # exact: gradients equal those of the unplanned step
     predicted: Mapping[str, Any] = field(default_factory=dict)
     constraints: Mapping[str, Any] = field(default_factory=dict)  # what the user forbade; empty: nothing
+
+    def __repr__(self) -> str:
+        told = self.predicted.get("plan", {})
+        parts = [f"{n} {recipe}" for recipe, n in self.by_recipe.items()] or ["everything saved"]
+        if told.get("peak_allocated_bytes") is not None:
+            parts.append(f"peak {show_bytes(told['peak_allocated_bytes'])}")
+        if told.get("overhead_percent") is not None:
+            parts.append(f"{show_percent(told['overhead_percent'], signed=True)} time")
+        return f"<plan of {self.planner or 'no planner'} for {self.meta.model}: {', '.join(parts)}>"
 
     @property
     def recomputed(self) -> frozenset[int]:

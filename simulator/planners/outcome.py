@@ -30,12 +30,7 @@ class Infeasible(BudgetError):
         self.figures = figures
 
 
-def finish(
-    problem: Problem,
-    planner: str,
-    budget_bytes: int,
-    actions: Iterable[Action],
-) -> Plan:
+def finish(problem: Problem, planner: str, budget_bytes: int, actions: Iterable[Action]) -> Plan:
     """The plan for these actions, judged by the exact replay, with the actions that change nothing left out.
 
     What constraints keep for the sake of recomputations is saved explicitly, so that the plan means the same to a

@@ -107,10 +107,7 @@ def provenance(trace: Trace) -> str:
 
 def about(problem: Problem, also: str) -> tuple[Text, ...]:
     """Where the figures of a page come from, and what must be said beside them."""
-    return (
-        Text(provenance(problem.trace) + also, "note"),
-        *warned(map(text, warnings_of(problem))),
-    )
+    return (Text(provenance(problem.trace) + also, "note"), *warned(map(text, warnings_of(problem))))
 
 
 def saved_figure(timeline: Timeline) -> Figure:

@@ -244,13 +244,7 @@ class _Search:
         cost, fit = c.overhead_percent, c.planned_fit
         fits = bool(fit.fits) and cost <= price
         why = f"the plan that was found adds {cost:.2f} %" if cost > price else fit.out_of_memory
-        probe = replace(
-            probe,
-            plan=c.planned_figures,
-            overhead_percent=cost,
-            plan_fits=fits,
-            message=why,
-        )
+        probe = replace(probe, plan=c.planned_figures, overhead_percent=cost, plan_fits=fits, message=why)
         if fits:
             return self._saved(probe, c), _over(cost, price)
         return probe, max(SLIGHTLY, _over(cost, price))

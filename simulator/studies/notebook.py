@@ -112,7 +112,8 @@ def _curve(timeline: Timeline) -> list[tuple[float, float]]:
         at = start * (WIDTH - LEFT) // end
         highest[at] = max(highest.get(at, 0), peak)
     scale = end / 1e6 / (WIDTH - LEFT)
-    return [(at * scale, float(n)) for at, n in sorted(highest.items())]
+    points = [(at * scale, float(n)) for at, n in sorted(highest.items())]
+    return [*points, (end / 1e6, points[-1][1])] if points else []
 
 
 def _picture(
@@ -132,7 +133,7 @@ def _picture(
     parts = []
     for colour, curve in curves:
         line = " ".join(place(x, y) for x, y in curve)
-        closed = f"{place(curve[0][0], 0)} {line} {place(right, 0)}" if area and curve else line
+        closed = f"{place(curve[0][0], 0)} {line} {place(curve[-1][0], 0)}" if area and curve else line
         fill = f'fill="{colour}" fill-opacity="0.45"' if area else 'fill="none"'
         parts.append(f'<polyline points="{closed}" {fill} stroke="{colour}"/>')
     for limit in limits:

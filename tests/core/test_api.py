@@ -38,6 +38,8 @@ def test_a_plan_keeps_to_its_budget_and_what_simulate_says_of_it(trace: Trace, t
     whole = simulate(trace).saved.timeline.peak_allocated_bytes
     made = plan(trace, "80%")
     assert isinstance(made, Plan)
+    assert "<plan of search for tiny:" in repr(made)
+    assert len(repr(made)) < 200
     assert made.budget_bytes == whole * 80 // 100
     step = simulate(trace, made)
     assert step.planned.timeline.peak_allocated_bytes <= whole * 80 // 100
