@@ -216,7 +216,7 @@ def _device_lines(c: Prediction) -> list[str]:
 
 def _at_peak(c: Prediction) -> list[str]:
     """What holds the memory at the plan's peak, by category and by storage."""
-    from simulator.core.replay import breakdown, holdings
+    from simulator.core.replay import holdings, peak_by_category
     from simulator.planners.outcome import where
     from traces.units import show_bytes, show_percent
 
@@ -226,7 +226,7 @@ def _at_peak(c: Prediction) -> list[str]:
     peak = c.planned.timeline.peak_allocated_bytes
     again = " again" if schedule.recompute[step] else ""
     lines = [f"At the peak, while {where(trace, schedule.op[step])} runs{again}:"]
-    parts = [(k, n) for k, n in breakdown(trace, schedule, c.planned.timeline).at_peak.items() if n]
+    parts = [(k, n) for k, n in peak_by_category(trace, schedule, c.planned.timeline).items() if n]
     width = max((len(category) for category, _ in parts), default=0)
     for category, n in (*parts, ("sum", sum(n for _, n in parts))):
         share = show_percent(100 * n / peak, digits=1) if peak else ""

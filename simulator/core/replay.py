@@ -9,12 +9,13 @@ rounding and fragmentation of the device's allocator, and library workspaces tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule, build, rerun_workspace_bytes
-from simulator.core.timeline import Breakdown, Timeline
+from simulator.core.timeline import Timeline
 from traces.plan import Action
 from traces.trace import CATEGORIES, WORKSPACE, Trace
 
@@ -88,25 +89,32 @@ def holdings(trace: Trace, schedule: Schedule, step: int) -> tuple[Holding, ...]
     return tuple(sorted((h for h in out if h.nbytes), key=lambda h: (-h.nbytes, h.storage)))
 
 
-def breakdown(trace: Trace, schedule: Schedule, timeline: Timeline) -> Breakdown:
-    """Split a timeline by category; the parts at the peak sum to the peak exactly."""
+def by_category(trace: Trace, schedule: Schedule, timeline: Timeline) -> Iterator[dict[str, int]]:
+    """Bytes by category while each step runs; they sum to the step's `peak_bytes` exactly.
+
+    Workspace is what the running op uses beyond its outputs, and what libraries hold because of reruns.
+    """
     sts = trace.storages
     live = dict.fromkeys(CATEGORIES, 0)
     for s, p in enumerate(sts.producer):
         if p < 0:
             live[sts.category[s]] += sts.nbytes[s]
-    live[WORKSPACE] += rerun_workspace_bytes(trace, schedule)
-    columns: dict[str, list[int]] = {c: [] for c in CATEGORIES}
-    for binds, frees in zip(schedule.binds, schedule.frees, strict=True):
-        for s in binds:
+    for step, op in enumerate(schedule.op):
+        now, taken = dict(live), schedule.takes[step]
+        for s in trace.ops.writes[op]:
+            if sts.producer[s] == op:
+                now[sts.category[s]] += sts.nbytes[s]
+        if taken >= 0:
+            now[sts.category[taken]] -= sts.nbytes[taken]
+        now[WORKSPACE] += timeline.peak_bytes[step] - sum(now.values())
+        yield now
+        for s in schedule.binds[step]:
             live[sts.category[s]] += sts.nbytes[s]
-        for s in frees:
+        for s in schedule.frees[step]:
             live[sts.category[s]] -= sts.nbytes[s]
-        for c in CATEGORIES:
-            columns[c].append(live[c])
-    at_peak = dict.fromkeys(CATEGORIES, 0)
-    if timeline.peak_step >= 0:
-        for h in holdings(trace, schedule, timeline.peak_step):
-            at_peak[h.category] += h.nbytes
-        at_peak[WORKSPACE] += timeline.peak_allocated_bytes - sum(at_peak.values())
-    return Breakdown(by_category={c: tuple(v) for c, v in columns.items()}, at_peak=at_peak)
+
+
+def peak_by_category(trace: Trace, schedule: Schedule, timeline: Timeline) -> dict[str, int]:
+    """The peak by category, in the order of CATEGORIES; of a step without ops, nothing."""
+    found = islice(by_category(trace, schedule, timeline), max(0, timeline.peak_step), None)
+    return next(found, dict.fromkeys(CATEGORIES, 0))

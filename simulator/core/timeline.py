@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from traces.trace import CATEGORIES
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
@@ -40,17 +38,3 @@ class Timeline:
     def recomputed_ops(self) -> int:
         """Recompute steps that take time: views run again at no cost and are not counted."""
         return sum(1 for r, d in zip(self.recompute, self.duration_ns, strict=True) if r and d)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Breakdown:
-    """Bytes by category after each step, and at the peak, where they sum to the peak."""
-
-    by_category: dict[str, tuple[int, ...]]  # after each step
-    at_peak: dict[
-        str, int
-    ]  # in the order of CATEGORIES; workspace: what the running op used beyond its outputs
-
-    @staticmethod
-    def order() -> tuple[str, ...]:
-        return CATEGORIES

@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from simulator.core.replay import by_category
 from simulator.core.schedule import Schedule
 from simulator.core.timeline import Timeline
 from simulator.report.page import INSTALL
 from traces.errors import EnvironmentProblem
-from traces.trace import BACKWARD, CATEGORIES, PHASES, WORKSPACE, Trace
+from traces.trace import BACKWARD, CATEGORIES, PHASES, Trace
 from traces.units import bytes_unit, show_bytes, show_time
 
 COLOURS: Final = {
@@ -458,34 +459,6 @@ def thin(totals: Sequence[int], clock: Sequence[int], points: int = POINTS) -> t
     return tuple(sorted(kept))
 
 
-def while_running(trace: Trace, schedule: Schedule, timeline: Timeline) -> dict[str, tuple[int, ...]]:
-    """Bytes by category while each step runs; the parts of step k sum to `timeline.peak_bytes[k]` exactly.
-
-    Workspace is what the running op uses beyond its outputs.
-    """
-    sts = trace.storages
-    live = dict.fromkeys(CATEGORIES, 0)
-    for s, p in enumerate(sts.producer):
-        if p < 0:
-            live[sts.category[s]] += sts.nbytes[s]
-    columns: dict[str, list[int]] = {c: [] for c in CATEGORIES}
-    for step, op in enumerate(schedule.op):
-        now = dict(live)
-        for s in trace.ops.writes[op]:
-            if sts.producer[s] == op:
-                now[sts.category[s]] += sts.nbytes[s]
-        if schedule.takes[step] >= 0:
-            now[sts.category[schedule.takes[step]]] -= sts.nbytes[schedule.takes[step]]
-        now[WORKSPACE] += timeline.peak_bytes[step] - sum(now.values())
-        for c in CATEGORIES:
-            columns[c].append(now[c])
-        for s in schedule.binds[step]:
-            live[sts.category[s]] += sts.nbytes[s]
-        for s in schedule.frees[step]:
-            live[sts.category[s]] -= sts.nbytes[s]
-    return {c: tuple(v) for c, v in columns.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class Extent:
     """The common scales of charts that are compared with each other."""
@@ -552,20 +525,20 @@ def _areas(
 ) -> list[Any]:
     """The stacked areas, and a rule under the pointer that tells each of them."""
     alt = altair()
-    columns = {c: v for c, v in while_running(trace, schedule, timeline).items() if any(v)}
-    cats = list(columns)
+    running = list(by_category(trace, schedule, timeline))
+    cats = [c for c in CATEGORIES if any(now[c] for now in running)]
     rows = [
         (
             timeline.start_ns[k] / 1e6,
             k,
             timeline.peak_bytes[k],
             trace.ops.name[schedule.op[k]] + (" (again)" if schedule.recompute[k] else ""),
-            *(columns[c][k] for c in cats),
+            *(running[k][c] for c in cats),
         )
         for k in thin(timeline.peak_bytes, timeline.start_ns)
     ]
     if rows:
-        last = (columns[c][-1] for c in cats)
+        last = (running[-1][c] for c in cats)
         rows.append(
             (timeline.step_time_ns / 1e6, len(schedule), timeline.live_bytes[-1], "end of the step", *last)
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from simulator.core.problem import Problem
-from simulator.core.replay import Replay, breakdown, holdings
+from simulator.core.replay import Replay, holdings, peak_by_category
 from simulator.core.timeline import Timeline
 from simulator.report import charts
 from simulator.report.page import (
@@ -302,8 +302,8 @@ def _stretched(curve: Sequence[tuple[int, int]], end_ns: int) -> tuple[tuple[int
 
 def peak_blocks(c: Prediction) -> tuple[Block, ...]:
     """The peak by category, with and without the plan, and the largest storages that stand there."""
-    before = breakdown(c.trace, c.saved.schedule, c.saved.timeline).at_peak
-    after = breakdown(c.trace, c.planned.schedule, c.planned.timeline).at_peak
+    before = peak_by_category(c.trace, c.saved.schedule, c.saved.timeline)
+    after = peak_by_category(c.trace, c.planned.schedule, c.planned.timeline)
     peak = sum(after.values())
     at = c.planned.timeline.peak_step
     where = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from simulator.allocator.device_fit import DeviceFit
-from simulator.core.replay import Replay, breakdown
+from simulator.core.replay import Replay, peak_by_category
 from simulator.planners.outcome import Infeasible
 from simulator.studies.prediction import Prediction
 from simulator.studies.warnings import provenance, texts
@@ -89,7 +89,7 @@ def _run(trace: Trace, replay: Replay, fit: DeviceFit) -> dict[str, Any]:
     return {
         **fit.figures(replay.timeline.step_time_ns).headline(),
         "allocator": fit.allocator(),
-        "peak_by_category": breakdown(trace, replay.schedule, replay.timeline).at_peak,
+        "peak_by_category": peak_by_category(trace, replay.schedule, replay.timeline),
     }
 
 

@@ -149,7 +149,7 @@ def sweep(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
 def _row(request: SweepRequest, trace: Trace, batch_size: int) -> SweepRow:
     from simulator.allocator.device_fit import setting_of
     from simulator.core.problem import Problem
-    from simulator.core.replay import breakdown
+    from simulator.core.replay import peak_by_category
     from simulator.studies.prediction import plan_for, predict
     from simulator.studies.warnings import texts, warnings
 
@@ -169,7 +169,7 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int) -> SweepRow:
         plan=RunFigures(),
         overhead_percent=None,
         recomputed_ops=0,
-        breakdown_baseline=breakdown(trace, saved.saved.schedule, saved.saved.timeline).at_peak,
+        breakdown_baseline=peak_by_category(trace, saved.saved.schedule, saved.saved.timeline),
         breakdown_plan={},
         activation_bytes=sum(
             n for n, w in zip(sts.nbytes, problem.unconstrained.saved_by_default, strict=True) if w
@@ -202,7 +202,7 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int) -> SweepRow:
         plan=c.planned_figures,
         overhead_percent=c.overhead_percent,
         recomputed_ops=c.planned.timeline.recomputed_ops,
-        breakdown_plan=breakdown(trace, c.planned.schedule, c.planned.timeline).at_peak,
+        breakdown_plan=peak_by_category(trace, c.planned.schedule, c.planned.timeline),
         plan_path=plan_path.name,
         warnings=texts(c),
         notices=warnings(c),

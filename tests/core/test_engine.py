@@ -6,7 +6,7 @@ from hypothesis import given
 
 from simulator.core.evaluator import Evaluator
 from simulator.core.problem import Problem
-from simulator.core.replay import breakdown, holdings, run
+from simulator.core.replay import by_category, holdings, peak_by_category, run
 from simulator.core.schedule import build
 from tests import oracle
 from tests.strategies import traces_with_actions
@@ -109,7 +109,7 @@ def test_breakdown_names_categories_and_the_workspace_of_the_running_op() -> Non
     schedule = build(Problem(of))
     timeline = run(Problem(of), schedule)
     assert timeline.peak_allocated_bytes == 100 + 50 + 10 + 16
-    parts = {c: n for c, n in breakdown(of, schedule, timeline).at_peak.items() if n}
+    parts = {c: n for c, n in peak_by_category(of, schedule, timeline).items() if n}
     assert parts == {"parameter": 100, "optimizer state": 50, "activation": 10, "gradient": 7, "workspace": 9}
     assert [(of.storages.name[h.storage], h.nbytes) for h in holdings(of, schedule, 1)] == [
         ("w", 100),
@@ -168,15 +168,14 @@ def test_the_fast_evaluation_equals_the_engine(case: tuple[Trace, tuple[Action, 
 
 
 @given(traces_with_actions())
-def test_the_breakdown_sums_to_the_peak_and_to_the_live_bytes(case: tuple[Trace, tuple[Action, ...]]) -> None:
+def test_the_categories_sum_to_what_is_allocated(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
     schedule = build(Problem(of), actions)
     timeline = run(Problem(of), schedule)
-    parts = breakdown(of, schedule, timeline)
-    assert sum(parts.at_peak.values()) == timeline.peak_allocated_bytes
-    assert min(parts.at_peak.values()) >= 0
-    for step, n in enumerate(timeline.live_bytes):
-        assert sum(column[step] for column in parts.by_category.values()) == n
+    running = list(by_category(of, schedule, timeline))
+    assert [sum(now.values()) for now in running] == list(timeline.peak_bytes)
+    assert min(n for now in running for n in now.values()) >= 0
+    assert running[timeline.peak_step] == peak_by_category(of, schedule, timeline)
 
 
 @given(traces_with_actions(rich=False))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from simulator.allocator.device_fit import setting_of
 from simulator.core.problem import Problem
-from simulator.core.replay import breakdown, run
+from simulator.core.replay import by_category, peak_by_category, run
 from simulator.core.schedule import build
 from simulator.report import charts
 from simulator.report.page import (
@@ -195,12 +195,11 @@ def test_drawn_categories_sum_to_what_is_allocated() -> None:
     for actions in ((), (Action(storage=3),)):
         schedule = build(Problem(trace), actions)
         timeline = run(Problem(trace), schedule)
-        columns = charts.while_running(trace, schedule, timeline)
-        for k, peak in enumerate(timeline.peak_bytes):
-            assert sum(columns[c][k] for c in CATEGORIES) == peak
-            assert all(columns[c][k] >= 0 for c in CATEGORIES)
-        at_peak = breakdown(trace, schedule, timeline).at_peak
-        assert {c: columns[c][timeline.peak_step] for c in CATEGORIES} == at_peak
+        running = list(by_category(trace, schedule, timeline))
+        for now, peak in zip(running, timeline.peak_bytes, strict=True):
+            assert sum(now[c] for c in CATEGORIES) == peak
+            assert all(now[c] >= 0 for c in CATEGORIES)
+        assert running[timeline.peak_step] == peak_by_category(trace, schedule, timeline)
 
 
 def test_the_peak_shown_sums_to_the_peak(page: str) -> None:
