@@ -56,6 +56,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from simulator.bounds.instants import TURN, Instants
@@ -65,7 +66,8 @@ from simulator.core.problem import Floor, Problem
 from simulator.core.recipes.swaps import relaxed
 
 TWICE = "what backward reads must be brought together op after op in so little memory that some ops run again twice"
-
+TOO_LITTLE = "leaves too little for the rest, which must be computed again"
+NOTHING = "no instant shows that anything must be computed again"
 NO_WAY = "no plan fits: what backward reads cannot be brought together, op after op, in so little memory"
 
 
@@ -83,43 +85,25 @@ class Bound:
     reason: str  # in words
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
-    """The bound as a function of the budget, for one trace."""
-
-    bounds: tuple[Bound, ...]  # by rising budget
-
-    @property
-    def budgets_bytes(self) -> tuple[int, ...]:
-        return tuple(b.budget_bytes for b in self.bounds)
-
-    @property
-    def overheads_percent(self) -> tuple[float | None, ...]:
-        """None where no plan fits."""
-        return tuple(b.overhead_percent if b.feasible else None for b in self.bounds)
-
-
 def lower_bound(problem: Problem, budget_bytes: int) -> Bound:
     """The certified bound for one budget; see the module's text for what it counts and ignores."""
-    return bound_curve(problem, (budget_bytes,)).bounds[0]
+    return bounder_of(problem).bound(budget_bytes)
 
 
-def bound_curve(problem: Problem, budgets: Iterable[int]) -> Envelope:
+def bound_curve(problem: Problem, budgets: Iterable[int]) -> tuple[Bound, ...]:
     """The certified bound for each budget, by rising budget; work is shared among them.
 
     A plan that keeps to a budget also keeps to every larger one, so what holds for a larger budget holds for a
     smaller one, and the curve never rises with the budget.
     """
     bounder = bounder_of(problem)
-    best: Bound | None = None
     out: list[Bound] = []
     for budget in sorted(set(budgets), reverse=True):
-        bound = bounder.bound(budget)
+        bound, best = bounder.bound(budget), out[-1] if out else None
         if best is not None and (best.feasible, -best.added_time_ns) < (bound.feasible, -bound.added_time_ns):
             bound = bounder.carry(best, budget)
         out.append(bound)
-        best = bound
-    return Envelope(bounds=tuple(reversed(out)))
+    return tuple(reversed(out))
 
 
 def bound_answer(problem: Problem, budget_bytes: int) -> dict[str, Any]:
@@ -147,16 +131,13 @@ class Bounder:
         problem = relaxed(problem)
         self.trace = problem.trace
         self.instants = Instants(problem)
-        self._floor: Floor | None = None
         self._working_sets = WorkingSets(self.instants)
         self._known: dict[int, Bound] = {}  # by budget
 
-    @property
+    @cached_property
     def floor(self) -> Floor:
-        """The highest peak that is known to be below every plan's, worked out when first asked for."""
-        if self._floor is None:
-            self._floor = lowest(self.instants)
-        return self._floor
+        """The highest peak that is known to be below every plan's."""
+        return lowest(self.instants)
 
     def bound(self, budget_bytes: int) -> Bound:
         """The best over the turn and the instants worth a look, and what working sets cost after the best of these."""
@@ -176,7 +157,8 @@ class Bounder:
                 return self._infeasible(budget_bytes, op, least)
             if found[0] > best[0]:
                 best, at = found, op
-        bound = self._bound(budget_bytes, at, *best)
+        reason = f"what must be in memory {self._while(at)} {TOO_LITTLE}" if best[0] else NOTHING
+        bound = self._bound(budget_bytes, at, best, reason)
         if max(self.instants.peaks, default=0) <= budget_bytes:
             return bound
         if at < self.instants.turn:  # working sets are followed back to the turn
@@ -186,44 +168,22 @@ class Bounder:
             return replace(bound, feasible=False, added_time_ns=0, overhead_percent=0.0, reason=NO_WAY)
         if added_time_ns <= bound.added_time_ns:
             return bound
-        return self._bound(budget_bytes, at, added_time_ns, *best[1:], reason=TWICE)
+        return self._bound(budget_bytes, at, (added_time_ns, *best[1:]), TWICE)
 
     def carry(self, bound: Bound, budget_bytes: int) -> Bound:
         """A bound for a larger budget, as one for a smaller budget."""
-        if not bound.feasible:
-            return self._infeasible(budget_bytes, bound.op, budget_bytes + 1)
-        return self._bound(
-            budget_bytes,
-            bound.op,
-            bound.added_time_ns,
-            bound.price_ns,
-            bound.price_bytes,
-            reason=bound.reason,
-        )
+        if bound.feasible:
+            return replace(bound, budget_bytes=budget_bytes)
+        return self._infeasible(budget_bytes, bound.op, budget_bytes + 1)
 
-    def _bound(
-        self,
-        budget_bytes: int,
-        op: int,
-        added_time_ns: int,
-        price_ns: int,
-        price_bytes: int,
-        *,
-        reason: str = "",
-    ) -> Bound:
-        trace = self.trace
-        if not added_time_ns:
-            reason = "no instant shows that anything must be computed again"
-        elif not reason:
-            where = "when forward has ended" if op == TURN else f"while {trace.ops.name[op]} (op {op}) runs"
-            reason = (
-                f"what must be in memory {where} leaves too little for the rest, which must be computed again"
-            )
+    def _bound(self, budget_bytes: int, op: int, found: tuple[int, int, int], reason: str) -> Bound:
+        """`found`: as `Instant.added` gives it."""
+        added_time_ns, price_ns, price_bytes = found
         return Bound(
             budget_bytes=budget_bytes,
             feasible=True,
             added_time_ns=added_time_ns,
-            overhead_percent=100 * added_time_ns / trace.time_ns if trace.time_ns else 0.0,
+            overhead_percent=100 * added_time_ns / self.trace.time_ns if self.trace.time_ns else 0.0,
             op=op,
             price_ns=price_ns,
             price_bytes=price_bytes,
@@ -231,14 +191,9 @@ class Bounder:
         )
 
     def _infeasible(self, budget_bytes: int, op: int, least_bytes: int) -> Bound:
-        where = "when forward has ended" if op == TURN else f"while {self.trace.ops.name[op]} (op {op}) runs"
-        return Bound(
-            budget_bytes=budget_bytes,
-            feasible=False,
-            added_time_ns=0,
-            overhead_percent=0.0,
-            op=op,
-            price_ns=0,
-            price_bytes=1,
-            reason=f"no plan fits: {where} at least {least_bytes} bytes are in memory, whatever is computed again",
-        )
+        least = f"at least {least_bytes} bytes are in memory, whatever is computed again"
+        bound = self._bound(budget_bytes, op, (0, 0, 1), f"no plan fits: {self._while(op)} {least}")
+        return replace(bound, feasible=False)
+
+    def _while(self, op: int) -> str:
+        return "when forward has ended" if op == TURN else f"while {self.trace.ops.name[op]} (op {op}) runs"

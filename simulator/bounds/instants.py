@@ -83,28 +83,27 @@ class Instants:
         flat = np.fromiter(chain.from_iterable(ops.reads), np.int64, int(counts.sum()))
         reader, read = np.divmod(np.unique(np.repeat(np.arange(len(ops)), counts) * n_st + flat), n_st)
         self.reader, self.read = reader, read
-        self._producer = np.array(sts.producer, np.int64)
+        self.nbytes, self.producer = np.array(sts.nbytes, np.int64), np.array(sts.producer, np.int64)
         self._last_read = np.full(len(sts), -1, np.int64)  # op, in any phase
         np.maximum.at(self._last_read, read, reader)
         # What no plan evicts stays until its last reader: of forward only, if nothing saves it beyond.
         stays = ~np.array([problem.is_evictable(s) for s in range(len(sts))], np.bool_)
         saved = np.array(problem.pinned, np.bool_) | np.array(problem.saved_by_default, np.bool_)
         eager = np.array([bool(f & EAGER) for f in ops.flags], np.bool_)
-        forces = (stays & (saved | (self._producer >= turn)))[read] | (
+        forces = (stays & (saved | (self.producer >= turn)))[read] | (
             (reader < turn) & (stays[read] | eager[reader])
         )
-        self._until = np.array(sts.hold, np.int64)
-        np.maximum.at(self._until, read[forces], reader[forces])
-        self.last_read, self.forced_until = self._last_read.tolist(), self._until.tolist()
-        in_forward = (reader < turn) & (self._producer[read] >= 0)
+        self.until = np.array(sts.hold, np.int64)
+        np.maximum.at(self.until, read[forces], reader[forces])
+        self.last_read, self.forced_until = self._last_read.tolist(), self.until.tolist()
+        in_forward = (reader < turn) & (self.producer[read] >= 0)
         self._components = Components(problem, reader[in_forward], read[in_forward])
         self._weigh(reader, read)
 
     def _weigh(self, reader: NDArray[np.int64], read: NDArray[np.int64]) -> None:
         """What is in memory whatever the plan: before each op, by what each op reads beyond that, and at each op."""
-        ops, nbytes = self.trace.ops, self.trace.storages.nbytes
-        sizes = np.array(nbytes, np.int64)
-        begin, end = self._producer + 1, self._until + 1
+        ops, sizes = self.trace.ops, self.nbytes
+        begin, end = self.producer + 1, self.until + 1
         lasts = (begin > 0) & (begin < end)
         change = np.zeros(len(ops) + 1, np.int64)
         np.add.at(change, begin[lasts], sizes[lasts])
@@ -113,7 +112,7 @@ class Instants:
         self.sure_bytes: list[int] = (self.trace.resident_bytes + np.cumsum(change)).tolist()
         # [op]: of what it reads, that which the gap before it need not have.
         brought = np.zeros(len(ops), np.int64)
-        extra = (self._producer[read] >= 0) & (self._until[read] < reader)
+        extra = (self.producer[read] >= 0) & (self.until[read] < reader)
         np.add.at(brought, reader[extra], sizes[read[extra]])
         self.brought_bytes: list[int] = brought.tolist()
         # [op]: while it runs.
@@ -125,7 +124,7 @@ class Instants:
         ]
         for i, s in enumerate(ops.overwrites):
             if s >= 0 and self._taken(i) >= 0:
-                self.unavoidable_bytes[i] -= nbytes[s]
+                self.unavoidable_bytes[i] -= self.trace.storages.nbytes[s]
 
     def sure(self, s: int, gap: int) -> bool:
         """Whether a storage is in memory in the gap before an op whatever the plan."""
@@ -197,7 +196,7 @@ class Instants:
     def setting(self, op: int) -> Setting:
         """What is in memory while op `op` first runs, or at the turn."""
         at = self.turn if op == TURN else op
-        forced = (self._producer >= 0) & (self._producer < at) & (self._until >= at)
+        forced = (self.producer >= 0) & (self.producer < at) & (self.until >= at)
         after = op
         unavoidable = self.sure_bytes[at]
         if op == TURN:
@@ -208,13 +207,13 @@ class Instants:
             forced[[s for s in self.trace.ops.reads[op] if 0 <= producer[s] < op]] = True
             if self._taken(op) >= 0:
                 forced[self._taken(op)] = False
-        made = (self._producer >= 0) & (self._producer < min(at, self.turn))
+        made = (self.producer >= 0) & (self.producer < min(at, self.turn))
         wanted = made & ~forced & (self._last_read > after)
         return Setting(unavoidable_bytes=unavoidable, wanted=wanted, forced=forced, at=at)
 
     def _at(self, setting: Setting) -> Alone:
         """Move the components there; those that no link connects."""
-        made = (self._producer >= 0) & (self._producer < min(setting.at, self.turn))
+        made = (self.producer >= 0) & (self.producer < min(setting.at, self.turn))
         self._components.move(setting.wanted, made & ~setting.wanted & ~setting.forced)
         return self._components.alone
 

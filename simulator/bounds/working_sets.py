@@ -63,9 +63,7 @@ class WorkingSets:
     def __init__(self, instants: Instants) -> None:
         self.instants = instants
         trace, turn = instants.trace, instants.turn
-        self._nbytes = np.array(trace.storages.nbytes, np.int64)
-        self._producer = np.array(trace.storages.producer, np.int64)
-        self._until = np.array(instants.forced_until, np.int64)
+        self._nbytes, self._producer, self._until = instants.nbytes, instants.producer, instants.until
         self._forward = (self._producer >= 0) & (self._producer < turn)
         self._time_ns = np.array(trace.ops.time_ns[:turn], np.int64)
         self._may = np.array(instants.problem.may_rerun[:turn], np.bool_)

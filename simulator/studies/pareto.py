@@ -163,7 +163,7 @@ def pareto(
     chosen = cheapest(budgets, [p for p in made.values() if isinstance(p, Pick)])
     known: dict[int, Point] = {}  # what is the same for all budgets that share a plan, by where that was made
     rows = []
-    for budget, pick, bound in zip(budgets, chosen, bound_curve(problem, budgets).bounds, strict=True):
+    for budget, pick, bound in zip(budgets, chosen, bound_curve(problem, budgets), strict=True):
         result, base_ns = made[budget], saved.timeline.step_time_ns
         finished = not isinstance(result, UnfinishedError)
         if pick is not None and pick.made_for_bytes not in known:

@@ -73,7 +73,7 @@ def measure(
     begin = time.perf_counter()
     curve = bound_curve(Problem(trace), sizes)
     bound_seconds = time.perf_counter() - begin
-    bounds = {b.budget_bytes: b for b in curve.bounds}
+    bounds = {b.budget_bytes: b for b in curve}
     evaluator = Evaluator(Problem(trace))
     state = evaluator.state()
     times = []

@@ -192,12 +192,12 @@ def test_curve_falls_with_the_budget_and_agrees_with_single_bounds() -> None:
     of = resnet((1, 2, 2, 1))
     top = max(Instants(Problem(of)).peaks)
     curve = bound_curve(Problem(of), [top * k // 20 for k in range(21)])
-    assert curve.budgets_bytes == tuple(sorted(curve.budgets_bytes))
-    known = [p for p in curve.overheads_percent if p is not None]
+    assert [b.budget_bytes for b in curve] == sorted(b.budget_bytes for b in curve)
+    known = [b.overhead_percent for b in curve if b.feasible]
     assert known == sorted(known, reverse=True)
     assert known[-1] == 0.0
-    assert curve.overheads_percent[0] is None
-    for bound in curve.bounds:
+    assert not curve[0].feasible
+    for bound in curve:
         alone = lower_bound(Problem(of), bound.budget_bytes)
         assert alone.feasible or not bound.feasible
         assert alone.added_time_ns <= bound.added_time_ns or not bound.feasible

@@ -70,7 +70,7 @@ def compare(
                 if truth is not None and (more is None or more > truth):
                     return f"budget {budget}: working sets after {op} cost {more}, and a plan adds {truth} ns"
     curve = bound_curve(problem, budgets(front))
-    for b in curve.bounds:
+    for b in curve:
         truth = optimum(front, b.budget_bytes)
         if truth is not None and (not b.feasible or b.added_time_ns > truth):
             return f"curve at {b.budget_bytes}: {b}, and a plan adds {truth} ns"
@@ -163,8 +163,8 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         def forced(self: Instants, reader: Any, read: Any) -> None:
             early = reader < self.turn
-            np.maximum.at(self._until, read[early], reader[early])
-            self.forced_until = self._until.tolist()
+            np.maximum.at(self.until, read[early], reader[early])
+            self.forced_until = self.until.tolist()
             true_weigh(self, reader, read)
 
         monkeypatch.setattr(Instants, "_weigh", forced)
