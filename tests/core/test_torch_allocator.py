@@ -1,4 +1,4 @@
-"""The simulated allocator beside torch's own: programs that torch 2.11, 2.12, 2.13 and 2.15 ran, with what they recorded.
+"""The simulated allocator beside torch's own: programs that four releases of it ran, with what they recorded.
 
 `tests/standin` made the files in `tests/data/allocator/torch-*.pickle.gz`: the allocator's own code served random
 programs on a stand-in for the CUDA driver, which hands out addresses and no memory. No GPU was involved. Each program
