@@ -27,10 +27,13 @@ def test_every_key_of_executes_json_is_documented() -> None:
 
 
 def test_the_example_runs_as_shown(tmp_path: Path) -> None:
-    for block in blocks(README, "python"):
-        name = block.splitlines()[0].removeprefix("# ")
-        assert name.endswith(".py")
+    scripts = []
+    for number, block in enumerate(blocks(README, "python")):
+        first = block.splitlines()[0]
+        name = first.removeprefix("# ") if first.endswith(".py") else f"block_{number}.py"
         (tmp_path / name).write_text(block, encoding="utf-8")
+        if name not in ("my_training.py", "train.py"):
+            scripts.append(name)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def run(*words: str) -> str:
@@ -43,6 +46,9 @@ def test_the_example_runs_as_shown(tmp_path: Path) -> None:
     run("-m", "tracer", "my_training.py:build", "--batch-size", "16", "-o", "my-trace")
     run("-m", "simulator", "my-trace", "--budget", "80%", "-o", "my-plan.json")
     assert '"recompute"' in (tmp_path / "my-plan.json").read_text(encoding="utf-8")
+    assert scripts
+    for script in scripts:
+        run(script)
     lines = run("train.py").splitlines()
     shown = blocks(section(README, "In your own loop"), "")[0].splitlines()
     # The losses' digits belong to a machine; all else does not.
