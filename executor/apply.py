@@ -277,7 +277,7 @@ class _Passing:
 class _Model(torch.autograd.Function):
     """Runs the rewritten modules.
 
-    Saved values travel in a list that backward empties as it goes, so that each is released at its last use: what
+    Saved values travel in a list that backward empties as it goes, so that each is freed at its last use: what
     `save_for_backward` keeps lives until the whole backward has returned, and so do the gradients that autograd
     passes to a function. Those therefore arrive in a list too, by way of `_Outputs`, and autograd itself only passes
     an empty token.
@@ -299,7 +299,7 @@ class _Model(torch.autograd.Function):
         values, passing.saved = passing.saved, None
         if values is None:
             raise PlanError(
-                "backward ran twice through a planned step, whose saved values are released as it goes; run the "
+                "backward ran twice through a planned step, whose saved values are freed as it goes; run the "
                 "model again, or use it without a plan where the graph must be retained."
             )
         if torch.is_autocast_enabled(passing.engine.kind):

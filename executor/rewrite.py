@@ -5,7 +5,7 @@ input resolved to its current copy. A step that runs it again copies it again (`
 producing subgraph of an evicted activation stands right before the op that needs it, under a name that ends in
 "_recomputed". A step that takes over its input's memory becomes the op's in-place twin.
 
-FX's generated code lets go of each value after its last use, which is when the schedule frees its storage.
+FX's generated code frees each value after its last use, which is when the schedule frees its storage.
 """
 
 from __future__ import annotations

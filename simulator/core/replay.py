@@ -1,7 +1,7 @@
 """The exact replay of a Schedule: what is allocated at every step, and how long each takes.
 
 A step has two instants. While it runs, its outputs and its workspace are allocated and its inputs are still there;
-when it has ended, the workspace is gone and the storages that nobody needs any more are released.
+when it has ended, the workspace is gone and the storages that nobody needs any more are freed.
 
 Counts: every storage of the trace once, however many views it has; the measured allocations inside each op. Ignores:
 rounding and fragmentation of the device's allocator, and library workspaces that outlive an op.
@@ -84,7 +84,7 @@ def holdings(trace: Trace, schedule: Schedule, step: int) -> tuple[Holding, ...]
         there.discard(schedule.takes[step])
     created = [s for s in trace.ops.writes[schedule.op[step]] if sts.producer[s] == schedule.op[step]]
     out = [Holding(storage=s, nbytes=sts.nbytes[s], category=sts.category[s]) for s in there]
-    # A recompute step also makes the outputs that nobody asked for, beside kept ones of the same id.
+    # A recompute step also makes the outputs that nobody asked for, beside those of the same id that are there.
     out += [Holding(storage=s, nbytes=sts.nbytes[s], category=sts.category[s]) for s in created]
     return tuple(sorted((h for h in out if h.nbytes), key=lambda h: (-h.nbytes, h.storage)))
 

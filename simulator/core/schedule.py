@@ -192,7 +192,7 @@ class _Building:
             self.swapped[i] = recipe
 
     def run(self, c: int) -> None:
-        """Bring back what op c takes, run it, and let go what the plan evicts then."""
+        """Bring back what op c takes, run it, and evict what the plan says."""
         rebuilt = self._rebuild_inputs(c)
         self._emit(c, False, self.problem.creates[c])
         forward = c < self.forward_end
