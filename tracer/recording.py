@@ -72,7 +72,7 @@ def record_fake(
             set_tf32(build.policy)
         profile, where = _calibrated(recorded, target, profile, use, say)
         recorded = recost(recorded, target, Costs(profile=profile, tf32=build.policy.get("tf32")))
-    trace = _counted(recorded.trace, build, target, Costs(profile=profile))
+    trace = _counted(recorded.trace, recorded, target, Costs(profile=profile))
     if profile is not None and {w.op for w in profile.workspaces} & set(trace.ops.target):
         trace = with_workspaces(trace, profile.workspaces)
     say(sources_text(trace, where))
@@ -104,15 +104,15 @@ def record_real(
     say(f"Measuring {len(recorded.trace.ops)} ops on {device} ...")
     trace = measure(recorded, build, device, rounds=rounds, warmup=warmup, say=say, progress=progress)
     own = profile_of(recorded.signatures, trace, identity, rounds)
-    trace = _counted(trace, build, target, Costs(profile=own))
+    trace = _counted(trace, recorded, target, Costs(profile=own))
     if path is not None and (merged := _added(path, own, use, say)) is not None:
         say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
     return trace
 
 
-def _counted(trace: Trace, build: BuildStep, target: Device, costs: Costs) -> Trace:
+def _counted(trace: Trace, recorded: Recorded, target: Device, costs: Costs) -> Trace:
     """The trace, with what the untouched model needs."""
-    peak_bytes = untouched_peak_bytes(build, target, costs)
+    peak_bytes = untouched_peak_bytes(recorded.step, recorded.mode, target, costs)
     return replace(trace, meta=replace(trace.meta, untouched_peak_bytes=peak_bytes))
 
 

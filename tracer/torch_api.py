@@ -49,6 +49,7 @@ USED: Final = {
     "cuda_memory_snapshot": "torch.cuda.memory:_snapshot",
     "record_memory_history": "torch.cuda.memory:_record_memory_history",
     "is_traceable_wrapper_subclass": "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
+    "storage_expired": "torch._C:StorageBase._expired",
     "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
     "is_amx_tile_supported": "torch.cpu:_is_amx_tile_supported",
     "is_avx512_bf16_supported": "torch.cpu:_is_avx512_bf16_supported",

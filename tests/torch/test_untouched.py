@@ -23,13 +23,14 @@ from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.costs.calibration import Costs  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.record import untouched  # noqa: E402
+from tracer.record.step import trace_step  # noqa: E402
 from tracer.record.untouched import untouched_peak_bytes  # noqa: E402
 from tracer.recording import (  # noqa: E402
     ProfileUse,
     record_fake,
     record_real,
 )
-from traces.devices import device  # noqa: E402
+from traces.devices import Device, device  # noqa: E402
 
 CPU = device("cpu")
 Make = Callable[[], tuple[Any, Any, Any, Any]]
@@ -45,6 +46,11 @@ def measured_bytes(build: BuildStep) -> int:
                 run_step(step, step.model, step.optimizer)
     assert prof.profiler is not None
     return peaks_of(prof.profiler.kineto_results.experimental_event_tree(), 3)[0][2]
+
+
+def counted(build: BuildStep, target: Device, costs: Costs | None = None) -> int:
+    recorded = trace_step(build, target)
+    return untouched_peak_bytes(recorded.step, recorded.mode, target, costs or Costs())
 
 
 class Locals(nn.Module):
@@ -73,13 +79,13 @@ def locals_step() -> tuple[Any, ...]:
 
 def test_names_that_python_keeps_are_counted() -> None:
     build = build_of(lambda: (*locals_step()[:3], None))
-    assert untouched_peak_bytes(build, CPU, Costs()) == measured_bytes(build)
+    assert counted(build, CPU) == measured_bytes(build)
 
 
 def test_the_optimizer_s_state_is_there_from_the_start() -> None:
     build = build_of(locals_step)
     bare = build_of(lambda: (*locals_step()[:3], None))
-    with_state, without = (untouched_peak_bytes(b, CPU, Costs()) for b in (build, bare))
+    with_state, without = (counted(b, CPU) for b in (build, bare))
     # Two moments of the 2 x (64 x 64 + 64) parameters, and four step counters; Adam's own temporaries may add to that.
     assert with_state - without >= 2 * 2 * (64 * 64 + 64) * 4 + 4 * 4
 
@@ -100,8 +106,8 @@ def test_a_measured_trace_counts_with_what_it_measured() -> None:
 
 def test_what_cannot_be_counted_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
     build = build_of(locals_step)
-    assert untouched_peak_bytes(build, device("h200"), Costs()) == 0
+    assert counted(build, device("h200")) == 0
     monkeypatch.setattr(untouched, "MOST_OPS", 10)
-    assert untouched_peak_bytes(build, CPU, Costs()) == 0
+    assert counted(build, CPU) == 0
     monkeypatch.undo()
-    assert untouched_peak_bytes(build, CPU, replace(Costs(), rules=False)) > 0
+    assert counted(build, CPU, replace(Costs(), rules=False)) > 0

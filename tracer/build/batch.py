@@ -1,4 +1,4 @@
-"""Turn whatever a user calls a batch into the model's arguments and a loss of the model's output.
+"""Divide whatever a user calls a batch between the model's arguments and the loss of its output.
 
 With a loss function:
     mapping: `model(**batch)`. Keys that `forward` does not name (labels, targets) go to the loss alone: one of

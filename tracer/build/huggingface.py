@@ -1,4 +1,4 @@
-"""Turn a transformers family and size into a training step with its own head and loss."""
+"""Training steps of transformers' models by family and size, with their own heads and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a known model's name and options into a training step with random weights; nothing is downloaded.
+"""The models that are known by name, with their default options and random weights; nothing is downloaded.
 
 Names and default options are plain data, so that listing them needs no torch. Torchvision's classification
 models go by their own names, transformers' by family and size.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from tracer.precision.policy import AMP_DTYPES
 from traces.errors import SpecError
 
 if TYPE_CHECKING:
@@ -119,26 +120,30 @@ TRANSFORMERS: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "vit-huge": _vit(1280, 32, 16, patch=14),
     },
 }
-SEQUENCE_OPTIONS: Final = (
-    "batch_size",
-    "seq_len",
-    "optimizer",
-    "optimizer_impl",
-    "dtype",
-    "dropout",
-    "attention",
-)
-IMAGE_OPTIONS: Final = (
-    "batch_size",
-    "image_size",
-    "optimizer",
-    "optimizer_impl",
-    "dtype",
-    "dropout",
-    "attention",
-)
+_COMMON: Final = ("optimizer", "optimizer_impl", "dtype", "dropout")
+SEQUENCE_OPTIONS: Final = ("batch_size", "seq_len", *_COMMON, "attention")
+IMAGE_OPTIONS: Final = ("batch_size", "image_size", *_COMMON, "attention")
 DEFAULT_IMAGE_BATCH: Final = 32
+DEFAULT_IMAGE_SIZE: Final = 224
+# Crop sizes of the published weights (IMAGENET1K_V1) where they are not 224.
+IMAGE_SIZES: Final = {
+    "efficientnet_b1": 240,
+    "efficientnet_b2": 288,
+    "efficientnet_b3": 300,
+    "efficientnet_b4": 380,
+    "efficientnet_b5": 456,
+    "efficientnet_b6": 528,
+    "efficientnet_b7": 600,
+    "efficientnet_v2_s": 384,
+    "efficientnet_v2_m": 480,
+    "efficientnet_v2_l": 480,
+    "inception_v3": 299,
+    "swin_v2_t": 256,
+    "swin_v2_s": 256,
+    "swin_v2_b": 256,
+}
 DEFAULT_SEQUENCE_BATCH: Final = 8
+PUBLISHED_SMALL: Final = ("t5-small", "gpt2-small")  # not for trying out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +158,11 @@ class KnownModel:
         """The options that have a meaning for this model."""
         if self.family == TORCHVISION:
             return tuple(o for o in IMAGE_OPTIONS if o != "attention")
-        return IMAGE_OPTIONS if self.family == "vit" else SEQUENCE_OPTIONS
+        return IMAGE_OPTIONS if self.takes_images else SEQUENCE_OPTIONS
+
+    @property
+    def takes_images(self) -> bool:
+        return self.family in (TORCHVISION, "vit")
 
 
 def list_models() -> tuple[KnownModel, ...]:
@@ -229,21 +238,19 @@ class NamedModel:
         known = find_model(name)
         foreign = [o for o in given if o not in known.takes]
         if foreign:
-            flags = ", ".join("--" + o.replace("_", "-") for o in known.takes)
-            flag = "--" + foreign[0].replace("_", "-")
-            raise SpecError(f"model {known.name} takes no {flag}; it takes {flags}.")
-        for option in ("batch_size", "seq_len", "image_size"):
-            if option in given and (not isinstance(given[option], int) or given[option] < 1):
-                flag = "--" + option.replace("_", "-")
-                raise SpecError(f"{flag} {given[option]!r} must be a whole number of at least 1.")
-        for option in ("optimizer", "optimizer_impl", "dtype", "attention"):
-            if not isinstance(given.get(option, ""), str):
-                flag = "--" + option.replace("_", "-")
-                raise SpecError(f"{flag} {given[option]!r} must be a name.")
-        if type(given.get("dropout", 0.0)) not in (int, float):
-            raise SpecError(f"--dropout {given['dropout']!r} must be a number.")
-        if "dropout" in given and not 0.0 <= float(given["dropout"]) < 1.0:
-            raise SpecError(f"--dropout {given['dropout']} must be at least 0 and less than 1.")
+            flags = ", ".join(map(_flag, known.takes))
+            raise SpecError(f"model {known.name} takes no {_flag(foreign[0])}; it takes {flags}.")
+        for option, value in given.items():
+            if option in ("batch_size", "seq_len", "image_size"):
+                if not isinstance(value, int) or value < 1:
+                    raise SpecError(f"{_flag(option)} {value!r} must be a whole number of at least 1.")
+            elif option == "dropout":
+                if type(value) not in (int, float):
+                    raise SpecError(f"--dropout {value!r} must be a number.")
+                if not 0.0 <= float(value) < 1.0:
+                    raise SpecError(f"--dropout {value} must be at least 0 and less than 1.")
+            elif not isinstance(value, str):
+                raise SpecError(f"{_flag(option)} {value!r} must be a name.")
         options = {**_defaults(known), **given}
         options["dtype"] = parse_dtype(options["dtype"])
         check_optimizer(options["optimizer"], options.get("optimizer_impl"))
@@ -261,44 +268,23 @@ class NamedModel:
         return cls(name=known.name, options=options, step=step)
 
 
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
 def _defaults(known: KnownModel) -> dict[str, Any]:
-    if known.family == TORCHVISION:
-        from tracer.build.vision import default_image_size
-
-        size = default_image_size(known.name)
-        return {
-            "batch_size": DEFAULT_IMAGE_BATCH,
-            "image_size": size,
-            "optimizer": "sgd",
-            "dtype": "float32",
-        }
-    if known.family == "vit":
-        return {
-            "batch_size": DEFAULT_IMAGE_BATCH,
-            "image_size": 224,
-            "optimizer": "adamw",
-            "dtype": "float32",
-        }
-    trial = known.name.endswith(("-tiny", "-mini", "-small", "-4l")) and known.name not in (
-        "t5-small",
-        "gpt2-small",
-    )
-    return {
-        "batch_size": DEFAULT_SEQUENCE_BATCH,
-        "seq_len": 128 if trial else 512,
-        "optimizer": "adamw",
-        "dtype": "float32",
-    }
+    if known.takes_images:
+        vision = known.family == TORCHVISION
+        size = IMAGE_SIZES.get(known.name, DEFAULT_IMAGE_SIZE)
+        batch = {"batch_size": DEFAULT_IMAGE_BATCH, "image_size": size}
+    else:
+        vision = False
+        trial = known.name.endswith(("-tiny", "-mini", "-small", "-4l")) and known.name not in PUBLISHED_SMALL
+        batch = {"batch_size": DEFAULT_SEQUENCE_BATCH, "seq_len": 128 if trial else 512}
+    return {**batch, "optimizer": "sgd" if vision else "adamw", "dtype": "float32"}
 
 
-DTYPES: Final = {
-    "float32": "float32",
-    "fp32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-}
+DTYPES: Final = {"float32": "float32", "fp32": "float32", **AMP_DTYPES}
 
 
 def parse_dtype(text: str) -> str:

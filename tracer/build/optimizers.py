@@ -1,4 +1,4 @@
-"""Turn an optimizer's name and a choice of implementation into a torch optimizer over parameters."""
+"""Optimizers by name, and the implementation that torch would choose."""
 
 from __future__ import annotations
 

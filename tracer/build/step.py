@@ -1,4 +1,4 @@
-"""Turn a model's name, or a path to the user's own build function, into a training step that can be run.
+"""Find what a model's name, or a path to the user's own build function, stands for, and build its training step.
 
 `load_spec` only checks what it can check cheaply. The `BuildStep` that it returns makes the model, the batch,
 the loss and the optimizer each time it is called: on real memory, or, called under a `FakeTensorMode`, without

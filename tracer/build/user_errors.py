@@ -1,4 +1,4 @@
-"""Turn an exception from building, capturing or running a step into a message that names the user's line."""
+"""Say what failed while a step was built, captured or run, in a message that names the user's line."""
 
 from __future__ import annotations
 

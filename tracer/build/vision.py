@@ -1,4 +1,4 @@
-"""Turn a torchvision classification model's name into a training step on random images and labels."""
+"""Training steps of torchvision's classification models, on random images and labels."""
 
 from __future__ import annotations
 
@@ -17,32 +17,9 @@ from tracer.build.torchvision_shim import import_torchvision
 from traces.errors import CaptureError, LowtideError, SpecError
 
 CLASSES: Final = 1000
-DEFAULT_IMAGE_SIZE: Final = 224
-# Crop sizes of the published weights (IMAGENET1K_V1) where they are not 224.
-IMAGE_SIZES: Final = {
-    "efficientnet_b1": 240,
-    "efficientnet_b2": 288,
-    "efficientnet_b3": 300,
-    "efficientnet_b4": 380,
-    "efficientnet_b5": 456,
-    "efficientnet_b6": 528,
-    "efficientnet_b7": 600,
-    "efficientnet_v2_s": 384,
-    "efficientnet_v2_m": 480,
-    "efficientnet_v2_l": 480,
-    "inception_v3": 299,
-    "swin_v2_t": 256,
-    "swin_v2_s": 256,
-    "swin_v2_b": 256,
-}
 # The auxiliary classifiers' share of the loss, as published: GoogLeNet 0.3 each (Szegedy et al. 2014, section
 # 5); Inception v3 0.4, the weight that its reference training code and torchvision's tutorial use.
 AUXILIARY_WEIGHT: Final = {"googlenet": 0.3, "inception_v3": 0.4}
-
-
-def default_image_size(name: str) -> int:
-    """Pixels along each side of the images that the model's published weights were evaluated on."""
-    return IMAGE_SIZES.get(name, DEFAULT_IMAGE_SIZE)
 
 
 def image_step(name: str, options: dict[str, Any], device: str) -> TrainingStep:

@@ -50,6 +50,7 @@ from traces.devices import Device
 from traces.errors import CaptureError
 
 aten = torch.ops.aten
+INPUT_KINDS: Final = {"ParamAOTInput": "param", "BufferAOTInput": "buffer", "PlainAOTInput": "input"}
 TENSOR: Final = object()  # marks a tensor's place among a model's flat outputs
 
 
@@ -230,34 +231,12 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
     without_tokens(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     output = next(n for n in graph.nodes if n.op == "output")
-    parameters: list[str] = []
-    buffers: list[str] = []
-    arguments = 0
-    by_key: dict[tuple[str, Any], fx.Node] = {}
-    for n in placeholders:
-        d = n.meta["desc"]
-        kind = type(d).__name__
-        if kind == "ParamAOTInput":
-            parameters.append(_fqn(d.target))
-            by_key["param", d.target] = n
-        elif kind == "BufferAOTInput":
-            buffers.append(_fqn(d.target))
-            by_key["buffer", d.target] = n
-        elif kind == "PlainAOTInput":
-            by_key["input", d.idx] = n
-            arguments += 1
-        elif kind == "TangentAOTInput":
-            n.meta["tangent_of"] = tangent_of(d.output)
-        else:
-            raise CaptureError(
-                f"the captured graph has an input of the unknown kind {kind}; please report this."
-            )
-    values = _flatten_outputs(output.args[0])
+    by_key = _inputs(placeholders)
     outputs: dict[int, fx.Node] = {}
     cloned: list[int] = []
     grads: dict[tuple[str, Any], fx.Node | None] = {}
     mutations: list[tuple[fx.Node, fx.Node]] = []
-    for value, d in zip(values, output.meta["desc"], strict=True):
+    for value, d in zip(_flatten_outputs(output.args[0]), output.meta["desc"], strict=True):
         kind = type(d).__name__
         if kind == "PlainAOTOutput":
             outputs[d.idx] = value
@@ -267,14 +246,11 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
         elif kind == "InputMutationAOTOutput":
             mutations.append((by_key[_input_key(d.mutated_input)], value))
         elif d is not None and not is_token(d):
-            raise CaptureError(
-                f"the captured graph has an output of the unknown kind {kind}; please report this."
-            )
+            raise _unknown("an output", kind)
 
-    wanted = {n.meta["tangent_of"] for n in placeholders if "tangent_of" in n.meta}
-    for k in cloned:
-        outputs[k] = without_clone(outputs[k]) if k in wanted else outputs[k]
     tangents = tuple(n.meta["tangent_of"] for n in placeholders if "tangent_of" in n.meta)
+    for k in cloned:
+        outputs[k] = without_clone(outputs[k]) if k in tangents else outputs[k]
     model_outputs = tuple(outputs[k] for k in sorted(outputs))
     param_keys = [k for k in by_key if k[0] == "param"]
     input_keys = sorted(k for k in by_key if k[0] == "input")
@@ -294,27 +270,15 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
     _drop_unused(graph)
     graph.lint()
     gm.recompile()
-    forward: list[fx.Node] = []
-    backward: list[fx.Node] = []
-    for n in graph.nodes:
-        if n.op == "call_function":
-            (backward if n.meta.get("partitioner_tag") == "is_backward" else forward).append(n)
-        elif n.op not in ("placeholder", "output", "get_attr"):
-            raise CaptureError(
-                f"the captured graph has a node of the unknown kind {n.op}; please report this."
-            )
-    late = set(backward)
-    for n in forward:
-        if any(a in late for a in n.all_input_nodes):
-            raise CaptureError(f"the forward op {n.name} takes a value of backward; please report this.")
+    forward, backward = _phases(graph)
     out_nodes, param_grads, input_grads = result.args[0]
     return Captured(
         graph_module=gm,
-        forward=tuple(forward),
-        backward=tuple(backward),
-        parameters=tuple(parameters),
-        buffers=tuple(buffers),
-        arguments=arguments,
+        forward=forward,
+        backward=backward,
+        parameters=tuple(_fqn(name) for kind, name in by_key if kind == "param"),
+        buffers=tuple(_fqn(name) for kind, name in by_key if kind == "buffer"),
+        arguments=len(input_keys),
         outputs=tuple(out_nodes),
         grad_outputs=tangents,
         other_outputs=notes["other"],
@@ -323,6 +287,41 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
         output_spec=notes["spec"],
         output_template=notes["template"],
     )
+
+
+def _inputs(placeholders: Iterable[fx.Node]) -> dict[tuple[str, Any], fx.Node]:
+    """The placeholders of parameters, buffers and arguments by what they stand for; tangents are marked as such."""
+    by_key: dict[tuple[str, Any], fx.Node] = {}
+    for n in placeholders:
+        d = n.meta["desc"]
+        kind = type(d).__name__
+        if kind == "TangentAOTInput":
+            n.meta["tangent_of"] = tangent_of(d.output)
+        elif kind in INPUT_KINDS:
+            by_key[_input_key(d)] = n
+        else:
+            raise _unknown("an input", kind)
+    return by_key
+
+
+def _phases(graph: fx.Graph) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """The graph's calls: forward's, backward's."""
+    forward: list[fx.Node] = []
+    backward: list[fx.Node] = []
+    for n in graph.nodes:
+        if n.op == "call_function":
+            (backward if n.meta.get("partitioner_tag") == "is_backward" else forward).append(n)
+        elif n.op not in ("placeholder", "output", "get_attr"):
+            raise _unknown("a node", n.op)
+    late = set(backward)
+    for n in forward:
+        if any(a in late for a in n.all_input_nodes):
+            raise CaptureError(f"the forward op {n.name} takes a value of backward; please report this.")
+    return tuple(forward), tuple(backward)
+
+
+def _unknown(what: str, kind: str) -> CaptureError:
+    return CaptureError(f"the captured graph has {what} of the unknown kind {kind}; please report this.")
 
 
 def _write_buffers(graph: fx.Graph, mutations: list[tuple[fx.Node, fx.Node]]) -> None:
@@ -386,10 +385,7 @@ def _flatten_outputs(value: Any) -> list[fx.Node | None]:
 
 
 def _input_key(d: Any) -> tuple[str, Any]:
-    kind = type(d).__name__
-    return {"ParamAOTInput": "param", "BufferAOTInput": "buffer", "PlainAOTInput": "input"}[kind], getattr(
-        d, "target", getattr(d, "idx", None)
-    )
+    return INPUT_KINDS[type(d).__name__], getattr(d, "target", getattr(d, "idx", None))
 
 
 def _fqn(target: str) -> str:

@@ -1,4 +1,4 @@
-"""Turn a dtype policy (autocast, gradient scaling, TF32) into the contexts and the scaler that a step runs with."""
+"""How a step computes with several types (autocast, gradient scaling, TF32): the options, the contexts, the scaler."""
 
 from __future__ import annotations
 

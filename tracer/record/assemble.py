@@ -35,6 +35,8 @@ class Recorded:
     program: Program
     graph_ops: tuple[int, ...]  # program op -> op id in the trace
     rows: tuple[OpRow, ...]  # by op id, with what a trace does not store
+    step: TrainingStep  # on fake tensors, its optimizer with its state
+    mode: FakeTensorMode  # of those
 
     @property
     def signatures(self) -> tuple[Signature | None, ...]:
@@ -88,7 +90,7 @@ def assemble(
         with recorder:
             run_step(step, stub, step.optimizer, recorder.begin)
             recorder.look()
-    return _arrange(program, recorder, stub, target, meta, costs)
+    return _arrange(step, mode, program, recorder, stub, target, meta, costs)
 
 
 class _Stub:
@@ -167,6 +169,8 @@ def _stays_on_cpu(x: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> b
 
 
 def _arrange(
+    step: TrainingStep,
+    mode: FakeTensorMode,
     program: Program,
     recorder: EagerRecorder,
     stub: _Stub,
@@ -241,7 +245,10 @@ def _arrange(
         forward_ops=n_forward,
         first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
     )
-    return Recorded(trace=builder.freeze(meta), program=program, graph_ops=tuple(graph_id), rows=tuple(rows))
+    trace = builder.freeze(meta)
+    return Recorded(
+        trace=trace, program=program, graph_ops=tuple(graph_id), rows=tuple(rows), step=step, mode=mode
+    )
 
 
 def recost(recorded: Recorded, target: Device, costs: Costs) -> Recorded:

@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tracer.build.context import is_fake
 from tracer.costs.builder import OpRow, StorageRow, TraceBuilder
-from tracer.costs.roofline import compute_dtype, op_bytes, op_flops, result_bytes
-from tracer.costs.signature import of_call
+from tracer.costs.roofline import result_bytes
+from tracer.record.rows import op_row, storage_key, storage_row, tensors_in
 from tracer.record.scalars import Scalars
-from tracer.torch_api import FakeTensor, TorchDispatchMode, pytree
+from tracer.torch_api import FakeTensor, TorchDispatchMode, storage_expired
 from traces.errors import CaptureError
 from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
 
@@ -98,14 +98,8 @@ class EagerRecorder(TorchDispatchMode):
     def row(self, x: torch.Tensor, name: str, category: str, producer: int = -1) -> StorageRow:
         """A row for a tensor's storage. Memory of another device is not this trace's: it counts as 0 bytes (the
         optimizers keep their step counters on the CPU)."""
-        return StorageRow(
-            name=name,
-            nbytes=x.untyped_storage().nbytes() if x.device.type == self.device else 0,
-            category=category,
-            producer=producer,
-            dtype=str(x.dtype).removeprefix("torch."),
-            shape=tuple(int(d) for d in x.shape),
-        )
+        row = storage_row(x, name, category, producer)
+        return row if x.device.type == self.device else replace(row, nbytes=0)
 
     def id_of(self, x: torch.Tensor, row: StorageRow) -> int:
         """The storage row of a tensor; `row` is added if its storage is new."""
@@ -116,12 +110,14 @@ class EagerRecorder(TorchDispatchMode):
 
     def look(self) -> None:
         """Note which watched storages are gone by now."""
-        for s, refs in list(self._watched.items()):
-            if all(ref.expired() for ref in refs):
-                self.died_after[s] = len(self.rows) - 1
-                del self._watched[s]
-                # The address may come back for another storage.
-                self._ids = {k: v for k, v in self._ids.items() if v != s}
+        gone = {s for s, refs in self._watched.items() if all(storage_expired(ref.cdata) for ref in refs)}
+        if not gone:
+            return
+        for s in gone:
+            self.died_after[s] = len(self.rows) - 1
+            del self._watched[s]
+        # The addresses may come back for other storages.
+        self._ids = {k: s for k, s in self._ids.items() if s not in gone}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -173,19 +169,18 @@ class EagerRecorder(TorchDispatchMode):
             flags |= MUTATES
         if not func._schema.returns:
             flags |= EFFECT
-        view = bool(flags & VIEW)
         self.rows.append(
-            OpRow(
+            op_row(
+                func,
+                args,
+                kwargs,
+                out,
+                inputs,
                 name=name,
-                target=str(func),
                 phase=self.phase,
-                flops=0 if view else op_flops(func, args, kwargs, out),
-                bytes_moved=0 if view else op_bytes(inputs, outputs, func),
                 reads=tuple(dict.fromkeys(reads)),
                 writes=tuple(dict.fromkeys(created + mutated)),
                 flags=flags,
-                dtype=compute_dtype(inputs),
-                signature=of_call(func, args, kwargs, out),
             )
         )
 
@@ -217,19 +212,9 @@ def is_op(func: Any) -> bool:
     return func.namespace not in ("prim", "prims", "profiler")
 
 
-def storage_key(x: torch.Tensor) -> int:
-    """What two tensors have in common exactly if they share a storage."""
-    return int(x.untyped_storage()._cdata)
-
-
 def given_to(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The tensors that an op is given; of `lift_fresh` none: what `torch.tensor(...)` gives it is its own output."""
     return iter(()) if func is aten.lift_fresh.default else tensors_in((args, kwargs))
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors anywhere in a value."""
-    return (x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

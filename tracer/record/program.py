@@ -1,4 +1,4 @@
-"""Turn a captured graph into a program: its ops in order, which storages each reads and makes, and trace rows.
+"""The program of a captured graph: its ops in order, which storages each reads and makes, and their trace rows.
 
 Aliases are not guessed from schemas: the graph runs once on fake tensors, and two values share a storage exactly if
 torch says so.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +19,9 @@ from tracer.capture.cuda.gpu import results
 from tracer.capture.passes.batch_norm import writes as undeclared_writes
 from tracer.capture.torch_fixes.grouped import grouped_products
 from tracer.costs.builder import OpRow, StorageRow, TraceBuilder
-from tracer.costs.roofline import compute_dtype, op_bytes, op_flops, result_bytes
-from tracer.costs.signature import of_call
+from tracer.costs.roofline import result_bytes
 from tracer.precision.policy import without_autocast
+from tracer.record.rows import op_row, storage_key, storage_row, tensors_in
 from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, pytree
 from traces.errors import CaptureError
 from traces.trace import (
@@ -86,151 +85,149 @@ class Program:
 
     def fingerprint(self, *, sizes: bool = True) -> str:
         """The digest of the graph that plans are matched by."""
+        return self.fingerprints()[0 if sizes else 1]
+
+    def fingerprints(self) -> tuple[str, str]:
+        """The digests with sizes and without."""
         alone = self.trace()
-        return fingerprint(alone.ops, alone.storages, sizes=sizes, eager=False)
+        with_sizes, without = (
+            fingerprint(alone.ops, alone.storages, sizes=sizes, eager=False) for sizes in (True, False)
+        )
+        return with_sizes, without
 
 
 def program_of(captured: Captured) -> Program:
     """Run the graph on fake tensors and note what it does to storages."""
-    gm = captured.graph_module
-    nodes = list(gm.graph.nodes)
-    env: dict[fx.Node, Any] = {}
-    alive: list[Any] = []  # keeps every fake storage, so that no address is used twice
-    storages: list[StorageRow] = []
-    ids: dict[int, int] = {}
-    storage_of: dict[fx.Node, tuple[int, ...]] = {}
-
-    def storage_id(x: torch.Tensor, make: StorageRow | None) -> int:
-        key = x.untyped_storage()._cdata
-        if key not in ids:
-            assert make is not None
-            ids[key] = len(storages)
-            storages.append(make)
-            alive.append(x)
-        return ids[key]
-
-    def row_of(x: torch.Tensor, name: str, category: str, producer: int = -1) -> StorageRow:
-        return StorageRow(
-            name=name,
-            nbytes=x.untyped_storage().nbytes(),
-            category=category,
-            producer=producer,
-            dtype=str(x.dtype).removeprefix("torch."),
-            shape=tuple(int(d) for d in x.shape),
-        )
-
-    def made_by(n: fx.Node, args: Any, x: torch.Tensor, op: int) -> StorageRow:
-        return replace(row_of(x, n.name, ACTIVATION, op), nbytes=result_bytes(n.target, args, x))
-
-    mode = next(
-        (n.meta["val"].fake_mode for n in nodes if isinstance(n.meta.get("val"), FakeTensor)), None
-    ) or FakeTensorMode(allow_non_fake_inputs=True)
-    tangents = []
-    for n in captured.placeholders:
-        desc, x = n.meta["desc"], n.meta["val"]
-        kind = type(desc).__name__
-        name = getattr(desc, "target", n.name).removeprefix("model.")
-        if "tangent_of" in n.meta:
-            # A tangent may be passed with any strides; a fresh one stands for it.
-            x = n.meta["val"]
-            row = row_of(x, f"gradient of output {n.meta['tangent_of']}", GRADIENT)
-        else:
-            category = {"ParamAOTInput": PARAMETER, "BufferAOTInput": BUFFER}.get(kind, INPUT)
-            row = row_of(x, name if category != INPUT else f"argument {desc.idx}", category)
-        env[n] = x
-        s = storage_id(x, row)
-        storage_of[n] = (s,)
-        if "tangent_of" in n.meta:
-            tangents.append(s)
-    for n in nodes:
-        if n.op == "get_attr":
-            x = getattr(gm, n.target)
-            env[n] = x
-            if isinstance(x, torch.Tensor):
-                with mode:
-                    env[n] = x if isinstance(x, FakeTensor) else mode.from_tensor(x)
-                storage_of[n] = (storage_id(env[n], row_of(env[n], str(n.target), OTHER)),)
-
+    run = _Run(captured)
+    run.placeholders()
+    run.constants()
     written = _overwritten_inputs(captured)
-    graph_ops: list[GraphOp] = []
-    rows: list[OpRow] = []
-    op_of: dict[fx.Node, int] = {}
-    with mode, torch.no_grad(), without_autocast(), grouped_products():
+    touched = {s for w in written for s in run.storage_of.get(w, ())}
+    with run.mode, torch.no_grad(), without_autocast(), grouped_products():
         for phase, group in ((FORWARD, captured.forward), (BACKWARD, captured.backward)):
             for n in group:
-                args, kwargs = fx.node.map_arg((n.args, n.kwargs), lambda a: env[a])
-                if n.target is operator.getitem and n.args[0] in op_of:
-                    env[n] = args[0][args[1]]
-                    storage_of[n] = tuple(
-                        dict.fromkeys(ids[x.untyped_storage()._cdata] for x in _tensors(env[n]))
-                    )
-                    op_of[n] = op_of[n.args[0]]
-                    continue
-                out = _on_fakes(n.target, args, kwargs, mode)
-                out = results(n.target, args, kwargs, out, laptop=captured.target is not None)
-                env[n] = out
-                _check_dense(n, out)
-                i = len(rows)
-                before = len(storages)
-                outs = [storage_id(x, made_by(n, args, x, i)) for x in _tensors(out)]
-                storage_of[n] = tuple(dict.fromkeys(outs))
-                created = list(range(before, len(storages)))
-                reads = list(dict.fromkeys(s for a in n.all_input_nodes for s in storage_of.get(a, ())))
-                mutated = _mutated(n, storage_of)
-                flags = _flags(n, written, storage_of, view=not created and not mutated and bool(outs))
-                moved_in, moved_out = list(_tensors((args, kwargs))), list(_tensors(out))
-                rows.append(
-                    OpRow(
-                        name=n.name,
-                        target=str(n.target),
-                        phase=phase,
-                        module=_module_of(n),
-                        flops=0 if flags & VIEW else op_flops(n.target, args, kwargs, out),
-                        bytes_moved=0 if flags & VIEW else op_bytes(moved_in, moved_out, n.target),
-                        inputs=tuple(dict.fromkeys(op_of[a] for a in n.all_input_nodes if a in op_of)),
-                        reads=tuple(reads),
-                        writes=tuple(dict.fromkeys(created + mutated)),
-                        flags=flags,
-                        dtype=compute_dtype(moved_in),
-                        arguments=arguments(n),
-                        signature=of_call(n.target, args, kwargs, out),
-                    )
-                )
-                op_of[n] = i
-    parts: dict[fx.Node, list[fx.Node]] = {}
-    for group in (captured.forward, captured.backward):
-        for n in group:
-            if n.target is operator.getitem and n.args[0] in storage_of:
-                root = n.args[0]
-                while root.target is operator.getitem:
-                    root = root.args[0]
-                parts.setdefault(root, []).append(n)
-    for n in op_of:
-        if n.target is not operator.getitem or n.args[0] not in op_of:
-            own = tuple(parts.get(n, ()))
-            graph_ops.append(GraphOp(node=n, parts=own, storage_of={m: storage_of[m] for m in (n, *own)}))
+                run.op(n, phase, touched)
+    storage_of, storages = run.storage_of, run.storages
     outputs = tuple(storage_of[n][0] for n in captured.outputs)
-    gradients: list[int] = []
     for g, name in zip(captured.parameter_grads, captured.parameters, strict=True):
-        if g is not None:
-            s = storage_of[g][0]
-            gradients.append(s)
-            if storages[s].producer >= 0:
-                storages[s].category = GRADIENT
-                storages[s].name = f"gradient of {name}"
-    gradients += [storage_of[g][0] for g in captured.argument_grads if g is not None]
-    _mark_takeovers(graph_ops, rows, storages, storage_of, env, {*outputs, *tangents})
+        if g is not None and storages[storage_of[g][0]].producer >= 0:
+            storages[storage_of[g][0]].category = GRADIENT
+            storages[storage_of[g][0]].name = f"gradient of {name}"
+    grads = [g for g in (*captured.parameter_grads, *captured.argument_grads) if g is not None]
+    ops = run.graph_ops()
+    _mark_takeovers(ops, run.rows, storages, storage_of, run.env, {*outputs, *run.tangents})
     return Program(
         captured=captured,
-        ops=tuple(graph_ops),
-        forward_ops=sum(1 for r in rows if r.phase == FORWARD),
-        rows=tuple(rows),
+        ops=ops,
+        forward_ops=sum(1 for r in run.rows if r.phase == FORWARD),
+        rows=tuple(run.rows),
         storages=tuple(storages),
         storage_of=storage_of,
         output_storages=outputs,
-        tangent_storages=tuple(tangents),
-        gradient_storages=tuple(dict.fromkeys(gradients)),
+        tangent_storages=tuple(run.tangents),
+        gradient_storages=tuple(dict.fromkeys(storage_of[g][0] for g in grads)),
     )
+
+
+class _Run:
+    """One run of a captured graph on fake tensors: the value of every node, and the rows of ops and storages."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        nodes = captured.graph_module.graph.nodes
+        vals = (n.meta.get("val") for n in nodes)
+        known = next((x.fake_mode for x in vals if isinstance(x, FakeTensor)), None)
+        self.mode: FakeTensorMode = known or FakeTensorMode(allow_non_fake_inputs=True)
+        self.env: dict[fx.Node, Any] = {}
+        self.storage_of: dict[fx.Node, tuple[int, ...]] = {}
+        self.rows: list[OpRow] = []
+        self.storages: list[StorageRow] = []
+        self.tangents: list[int] = []
+        self._ids: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []  # keeps every fake storage, so that no address is used twice
+        self._op_of: dict[fx.Node, int] = {}
+        self._parts: dict[int, list[fx.Node]] = {}  # op -> the node that runs, and the picks from its tuple
+
+    def _id(self, x: torch.Tensor, row: StorageRow) -> int:
+        """The storage of a value; `row` is added if it is new."""
+        key = storage_key(x)
+        if key not in self._ids:
+            self._ids[key] = len(self.storages)
+            self.storages.append(row)
+            self._alive.append(x)
+        return self._ids[key]
+
+    def placeholders(self) -> None:
+        for n in self.captured.placeholders:
+            desc, x = n.meta["desc"], n.meta["val"]
+            category = {"ParamAOTInput": PARAMETER, "BufferAOTInput": BUFFER}.get(type(desc).__name__, INPUT)
+            tangent = "tangent_of" in n.meta
+            if tangent:
+                row = storage_row(x, f"gradient of output {n.meta['tangent_of']}", GRADIENT)
+            elif category == INPUT:
+                row = storage_row(x, f"argument {desc.idx}", category)
+            else:
+                row = storage_row(x, desc.target.removeprefix("model."), category)
+            self.env[n] = x
+            self.storage_of[n] = (self._id(x, row),)
+            self.tangents += self.storage_of[n] if tangent else ()
+
+    def constants(self) -> None:
+        for n in self.captured.graph_module.graph.nodes:
+            if n.op != "get_attr":
+                continue
+            x = self.env[n] = getattr(self.captured.graph_module, n.target)
+            if isinstance(x, torch.Tensor):
+                with self.mode:
+                    x = self.env[n] = x if isinstance(x, FakeTensor) else self.mode.from_tensor(x)
+                self.storage_of[n] = (self._id(x, storage_row(x, str(n.target), OTHER)),)
+
+    def op(self, n: fx.Node, phase: str, touched: set[int]) -> None:
+        """Run a node. `touched`: the storages that the step overwrites."""
+        args, kwargs = fx.node.map_arg((n.args, n.kwargs), lambda a: self.env[a])
+        if n.target is operator.getitem and n.args[0] in self._op_of:
+            out = self.env[n] = args[0][args[1]]
+            self.storage_of[n] = tuple(dict.fromkeys(self._ids[storage_key(x)] for x in tensors_in(out)))
+            i = self._op_of[n] = self._op_of[n.args[0]]
+            self._parts[i].append(n)
+            return
+        out = _on_fakes(n.target, args, kwargs, self.mode)
+        out = self.env[n] = results(n.target, args, kwargs, out, laptop=self.captured.target is not None)
+        _check_dense(n, out)
+        i, before = len(self.rows), len(self.storages)
+        outs = []
+        for x in tensors_in(out):
+            row = storage_row(x, n.name, ACTIVATION, i)
+            outs.append(self._id(x, replace(row, nbytes=result_bytes(n.target, args, x))))
+        self.storage_of[n] = tuple(dict.fromkeys(outs))
+        created = range(before, len(self.storages))
+        reads = dict.fromkeys(s for a in n.all_input_nodes for s in self.storage_of.get(a, ()))
+        mutated = _mutated(n, self.storage_of)
+        view = not created and not mutated and bool(outs)
+        self.rows.append(
+            op_row(
+                n.target,
+                args,
+                kwargs,
+                out,
+                list(tensors_in((args, kwargs))),
+                name=n.name,
+                phase=phase,
+                module=_module_of(n),
+                inputs=tuple(dict.fromkeys(self._op_of[a] for a in n.all_input_nodes if a in self._op_of)),
+                reads=tuple(reads),
+                writes=tuple(dict.fromkeys([*created, *mutated])),
+                flags=_flags(n, not touched.isdisjoint(reads), view=view),
+                arguments=arguments(n),
+            )
+        )
+        self._op_of[n], self._parts[i] = i, [n]
+
+    def graph_ops(self) -> tuple[GraphOp, ...]:
+        return tuple(
+            GraphOp(node=n, parts=tuple(parts), storage_of={m: self.storage_of[m] for m in (n, *parts)})
+            for n, *parts in self._parts.values()
+        )
 
 
 def arguments(n: fx.Node) -> str:
@@ -243,10 +240,6 @@ def arguments(n: fx.Node) -> str:
     return json.dumps(fx.node.map_arg(values, lambda _: None), default=str, separators=(",", ":"))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
-
-
 def _on_fakes(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
     """Run an op on fake tensors, with the storage sizes that the kernel makes.
 
@@ -254,7 +247,9 @@ def _on_fakes(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
     its last element; such an op is asked again without that memory.
     """
     out = target(*args, **kwargs)
-    if all(x.untyped_storage().nbytes() <= x.numel() * x.element_size() for x in _tensors(out) if _dense(x)):
+    if all(
+        x.untyped_storage().nbytes() <= x.numel() * x.element_size() for x in tensors_in(out) if _dense(x)
+    ):
         return out
     remembers, mode.cache_enabled = mode.cache_enabled, False
     try:
@@ -268,7 +263,7 @@ def _dense(x: torch.Tensor) -> bool:
 
 
 def _check_dense(n: fx.Node, out: Any) -> None:
-    for x in _tensors(out):
+    for x in tensors_in(out):
         if not _dense(x):
             raise CaptureError(
                 f"the op {n.target} (module {_module_of(n) or 'of the model itself'}) makes a tensor of the layout "
@@ -315,9 +310,7 @@ def _overwritten_inputs(captured: Captured) -> set[fx.Node]:
     return copied.union(*(undeclared_writes(n) for n in captured.forward))
 
 
-def _flags(
-    n: fx.Node, written: set[fx.Node], storage_of: dict[fx.Node, tuple[int, ...]], *, view: bool
-) -> int:
+def _flags(n: fx.Node, reads_overwritten: bool, *, view: bool) -> int:
     target = n.target
     if not isinstance(target, OpOverload):
         return EFFECT
@@ -330,9 +323,7 @@ def _flags(
         flags |= COLLECTIVE
     if not target._schema.returns:
         flags |= EFFECT
-    touched = {s for w in written for s in storage_of.get(w, ())}
-    reads = {s for a in n.all_input_nodes for s in storage_of.get(a, ())}
-    if touched & reads and not view and not _ignores_statistics(n):
+    if reads_overwritten and not view and not _ignores_statistics(n):
         flags |= EFFECT  # a second run would see the buffer's new value
     return flags
 
@@ -360,7 +351,7 @@ def _ignores_statistics(n: fx.Node) -> bool:
 
 
 def _mark_takeovers(
-    graph_ops: list[GraphOp],
+    graph_ops: tuple[GraphOp, ...],
     rows: list[OpRow],
     storages: list[StorageRow],
     storage_of: dict[fx.Node, tuple[int, ...]],

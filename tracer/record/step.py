@@ -168,9 +168,13 @@ def trace_step(
 
 
 @contextlib.contextmanager
-def fake_mode() -> Iterator[FakeTensorMode]:
-    """A fake mode that survives `copy.deepcopy` of its tensors (torch's own transformer stacks copy their layers)."""
-    mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+def fake_mode(again: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
+    """A fake mode that survives `copy.deepcopy` of its tensors (torch's own transformer stacks copy their layers).
+
+    Args:
+        again: the mode of an earlier call, to go on with its tensors.
+    """
+    mode: Any = again or FakeTensorMode(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda memo: mode
     with mode, copies_of_constants(), warnings.catch_warnings():
         # The copy looks at a data pointer, which fake tensors answer with a warning.
@@ -187,6 +191,7 @@ def header(
     meta: TraceMeta | None = None,
 ) -> TraceMeta:
     """What the trace says about itself."""
+    graph, structure = program.fingerprints()
     return replace(
         meta or TraceMeta(model=build.model),
         model=build.model,
@@ -204,8 +209,8 @@ def header(
         torch_version=torch.__version__,
         versions=versions(),
         grad_outputs=program.captured.grad_outputs,
-        graph_fingerprint=program.fingerprint(),
-        structure_fingerprint=program.fingerprint(sizes=False),
+        graph_fingerprint=graph,
+        structure_fingerprint=structure,
     )
 
 

@@ -1,4 +1,4 @@
-"""Turn a captured graph and a memory budget into the set of values that PyTorch's own partitioner would save.
+"""What PyTorch's own partitioner would save of a captured graph under its activation memory budget.
 
 Source: `torch._functorch.partitioners.min_cut_rematerialization_partition` under
 `torch._functorch.config.activation_memory_budget` (private API). The

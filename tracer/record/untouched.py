@@ -14,7 +14,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tracer.build.loop import TrainingStep, run_step
-from tracer.build.step import BuildStep
 from tracer.capture.capture import forward_once
 from tracer.costs.builder import OpRow, TraceBuilder
 from tracer.costs.calibration import Costs
@@ -22,15 +21,17 @@ from tracer.costs.roofline import compute_dtype, result_bytes
 from tracer.costs.signature import of_call
 from tracer.precision.policy import scaler_tensors
 from tracer.record.assemble import optimizer_tensors
-from tracer.record.eager import EagerRecorder, given_to, storage_key, tensors_in
+from tracer.record.eager import EagerRecorder, given_to
+from tracer.record.rows import storage_key, tensors_in
 from tracer.record.step import fake_mode
+from tracer.torch_api import FakeTensorMode, storage_expired
 from traces.devices import Device
 from traces.errors import LowtideError
 
 MOST_OPS: Final = 20_000  # of a step that is counted: the work grows with the square
 
 
-def untouched_peak_bytes(build: BuildStep, target: Device, costs: Costs) -> int:
+def untouched_peak_bytes(step: TrainingStep, mode: FakeTensorMode, target: Device, costs: Costs) -> int:
     """Peak of allocated bytes in a steady iteration of the untouched model; 0 if it cannot be counted.
 
     Counts: every storage from the op that makes it until nobody refers to it any more, and what `costs` knows of the
@@ -38,26 +39,26 @@ def untouched_peak_bytes(build: BuildStep, target: Device, costs: Costs) -> int:
     takes on the data of a mask, where the capture had to go around them.
 
     Args:
-        build: makes the step.
+        step: on the CPU, as `trace_step` leaves it: its optimizer has its state.
+        mode: of its fake tensors.
         target: the device whose ops these are; a GPU's are not run here, and its steps are not counted.
         costs: what ops allocate inside.
     """
     if target.kind != "cpu":
         return 0
     peak_bytes = 0
-    with fake_mode():
-        step = build("cpu")
 
-        def run() -> None:
-            nonlocal peak_bytes
-            counter = _Counter(target, costs)
-            with counter:
-                with counter.paused():  # the optimizer makes its state
-                    run_step(step, step.model, step.optimizer, counter.begin)
-                counter.start(step)
-                run_step(step, step.model, step.optimizer, counter.begin)
-            peak_bytes = counter.peak_bytes
+    def run() -> None:
+        nonlocal peak_bytes
+        counter = _Counter(target, costs)
+        with counter:
+            with counter.paused(), step.autocast.region():  # the model makes what it keeps from step to step
+                step.loss_of(step.model(*step.args, **step.kwargs))
+            counter.start(step)
+            run_step(step, step.model, step.optimizer, counter.begin)
+        peak_bytes = counter.peak_bytes
 
+    with fake_mode(mode):
         try:
             forward_once(step.model, run)
         except LowtideError:
@@ -129,7 +130,7 @@ class _Counter(EagerRecorder):
         self._live_bytes += created
 
     def _release(self) -> None:
-        gone = [key for key, (ref, _) in self._made.items() if ref.expired()]
+        gone = [key for key, (ref, _) in self._made.items() if storage_expired(ref.cdata)]
         for key in gone:
             self._live_bytes -= self._made.pop(key)[1]
 

@@ -1,4 +1,4 @@
-"""Turn a call of scaled_dot_product_attention into the kernel that torch would take for it on a given GPU.
+"""Which kernel torch would take for a call of scaled_dot_product_attention on a given GPU.
 
 The rules are those of torch's `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (`select_sdp_backend`) and of the
 composite in `attention.cpp`, restated for dense tensors and releases 2.11 to 2.13. They have been read, and compared

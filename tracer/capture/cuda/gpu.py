@@ -1,4 +1,4 @@
-"""Turn the ops that torch takes on the CPU into those that it takes on a GPU, while a model is captured.
+"""Capture the ops that a GPU would run in place of those that torch takes on the CPU.
 
 Counts: attention (`tracer.capture.cuda.attention`), batch norm (`tracer.capture.passes.batch_norm`), and ops
 whose results have another data type

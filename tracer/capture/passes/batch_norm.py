@@ -1,4 +1,4 @@
-"""Turn a batch norm in training into cuDNN's kernel where torch would take that on a GPU.
+"""Put cuDNN's kernel in the place of a batch norm in training where torch would take it on a GPU.
 
 torch's capture cannot hold cuDNN's batch norm: the op updates the running statistics in place without saying so, and
 therefore AOTAutograd replaces it by torch's own kernel. The eager step does not. So a batch norm is captured as an op

@@ -1,4 +1,4 @@
-"""Turn ops that the export ties together with effect tokens back into plain ops in the graph's order.
+"""Make plain ops again, in the graph's order, of those that the export ties together with effect tokens.
 
 Where a model calls an op that does something beside its outputs (`torch.linalg.cholesky` checks for errors), the export
 threads a dummy tensor through such ops, from an input of the graph to an output of it, so that no pass may reorder
