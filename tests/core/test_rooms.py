@@ -56,7 +56,8 @@ def test_circles_are_found() -> None:
     [
         *("traces", "tracer", "executor"),
         pytest.param(
-            "simulator", marks=pytest.mark.xfail(reason="core, planners and allocator.replay have some")
+            "simulator",
+            marks=pytest.mark.xfail(strict=False, reason="core, planners, allocator.replay have some"),
         ),
     ],
 )
