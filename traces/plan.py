@@ -16,6 +16,8 @@ others.
 - recipe `save`: saved from forward on, for a value that backward itself does not read but recomputations do; or, with
   `evict_after`, for any value: it is there until the first of those ops has run, and is recomputed when it is taken
   next. A saved value that came back while forward still runs is saved from that copy on.
+- any other recipe, named as its module in `simulator.core.recipes`: ops that the recipe names take another value
+  in this one's place, and what else takes it recomputes it as above.
 - `evict_after`: the value is absent once one of these ops has run, of forward or of backward, until it is taken next.
 - `retain`: a value that came back stays until its last use (or until `evict_after` names an op); without it, it goes as
   soon as the op that it came back for has run. A value that is not saved never stays beyond its last forward use while

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -81,6 +82,44 @@ def test_the_bound_holds_for_it() -> None:
     plain = layers("other", "", "")
     assert swaps(plain) == []
     assert bounder_of(Problem(plain)).bound(34).added_time_ns > 0
+
+
+def test_no_plan_of_all_recipes_beats_the_bound() -> None:
+    """Two layers: every plan that saves, recomputes, or takes the output of each of their four values."""
+    of = trace(
+        [
+            fwd({"x1": 10}, "w", time_ns=5),
+            fwd({"y1": 10}, "x1", target="aten.leaky_relu.default", arguments=LEAKY[1], time_ns=2),
+            fwd({"x2": 8}, "y1", "w", time_ns=7),
+            fwd({"y2": 8}, "x2", target="aten.hardtanh.default", arguments=RELU6[1], time_ns=3),
+            fwd({"z": 4}, "y2", "w", time_ns=5),
+            bwd({"gy2": 8}, "z", "y2", "w"),
+            bwd({"gx2": 8}, "gy2", "x2", target="aten.hardtanh_backward.default", arguments=RELU6[2]),
+            bwd({"gy1": 10}, "gx2", "y1", "w"),
+            bwd({"gx1": 10}, "gy1", "x1", target="aten.leaky_relu_backward.default", arguments=LEAKY[2]),
+            bwd({"gw": 4}, "gx1"),
+        ],
+        {"w": 4},
+    )
+    problem = Problem(of)
+    assert [r.storage for r in swaps(of)] == [3, 1]
+    options: list[list[Action | None]] = []
+    for s in (1, 2, 3, 4):
+        retained = [Action(storage=s, retain=retain) for retain in (True, False)]
+        evicted = [Action(storage=s, recipe=SAVE, evict_after=(c,)) for c in (5, 6, 7)]
+        options.append(
+            [None, *retained, *evicted, *([Action(storage=s, recipe=KIND)] if s in (1, 3) else [])]
+        )
+    best: dict[int, int] = {}
+    for chosen in product(*options):
+        timeline = problem.replay([a for a in chosen if a is not None]).timeline
+        added_ns = timeline.step_time_ns - of.time_ns
+        best[timeline.peak_allocated_bytes] = min(added_ns, best.get(timeline.peak_allocated_bytes, added_ns))
+    assert len(best) > 5
+    for budget in {b + d for b in best for d in (-1, 0)}:
+        reached = [added_ns for peak, added_ns in best.items() if peak <= budget]
+        bound = bounder_of(problem).bound(budget)
+        assert not reached or (bound.feasible and bound.added_time_ns <= min(reached))
 
 
 @pytest.mark.parametrize(
