@@ -70,7 +70,7 @@ def max_batch_command(
     simulate max-batch resnet50 --gpu a100-40 --budget-overhead 10% --alloc-conf expandable_segments:True
     simulate max-batch resnet18 --memory 2GiB --image-size 96 --device cpu     on the CPU, its ops measured
 
-    Any other option goes to `trace`. Traces and plans are kept in one directory and used again. On a GPU reserved
+    Any other option goes to `trace`. Traces and plans stay in one directory and are used again. On a GPU reserved
     memory must fit, on the CPU allocated memory. Exit code 1: not even the smallest batch fits.
     """
     from simulator import api

@@ -21,7 +21,7 @@ from simulator.core.problem import Problem
 from simulator.planners.outcome import finish, refuse
 from traces.plan import SAVE, Action, Plan
 
-OUTSIDE: Final = -1  # the segment of ops that no segment holds: what they make is kept
+OUTSIDE: Final = -1  # the segment of ops that no segment holds: what they make is saved
 
 
 def plan_save_all(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:

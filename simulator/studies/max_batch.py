@@ -52,15 +52,15 @@ class Request:
 class Probe:
     """One batch size: what the untouched model takes, and the cheapest plan that fits, if that was tried.
 
-    `kept` is of the captured graph with everything kept, which an empty plan runs.
+    `saved` is of the captured graph with everything saved, which an empty plan runs.
     """
 
     batch_size: int
     untouched: RunFigures
     fits: bool  # the untouched model
     retries_a_step: int  # how often all cached memory must be given back for that
-    kept: RunFigures
-    kept_fits: bool
+    saved: RunFigures
+    saved_fits: bool
     plan: RunFigures | None = None
     overhead_percent: float | None = (
         None  # of the plan, or what any plan must at least cost where none was made
@@ -75,8 +75,8 @@ class Probe:
             "fits": self.fits,
             "retries_a_step": self.retries_a_step,
             "untouched": self.untouched.headline(),
-            "baseline": self.kept.headline(),
-            "baseline_fits": self.kept_fits,
+            "baseline": self.saved.headline(),
+            "baseline_fits": self.saved_fits,
             "plan_fits": self.plan_fits,
             "plan": None if self.plan is None else self.plan.headline(),
             "overhead_percent": self.overhead_percent,
@@ -175,8 +175,8 @@ class _Search:
                 untouched=plain.figures(),
                 fits=bool(plain.fits),
                 retries_a_step=plain.retries_a_step,
-                kept=c.saved_figures,
-                kept_fits=bool(c.saved_fit.fits),
+                saved=c.saved_figures,
+                saved_fits=bool(c.saved_fit.fits),
             )
             self.progress(f"batch {batch_size}: {_needs(plain, usable)}")
         return Verdict(fits=self.probes[batch_size].fits, excess=self.excess[batch_size])
@@ -214,8 +214,8 @@ class _Search:
     def _plan(self, problem: Problem, probe: Probe) -> tuple[Probe, float]:
         """The probe with what was found of plans, and by how much, as a share, memory or price are exceeded."""
         request = self.request
-        if probe.kept_fits:  # the captured graph alone makes room
-            empty = replace(probe, plan=probe.kept, overhead_percent=0.0, plan_fits=True)
+        if probe.saved_fits:  # the captured graph alone makes room
+            empty = replace(probe, plan=probe.saved, overhead_percent=0.0, plan_fits=True)
             return self._saved(empty, self.said[probe.batch_size]), _over(0.0, request.overhead_percent)
         usable, price = request.device.usable_bytes, request.overhead_percent
         if self.floor_excess(probe.batch_size) > 0:
