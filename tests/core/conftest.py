@@ -7,10 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
+TORCH = ("torch", "torchvision", "transformers")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def no_torch() -> Iterator[None]:
+    loaded = {name for name in sys.modules if name.partition(".")[0] in TORCH}
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("torch", "torchvision", "transformers"):
+        for name in loaded.union(TORCH):
             patch.setitem(sys.modules, name, None)
         yield

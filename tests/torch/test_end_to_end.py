@@ -36,13 +36,16 @@ def call(folder: Path, module: str, *words: str) -> dict[str, Any]:
     return answer
 
 
-def test_resnet18_from_its_name_to_its_measured_peak(tmp_path: Path) -> None:
-    # 24 images with sides of 64: activations outweigh the optimizer's temporaries, so a plan lowers the peak.
-    options = ("--batch-size", "24", "--image-size", "64", "--optimizer", "sgd")
-    traced = call(tmp_path, "tracer", "resnet18", *options, "--device", "cpu", "--rounds", "1", "-o", "r18")
+# So many images with sides of 64 that activations outweigh the optimizer's temporaries: a plan lowers the peak.
+@pytest.mark.parametrize(
+    ("model", "images"), [("squeezenet1_1", 8), pytest.param("resnet18", 24, marks=pytest.mark.slow)]
+)
+def test_from_a_model_s_name_to_its_measured_peak(model: str, images: int, tmp_path: Path) -> None:
+    options = ("--batch-size", str(images), "--image-size", "64", "--optimizer", "sgd")
+    traced = call(tmp_path, "tracer", model, *options, "--device", "cpu", "--rounds", "1", "-o", "trace")
     assert traced["meta"]["mode"] == "real"
     planned = call(
-        tmp_path, "simulator", "r18", "--budget", "93%", "-o", "plan.json", "--report", "plan.html"
+        tmp_path, "simulator", "trace", "--budget", "93%", "-o", "plan.json", "--report", "plan.html"
     )
     assert {"trace", "planner", "feasible", "budget_bytes", "solve_seconds", "gap_points"} <= set(planned)
     assert planned["feasible"] is True
@@ -74,7 +77,7 @@ def test_resnet18_from_its_name_to_its_measured_peak(tmp_path: Path) -> None:
     for page in ("plan.html", "error.html"):
         text = (tmp_path / page).read_text(encoding="utf-8")
         assert text.lstrip().lower().startswith("<!doctype html>")
-        assert "resnet18" in text
+        assert model in text
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "error.html", "measurement.json", "plan.html", "plan.json", "r18"
+        "error.html", "measurement.json", "plan.html", "plan.json", "trace"
     ]  # fmt: skip
