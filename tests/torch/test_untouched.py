@@ -90,7 +90,10 @@ def test_the_optimizer_s_state_is_there_from_the_start() -> None:
     assert with_state - without >= 2 * 2 * (64 * 64 + 64) * 4 + 4 * 4
 
 
-@pytest.mark.parametrize("model", ["bert-tiny", "t5-tiny", "gpt2-tiny", "llama-tiny"])
+@pytest.mark.parametrize(
+    "model",
+    ["t5-tiny", "gpt2-tiny", *(pytest.param(m, marks=pytest.mark.slow) for m in ("bert-tiny", "llama-tiny"))],
+)
 def test_language_models_in_the_ordinary_loop(model: str) -> None:
     """Up to a few scalars: the loss of the step before may still have a name."""
     build = load_spec(model, {"batch_size": 2, "seq_len": 16})
