@@ -12,7 +12,8 @@ end S is empty. One moves back as in `bounds.lowest`:
   need, which must be within B; and what that op reads was there, too: it joins S, one gap earlier;
 - or some op q ran again in the gap and made a part of S; take the last such run. While it ran, the rest of S and what q
   reads were in memory, with what q adds: that must be within B. The state before is the rest with these reads, and the
-  time of q has been added *after* it.
+  time of q has been added *after* it. As `schedule.build` brings back only what the op after the gap takes, q made a
+  value that this op reads, or that an op reads which ran again after q in the same gap.
 
 So to each moment of the plan belongs a state with a time that was added after it at least. What was added *before* it,
 and after an instant t of `bounds.bound`? Let Y be S with all that the ops of backward between t and u read. Each
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 # Storages smaller than these shares of what is free at the instant, and of the largest one, are left out.
 SMALL, FEW = 64, 8
-MOST_STATES: Final = 100_000  # looked at for one budget
+MOST_STATES: Final = 300_000  # looked at for one budget
 ROOM: Final = 3  # states noted for each that is looked at
 STALE_STATES: Final = 20_000  # looked at without a gain
 MOST_VISITS: Final = 20_000_000  # edges of the network looked at
@@ -108,6 +109,7 @@ class WorkingSets:
         np.add.at(before_share, np.minimum(first_read[wanted], n_ops) + 1, share[wanted])
         before_share = np.cumsum(before_share) - price * free_bytes
 
+        asks = [self._asked(op, rank) for op in range(n_ops)]
         reads_at = np.zeros(n_ops + 1, np.int64)
         np.cumsum(np.bincount(reader, minlength=n_ops), out=reads_at[1:])
         overwrites, rise = self._taken(rank)
@@ -119,6 +121,7 @@ class WorkingSets:
         ops["base_bytes"][: len(instants.sure_bytes)] = instants.sure_bytes
         ops["need_bytes"][: len(instants.unavoidable_bytes)] = instants.unavoidable_bytes
         ops["before_share"][: len(before_share)], ops["reads_at"][: n_ops + 1] = before_share, reads_at
+        ops["asks_at"][1 : n_ops + 1] = np.cumsum([len(a) for a in asks])
         storages = np.zeros(len(tracked), STORAGE)
         storages["nbytes"], storages["share"] = self._nbytes[tracked], share[tracked]
         storages["producer"], storages["until"] = self._producer[tracked], self._until[tracked]
@@ -131,11 +134,26 @@ class WorkingSets:
             state=np.empty(WIDTH, np.int32),
         )
         root = int(share[wanted].sum()) - price * free_bytes
-        way = Way(ops, storages, rank[read])
+        way = Way(ops, storages, rank[read], rank[np.array([s for a in asks for s in a], np.int64)])
         least, _ = walk_back(
             budget_bytes, first, int(brought.max()) + 1, root, MOST_STATES, STALE_STATES, way, found
         )
         return None if least == NO_WAY else max(0, int(least) >> shift)
+
+    def _asked(self, op: int, rank: NDArray[np.int64]) -> list[int]:
+        """The tracked storages that can be brought back for an op's sake, if need be by way of untracked ones."""
+        reads, producer = self.instants.trace.ops.reads, self.instants.trace.storages.producer
+        out: list[int] = []
+        stack, seen = list(reads[op]), set(reads[op])
+        while stack:
+            s = stack.pop()
+            if rank[s] >= 0:
+                out.append(s)
+            elif self._forward[s] and self.instants.problem.is_evictable(s):
+                more = [r for r in reads[producer[s]] if r not in seen]
+                stack += more
+                seen.update(more)
+        return out
 
     def _taken(self, rank: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """[op]: the tracked storage that it takes over, or -1; [op of forward]: bytes that it adds beside others."""

@@ -25,6 +25,7 @@ OP: Final = table(
         ("base_bytes", np.int64),  # in the gap before it, whatever the plan
         ("before_share", np.int64),  # as `share`, of all that ops before it read, less what memory is worth
         ("reads_at", np.int64),  # of `reads`: the tracked storages that it reads
+        ("asks_at", np.int64),  # of `asks`: those that can be brought back for its sake
         ("overwrites", np.int32),  # a tracked storage; -1
         ("may_rerun", np.int32),
     ]
@@ -49,13 +50,14 @@ class Way(NamedTuple):
     ops: Any
     storages: Any
     reads: Any
+    asks: Any
 
 
 class Nodes(NamedTuple):
     """What the search has found: work space."""
 
     nodes: Any
-    states: Any  # [node, WIDTH]
+    states: Any  # [node, WIDTH]: twice a storage; one more if it can be brought back in this gap
     table: Any  # nodes by their key; a power of two of places, all EMPTY
     heap: Any
     state: Any  # [WIDTH]
@@ -90,10 +92,11 @@ def pop(heap: Any, n: int, nodes: Any) -> int:
 @inner
 def include(state: Any, n: int, s: int) -> int:
     """Put a storage into a sorted state, if it is not there; how many there are."""
+    s = 2 * s
     k = n
-    while k and state[k - 1] > s:
+    while k and state[k - 1] > s + 1:
         k -= 1
-    if k and state[k - 1] == s:
+    if k and state[k - 1] >= s:
         return n
     if n == state.shape[0]:
         if k == n:
@@ -103,6 +106,16 @@ def include(state: Any, n: int, s: int) -> int:
         state[j] = state[j - 1]
     state[k] = s
     return n + 1
+
+
+@inner
+def ask(state: Any, n: int, op: int, way: Any) -> None:
+    """Mark what can be brought back in this gap for the sake of an op; all, if the state may lack some of it."""
+    for k in range(n):
+        for j in range(way.ops[op].asks_at, way.ops[op + 1].asks_at):
+            if way.asks[j] == state[k] >> 1 or n == state.shape[0]:
+                state[k] |= 1
+                break
 
 
 @inner
@@ -118,8 +131,8 @@ def enter(
     bound = so_far + way.ops[at].before_share
     key = np.uint64(at)
     for j in range(n):
-        if way.storages[state[j]].first_read >= at:
-            bound += way.storages[state[j]].share
+        if way.storages[state[j] >> 1].first_read >= at:
+            bound += way.storages[state[j] >> 1].share
         key = (key ^ np.uint64(state[j])) * np.uint64(0x9E3779B97F4A7C15)
         key ^= key >> np.uint64(29)
     size = np.uint64(table.shape[0])
@@ -190,19 +203,21 @@ def walk_back(
 
         # The last run in this gap that made a part of the state.
         for k in range(n_held):
-            q = storages[states[node, k]].producer
+            if not states[node, k] & 1:
+                continue
+            q = storages[states[node, k] >> 1].producer
             known = False
             for j in range(k):
-                if storages[states[node, j]].producer == q:
+                if states[node, j] & 1 and storages[states[node, j] >> 1].producer == q:
                     known = True
             if known or not ops[q].may_rerun:
                 continue
             n = nothing
             rise, taken, bytes_now = ops[q].rise_bytes, ops[q].overwrites, 0
             for j in range(n_held):
-                s = states[node, j]
+                s = states[node, j] >> 1
                 if storages[s].producer != q:
-                    state[n] = s
+                    state[n] = states[node, j]
                     n += 1
                     bytes_now += storages[s].nbytes
             # What it reads is there too, whether the state has room for it or not.
@@ -212,7 +227,7 @@ def walk_back(
                     continue
                 new = True
                 for i in range(n_held):
-                    if states[node, i] == s:
+                    if states[node, i] >> 1 == s:
                         new = False
                 if new:
                     bytes_now += storages[s].nbytes
@@ -221,13 +236,14 @@ def walk_back(
                 n = include(state, n, int(s))
             if ops[at].base_bytes + bytes_now + rise > budget_bytes:
                 continue
+            ask(state, n, q, way)
             n_nodes, n_heap = enter(n, at, so_far + ops[q].time, least, way, found, n_nodes, n_heap)
 
         # Or nothing of it was made in this gap, and all of it was there while the op before ran.
         ran = at - 1
         extra = n = nothing
         for k in range(n_held):
-            s = states[node, k]
+            s = states[node, k] >> 1
             read = False
             for j in range(ops[ran].reads_at, ops[ran + 1].reads_at):
                 if reads[j] == s:
@@ -235,12 +251,13 @@ def walk_back(
             if ops[ran].overwrites == s or (not read and storages[s].until < ran):
                 extra += storages[s].nbytes
             if storages[s].until < ran:
-                state[n] = s
+                state[n] = 2 * s
                 n += 1
         if extra + ops[ran].need_bytes > budget_bytes:
             continue
         for j in range(ops[ran].reads_at, ops[ran + 1].reads_at):
             if storages[reads[j]].until < ran:
                 n = include(state, n, int(reads[j]))
+        ask(state, n, ran, way)
         n_nodes, n_heap = enter(n, ran, so_far, least, way, found, n_nodes, n_heap)
     return NO_WAY, looked

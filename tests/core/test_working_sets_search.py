@@ -87,22 +87,22 @@ class Plain:
         root = sum(shares[s] for s in wanted) - worth
         base, need, until = instants.sure_bytes, instants.unavoidable_bytes, instants.forced_until
         number = count()
-        start = (len(trace.ops), frozenset[int]())
+        start = (len(trace.ops), frozenset[int](), frozenset[int]())
         queue = [(0, next(number), start)]
-        done: set[tuple[int, frozenset[int]]] = set()
+        done: set[tuple[int, frozenset[int], frozenset[int]]] = set()
         best: int | None = None
         while queue:
             time_ns, _, state = heapq.heappop(queue)
             if state in done:
                 continue
             done.add(state)
-            gap, held = state
+            gap, held, asked_for = state
             if gap == self.first:
                 so_far = {s for s in wanted if self.first_read[s] < gap} | (held & self.decided)
                 total = self.price.denominator * time_ns + sum(shares[s] for s in so_far) - worth
                 best = total if best is None else min(best, total)
                 continue
-            for q in {producer[s] for s in held if problem.may_rerun[producer[s]]}:
+            for q in {producer[s] for s in asked_for if problem.may_rerun[producer[s]]}:
                 rest = {s for s in held if producer[s] != q}
                 asked = rest | {s for s in reads[q] if s in self.forward and until[s] < gap}
                 rise = problem.transient_bytes[q]
@@ -110,9 +110,9 @@ class Plain:
                 if taken in asked and taken not in rest:
                     rise -= nbytes[taken]
                 if base[gap] + sum(nbytes[s] for s in asked) + rise <= budget_bytes:
-                    heapq.heappush(
-                        queue, (time_ns + trace.ops.time_ns[q], next(number), (gap, frozenset(asked)))
-                    )
+                    more = (asked_for & rest) | (asked & set(reads[q]))
+                    state = (gap, frozenset(asked), frozenset(more))
+                    heapq.heappush(queue, (time_ns + trace.ops.time_ns[q], next(number), state))
             ran = gap - 1
             beside = sum(
                 nbytes[s]
@@ -121,7 +121,8 @@ class Plain:
             )
             if beside + need[ran] <= budget_bytes:
                 now = held | {s for s in reads[ran] if s in self.forward}
-                state = (ran, frozenset(s for s in now if until[s] < ran))
+                left = frozenset(s for s in now if until[s] < ran)
+                state = (ran, left, left & set(reads[ran]))
                 heapq.heappush(queue, (time_ns, next(number), state))
         if best is None:
             return None
