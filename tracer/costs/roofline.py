@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 COMPUTE_EFFICIENCY: Final = 0.7
 BANDWIDTH_EFFICIENCY: Final = 0.8
 
-# torch's defaults for float32 on CUDA (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32).
-MATMUL_TF32: Final = False
-CONVOLUTION_TF32: Final = True
-
 # Attention on the CPU takes the same arguments as flash attention, but torch has no formula under its name.
 SAME_FORMULA: Final = {
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
@@ -38,9 +34,7 @@ SAME_FORMULA: Final = {
 }
 
 
-def op_time_ns(
-    flops: int, bytes_moved: int, dtype: str, device: Device, *, tf32: bool = False, view: bool = False
-) -> int:
+def op_time_ns(flops: int, bytes_moved: int, dtype: str, device: Device, *, tf32: bool = False) -> int:
     """Nanoseconds that an op takes on a device.
 
     Args:
@@ -49,27 +43,18 @@ def op_time_ns(
         dtype: what it computes in, as torch names it ("float32").
         device: see `traces.devices`.
         tf32: whether float32 is computed on TF32 tensor cores where the device has them; see `uses_tf32`.
-        view: whether the op only makes a view: it then costs nothing.
 
     Counts: max(flops / (0.7 * peak), bytes / (0.8 * bandwidth)) + launch. Ignores: see the module's docstring.
     """
-    if view:
-        return 0
     compute_s = flops / (COMPUTE_EFFICIENCY * device.peak_flops_per_s(dtype, tf32=tf32))
     memory_s = bytes_moved / (BANDWIDTH_EFFICIENCY * device.bandwidth_bytes_per_s)
     return round(max(compute_s, memory_s) * 1e9) + device.launch_ns
 
 
-def uses_tf32(
-    target: str, *, matmul_tf32: bool = MATMUL_TF32, convolution_tf32: bool = CONVOLUTION_TF32
-) -> bool:
-    """Whether a float32 op runs on TF32 tensor cores on CUDA: by default convolutions do, matrix products not.
-
-    Args:
-        target: the op's name, e.g. "aten.convolution_backward.default".
-        matmul_tf32, convolution_tf32: torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32.
-    """
-    return convolution_tf32 if "convolution" in target else matmul_tf32
+def uses_tf32(target: str) -> bool:
+    """Whether a float32 op runs on TF32 tensor cores on CUDA by torch's defaults: convolutions do, matrix products not
+    (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32)."""
+    return "convolution" in target
 
 
 def compute_dtype(inputs: Iterable[torch.Tensor]) -> str:

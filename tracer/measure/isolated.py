@@ -87,7 +87,6 @@ def calibrate(
     device: str,
     *,
     memory_bytes: int | None = None,
-    progress: Callable[[int], None] = lambda done: None,
 ) -> Calibrated:
     """Run every call alone.
 
@@ -96,7 +95,6 @@ def calibrate(
         identity: whose measurements these are.
         device: "cpu" or "cuda".
         memory_bytes: an op whose tensors take more is skipped; default: half of what is free.
-        progress: told how many are done.
     """
     limit = memory_bytes if memory_bytes is not None else _free_bytes(device) // 2
     entries: dict[str, Entry] = {}
@@ -122,7 +120,6 @@ def calibrate(
                 samples=len(call.times_ns),
                 provenance=MEASURED_CUDA if identity.kind == "cuda" else MEASURED_CPU,
             )
-        progress(min(start + TOGETHER, len(wanted)))
     profile = DeviceProfile(identity=identity, entries=entries, workspaces=tuple(kept))
     return Calibrated(profile=profile, ran=len(entries), skipped=skipped)
 
