@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,7 +115,8 @@ def trace(
     else:
         build = _in_hand(model, batch, loss, optimizer, scaler, options, {"amp": amp, "tf32": tf32}, seed)
     tell(f"Capturing {build.model} ...")
-    from tracer.recording import ProfileUse, record_fake, record_real
+    with _no_garbage():
+        from tracer.recording import ProfileUse, record_fake, record_real
 
     use = ProfileUse(path=Path(profile) if profile else None, off=profile is False, calibrate=calibrate)
     with _left_as_found(tf32 is not None):
@@ -190,6 +192,18 @@ def _in_hand(
     held = InHand(model=model, batch=batch, loss=loss, optimizer=optimizer, scaler=scaler)
     chosen = parse_policy(policy)
     return BuildStep(model=held.label, options=chosen, seed=seed, make=held.step, policy=chosen)
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """No search for garbage while the body imports torch's compiler: half a million objects, all of which stay."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @contextmanager

@@ -38,6 +38,8 @@ class EagerRecorder(TorchDispatchMode):
     overflowed is answered with 0: the step is taken.
     """
 
+    checks_loss = True  # that it reads no parameter that the step does not have
+
     def __init__(self, builder: TraceBuilder, device: str = "cpu") -> None:
         super().__init__()
         self.builder = builder
@@ -130,7 +132,7 @@ class EagerRecorder(TorchDispatchMode):
             if (value := self._scalars.value(args[0])) is not None:
                 return value
             return 1.0 if args[0].is_floating_point() else 1
-        if self.phase == FORWARD:
+        if self.phase == FORWARD and self.checks_loss:
             _refuse_strangers(args, kwargs)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._found_inf = {storage_key(args[1])}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tracer.record.rows import storage_key, tensors_in
 from tracer.torch_api import FakeTensor, disable_current_modes, pytree
 
 
@@ -37,30 +38,30 @@ class Scalars:
             func, args, kwargs: the call.
             written: gives the tensors among (args, kwargs) that the op overwrites.
         """
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        given = list(tensors_in((args, kwargs)))
         values = {id(x): self._known(x) for x in given}
         follow = (
             all(v is not None for v in values.values())
             and torch.Tag.nondeterministic_seeded not in func.tags
             and func.namespace == "aten"
         )
-        with disable_current_modes():
-            copies = {k: v.clone() for k, v in values.items() if v is not None} if follow else {}
+        copies: dict[int, torch.Tensor] = {}
+        if follow:
+            with disable_current_modes():
+                copies = {k: v.clone() for k, v in values.items() if v is not None}
         out = func(*args, **kwargs)
-        made = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+        made = list(tensors_in(out))
         changed = list(written(args, kwargs))
         for x in changed:
-            self._values.pop(_key(x), None)
+            self._values.pop(storage_key(x), None)
         if not follow or not all(_single(x) for x in (*given, *made)):
             return out
         real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, lambda x: copies[id(x)], (args, kwargs))
         with disable_current_modes():
-            real = [
-                x for x in pytree.tree_leaves(func(*real_args, **real_kwargs)) if isinstance(x, torch.Tensor)
-            ]
+            real = list(tensors_in(func(*real_args, **real_kwargs)))
         for x, value in (*zip(made, real, strict=True), *((x, copies[id(x)]) for x in changed)):
             if isinstance(x, FakeTensor):
-                self._values[_key(x)] = (StorageWeakRef(x.untyped_storage()), value)
+                self._values[storage_key(x)] = (StorageWeakRef(x.untyped_storage()), value)
         return out
 
     def _known(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -68,7 +69,7 @@ class Scalars:
             return None
         if not isinstance(x, FakeTensor):
             return x
-        ref, value = self._values.get(_key(x), (None, None))
+        ref, value = self._values.get(storage_key(x), (None, None))
         if ref is not None and not ref.expired():
             return value
         return x.constant  # what torch itself still knows of torch.tensor(0.0), until an op writes into it
@@ -82,7 +83,3 @@ def _single(x: torch.Tensor) -> bool:
         and x.layout == torch.strided
         and x.untyped_storage().nbytes() == x.element_size()
     )
-
-
-def _key(x: torch.Tensor) -> int:
-    return int(x.untyped_storage()._cdata)

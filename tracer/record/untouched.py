@@ -76,6 +76,8 @@ class _Counter(EagerRecorder):
     Whether a storage is gone is only asked when it matters: when there would be a new peak with all of them.
     """
 
+    checks_loss = False  # the recording of this step has
+
     def __init__(self, target: Device, costs: Costs) -> None:
         super().__init__(TraceBuilder())
         self.target, self.costs = target, costs
