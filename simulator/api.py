@@ -292,14 +292,14 @@ def max_batch(
     placed = any(word.partition("=")[0] in ("--target", "--device") for word in words)
     if _is_name(device) and kind != CPU and not placed:
         words += ["--target", memory.name]
-    constraints = Constraints(never=tuple(never), always_keep=tuple(always_keep))
     request = Request(
         model=model,
         device=memory,
         directory=Path(directory or f"{short_name(model)}-max-batch"),
         overhead_percent=budget_overhead_percent,
         planner=planner or DEFAULT,
-        limits=Limits(seconds=seconds, seed=seed, constraints=constraints),
+        limits=Limits(seconds=seconds, seed=seed),
+        constraints=Constraints(never=tuple(never), always_keep=tuple(always_keep)),
         alloc_conf=alloc_conf,
         multiple_of=multiple_of,
         maximum=maximum,

@@ -37,9 +37,13 @@ class Planning:
 
     @property
     def limits(self) -> Limits:
-        """As one record."""
-        constraints = Constraints(never=self.never, always_keep=self.always_keep)
-        return Limits(seconds=self.seconds, seed=self.seed, constraints=constraints)
+        """How long, and from which seed."""
+        return Limits(seconds=self.seconds, seed=self.seed)
+
+    @property
+    def constraints(self) -> Constraints:
+        """What no plan may do."""
+        return Constraints(never=self.never, always_keep=self.always_keep)
 
     def words(self) -> dict[str, Any]:
         """As keyword arguments."""

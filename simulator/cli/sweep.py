@@ -75,6 +75,7 @@ def sweep_command(
         alloc_conf=alloc_conf,
         planner=planner or DEFAULT,
         limits=planning.limits,
+        constraints=planning.constraints,
         directory=output or Path(f"{short_name(model)}-sweep"),
         tracer_options=tuple(words_for_trace(for_trace, trace_option)),
     )

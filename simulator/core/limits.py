@@ -45,7 +45,6 @@ class Limits:
 
     seconds: float = 5.0
     seed: int = 0
-    constraints: Constraints = NONE
 
     def clock(self) -> Clock:
         """A clock that starts now and runs for `seconds`."""

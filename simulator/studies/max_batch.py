@@ -16,7 +16,7 @@ from typing import Any, Final
 from simulator.allocator.device import CUDA, DeviceMemory
 from simulator.allocator.device_fit import DeviceFit, Setting, kind_of, setting_of
 from simulator.bounds.bound import bound_answer, bounder_of
-from simulator.core.limits import DEFAULTS, Limits
+from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.studies.boundary import Verdict, boundary
@@ -42,6 +42,7 @@ class Request:
     overhead_percent: float
     planner: str
     limits: Limits = DEFAULTS
+    constraints: Constraints = NONE
     alloc_conf: str | None = None
     multiple_of: int = 1
     maximum: int = 65536
@@ -163,7 +164,7 @@ class _Search:
         """Whether the untouched model's step fits."""
         if batch_size not in self.probes:
             trace, usable = self.load(batch_size), self.request.device.usable_bytes
-            problem = Problem(trace, self.request.limits.constraints)
+            problem = Problem(trace, self.request.constraints)
             c = completed(predict(problem, self.setting(trace)))
             plain = untouched_fit(c)
             self.said[batch_size] = c

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from simulator.core.budget import parse_budget
-from simulator.core.limits import DEFAULTS, Limits
+from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
 from traces.errors import BudgetError, TraceError
 from traces.files import write_text
 from traces.json_records import read_record, to_json
@@ -116,6 +116,7 @@ class SweepRequest:
     planner: str
     directory: Path
     limits: Limits = DEFAULTS
+    constraints: Constraints = NONE
     budget_of: str = ALLOCATED
     alloc_conf: str | None = None  # None: as the traces were recorded
     tracer_options: tuple[str, ...] = ()  # further words for `trace`, such as --seq-len 512
@@ -154,7 +155,7 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int) -> SweepRow:
     from simulator.studies.warnings import texts, warnings
 
     setting = setting_of(trace.meta, request.alloc_conf)
-    problem = Problem(trace, request.limits.constraints)
+    problem = Problem(trace, request.constraints)
     saved = predict(problem, setting)
     budget_bytes = parse_budget(request.budget, saved.whole_bytes(request.budget_of))
     sts = trace.storages
