@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class State:
     """What a plan decides, by storage id; made by `Evaluator.state` and edited in place by planners.
 
-    `there` says which storages are kept from forward to backward, `share` which recomputed ones stay (arrays of 0 and
-    1), and `drops` maps the position of an op to the storages dropped after it; a drop of a kept storage is no drop.
+    `there` says which storages are saved from forward to backward, `share` which are retained once they have come back
+    (arrays of 0 and 1), and `drops` maps the position of an op to the storages, saved or not, evicted after it.
     """
 
     there: NDArray[np.uint8]
@@ -160,8 +160,7 @@ class Evaluator:
         """The state that a plan's actions mean; everything kept without any.
 
         Raises:
-            PlanError: a plan says what this cannot evaluate yet: a saved value is evicted before its last use, or any
-                while forward runs.
+            PlanError: a plan says what this cannot evaluate yet: a value is evicted while forward runs.
         """
         problem = self.problem
         there = self._kept.copy()
@@ -170,11 +169,11 @@ class Evaluator:
         for a in actions:
             there[a.storage] = a.recipe == SAVE or problem.pinned[a.storage]
             share[a.storage] = a.retain
-            early = a.evict_after and (a.recipe == SAVE or min(a.evict_after) < problem.forward_end)
+            early = a.evict_after and min(a.evict_after) < problem.forward_end
             if early or a.recipe not in (SAVE, RECOMPUTE):
                 raise PlanError(
                     f"storage {a.storage} ({self.trace.storages.name[a.storage]}): the planners' evaluation knows "
-                    "neither evictions before the end of a value's life in forward nor other recipes yet."
+                    "neither evictions while forward runs nor other recipes yet."
                 )
             for c in a.evict_after:
                 k = max(self.before[c], self.forward - 1)

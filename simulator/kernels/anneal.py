@@ -21,7 +21,7 @@ FLIP: Final = 0  # save a value that was recomputed, or the other way round
 SWAP: Final = 1  # exchange the fates of two values made near each other
 LINK: Final = 2  # save a value that only recomputations read, or no longer; or retain it once it is rebuilt
 RETAIN: Final = 3  # retain a rebuilt value, or no longer
-EVICT: Final = 4  # evict a rebuilt value after an op of backward
+EVICT: Final = 4  # evict a value after an op of backward
 UNEVICT: Final = 5  # take back an eviction, or all after one op
 BORDER: Final = 6  # save nothing of what a stretch of forward makes, but for what crosses one position in it
 MOVE_BORDER: Final = 7  # save nothing of what one stretch makes, and save what crosses a position of another
@@ -104,20 +104,23 @@ def put(s: int, save: int, of_storage: Any, w: Any, n_log: int) -> int:
         return n_log
     w.log[0, n_log], w.log[1, n_log], w.log[2, n_log] = s, w.saved[s], w.retained[s]
     w.saved[s] = save
-    if not save:
-        w.retained[s] = of_storage[s].may_stay
+    w.retained[s] = of_storage[s].may_stay
     return n_log + 1
 
 
 @inlined
-def without_saved(w: Any, n: int) -> int:
-    """Forget the evictions of values that are saved; how many are left."""
-    left = 0
-    for j in range(n):
-        if not w.saved[w.evictions[1, j]]:
-            w.evictions[0, left], w.evictions[1, left] = w.evictions[0, j], w.evictions[1, j]
-            left += 1
-    return left
+def without_new(w: Any, n_log: int, n: int) -> Any:
+    """Forget the evictions of values that the move has saved; how many are left."""
+    for k in range(n_log):
+        s = w.log[0, k]
+        if s >= 0 and w.saved[s] and not w.log[1, k]:
+            left = long(0)
+            for j in range(n):
+                if w.evictions[1, j] != s:
+                    w.evictions[0, left], w.evictions[1, left] = w.evictions[0, j], w.evictions[1, j]
+                    left += 1
+            n = left
+    return n
 
 
 @inner
@@ -163,7 +166,7 @@ def border(first: int, last: int, moves: Any, rng: Any) -> Any:
 def propose(kind: int, moves: Any, of_storage: Any, w: Any, n_evictions: int) -> Any:
     """Make one move of a kind in place: (how many values it noted in `log`, how many evictions there are now).
 
-    A saved value has no evictions. If nothing is noted and their number is the same, nothing has changed.
+    If nothing is noted and their number is the same, nothing has changed.
     """
     values, candidates, rng, saved = moves.values, moves.candidates, w.rng, w.saved
     n_log = long(0)
@@ -192,7 +195,7 @@ def propose(kind: int, moves: Any, of_storage: Any, w: Any, n_evictions: int) ->
         end = long(0)
         while end < moves.consumers.shape[0] and moves.consumers[end] < of_storage[s].last_use:
             end += 1
-        if not saved[s] and w.retained[s] and end:
+        if w.retained[s] and end:
             k = long(moves.consumers[below(rng, end)])
             n_evictions = add_eviction(k, s, w.evictions, n_evictions)
     elif kind == UNEVICT:
@@ -240,7 +243,7 @@ def propose(kind: int, moves: Any, of_storage: Any, w: Any, n_evictions: int) ->
             w.retained[first] = retained
         first, second = second, long(-1)
     if n_log and n_before:
-        n_evictions = without_saved(w, n_evictions)
+        n_evictions = without_new(w, n_log, n_evictions)
     return n_log, n_evictions
 
 

@@ -32,6 +32,10 @@ def compiled(function: F) -> F:
         kernel = numba.njit(cache=True, error_model="numpy", no_cfunc_wrapper=True, **UNCOUNTED)(function)
     except RuntimeError:  # nowhere to keep it
         return cast(F, numba.njit(error_model="numpy", **UNCOUNTED)(function))
+    # Machine code that is on disk needs none of numba's registries of types and functions, which take 0.2 s to load.
+    cache = kernel._cache
+    if hasattr(cache, "_load_overload"):
+        cache.load_overload = cache._load_overload
     module = function.__module__.rpartition(".")[2]
     with suppress(OSError):
         for kept in Path(kernel.stats.cache_path).glob(f"{module}.{function.__qualname__}-*.nbi"):

@@ -192,7 +192,7 @@ def walk_back(
             continue
         if nodes[node].least > least:
             least, gained = nodes[node].least, looked
-        at = int(nodes[node].gap)
+        at = long(nodes[node].gap)
         looked += 1
         if at <= first or n_nodes > room or looked > most_states or looked - gained > most_stale:
             return least, looked
@@ -233,7 +233,7 @@ def walk_back(
                     bytes_now += storages[s].nbytes
                     if s == taken:
                         rise -= storages[s].nbytes
-                n = include(state, n, int(s))
+                n = include(state, n, long(s))
             if ops[at].base_bytes + bytes_now + rise > budget_bytes:
                 continue
             ask(state, n, q, way)
@@ -257,7 +257,7 @@ def walk_back(
             continue
         for j in range(ops[ran].reads_at, ops[ran + 1].reads_at):
             if storages[reads[j]].until < ran:
-                n = include(state, n, int(reads[j]))
+                n = include(state, n, long(reads[j]))
         ask(state, n, ran, way)
         n_nodes, n_heap = enter(n, ran, so_far, least, way, found, n_nodes, n_heap)
     return NO_WAY, looked

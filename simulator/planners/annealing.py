@@ -189,18 +189,17 @@ class Walk:
         ev, budget_bytes, moves = self.evaluator, annealer.budget_bytes, annealer.moves
         known = annealer.retaining.storages
         saved, retained = state.there.copy(), state.share.copy()
+        retained[(saved != 0) & (known["may_stay"] != 0)] = 1
         if coarse:
             moves = moves._replace(
                 candidates=np.array(annealer.neighbours, np.int32), chances=np.cumsum(COARSE)
             )
-            retained[:] = known["may_stay"] & (saved == 0)
+            retained[:] = known["may_stay"]
             # Its weights are those with which it was found, if a coarse walk found it; else all the same.
             found = annealer.best is not None and state is annealer.best.state
             known["weight"] = known["best_weight"] if found else 1.0
         self.moves = moves
-        drops = [
-            (k, s) for k, each in sorted(state.drops.items()) for s in sorted(set(each)) if not state.there[s]
-        ]
+        drops = [(k, s) for k, each in sorted(state.drops.items()) for s in sorted(set(each))]
         room = 2 * len(drops) + 4 * len(annealer.neighbours) + 64
         evictions, best_evictions, before = np.zeros((3, 2, room), np.int32)
         if drops:

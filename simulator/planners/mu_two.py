@@ -238,15 +238,16 @@ class Search:
                 dropped_after.setdefault(s, []).append(self.evaluator.op_id[k])
         out = []
         for s in self.evaluator.made_forward:
+            after, retain = tuple(dropped_after.get(s, ())), bool(found.state.share[s])
             if self.is_candidate[s] and not found.state.there[s]:
-                after = tuple(dropped_after.get(s, ()))
-                out.append(Action(storage=s, retain=bool(found.state.share[s]), evict_after=after))
+                out.append(Action(storage=s, retain=retain, evict_after=after))
+            elif self.is_candidate[s] and after:
+                out.append(Action(storage=s, recipe=SAVE, retain=retain, evict_after=after))
             elif self.problem.saved_by_default[s] or self.problem.pinned[s]:
                 continue
             elif found.state.there[s]:
-                out.append(Action(storage=s, recipe=SAVE))
+                out.append(Action(storage=s, recipe=SAVE, retain=retain or not after, evict_after=after))
             elif found.state.share[s] and self.problem.rebuildable[s]:
-                after = tuple(dropped_after.get(s, ()))
                 out.append(Action(storage=s, evict_after=after))  # a link that stays once it is rebuilt
         return out
 

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
 from simulator.core.problem import Problem
+from simulator.core.retaining import evictions
 from simulator.kernels.anneal import BORDER, COARSE_STEP, KINDS, MOVE_BORDER
 from simulator.planners.annealing import Annealer, Walk
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
+from traces.store import load
 from traces.trace import Trace
 
 NEVER = Clock(deadline=float("inf"))
@@ -156,3 +158,37 @@ def test_only_a_coarse_walk_finds_the_checkpoints_of_a_long_chain_in_little_memo
     assert found is not None
     assert evaluator.cost(found.state)[0] <= 80
     assert Annealer(evaluator, problem, 80, 0).run(evaluator.state(), steps, clock=NEVER) is None
+
+
+def check_twin(annealer: Annealer, state: State) -> None:
+    """The kernel evicts what the plain walk says."""
+    weight = annealer.retaining.storages["weight"]
+    plain = evictions(
+        annealer.evaluator,
+        annealer.budget_bytes,
+        set(np.flatnonzero(state.there).tolist()),
+        dict(enumerate(weight.tolist())),
+    )
+    assert {k: set(d) for k, d in annealer.retained(state).drops.items()} == plain
+
+
+@settings(max_examples=300, deadline=None)
+@given(of=traces(), percent=st.integers(20, 100), keep=st.integers(0, 2**16), heavy=st.integers(0, 2**16))
+def test_the_plain_walk_evicts_the_same(of: Trace, percent: int, keep: int, heavy: int) -> None:
+    annealer, state = nothing_kept(of, Problem(of).saved.timeline.peak_allocated_bytes * percent // 100)
+    for k, s in enumerate(annealer.problem.candidates):
+        state.there[s] = keep >> (k % 16) & 1
+        annealer.retaining.storages["weight"][s] = 2.0 ** (heavy >> (k % 16) & 3)
+    check_twin(annealer, state)
+
+
+@pytest.mark.parametrize("name", ["resnet152", "bert-base"])
+def test_the_plain_walk_evicts_the_same_on_the_gallery(name: str) -> None:
+    of = load(name)
+    peak_bytes = Problem(of).saved.timeline.peak_allocated_bytes
+    for seed, percent in enumerate((70, 40, 20)):
+        annealer, state = nothing_kept(of, peak_bytes * percent // 100)
+        draw = np.random.default_rng(seed)
+        candidates = list(annealer.problem.candidates)
+        state.there[candidates] = draw.random(len(candidates)) < percent / 200
+        check_twin(annealer, state)
