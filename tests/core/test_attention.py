@@ -127,6 +127,28 @@ def test_the_choice(given: Call, sm: tuple[int, int], release: tuple[int, int], 
     assert choose(given, sm, release) == kernel
 
 
+@pytest.mark.parametrize(
+    ("given", "sm", "kernel"),
+    [
+        (call((2, 4, 128, 64), (2, 2, 128, 64), dtype="float32", grouped=True), A100, EFFICIENT),
+        (call((2, 4, 128, 64), (2, 1, 128, 64), dtype="float32"), A100, EFFICIENT),
+        (call((2, 4, 128, 64), (2, 1, 128, 64)), A100, FLASH),
+        (call((2, 4, 128, 64), (2, 1, 128, 64)), H200, CUDNN),
+        (call((2, 4, 128, 64), (2, 2, 128, 64)), A100, MATH),
+        *((call((2, 4, 128, d)), sm, CUDNN) for d in (128, 256) for sm in (H200, B200)),
+        *((call((2, 4, 128, d)), sm, FLASH) for d in (136, 192, 248) for sm in (H200, B200)),
+        (call((2, 4, 128, 192), v=(2, 4, 128, 128)), H200, CUDNN),
+        (call((2, 4, 128, 128), v=(2, 4, 128, 192)), H200, EFFICIENT),
+        (call((2, 4, 128, 192), grad=False), B200, CUDNN),
+    ],
+)
+@pytest.mark.parametrize("release", [(2, 14), (2, 15)])
+def test_what_the_wheels_from_2_14_on_answer(
+    given: Call, sm: tuple[int, int], kernel: str, release: tuple[int, int]
+) -> None:
+    assert choose(given, sm, release) == kernel
+
+
 def test_switches_and_order_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = frozenset({MATH, FLASH, EFFICIENT, CUDNN})
     assert choose(PLAIN, H200, (2, 13), enabled=everything - {CUDNN}) == FLASH
@@ -140,7 +162,7 @@ def test_switches_and_order_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_release_counts_as_the_nearest() -> None:
     assert cudnn_version((2, 9)) == cudnn_version((2, 11)) == 91900
-    assert cudnn_version((2, 14)) == cudnn_version((2, 13)) == 92000
+    assert cudnn_version((2, 16)) == cudnn_version((2, 15)) == 92600
 
 
 def test_a_call_that_no_enabled_kernel_takes_is_refused_as_torch_refuses_it() -> None:

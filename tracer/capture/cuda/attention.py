@@ -1,8 +1,9 @@
 """Which kernel torch would take for a call of scaled_dot_product_attention on a given GPU.
 
 The rules are those of torch's `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (`select_sdp_backend`) and of the
-composite in `attention.cpp`, restated for dense tensors and releases 2.11 to 2.13. They have been read, and compared
-with what the wheels' own `torch._fused_sdp_choice` answers to random calls when it is told of compute capabilities from
+composite in `attention.cpp`, restated for dense tensors and releases 2.11 to 2.13, where they have been read; what is
+new in 2.14 was told by the wheels alone. They have been compared with what the wheels' own `torch._fused_sdp_choice`
+(2.11 to 2.13, 2.15) answers to random calls when it is told of compute capabilities from
 7.5 to 12.0; no GPU has confirmed them here. What a build decides, and not the source, is taken from PyPI's wheels (CUDA
 13.0): their cuDNN.
 
@@ -32,11 +33,15 @@ HOPPER_ORDER: Final = (CUDNN, FLASH, EFFICIENT, MATH)
 BACKENDS: Final = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}  # numbers of torch.nn.attention.SDPBackend
 
 # nvidia-cudnn-cu13 that PyPI's wheel of each torch release requires; its number is major * 10000 + minor * 100 + patch.
-CUDNN_VERSIONS: Final = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000}
+CUDNN_VERSIONS: Final = {(2, 11): 91900, (2, 12): 92000, (2, 13): 92000, (2, 14): 92400, (2, 15): 92600}
 CUDNN_PREFERRED_FROM: Final = 91501  # older ones were slow or wrong for lengths off 128 (pytorch#169849)
 CUDNN_HEAD_LIMIT: Final = 128
 CUDNN_HOPPER_HEAD_LIMIT: Final = 256
 CUDNN_DROPOUT_STEPS: Final = (2, 12)  # from here on only multiples of 1/16 (pytorch#174245, February 2026)
+# From here on the efficient kernel takes grouped queries (pytorch#191085, July 2026), every kernel one head of keys and
+# values for all of the queries' unasked, and cuDNN trains these heads beyond 128 and no others.
+SHARED_HEADS: Final = (2, 14)
+CUDNN_TRAINED: Final = ((192, 128), (256, 256))
 EFFICIENT_OFFSETS: Final = (2, 13)  # from here on storage offsets must be aligned (pytorch#184258, May 2026)
 HALVES: Final = ("float16", "bfloat16")
 ITEM: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -98,7 +103,7 @@ def choose(
         order = HOPPER_ORDER
     fits = {
         CUDNN: lambda: _fits_cudnn(call, sm, release, cudnn),
-        FLASH: lambda: _fits_flash(call, sm),
+        FLASH: lambda: _fits_flash(call, sm, release),
         EFFICIENT: lambda: _fits_efficient(call, sm, release),
         MATH: lambda: True,
     }
@@ -138,7 +143,9 @@ def _half_dtypes(sm: tuple[int, int]) -> tuple[str, ...]:
     return HALVES if sm >= (8, 0) else ("float16",)
 
 
-def _batch_and_heads(call: Call, *, groups: bool, same_key_value: bool = True) -> bool:
+def _batch_and_heads(
+    call: Call, release: tuple[int, int], *, groups: bool, same_key_value: bool = True
+) -> bool:
     q, k, v = _tensors(call)
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         return False
@@ -147,7 +154,8 @@ def _batch_and_heads(call: Call, *, groups: bool, same_key_value: bool = True) -
         if same_key_value and heads[1] != heads[2]:
             return False
         return all(h and heads[0] % h == 0 for h in heads[1:])
-    return heads[0] == heads[1] == heads[2]
+    shared = release >= SHARED_HEADS and heads[1] == heads[2] == 1
+    return shared or heads[0] == heads[1] == heads[2]
 
 
 def _lengths_not_zero(call: Call) -> bool:
@@ -159,7 +167,7 @@ def _last_strides(call: Call, *, ignore_single: bool) -> bool:
     return ones and (call.mask is None or call.mask.stride[-1] == 1)
 
 
-def _fits_flash(call: Call, sm: tuple[int, int]) -> bool:
+def _fits_flash(call: Call, sm: tuple[int, int], release: tuple[int, int]) -> bool:
     if not _four_dimensional(call) or call.mask is not None or not (8, 0) <= sm <= (12, 1):
         return False
     head = call.query.shape[-1]
@@ -172,7 +180,7 @@ def _fits_flash(call: Call, sm: tuple[int, int]) -> bool:
         return False
     return (
         _dtype_in(call, _half_dtypes(sm))
-        and _batch_and_heads(call, groups=True)
+        and _batch_and_heads(call, release, groups=True)
         and _lengths_not_zero(call)
         and _last_strides(call, ignore_single=True)
     )
@@ -196,9 +204,7 @@ def _fits_efficient(call: Call, sm: tuple[int, int], release: tuple[int, int]) -
     return (
         _lengths_not_zero(call)
         and _last_strides(call, ignore_single=False)
-        and _batch_and_heads(
-            call, groups=False
-        )  # grouped queries came after 2.13 (pytorch#191085, July 2026)
+        and _batch_and_heads(call, release, groups=release >= SHARED_HEADS)
         and _dtype_in(call, dtypes)
     )
 
@@ -213,7 +219,9 @@ def _fits_cudnn(call: Call, sm: tuple[int, int], release: tuple[int, int], cudnn
     b, h, s_q, d = call.query.shape
     s_k, d_v = call.key.shape[2], call.value.shape[3]
     limit = CUDNN_HEAD_LIMIT
-    if sm == (9, 0) and cudnn >= 91000:
+    if release >= SHARED_HEADS and sm[0] in (9, 10):
+        limit = CUDNN_HOPPER_HEAD_LIMIT if not call.trains or (d, d_v) in CUDNN_TRAINED else limit
+    elif sm == (9, 0) and cudnn >= 91000:
         limit = CUDNN_HOPPER_HEAD_LIMIT
     elif sm[0] == 10 and cudnn >= 91100 and (d, d_v) == (192, 128):
         limit = 192
@@ -224,7 +232,7 @@ def _fits_cudnn(call: Call, sm: tuple[int, int], release: tuple[int, int], cudnn
     return (
         _lengths_not_zero(call)
         and _last_strides(call, ignore_single=True)
-        and _batch_and_heads(call, groups=True, same_key_value=False)
+        and _batch_and_heads(call, release, groups=True, same_key_value=False)
     )
 
 
