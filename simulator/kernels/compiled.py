@@ -69,7 +69,7 @@ class _Announcement(event.Listener):  # type: ignore[misc]
         self.depth += 1
         if not self.said:
             self.said = True
-            log.info("compiling the inner loops, which takes some seconds; the result is kept for later runs")
+            log.info("compiling the inner loops, about ten seconds, once: the result is kept for later runs")
 
     def on_end(self, event: Any) -> None:
         self.depth -= 1
