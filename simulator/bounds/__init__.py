@@ -1,1 +1,1 @@
-"""Turn a Trace and a budget into what no plan can beat, certified."""
+"""What no plan within a budget can beat, certified."""

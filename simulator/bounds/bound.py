@@ -1,4 +1,4 @@
-"""Turn a Trace and a budget into a lower bound, certified, on the time that any plan within the budget adds.
+"""A lower bound, certified, on the time that any plan within a budget adds.
 
 The argument
 ------------

@@ -1,4 +1,4 @@
-"""Turn what is wanted and what is there at an instant into small networks that only the price of bytes connects.
+"""What is wanted and what is there at an instant, as small networks that only the price of bytes connects.
 
 Which ops and storages a network has, and what its edges mean, stands in `simulator.bounds.bound`. Most ops stand
 alone: all that they read is there or wanted anyway. These are told as arrays. The others are found by a walk; from one

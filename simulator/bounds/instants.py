@@ -1,4 +1,4 @@
-"""Turn a Trace into what single instants of the step demand of every plan: bytes, and added time per byte saved.
+"""What single instants of the step demand of every plan: bytes, and added time per byte saved.
 
 The argument for it stands in `simulator.bounds.bound`.
 """

@@ -1,4 +1,4 @@
-"""Turn a Trace into a peak below which no plan can go, certified: what each op reads must be brought back somehow.
+"""A peak below which no plan can go, certified: what each op reads must be brought back somehow.
 
 The argument
 ------------

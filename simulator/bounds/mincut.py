@@ -1,4 +1,4 @@
-"""Turn a component of ops and storages, and a price for bytes, into the cheapest split: a minimum cut, exactly."""
+"""The cheapest split of a component of ops and storages at a price for bytes: a minimum cut, exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a budget and a price for bytes into a lower bound on added time that counts what has to run again twice.
+"""A lower bound on added time, at a budget and a price for bytes, that counts what has to run again twice.
 
 The argument
 ------------

@@ -1,4 +1,4 @@
-"""Turn a Trace and a set of actions into a peak and a time, thousands of times in a row: the planners' inner loop.
+"""The planners' inner loop: the peak and the time of a plan, thousands of times in a row.
 
 The same answer as `schedule.build` followed by `engine.run`, to the byte and the nanosecond, from arrays of ints in
 which views have been dissolved: an op refers straight to the storages behind the views that it takes. What a plan
@@ -90,49 +90,9 @@ class Evaluator:
         self.reads = [tuple(s for s in ops.reads[i] if made_forward[s]) for i in chosen]
         self.needs = _dissolve_views(problem, chosen, made_forward)
 
-        # Where each storage ends if nothing but the trace itself decides: position, and whether a view comes last
-        # there (then the op at that position has ended, and cannot take the memory over).
-        last = [(-1, False)] * n_st
-        for i in range(len(ops)):
-            at = (before[i], i not in position)
-            for s in (*ops.reads[i], *problem.creates[i]):
-                if i < turn or not made_forward[s]:
-                    last[s] = max(last[s], at)
-        self.hold = [-1] * n_st  # position of a hold beyond forward, for storages that forward makes
-        self.hold_after = [False] * n_st
-        for s in range(n_st):
-            h = sts.hold[s]
-            if h < 0 or sts.producer[s] < 0:
-                continue
-            if before[h] < self.forward or not made_forward[s]:
-                last[s] = max(last[s], (before[h], h not in position))
-            else:
-                self.hold[s], self.hold_after[s] = before[h], h not in position
+        last = self._last_uses(made_forward)
         self.last_forward = [a for a, _ in last]
-
-        self.rise = [problem.transient_bytes[i] for i in chosen]
-        # What the trace alone decides: bytes that each op leaves behind or releases.
-        self.settled = [0] * len(chosen)
-        self.overwrites = [-1] * len(chosen)  # storages whose takeover depends on the plan
-        for s in range(n_st):
-            if sts.producer[s] >= turn:
-                self.settled[self.producer[s]] += sts.nbytes[s]
-                self.settled[last[s][0]] -= sts.nbytes[s]
-        for k, i in enumerate(chosen):
-            s = ops.overwrites[i]
-            if s < 0 or problem.resident[s]:
-                continue
-            if not made_forward[s]:
-                if last[s] == (k, False) and s not in problem.creates[i]:
-                    self.rise[k] -= sts.nbytes[s]
-            elif s not in problem.creates[i]:
-                self.overwrites[k] = s
-        # In forward: whether the op at the storage's last use takes it over, if it ends there.
-        self.forward_take = [-1] * n_st
-        for k in range(self.forward):
-            s = self.overwrites[k]
-            if s >= 0 and last[s] == (k, False):
-                self.forward_take[s] = k
+        self._takeovers(made_forward, last)
         self.made_forward = [s for s in range(n_st) if made_forward[s]]
         self.resident_bytes = trace.resident_bytes
         # What a library keeps, from the start of the step on, if an op of forward runs again; empty where none does.
@@ -155,6 +115,56 @@ class Evaluator:
             np.uint8,
         )
         self._pack()
+
+    def _last_uses(self, made_forward: list[bool]) -> list[tuple[int, bool]]:
+        """Where each storage ends if nothing but the trace itself decides, holds beyond forward set apart.
+
+        By storage: the position, and whether a view comes last there (then the op at that position has ended, and
+        cannot take the memory over).
+        """
+        problem, before, position = self.problem, self.before, self.position
+        ops, sts = self.trace.ops, self.trace.storages
+        last = [(-1, False)] * len(sts)
+        for i in range(len(ops)):
+            at = (before[i], i not in position)
+            for s in (*ops.reads[i], *problem.creates[i]):
+                if i < problem.forward_end or not made_forward[s]:
+                    last[s] = max(last[s], at)
+        self.hold = [-1] * len(sts)  # position of a hold beyond forward, for storages that forward makes
+        self.hold_after = [False] * len(sts)
+        for s, h in enumerate(sts.hold):
+            if h < 0 or sts.producer[s] < 0:
+                continue
+            if before[h] < self.forward or not made_forward[s]:
+                last[s] = max(last[s], (before[h], h not in position))
+            else:
+                self.hold[s], self.hold_after[s] = before[h], h not in position
+        return last
+
+    def _takeovers(self, made_forward: list[bool], last: list[tuple[int, bool]]) -> None:
+        """What each op adds, leaves behind and releases as far as the trace decides it, and what it may take over."""
+        problem, ops, sts = self.problem, self.trace.ops, self.trace.storages
+        self.rise = [problem.transient_bytes[i] for i in self.op_id]
+        self.settled = [0] * len(self.op_id)  # bytes
+        self.overwrites = [-1] * len(self.op_id)  # storages whose takeover depends on the plan
+        for s, producer in enumerate(sts.producer):
+            if producer >= problem.forward_end:
+                self.settled[self.producer[s]] += sts.nbytes[s]
+                self.settled[last[s][0]] -= sts.nbytes[s]
+        for k, i in enumerate(self.op_id):
+            s = ops.overwrites[i]
+            if s < 0 or problem.resident[s] or s in problem.creates[i]:
+                continue
+            if made_forward[s]:
+                self.overwrites[k] = s
+            elif last[s] == (k, False):
+                self.rise[k] -= sts.nbytes[s]
+        # In forward: whether the op at the storage's last use takes it over, if it ends there.
+        self.forward_take = [-1] * len(sts)
+        for k in range(self.forward):
+            s = self.overwrites[k]
+            if s >= 0 and last[s] == (k, False):
+                self.forward_take[s] = k
 
     def state(self, actions: Iterable[Action] = ()) -> State:
         """The state that a plan's actions mean; everything kept without any.

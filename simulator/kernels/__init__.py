@@ -1,1 +1,1 @@
-"""Turn arrays of ints into figures: the inner loops, compiled."""
+"""The inner loops of planning and simulation, compiled."""

@@ -1,4 +1,4 @@
-"""Turn a Python function over arrays into machine code, kept on disk between runs.
+"""Compile Python functions over arrays to machine code, and save it on disk for later runs.
 
 numba keeps it in the first of these places that can be written to: $NUMBA_CACHE_DIR, the `__pycache__` beside the
 module, the user's cache directory. Where none can be, every process compiles anew, which takes seconds. numba looks at

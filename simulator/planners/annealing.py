@@ -1,4 +1,4 @@
-"""Turn one plan's state into a cheaper one within the budget, by simulated annealing.
+"""Simulated annealing: from one plan's state to a cheaper one within the budget.
 
 A move changes what happens to one value or to two neighbours: kept or recomputed, a rebuilt value shared or not, kept
 for the sake of recomputations, dropped after an op or not (`simulator.kernels.anneal`). A *coarse* walk only chooses

@@ -1,4 +1,4 @@
-"""Turn what a plan releases into the time that releasing one more value adds, and that keeping one again saves.
+"""The time that evicting one more value adds to a plan, and that saving one again takes off it.
 
 Counts: the exact union of ops that run again beside those that do already. Ignores: that links of a chain which are
 not shared may run again more than once.

@@ -1,4 +1,4 @@
-"""Turn the cuts behind the certified bound into plans: what a cut keeps is kept, and what does not fit then released.
+"""Plans from the cuts behind the certified bound: what a cut saves is saved, and what does not fit then evicted.
 
 At one instant the cuts are the cheapest way to free any number of bytes there, so a plan made from the one that just
 fits costs little more than the bound, unless other instants or the recomputations themselves need the memory.
@@ -52,14 +52,14 @@ def states(
         yield level, state
 
 
-def best_cut(search: Search, bound: Bound, good_enough_ns: int) -> Found | None:
+def best_cut(search: Search, bound: Bound, good_enough_added_ns: int) -> Found | None:
     """The cheapest plan that cuts lead to, None if none of them fits; ends at an added time that is good enough."""
     instants = bounder_of(search.problem).instants
     ops = dict.fromkeys((bound.op, *instants.overfull(search.budget_bytes)[:INSTANTS]))
     best: Found | None = None
     for op in list(ops)[:INSTANTS]:
         for state in _starts(search, instants, op):
-            if search.clock.over or (best and best.time_ns - search.trace.time_ns <= good_enough_ns):
+            if search.clock.over or (best and best.time_ns - search.trace.time_ns <= good_enough_added_ns):
                 return best
             if search.release(state):
                 found = search.tidy(state)

@@ -1,4 +1,4 @@
-"""Turn a plan within a budget into a cheaper one: keep one dear value again, and let cheap ones go to make room for it.
+"""Make a plan cheaper within its budget: save one dear value again, and evict cheap ones to make room for it.
 
 μ-TWO's greedy and the walks of `annealing` pass over values of negligible size: the mean and the deviation of a norm,
 say, cost nothing to release where the norm runs again anyway. Dozens of them make room for one more large value, and so

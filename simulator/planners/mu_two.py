@@ -1,4 +1,4 @@
-"""Turn a trace and a budget into a plan by μ-TWO's greedy, corrected.
+"""μ-TWO's greedy planner, corrected.
 
 Start with everything kept. While the simulated peak is over the budget, look at the instant of the peak: among the
 values that are there but idle, recompute the one that frees most bytes per added time, and simulate again. When it

@@ -1,4 +1,4 @@
-"""Turn a trace and a budget into the best plan that a limited time finds: the default planner.
+"""The default planner: the best plan that a limited time finds.
 
 First μ-TWO's greedy (`mu_two`) and plans from the cuts behind the certified bound (`cuts`); if the better one is as
 good as the bound allows, that is the answer. Else simulated annealing (`annealing`), until the gap to the bound is
@@ -82,7 +82,7 @@ def _search(problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
     if not known and not bound.feasible:
         raise refuse(problem, "search", budget_bytes, greedy.lowest_peak_bytes)
     if not known or known[0].time_ns > good_enough_ns:
-        known += [found] if (found := best_cut(greedy, bound, good_enough_ns)) else []
+        known += [found] if (found := best_cut(greedy, bound, good_enough_ns - trace.time_ns)) else []
     best = min(known, key=lambda found: found.time_ns, default=None)
     if best is None or best.time_ns > good_enough_ns:
         best = _anneal(greedy, known, bound, good_enough_ns, limits)

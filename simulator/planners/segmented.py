@@ -1,4 +1,4 @@
-"""Turn a trace into a row of ever finer segmentations: where μ-TWO goes on when releasing single values is not enough.
+"""A row of ever finer segmentations of forward: where μ-TWO goes on when evicting single values is not enough.
 
 The first is one segment, which rebuilds everything at once; each next one splits the segment whose rebuilding makes
 the peak. The row does not depend on the budget, so it is made once for all budgets of a trace.

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import tracer.cli.main  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from simulator.studies.torch_budget import ask_torch, plans  # noqa: E402
 from tests.core.test_torch_budget import links, sets_of  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
@@ -113,7 +114,7 @@ def test_the_replay_runs_as_many_ops_again_as_torchs_backward(build_file: Path) 
     before = str(r.program.captured.graph_module.graph)
     for budget in (0.0, 0.2, 0.5):
         found = saved_set(r.program, r.trace, Setting(budget=budget), r.graph_ops)
-        (p,) = plans(r.trace, sets_of(r.trace, found))
+        (p,) = plans(Problem(r.trace), sets_of(r.trace, found))
         assert p.timeline.recomputed_ops == found.recomputed_ops > 0
         assert p.saved_instead == 0
     assert str(r.program.captured.graph_module.graph) == before
