@@ -21,7 +21,7 @@ from tracer.costs.builder import OpRow, StorageRow, TraceBuilder
 from tracer.costs.roofline import result_bytes
 from tracer.record.rows import op_row, storage_key, storage_row, tensors_in
 from tracer.record.scalars import Scalars
-from tracer.torch_api import FakeTensor, TorchDispatchMode, storage_expired
+from tracer.torch_api import FakeTensor, TorchDispatchMode, release, storage_expired
 from traces.errors import CaptureError
 from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
 
@@ -204,7 +204,8 @@ def _one_hot(original: Any, tensor: torch.Tensor, num_classes: int = -1) -> torc
     if not isinstance(tensor, FakeTensor) or num_classes < 1 or not tensor.numel():
         return original(tensor, num_classes)
     if tensor.device.type == "cpu":
-        torch.aminmax(tensor)  # looked at, to refuse what is out of range
+        # Looked at, to refuse what is out of range; in 2.11 and 2.12 twice.
+        _ = torch.aminmax(tensor) if release() >= (2, 13) else (tensor.min(), tensor.max())
     rows = torch.zeros((*tensor.shape, num_classes), dtype=tensor.dtype, device=tensor.device)
     return rows.scatter_(-1, tensor.unsqueeze(-1), 1)
 
