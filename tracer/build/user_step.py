@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,14 +19,15 @@ from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeExc
 from traces.errors import CaptureError, LowtideError, SpecError
 
 
-class UserStep:
+class UserStep(ABC):
     """What steps from a function and steps of objects in hand have in common. `label` begins every message."""
 
     __slots__ = ()
 
     @property
+    @abstractmethod
     def label(self) -> str:
-        raise NotImplementedError
+        """What messages call it."""
 
     def _where(self, error: BaseException) -> str:
         """Where the user's code failed, as a message begins."""
