@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 from tests.torch import small_nets  # noqa: E402
 from tracer.build.loop import TrainingStep, run_step  # noqa: E402
 from tracer.build.models import IMAGE_SIZES, TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
+from tracer.build.optimizers import choose_as_on_cuda  # noqa: E402
 from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.build.torchvision_shim import import_torchvision  # noqa: E402
 from tracer.build.vision import classification_loss  # noqa: E402
@@ -175,6 +177,29 @@ def test_an_undecided_optimizer_can_take_the_path_of_a_gpu() -> None:
         decided = load_spec("resnet18", {"optimizer_impl": "for-loop"})(optimizer_as_on="cuda")
     assert undecided.optimizer.param_groups[0]["foreach"] is True  # type: ignore[union-attr]
     assert decided.optimizer.param_groups[0]["foreach"] is False  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("settings", [{}, {"fused": False}, {"foreach": False}, {"lr": "tensor"}])
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad", "NAdam"])
+def test_which_implementation_torch_takes_on_a_gpu(
+    kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch is told that the parameters are CUDA's, and runs; ours may have chosen for it what it runs then."""
+    if kind == "NAdam" and "fused" in settings:
+        pytest.skip("it has no fused implementation")
+    settings = {k: torch.tensor(0.1) if v == "tensor" else v for k, v in settings.items()}
+    module = importlib.import_module(f"torch.optim.{'adam' if kind == 'AdamW' else kind.lower()}")
+    monkeypatch.setattr(module, "_default_to_fused_or_foreach", lambda *_, **__: (False, True))
+    loops = [n for n in vars(module) if n.startswith("_multi_tensor_")]
+    foreach: list[bool] = []
+    monkeypatch.setattr(module, loops[0], lambda *_, **__: foreach.append(True))
+    p = nn.Parameter(torch.zeros(3))
+    p.grad = torch.zeros(3)
+    optimizer = getattr(torch.optim, kind)([p], **settings)
+    optimizer.step()
+    ours = getattr(torch.optim, kind)([p], **settings)
+    choose_as_on_cuda(ours)
+    assert bool(ours.param_groups[0]["foreach"]) == bool(foreach)
 
 
 @pytest.mark.parametrize(

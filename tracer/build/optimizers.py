@@ -58,10 +58,12 @@ def check_optimizer(name: str, implementation: str | None) -> None:
 def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer that leaves the implementation to torch take what torch takes on CUDA: foreach.
 
-    Groups in which the user has chosen foreach or fused, or asked for what foreach excludes
-    (differentiable), stay as they are.
+    Groups in which the user has said anything of foreach or fused (also `fused=False`, with which torch takes the
+    loop), or asked for what foreach excludes (differentiable; of Adam, a learning rate in a tensor), stay as they
+    are: torch/optim, `_default_to_fused_or_foreach` and its callers.
     """
     for group in optimizer.param_groups:
-        undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
-        if undecided and not group.get("differentiable"):
+        undecided = "foreach" in group and group["foreach"] is None and group.get("fused") is None
+        looped = isinstance(optimizer, torch.optim.Adam) and isinstance(group["lr"], torch.Tensor)
+        if undecided and not group.get("differentiable") and (not looped or group["capturable"]):
             group["foreach"] = True
