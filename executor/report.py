@@ -8,23 +8,10 @@ from pathlib import Path
 from simulator.allocator.device_fit import setting_of
 from simulator.core.problem import Problem
 from simulator.report.charts import Bar, grouped, spread
-from simulator.report.page import (
-    Block,
-    Cell,
-    Chart,
-    Figure,
-    Figures,
-    Page,
-    Section,
-    Table,
-    Text,
-    bytes_cell,
-    percent_cell,
-    time_cell,
-    write_page,
-)
+from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, write_page
 from simulator.report.step import describe, simulation_sections
 from simulator.studies.prediction import predict
+from simulator.studies.tables import Cell, Table, bytes_cell, percent_cell, time_cell
 from traces.measurement import Measurement, RunFigures, signed_error_percent
 from traces.plan import ALLOCATED, Plan
 from traces.trace import Trace, TraceMeta

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from simulator.core.limits import Constraints, Limits
+from simulator.core.limits import DEFAULTS, Constraints, Limits
 from simulator.core.problem import Problem
 from traces.errors import SpecError
 from traces.plan import ALLOCATED, RESERVED, Plan
@@ -21,16 +21,27 @@ if TYPE_CHECKING:
     from simulator.studies.pareto import Front
     from simulator.studies.prediction import Prediction
 
-    Device = str | int | DeviceMemory
+    # A name such as "a100-40", a size such as "40GiB" or in bytes; or the memory, as it is or by the kind of a trace.
+    Device = str | int | DeviceMemory | Callable[[str], DeviceMemory | None]
 
-Source = Trace | str | Path | Problem
-Budget = str | int
-Progress = Callable[[str], None]
+Source = (
+    Trace | str | Path | Problem
+)  # a trace, its directory or name in the gallery, or it under its constraints
+Budget = str | int  # bytes, a size, or a share of the step's own peak
 DEVICE = "device"  # the budget that is the device's memory
 
 
-def _silent(line: str) -> None:
-    pass
+class Planning(TypedDict, total=False):
+    """How to look for plans: every function that plans takes these."""
+
+    seconds: float  # 5: processor time after which a search ends with the best plan so far
+    seed: int  # 0: of random choices; equal seeds make equal plans
+    never: Sequence[str]  # selectors of ops that must not run again
+    always_keep: Sequence[str]  # selectors of ops whose values must be saved
+    alloc_conf: (
+        str | None
+    )  # as PYTORCH_ALLOC_CONF would be; None: as the trace was recorded. Traces of a GPU only
+    progress: Callable[[str], None]  # told one line about each thing that is done
 
 
 def problem_of(trace: Source, never: Sequence[str] = (), always_keep: Sequence[str] = ()) -> Problem:
@@ -38,7 +49,7 @@ def problem_of(trace: Source, never: Sequence[str] = (), always_keep: Sequence[s
 
     Args:
         trace: a Trace, a directory, a name in the gallery, or a Problem, which has its constraints.
-        never, always_keep: selectors of ops that must not run again, and of ops whose values must be saved.
+        never, always_keep: as in `Planning`.
 
     Raises:
         TraceError: there is no such trace, or it is malformed.
@@ -65,10 +76,9 @@ def simulate(
     """Replay a training step, as it is and with a plan.
 
     Args:
-        trace: a Trace, a directory, a name in the gallery, or a Problem.
         plan: a Plan or its file; None: everything is saved.
-        alloc_conf: as PYTORCH_ALLOC_CONF would be; None: as the trace was recorded. Traces of a GPU only.
-        device: whether the step fits it: a name such as "a100-40", a size such as "40GiB" or in bytes.
+        alloc_conf: as in `Planning`.
+        device: whether the step fits it.
         budget_bytes: shown beside the figures; None: the plan's own.
 
     Returns:
@@ -94,26 +104,17 @@ def plan(
     *,
     planner: str | None = None,
     budget_of: str = ALLOCATED,
-    seconds: float = 5.0,
-    seed: int = 0,
-    never: Sequence[str] = (),
-    always_keep: Sequence[str] = (),
-    alloc_conf: str | None = None,
     device: Device | None = None,
-    progress: Progress = _silent,
+    **options: Unpack[Planning],
 ) -> Plan:
     """Find what to recompute so that the step's peak stays within a budget, at the least added time.
 
     Args:
-        trace: a Trace, a directory, a name in the gallery, or a Problem, which has its constraints.
         budget: bytes, a size, a share of the step's own peak, or "device": what `device` has; None: no limit.
         planner: a name of `simulate planners`, or `module:function`; None: the default.
         budget_of: "allocated", or "reserved": what CUDA's allocator takes from the device.
-        seconds: processor time after which a search ends with the best plan so far.
-        seed: of random choices; equal seeds make equal plans.
-        never, always_keep: selectors of ops that must not run again, and of ops whose values must be saved.
-        alloc_conf, device: as for `simulate`; for a budget of reserved memory, and for "device".
-        progress: told one line about each thing that is done.
+        device: of a budget "device".
+        options: see `Planning`.
 
     Returns:
         the complete plan with its predicted figures, which `save` writes for `execute`.
@@ -126,28 +127,17 @@ def plan(
     from simulator.planners import DEFAULT
     from simulator.studies.prediction import plan_for
 
-    problem = problem_of(trace, never, always_keep)
-    setting = _setting(problem, alloc_conf, device)
-    budget_bytes, budget_of = budget_in_bytes(problem, budget, budget_of, setting)
-    made = plan_for(
-        problem,
-        planner or DEFAULT,
-        Limits(seconds=seconds, seed=seed),
-        setting,
-        budget_bytes=budget_bytes,
-        budget_of=budget_of,
-        progress=progress,
-    )
+    problem, limits, setting, progress = _asked(trace, device, **options)
+    limit, of = budget_in_bytes(problem, budget, budget_of, setting)
+    name = planner or DEFAULT
+    made = plan_for(problem, name, limits, setting, budget_bytes=limit, budget_of=of, progress=progress)
     return made.plan
 
 
 def bound(
     trace: Source, budget: Budget, *, never: Sequence[str] = (), always_keep: Sequence[str] = ()
 ) -> Bound:
-    """What every plan within a budget must add to the step's time at least, certified.
-
-    Args:
-        trace, budget, never, always_keep: as for `plan`; the budget is of allocated memory.
+    """What every plan within a budget of allocated memory must add to the step's time at least, certified.
 
     Returns:
         `added_time_ns`, `overhead_percent` and the `reason`; `feasible` is False where certainly no plan fits.
@@ -158,9 +148,7 @@ def bound(
     from simulator.bounds.bound import lower_bound
 
     problem = problem_of(trace, never, always_keep)
-    budget_bytes, _ = budget_in_bytes(problem, budget, ALLOCATED, _setting(problem, None, None))
-    assert budget_bytes is not None
-    return lower_bound(problem, budget_bytes)
+    return lower_bound(problem, _allocated_bytes(problem, budget, _setting(problem, None, None)))
 
 
 def compare(
@@ -168,22 +156,17 @@ def compare(
     budget: Budget,
     planners: Sequence[str] | None = None,
     *,
-    seconds: float = 5.0,
-    seed: int = 0,
-    never: Sequence[str] = (),
-    always_keep: Sequence[str] = (),
-    alloc_conf: str | None = None,
     device: Device | None = None,
-    progress: Progress = _silent,
     name: str = "",
+    **options: Unpack[Planning],
 ) -> Comparison:
-    """Set planners side by side on one trace and budget.
+    """Set planners side by side on one trace and budget of allocated memory.
 
     Args:
-        trace, budget, seed, never, always_keep, alloc_conf, device, progress: as for `plan`.
         planners: names, or `module:function`; None: all.
-        seconds: for each planner.
+        device: whether each plan fits it.
         name: of the trace, for the answer.
+        options: see `Planning`; `seconds` for each planner.
 
     Returns:
         a row for each planner: peak, added time, gap to the bound, or why it has no plan.
@@ -194,13 +177,10 @@ def compare(
     from simulator.planners import REGISTRY
     from simulator.studies.comparison import compare as compare_planners
 
-    problem = problem_of(trace, never, always_keep)
-    setting = _setting(problem, alloc_conf, device)
-    budget_bytes, _ = budget_in_bytes(problem, budget, ALLOCATED, setting)
-    assert budget_bytes is not None
-    limits = Limits(seconds=seconds, seed=seed)
+    problem, limits, setting, progress = _asked(trace, device, **options)
+    limit = _allocated_bytes(problem, budget, setting)
     chosen = tuple(REGISTRY) if planners is None else planners
-    return compare_planners(problem, name, budget_bytes, chosen, limits, setting, progress)
+    return compare_planners(problem, name, limit, chosen, limits, setting, progress)
 
 
 def pareto(
@@ -208,22 +188,16 @@ def pareto(
     points: int = 20,
     *,
     planner: str | None = None,
-    seconds: float = 5.0,
-    seed: int = 0,
-    never: Sequence[str] = (),
-    always_keep: Sequence[str] = (),
-    alloc_conf: str | None = None,
     device: Device | None = None,
-    progress: Progress = _silent,
     name: str = "",
+    **options: Unpack[Planning],
 ) -> Front:
     """The whole front of one trace: what each GiB costs.
 
     Args:
-        trace, planner, seed, never, always_keep, alloc_conf, device, progress: as for `plan`.
         points: number of budgets (at least 2), evenly from the floor to the peak with everything saved.
-        seconds: for the whole front.
-        name: of the trace, for the answer.
+        planner, device, name: as for `plan` and `compare`.
+        options: see `Planning`; `seconds` for the whole front.
 
     Returns:
         a point for each budget with the cheapest plan, the certified bound and the price of a GiB; and the plans.
@@ -236,8 +210,7 @@ def pareto(
 
     if points < 2:
         raise SpecError(f"{points} points: a front has two at least.")
-    problem = problem_of(trace, never, always_keep)
-    limits, setting = Limits(seconds=seconds, seed=seed), _setting(problem, alloc_conf, device)
+    problem, limits, setting, progress = _asked(trace, device, **options)
     return front(problem, name, planner or DEFAULT, points, limits, setting, progress)
 
 
@@ -248,15 +221,10 @@ def max_batch(
     budget_overhead_percent: float = 30.0,
     directory: str | Path | None = None,
     planner: str | None = None,
-    seconds: float = 5.0,
-    seed: int = 0,
-    never: Sequence[str] = (),
-    always_keep: Sequence[str] = (),
-    alloc_conf: str | None = None,
     multiple_of: int = 1,
     maximum: int = 65536,
     trace_options: Sequence[str] = (),
-    progress: Progress = _silent,
+    **options: Unpack[Planning],
 ) -> MaxBatch:
     """The largest batch of a model that fits a device, without a plan and with one.
 
@@ -265,9 +233,10 @@ def max_batch(
         device: as for `simulate`; a size alone is of a CPU's memory. On a GPU reserved memory must fit.
         budget_overhead_percent: what a plan may add to the time of a step.
         directory: of traces and plans, which are used again; None: `MODEL-max-batch`.
-        planner, seconds, seed, never, always_keep, alloc_conf, progress: as for `plan`; seconds for each plan.
+        planner: as for `plan`.
         multiple_of, maximum: of the batch sizes that are tried.
         trace_options: further words for `trace`, such as ["--seq-len", "512"].
+        options: see `Planning`; `seconds` for each plan.
 
     Returns:
         both batch sizes (0: not even the smallest fits) and everything that was tried.
@@ -285,6 +254,7 @@ def max_batch(
     from traces.model_spec import short_name
 
     find(planner or DEFAULT)
+    limits, constraints, alloc_conf, progress = _meant(**options)
     words = list(trace_options)
     kind = entry(str(device)).kind if _is_name(device) else CPU
     memory = device_of(device, kind)
@@ -298,8 +268,8 @@ def max_batch(
         directory=Path(directory or f"{short_name(model)}-max-batch"),
         overhead_percent=budget_overhead_percent,
         planner=planner or DEFAULT,
-        limits=Limits(seconds=seconds, seed=seed),
-        constraints=Constraints(never=tuple(never), always_keep=tuple(always_keep)),
+        limits=limits,
+        constraints=constraints,
         alloc_conf=alloc_conf,
         multiple_of=multiple_of,
         maximum=maximum,
@@ -311,15 +281,37 @@ def max_batch(
 # What the words mean
 
 
+def _meant(
+    *,
+    seconds: float = DEFAULTS.seconds,
+    seed: int = DEFAULTS.seed,
+    never: Sequence[str] = (),
+    always_keep: Sequence[str] = (),
+    alloc_conf: str | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[Limits, Constraints, str | None, Callable[[str], None]]:
+    """`Planning` with its defaults."""
+    constraints = Constraints(never=tuple(never), always_keep=tuple(always_keep))
+    return Limits(seconds=seconds, seed=seed), constraints, alloc_conf, progress
+
+
+def _asked(
+    trace: Source, device: Device | None, **options: Unpack[Planning]
+) -> tuple[Problem, Limits, Setting, Callable[[str], None]]:
+    limits, constraints, alloc_conf, progress = _meant(**options)
+    problem = problem_of(trace, constraints.never, constraints.always_keep)
+    return problem, limits, _setting(problem, alloc_conf, device), progress
+
+
 def device_of(device: Device | None, kind: str) -> DeviceMemory | None:
     """A device's memory from its name, its size, or as it is; `kind`: cuda or cpu, of the trace that is to fit."""
     from simulator.allocator.device import DeviceMemory, device_memory
 
     if device is None or isinstance(device, DeviceMemory):
         return device
-    return (
-        device_memory(kind, gpu=str(device)) if _is_name(device) else device_memory(kind, memory=str(device))
-    )
+    if callable(device):
+        return device(kind)
+    return device_memory(kind, **{"gpu" if _is_name(device) else "memory": str(device)})
 
 
 def _is_name(device: Device) -> bool:
@@ -332,6 +324,12 @@ def _setting(problem: Problem, alloc_conf: str | None, device: Device | None) ->
 
     meta = problem.trace.meta
     return setting_of(meta, alloc_conf, device_of(device, kind_of(meta)))
+
+
+def _allocated_bytes(problem: Problem, budget: Budget, setting: Setting) -> int:
+    limit, _ = budget_in_bytes(problem, budget, ALLOCATED, setting)
+    assert limit is not None
+    return limit
 
 
 def budget_in_bytes(

@@ -38,23 +38,8 @@ from executor.campaign.record import (
     Trial,
 )
 from simulator.report.charts import Point, scatter, signed_errors
-from simulator.report.page import (
-    Block,
-    Cell,
-    Chart,
-    Figure,
-    Figures,
-    Page,
-    Section,
-    Table,
-    Text,
-    bytes_cell,
-    count_cell,
-    paragraphs,
-    percent_cell,
-    time_cell,
-    write_page,
-)
+from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, paragraphs, write_page
+from simulator.studies.tables import Cell, Table, bytes_cell, count_cell, percent_cell, time_cell
 from traces.json_records import to_json
 from traces.measurement import RunFigures
 from traces.units import show_bytes, show_percent

@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from simulator.cli.options import (
-    Asked,
     Output,
-    Planning,
+    Words,
     check_budget_text,
-    columns,
-    dash,
     device_options,
     output_options,
     search_options,
@@ -21,9 +18,7 @@ from simulator.cli.options import (
 from traces.errors import BudgetError, SpecError
 
 if TYPE_CHECKING:
-    from simulator.studies.comparison import Comparison, Entrant
-
-MESSAGE_WIDTH = 110  # of a reason in the table; the JSON has it whole
+    from simulator.studies.comparison import Comparison
 
 
 @click.command("compare")
@@ -47,8 +42,8 @@ def compare_command(
     trace_name: str,
     budget: str,
     planners: str | None,
-    planning: Planning,
-    asked: Asked,
+    planning: Words,
+    memory: Words,
     with_torch_budget: bool,
     saved: Path | None,
     out: Output,
@@ -62,22 +57,13 @@ def compare_command(
 
     check_budget_text(budget)
     names = chosen_planners(planners)
-    problem = api.problem_of(trace_name, planning.never, planning.always_keep)
-    found = api.compare(
-        problem,
-        budget,
-        names,
-        progress=out.say,
-        name=trace_name,
-        **planning.search(),
-        **asked.words(problem.trace.meta),
-    )
+    found = api.compare(trace_name, budget, names, progress=out.say, name=trace_name, **planning, **memory)
     if with_torch_budget or saved is not None:
         from simulator.studies.torch_budget import BUDGETS, ask_torch, entrants
         from traces.saved_sets import SavedSets
 
         sets = (
-            ask_torch(problem.trace, BUDGETS, ("dp", "greedy"), progress=out.say)
+            ask_torch(found.trace, BUDGETS, ("dp", "greedy"), progress=out.say)
             if saved is None
             else SavedSets.load(saved)
         )
@@ -109,22 +95,10 @@ def chosen_planners(text: str | None) -> tuple[str, ...] | None:
 
 def table(found: Comparison) -> str:
     """One line a planner, the cheapest first, those without a plan last."""
-    from simulator.studies.comparison import ranked
-    from simulator.studies.warnings import text, warnings_of
+    from simulator.studies.warnings import texts_of
     from traces.units import show_bytes, show_percent, show_time
 
-    lines: list[tuple[str, ...]] = [("planner", "peak", "overhead", "gap, points", "solve time", "")]
-    lines += [
-        (
-            e.planner,
-            show_bytes(e.peak_allocated_bytes),
-            show_percent(e.overhead_percent, signed=True),
-            dash(e.gap_points),
-            dash(e.solve_seconds, "{:.2f} s"),
-            _note(e, found.budget_bytes),
-        )
-        for e in ranked(found.entrants)
-    ]
+    rows = found.table().without("step time", "ops run again")
     saved, bound = found.saved.timeline, found.bound
     least = (
         f"no plan adds less than {show_percent(bound.overhead_percent)}" if bound.feasible else bound.reason
@@ -133,18 +107,4 @@ def table(found: Comparison) -> str:
         f"{found.trace_name}: budget {show_bytes(found.budget_bytes)} of "
         f"{show_bytes(saved.peak_allocated_bytes)}, step {show_time(saved.step_time_ns)}; bound: {least}"
     )
-    warnings = (f"warning {text(w)}" for w in warnings_of(found.problem))
-    return "\n".join([head, *columns(lines, left=(0, 5)), *warnings])
-
-
-def _note(e: Entrant, budget_bytes: int) -> str:
-    from traces.units import show_bytes
-
-    words = e.message
-    if e.fits is False:
-        words = f"does not fit the device{'; ' + words if words else ''}"
-    if e.peak_allocated_bytes is not None and e.peak_allocated_bytes > budget_bytes:
-        words = f"over the budget{'; ' + words if words else ''}"
-    elif e.lowest_peak_bytes is not None:
-        return f"no plan; lowest peak {show_bytes(e.lowest_peak_bytes)}"
-    return words if len(words) <= MESSAGE_WIDTH else words[: MESSAGE_WIDTH - 1] + "…"
+    return "\n".join([head, *rows.lines(), *(f"warning {text}" for text in texts_of(found.problem))])

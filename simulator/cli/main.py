@@ -69,11 +69,11 @@ def main() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of a table.")
 def planners_command(as_json: bool) -> None:
     """List the planners."""
-    from simulator.cli.options import columns
     from simulator.planners import REGISTRY
+    from simulator.studies.tables import aligned
 
     about = {name: summary for name, (_, summary) in REGISTRY.items()}
-    click.echo(json.dumps(about) if as_json else "\n".join(columns(list(about.items()), left=(0, 1))))
+    click.echo(json.dumps(about) if as_json else "\n".join(aligned(list(about.items()), left=(0, 1))))
 
 
 main.add_command(plan_command, DEFAULT_COMMAND)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from simulator.cli.options import (
+    ALLOC_CONF,
     Output,
-    Planning,
-    alloc_conf_option,
-    columns,
+    Words,
+    check_alloc_conf,
     output_options,
     planning_options,
 )
@@ -43,7 +43,7 @@ DEFAULT_RESERVE = "2%"  # of a GPU: the median error that the prediction is mean
 )
 @click.option("--max", "maximum", type=click.IntRange(min=1), default=65536, show_default=True,
               help="The largest batch size to try.")  # fmt: skip
-@alloc_conf_option
+@ALLOC_CONF
 @planning_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-max-batch).")
 @output_options
@@ -59,7 +59,7 @@ def max_batch_command(
     maximum: int,
     alloc_conf: str | None,
     planner: str | None,
-    planning: Planning,
+    planning: Words,
     output: Path | None,
     out: Output,
 ) -> None:
@@ -75,7 +75,6 @@ def max_batch_command(
     """
     from simulator import api
     from simulator.allocator.device import CPU
-    from simulator.allocator.settings import parse_alloc_conf
     from traces.files import write_text
     from traces.trace import canonical_json
 
@@ -84,8 +83,7 @@ def max_batch_command(
     taken = [word for word in trace_words if word.partition("=")[0] in OWN_WORDS]
     if taken:
         raise SpecError(f"{taken[0]}: max-batch decides this itself (the device is --gpu).")
-    if alloc_conf is not None:
-        parse_alloc_conf(alloc_conf)
+    check_alloc_conf(alloc_conf)
     memory = _memory(gpu, device_memory, context, reserve)
     if alloc_conf is not None and memory.kind == CPU:
         raise SpecError("--alloc-conf: a CPU has no caching allocator; name a GPU with --gpu.")
@@ -102,7 +100,7 @@ def max_batch_command(
         maximum=maximum,
         trace_options=(*trace_words, *target),
         progress=out.say,
-        **planning.words(),
+        **planning,
     )
     write_text(found.request.directory / "max-batch.json", canonical_json(found.to_json()) + "\n")
     if out.report is not None:
@@ -136,37 +134,19 @@ def table(found: MaxBatch) -> str:
     """The answer to read: the probes, then the two batch sizes."""
     from traces.units import show_bytes, show_percent
 
-    r = found.request
-    what = "allocated" if r.device.kind == "cpu" else "reserved"
-    key = f"peak_{what}_bytes"
-    rows: list[tuple[str, ...]] = [("batch", what, "fits", f"{what} with plan", "overhead")]
-    for p in found.probes:
-        retries = f", {p.retries_a_step} retries" if p.retries_a_step else ""
-        least = ">= " if p.plan is None and p.overhead_percent is not None else ""
-        tried = p.plan_fits is not None
-        rows.append(
-            (
-                str(p.batch_size),
-                show_bytes(p.untouched.headline()[key]),
-                f"yes{retries}" if p.fits or p.retries_a_step else "no",
-                show_bytes(None if p.plan is None else p.plan.headline()[key]) if tried else "",
-                least + show_percent(p.overhead_percent) if tried else "",
-            )
-        )
-    lines = [f"{r.model} on {r.device.room()}", *columns(rows)]
+    r, what = found.request, found.memory
+    lines = [f"{r.model} on {r.device.room()}", *found.table().without("plan fits", "").lines()]
     limit = show_bytes(r.device.usable_bytes)
     best, planned = found.probe(found.without_plan), found.probe(found.with_plan)
     if best is None:
         lines.append(f"without a plan: not even batch {r.multiple_of} fits")
     else:
-        peak = show_bytes(best.untouched.headline()[key])
+        peak = show_bytes(found.peak_bytes(best.untouched))
         lines.append(f"without a plan: batch {best.batch_size} ({what} {peak} of {limit})")
     price = f"of at most +{r.overhead_percent:g} %"
     if planned is not None and planned.plan is not None:
-        peak, added = (
-            show_bytes(planned.plan.headline()[key]),
-            show_percent(planned.overhead_percent, signed=True),
-        )
+        peak = show_bytes(found.peak_bytes(planned.plan))
+        added = show_percent(planned.overhead_percent, signed=True)
         lines.append(
             f"with a plan {price}: batch {planned.batch_size} at {added} ({what} {peak} of {limit}): "
             f"{r.directory / planned.plan_path}"

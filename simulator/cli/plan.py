@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from simulator.cli.options import (
-    Asked,
+    BUDGET_OF,
     Output,
-    Planning,
-    budget_of_option,
+    Words,
     check_budget_text,
     device_options,
     output_options,
@@ -35,7 +34,7 @@ TOP_HOLDERS = 5
     "--budget",
     help="Bytes, a size such as 8GiB, a share of the step's own peak such as 60%, or `device`: what the device has.",
 )
-@budget_of_option
+@BUDGET_OF
 @device_options
 @planning_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
@@ -45,9 +44,9 @@ def plan_command(
     trace_name: str,
     budget: str | None,
     budget_of: str,
-    asked: Asked,
+    memory: Words,
     planner: str | None,
-    planning: Planning,
+    planning: Words,
     output: Path | None,
     force: bool,
     out: Output,
@@ -66,8 +65,7 @@ def plan_command(
     from simulator.planners.outcome import Infeasible
     from simulator.studies.answer import answer, refusal
 
-    problem = api.problem_of(trace_name, planning.never, planning.always_keep)
-    memory = asked.words(problem.trace.meta)
+    problem = api.problem_of(trace_name, planning["never"], planning["always_keep"])
     saved = api.simulate(problem, **memory)
     budget_bytes, budget_of = api.budget_in_bytes(problem, budget, budget_of, saved.setting)
     bound = None if budget_bytes is None else bound_answer(problem, budget_bytes)
@@ -80,8 +78,8 @@ def plan_command(
             planner=planner,
             budget_of=budget_of,
             progress=out.say,
+            **planning,
             **memory,
-            **planning.search(),
         )
     except Infeasible as error:
         if out.as_json:

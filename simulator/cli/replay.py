@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.cli.options import columns
 from traces.commands import Refused, say
 from traces.errors import SpecError
 
@@ -126,27 +125,29 @@ def _answer(
 
 
 def _table(source: Recording, same: Replay, rows: dict[str, Replay]) -> str:
-    from traces.units import show_bytes
-
-    def line(name: str, r: Replay) -> tuple[str, ...]:
-        f = r.figures
-        return (
-            name,
-            show_bytes(f.peak_reserved_bytes),
-            show_bytes(f.peak_allocated_bytes),
-            f"{100 * r.fragmentation:.1f} %",
-            str(len(r.segment_requests)),
-        )
+    from simulator.studies.tables import table
 
     recorded = source.peak_reserved_bytes
-    table: list[tuple[str, ...]] = [
-        ("", "peak reserved", "peak allocated", "fragmentation", "new segments"),
-        ("recorded", show_bytes(recorded), "–", "–", str(len(source.segment_requests))),
-        line("replayed", same),
-    ]
-    names = {"as_recorded_from_scratch": "replayed, packed anew", "what_if": "what if, packed anew"}
-    table += [line(names[name], r) for name, r in rows.items()]
-    lines = columns(table, left=(0,))
+    shown = {
+        "replayed": same,
+        "replayed, packed anew": rows.get("as_recorded_from_scratch"),
+        "what if, packed anew": rows.get("what_if"),
+    }
+    what: list[tuple[str, Replay | None]] = [("recorded", None), *((n, r) for n, r in shown.items() if r)]
+    lines = table(
+        what,
+        (
+            ("", "", lambda row: row[0]),
+            (
+                "peak reserved",
+                "bytes",
+                lambda row: row[1].figures.peak_reserved_bytes if row[1] else recorded,
+            ),
+            ("peak allocated", "bytes", lambda row: row[1] and row[1].figures.peak_allocated_bytes),
+            ("fragmentation", "share", lambda row: row[1] and 100 * row[1].fragmentation),
+            ("new segments", "count", lambda row: len((row[1] or source).segment_requests)),
+        ),
+    ).lines()
     error = same.figures.peak_reserved_bytes - recorded
     agree = "the same" if same.segment_requests == source.segment_requests else "other"
     lines.append(

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from simulator.cli.options import (
-    Asked,
+    ALLOC_CONF,
+    BUDGET_OF,
     Output,
-    Planning,
-    alloc_conf_option,
-    budget_of_option,
+    Words,
+    check_alloc_conf,
     check_budget_text,
-    columns,
     output_options,
     planning_options,
 )
+from simulator.core.limits import Constraints, Limits
 from traces.commands import analysis_option
 from traces.errors import BudgetError, SpecError
 from traces.model_spec import short_name
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 @click.option(
     "--budget", required=True, help="As in `simulate TRACE --budget`; a share is of each batch's own peak."
 )
-@budget_of_option
-@alloc_conf_option
+@BUDGET_OF
+@ALLOC_CONF
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-sweep).")
 @planning_options
 @click.option("--seq-len", type=click.IntRange(min=1), help="Sequence length, for `trace`.")
@@ -51,7 +51,7 @@ def sweep_command(
     alloc_conf: str | None,
     output: Path | None,
     planner: str | None,
-    planning: Planning,
+    planning: Words,
     analysis: str | None,
     trace_option: Sequence[str],
     out: Output,
@@ -66,7 +66,7 @@ def sweep_command(
     from simulator.studies.sweep import SweepRequest, sweep
 
     check_budget_text(budget)
-    Asked(alloc_conf=alloc_conf).check()
+    check_alloc_conf(alloc_conf)
     request = SweepRequest(
         model=model,
         batch_sizes=parse_batch_sizes(batch_sizes),
@@ -74,8 +74,8 @@ def sweep_command(
         budget_of=budget_of,
         alloc_conf=alloc_conf,
         planner=planner or DEFAULT,
-        limits=planning.limits,
-        constraints=planning.constraints,
+        limits=Limits(seconds=planning["seconds"], seed=planning["seed"]),
+        constraints=Constraints(never=planning["never"], always_keep=planning["always_keep"]),
         directory=output or Path(f"{short_name(model)}-sweep"),
         tracer_options=tuple(words_for_trace(for_trace, trace_option)),
     )
@@ -121,31 +121,7 @@ def parse_batch_sizes(text: str) -> tuple[int, ...]:
 
 def sweep_table(sweep: Sweep, directory: Path) -> str:
     """The sweep to read: one line a batch size."""
-    from traces.units import show_bytes, show_percent, show_time
-
-    lines: list[tuple[object, ...]] = [
-        ("batch", "peak", "with plan", "step", "with plan", "overhead", "recomputed ops")
-    ]
-    for row in sweep.rows:
-        before, after = row.baseline, row.plan
-        lines.append(
-            (
-                row.batch_size,
-                show_bytes(before.peak_allocated_bytes),
-                show_bytes(after.peak_allocated_bytes) if row.feasible else "does not fit",
-                show_time(before.step_time_ns),
-                show_time(after.step_time_ns),
-                show_percent(row.overhead_percent, signed=True),
-                row.recomputed_ops if row.feasible else "–",
-            )
-        )
-    notes = [
-        f"batch {row.batch_size}: reserved {show_bytes(row.baseline.peak_reserved_bytes)}"
-        + (f" -> {show_bytes(row.plan.peak_reserved_bytes)}" if row.feasible else "")
-        for row in sweep.rows
-        if row.baseline.peak_reserved_bytes is not None
-    ]
-    notes += [f"batch {row.batch_size}: {row.message}" for row in sweep.rows if not row.feasible]
+    notes = [f"batch {row.batch_size}: {row.message}" for row in sweep.rows if not row.feasible]
     notes += [f"warning {text}" for text in sweep.warnings]
     written = f"Written to {directory}: sweep.json, traces, plans. Next: execute sweep {directory}"
-    return "\n".join([*columns(lines), *notes, written])
+    return "\n".join([*sweep.table().without("planner", "budget", "").lines(), *notes, written])

@@ -5,19 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from simulator.report import charts
-from simulator.report.page import (
-    Chart,
-    Figure,
-    Figures,
-    Page,
-    Section,
-    Text,
-    no,
-    table,
-    warned,
-    write_page,
-    yes,
-)
+from simulator.report.page import Chart, Figure, Figures, Page, Section, Text, warned, write_page
 from simulator.studies.max_batch import MaxBatch
 from traces.units import show_bytes, show_percent
 
@@ -30,8 +18,6 @@ def write_max_batch(path: str | Path, found: MaxBatch) -> Path:
 def max_batch_page(found: MaxBatch) -> Page:
     """The page of an answer."""
     r = found.request
-    what = "allocated" if r.device.kind == "cpu" else "reserved"
-    key = f"peak_{what}_bytes"
     planned = found.probe(found.with_plan)
     price = None if planned is None else planned.overhead_percent
     figures = (
@@ -47,10 +33,9 @@ def max_batch_page(found: MaxBatch) -> Page:
         charts.Bar(str(p.batch_size), way, False, value)
         for p in found.probes
         for way, run in (("eager", p.untouched), ("plan", p.plan))
-        if run is not None and (value := run.headline()[key]) is not None
+        if (value := found.peak_bytes(run)) is not None
     ]
     limits = {str(p.batch_size): r.device.usable_bytes for p in found.probes}
-    fit = {None: "", True: yes(), False: no()}
     return Page(
         f"{r.model}: the largest batch on {r.device.name}",
         " ".join(("trace", r.model, *r.tracer_options)),
@@ -68,29 +53,15 @@ def max_batch_page(found: MaxBatch) -> Page:
                 (
                     Chart(
                         charts.grouped(
-                            bars, f"peak {what}", group_title="batch size", is_bytes=True, limits=limits
+                            bars,
+                            f"peak {found.memory}",
+                            group_title="batch size",
+                            is_bytes=True,
+                            limits=limits,
                         ),
                         "eager is the untouched model. The red line is the memory that there is to use.",
                     ),
-                    table(
-                        found.probes,
-                        (
-                            ("batch", "count", lambda p: p.batch_size),
-                            (f"peak {what}", "bytes", lambda p: p.untouched.headline()[key]),
-                            ("fits", "", lambda p: fit[p.fits]),
-                            (f"{what} with a plan", "bytes", lambda p: p.plan and p.plan.headline()[key]),
-                            ("overhead", "+percent", lambda p: p.overhead_percent),
-                            (
-                                "plan fits",
-                                "",
-                                lambda p: (
-                                    no(f"no: {p.message}") if p.plan_fits is False else fit[p.plan_fits]
-                                ),
-                            ),
-                        ),
-                        caption="Every batch size that was traced. Where no plan was made, the overhead is what any "
-                        "plan must at least cost.",
-                    ),
+                    found.table(),
                 ),
             ),
         ),

@@ -9,43 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final
 
+from simulator.studies.tables import Cell, Table
 from traces.errors import EnvironmentProblem
 from traces.files import write_text
-from traces.units import show_bytes, show_percent, show_time
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 INSTALL: Final = "install it with `pip install 'lowtide[all]'`"
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One cell of a table: what is shown, the number to sort by, and a tone (`good`, `bad`, `quiet`)."""
-
-    text: str
-    sort: float | None = None
-    tone: str = ""
-
-
-def bytes_cell(nbytes: int | None) -> Cell:
-    return Cell(text=show_bytes(nbytes), sort=nbytes)
-
-
-def time_cell(time_ns: int | float | None) -> Cell:
-    return Cell(text=show_time(time_ns), sort=time_ns)
-
-
-def percent_cell(value: float | None, *, signed: bool = False, digits: int = 2) -> Cell:
-    return Cell(text=show_percent(value, signed=signed, digits=digits), sort=value)
-
-
-def count_cell(value: int | None) -> Cell:
-    return Cell(text="–" if value is None else f"{value:,}", sort=value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,95 +50,9 @@ class Figures:
     figures: tuple[Figure, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A table; the columns named in `numbers` are aligned right, those in `code` are set as code."""
-
-    kind: ClassVar[str] = "table"
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell | str, ...], ...]
-    numbers: frozenset[int] = frozenset()
-    code: frozenset[int] = frozenset()
-    total: tuple[Cell | str, ...] = ()
-    caption: str = ""
-    folded: str = ""  # when set, the table starts folded under this summary
-
-
-T = TypeVar("T")
-CODE, NUMBER = "code", "number"
-# How the columns of `table` show a value; what is not here is shown as it is.
-SHOWN: Final[Mapping[str, Callable[[Any], Cell]]] = {
-    "bytes": bytes_cell,
-    "time": time_cell,
-    "count": count_cell,
-    "percent": percent_cell,
-    "+percent": lambda value: percent_cell(value, signed=True),
-    "share": lambda value: percent_cell(value, digits=1),
-    "points": lambda value: Cell("–" if value is None else f"{value:.2f}", value),
-}
-
-
-def table(
-    rows: Iterable[T],
-    columns: Sequence[tuple[str, str, Callable[[T], Any]]],
-    *,
-    total: Sequence[Any] = (),
-    **more: str,
-) -> Table:
-    """A table with one row for each of `rows`.
-
-    Args:
-        columns: the title, the kind (a key of SHOWN, CODE, NUMBER for a number that comes ready as a Cell, or "") and
-            the value of a row. A value that is a Cell or text already stays as it is.
-        total: the values of the last row, shown like the others.
-        more: `caption` and `folded`.
-    """
-
-    def shown(kind: str, value: Any) -> Cell | str:
-        return value if isinstance(value, Cell | str) or kind not in SHOWN else SHOWN[kind](value)
-
-    kinds = [kind for _, kind, _ in columns]
-    return Table(
-        columns=tuple(title for title, _, _ in columns),
-        rows=tuple(tuple(shown(kind, value(row)) for _, kind, value in columns) for row in rows),
-        numbers=frozenset(k for k, kind in enumerate(kinds) if kind in SHOWN or kind == NUMBER),
-        code=frozenset(k for k, kind in enumerate(kinds) if kind == CODE),
-        total=tuple(shown(kind, value) for kind, value in zip(kinds, total, strict=True)) if total else (),
-        **more,
-    )
-
-
-def yes(text: str = "yes") -> Cell:
-    """What is as it should be."""
-    return Cell(text, tone="good")
-
-
-def no(text: str = "no") -> Cell:
-    """What is not."""
-    return Cell(text, tone="bad")
-
-
 def warned(texts: Iterable[str]) -> tuple[Text, ...]:
     """What must be said beside figures."""
     return tuple(Text(text, "warning") for text in texts)
-
-
-def known_columns(table: Table) -> Table:
-    """The table without the columns of which no row knows anything (a CPU has no reserved memory)."""
-    kept = [
-        k
-        for k in range(len(table.columns))
-        if not table.rows
-        or any((c.text if isinstance(c, Cell) else c) != "–" for c in (r[k] for r in table.rows))
-    ]
-    return replace(
-        table,
-        columns=tuple(table.columns[k] for k in kept),
-        rows=tuple(tuple(row[k] for k in kept) for row in table.rows),
-        numbers=frozenset(new for new, k in enumerate(kept) if k in table.numbers),
-        code=frozenset(new for new, k in enumerate(kept) if k in table.code),
-        total=tuple(table.total[k] for k in kept) if table.total else (),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,22 +6,10 @@ from pathlib import Path
 from typing import Final
 
 from simulator.report import charts
-from simulator.report.page import (
-    Block,
-    Cell,
-    Chart,
-    Figure,
-    Figures,
-    Page,
-    Section,
-    no,
-    table,
-    write_page,
-    yes,
-)
+from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, write_page
 from simulator.report.step import about, describe, metadata, saved_figure
-from simulator.studies.comparison import Comparison, Entrant, ranked
-from simulator.studies.pareto import Front, Point
+from simulator.studies.comparison import Comparison, ranked
+from simulator.studies.pareto import Front
 from traces.trace import Trace
 from traces.units import show_bytes, show_percent
 
@@ -90,40 +78,8 @@ def _comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
         Figures(tuple(figures)),
         *about(comparison.problem, PREDICTED),
         *drawn,
-        table(
-            rows,
-            (
-                ("planner", "", lambda e: e.planner),
-                ("peak", "bytes", lambda e: e.peak_allocated_bytes),
-                ("step time", "time", lambda e: e.step_time_ns),
-                ("overhead", "+percent", lambda e: e.overhead_percent),
-                ("gap, points", "points", lambda e: e.gap_points),
-                ("solve time", "time", lambda e: None if e.solve_seconds is None else e.solve_seconds * 1e9),
-                ("ops run again", "count", lambda e: e.recomputed_ops),
-                ("", "", lambda e: verdict(e, comparison.budget_bytes)),
-            ),
-            caption="The gap is the overhead less the certified bound: how far from optimal the plan can be at most. "
-            "Solve times are of this machine.",
-        ),
+        comparison.table(),
     )
-
-
-def verdict(e: Entrant, budget_bytes: int) -> Cell:
-    """Whether a plan meets the budget, and what else is to be said of it."""
-    if e.feasible:
-        return yes(f"met{'; ' + e.message if e.message else ''}")
-    if e.peak_allocated_bytes is not None:
-        over = "over the budget" if e.peak_allocated_bytes > budget_bytes else ""
-        return no("; ".join(part for part in (over, e.message) if part))
-    if e.lowest_peak_bytes is not None:
-        return no(f"no plan; lowest peak {show_bytes(e.lowest_peak_bytes)}")
-    return no(e.message)
-
-
-def _met(point: Point) -> Cell:
-    if not point.finished:
-        return no("not finished; another budget's plan" if point.feasible else "not finished")
-    return yes("met") if point.feasible else no("no plan")
 
 
 def _front_blocks(front: Front) -> tuple[Block, ...]:
@@ -153,20 +109,5 @@ def _front_blocks(front: Front) -> tuple[Block, ...]:
             "the points are worked out.",
             "What each GiB costs",
         ),
-        table(
-            front.points[::-1],
-            (
-                ("budget", "bytes", lambda p: p.budget_bytes),
-                ("of the peak", "share", lambda p: 100 * p.budget_bytes / most if most else None),
-                ("peak, plan", "bytes", lambda p: p.peak_allocated_bytes),
-                ("overhead", "+percent", lambda p: p.overhead_percent),
-                ("bound", "percent", lambda p: p.bound_overhead_percent),
-                ("gap, points", "points", lambda p: p.gap_points),
-                ("one GiB less costs", "time", lambda p: p.price_ns_per_gib),
-                ("by the bound", "time", lambda p: p.bound_price_ns_per_gib),
-                ("", "", _met),
-            ),
-            caption="One GiB less: the added time from this budget to the next smaller one in the table, for each GiB "
-            "between them; by the bound: what the last byte costs at this budget at the instant that decides it.",
-        ),
+        front.table(),
     )

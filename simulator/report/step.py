@@ -12,27 +12,20 @@ from simulator.core.replay import Replay, holdings, peak_by_category
 from simulator.core.timeline import Timeline
 from simulator.report import charts
 from simulator.report.page import (
-    CODE,
-    NUMBER,
     Block,
-    Cell,
     Chart,
     Figure,
     Figures,
     Page,
     Section,
     Switch,
-    Table,
     Text,
-    known_columns,
-    table,
-    time_cell,
     warned,
     write_page,
 )
 from simulator.studies.prediction import Prediction
-from simulator.studies.warnings import text, texts, warnings_of
-from traces.measurement import RunFigures
+from simulator.studies.tables import CODE, NUMBER, Cell, Table, table, time_cell
+from simulator.studies.warnings import texts, texts_of
 from traces.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace, TraceMeta
 from traces.units import bytes_unit, show_bytes, show_percent, show_time
@@ -107,7 +100,7 @@ def provenance(trace: Trace) -> str:
 
 def about(problem: Problem, also: str) -> tuple[Text, ...]:
     """Where the figures of a page come from, and what must be said beside them."""
-    return (Text(provenance(problem.trace) + also, "note"), *warned(map(text, warnings_of(problem))))
+    return (Text(provenance(problem.trace) + also, "note"), *warned(texts_of(problem)))
 
 
 def saved_figure(timeline: Timeline) -> Figure:
@@ -172,31 +165,11 @@ def headline(c: Prediction) -> tuple[Block, ...]:
         left = fit.out_of_memory or f"{show_bytes(fit.left_bytes)} left"
         value, tone = ("yes", "good") if fit.fits else ("no", "bad")
         figures.append(Figure(f"Fits {fit.device.name}", value, left, tone))
-    runs = (
-        ("everything saved", c.saved_figures, 0.0),
-        (f"plan ({c.plan.planner or 'no planner named'})", c.planned_figures, c.overhead_percent),
-    )
-
-    def of(run: tuple[str, RunFigures, float]) -> RunFigures:
-        return run[1]
-
     return (
         Figures(tuple(figures)),
         Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
         *warned(texts(c)),
-        known_columns(
-            table(
-                runs,
-                (
-                    ("run", "", lambda r: r[0]),
-                    ("peak allocated", "bytes", lambda r: of(r).peak_allocated_bytes),
-                    ("in blocks", "bytes", lambda r: of(r).peak_block_bytes),
-                    ("peak reserved", "bytes", lambda r: of(r).peak_reserved_bytes),
-                    ("step time", "time", lambda r: of(r).step_time_ns),
-                    ("overhead", "+percent", lambda r: r[2]),
-                ),
-            )
-        ),
+        c.table(),
         *_what_if(c),
     )
 

@@ -14,18 +14,14 @@ from simulator.report.page import (
     Figures,
     Page,
     Section,
-    Table,
     Text,
-    known_columns,
-    no,
     paragraphs,
-    table,
     warned,
     write_page,
-    yes,
 )
 from simulator.report.step import activation_blocks
 from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep, SweepRow
+from simulator.studies.tables import Table, table
 from traces.errors import LowtideError
 from traces.measurement import RunFigures, signed_error_percent
 from traces.trace import CATEGORIES
@@ -107,25 +103,7 @@ def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
         Figures(tuple(figures)),
         Text(note + source, "note"),
         *warned(sweep.warnings),
-        known_columns(
-            table(
-                sweep.rows,
-                (
-                    ("batch", "count", lambda r: r.batch_size),
-                    ("planner", "", lambda r: r.planner),
-                    ("budget", "bytes", lambda r: r.budget_bytes),
-                    ("peak, all saved", "bytes", lambda r: r.baseline.peak_allocated_bytes),
-                    ("peak, plan", "bytes", lambda r: r.plan.peak_allocated_bytes),
-                    ("reserved, all saved", "bytes", lambda r: r.baseline.peak_reserved_bytes),
-                    ("reserved, plan", "bytes", lambda r: r.plan.peak_reserved_bytes),
-                    ("step, all saved", "time", lambda r: r.baseline.step_time_ns),
-                    ("step, plan", "time", lambda r: r.plan.step_time_ns),
-                    ("overhead", "+percent", lambda r: r.overhead_percent),
-                    ("verdict", "", lambda r: yes("met") if r.feasible else no(r.message or "not met")),
-                ),
-                caption="Predicted",
-            )
-        ),
+        sweep.table(),
     )
 
 
@@ -251,23 +229,21 @@ def _errors(sweep: Sweep, where: str) -> Table:
         return "error", "+percent", lambda run: signed_error_percent(run[2], run[3])[figure]
 
     target = f" ({sweep.target})" if sweep.target else ""
-    return known_columns(
-        table(
-            runs,
-            (
-                ("batch", "", lambda run: run[0]),
-                ("run", "", lambda run: run[1]),
-                ("peak, predicted", "bytes", lambda run: run[2].peak_allocated_bytes),
-                ("peak, measured", "bytes", lambda run: run[3].peak_allocated_bytes),
-                error(PEAK),
-                ("reserved, predicted", "bytes", lambda run: run[2].peak_reserved_bytes),
-                ("reserved, measured", "bytes", lambda run: run[3].peak_reserved_bytes),
-                error("peak_reserved_bytes"),
-                (f"step, predicted{target}", "time", lambda run: run[2].step_time_ns),
-                (f"step, measured on {where}", "time", lambda run: run[3].step_time_ns),
-            ),
-            caption=f"Measured on {where}. Error is 100·(predicted − measured)/measured. Predicted times are for "
-            "the target, so they compare with measured times only where both are the same device. Eager is set beside "
-            "the prediction for everything saved.",
-        )
-    )
+    return table(
+        runs,
+        (
+            ("batch", "", lambda run: run[0]),
+            ("run", "", lambda run: run[1]),
+            ("peak, predicted", "bytes", lambda run: run[2].peak_allocated_bytes),
+            ("peak, measured", "bytes", lambda run: run[3].peak_allocated_bytes),
+            error(PEAK),
+            ("reserved, predicted", "bytes", lambda run: run[2].peak_reserved_bytes),
+            ("reserved, measured", "bytes", lambda run: run[3].peak_reserved_bytes),
+            error("peak_reserved_bytes"),
+            (f"step, predicted{target}", "time", lambda run: run[2].step_time_ns),
+            (f"step, measured on {where}", "time", lambda run: run[3].step_time_ns),
+        ),
+        caption=f"Measured on {where}. Error is 100·(predicted − measured)/measured. Predicted times are for "
+        "the target, so they compare with measured times only where both are the same device. Eager is set beside "
+        "the prediction for everything saved.",
+    ).known()

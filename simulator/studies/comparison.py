@@ -15,7 +15,8 @@ from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.planners import find, plan_with
 from simulator.planners.outcome import Infeasible, percent
-from simulator.studies.warnings import text, warnings_of
+from simulator.studies.tables import Cell, Table, no, table, yes
+from simulator.studies.warnings import texts_of
 from traces.errors import LowtideError
 from traces.plan import Plan
 from traces.trace import Trace
@@ -77,9 +78,27 @@ class Comparison:
         return f"<{within}: {told}, of {len(self.entrants)} planners>"
 
     def _repr_html_(self) -> str:
-        from simulator.studies.notebook import comparison_html
+        from simulator.studies.notebook import framed
 
-        return comparison_html(self)
+        return framed(repr(self).strip("<>"), self.table())
+
+    def table(self) -> Table:
+        """A row for each planner, the cheapest first, those without a plan last."""
+        return table(
+            ranked(self.entrants),
+            (
+                ("planner", "", lambda e: e.planner),
+                ("peak", "bytes", lambda e: e.peak_allocated_bytes),
+                ("step time", "time", lambda e: e.step_time_ns),
+                ("overhead", "+percent", lambda e: e.overhead_percent),
+                ("gap, points", "points", lambda e: e.gap_points),
+                ("solve time", "time", lambda e: None if e.solve_seconds is None else e.solve_seconds * 1e9),
+                ("ops run again", "count", lambda e: e.recomputed_ops),
+                ("", "", lambda e: verdict(e, self.budget_bytes)),
+            ),
+            caption="The gap is the overhead less the certified bound: how far from optimal the plan can be at most. "
+            "Solve times are of this machine.",
+        )
 
     @property
     def trace(self) -> Trace:
@@ -142,7 +161,7 @@ class Comparison:
                 "feasible": bound.feasible,
                 "reason": bound.reason,
             },
-            "warnings": [text(w) for w in warnings_of(self.problem)],
+            "warnings": texts_of(self.problem),
             "planners": [asdict(e) for e in self.entrants],
         }
 
@@ -200,3 +219,18 @@ def ranked(entrants: tuple[Entrant, ...]) -> list[Entrant]:
         return (2, 0) if e.peak_allocated_bytes is None else (1, e.peak_allocated_bytes)
 
     return sorted(entrants, key=key)
+
+
+def verdict(e: Entrant, budget_bytes: int) -> Cell:
+    """Whether a plan meets the budget, and what else is to be said of it."""
+    if e.peak_allocated_bytes is None:
+        known = e.lowest_peak_bytes
+        return no(e.message if known is None else f"no plan; lowest peak {show_bytes(known)}")
+    parts = [
+        "met" if e.feasible else "",
+        "over the budget" if e.peak_allocated_bytes > budget_bytes else "",
+        "does not fit the device" if e.fits is False else "",
+        e.message,
+    ]
+    said = "; ".join(part for part in parts if part)
+    return yes(said) if e.feasible else no(said)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from simulator.allocator.device import CUDA, DeviceMemory
+from simulator.allocator.device import CPU, CUDA, DeviceMemory
 from simulator.allocator.device_fit import DeviceFit, Setting, kind_of, setting_of
 from simulator.bounds.bound import bound_answer, bounder_of
 from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
@@ -21,12 +21,13 @@ from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.studies.boundary import Verdict, boundary
 from simulator.studies.prediction import Prediction, plan_for, predict, untouched_fit
+from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.warnings import UNTOUCHED, completed, provenance, text, warnings
 from traces.errors import SpecError
 from traces.measurement import RunFigures
 from traces.plan import ALLOCATED, RESERVED
 from traces.trace import Trace
-from traces.units import show_bytes
+from traces.units import show_bytes, show_percent
 
 FIRST: Final = 8  # the first batch size that is traced, if nothing forbids it
 SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is over it by an unknown amount
@@ -107,9 +108,48 @@ class MaxBatch:
         )
 
     def _repr_html_(self) -> str:
-        from simulator.studies.notebook import max_batch_html
+        from simulator.studies.notebook import framed
 
-        return max_batch_html(self)
+        return framed(repr(self).strip("<>"), self.table())
+
+    @property
+    def memory(self) -> str:
+        """Which memory must fit: `allocated` on a CPU, else `reserved`."""
+        return "allocated" if self.request.device.kind == CPU else "reserved"
+
+    def peak_bytes(self, figures: RunFigures | None) -> int | None:
+        """The peak of that memory."""
+        return None if figures is None else figures.headline()[f"peak_{self.memory}_bytes"]
+
+    def table(self) -> Table:
+        """A row for each batch size that was traced."""
+
+        def fits(p: Probe) -> Cell:
+            retries = f", {p.retries_a_step} retries" if p.retries_a_step else ""
+            return yes(f"yes{retries}") if p.fits or retries else no()
+
+        def overhead(p: Probe) -> Cell:
+            least = ">= " if p.plan is None and p.overhead_percent is not None else ""
+            return Cell(least + show_percent(p.overhead_percent, signed=True), p.overhead_percent)
+
+        return table(
+            self.probes,
+            (
+                ("batch", "count", lambda p: p.batch_size),
+                (self.memory, "bytes", lambda p: self.peak_bytes(p.untouched)),
+                ("fits", "", fits),
+                (f"{self.memory} with plan", "bytes", lambda p: self.peak_bytes(p.plan)),
+                ("overhead", NUMBER, overhead),
+                (
+                    "plan fits",
+                    "",
+                    lambda p: yes() if p.plan_fits else Cell("") if p.plan_fits is None else no(),
+                ),
+                ("", "", lambda p: p.message or UNKNOWN),
+            ),
+            caption="Every batch size that was traced. Where no plan was made, the overhead is what any plan must at "
+            "least cost.",
+        ).known()
 
     def probe(self, batch_size: int) -> Probe | None:
         return next((p for p in self.probes if p.batch_size == batch_size), None)

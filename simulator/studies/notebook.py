@@ -2,106 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
 from simulator.core.timeline import Timeline
-from traces.units import bytes_unit, show_bytes, show_percent, show_time
+from simulator.studies.tables import Table
+from traces.units import bytes_unit
 
 if TYPE_CHECKING:
-    from simulator.studies.comparison import Comparison
-    from simulator.studies.max_batch import MaxBatch
     from simulator.studies.pareto import Front
     from simulator.studies.prediction import Prediction
 
-WIDTH, HEIGHT, LEFT, BELOW = (
-    640,
-    180,
-    52,
-    18,
-)  # of a picture, and the room for the labels of its axes, in pixels
+# Of a picture, and the room for the labels of its axes, in pixels.
+WIDTH, HEIGHT, LEFT, BELOW = 640, 180, 52, 18
 SAVED, PLANNED, BUDGET = "#94a3b8", "#d9614c", "#b42318"
 Points = Sequence[tuple[float, float]]
 
 
 def prediction_html(c: Prediction) -> str:
     """The memory timeline of a step, and its figures with everything saved and with the plan."""
-    runs = [("everything saved", c.saved_figures, 0.0)]
     curves = [(SAVED, _curve(c.saved.timeline))]
     if c.plan.actions:
-        runs.append((f"plan ({c.plan.planner})", c.planned_figures, c.overhead_percent))
         curves.append((PLANNED, _curve(c.planned.timeline)))
-    rows = [
-        (
-            name,
-            show_bytes(f.peak_allocated_bytes),
-            show_bytes(f.peak_reserved_bytes),
-            show_time(f.step_time_ns),
-            show_percent(added, signed=True),
-        )
-        for name, f, added in runs
-    ]
     meta = c.trace.meta
     head = f"{meta.model}, batch {meta.batch_size}, {meta.dtype}, times for {meta.target or meta.device}"
     limits = [] if c.budget_bytes is None else [c.budget_bytes]
-    return _page(
-        head,
-        _picture(curves, "ms", "allocated", limits, area=True),
-        ("run", "peak allocated", "reserved", "step", "overhead"),
-        rows,
-    )
+    return framed(head, c.table(), _picture(curves, "ms", "allocated", limits, area=True))
 
 
 def front_html(front: Front) -> str:
     """Added time against budget, and the points."""
-    plans = [
-        (p.budget_bytes / 2**30, p.overhead_percent) for p in front.points if p.overhead_percent is not None
-    ]
-    bounds = [
-        (p.budget_bytes / 2**30, p.bound_overhead_percent)
-        for p in front.points
-        if p.bound_overhead_percent is not None
-    ]
-    rows = [
-        (
-            show_bytes(p.budget_bytes),
-            show_bytes(p.peak_allocated_bytes),
-            show_percent(p.overhead_percent, signed=True),
-            show_percent(p.bound_overhead_percent),
-        )
-        for p in reversed(front.points)
-    ]
+    at = [(p.budget_bytes / 2**30, p) for p in front.points]
+    plans = [(x, p.overhead_percent) for x, p in at if p.overhead_percent is not None]
+    bounds = [(x, p.bound_overhead_percent) for x, p in at if p.bound_overhead_percent is not None]
     picture = _picture([(SAVED, bounds), (PLANNED, plans)], "GiB", "% added", [], area=False)
     head = f"{front.trace.meta.model}: what each GiB costs ({front.planner}); grey: the certified bound"
-    return _page(head, picture, ("budget", "peak", "overhead", "bound"), rows)
+    return framed(head, front.table(), picture)
 
 
-def comparison_html(found: Comparison) -> str:
-    """One line a planner, the cheapest first."""
-    from simulator.studies.comparison import ranked
-
-    rows = [
-        (
-            e.planner,
-            show_bytes(e.peak_allocated_bytes),
-            show_percent(e.overhead_percent, signed=True),
-            "–" if e.gap_points is None else f"{e.gap_points:.2f}",
-            e.message,
-        )
-        for e in ranked(found.entrants)
-    ]
-    return _page(repr(found).strip("<>"), "", ("planner", "peak", "overhead", "gap, points", ""), rows)
-
-
-def max_batch_html(found: MaxBatch) -> str:
-    """Every batch size that was tried."""
-    fits = {None: "", True: "yes", False: "no"}
-    rows = [
-        (str(p.batch_size), fits[p.fits], fits[p.plan_fits], show_percent(p.overhead_percent, signed=True))
-        for p in found.probes
-    ]
-    return _page(repr(found).strip("<>"), "", ("batch", "fits", "fits with a plan", "overhead"), rows)
+def framed(head: str, table: Table, picture: str = "") -> str:
+    """A heading over a picture and a table."""
+    return f"<div><b>{escape(head)}</b><br>{picture}{table.html()}</div>"
 
 
 def _curve(timeline: Timeline) -> list[tuple[float, float]]:
@@ -151,11 +93,3 @@ def _picture(
         f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" font-size="11" '
         f'role="img" aria-label="{escape(upward)}">{"".join(parts)}</svg>'
     )
-
-
-def _page(head: str, picture: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    body = "".join(line("td", row) for row in rows)
-    return f"<div><b>{escape(head)}</b><br>{picture}<table>{line('th', titles)}{body}</table></div>"

@@ -20,12 +20,13 @@ from simulator.core.replay import Replay
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible, percent
 from simulator.studies.comparison import asked_of, fit_of
-from simulator.studies.warnings import text, warnings_of
+from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
+from simulator.studies.warnings import texts_of
 from traces.errors import UnfinishedError
 from traces.measurement import RunFigures
 from traces.plan import Plan
 from traces.trace import Trace
-from traces.units import show_bytes
+from traces.units import show_bytes, show_percent, show_time
 
 GIB: Final = 2**30
 
@@ -91,6 +92,45 @@ class Front:
         """The step with everything saved."""
         return self.problem.saved
 
+    def table(self) -> Table:
+        """A row for each budget, the largest first."""
+        most, base_ns = self.points[-1].budget_bytes, self.saved.timeline.step_time_ns
+        device = self.setting.device
+        fits = {None: UNKNOWN, True: yes("fits"), False: no("too large")}
+
+        def bound(p: Point) -> float | str:
+            return "infeasible" if p.bound_overhead_percent is None else p.bound_overhead_percent
+
+        def price(p: Point) -> Cell:
+            if p.price_ns_per_gib is None:
+                return Cell(UNKNOWN)
+            share = 100 * p.price_ns_per_gib / base_ns if base_ns else 0.0
+            text = f"{show_time(p.price_ns_per_gib)} ({show_percent(share, signed=True)})"
+            return Cell(text, p.price_ns_per_gib)
+
+        def met(p: Point) -> Cell:
+            if not p.finished:
+                return no("not finished; another budget's plan" if p.feasible else "not finished")
+            return yes("met") if p.feasible else no("no plan")
+
+        return table(
+            self.points[::-1],
+            (
+                ("budget", "bytes", lambda p: p.budget_bytes),
+                ("of the peak", "share", lambda p: 100 * p.budget_bytes / most if most else None),
+                ("peak", "bytes", lambda p: p.peak_allocated_bytes),
+                ("overhead", "+percent", lambda p: p.overhead_percent),
+                ("bound", "percent", bound),
+                ("gap, points", "points", lambda p: p.gap_points),
+                ("one GiB less costs", NUMBER, price),
+                ("by the bound", "time", lambda p: p.bound_price_ns_per_gib),
+                ("device" if device is None else device.name, "", lambda p: fits[p.fits]),
+                ("", "", met),
+            ),
+            caption="One GiB less: the added time from this budget to the next smaller one in the table, for each GiB "
+            "between them; by the bound: what the last byte costs at this budget at the instant that decides it.",
+        ).known()
+
     def to_json(self) -> dict[str, Any]:
         """What `simulate pareto --json` prints."""
         reached = [p.peak_allocated_bytes for p in self.points if p.peak_allocated_bytes is not None]
@@ -100,7 +140,7 @@ class Front:
             "planner": self.planner,
             "solve_seconds": round(self.solve_seconds, 3),
             "baseline": self.baseline.headline(),
-            "warnings": [text(w) for w in warnings_of(self.problem)],
+            "warnings": texts_of(self.problem),
             "floor_bytes": self.floor_bytes,
             "smallest_peak_bytes": min(reached, default=None),
             "points": [asdict(p) for p in self.points],

@@ -19,6 +19,7 @@ from simulator.core.replay import Replay, run
 from simulator.core.schedule import Schedule
 from simulator.planners import DEFAULT, SAVE_ALL, plan_with
 from simulator.planners.outcome import Infeasible, percent
+from simulator.studies.tables import Table, table
 from traces.errors import BudgetError, SpecError
 from traces.measurement import RunFigures
 from traces.plan import ALLOCATED, RESERVED, Action, Plan
@@ -99,6 +100,23 @@ class Prediction:
         from simulator.studies.notebook import prediction_html
 
         return prediction_html(self)
+
+    def table(self) -> Table:
+        """The headline figures with everything saved, and with the plan."""
+        runs = [("everything saved", self.saved_figures, 0.0)]
+        if self.plan.actions:
+            runs.append((f"plan ({self.plan.planner})", self.planned_figures, self.overhead_percent))
+        return table(
+            runs,
+            (
+                ("run", "", lambda run: run[0]),
+                ("peak allocated", "bytes", lambda run: run[1].peak_allocated_bytes),
+                ("in blocks", "bytes", lambda run: run[1].peak_block_bytes),
+                ("peak reserved", "bytes", lambda run: run[1].peak_reserved_bytes),
+                ("step time", "time", lambda run: run[1].step_time_ns),
+                ("overhead", "+percent", lambda run: run[2]),
+            ),
+        ).known()
 
     def whole_bytes(self, budget_of: str) -> int:
         """What 100 % of a budget stands for.

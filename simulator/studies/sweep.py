@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from simulator.core.budget import parse_budget
 from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
+from simulator.studies.tables import UNKNOWN, Table, no, table, yes
 from traces.errors import BudgetError, TraceError
 from traces.files import write_text
 from traces.json_records import read_record, to_json
@@ -84,6 +85,28 @@ class Sweep:
             of = "" if len(set(texts.values())) == 1 else f" (figures of {largest})"
             out.append(f"Batch {', '.join(map(str, texts))}{of}: {texts[largest]}")
         return tuple(out)
+
+    def table(self) -> Table:
+        """A row for each batch size: what is predicted."""
+        return table(
+            self.rows,
+            (
+                ("batch", "count", lambda r: r.batch_size),
+                ("planner", "", lambda r: r.planner),
+                ("budget", "bytes", lambda r: r.budget_bytes),
+                ("peak, all saved", "bytes", lambda r: r.baseline.peak_allocated_bytes),
+                ("peak, plan", "bytes", lambda r: r.plan.peak_allocated_bytes),
+                ("reserved, all saved", "bytes", lambda r: r.baseline.peak_reserved_bytes),
+                ("reserved, plan", "bytes", lambda r: r.plan.peak_reserved_bytes),
+                ("step, all saved", "time", lambda r: r.baseline.step_time_ns),
+                ("step, plan", "time", lambda r: r.plan.step_time_ns),
+                ("overhead", "+percent", lambda r: r.overhead_percent),
+                ("ops run again", "count", lambda r: r.recomputed_ops if r.feasible else None),
+                ("verdict", "", lambda r: yes("met") if r.feasible else no("does not fit")),
+                ("", "", lambda r: r.message or UNKNOWN),
+            ),
+            caption="Predicted",
+        ).known()
 
     def to_json(self) -> dict[str, Any]:
         return {"record": "sweep", "sweep_version": SWEEP_VERSION, **to_json(self)}

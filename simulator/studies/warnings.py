@@ -75,6 +75,11 @@ def warnings_of(problem: Problem) -> tuple[PredictionWarning, ...]:
     return warnings(predict(problem, setting_of(problem.trace.meta)))
 
 
+def texts_of(problem: Problem) -> list[str]:
+    """The prose of `warnings_of`."""
+    return list(map(text, warnings_of(problem)))
+
+
 def completed(c: Prediction) -> Prediction:
     """The prediction whose plan carries its figures, the allocator settings, and what to say beside them."""
     told = {"warnings": list(texts(c)), "provenance": provenance(c.trace.meta)}

@@ -327,7 +327,7 @@ def test_the_pages_hold_the_figures_and_a_picture(directory: Path, tmp_path: Pat
 
 
 def test_the_page_says_of_a_plan_that_cannot_be_had_why_not() -> None:
-    from simulator.report.plans import verdict
+    from simulator.studies.comparison import verdict
 
     row = Entrant(
         planner="torch", feasible=False, solve_seconds=1.0, peak_allocated_bytes=90, message="wrong gradients"

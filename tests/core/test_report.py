@@ -22,12 +22,9 @@ from simulator.core.replay import by_category, peak_by_category, run
 from simulator.core.schedule import build
 from simulator.report import charts
 from simulator.report.page import (
-    Cell,
     Page,
     Section,
-    Table,
     Text,
-    known_columns,
     paragraphs,
     render,
     script_json,
@@ -35,6 +32,7 @@ from simulator.report.page import (
 from simulator.report.step import activations, by_module, provenance, recomputations
 from simulator.studies.prediction import Prediction, predict
 from simulator.studies.sweep import Sweep, SweepRow
+from simulator.studies.tables import Cell, Table
 from tests import tiny
 from traces import store
 from traces.errors import EnvironmentProblem, PlanError
@@ -357,15 +355,13 @@ def test_warnings_that_differ_in_figures_alone_are_one() -> None:
 
 
 def test_a_column_that_no_row_knows_is_left_out() -> None:
-    made = known_columns(
-        Table(
-            columns=("run", "blocks", "peak", "op"),
-            rows=(("a", "–", Cell(text="1 B", sort=1), "–"), ("b", Cell(text="–"), "–", "mm")),
-            numbers=frozenset({1, 2}),
-            code=frozenset({3}),
-            total=("", "x", "y", "z"),
-        )
-    )
+    made = Table(
+        columns=("run", "blocks", "peak", "op"),
+        rows=(("a", "–", Cell(text="1 B", sort=1), "–"), ("b", Cell(text="–"), "–", "mm")),
+        numbers=frozenset({1, 2}),
+        code=frozenset({3}),
+        total=("", "x", "y", "z"),
+    ).known()
     assert made.columns == ("run", "peak", "op")
     assert [len(row) for row in made.rows] == [3, 3]
     assert (made.numbers, made.code, made.total) == (frozenset({1}), frozenset({2}), ("", "y", "z"))

@@ -1,0 +1,156 @@
+"""Tables of answers: what a column shows of each record, for a terminal, a notebook and a page alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any, ClassVar, Final, TypeVar
+
+from traces.units import show_bytes, show_percent, show_time
+
+CODE, NUMBER, UNKNOWN = "code", "number", "–"
+WIDEST: Final = 110  # characters of a cell in a terminal; JSON and pages have it whole
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of a table: what is shown, the number to sort by, and a tone (`good`, `bad`, `quiet`)."""
+
+    text: str
+    sort: float | None = None
+    tone: str = ""
+
+
+def bytes_cell(nbytes: int | None) -> Cell:
+    return Cell(text=show_bytes(nbytes), sort=nbytes)
+
+
+def time_cell(time_ns: int | float | None) -> Cell:
+    return Cell(text=show_time(time_ns), sort=time_ns)
+
+
+def percent_cell(value: float | None, *, signed: bool = False, digits: int = 2) -> Cell:
+    return Cell(text=show_percent(value, signed=signed, digits=digits), sort=value)
+
+
+def count_cell(value: int | None) -> Cell:
+    return Cell(text=UNKNOWN if value is None else f"{value:,}", sort=value)
+
+
+def yes(text: str = "yes") -> Cell:
+    """What is as it should be."""
+    return Cell(text, tone="good")
+
+
+def no(text: str = "no") -> Cell:
+    """What is not."""
+    return Cell(text, tone="bad")
+
+
+# How the columns of `table` show a value; what is not here is shown as it is.
+SHOWN: Final[Mapping[str, Callable[[Any], Cell]]] = {
+    "bytes": bytes_cell,
+    "time": time_cell,
+    "count": count_cell,
+    "percent": percent_cell,
+    "+percent": lambda value: percent_cell(value, signed=True),
+    "share": lambda value: percent_cell(value, digits=1),
+    "points": lambda value: Cell(UNKNOWN if value is None else f"{value:.2f}", value),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table; the columns named in `numbers` are aligned right, those in `code` are set as code."""
+
+    kind: ClassVar[str] = "table"
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell | str, ...], ...]
+    numbers: frozenset[int] = frozenset()
+    code: frozenset[int] = frozenset()
+    total: tuple[Cell | str, ...] = ()
+    caption: str = ""
+    folded: str = ""  # when set, the table starts folded under this summary
+
+    def texts(self) -> list[tuple[str, ...]]:
+        """What every row shows."""
+        return [tuple(c.text if isinstance(c, Cell) else c for c in row) for row in self.rows]
+
+    def _only(self, at: Sequence[int]) -> Table:
+        return replace(
+            self,
+            columns=tuple(self.columns[k] for k in at),
+            rows=tuple(tuple(row[k] for k in at) for row in self.rows),
+            numbers=frozenset(new for new, k in enumerate(at) if k in self.numbers),
+            code=frozenset(new for new, k in enumerate(at) if k in self.code),
+            total=tuple(self.total[k] for k in at) if self.total else (),
+        )
+
+    def without(self, *titles: str) -> Table:
+        """The table without the columns of these titles."""
+        return self._only([k for k, title in enumerate(self.columns) if title not in titles])
+
+    def known(self) -> Table:
+        """The table without the columns of which no row knows anything (a CPU has no reserved memory)."""
+        texts = self.texts()
+        columns = range(len(self.columns))
+        return self._only([k for k in columns if not texts or any(row[k] != UNKNOWN for row in texts)])
+
+    def lines(self) -> list[str]:
+        """The table for a terminal."""
+        texts = [tuple(t if len(t) <= WIDEST else t[: WIDEST - 1] + "…" for t in row) for row in self.texts()]
+        return aligned([self.columns, *texts], left=set(range(len(self.columns))) - self.numbers)
+
+    def html(self) -> str:
+        """The table for a notebook."""
+        body = "".join(_html_row("td", row) for row in self.texts())
+        return f"<table>{_html_row('th', self.columns)}{body}</table>"
+
+
+def _html_row(tag: str, texts: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts) + "</tr>"
+
+
+def aligned(rows: Sequence[Sequence[object]], left: Collection[int] = ()) -> list[str]:
+    """Rows as lines: the columns in `left` to the left, the others to the right."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    sides = ["<" if k in left else ">" for k in range(len(widths))]
+    return [
+        "  ".join(f"{t:{side}{w}}" for t, side, w in zip(row, sides, widths, strict=True)).rstrip()
+        for row in texts
+    ]
+
+
+T = TypeVar("T")
+
+
+def table(
+    rows: Iterable[T],
+    columns: Sequence[tuple[str, str, Callable[[T], Any]]],
+    *,
+    total: Sequence[Any] = (),
+    **more: str,
+) -> Table:
+    """A table with one row for each of `rows`.
+
+    Args:
+        columns: the title, the kind (a key of SHOWN, CODE, NUMBER for a number that comes ready as a Cell, or "") and
+            the value of a row. A value that is a Cell or text already stays as it is.
+        total: the values of the last row, shown like the others.
+        more: `caption` and `folded`.
+    """
+
+    def shown(kind: str, value: Any) -> Cell | str:
+        return value if isinstance(value, Cell | str) or kind not in SHOWN else SHOWN[kind](value)
+
+    kinds = [kind for _, kind, _ in columns]
+    return Table(
+        columns=tuple(title for title, _, _ in columns),
+        rows=tuple(tuple(shown(kind, value(row)) for _, kind, value in columns) for row in rows),
+        numbers=frozenset(k for k, kind in enumerate(kinds) if kind in SHOWN or kind == NUMBER),
+        code=frozenset(k for k, kind in enumerate(kinds) if kind == CODE),
+        total=tuple(shown(kind, value) for kind, value in zip(kinds, total, strict=True)) if total else (),
+        **more,
+    )
