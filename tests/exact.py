@@ -30,7 +30,8 @@ from simulator.bounds.bound import Bounder
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import DEFAULTS, Clock, Limits
 from simulator.core.problem import Problem
-from simulator.planners.mu_two import Search
+from simulator.planners.greedy import Search
+from simulator.planners.mu_two import cheapest
 from simulator.planners.outcome import finish, refuse
 from traces.errors import PlanError, SpecError, UnfinishedError
 from traces.plan import SAVE, Action, Plan
@@ -52,7 +53,7 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
     trace = problem.trace
     evaluator = Evaluator(problem)
     first = Search(problem, budget_bytes, limits.clock())
-    found = first.run()
+    found = cheapest(first)
     if found is not None and found.time_ns == trace.time_ns:  # no plan adds less than nothing
         return finish(problem, NAME, budget_bytes, first.actions(found))
     values = decisions(problem, evaluator)

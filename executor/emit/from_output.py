@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from executor.emit import Call
-from simulator.core.recipes import Recipe
+from simulator.core.recipes.recipe import Recipe
 from tracer.record.program import Program
 from traces.errors import PlanError
 

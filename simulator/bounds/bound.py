@@ -63,7 +63,7 @@ from simulator.bounds.instants import TURN, Instants
 from simulator.bounds.lowest import lowest
 from simulator.bounds.working_sets import WorkingSets
 from simulator.core.problem import Floor, Problem
-from simulator.core.recipes.swaps import relaxed
+from simulator.core.swaps import relaxed
 
 TWICE = "what backward reads must be brought together op after op in so little memory that some ops run again twice"
 TOO_LITTLE = "leaves too little for the rest, which must be computed again"

@@ -322,6 +322,11 @@ class Evaluator:
         self._given = (*self.facts, *self._work)  # to `walk`
 
 
+def evaluator_of(problem: Problem) -> Evaluator:
+    """The evaluator of a problem, made once. Who reads its steps must do so before anybody walks another state."""
+    return problem.once(evaluator_of, Evaluator)
+
+
 def without(drops: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[int, ...]]:
     """The same drops, but for one storage."""
     if not any(storage in d for d in drops.values()):

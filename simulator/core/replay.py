@@ -13,30 +13,30 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from simulator.core.problem import Problem
+from simulator.core.facts import Facts
 from simulator.core.schedule import Schedule, build, rerun_workspace_bytes
 from simulator.core.timeline import Timeline
 from traces.plan import Action
 from traces.trace import CATEGORIES, WORKSPACE, Trace
 
 
-def run(problem: Problem, schedule: Schedule) -> Timeline:
+def run(facts: Facts, schedule: Schedule) -> Timeline:
     """Replay a schedule; the result has one entry a step."""
-    trace = problem.trace
+    trace = facts.trace
     ops, nbytes = trace.ops, trace.storages.nbytes
     live = resident = trace.resident_bytes + rerun_workspace_bytes(trace, schedule)
     now = 0
     start, duration, peaks, after = [], [], [], []
     for step, i in enumerate(schedule.op):
         taken = nbytes[schedule.takes[step]] if schedule.takes[step] >= 0 else 0
-        peaks.append(live + problem.transient_bytes[i] - taken)
+        peaks.append(live + facts.transient_bytes[i] - taken)
         for s in schedule.binds[step]:
             live += nbytes[s]
         for s in schedule.frees[step]:
             live -= nbytes[s]
         after.append(live)
         start.append(now)
-        time_ns = 0 if schedule.recompute[step] and problem.is_view[i] else ops.time_ns[i]
+        time_ns = 0 if schedule.recompute[step] and facts.is_view[i] else ops.time_ns[i]
         duration.append(time_ns)
         now += time_ns
     return Timeline(
@@ -58,10 +58,10 @@ class Replay:
     timeline: Timeline
 
 
-def replay(problem: Problem, actions: Iterable[Action]) -> Replay:
-    """What a plan's actions come to; raises PlanError as `schedule.build` does. See `Problem.replay`."""
-    schedule = build(problem, actions)
-    return Replay(schedule=schedule, timeline=run(problem, schedule))
+def replay(facts: Facts, actions: Iterable[Action]) -> Replay:
+    """What a plan's actions come to; raises PlanError as `schedule.build` does. See `Facts.replay`."""
+    schedule = build(facts, actions)
+    return Replay(schedule=schedule, timeline=run(facts, schedule))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

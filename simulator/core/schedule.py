@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from simulator.core.problem import Problem
-from simulator.core.recipes import LEVERS, Recipe, offered
+from simulator.core.facts import Facts
+from simulator.core.recipes import LEVERS, offered
+from simulator.core.recipes.recipe import Recipe
 from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action
 from traces.trace import EAGER, FLAG_NAMES, FORBIDS_RECOMPUTE, VIEW, Trace
@@ -57,13 +58,13 @@ def rerun_workspace_bytes(trace: Trace, schedule: Schedule) -> int:
     return max((wanted.get(target[o], 0) for o in again), default=0)
 
 
-def check_actions(problem: Problem, actions: Iterable[Action]) -> dict[int, Action]:
+def check_actions(facts: Facts, actions: Iterable[Action]) -> dict[int, Action]:
     """The actions by storage id.
 
     Raises:
         PlanError: an action names a storage twice, a storage or an op that does not exist, or what cannot be.
     """
-    trace, recipes = problem.trace, offered(problem)
+    trace, recipes = facts.trace, offered(facts)
     by_storage: dict[int, Action] = {}
     for a in actions:
         if not 0 <= a.storage < len(trace.storages):
@@ -76,60 +77,60 @@ def check_actions(problem: Problem, actions: Iterable[Action]) -> dict[int, Acti
             raise PlanError(f"the plan names {name} twice.")
         if a.recipe not in (SAVE, *LEVERS):
             raise PlanError(f"{name}: unknown recipe {a.recipe!r}.")
-        if a.recipe == SAVE and not 0 <= trace.storages.producer[a.storage] < problem.forward_end:
+        if a.recipe == SAVE and not 0 <= trace.storages.producer[a.storage] < facts.forward_end:
             raise PlanError(f"{name} cannot be saved: forward does not make it.")
         if (a.recipe != SAVE or a.evict_after) and (RECOMPUTE, a.storage) not in recipes:
-            raise PlanError(f"{name} cannot be recomputed: {why_not(problem, a.storage)}.")
+            raise PlanError(f"{name} cannot be recomputed: {why_not(facts, a.storage)}.")
         if a.recipe != SAVE and (a.recipe, a.storage) not in recipes:
             raise PlanError(
                 f"{name} has no recipe {a.recipe!r}: no op can do with another value in its place."
             )
-        _check_evictions(problem, a, name)
+        _check_evictions(facts, a, name)
         by_storage[a.storage] = a
     return by_storage
 
 
-def _check_evictions(problem: Problem, action: Action, name: str) -> None:
+def _check_evictions(facts: Facts, action: Action, name: str) -> None:
     """What the user's own code reads or holds while forward runs cannot go there: nothing would bring it back."""
-    trace, s = problem.trace, action.storage
+    trace, s = facts.trace, action.storage
     for c in action.evict_after:
         if not 0 <= c < len(trace.ops):
             raise PlanError(
                 f"the plan evicts {name} after op {c}, and the trace has {len(trace.ops)}; it belongs to another trace."
             )
         outside = trace.storages.hold[s] > c or any(
-            trace.ops.flags[i] & EAGER and s in trace.ops.reads[i] for i in range(c + 1, problem.forward_end)
+            trace.ops.flags[i] & EAGER and s in trace.ops.reads[i] for i in range(c + 1, facts.forward_end)
         )
-        if c < problem.forward_end and outside:
+        if c < facts.forward_end and outside:
             raise PlanError(
                 f"{name} cannot be evicted after op {c} ({trace.ops.name[c]}): code outside the captured graph "
                 "holds it beyond."
             )
 
 
-def why_not(problem: Problem, storage: int) -> str:
+def why_not(facts: Facts, storage: int) -> str:
     """In words, why a storage is no candidate for recomputation."""
-    trace = problem.trace
+    trace = facts.trace
     producer = trace.storages.producer[storage]
     if producer < 0:
         return "it exists throughout the step"
-    if producer >= problem.forward_end:
+    if producer >= facts.forward_end:
         return "backward makes it"
-    if problem.pinned[storage]:
+    if facts.pinned[storage]:
         return "code outside the captured graph holds it"
     flags = trace.ops.flags[producer] & FORBIDS_RECOMPUTE
     if flags:
         return f"its op {trace.ops.name[producer]} is marked " + ", ".join(
             n for b, n in FLAG_NAMES.items() if flags & b
         )
-    if problem.constraints and problem.unconstrained.rebuildable[storage]:
+    if facts.constraints and facts.unconstrained.rebuildable[storage]:
         return "a constraint forbids it"
-    if trace.storages.nbytes[storage] == 0 and problem.saved_by_default[storage]:
+    if trace.storages.nbytes[storage] == 0 and facts.saved_by_default[storage]:
         return "it is empty"
     return f"its op {trace.ops.name[producer]} depends on a value that is random and not saved"
 
 
-def build(problem: Problem, actions: Iterable[Action] = ()) -> Schedule:
+def build(facts: Facts, actions: Iterable[Action] = ()) -> Schedule:
     """The schedule that actions mean (`traces.plan` says what each does).
 
     Ops stay in the order of the trace. Just before an op that takes a value which is absent, the ops that rebuild it
@@ -139,8 +140,8 @@ def build(problem: Problem, actions: Iterable[Action] = ()) -> Schedule:
     Raises:
         PlanError: an action is impossible, or a chain needs an op that may not run again.
     """
-    building = _Building(problem, check_actions(problem, actions))
-    for c in range(len(problem.trace.ops)):
+    building = _Building(facts, check_actions(facts, actions))
+    for c in range(len(facts.trace.ops)):
         building.run(c)
     return building.schedule()
 
@@ -148,11 +149,11 @@ def build(problem: Problem, actions: Iterable[Action] = ()) -> Schedule:
 class _Building:
     """The steps so far, and which storages are there: a value that is not may not be read."""
 
-    def __init__(self, problem: Problem, by_storage: dict[int, Action]) -> None:
-        self.problem, self.trace = problem, problem.trace
+    def __init__(self, facts: Facts, by_storage: dict[int, Action]) -> None:
+        self.facts, self.trace = facts, facts.trace
         sts = self.trace.storages
-        n_st, self.forward_end = len(sts), problem.forward_end
-        self.saved = [w or p for w, p in zip(problem.saved_by_default, problem.pinned, strict=True)]
+        n_st, self.forward_end = len(sts), facts.forward_end
+        self.saved = [w or p for w, p in zip(facts.saved_by_default, facts.pinned, strict=True)]
         self.retained = [False] * n_st
         self.reads, self.inputs = list(self.trace.ops.reads), list(self.trace.ops.inputs)
         self.swapped: dict[
@@ -160,18 +161,18 @@ class _Building:
         ] = {}  # op -> the recipe by which it takes other values than in the trace
         self.evictions: dict[int, list[int]] = {}  # op -> storages that are absent once it has run
         for s, a in by_storage.items():
-            self.saved[s], self.retained[s] = a.recipe == SAVE or problem.pinned[s], a.retain
+            self.saved[s], self.retained[s] = a.recipe == SAVE or facts.pinned[s], a.retain
             for c in a.evict_after:
                 self.evictions.setdefault(c, []).append(s)
             if a.recipe != SAVE:
-                self._swap(offered(problem)[a.recipe, s])
+                self._swap(offered(facts)[a.recipe, s])
         # Of what is not saved: the op of forward after which it is absent.
         self.leaves = [max(p, u) for p, u in zip(sts.producer, sts.last_forward_use, strict=True)]
         for s, p in enumerate(sts.producer):
             if 0 <= p < self.forward_end and not self.saved[s]:
                 self.evictions.setdefault(self.leaves[s], []).append(s)
 
-        self.there = list(problem.resident)  # storage -> an instance exists and may be read
+        self.there = list(facts.resident)  # storage -> an instance exists and may be read
         self.instance = [-1] * n_st  # storage -> its current instance
         self.owner: list[int] = []  # instance -> storage
         self.last_step: list[int] = []  # instance -> last step that needs it
@@ -194,7 +195,7 @@ class _Building:
     def run(self, c: int) -> None:
         """Bring back what op c takes, run it, and evict what the plan says."""
         rebuilt = self._rebuild_inputs(c)
-        self._emit(c, False, self.problem.creates[c])
+        self._emit(c, False, self.facts.creates[c])
         forward = c < self.forward_end
         for s in rebuilt:
             passed = forward and not self.saved[s] and self.leaves[s] <= c
@@ -224,16 +225,16 @@ class _Building:
             self.owner.append(s)
             self.last_step.append(step)
             self.there[s] = True
-        if self.problem.is_view[i]:
+        if self.facts.is_view[i]:
             self.made_from[i] = tuple(self.instance[s] for s in reads)
 
     def _missing(self, i: int, consumer: int) -> bool:
         """Whether the value of op i, as `consumer` reads it, is absent."""
-        if self.problem.is_view[i]:
+        if self.facts.is_view[i]:
             if not all(self.there[s] for s in self.reads[i]):
                 return True
             return self.made_from[i] != tuple(self.instance[s] for s in self.reads[i])
-        return any(s in self.reads[consumer] and not self.there[s] for s in self.problem.creates[i])
+        return any(s in self.reads[consumer] and not self.there[s] for s in self.facts.creates[i])
 
     def _rebuild_inputs(self, c: int) -> list[int]:
         """Run again what op c needs; returns the storages that came back."""
@@ -242,7 +243,7 @@ class _Building:
         for i in order:
             binds = tuple(
                 s
-                for s in self.problem.creates[i]
+                for s in self.facts.creates[i]
                 if not self.there[s] and (s in demanded or (self.retained[s] and self._ahead(s, c)))
             )
             self._emit(i, True, binds)
@@ -271,12 +272,12 @@ class _Building:
                 continue
             if not self._missing(i, consumer):
                 continue
-            if not self.problem.is_view[i]:
-                demanded.update(s for s in self.problem.creates[i] if s in self.reads[consumer])
+            if not self.facts.is_view[i]:
+                demanded.update(s for s in self.facts.creates[i] if s in self.reads[consumer])
             if i in visited:
                 continue
             visited.add(i)
-            if not self.problem.may_rerun[i] and not self.problem.is_view[i]:
+            if not self.facts.may_rerun[i] and not self.facts.is_view[i]:
                 raise self._forbidden(c, i)
             stack.append((i, consumer, True))
             stack.extend((j, i, False) for j in reversed(self.inputs[i]))
@@ -287,7 +288,7 @@ class _Building:
         flags = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b & FORBIDS_RECOMPUTE)
         return PlanError(
             f"op {c} ({ops.name[c]}) needs op {i} ({ops.name[i]}) again, which "
-            + ("a constraint forbids." if self.problem.constraints and not flags else f"is marked {flags}.")
+            + ("a constraint forbids." if self.facts.constraints and not flags else f"is marked {flags}.")
         )
 
     def schedule(self) -> Schedule:

@@ -3,7 +3,7 @@
 At one instant the cuts are the cheapest way to free any number of bytes there, so a plan made from the one that just
 fits costs little more than the bound, unless other instants or the recomputations themselves need the memory.
 
-Source: the cuts of `simulator.bounds.bound`, step 4 of the argument; corrected by the greedy of `mu_two`.
+Source: the cuts of `simulator.bounds.bound`, step 4 of the argument; corrected by the `greedy`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from simulator.bounds.bound import Bound, bounder_of
 from simulator.bounds.instants import Instants
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.problem import Problem
-from simulator.planners.mu_two import Found, Search
+from simulator.planners.exchange import tidy
+from simulator.planners.greedy import Found, Search
 
 INSTANTS: Final = 4  # tried for one budget: that of the bound and others of high peak
 
@@ -62,7 +63,7 @@ def best_cut(search: Search, bound: Bound, good_enough_added_ns: int) -> Found |
             if search.clock.over or (best and best.time_ns - search.trace.time_ns <= good_enough_added_ns):
                 return best
             if search.release(state):
-                found = search.tidy(state)
+                found = tidy(search, state)
                 if best is None or found.time_ns < best.time_ns:
                     best = found
     return best

@@ -25,10 +25,12 @@ from simulator.bounds.bound import Bound, bounder_of
 from simulator.core.evaluator import State
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
-from simulator.core.recipes.swaps import taken, with_swaps
+from simulator.core.swaps import taken, with_swaps
 from simulator.planners.annealing import Annealer, Best
 from simulator.planners.cuts import best_cut
-from simulator.planners.mu_two import Found, Search, segmented
+from simulator.planners.exchange import tidy
+from simulator.planners.greedy import Found, Search, segmented
+from simulator.planners.mu_two import cheapest
 from simulator.planners.outcome import finish, refuse
 from traces.errors import BudgetError
 from traces.plan import Plan
@@ -78,7 +80,7 @@ def _search(problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
     greedy = Search(problem, budget_bytes, limits.clock())
     bound = bounder_of(problem).bound(budget_bytes)
     good_enough_ns = trace.time_ns + bound.added_time_ns + int(CLOSED * trace.time_ns)
-    known = [found] if (found := greedy.run()) else []
+    known = [found] if (found := cheapest(greedy)) else []
     if not known and not bound.feasible:
         raise refuse(problem, "search", budget_bytes, greedy.lowest_peak_bytes)
     if not known or known[0].time_ns > good_enough_ns:
@@ -116,7 +118,7 @@ def _anneal(
     else:
         best = _find(greedy, annealer, walk, steps)
     greedy.lowest_peak_bytes = min(greedy.lowest_peak_bytes, annealer.lowest_peak_bytes)
-    return greedy.tidy(best.state.copy()) if best else None
+    return tidy(greedy, best.state.copy()) if best else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

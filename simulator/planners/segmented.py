@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from simulator.core.evaluator import Evaluator, State
+from simulator.core.evaluator import Evaluator, State, evaluator_of
 from simulator.core.problem import Problem
 
 if TYPE_CHECKING:
@@ -117,4 +117,4 @@ def split(members: NDArray[np.int64], weight: NDArray[np.int64], crossing: NDArr
 
 def segmentations_of(problem: Problem) -> Segmentations:
     """The row of a problem, made once: budget after budget asks."""
-    return problem.once("segmentations", lambda problem: Segmentations(problem.evaluator))
+    return problem.once("segmentations", lambda problem: Segmentations(evaluator_of(problem)))

@@ -12,6 +12,7 @@ from itertools import count, takewhile
 from typing import Final
 
 from simulator.bounds.bound import bounder_of
+from simulator.core.evaluator import evaluator_of
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners.annealing import Annealer
@@ -30,7 +31,7 @@ def with_lowest_peak(problem: Problem, refusal: Infeasible, limits: Limits) -> I
     floor_bytes = bounder_of(problem).floor.peak_bytes
     if not budget_bytes < floor_bytes < known:
         return refusal
-    ev = problem.evaluator
+    ev = evaluator_of(problem)
     annealer = Annealer(ev, problem, floor_bytes, limits.seed)
     seconds = min(SECONDS, limits.seconds)
     clock = Limits(seconds=seconds).clock()

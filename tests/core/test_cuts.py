@@ -12,7 +12,7 @@ from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.planners.cuts import best_cut, states
-from simulator.planners.mu_two import Search
+from simulator.planners.greedy import Search
 from simulator.planners.outcome import Infeasible
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace

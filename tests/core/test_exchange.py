@@ -11,8 +11,8 @@ from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
-from simulator.planners.exchange import exchanged
-from simulator.planners.mu_two import Search
+from simulator.planners.exchange import exchanged, tidy
+from simulator.planners.greedy import Search
 from tests.strategies import traces
 from tests.tiny import bwd, chain, fwd, trace
 from traces.plan import Action
@@ -120,7 +120,7 @@ def test_an_exchange_is_never_slower_and_never_over_the_budget(of: Trace, part: 
     assert (before.there == found.state.there).all()
     assert (before.share == found.state.share).all()
     assert time_ns <= found.time_ns
-    tidied = search.tidy(found.state.copy())
+    tidied = tidy(search, found.state.copy())
     assert tidied.time_ns <= found.time_ns
     timeline = Problem(of).replay(search.actions(tidied)).timeline
     assert timeline.step_time_ns == tidied.time_ns

@@ -9,7 +9,8 @@ import pytest
 
 from simulator.bounds.bound import bounder_of
 from simulator.core.problem import Problem
-from simulator.core.recipes import Recipe, offered
+from simulator.core.recipes import offered
+from simulator.core.recipes.recipe import Recipe
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with

@@ -15,7 +15,9 @@ from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import DEFAULT, FORMER, REGISTRY, find, mu_two_paper, plan_with
-from simulator.planners.mu_two import Costs, Search
+from simulator.planners.costs import Costs
+from simulator.planners.greedy import Search
+from simulator.planners.mu_two import cheapest
 from simulator.planners.outcome import Infeasible
 from simulator.planners.segments import OUTSIDE, block_segments, equal_segments, sequence_of, torch_segment
 from tests.bench.baselines.cheap_ops import cheap_candidates
@@ -332,9 +334,9 @@ def test_mu_two_stops_in_time_where_no_plan_fits() -> None:
     least = problem.floor.peak_bytes
     no_time = Limits(seconds=0)
     search = Search(problem, least - 1, no_time.clock())
-    assert search.run() is None
+    assert cheapest(search) is None
     assert search.evaluations <= 2
-    assert Search(problem, peak(of) // 2, no_time.clock()).run() is not None
+    assert cheapest(Search(problem, peak(of) // 2, no_time.clock())) is not None
 
 
 def test_mu_two_goes_below_what_greedy_releases_by_segments_and_drops() -> None:
@@ -365,7 +367,7 @@ def test_a_value_that_is_kept_again_is_dropped_no_more() -> None:
 def test_the_state_of_a_search_means_the_same_as_its_actions() -> None:
     of = chain(40, size=100)
     search = Search(Problem(of), peak(of) * 22 // 100)
-    found = search.run()
+    found = cheapest(search)
     assert found is not None
     assert any(found.state.drops.values())
     timeline = Problem(of).replay(search.actions(found)).timeline
@@ -375,7 +377,7 @@ def test_the_state_of_a_search_means_the_same_as_its_actions() -> None:
 
 def test_the_search_ends_after_a_bounded_number_of_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     of = chain(60, size=100)
-    monkeypatch.setattr("simulator.planners.mu_two.MOST_EVALUATIONS", 12)
+    monkeypatch.setattr("simulator.planners.greedy.MOST_EVALUATIONS", 12)
     search = Search(Problem(of), peak(of) // 10)
     assert not search.release(search.evaluator.state())
     assert search.evaluations == 3

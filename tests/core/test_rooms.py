@@ -50,28 +50,47 @@ def test_circles_are_found() -> None:
     assert circles(edges, edges.__getitem__) == [["a", "b", "c"]]
 
 
-CASES = [
-    pytest.param(
-        package,
-        depth,
-        id=f"{package}-{name}",
-        marks=[pytest.mark.xfail(strict=True, reason="core, planners, allocator.replay have some")]
-        if package == "simulator" and depth > 2
-        else [],
-    )
-    for package in PACKAGES
-    for depth, name in ((2, "rooms"), (3, "rooms in rooms"), (9, "modules"))
+ROOMS_IN_ROOMS = (
+    "traces",
+    "tracer",
+    "executor",
+    "simulator.core",
+    "simulator.planners",
+    "simulator.allocator",
+)
+PLACES = [
+    *(p for p in PACKAGES if p != "simulator"),
+    *(f"simulator.{r}" for r in ("kernels", "core", "bounds", "planners", "report", "cli")),
+    # Of these some are expected, until they are gone.
+    *(
+        pytest.param(f"simulator.{r}", marks=pytest.mark.xfail(strict=True, reason=f"{r} has one"))
+        for r in ("allocator", "studies")
+    ),
 ]
 
 
-@pytest.mark.parametrize(("package", "depth"), CASES)
-def test_nothing_imports_itself_by_a_detour(package: str, depth: int) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_room_imports_itself_by_a_detour(package: str) -> None:
+    nothing_imports_itself(package, 2)
+
+
+@pytest.mark.parametrize("place", ROOMS_IN_ROOMS)
+def test_no_room_in_a_room_imports_itself_by_a_detour(place: str) -> None:
+    nothing_imports_itself(place, 3)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_module_imports_itself_by_a_detour(place: str) -> None:
+    nothing_imports_itself(place, 9)
+
+
+def nothing_imports_itself(package: str, depth: int) -> None:
     def room(module: str) -> str:
         return ".".join(module.split(".")[:depth])
 
-    modules = [m for m in graph().modules if m.startswith(package)]
+    modules = [m for m in graph().modules if f"{m}.".startswith(f"{package}.")]
     edges: dict[str, set[str]] = {room(m): set() for m in modules}
     for m in modules:
-        imported = {room(n) for n in graph().find_modules_directly_imported_by(m) if n.startswith(package)}
+        imported = {room(n) for n in graph().find_modules_directly_imported_by(m) if room(n) in edges}
         edges[room(m)] |= imported - {room(m)}
     assert circles(edges, edges.__getitem__) == []

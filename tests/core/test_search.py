@@ -17,7 +17,7 @@ from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.planners.annealing import UNKNOWN, Annealer, Walk
-from simulator.planners.mu_two import Found, Search
+from simulator.planners.greedy import Found, Search
 from simulator.planners.outcome import Infeasible
 from tests.exhaust import draw_trace, frontier, optimum
 from tests.strategies import traces

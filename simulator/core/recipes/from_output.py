@@ -16,11 +16,11 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from simulator.core.recipes import Recipe
+from simulator.core.recipes.recipe import Recipe
 from traces.trace import Trace
 
 if TYPE_CHECKING:
-    from simulator.core.problem import Problem
+    from simulator.core.facts import Facts
 
 KIND: Final = "from_output"
 COPIES: Final = (
@@ -55,19 +55,19 @@ TABLE: Final[dict[str, tuple[str, Callable[[list[Any], list[Any]], Borders | Non
 }
 
 
-def offer(problem: Problem) -> Iterator[Recipe]:
+def offer(facts: Facts) -> Iterator[Recipe]:
     """A recipe for each candidate that some backward op of the table may do without."""
-    trace, candidates = problem.trace, frozenset(problem.candidates)
+    trace, candidates = facts.trace, frozenset(facts.candidates)
     made: dict[tuple[str, int], list[int]] = {}  # target, and the op whose value it takes -> ops of forward
-    for f in range(problem.forward_end):
+    for f in range(facts.forward_end):
         if trace.ops.inputs[f]:
             made.setdefault((trace.ops.target[f], _original(trace, trace.ops.inputs[f][0])), []).append(f)
     swaps: dict[int, tuple[int, list[tuple[int, int, int]]]] = {}  # x -> y, and who takes it
-    for b in range(problem.forward_end, len(trace.ops)):
+    for b in range(facts.forward_end, len(trace.ops)):
         target = TABLE.get(trace.ops.target[b], ("",))[0]
         for j in trace.ops.inputs[b] if target else ():
             for f in made.get((target, _original(trace, j)), ()):
-                x, y = _storages(problem, b, j, f)
+                x, y = _storages(facts, b, j, f)
                 if x in candidates and y == swaps.setdefault(x, (y, []))[0]:
                     swaps[x][1].append((b, j, f))
                     break
@@ -82,13 +82,13 @@ def _original(trace: Trace, op: int) -> int:
     return op
 
 
-def _storages(problem: Problem, b: int, j: int, f: int) -> tuple[int, int]:
+def _storages(facts: Facts, b: int, j: int, f: int) -> tuple[int, int]:
     """The storages of x and y if backward op b may take the value of f in place of its input j; else -1."""
-    ops, sts = problem.trace.ops, problem.trace.storages
-    if j >= problem.forward_end or len(problem.creates[f]) != 1:
+    ops, sts = facts.trace.ops, facts.trace.storages
+    if j >= facts.forward_end or len(facts.creates[f]) != 1:
         return -1, -1
-    behind = set(ops.reads[j]) if problem.is_view[j] else set(problem.creates[j])
-    x, y = [s for s in ops.reads[b] if s in behind], problem.creates[f][0]
+    behind = set(ops.reads[j]) if facts.is_view[j] else set(facts.creates[j])
+    x, y = [s for s in ops.reads[b] if s in behind], facts.creates[f][0]
     forward, backward = _arguments(ops.arguments[f])[1:], _arguments(ops.arguments[b])[2:]
     borders = TABLE[ops.target[b]][1](forward, backward) if forward and backward else None
     if borders is None or len(x) != 1 or not all(_exact(v, sts.dtype[y]) for v in borders):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from simulator.core.recipes import Recipe
+from simulator.core.recipes.recipe import Recipe
 from traces.plan import RECOMPUTE
 
 if TYPE_CHECKING:
-    from simulator.core.problem import Problem
+    from simulator.core.facts import Facts
 
 
-def offer(problem: Problem) -> Iterator[Recipe]:
+def offer(facts: Facts) -> Iterator[Recipe]:
     """A recipe for each candidate, and for each value that only chains read."""
-    candidates = frozenset(problem.candidates)
-    for s, producer in enumerate(problem.trace.storages.producer):
-        if problem.recompute_only[s] or s in candidates:
+    candidates = frozenset(facts.candidates)
+    for s, producer in enumerate(facts.trace.storages.producer):
+        if facts.recompute_only[s] or s in candidates:
             yield Recipe(kind=RECOMPUTE, storage=s, restore=(producer,))

@@ -14,7 +14,8 @@ from typing import Final
 
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
-from simulator.planners.mu_two import Search
+from simulator.planners.greedy import Search
+from simulator.planners.mu_two import cheapest
 from simulator.planners.outcome import finish, refuse
 from traces.plan import Plan
 from traces.trace import Trace
@@ -36,7 +37,7 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
         budget_bytes,
         limits.clock(),
     )
-    found = search.run()
+    found = cheapest(search)
     if found is None:
         raise refuse(problem, NAME, budget_bytes, search.lowest_peak_bytes)
     return finish(problem, NAME, budget_bytes, search.actions(found))

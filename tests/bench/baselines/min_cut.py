@@ -14,10 +14,11 @@ from __future__ import annotations
 from typing import Final
 
 from simulator.bounds.bound import bounder_of
+from simulator.core.evaluator import evaluator_of
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.planners.cuts import states
-from simulator.planners.mu_two import Found, Search
+from simulator.planners.greedy import Found, Search
 from simulator.planners.outcome import finish, refuse
 from traces.plan import Plan
 
@@ -31,7 +32,7 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
     Raises:
         BudgetError: no cut tried is.
     """
-    evaluator = problem.evaluator
+    evaluator = evaluator_of(problem)
     instants = bounder_of(problem).instants
     clock = limits.clock()
     search = Search(problem, budget_bytes, clock)

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from simulator.core.problem import Problem
-from simulator.core.recipes import Recipe, offered
+from simulator.core.recipes import offered
+from simulator.core.recipes.recipe import Recipe
 from traces.plan import SAVE, Action
 from traces.trace import Trace, uses_of
 

@@ -1,0 +1,150 @@
+"""What a trace says under constraints whatever the plan: which values may go, what may run again, what each op adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from functools import cached_property
+from typing import Self, TypeVar, cast
+
+from simulator.core.limits import NONE, Constraints
+from simulator.core.selectors import resolve
+from traces.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
+
+T = TypeVar("T")
+
+
+class Facts:
+    """Facts about one trace that no plan changes; tuples are indexed by op id or storage id. Not to be edited.
+
+    A storage is rebuildable if the op that produced it may run again and everything that this op reads is
+    resident, rebuildable, or saved by default; so any set of candidates can be recomputed together, because
+    whatever a chain meets is either a candidate itself or still there.
+
+    Under constraints, an op that must never run again may not, and a value that must be saved is no candidate. Such
+    values, and those of such ops, stay for recomputations that read them even if backward does not (`outcome.finish`
+    says so in the plan).
+
+    Attributes:
+        creates: op -> the storages that it brings into being.
+        is_view, may_rerun: op -> whether it is a view; whether it may run a second time.
+        forward_end: the number of ops in forward.
+        resident: storage -> exists throughout the step.
+        saved_by_default: storage -> made in forward and read in backward, or must be saved.
+        pinned: storage -> alive when forward ends for a reason outside the captured graph.
+        rebuildable: storage -> can be computed again from what can be saved.
+        recompute_only: storage -> rebuildable, but only recomputations would read it after forward.
+        candidates: storages that a plan may recompute, in order of their production.
+        transient_bytes: op -> bytes that its own run adds at most, outputs and workspace.
+        created_bytes: op -> bytes of all that it creates.
+    """
+
+    def __init__(
+        self, trace: Trace, constraints: Constraints = NONE, *, only: Collection[int] | None = None
+    ) -> None:
+        """The facts; the rest is worked out when it is first asked for.
+
+        Args:
+            trace: one training step.
+            constraints: what no plan may do.
+            only: candidates for recomputation, where they are fewer than the trace allows.
+
+        Raises:
+            SpecError: a constraint names nothing in this trace.
+        """
+        self.trace, self.constraints = trace, constraints
+        self._once: dict[Hashable, object] = {}
+        forbidden = resolve(trace, constraints)
+        ops, sts = trace.ops, trace.storages
+        n_ops, n_st = len(ops), len(sts)
+        creates = tuple(tuple(s for s in ops.writes[i] if sts.producer[s] == i) for i in range(n_ops))
+        is_view = tuple(bool(f & VIEW) for f in ops.flags)
+        may_rerun = tuple(
+            not f & FORBIDS_RECOMPUTE and i not in forbidden.never for i, f in enumerate(ops.flags)
+        )
+        forward_end = next((i for i in range(n_ops) if ops.phase[i] != FORWARD), n_ops)
+        resident = tuple(p < 0 for p in sts.producer)
+        read_back = tuple(
+            0 <= sts.producer[s] < forward_end and sts.last_backward_use[s] >= 0 for s in range(n_st)
+        )
+        saved_by_default = tuple(
+            read_back[s] or (0 <= p < forward_end and (s in forbidden.keep or p in forbidden.never))
+            for s, p in enumerate(sts.producer)
+        )
+        outside_reader = [False] * n_st
+        for i in range(forward_end, n_ops):
+            if ops.flags[i] & EAGER or ops.phase[i] == OPTIMIZER:
+                for s in ops.reads[i]:
+                    outside_reader[s] = True
+        unreachable = _read_without_their_maker(trace, creates, is_view)
+        pinned = tuple(
+            outside_reader[s] or sts.hold[s] >= forward_end or s in unreachable for s in range(n_st)
+        )
+        # Without constraints first: what these save must not make more possible than without them.
+        might = [False] * n_st
+        rebuildable = [False] * n_st
+        for i in range(forward_end):
+            if not ops.flags[i] & FORBIDS_RECOMPUTE and not is_view[i]:
+                natural = all(resident[s] or might[s] or read_back[s] for s in ops.reads[i])
+                ok = natural and may_rerun[i]
+                ok = ok and all(resident[s] or rebuildable[s] or saved_by_default[s] for s in ops.reads[i])
+                for s in creates[i]:
+                    might[s] = natural
+                    rebuildable[s] = ok and s not in forbidden.keep
+        candidates = tuple(
+            s
+            for i in range(forward_end)
+            for s in creates[i]
+            if saved_by_default[s] and rebuildable[s] and not pinned[s] and sts.nbytes[s] > 0
+            if only is None or s in only
+        )
+        created_bytes = tuple(sum(sts.nbytes[s] for s in c) for c in creates)
+        transient_bytes = []
+        for i in range(n_ops):
+            top = live = 0
+            for e in ops.events[i]:
+                live += e
+                top = max(top, live)
+            transient_bytes.append(max(top, created_bytes[i]))
+        self.creates, self.is_view, self.may_rerun = creates, is_view, may_rerun
+        self.forward_end = forward_end
+        self.resident, self.saved_by_default, self.pinned = resident, saved_by_default, pinned
+        self.rebuildable, self.candidates = tuple(rebuildable), candidates
+        self.recompute_only = tuple(
+            r and not w and not p for r, w, p in zip(rebuildable, saved_by_default, pinned, strict=True)
+        )
+        self.transient_bytes, self.created_bytes = tuple(transient_bytes), created_bytes
+
+    def once(self, key: Hashable, make: Callable[[Self], T]) -> T:
+        """What `make` makes of these facts; made when it is first asked for under that key."""
+        if key not in self._once:
+            self._once[key] = make(self)
+        return cast(T, self._once[key])
+
+    def is_evictable(self, storage: int) -> bool:
+        """Whether a plan may let a storage be absent between two uses."""
+        return self.rebuildable[storage] and not self.pinned[storage]
+
+    @cached_property
+    def unconstrained(self) -> Self:
+        """The same trace for a reader who knows of no constraints."""
+        return type(self)(self.trace) if self.constraints else self
+
+
+def _read_without_their_maker(
+    trace: Trace, creates: tuple[tuple[int, ...], ...], is_view: tuple[bool, ...]
+) -> frozenset[int]:
+    """Storages that some op of the captured graph reads without taking the value of the op that makes them.
+
+    Nothing would say how to rebuild them for that op (it reads them through an op that overwrote them, say).
+    """
+    ops, producer = trace.ops, trace.storages.producer
+    behind: list[set[int]] = []  # op -> the storages that its value stands for
+    out: set[int] = set()
+    for i in range(len(ops)):
+        taken: set[int] = set()
+        for j in ops.inputs[i]:
+            taken |= behind[j]
+        if not ops.flags[i] & EAGER:
+            out.update(s for s in ops.reads[i] if producer[s] >= 0 and s not in taken)
+        behind.append(taken if is_view[i] else set(creates[i]))
+    return frozenset(out)

@@ -1,0 +1,235 @@
+"""The greedy of μ-TWO: evict by bytes freed per added time until a plan fits, then save again what need not be evicted.
+
+While the simulated peak is over the budget, look at the instant of the peak: among the values that are there but idle,
+recompute the one that frees most bytes per added time, and simulate again.
+
+Counts: the exact peak and time of every plan tried, as `simulator.core.replay` counts them; the added time of a choice
+as the exact union of ops that run again beside those that do already. Ignores: that unshared links of a chain may run
+again more than once (the simulation that follows sees it), and reordering of the step itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from simulator.bounds.bound import bounder_of
+from simulator.core.evaluator import State, evaluator_of, without
+from simulator.core.limits import Clock, Limits
+from simulator.core.problem import Problem
+from simulator.planners.costs import Costs
+from simulator.planners.segmented import Segmentation, segmentations_of
+from traces.plan import SAVE, Action
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Far from the budget, several values are released between two simulations: as many as cover this share of the excess.
+STRIDE = 4
+# Values smaller than this share of the largest one are looked at only when nothing larger is left.
+NEGLIGIBLE = 4096
+# About the most simulations for one plan, so that it ends on any trace; ResNet-152 needs 100 to 1,000.
+MOST_EVALUATIONS = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan within the budget, and its time."""
+
+    state: State
+    time_ns: int
+
+
+class Search:
+    """One budget's search over one trace; deterministic but for the clock.
+
+    That ends `keep_again`, and all else only if no plan can fit: then no more is at stake than how low a peak is told.
+    """
+
+    def __init__(self, problem: Problem, budget_bytes: int, clock: Clock | None = None) -> None:
+        trace = problem.trace
+        self.trace, self.problem, self.budget_bytes = trace, problem, budget_bytes
+        self.evaluator = evaluator_of(problem)
+        self.lowest_peak_bytes = 1 << 62
+        self.is_candidate = bytearray(len(trace.storages))
+        for s in problem.candidates:
+            self.is_candidate[s] = 1
+        self.large = max((trace.storages.nbytes[s] for s in problem.candidates), default=0) // NEGLIGIBLE
+        self.candidates = np.array(problem.candidates, np.int64)
+        self.nbytes = np.array(trace.storages.nbytes, np.int64)
+        self.last_forward = np.array(self.evaluator.last_forward, np.int64)
+        self.evaluations = 0
+        self.hopeless = budget_bytes < bounder_of(problem).floor.peak_bytes
+        self.clock = clock or Limits(seconds=float("inf")).clock()
+
+    def walk(self, state: State) -> tuple[int, int, int, int]:
+        """(peak, added time, peak step, steps), counted."""
+        self.evaluations += 1
+        found = self.evaluator.walk(state)
+        self.lowest_peak_bytes = min(self.lowest_peak_bytes, found[0])
+        return found
+
+    @property
+    def in_vain(self) -> bool:
+        return self.hopeless and self.clock.over
+
+    # Going down: release until it fits.
+
+    def release(self, state: State) -> bool:
+        """Release values in `state`, in place, until the peak is within the budget; False if it does not get there."""
+        nbytes = self.evaluator.nbytes
+        costs = Costs(self.evaluator, state)
+        limit = self.evaluations + MOST_EVALUATIONS // 4
+        while self.evaluations < limit and not self.in_vain:
+            peak_bytes, _, peak_step, steps = self.walk(state)
+            excess = peak_bytes - self.budget_bytes
+            if excess <= 0:
+                return True
+            idle = set(self.idle(state, peak_step, steps))
+            if idle:
+                wanted = max(1, excess // STRIDE)
+                cheapest = [((costs.of(s) + 1) / nbytes[s], s) for s in idle]
+                heapify(cheapest)
+                while idle and wanted > 0:
+                    price, s = heappop(cheapest)
+                    if s not in idle or price != (costs.of(s) + 1) / nbytes[s]:
+                        continue  # chosen, or cheaper by now
+                    idle.remove(s)
+                    state.there[s], state.share[s] = 0, 1
+                    for t in costs.released(s):
+                        if t in idle:
+                            heappush(cheapest, ((costs.of(t) + 1) / nbytes[t], t))
+                    wanted -= nbytes[s]
+            elif not self.drop(state, peak_step, steps, excess):
+                return False
+        return False
+
+    def idle(self, state: State, peak_step: int, steps: int) -> list[int]:
+        """The kept candidates that are allocated at the instant of the peak, not in use, and needed only later.
+
+        Of the walk before, of so many steps. The small ones only if there are no others.
+        """
+        return self.sizable(self.idle_among(self.candidates, state, peak_step, steps))
+
+    def idle_among(
+        self, storages: NDArray[np.int64], state: State, peak_step: int, steps: int
+    ) -> NDArray[np.int64]:
+        """The same among these storages, however small."""
+        ev, kept = self.evaluator, storages[state.there[storages] != 0]
+        if peak_step < ev.forward:
+            return cast("NDArray[np.int64]", kept[self.last_forward[kept] < peak_step])
+        seq = ev.sequence(steps)[: peak_step - ev.forward + 1]
+        return cast("NDArray[np.int64]", kept[~ev.read_by(np.where(seq < 0, ~seq, seq))[kept]])
+
+    def drop(self, state: State, peak_step: int, steps: int, excess: int) -> bool:
+        """Let values that a chain rebuilt on its way go when the op that demanded the chain has run, those needed last
+        first; they are rebuilt once more for their own sake. False if that leaves nothing to try.
+
+        Of the walk before, of so many steps.
+        """
+        ev, at = self.evaluator, peak_step - self.evaluator.forward
+        if at < 0:
+            return False
+        seq = ev.sequence(steps).tolist()  # ~op where it runs again
+        end = next(k for k in range(at, len(seq)) if seq[k] >= 0)
+        consumer = seq[end]
+        rebuilt = {s for q in seq[: at + 1] if q < 0 for s in ev.creates[~q]}
+        rebuilt.difference_update(*(ev.reads[q if q >= 0 else ~q] for q in seq[at : end + 1]))
+        rebuilt.difference_update(state.drops.get(consumer, ()))
+        rebuilt = {s for s in rebuilt if state.share[s] and not state.there[s]}
+        next_use: dict[int, int] = {}
+        for k in range(end + 1, len(seq)):
+            for s in rebuilt.intersection(ev.reads[seq[k] if seq[k] >= 0 else ~seq[k]]):
+                next_use.setdefault(s, k)
+        dropped = []
+        for s in sorted(next_use, key=lambda s: (-next_use[s], s)):
+            if excess <= 0:
+                break
+            dropped.append(s)
+            excess -= ev.nbytes[s]
+        if not dropped:
+            return False
+        state.drops = {**state.drops, consumer: (*state.drops.get(consumer, ()), *dropped)}
+        return True
+
+    def sizable(self, storages: NDArray[np.int64]) -> list[int]:
+        large = storages[self.nbytes[storages] >= self.large]
+        return cast(list[int], (large if len(large) else storages).tolist())
+
+    # Going up: keep again what need not be released.
+
+    def keep_again(self, state: State) -> Found:
+        """Keep what can be kept within the budget, dearest first, until nothing changes."""
+        ev = self.evaluator
+        limit = self.evaluations + MOST_EVALUATIONS // 2
+        _, added_ns, _, _ = self.walk(state)
+        room = self.room()
+        changed = True
+        while changed:
+            changed = False
+            costs = Costs(ev, state)
+            order = sorted(
+                (s for s in self.problem.candidates if not state.there[s]),
+                key=lambda s: (-costs.saved(s) / ev.nbytes[s], s),
+            )
+            for s in order:
+                if ev.nbytes[s] > room[ev.last_forward[s]]:
+                    continue
+                if self.evaluations >= limit or self.clock.over:
+                    return Found(state=state, time_ns=ev.base_time_ns + added_ns)
+                before = state.drops
+                state.there[s] = 1
+                state.drops = without(before, s)
+                peak_bytes, its_added_ns, _, _ = self.walk(state)
+                if peak_bytes <= self.budget_bytes and its_added_ns <= added_ns:
+                    added_ns, room, changed = its_added_ns, self.room(), True
+                else:
+                    state.there[s], state.drops = 0, before
+        return Found(state=state, time_ns=ev.base_time_ns + added_ns)
+
+    def room(self) -> list[int]:
+        """For each position in forward, how many bytes fit from after it to the end of forward, after the last walk."""
+        left = np.append(self.budget_bytes - self.evaluator.peaks(self.evaluator.forward), self.budget_bytes)
+        return cast(list[int], np.minimum.accumulate(left[::-1])[::-1][1:].tolist())
+
+    def actions(self, found: Found) -> list[Action]:
+        dropped_after: dict[int, list[int]] = {}
+        for k, dropped in sorted(found.state.drops.items()):
+            for s in dropped:
+                dropped_after.setdefault(s, []).append(self.evaluator.op_id[k])
+        out = []
+        for s in self.evaluator.made_forward:
+            after, retain = tuple(dropped_after.get(s, ())), bool(found.state.share[s])
+            if self.is_candidate[s] and not found.state.there[s]:
+                out.append(Action(storage=s, retain=retain, evict_after=after))
+            elif self.is_candidate[s] and after:
+                out.append(Action(storage=s, recipe=SAVE, retain=retain, evict_after=after))
+            elif self.problem.saved_by_default[s] or self.problem.pinned[s]:
+                continue
+            elif found.state.there[s]:
+                out.append(Action(storage=s, recipe=SAVE, retain=retain or not after, evict_after=after))
+            elif found.state.share[s] and self.problem.rebuildable[s]:
+                out.append(Action(storage=s, evict_after=after))  # a link that stays once it is rebuilt
+        return out
+
+
+def segmented(search: Search) -> State:
+    """Keep only the borders of segments, as few as meet the budget; the lowest peak of all if none does."""
+    row = segmentations_of(search.problem)
+    lowest: Segmentation | None = None
+    for k in count():
+        found = row.at(k)
+        if found is None:
+            break
+        search.evaluations += 1
+        search.lowest_peak_bytes = min(search.lowest_peak_bytes, found.peak_bytes)
+        if lowest is None or found.peak_bytes < lowest.peak_bytes:
+            lowest = found
+        if found.peak_bytes <= search.budget_bytes or search.in_vain:
+            break
+    assert lowest is not None
+    return lowest.state.copy()
