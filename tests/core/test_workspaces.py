@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tracer.costs.rules_cuda.reductions import partial_sums
+from tracer.costs.rules_cuda.reductions import partial_results
 from tracer.costs.rules_cuda.workspaces import FUNCTIONS, TABLE, flash_splits, rule_events
 from tracer.costs.signature import Signature, TensorSpec
 from tracer.costs.table import CONFIDENCES, copied
@@ -175,13 +175,13 @@ def test_sums_that_several_blocks_share(x: TensorSpec, dims: tuple[int, ...], as
 def test_the_buffer_of_a_sum_by_hand() -> None:
     """8192 rows of 128 float32: 128 / 4 = 32 columns of threads, 128 // 32 = 4 rows of them, 2048 values each; 132 * 16
     slots for 1 block, 2048 / 16 = 128 blocks of 16 values a thread: 128 results * 128 blocks * 32 * 4 * 4 bytes."""
-    assert partial_sums(spec(8192, 128), (0,), (9, 0), 132) == (128 * 128 * 32 * 4 * 4, 4)
+    assert partial_results(spec(8192, 128), (0,), (9, 0), 132, 4) == (128 * 128 * 32 * 4 * 4, 4)
     # Fewer threads fit a multiprocessor of 8.6, but 2048 / 16 blocks are fewer still.
-    assert partial_sums(spec(8192, 128), (0,), (8, 6), 82) == (128 * 128 * 32 * 4 * 4, 4)
+    assert partial_results(spec(8192, 128), (0,), (8, 6), 82, 4) == (128 * 128 * 32 * 4 * 4, 4)
     # Along the rows nothing is multiplied: 1 result, 512 threads, 2**20 / 512 = 2048 values each, 128 blocks.
-    assert partial_sums(spec(2**20), (), (9, 0), 132) == (128 * 4, 4)
-    assert partial_sums(spec(4, 100), (1,), (9, 0), 132) == ()
-    assert partial_sums(spec(0, 100), (0,), (9, 0), 132) == ()
+    assert partial_results(spec(2**20), (), (9, 0), 132, 4) == (128 * 4, 4)
+    assert partial_results(spec(4, 100), (1,), (9, 0), 132, 4) == ()
+    assert partial_results(spec(0, 100), (0,), (9, 0), 132, 4) == ()
 
 
 def test_a_sum_of_another_type_than_its_input_reads_a_converted_copy() -> None:
@@ -217,7 +217,37 @@ def test_a_sum_of_more_than_two_gib_is_unknown() -> None:
     x = spec(2**20, 1024)
     assert events("aten.sum.dim_IntList", (x, (0,), False), (spec(1024),), H200) is None
     with pytest.raises(LookupError, match="2 GiB"):
-        partial_sums(x, (0,), (9, 0), 132)
+        partial_results(x, (0,), (9, 0), 132, 4)
+
+
+def test_a_maximum_with_its_place_is_staged_in_pairs() -> None:
+    """A GPU recording of a 2.7B model's loss (H100, torch 2.6) has this request in torch.max(logits, -1, keepdim=True):
+    2,048 rows of 10,000 logits that lie column by column."""
+    logits = spec(4, 512, 10_000, stride=(512, 1, 2_048))
+    best, place = spec(4, 512, 1), spec(4, 512, 1, dtype="int64")
+    staged = 553_648_128
+    found = events("aten.max.dim", (logits, -1, True), (best, place), device("h100"))
+    assert found == (8_192, 16_384, staged, 64, -64, -staged)
+    # Row by row a block of threads makes each result by itself.
+    rows = spec(4, 512, 10_000)
+    assert events("aten.max.dim", (rows, -1, True), (best, place), device("h100")) == (8_192, 16_384)
+
+
+# target, input, arguments behind it, outputs, what else torch 2.11 asks for on a driver that does nothing
+APART = spec(64, 33, 4, 128, stride=(1, 32768, 64, 256))
+REDUCED: Any = [
+    ("aten.argmin.default", APART, (), (spec(dtype="int64"),), (4325376, 2112, 4)),
+    ("aten.amin.default", APART, (), (spec(),), (528, 4)),
+    ("aten.max.default", APART, (), (spec(),), (4325376, 528, 4)),
+    ("aten.std.correction", APART, (), (spec(),), (2112, 4)),
+    ("aten.linalg_vector_norm.default", spec(1_000_000), (), (spec(),), (492, 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "x", "rest", "outputs", "asked"), REDUCED)
+def test_what_other_reductions_stage(target: str, x: Any, rest: Any, outputs: Any, asked: Any) -> None:
+    found = events(target, (x, *rest), outputs, device("h100"))
+    assert found == (outputs[0].nbytes, *asked, *(-n for n in reversed(asked)))
 
 
 def test_softmax() -> None:

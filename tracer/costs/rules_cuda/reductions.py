@@ -1,7 +1,8 @@
-"""The buffer that the CUDA kernel of a sum takes for partial results, by the shape of what is summed.
+"""The buffer that the CUDA kernel of a reduction takes for partial results, by the shape of what is reduced.
 
-A sum over many rows with few results is shared by several blocks of threads, which leave their partial sums in a
-buffer from the caching allocator: for a bias's gradient it often is larger than what is summed. The rules are those of
+A sum over many rows with few results is shared by several blocks of threads, which leave their partial results in a
+buffer from the caching allocator: for a bias's gradient it often is larger than what is summed, and a maximum with its
+place takes 16 bytes each. The rules are those of
 torch's `aten/src/ATen/native/cuda/Reduce.cuh` (`setReduceConfig`, `global_memory_size`) and of the order in which
 `TensorIterator` puts dimensions. For random shapes they have been compared with what the wheels of 2.11 to 2.13 ask
 their allocator for when they are told of a GPU; no GPU has confirmed them here.
@@ -37,16 +38,17 @@ class _Axis:
     result: int  # of the output; 0: summed
 
 
-def partial_sums(
-    x: TensorSpec, summed: tuple[int, ...], sm: tuple[int, int], processors: int
+def partial_results(
+    x: TensorSpec, summed: tuple[int, ...], sm: tuple[int, int], processors: int, each_bytes: int
 ) -> tuple[int, ...]:
-    """Bytes of the buffer of partial sums and of the blocks' counters; empty if one block sums up each result.
+    """Bytes of the buffer of partial results and of the blocks' counters; empty if one block makes each result.
 
     Args:
         x: what is summed.
         summed: the dimensions; none: all of them.
         sm: the compute capability.
         processors: how many multiprocessors the GPU has.
+        each_bytes: of a partial result.
 
     Raises:
         LookupError: the input is so large that torch cuts it into pieces.
@@ -86,7 +88,7 @@ def partial_sums(
     blocks = max(min(_ceil_div(slots, grid), _ceil_div(each, FEWEST)), _ceil_div(each, MOST))
     if blocks <= 1:
         return ()
-    size = max(x.item_bytes, 4) * outputs * blocks
+    size = each_bytes * outputs * blocks
     return (size if along_input else size * width * vector), 4 * grid
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tracer.costs import table
-from tracer.costs.rules_cuda.reductions import partial_sums
+from tracer.costs.rules_cuda.reductions import partial_results
 from tracer.costs.signature import Signature, TensorSpec
 from tracer.costs.table import Events, Table, ceil_div, is_pointwise, made
 from traces.devices import Device
@@ -90,17 +90,13 @@ def flash_splits(blocks: int, slots: int, key_blocks: int, most: int = 128) -> i
     return next((k for k in fits if share[k] >= 0.85 * best), 1)
 
 
-def sum_buffer(x: TensorSpec, summed: Any, sm: int, processors: int) -> int:
-    """Bytes of a sum's partial results; see `rules_cuda.reductions`.
+def staging(x: TensorSpec, gone: Any, each_bytes: int, sm: int, processors: int) -> tuple[int, ...]:
+    """Bytes of a reduction's partial results and of the counters that belong to them; see `rules_cuda.reductions`.
 
-    summed: dimensions, 0 for all of them.
+    gone: a dimension or several, none for all of them. each_bytes: of a partial result.
     """
-    return sum(partial_sums(x, tuple(summed or ()), divmod(sm, 10), processors)[:1])
-
-
-def sum_counters(x: TensorSpec, summed: Any, sm: int, processors: int) -> int:
-    """Bytes of the counters that belong to `sum_buffer`."""
-    return sum(partial_sums(x, tuple(summed or ()), divmod(sm, 10), processors)[1:])
+    dims = (gone,) if isinstance(gone, int) else tuple(gone or ())
+    return partial_results(x, dims, divmod(sm, 10), processors, each_bytes)
 
 
 FUNCTIONS: Final[Mapping[str, Any]] = {
@@ -108,7 +104,6 @@ FUNCTIONS: Final[Mapping[str, Any]] = {
     "converted": converted,
     "largest": largest,
     "flash_splits": flash_splits,
-    "sum_buffer": sum_buffer,
-    "sum_counters": sum_counters,
+    "staging": staging,
 }
 TABLE: Final = Table(path=Path(__file__).with_name("workspaces.toml"), functions=FUNCTIONS)
