@@ -6,11 +6,14 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Final
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from simulator.allocator.settings import LOWEST_ADDRESS, OLDER_SEGMENT
 
 _SERIALS: Final = count()
+Natural = Annotated[int, Meta(ge=0)]
 
 
 class Pool:
@@ -121,9 +124,9 @@ class SegmentEvent:
 class BlockState:
     """A block as a snapshot shows it."""
 
-    address: int
-    size_bytes: int
-    requested_bytes: int
+    address: Natural
+    size_bytes: Natural
+    requested_bytes: Natural
     pending: bool = False  # freed, but another stream still uses it
     sure: bool = True  # whether the size was seen, or follows from the request
 
@@ -132,8 +135,8 @@ class BlockState:
 class SegmentState:
     """A segment as a snapshot shows it; what its blocks do not cover is free."""
 
-    address: int
-    size_bytes: int
+    address: Natural
+    size_bytes: Natural
     small: bool
     stream: int = 0
     expandable: bool = False

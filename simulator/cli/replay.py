@@ -47,7 +47,7 @@ def replay_command(
 
     Exit code: 0 done, 1 the replay runs out of memory, 2 the input is wrong.
     """
-    from simulator.allocator.replay.recording import read_recording
+    from simulator.allocator.replay.read import read_recording
     from simulator.allocator.replay.replay import replay, understood
     from simulator.allocator.settings import parse_alloc_conf
 

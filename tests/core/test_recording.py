@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from simulator.allocator.blocks import Block, Pool
 from simulator.allocator.caching import Allocator
-from simulator.allocator.replay.recording import read_recording
+from simulator.allocator.replay.read import read_recording
 from simulator.allocator.replay.replay import replay, settled
 from simulator.allocator.settings import (
     LOWEST_ADDRESS,

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator, OutOfMemory
 from simulator.allocator.replay.pickles import load_plain
-from simulator.allocator.replay.recording import read_recording
+from simulator.allocator.replay.read import read_recording
 from simulator.allocator.replay.replay import replay, understood
 from simulator.allocator.replay.snapshot import recording_from_snapshot
 from simulator.allocator.settings import as_in, parse_alloc_conf
@@ -180,7 +180,7 @@ def test_private_pools_do_not_share_blocks() -> None:
     p = next(p for p in programs("2.13.0") if p["conf"] == "pools")
     recording = understood(recording_from_snapshot(p["snapshot"], "s"))
     assert any("2 private pools" in n for n in recording.notes)
-    assert min(recording.events.stream) < 0
+    assert min(e.stream for e in recording.events) < 0
     for e in p["snapshot"]["device_traces"][0]:
         e["pool_id"] = (0, 0)
     for s in p["snapshot"]["segments"]:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from simulator.allocator.blocks import SegmentState
 from simulator.allocator.caching import SMALL_BYTES
-from simulator.allocator.replay.recording import ALLOC, SEGMENT_MAP, SEGMENT_UNMAP, Events
-from simulator.allocator.replay.start import PageRun
+from simulator.allocator.replay.recording import ALLOC, SEGMENT_MAP, SEGMENT_UNMAP, Event
 from simulator.allocator.segments import SMALL_SEGMENT_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _Part(NamedTuple):
     """Mapped pages that follow each other in one range."""
 
     start: int
@@ -38,8 +36,7 @@ class Pages:
         self.parts: list[_Part] = []  # by address
         for s in segments:
             if s.expandable:
-                part = _Part(start=s.address, end=s.address + s.size_bytes, stream=s.stream, small=s.small)
-                self._insert(part)
+                self._insert(_Part(s.address, s.address + s.size_bytes, s.stream, s.small))
 
     def take_out(self, start: int, size_bytes: int) -> set[tuple[bool | None, int]]:
         """These pages are not mapped; returns whose they were."""
@@ -52,9 +49,9 @@ class Pages:
                 continue
             owners.add((p.small, p.stream))
             if p.start < start:
-                kept.append(replace(p, end=start))
+                kept.append(p._replace(end=start))
             if p.end > end:
-                kept.append(replace(p, start=end))
+                kept.append(p._replace(start=end))
         self.parts = kept
         return owners
 
@@ -62,13 +59,18 @@ class Pages:
         """These pages are mapped, of a pool that is not known unless said."""
         if small is None and size_bytes % self.large_page_bytes:
             small = True
-        self._insert(_Part(start=start, end=start + size_bytes, stream=stream, small=small))
+        self._insert(_Part(start, start + size_bytes, stream, small))
 
     def learn(self, address: int, small: bool) -> None:
         """What is at this address belongs to the small or the large pool."""
         k = bisect_right(self.parts, address, key=lambda p: p.start) - 1
         if k >= 0 and address < self.parts[k].end and self.parts[k].small is None:
-            self._insert(replace(self.parts.pop(k), small=small))
+            self._insert(self.parts.pop(k)._replace(small=small))
+
+    def learn_from(self, event: Event) -> None:
+        """What an event that is about a block tells of the pages under it."""
+        if event.action == ALLOC or event.action.startswith("free"):
+            self.learn(event.address, event.size_bytes <= SMALL_BYTES)
 
     def segments(self) -> list[SegmentState]:
         """As a snapshot shows them. What nothing tells apart is taken to be the large pool's."""
@@ -93,12 +95,8 @@ class Pages:
                 return
             other = self.parts.pop(near[0])
             known = part.small if other.small is None else other.small
-            part = _Part(
-                start=min(part.start, other.start),
-                end=max(part.end, other.end),
-                stream=part.stream,
-                small=known,
-            )
+            ends = min(part.start, other.start), max(part.end, other.end)
+            part = _Part(*ends, part.stream, known)
 
     @staticmethod
     def _joins(a: _Part, b: _Part) -> bool:
@@ -110,29 +108,23 @@ def is_small_map(size_bytes: int) -> bool:
     return size_bytes == SMALL_SEGMENT_BYTES
 
 
-def page_runs(start: Iterable[SegmentState], events: Events, large_page_bytes: int) -> list[PageRun]:
-    """The recorded maps that extend the ranges that were there at first.
+def page_runs(
+    start: Iterable[SegmentState], events: Iterable[Event], large_page_bytes: int
+) -> list[tuple[int, bool, int]]:
+    """The recorded maps that extend the ranges that were there at first: address, small pool or not, and stream.
 
     A range whose last page is unmapped is given up, and what its pool and stream map later is another one.
     """
     pages = Pages(start, large_page_bytes)
     there = {(p.small, p.stream) for p in pages.parts}
-    out: list[PageRun] = []
-    for action, at, size, stream in zip(
-        events.action, events.address, events.size_bytes, events.stream, strict=True
-    ):
-        if action == SEGMENT_MAP:
-            small = is_small_map(size)
-            pages.put_in(at, size, stream, small)
-            if (small, stream) in there:
-                out.append(PageRun(address=at, small=small, stream=stream))
-        elif action == SEGMENT_UNMAP:
-            owners = pages.take_out(at, size)
+    out = []
+    for e in events:
+        if e.action == SEGMENT_MAP:
+            small = is_small_map(e.size_bytes)
+            pages.put_in(e.address, e.size_bytes, e.stream, small)
+            if (small, e.stream) in there:
+                out.append((e.address, small, e.stream))
+        elif e.action == SEGMENT_UNMAP:
+            owners = pages.take_out(e.address, e.size_bytes)
             there -= owners - {(p.small, p.stream) for p in pages.parts}
     return out
-
-
-def learn_from(pages: Pages, action: str, address: int, size_bytes: int) -> None:
-    """What an event that is about a block tells of the pages under it."""
-    if action == ALLOC or action.startswith("free"):
-        pages.learn(address, size_bytes <= SMALL_BYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,11 +15,11 @@ from simulator.allocator.replay.recording import (
     ALLOC,
     FREE_COMPLETED,
     FREE_REQUESTED,
+    GETS,
+    GIVES_BACK,
     SEGMENT_ALLOC,
-    SEGMENT_FREE,
     SEGMENT_MAP,
-    SEGMENT_UNMAP,
-    Events,
+    Event,
     Recording,
 )
 from simulator.allocator.replay.start import repack, restore
@@ -93,15 +94,13 @@ def replay(
         for k in range(len(recording.events)):
             run.step(k)
     except OutOfMemory as error:
-        wanted = recording.events.action.count(ALLOC)
+        wanted = sum(e.action == ALLOC for e in recording.events)
         stopped = f"after {run.allocations} of {wanted} allocations: {error}"
     seconds = time.perf_counter() - begin
     return Replay(
         figures=run.allocator.figures(),
         segment_requests=tuple(
-            s.size_bytes
-            for s in run.allocator.segment_events[run.requests_before :]
-            if s.action in (SEGMENT_ALLOC, SEGMENT_MAP)
+            s.size_bytes for s in run.allocator.segment_events[run.requests_before :] if s.action in GETS
         ),
         allocations=run.allocations,
         same_addresses=run.same_addresses,
@@ -142,13 +141,9 @@ def settled(recording: Recording) -> Recording:
         own = _first_stray(recording, unsure)
         if own is None:
             break
+        at, size = own
         start = tuple(
-            replace(
-                s,
-                blocks=tuple(replace(b, size_bytes=own[1]) if b.address == own[0] else b for b in s.blocks),
-            )
-            if any(b.address == own[0] for b in s.blocks)
-            else s
+            replace(s, blocks=tuple(replace(b, size_bytes=size) if b.address == at else b for b in s.blocks))
             for s in recording.start
         )
         recording = replace(recording, start=start)
@@ -159,15 +154,14 @@ def _first_stray(recording: Recording, unsure: set[int]) -> tuple[int, int] | No
     """Of the first request that lands elsewhere: the block behind which it did, and the size that this must have."""
     run = _Run(recording, recording.settings, None, False)
     run.start()
-    e = recording.events
-    for k in range(len(e)):
+    for k, e in enumerate(recording.events):
         landed = run.step(k)
-        if landed is None or landed.address == e.address[k]:
+        if landed is None or landed.address == e.address:
             continue
         before, rest = landed.prev, landed.next
         if before is None or before.address not in unsure or before not in run.at_first:
             return None
-        size = round_up(e.size_bytes[k], recording.settings)
+        size = round_up(e.size_bytes, recording.settings)
         room = landed.size + (rest.size if rest is not None and rest.usable and rest.mapped else 0)
         own = before.size + room - size + MIN_BLOCK_BYTES
         asked = round_up(before.requested, recording.settings)
@@ -215,15 +209,15 @@ class _Run:
 
     def step(self, k: int) -> Block | None:
         """One event; returns the block if it is an allocation."""
-        e, allocator = self.recording.events, self.allocator
-        action, at, size = e.action[k], e.address[k], e.size_bytes[k]
+        event, allocator = self.recording.events[k], self.allocator
+        action, at, size = event.action, event.address, event.size_bytes
         if action == FREE_COMPLETED:
             if at in self.freeing:
                 freed = self.freeing.pop(at)
                 self.at_first.discard(freed)
                 allocator.complete_free(freed)
             return None
-        if action in (SEGMENT_FREE, SEGMENT_UNMAP):
+        if action in GIVES_BACK:
             if not self.from_scratch:
                 allocator.release_at(at, size)
             elif not self.giving_back:
@@ -233,7 +227,7 @@ class _Run:
         self.giving_back = False
         if action == ALLOC:
             likely = None if self.from_scratch else at
-            block = allocator.malloc(size, e.stream[k], k not in self.again, likely)
+            block = allocator.malloc(size, event.stream, k not in self.again, likely)
             self.there[at] = block
             self.allocations += 1
             self.same_addresses += block.address == at
@@ -245,11 +239,11 @@ class _Run:
             else:
                 self.unknown_frees += 1
         elif k in self.left:
-            allocator.map_at(at, size, e.stream[k], is_small_map(size))
+            allocator.map_at(at, size, event.stream, is_small_map(size))
         return None
 
 
-def _inside_requests(events: Events) -> tuple[set[int], set[int]]:
+def _inside_requests(events: Sequence[Event]) -> tuple[set[int], set[int]]:
     """What a recording shows of the inside of requests, as positions of events.
 
     Returns the maps that belong to no request that was served: the driver refused the rest of what was asked for, and
@@ -260,8 +254,8 @@ def _inside_requests(events: Events) -> tuple[set[int], set[int]]:
     again: set[int] = set()
     maps: list[int] = []
     new = given_back = False  # in the events since the last that was about a block
-    for k, action in enumerate(events.action):
-        if action in (SEGMENT_MAP, SEGMENT_ALLOC):
+    for k, action in enumerate(e.action for e in events):
+        if action in GETS:
             new = True
             if action == SEGMENT_MAP:
                 maps.append(k)
@@ -273,7 +267,7 @@ def _inside_requests(events: Events) -> tuple[set[int], set[int]]:
         left.update(maps)
         maps.clear()
         new = False
-        if action in (SEGMENT_FREE, SEGMENT_UNMAP):
+        if action in GIVES_BACK:
             given_back = True
         elif action != FREE_COMPLETED:
             given_back = False
@@ -285,14 +279,12 @@ class _Addresses:
     """The driver's side of a replay: new memory lands where the recording says, as long as it is the same memory."""
 
     def __init__(self, recording: Recording) -> None:
-        e = recording.events
-        rows = list(zip(e.action, e.address, e.size_bytes, strict=True))
-        self.segments = deque((at, n) for a, at, n in rows if a == SEGMENT_ALLOC)
-        self.maps = [at for a, at, _ in rows if a == SEGMENT_MAP]
+        events = recording.events
+        self.segments = deque((e.address, e.size_bytes) for e in events if e.action == SEGMENT_ALLOC)
+        self.maps = [e.address for e in events if e.action == SEGMENT_MAP]
         self.allocator: Allocator | None = None
-        self.end = max(
-            [at + n for _, at, n in rows] + [s.address + s.size_bytes for s in recording.start], default=0
-        )
+        ends = [e.address + e.size_bytes for e in events]
+        self.end = max(ends + [s.address + s.size_bytes for s in recording.start], default=0)
 
     def place(self, size: int, stream: int, expandable: bool) -> int:
         assert self.allocator is not None

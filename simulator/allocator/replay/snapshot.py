@@ -6,12 +6,14 @@ blocks allocated meanwhile were not there, blocks freed meanwhile were.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from simulator.allocator.blocks import BlockState, SegmentState
-from simulator.allocator.replay.pages import Pages, is_small_map, learn_from
+from msgspec import ValidationError, convert
+
+from simulator.allocator.blocks import BlockState, Natural, SegmentState
+from simulator.allocator.replay.pages import Pages, is_small_map
 from simulator.allocator.replay.recording import (
     ACTIONS,
     ALLOC,
@@ -21,12 +23,11 @@ from simulator.allocator.replay.recording import (
     SEGMENT_FREE,
     SEGMENT_MAP,
     SEGMENT_UNMAP,
-    Events,
+    Event,
     Recording,
     own_remainders,
     place_blocks,
     running_reserved,
-    whole_number,
     with_ends,
 )
 from simulator.allocator.segments import SMALL_SEGMENT_BYTES
@@ -41,14 +42,48 @@ from simulator.allocator.settings import (
 )
 from traces.errors import LowtideError, TraceError
 
+PoolId = tuple[int, int]
 DEFAULT_POOL: Final = (0, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    requested_bytes: int
-    size_bytes: int | None  # None: freed during the recording, so its size follows from the rounding
-    pending: bool
+# What torch writes, as far as it is needed here.
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    size: Natural
+    address: Natural | None = None  # None: behind the block before
+    requested_size: Natural | None = None
+    state: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    address: Natural
+    total_size: Natural
+    blocks: list[_Block]
+    device: int = 0
+    stream: Natural = 0
+    segment_type: str = ""
+    segment_pool_id: PoolId = DEFAULT_POOL
+    is_expandable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    action: str
+    size: Natural
+    addr: Natural | None = None
+    device_free: Natural = 0  # stands in place of the address where memory ran out
+    stream: Natural = 0
+    pool_id: PoolId | None = None  # None: torch before 2.12
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    segments: list[_Segment]
+    device_traces: list[list[Any]]
+    allocator_settings: Any = None
 
 
 def recording_from_snapshot(data: Any, source: str, device: int | None = None) -> Recording:
@@ -57,49 +92,36 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
     Raises:
         TraceError: not a snapshot, no events of that device, or events that contradict the final state.
     """
-    if not isinstance(data, dict) or not isinstance(data.get("segments"), list):
+    try:
+        snapshot = convert(data, _Snapshot)
+        device, rows = _device_rows(snapshot.device_traces, source, device)
+    except ValidationError as error:
         raise TraceError(
-            f"{source}: not a memory snapshot; make one with torch.cuda.memory._dump_snapshot(path)."
-        )
-    traces = data.get("device_traces")
-    if not isinstance(traces, list) or not all(isinstance(t, list) for t in traces):
-        raise TraceError(f"{source}: the snapshot has no device_traces; make it with torch 2.1 or newer.")
-    recorded = [k for k, t in enumerate(traces) if t]
-    if device is None:
-        device = recorded[0] if recorded else 0
-    if device not in recorded:
-        has = f"devices {', '.join(map(str, recorded))} have" if recorded else "no device has"
-        raise TraceError(
-            f"{source}: device {device} recorded no events ({has}); call torch.cuda.memory._record_memory_history() "
-            "before the part of the program that matters."
-        )
+            f"{source}: not a memory snapshot, or damaged ({error}); make one with "
+            "torch.cuda.memory._dump_snapshot(path), in torch 2.1 or newer."
+        ) from None
     notes: list[str] = []
-    settings = _settings(data.get("allocator_settings"), source, notes)
-    settings = replace(settings, ties=_ties(traces[device], data.get("allocator_settings")))
-    lanes = _Lanes(data["segments"])
-    final = _final_segments(data["segments"], device, lanes, source)
+    settings = _settings(snapshot.allocator_settings, notes)
+    settings = replace(settings, ties=_ties(rows, snapshot.allocator_settings))
+    lanes = _Lanes(snapshot.segments)
+    final = _final_segments([s for s in snapshot.segments if s.device == device], lanes, source)
     if lanes.private:
+        unknown = settings.ties == LOWEST_ADDRESS
         notes.append(
             f"{lanes.private} private pools (of CUDA graphs, or a MemPool) are simulated as pools of their own, but "
             "not what decides when their memory may go back"
-            + (
-                "; torch before 2.12 does not say whose an event is"
-                if settings.ties == LOWEST_ADDRESS
-                else ""
-            )
+            + ("; torch before 2.12 does not say whose an event is" if unknown else "")
         )
-    pending = {b.address for s in final for b in s.blocks if b.pending}
-    events = _events(traces[device], lanes, pending, source)
+    events = _events(rows, lanes, {b.address for s in final for b in s.blocks if b.pending})
     _check_order(events, source)
     start = _rewind(final, events, settings, source)
     if guessed := _guessed(start):
         notes.append(
             f"the history begins when blocks were in use already, and for {guessed} that were freed later it does not "
             "say how much of the up to 1 MiB behind them was their own: allocated bytes may be higher, by "
-            f"{guessed} MiB "
-            "at most; reserved memory is as recorded"
+            f"{guessed} MiB at most; reserved memory is as recorded"
         )
-    peak, end = running_reserved(sum(s.size_bytes for s in start), events)
+    peak, end = running_reserved(start, events)
     return Recording(
         source=source,
         device=device,
@@ -113,7 +135,28 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
     )
 
 
-def _settings(data: Any, source: str, notes: list[str]) -> AllocatorSettings:
+def _device_rows(traces: Sequence[Sequence[Any]], source: str, device: int | None) -> tuple[int, list[_Row]]:
+    """The device, by default the first that recorded anything, and the events of the kinds that matter here."""
+    recorded = [k for k, t in enumerate(traces) if t]
+    if device is None:
+        device = recorded[0] if recorded else 0
+    if device not in recorded:
+        has = f"devices {', '.join(map(str, recorded))} have" if recorded else "no device has"
+        raise TraceError(
+            f"{source}: device {device} recorded no events ({has}); call torch.cuda.memory._record_memory_history() "
+            "before the part of the program that matters."
+        )
+    # The others are markers such as "snapshot", and whatever comes later.
+    known = [r for r in traces[device] if not isinstance(r, dict) or str(r.get("action")) in ACTIONS]
+    rows = convert(known, list[_Row])
+    if not rows:
+        raise TraceError(
+            f"{source}: none of the {len(traces[device])} events is an allocation or a free; record again."
+        )
+    return device, rows
+
+
+def _settings(data: Any, notes: list[str]) -> AllocatorSettings:
     """What the snapshot says that the allocator's settings were; torch's defaults where it says nothing."""
     if not isinstance(data, dict):
         notes.append("the snapshot does not say its allocator settings: torch's defaults are assumed")
@@ -141,194 +184,135 @@ def _settings(data: Any, source: str, notes: list[str]) -> AllocatorSettings:
     return out
 
 
-def _guessed(start: tuple[SegmentState, ...]) -> int:
+def _guessed(start: Sequence[SegmentState]) -> int:
     """Blocks of the large pool whose size is not known, and behind which there is room."""
     large = [s for s in start if not s.small and not s.expandable]
     return sum(not b.sure and b.address + b.size_bytes < end for s in large for b, end in with_ends(s))
 
 
-def _ties(rows: list[Any], settings: Any) -> str:
+def _ties(rows: Sequence[_Row], settings: Any) -> str:
     """Which of equal blocks is taken, by what this version of torch writes into a snapshot."""
-    if not any(isinstance(row, dict) and "pool_id" in row for row in rows):
+    if all(row.pool_id is None for row in rows):
         return LOWEST_ADDRESS  # the events name their pool from torch 2.12 on
     return OLDER_SEGMENT if isinstance(settings, dict) and "max_cached_size" in settings else OLDER_BLOCK
 
 
-def _final_segments(rows: list[Any], device: int, lanes: _Lanes, source: str) -> tuple[SegmentState, ...]:
-    segments: list[SegmentState] = []
+def _final_segments(rows: Sequence[_Segment], lanes: _Lanes, source: str) -> tuple[SegmentState, ...]:
+    segments, held = [], []
     for row in rows:
-        if not isinstance(row, dict) or not isinstance(row.get("blocks"), list):
-            raise TraceError(f"{source}: a segment is {row!r:.80}; the file is damaged or foreign.")
-        if row.get("device", 0) != device:
-            continue
-        address = whole_number(row.get("address"), "a segment's address", source)
-        here = address
-        blocks = []
-        for b in row["blocks"]:
-            if not isinstance(b, Mapping):
-                raise TraceError(f"{source}: a block is {b!r:.80}; the file is damaged or foreign.")
-            size = whole_number(b.get("size"), "a block's size", source)
-            here = whole_number(b.get("address", here), "a block's address", source)
-            state = b.get("state")
-            if state != "inactive":
-                blocks.append(
-                    BlockState(
-                        address=here,
-                        size_bytes=size,
-                        requested_bytes=whole_number(
-                            b.get("requested_size", size), "a block's request", source
-                        ),
-                        pending=state != "active_allocated",
-                    )
+        here = row.address
+        for b in row.blocks:
+            here = here if b.address is None else b.address
+            if b.state != "inactive":
+                requested = b.size if b.requested_size is None else b.requested_size
+                waits = b.state != "active_allocated"
+                held.append(
+                    BlockState(address=here, size_bytes=b.size, requested_bytes=requested, pending=waits)
                 )
-            here += size
+            here += b.size
         segments.append(
             SegmentState(
-                address=address,
-                size_bytes=whole_number(row.get("total_size"), "a segment's size", source),
-                small=row.get("segment_type") == "small",
-                stream=lanes.of(
-                    row.get("segment_pool_id"), row.get("stream", 0), "a segment's stream", source
-                ),
-                expandable=row.get("is_expandable") is True,
-                blocks=tuple(blocks),
+                address=row.address,
+                size_bytes=row.total_size,
+                small=row.segment_type == "small",
+                stream=lanes.of(row.segment_pool_id, row.stream),
+                expandable=row.is_expandable,
             )
         )
-    held = [b for s in segments for b in s.blocks]
-    return place_blocks([replace(s, blocks=()) for s in segments], held, source)
+    return place_blocks(segments, held, source)
 
 
-def _events(rows: list[Any], lanes: _Lanes, pending: set[int], source: str) -> Events:
-    action, address, sizes, streams = [], [], [], []
+def _events(rows: Sequence[_Row], lanes: _Lanes, pending: set[int]) -> tuple[Event, ...]:
+    events = []
     for row in rows:
-        if not isinstance(row, dict):
-            raise TraceError(f"{source}: an event is {row!r:.80}; the file is damaged or foreign.")
-        if str(row.get("action")) not in ACTIONS:  # markers such as "snapshot", and whatever comes later
-            continue
-        action.append(str(row["action"]))
-        address.append(whole_number(row.get("addr", row.get("device_free", 0)), "an event's address", source))
-        sizes.append(whole_number(row.get("size"), "an event's size", source))
-        pool = row["pool_id"] if "pool_id" in row else lanes.pool_at(address[-1])
-        streams.append(lanes.of(pool, row.get("stream", 0), "an event's stream", source))
-    if not action:
-        raise TraceError(
-            f"{source}: none of the {len(rows)} events is an allocation or a free; record again."
-        )
+        at = row.device_free if row.addr is None else row.addr
+        pool = lanes.pool_at(at) if row.pool_id is None else row.pool_id
+        events.append(Event(row.action, at, row.size, lanes.of(pool, row.stream)))
     # Either half of a free can be left out of a history. Then the two are taken to be at once, but for what still waits
     # for its second half in the end.
-    whole: tuple[str, ...] = ()
-    waits: set[int] = set()
-    if FREE_COMPLETED not in action and FREE_REQUESTED in action:
-        last = {at: k for k, at in enumerate(address)}
-        whole = (FREE_REQUESTED, FREE_COMPLETED)
-        waits = {k for at, k in last.items() if at in pending and action[k] == FREE_REQUESTED}
-    elif FREE_REQUESTED not in action and FREE_COMPLETED in action:
-        whole = (FREE_REQUESTED, FREE_COMPLETED)
-    steps = [
-        (k, half)
-        for k in range(len(action))
-        for half in (whole if action[k] in whole and k not in waits else (action[k],))
-    ]
-    return Events(
-        action=tuple(half for _, half in steps),
-        address=tuple(address[k] for k, _ in steps),
-        size_bytes=tuple(sizes[k] for k, _ in steps),
-        stream=tuple(streams[k] for k, _ in steps),
-    )
+    there = {e.action for e in events}
+    if (FREE_COMPLETED in there) == (FREE_REQUESTED in there):
+        return tuple(events)
+    last = {e.address: k for k, e in enumerate(events)}
+    waits = {k for at, k in last.items() if at in pending and events[k].action == FREE_REQUESTED}
+    out: list[Event] = []
+    for k, e in enumerate(events):
+        halves = e.action in (FREE_REQUESTED, FREE_COMPLETED) and k not in waits
+        out += [replace(e, action=a) for a in (FREE_REQUESTED, FREE_COMPLETED)] if halves else [e]
+    return tuple(out)
 
 
 class _Lanes:
     """One number for each stream of each pool: like streams, pools do not share free blocks."""
 
-    def __init__(self, segments: list[Any]) -> None:
-        self.numbers: dict[tuple[tuple[int, int], int], int] = {}
+    def __init__(self, segments: Sequence[_Segment]) -> None:
+        self.numbers: dict[tuple[PoolId, int], int] = {}
         # Before torch 2.12 events do not name their pool; what lies in a private segment is of its pool.
         self.ranges = [
-            (s["address"], s["address"] + s["total_size"], pool)
+            (s.address, s.address + s.total_size, s.segment_pool_id)
             for s in segments
-            if isinstance(s, Mapping)
-            and isinstance(s.get("address"), int)
-            and isinstance(s.get("total_size"), int)
-            and (pool := _pool(s.get("segment_pool_id"))) != DEFAULT_POOL
+            if s.segment_pool_id != DEFAULT_POOL
         ]
 
     @property
     def private(self) -> int:
         return len({pool for pool, _ in self.numbers})
 
-    def pool_at(self, address: int) -> tuple[int, int]:
+    def pool_at(self, address: int) -> PoolId:
         return next((pool for a, b, pool in self.ranges if a <= address < b), DEFAULT_POOL)
 
-    def of(self, pool: Any, stream: Any, what: str, source: str) -> int:
+    def of(self, pool: PoolId, stream: int) -> int:
         """The stream itself in the default pool, and negative numbers for all others."""
-        number = whole_number(stream, what, source)
-        key = (_pool(pool), number)
-        if key[0] == DEFAULT_POOL:
-            return number
-        return self.numbers.setdefault(key, -1 - len(self.numbers))
+        return (
+            stream
+            if pool == DEFAULT_POOL
+            else self.numbers.setdefault((pool, stream), -1 - len(self.numbers))
+        )
 
 
-def _pool(value: Any) -> tuple[int, int]:
-    if isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(v, int) for v in value):
-        return value[0], value[1]
-    return DEFAULT_POOL
-
-
-def _check_order(events: Events, source: str) -> None:
+def _check_order(events: Sequence[Event], source: str) -> None:
     """Every block must be freed before it is allocated again, and the other way round."""
     last: dict[int, str] = {}
     follows = {ALLOC: (FREE_COMPLETED,), FREE_REQUESTED: (ALLOC,), FREE_COMPLETED: (FREE_REQUESTED, ALLOC)}
-    for action, at in zip(events.action, events.address, strict=True):
-        if action not in follows:
+    for e in events:
+        if e.action not in follows:
             continue
-        if at in last and last[at] not in follows[action]:
+        if e.address in last and last[e.address] not in follows[e.action]:
             raise TraceError(
-                f"{source}: the block at {at} has the events {last[at]} and {action} with nothing between; events are "
-                "missing. Record without skip_actions."
+                f"{source}: the block at {e.address} has the events {last[e.address]} and {e.action} with nothing "
+                "between; events are missing. Record without skip_actions."
             )
-        last[at] = action
+        last[e.address] = e.action
 
 
 def _rewind(
-    final: tuple[SegmentState, ...], events: Events, settings: AllocatorSettings, source: str
+    final: Sequence[SegmentState], events: Sequence[Event], settings: AllocatorSettings, source: str
 ) -> tuple[SegmentState, ...]:
     """The state before the first event."""
-    held = {
-        b.address: _Held(requested_bytes=b.requested_bytes, size_bytes=b.size_bytes, pending=b.pending)
-        for s in final
-        for b in s.blocks
-    }
+    held = {b.address: b for s in final for b in s.blocks}
     segments = {s.address: replace(s, blocks=()) for s in final if not s.expandable}
     pages = Pages(final, settings.large_segment_bytes)
-    for k in range(len(events) - 1, -1, -1):
-        action, at, size = events.action[k], events.address[k], events.size_bytes[k]
-        learn_from(pages, action, at, size)
-        if action == ALLOC:
+    for e in reversed(events):
+        at, size = e.address, e.size_bytes
+        pages.learn_from(e)
+        if e.action == ALLOC:
             held.pop(at, None)
-        elif action == FREE_COMPLETED:
-            held[at] = _Held(requested_bytes=size, size_bytes=None, pending=True)
-        elif action == FREE_REQUESTED:
-            known = held.get(at) or _Held(requested_bytes=size, size_bytes=None, pending=False)
-            held[at] = replace(known, pending=False)
-        elif action == SEGMENT_ALLOC:
+        elif e.action in (FREE_COMPLETED, FREE_REQUESTED):
+            # Of a block that was freed meanwhile the size follows from the rounding.
+            known = None if e.action == FREE_COMPLETED else held.get(at)
+            block = known or BlockState(
+                address=at, size_bytes=round_up(size, settings), requested_bytes=size, sure=False
+            )
+            held[at] = replace(block, pending=e.action == FREE_COMPLETED)
+        elif e.action == SEGMENT_ALLOC:
             segments.pop(at, None)
-        elif action == SEGMENT_FREE:
+        elif e.action == SEGMENT_FREE:
             small = size == SMALL_SEGMENT_BYTES
-            segments[at] = SegmentState(address=at, size_bytes=size, small=small, stream=events.stream[k])
-        elif action == SEGMENT_MAP:
+            segments[at] = SegmentState(address=at, size_bytes=size, small=small, stream=e.stream)
+        elif e.action == SEGMENT_MAP:
             pages.learn(at, is_small_map(size))
             pages.take_out(at, size)
-        elif action == SEGMENT_UNMAP:
-            pages.put_in(at, size, events.stream[k])
-    blocks = [
-        BlockState(
-            address=at,
-            size_bytes=round_up(h.requested_bytes, settings) if h.size_bytes is None else h.size_bytes,
-            requested_bytes=h.requested_bytes,
-            pending=h.pending,
-            sure=h.size_bytes is not None,
-        )
-        for at, h in held.items()
-    ]
-    placed = place_blocks([*segments.values(), *pages.segments()], blocks, source)
+        elif e.action == SEGMENT_UNMAP:
+            pages.put_in(at, size, e.stream)
+    placed = place_blocks([*segments.values(), *pages.segments()], list(held.values()), source)
     return own_remainders(placed, events, settings.max_split_bytes)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from simulator.allocator.blocks import Block, SegmentState
@@ -14,28 +13,18 @@ from simulator.allocator.settings import LOWEST_ADDRESS
 MAX_RANGE_BYTES: Final = 1 << 38  # farther apart, two addresses are not in one range
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageRun:
-    """Where pages of an expandable range were mapped, and for which pool and stream."""
-
-    address: int
-    small: bool
-    stream: int
-
-
 def restore(
-    allocator: Allocator, segments: Iterable[SegmentState], mapped_later: Iterable[PageRun] = ()
+    allocator: Allocator, segments: Iterable[SegmentState], mapped_later: Sequence[tuple[int, bool, int]] = ()
 ) -> dict[int, Block]:
     """Give a fresh allocator these segments; returns the blocks in use by address.
 
     Args:
-        mapped_later: pages that are known to be mapped later on: they tell that a range begins before its first
-            mapped page.
+        mapped_later: address, pool and stream of pages that are known to be mapped later on: they tell that a range
+            begins before its first mapped page.
 
     Counts: every segment, block and free piece in between. Ignores: expandable ranges that lay behind others of the
     same pool and stream, which become one range, and unmapped pages before the first one that nobody maps later.
     """
-    later = list(mapped_later)
     out: dict[int, Block] = {}
     ordered = sorted(segments, key=lambda s: s.address)
     last: dict[
@@ -51,7 +40,7 @@ def restore(
             if key in last:
                 _link_pages(last[key], block)
             else:
-                _add_unmapped_head(block, [r.address for r in later if (r.small, r.stream) == key])
+                _add_unmapped_head(block, [at for at, *of in mapped_later if tuple(of) == key])
         end = block
         for state in sorted(segment.blocks, key=lambda b: b.address):
             assert block is not None
