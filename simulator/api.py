@@ -125,7 +125,7 @@ def plan(
         SpecError: no such budget, planner, selector or device.
     """
     from simulator.planners import DEFAULT
-    from simulator.studies.prediction import plan_for
+    from simulator.studies.planning import plan_for
 
     problem, limits, setting, progress = _asked(trace, device, **options)
     limit, of = budget_in_bytes(problem, budget, budget_of, setting)

@@ -55,7 +55,7 @@ def predict_plan(
     from simulator.core.budget import parse_budget
     from simulator.core.limits import DEFAULTS
     from simulator.core.problem import Problem
-    from simulator.studies.prediction import plan_for
+    from simulator.studies.planning import plan_for
 
     traces = load_traces(Path(directory))
     base = base_trace(traces, plan_from)
@@ -83,7 +83,8 @@ def predict_fit(
     from simulator.allocator.device import CPU, CUDA, DeviceMemory
     from simulator.core.limits import DEFAULTS
     from simulator.core.problem import Problem
-    from simulator.studies.prediction import plan_for, untouched_fit
+    from simulator.studies.planning import plan_for
+    from simulator.studies.prediction import untouched_fit
 
     base = base_trace(load_traces(Path(directory)), plan_from)
     setting = setting_for(device, base)
@@ -190,7 +191,7 @@ def setting_for(device: str, trace: Trace) -> Setting:
 
 def _keep_all(trace: Trace, device: str) -> Plan:
     """The plan that keeps everything, with the prediction that a plan file must carry."""
-    from simulator.studies.warnings import completed
+    from simulator.studies.planning import completed
 
     made = completed(judged(trace, (), device)).plan
     return replace(made, planner="save-all")

@@ -15,6 +15,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.planners import find, plan_with
 from simulator.planners.outcome import Infeasible, percent
+from simulator.studies.notebook import framed
 from simulator.studies.tables import Cell, Table, no, table, yes
 from simulator.studies.warnings import texts_of
 from traces.errors import LowtideError
@@ -78,8 +79,6 @@ class Comparison:
         return f"<{within}: {told}, of {len(self.entrants)} planners>"
 
     def _repr_html_(self) -> str:
-        from simulator.studies.notebook import framed
-
         return framed(repr(self).strip("<>"), self.table())
 
     def table(self) -> Table:

@@ -20,9 +20,11 @@ from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.studies.boundary import Verdict, boundary
-from simulator.studies.prediction import Prediction, plan_for, predict, untouched_fit
+from simulator.studies.notebook import framed
+from simulator.studies.planning import completed, plan_for
+from simulator.studies.prediction import Prediction, predict, untouched_fit
 from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
-from simulator.studies.warnings import UNTOUCHED, completed, provenance, text, warnings
+from simulator.studies.warnings import UNTOUCHED, provenance, text, warnings
 from traces.errors import SpecError
 from traces.measurement import RunFigures
 from traces.plan import ALLOCATED, RESERVED
@@ -108,8 +110,6 @@ class MaxBatch:
         )
 
     def _repr_html_(self) -> str:
-        from simulator.studies.notebook import framed
-
         return framed(repr(self).strip("<>"), self.table())
 
     @property

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from simulator.core.timeline import Timeline
 from simulator.studies.tables import Table
 from traces.units import bytes_unit
-
-if TYPE_CHECKING:
-    from simulator.studies.pareto import Front
-    from simulator.studies.prediction import Prediction
 
 # Of a picture, and the room for the labels of its axes, in pixels.
 WIDTH, HEIGHT, LEFT, BELOW = 640, 180, 52, 18
@@ -20,33 +15,12 @@ SAVED, PLANNED, BUDGET = "#94a3b8", "#d9614c", "#b42318"
 Points = Sequence[tuple[float, float]]
 
 
-def prediction_html(c: Prediction) -> str:
-    """The memory timeline of a step, and its figures with everything saved and with the plan."""
-    curves = [(SAVED, _curve(c.saved.timeline))]
-    if c.plan.actions:
-        curves.append((PLANNED, _curve(c.planned.timeline)))
-    meta = c.trace.meta
-    head = f"{meta.model}, batch {meta.batch_size}, {meta.dtype}, times for {meta.target or meta.device}"
-    limits = [] if c.budget_bytes is None else [c.budget_bytes]
-    return framed(head, c.table(), _picture(curves, "ms", "allocated", limits, area=True))
-
-
-def front_html(front: Front) -> str:
-    """Added time against budget, and the points."""
-    at = [(p.budget_bytes / 2**30, p) for p in front.points]
-    plans = [(x, p.overhead_percent) for x, p in at if p.overhead_percent is not None]
-    bounds = [(x, p.bound_overhead_percent) for x, p in at if p.bound_overhead_percent is not None]
-    picture = _picture([(SAVED, bounds), (PLANNED, plans)], "GiB", "% added", [], area=False)
-    head = f"{front.trace.meta.model}: what each GiB costs ({front.planner}); grey: the certified bound"
-    return framed(head, front.table(), picture)
-
-
 def framed(head: str, table: Table, picture: str = "") -> str:
     """A heading over a picture and a table."""
     return f"<div><b>{escape(head)}</b><br>{picture}{table.html()}</div>"
 
 
-def _curve(timeline: Timeline) -> list[tuple[float, float]]:
+def curve(timeline: Timeline) -> list[tuple[float, float]]:
     """The most that is allocated in each pixel's width of the step: (ms, bytes)."""
     end = max(1, timeline.step_time_ns)
     highest: dict[int, int] = {}
@@ -58,7 +32,7 @@ def _curve(timeline: Timeline) -> list[tuple[float, float]]:
     return [*points, (end / 1e6, points[-1][1])] if points else []
 
 
-def _picture(
+def picture(
     curves: Sequence[tuple[str, Points]], across: str, upward: str, limits: Sequence[float], *, area: bool
 ) -> str:
     """Curves over common axes as SVG; bytes upward if `area`, which begins at zero and is filled."""

@@ -19,6 +19,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible, percent
+from simulator.studies import notebook
 from simulator.studies.comparison import asked_of, fit_of
 from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.warnings import texts_of
@@ -79,9 +80,13 @@ class Front:
         )
 
     def _repr_html_(self) -> str:
-        from simulator.studies.notebook import front_html
-
-        return front_html(self)
+        at = [(p.budget_bytes / GIB, p) for p in self.points]
+        plans = [(x, p.overhead_percent) for x, p in at if p.overhead_percent is not None]
+        bounds = [(x, p.bound_overhead_percent) for x, p in at if p.bound_overhead_percent is not None]
+        curves = [(notebook.SAVED, bounds), (notebook.PLANNED, plans)]
+        picture = notebook.picture(curves, "GiB", "% added", [], area=False)
+        head = f"{self.trace.meta.model}: what each GiB costs ({self.planner}); grey: the certified bound"
+        return notebook.framed(head, self.table(), picture)
 
     @property
     def trace(self) -> Trace:

@@ -11,9 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from simulator.allocator.device_fit import setting_of
 from simulator.core.budget import parse_budget
 from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
+from simulator.core.problem import Problem
+from simulator.core.replay import peak_by_category
+from simulator.studies.planning import plan_for
+from simulator.studies.prediction import predict
 from simulator.studies.tables import UNKNOWN, Table, no, table, yes
+from simulator.studies.tracing import traces_in
+from simulator.studies.warnings import text, texts, warnings
 from traces.errors import BudgetError, TraceError
 from traces.files import write_text
 from traces.json_records import read_record, to_json
@@ -73,17 +80,15 @@ class Sweep:
 
         Warnings that differ in their figures alone are one, with those of the largest batch size.
         """
-        from simulator.studies.warnings import text
-
         about: dict[object, dict[int, str]] = {}
         for row in self.rows:
             for w in row.notices:
                 about.setdefault(w.kind, {})[row.batch_size] = text(w)
         out = []
-        for texts in about.values():
-            largest = max(texts)
-            of = "" if len(set(texts.values())) == 1 else f" (figures of {largest})"
-            out.append(f"Batch {', '.join(map(str, texts))}{of}: {texts[largest]}")
+        for said in about.values():
+            largest = max(said)
+            of = "" if len(set(said.values())) == 1 else f" (figures of {largest})"
+            out.append(f"Batch {', '.join(map(str, said))}{of}: {said[largest]}")
         return tuple(out)
 
     def table(self) -> Table:
@@ -155,8 +160,6 @@ def sweep(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
     Raises:
         LowtideError: a batch size could not be traced. (One for which no plan fits is a row, not an error.)
     """
-    from simulator.studies.tracing import traces_in
-
     load = traces_in(request.directory, request.model, request.tracer_options, progress)
     rows, options, target = [], {}, ""
     for batch_size in request.batch_sizes:
@@ -171,12 +174,6 @@ def sweep(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
 
 
 def _row(request: SweepRequest, trace: Trace, batch_size: int) -> SweepRow:
-    from simulator.allocator.device_fit import setting_of
-    from simulator.core.problem import Problem
-    from simulator.core.replay import peak_by_category
-    from simulator.studies.prediction import plan_for, predict
-    from simulator.studies.warnings import texts, warnings
-
     setting = setting_of(trace.meta, request.alloc_conf)
     problem = Problem(trace, request.constraints)
     saved = predict(problem, setting)

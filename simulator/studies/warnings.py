@@ -9,14 +9,12 @@ more.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 from simulator.allocator.device import CUDA
 from simulator.allocator.device_fit import kind_of, setting_of
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
-from simulator.planners.outcome import figures_of_plan
 from simulator.studies.prediction import Prediction, predict, untouched_peak_bytes
 from traces.devices import device
 from traces.errors import SpecError
@@ -78,17 +76,6 @@ def warnings_of(problem: Problem) -> tuple[PredictionWarning, ...]:
 def texts_of(problem: Problem) -> list[str]:
     """The prose of `warnings_of`."""
     return list(map(text, warnings_of(problem)))
-
-
-def completed(c: Prediction) -> Prediction:
-    """The prediction whose plan carries its figures, the allocator settings, and what to say beside them."""
-    told = {"warnings": list(texts(c)), "provenance": provenance(c.trace.meta)}
-    predicted = figures_of_plan(
-        c.saved.timeline, c.planned.timeline, c.saved_fit.reserved, c.planned_fit.reserved
-    )
-    conf = c.setting.alloc_conf
-    meta = c.plan.meta if conf is None else replace(c.plan.meta, alloc_conf=conf)
-    return replace(c, plan=replace(c.plan, meta=meta, predicted={**predicted, **told}))
 
 
 def unknown_ops(trace: Trace) -> tuple[int, ...]:

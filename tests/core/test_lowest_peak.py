@@ -11,7 +11,7 @@ from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.studies import lowest_peak
-from simulator.studies.prediction import plan_for
+from simulator.studies.planning import plan_for
 from tests.exhaust import draw_trace, frontier
 from traces.store import load
 from traces.trace import Trace

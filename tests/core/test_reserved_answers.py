@@ -19,13 +19,8 @@ from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners.outcome import Infeasible
-from simulator.studies.prediction import (
-    ATTEMPTS,
-    Prediction,
-    plan_within_reserved,
-    predict,
-    untouched_peak_bytes,
-)
+from simulator.studies.planning import ATTEMPTS, plan_within_reserved
+from simulator.studies.prediction import Prediction, predict, untouched_peak_bytes
 from simulator.studies.warnings import risk_bytes, texts
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, opt, trace
