@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
 from traces.errors import LowtideError
+from traces.files import write_text
 
 Record = TypeVar("Record")
 
@@ -37,12 +39,6 @@ def from_json(kind: type[Record], data: Any) -> Record:
         raise ValueError(str(error)) from None
 
 
-def checked(record: Record) -> Record:
-    """The same record; raises ValueError if a field's value is not of the field's type."""
-    from_json(type(record), to_json(record))
-    return record
-
-
 def read_json(path: str | Path) -> Any:
     """What a JSON file holds.
 
@@ -56,32 +52,69 @@ def read_json(path: str | Path) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def read_record(
-    path: str | Path,
-    kind: type[Record],
-    *,
-    name: str,
-    version_key: str,
-    version: int,
-    advice: str,
-    error: type[LowtideError],
-) -> Record:
-    """Read one record from a JSON file whose `record` is `name` and whose `version_key` is `version`.
+def canonical_json(data: object) -> str:
+    """JSON with sorted keys, so that the same record always makes the same bytes."""
+    return json.dumps(data, sort_keys=True, indent=1)
 
-    Raises:
-        error: no such file, no JSON, another record or version, or a field of another type; with the advice.
-    """
-    if not Path(path).is_file():
-        raise error(f"{path}: no such file; {advice}.")
-    try:
-        data = read_json(path)
-    except (OSError, ValueError) as problem:
-        raise error(f"{path}: not a JSON file ({problem}); {advice}.") from None
-    if not isinstance(data, dict) or data.get("record") != name:
-        raise error(f"{path}: holds no {name} of Lowtide's; {advice}.")
-    if data.get(version_key) != version:
-        raise error(f"{path}: version {data.get(version_key)}, and this Lowtide reads {version}; {advice}.")
-    try:
-        return from_json(kind, data)
-    except ValueError as problem:
-        raise error(f"{path}: malformed ({problem}); {advice}.") from None
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What the files of one kind of record say of themselves, and how one that is none is refused."""
+
+    name: str  # under the key `record`: "plan"
+    version: int
+    advice: str  # what to do about a file that is none, without its full stop
+    error: type[LowtideError]
+    version_key: str = ""  # without one: `plan_version`
+    older: tuple[int, ...] = ()  # further versions that are read
+
+    @property
+    def key(self) -> str:
+        return self.version_key or f"{self.name}_version"
+
+
+class JsonRecord:
+    """A frozen dataclass with JSON files of its own, which say what they hold and of which version: see `Form`."""
+
+    __slots__ = ()
+    form: ClassVar[Form]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"record": self.form.name, self.form.key: self.form.version, **to_json(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """The record that parsed JSON holds; ValueError if a field is missing or of another type."""
+        return from_json(cls, data)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the record as JSON, whole or not at all."""
+        return write_text(path, canonical_json(self.to_json()) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read the record.
+
+        Raises:
+            LowtideError: of the kind that `form` says: no such file, no JSON, another record or version, or a field of
+                another type.
+        """
+        form = cls.form
+
+        def refused(what: str) -> LowtideError:
+            return form.error(f"{path}: {what}; {form.advice}.")
+
+        if not Path(path).is_file():
+            raise refused(f"no such {form.name}")
+        try:
+            data = read_json(path)
+        except (OSError, ValueError) as problem:
+            raise refused(f"not a JSON file ({problem})") from None
+        if not isinstance(data, dict) or data.get("record") != form.name:
+            raise refused(f"holds no {form.name} of Lowtide's")
+        if (version := data.get(form.key)) not in (form.version, *form.older):
+            raise refused(f"{form.name} version {version}, and this Lowtide reads {form.version}")
+        try:
+            return cls.from_json(data)
+        except (ValueError, LookupError, TypeError, AttributeError) as problem:
+            raise refused(f"malformed {form.name} ({problem})") from None

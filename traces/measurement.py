@@ -5,16 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar
 
 from traces.errors import TraceError
-from traces.files import write_text
-from traces.json_records import read_record, to_json
+from traces.json_records import Form, JsonRecord
 from traces.plan import ALLOCATED, RESERVED
-from traces.trace import canonical_json
-
-MEASUREMENT_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +86,10 @@ def signed_error_percent(predicted: RunFigures, measured: RunFigures) -> dict[st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
+class Measurement(JsonRecord):
     """One `execute`: the plan's prediction, and what was measured of eager, keep-all and the plan."""
 
+    form: ClassVar = Form(name="measurement", version=1, advice="run `execute` again", error=TraceError)
     model: str
     options: Mapping[str, Any]
     planner: str
@@ -143,28 +139,12 @@ class Measurement:
         return slowdown_percent(self.predicted, self.keep_all_predicted)
 
     def to_json(self) -> dict[str, Any]:
-        out = to_json(self)
-        out["error_percent"] = signed_error_percent(self.predicted, self.measured)
-        out["keep_all_error_percent"] = signed_error_percent(self.keep_all_predicted, self.keep_all)
-        out["slowdown_percent"] = {
-            "predicted": self.predicted_slowdown_percent,
-            "measured": self.slowdown_percent,
+        return {
+            **JsonRecord.to_json(self),
+            "error_percent": signed_error_percent(self.predicted, self.measured),
+            "keep_all_error_percent": signed_error_percent(self.keep_all_predicted, self.keep_all),
+            "slowdown_percent": {
+                "predicted": self.predicted_slowdown_percent,
+                "measured": self.slowdown_percent,
+            },
         }
-        return {"record": "measurement", "measurement_version": MEASUREMENT_VERSION, **out}
-
-    def save(self, path: str | Path) -> Path:
-        """Write the measurement as JSON, whole or not at all."""
-        return write_text(path, canonical_json(self.to_json()) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Measurement:
-        """Read a measurement; raises TraceError if the file is not one."""
-        return read_record(
-            path,
-            cls,
-            name="measurement",
-            version_key="measurement_version",
-            version=MEASUREMENT_VERSION,
-            advice="run `execute` again",
-            error=TraceError,
-        )

@@ -32,16 +32,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from traces.errors import PlanError
-from traces.files import write_text
-from traces.json_records import checked, from_json, read_json
-from traces.trace import Trace, TraceMeta, canonical_json
+from traces.json_records import Form, JsonRecord, from_json
+from traces.trace import Trace, TraceMeta
 from traces.units import show_bytes, show_percent
 
-PLAN_VERSION: Final = 2
 RECOMPUTE: Final = "recompute"
 SAVE: Final = "save"
 EXACT: Final = "exact"
@@ -71,9 +68,16 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(JsonRecord):
     """Actions for one trace, with their provenance."""
 
+    form: ClassVar = Form(
+        name="plan",
+        version=2,
+        older=(1,),
+        advice="make one with `simulate TRACE --budget 60% -o plan.json`",
+        error=PlanError,
+    )
     meta: TraceMeta
     actions: tuple[Action, ...] = ()
     planner: str = ""
@@ -82,6 +86,10 @@ class Plan:
     exactness: str = EXACT  # exact: gradients equal those of the unplanned step
     predicted: Mapping[str, Any] = field(default_factory=dict)
     constraints: Mapping[str, Any] = field(default_factory=dict)  # what the user forbade; empty: nothing
+
+    def __post_init__(self) -> None:
+        if self.budget_of not in (ALLOCATED, RESERVED):
+            raise ValueError(f"budget_of is {self.budget_of!r} and should be {ALLOCATED} or {RESERVED}")
 
     def __repr__(self) -> str:
         told = self.predicted.get("plan", {})
@@ -104,8 +112,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "record": "plan",
-            "plan_version": PLAN_VERSION,
+            "record": self.form.name,
+            self.form.key: self.form.version,
             "trace": self.meta.to_json(),
             "planner": self.planner,
             "budget_bytes": self.budget_bytes,
@@ -116,67 +124,14 @@ class Plan:
             "actions": [a.to_json() for a in self.actions],
         }
 
-    def save(self, path: str | Path) -> Path:
-        """Write the plan as JSON, whole or not at all."""
-        return write_text(path, canonical_json(self.to_json()) + "\n")
-
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """Read a plan.
-
-        Raises:
-            PlanError: no such file, not JSON, not a plan, or of another version.
-        """
-        path = Path(path)
-        if not path.is_file():
-            raise PlanError(f"{path}: no such plan; make one with `simulate TRACE --budget 60% -o {path}`.")
-        try:
-            data = read_json(path)
-        except (ValueError, OSError) as error:
-            raise PlanError(
-                f"{path}: not a JSON file ({error}); make the plan again with `simulate`."
-            ) from None
-        try:
-            return cls.from_json(data)
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from None
-
-    @classmethod
-    def from_json(cls, data: Any) -> Plan:
-        """Build a plan from parsed JSON; raises PlanError if it is not one."""
-        if not isinstance(data, dict) or data.get("record") != "plan":
-            raise PlanError("not a Lowtide plan; make one with `simulate TRACE --budget 60% -o plan.json`.")
-        if data.get("plan_version") not in (1, PLAN_VERSION):
-            raise PlanError(
-                f"plan version {data.get('plan_version')}, and this Lowtide reads 1 and {PLAN_VERSION}; "
-                "make the plan again with `simulate`."
-            )
-        try:
-            if data["plan_version"] == 1:
-                data = from_version_1(data)
-            return checked(
-                cls(
-                    meta=TraceMeta.from_json(data["trace"]),
-                    planner=str(data["planner"]),
-                    budget_bytes=data["budget_bytes"],
-                    budget_of=_budget_of(data),
-                    exactness=str(data["exactness"]),
-                    predicted=dict(data["predicted"]),
-                    constraints=dict(data.get("constraints", {})),
-                    actions=tuple(from_json(Action, a) for a in data["actions"]),
-                )
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(
-                f"malformed plan ({type(error).__name__}: {error}); make it again with `simulate`."
-            ) from None
-
-
-def _budget_of(data: Mapping[str, Any]) -> str:
-    of = data.get("budget_of", ALLOCATED)  # plans from before it limited what is allocated
-    if of not in (ALLOCATED, RESERVED):
-        raise ValueError(f"budget_of is {of!r} and should be {ALLOCATED} or {RESERVED}")
-    return str(of)
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that parsed JSON holds; ValueError (or what Python says of version 1) if it is none."""
+        if data.get(cls.form.key) == 1:
+            data = from_version_1(data)
+        if lacking := sorted({"planner", "budget_bytes", "exactness", "predicted", "actions"} - data.keys()):
+            raise ValueError(f"it lacks {lacking[0]}")
+        return from_json(cls, {**data, "meta": data.get("trace")})
 
 
 def from_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,7 +148,7 @@ def from_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
             after = [c for c in old.get("drop_after", ()) if c >= first]
             new |= {"retain": old.get("share", True), "evict_after": after}
         actions.append(new)
-    return {**data, "plan_version": PLAN_VERSION, "actions": actions}
+    return {**data, "plan_version": 2, "actions": actions}
 
 
 def label_actions(trace: Trace, actions: Iterable[Action]) -> tuple[Action, ...]:

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar
 
 from traces.errors import PlanError
-from traces.files import write_text
-from traces.json_records import read_record, to_json
-from traces.trace import TraceMeta, canonical_json
-
-SAVED_VERSION: Final = 1
+from traces.json_records import Form, JsonRecord
+from traces.trace import TraceMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +27,8 @@ class SavedSet:
     saved: tuple[int, ...]  # storages that forward makes and keeps for backward
     recomputed: tuple[int, ...]  # storages that forward makes and backward makes again
     recomputed_ops: int  # ops of forward, views left out, that its backward runs again
-    random_again: tuple[
-        int, ...
-    ]  # of these, the ops that draw new random numbers: its gradients are wrong then
+    # Of these, the ops that draw new random numbers: its gradients are wrong then.
+    random_again: tuple[int, ...]
 
     @property
     def valid(self) -> bool:
@@ -45,38 +41,17 @@ class SavedSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedSets:
+class SavedSets(JsonRecord):
     """What one run of the other system chose, for one trace."""
 
+    form: ClassVar = Form(
+        name="saved sets",
+        version_key="saved_version",
+        version=1,
+        advice="make them with `trace torch-budget TRACE -o FILE`",
+        error=PlanError,
+    )
     trace: TraceMeta
     source: str  # the other system, in words
     capture_seconds: float  # to build and capture the graph, once for all sets
     sets: tuple[SavedSet, ...] = field(default=())
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "record": "saved sets",
-            "saved_version": SAVED_VERSION,
-            **to_json(self),
-        }
-
-    def save(self, path: str | Path) -> Path:
-        """Write the record as JSON, whole or not at all."""
-        return write_text(path, canonical_json(self.to_json()) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> SavedSets:
-        """Read the record.
-
-        Raises:
-            PlanError: no such file, not JSON, not such a record, or of another version.
-        """
-        return read_record(
-            path,
-            cls,
-            name="saved sets",
-            version_key="saved_version",
-            version=SAVED_VERSION,
-            advice=f"make it with `trace torch-budget TRACE -o {path}`",
-            error=PlanError,
-        )

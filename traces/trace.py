@@ -20,7 +20,6 @@ temporaries for a Python reference to go away.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Final
@@ -320,8 +319,3 @@ def fingerprint(ops: Ops, storages: Storages, *, sizes: bool = True, eager: bool
         if sizes:
             put(storages.nbytes[s], storages.shape[s])
     return h.hexdigest()[:16]
-
-
-def canonical_json(data: object) -> str:
-    """JSON with sorted keys, so that the same record always makes the same bytes."""
-    return json.dumps(data, sort_keys=True, indent=1)

@@ -26,9 +26,8 @@ from simulator.core.budget import check_budget
 from simulator.planners import DEFAULT, REGISTRY
 from traces.devices import device
 from traces.errors import LowtideError, SpecError
-from traces.json_records import to_json
+from traces.json_records import canonical_json, to_json
 from traces.model_spec import short_name, split_reference
-from traces.trace import canonical_json
 
 PACKAGED: Final = Path(__file__).resolve().parent.parent / "cases"
 PLAN, BOUNDARY = "plan", "boundary"

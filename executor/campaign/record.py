@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from executor.campaign.cases import Case, Method, digest
 from traces.errors import TraceError
 from traces.files import write_text
-from traces.json_records import read_json, read_record, to_json
+from traces.json_records import Form, JsonRecord, canonical_json, read_json, to_json
 from traces.measurement import RunFigures
 from traces.model_spec import source_file
-from traces.trace import canonical_json
-
-RECORD_VERSION: Final = 2
 
 DONE: Final = "measured"
 INFEASIBLE: Final = "infeasible"
@@ -47,9 +44,16 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(JsonRecord):
     """What came out of one case. Figures that are not there were not measured or not predicted."""
 
+    form: ClassVar = Form(
+        name="campaign case",
+        version_key="record_version",
+        version=2,
+        advice="delete it, and the case runs again",
+        error=TraceError,
+    )
     case: Case
     key: str
     status: str
@@ -96,52 +100,25 @@ class Record:
         """What the measured figures were measured on: `CPU`, or the GPU's name."""
         return self.environment.get("gpu") or "CPU"
 
-    def to_json(self) -> dict[str, Any]:
-        return {"record": "campaign case", "record_version": RECORD_VERSION, **to_json(self)}
-
-    @classmethod
-    def load(cls, path: Path) -> Record:
-        """Read the record of one case; raises TraceError if the file is not one."""
-        return read_record(
-            path,
-            cls,
-            name="campaign case",
-            version_key="record_version",
-            version=RECORD_VERSION,
-            advice="delete it, and the case runs again",
-            error=TraceError,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Book:
+class Book(JsonRecord):
     """All records of a campaign, in the order of its cases: `campaign.json`."""
 
+    form: ClassVar = Form(
+        name="campaign",
+        version_key="record_version",
+        version=2,
+        advice="`execute campaign CASES -o DIR` writes DIR/campaign.json",
+        error=TraceError,
+    )
     name: str
-    method: Method
     asked: int  # cases in the file; more than `records` while some are outstanding
+    method: Method
     records: tuple[Record, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        cases = [r.to_json() for r in self.records]
-        own = {"name": self.name, "asked": self.asked, "method": to_json(self.method)}
-        return {"record": "campaign", "record_version": RECORD_VERSION, **own, "records": cases}
-
-    @classmethod
-    def load(cls, path: Path) -> Book:
-        """Read a campaign.json; raises TraceError if the file is not one."""
-        return read_record(
-            path,
-            cls,
-            name="campaign",
-            version_key="record_version",
-            version=RECORD_VERSION,
-            advice="`execute campaign CASES -o DIR` writes DIR/campaign.json",
-            error=TraceError,
-        )
-
-    def save(self, path: Path) -> Path:
-        return write_text(path, canonical_json(self.to_json()) + "\n")
+        return {**JsonRecord.to_json(self), "records": [r.to_json() for r in self.records]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ def max_batch_command(
     from simulator import api
     from simulator.allocator.device import CPU
     from traces.files import write_text
-    from traces.trace import canonical_json
+    from traces.json_records import canonical_json
 
     if model.startswith("-"):
         raise SpecError(f"{model}: the first word after max-batch is the model's name.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar
 
 from simulator.allocator.device_fit import setting_of
 from simulator.core.budget import parse_budget
@@ -22,14 +22,12 @@ from simulator.studies.tables import UNKNOWN, Table, no, table, yes
 from simulator.studies.tracing import traces_in
 from simulator.studies.warnings import text, texts, warnings
 from traces.errors import BudgetError, TraceError
-from traces.files import write_text
-from traces.json_records import read_record, to_json
+from traces.json_records import Form, JsonRecord
 from traces.measurement import RunFigures
 from traces.plan import ALLOCATED
-from traces.trace import PARAMETER, Trace, canonical_json
+from traces.trace import PARAMETER, Trace
 from traces.warning import PredictionWarning
 
-SWEEP_VERSION: Final = 1
 EAGER, KEEP_ALL, PLAN = "eager", "keep_all", "plan"  # the keys of `SweepRow.measured`
 
 
@@ -66,9 +64,15 @@ class SweepRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
+class Sweep(JsonRecord):
     """One model over batch sizes, in the order asked for."""
 
+    form: ClassVar = Form(
+        name="sweep",
+        version=1,
+        advice="make one with `simulate sweep MODEL --batch-sizes 8,16`",
+        error=TraceError,
+    )
     model: str
     options: dict[str, Any]  # as the traces record them, the batch size left out
     target: str
@@ -112,26 +116,6 @@ class Sweep:
             ),
             caption="Predicted",
         ).known()
-
-    def to_json(self) -> dict[str, Any]:
-        return {"record": "sweep", "sweep_version": SWEEP_VERSION, **to_json(self)}
-
-    def save(self, path: str | Path) -> Path:
-        """Write the sweep as JSON, whole or not at all."""
-        return write_text(path, canonical_json(self.to_json()) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Sweep:
-        """Read a sweep; raises TraceError if the file is not one."""
-        return read_record(
-            path,
-            cls,
-            name="sweep",
-            version_key="sweep_version",
-            version=SWEEP_VERSION,
-            advice="make one with `simulate sweep MODEL --batch-sizes 8,16`",
-            error=TraceError,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

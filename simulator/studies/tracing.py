@@ -17,10 +17,10 @@ from traces.device_profile import GALLERY_PROFILES, cache_directory, load_identi
 from traces.devices import device
 from traces.errors import LowtideError, TraceError
 from traces.files import write_text
-from traces.json_records import read_json
+from traces.json_records import canonical_json, read_json
 from traces.model_spec import source_file
 from traces.store import load
-from traces.trace import Trace, canonical_json
+from traces.trace import Trace
 
 PACKAGES: Final = ("torch", "torchvision", "transformers")  # whose code is in the graph
 

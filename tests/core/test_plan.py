@@ -86,9 +86,9 @@ def changed(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "not a Lowtide plan"),
-        ({}, "not a Lowtide plan"),
-        (changed(record="measurement"), "not a Lowtide plan"),
+        ([], "holds no plan"),
+        ({}, "holds no plan"),
+        (changed(record="measurement"), "holds no plan"),
         (changed(plan_version=99), "plan version 99"),
         (changed(actions=[{"storage": 1, "recipe": 7}]), "malformed plan"),
         (changed(actions=[{"recipe": "recompute"}]), "malformed plan"),

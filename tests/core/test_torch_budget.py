@@ -115,7 +115,7 @@ def test_damaged_saved_sets_are_refused(tmp_path: Path, text: str, says: str) ->
     (tmp_path / "s.json").write_text(text)
     with pytest.raises(PlanError, match=says):
         SavedSets.load(tmp_path / "s.json")
-    with pytest.raises(PlanError, match="no such file"):
+    with pytest.raises(PlanError, match="no such saved sets"):
         SavedSets.load(tmp_path / "none.json")
 
 

@@ -221,7 +221,7 @@ def test_what_is_no_budget(folder: Path, budget: str) -> None:
         (None, ["no such plan"]),
         ("", ["not a JSON file"]),
         ("{", ["not a JSON file"]),
-        ("[]", ["not a Lowtide plan"]),
+        ("[]", ["holds no plan"]),
         ('{"record": "plan"}', ["version"]),
         ('{"record": "plan", "plan_version": 1}', ["malformed"]),
     ],
