@@ -16,6 +16,7 @@ from typing import Any, Final
 from traces import parquet as tables
 from traces.errors import TraceError
 from traces.files import locked, replacing
+from traces.json_records import Record, from_json, to_json
 from traces.parquet import INT, INTS, TEXT
 
 PROFILE_VERSION: Final = 1
@@ -39,6 +40,9 @@ FORM: Final = tables.Format(
     },
     again="fill another with `trace --device` or `trace --calibrate`, or give --no-profile.",
 )
+
+
+COLUMNS: Final = tuple(FORM.columns)[1:]  # those of an entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +69,8 @@ class Entry:
 
     target: str  # the operator
     shapes: str  # of its tensors, for people
-    events: tuple[
-        int, ...
-    ]  # allocations (+) and frees (-) in order; they sum to the bytes that the op leaves
+    # Allocations (+) and frees (-) in order; they sum to the bytes that the op leaves.
+    events: tuple[int, ...]
     time_ns: int  # median
     samples: int  # timed runs behind it
     provenance: str  # one of PROVENANCES
@@ -146,17 +149,12 @@ def save(profile: DeviceProfile, path: str | Path) -> Path:
     path = Path(path)
     keys = sorted(profile.entries)
     values: dict[str, Any] = {"key": keys}
-    for column in list(FORM.columns)[1:]:
+    for column in COLUMNS:
         values[column] = [getattr(profile.entries[k], column) for k in keys]
-    identity = profile.identity
     header = {
         "profile_version": PROFILE_VERSION,
-        "device": identity.device,
-        "kind": identity.kind,
-        "target": identity.target,
-        "torch_version": identity.torch_version,
-        "flags": identity.flags,
-        "workspaces": [{"nbytes": w.nbytes, "op": w.op} for w in profile.workspaces],
+        **to_json(profile.identity),
+        "workspaces": to_json(profile.workspaces),
     }
     with replacing(path) as temporary:
         tables.write(temporary, FORM, header, values)
@@ -171,19 +169,15 @@ def load(path: str | Path) -> DeviceProfile:
     """
     path = Path(path)
     header, columns = tables.read(path, FORM)
-    identity = _identity(path, header)
-    rows = zip(*(columns[c] for c in FORM.columns), strict=True)
-    entries = {
-        key: Entry(target=t, shapes=s, events=e, time_ns=ns, samples=n, provenance=p)
-        for key, t, s, e, ns, n, p in rows
-    }
-    try:
-        workspaces = tuple(
-            LibraryWorkspace(nbytes=int(w["nbytes"]), op=str(w["op"])) for w in header.get("workspaces", [])
-        )
-    except (TypeError, KeyError, ValueError):
-        raise TraceError(f"{path}: its header's workspaces are malformed; {FORM.again}") from None
-    profile = DeviceProfile(identity=identity, entries=entries, workspaces=workspaces)
+    rows = zip(*(columns[c] for c in COLUMNS), strict=True)
+    entries = [Entry(**dict(zip(COLUMNS, row, strict=True))) for row in rows]
+    profile = DeviceProfile(
+        identity=_identity(path, header),
+        entries=dict(zip(columns["key"], entries, strict=True)),
+        workspaces=_of_header(
+            path, tuple[LibraryWorkspace, ...], header.get("workspaces", []), "has malformed workspaces"
+        ),
+    )
     try:
         profile.validate()
     except TraceError as error:
@@ -202,11 +196,14 @@ def load_identity(path: str | Path) -> Identity:
 
 
 def _identity(path: Path, header: dict[str, Any]) -> Identity:
-    names = ("device", "kind", "target", "torch_version")
-    flags = header.get("flags")
-    if not all(isinstance(header.get(n), str) for n in names) or not isinstance(flags, dict):
-        raise TraceError(f"{path}: its header does not say whose measurements these are; {FORM.again}")
-    return Identity(**{n: header[n] for n in names}, flags={str(k): str(v) for k, v in flags.items()})
+    return _of_header(path, Identity, header, "does not say whose measurements these are")
+
+
+def _of_header(path: Path, kind: type[Record], data: Any, problem: str) -> Record:
+    try:
+        return from_json(kind, data)
+    except ValueError as error:
+        raise TraceError(f"{path}: its header {problem} ({error}); {FORM.again}") from None
 
 
 def add_to(path: str | Path, new: DeviceProfile) -> DeviceProfile:

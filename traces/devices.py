@@ -54,95 +54,50 @@ def _rates(fp64: float, fp32: float, tf32: float | None, bf16: float | None, fp1
 
 GPU_LAUNCH_NS: Final = 4_000  # an eager kernel launch; small kernels of a stream start about this far apart
 
+
+def _gpu(
+    name: str,
+    memory_mib: int,
+    gb_per_s: int,
+    rates: dict[str, int],
+    sm: tuple[int, int],
+    multiprocessors: int,
+    source: str,
+) -> Device:
+    return Device(
+        name=name,
+        kind="cuda",
+        memory_bytes=memory_mib * MIB,
+        bandwidth_bytes_per_s=gb_per_s * GIGA,
+        flops_per_s=rates,
+        launch_ns=GPU_LAUNCH_NS,
+        source=source,
+        sm=sm,
+        multiprocessors=multiprocessors,
+    )
+
+
+HOPPER: Final = _rates(33.5, 66.9, 494.7, 989.4, 989.4)
+AMPERE: Final = _rates(9.7, 19.5, 156, 312, 312)
+# fmt: off
 DEVICES: Final = (
-    Device(
-        name="H200",
-        kind="cuda",
-        memory_bytes=143_771 * MIB,
-        bandwidth_bytes_per_s=4_800 * GIGA,
-        flops_per_s=_rates(33.5, 66.9, 494.7, 989.4, 989.4),
-        sm=(9, 0),
-        multiprocessors=132,
-        launch_ns=GPU_LAUNCH_NS,
-        source="NVIDIA H200 datasheet (SXM), sparse rates halved",
-    ),
-    Device(
-        name="H100",
-        kind="cuda",
-        memory_bytes=81_559 * MIB,
-        bandwidth_bytes_per_s=3_350 * GIGA,
-        flops_per_s=_rates(33.5, 66.9, 494.7, 989.4, 989.4),
-        sm=(9, 0),
-        multiprocessors=132,
-        launch_ns=GPU_LAUNCH_NS,
-        source="NVIDIA H100 datasheet (SXM5 80 GB), sparse rates halved",
-    ),
-    Device(
-        name="A100-80",
-        kind="cuda",
-        memory_bytes=81_920 * MIB,
-        bandwidth_bytes_per_s=2_039 * GIGA,
-        flops_per_s=_rates(9.7, 19.5, 156, 312, 312),
-        sm=(8, 0),
-        multiprocessors=108,
-        launch_ns=GPU_LAUNCH_NS,
-        source="NVIDIA A100 datasheet (80 GB SXM)",
-    ),
-    Device(
-        name="A100-40",
-        kind="cuda",
-        memory_bytes=40_960 * MIB,
-        bandwidth_bytes_per_s=1_555 * GIGA,
-        flops_per_s=_rates(9.7, 19.5, 156, 312, 312),
-        sm=(8, 0),
-        multiprocessors=108,
-        launch_ns=GPU_LAUNCH_NS,
-        source="NVIDIA A100 datasheet (40 GB)",
-    ),
-    Device(
-        name="L40S",
-        kind="cuda",
-        memory_bytes=46_068 * MIB,
-        bandwidth_bytes_per_s=864 * GIGA,
-        flops_per_s=_rates(1.43, 91.6, 183, 362, 362),
-        sm=(8, 9),
-        multiprocessors=142,
-        launch_ns=GPU_LAUNCH_NS,
-        source="NVIDIA L40S datasheet; float64 is 1/64 of float32; memory with ECC on",
-    ),
-    Device(
-        name="RTX-4090",
-        kind="cuda",
-        memory_bytes=24_564 * MIB,
-        bandwidth_bytes_per_s=1_008 * GIGA,
-        flops_per_s=_rates(1.29, 82.6, 82.6, 165.2, 165.2),
-        sm=(8, 9),
-        multiprocessors=128,
-        launch_ns=GPU_LAUNCH_NS,
-        source="NVIDIA Ada GPU architecture whitepaper, appendix on the GeForce RTX 4090",
-    ),
-    Device(
-        name="RTX-3090",
-        kind="cuda",
-        memory_bytes=24_576 * MIB,
-        bandwidth_bytes_per_s=936 * GIGA,
-        flops_per_s=_rates(0.556, 35.6, 35.6, 71.2, 71.2),
-        sm=(8, 6),
-        multiprocessors=82,
-        launch_ns=GPU_LAUNCH_NS,
-        source="NVIDIA GA102 GPU architecture whitepaper, table on the GeForce RTX 3090",
-    ),
-    Device(
-        name="T4",
-        kind="cuda",
-        memory_bytes=15_360 * MIB,
-        bandwidth_bytes_per_s=320 * GIGA,
-        flops_per_s=_rates(0.254, 8.1, None, None, 65),
-        sm=(7, 5),
-        multiprocessors=40,
-        launch_ns=GPU_LAUNCH_NS,
-        source="NVIDIA T4 datasheet; no TF32 and no bfloat16 units; memory with ECC on",
-    ),
+    # name, memory in MiB, GB/s, rates, compute capability, multiprocessors, source
+    _gpu("H200", 143_771, 4_800, HOPPER, (9, 0), 132,
+         "NVIDIA H200 datasheet (SXM), sparse rates halved"),
+    _gpu("H100", 81_559, 3_350, HOPPER, (9, 0), 132,
+         "NVIDIA H100 datasheet (SXM5 80 GB), sparse rates halved"),
+    _gpu("A100-80", 81_920, 2_039, AMPERE, (8, 0), 108,
+         "NVIDIA A100 datasheet (80 GB SXM)"),
+    _gpu("A100-40", 40_960, 1_555, AMPERE, (8, 0), 108,
+         "NVIDIA A100 datasheet (40 GB)"),
+    _gpu("L40S", 46_068, 864, _rates(1.43, 91.6, 183, 362, 362), (8, 9), 142,
+         "NVIDIA L40S datasheet; float64 is 1/64 of float32; memory with ECC on"),
+    _gpu("RTX-4090", 24_564, 1_008, _rates(1.29, 82.6, 82.6, 165.2, 165.2), (8, 9), 128,
+         "NVIDIA Ada GPU architecture whitepaper, appendix on the GeForce RTX 4090"),
+    _gpu("RTX-3090", 24_576, 936, _rates(0.556, 35.6, 35.6, 71.2, 71.2), (8, 6), 82,
+         "NVIDIA GA102 GPU architecture whitepaper, table on the GeForce RTX 3090"),
+    _gpu("T4", 15_360, 320, _rates(0.254, 8.1, None, None, 65), (7, 5), 40,
+         "NVIDIA T4 datasheet; no TF32 and no bfloat16 units; memory with ECC on"),
     Device(
         name="cpu",
         kind="cpu",
@@ -157,6 +112,7 @@ DEVICES: Final = (
         ),
     ),
 )
+# fmt: on
 
 
 def device(name: str) -> Device:

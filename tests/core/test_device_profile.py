@@ -108,7 +108,7 @@ def _rewritten(path: Path, change: dict[str, object]) -> None:
         ({"profile_version": 9}, "profile version 9"),
         ({"device": 3}, "whose measurements"),
         ({"flags": None}, "whose measurements"),
-        ({"workspaces": [{"nbytes": "many"}]}, "workspaces are malformed"),
+        ({"workspaces": [{"nbytes": "many"}]}, "malformed workspaces"),
     ],
 )
 def test_a_foreign_header_is_refused(change: dict[str, object], reason: str, tmp_path: Path) -> None:
