@@ -15,14 +15,12 @@ from tracer.costs.profiles import (
     find,
     identity_here,
     identity_wanted,
-    profile_of,
-    with_workspaces,
 )
 from tracer.measure.isolated import calibrate, missing
 from tracer.measure.step import measure
 from tracer.precision.policy import set_tf32
-from tracer.record.assemble import recost
-from tracer.record.step import Recorded, trace_step
+from tracer.record.draft import Draft
+from tracer.record.step import trace_step
 from tracer.record.untouched import untouched_peak_bytes
 from traces import device_profile as store
 from traces.device_profile import DeviceProfile, Identity
@@ -65,16 +63,19 @@ def record_fake(
     if found is not None and found.warning:
         say(f"warning: {found.warning}")
     profile = found.profile if found is not None else None
-    recorded = trace_step(build, target, costs=Costs(profile=profile))
-    where = str(found.path) if found is not None else ""
+    draft = trace_step(build, target, costs=Costs(profile=profile))
+    costs, where = draft.costs, str(found.path) if found is not None else ""
     if use.calibrate:
         if target.kind == "cuda":
             set_tf32(build.policy)
-        profile, where = _calibrated(recorded, target, profile, use, say)
-        recorded = recost(recorded, target, Costs(profile=profile, tf32=build.policy.get("tf32")))
-    trace = _counted(recorded.trace, recorded, target, Costs(profile=profile))
-    if profile is not None and {w.op for w in profile.workspaces} & set(trace.ops.target):
-        trace = with_workspaces(trace, profile.workspaces)
+        profile, where = _calibrated(draft, target, profile, use, say)
+        costs = replace(costs, profile=profile)
+    kept = profile.workspaces if profile is not None else ()
+    trace = draft.finish(
+        costs,
+        kept if {w.op for w in kept} & {row.target for row in draft.rows} else None,
+        untouched_peak_bytes=untouched_peak_bytes(draft, costs),
+    )
     say(sources_text(trace, where))
     return trace
 
@@ -100,24 +101,18 @@ def record_real(
         set_tf32(build.policy)  # before anything asks whose measurements these are
     identity = identity_here(device)
     path = None if use.off else _own_file(use, identity, say)
-    recorded = trace_step(build, target, device=device, costs=Costs())
-    say(f"Measuring {len(recorded.trace.ops)} ops on {device} ...")
-    trace = measure(recorded, build, device, rounds=rounds, warmup=warmup, say=say, progress=progress)
-    own = profile_of(recorded.signatures, trace, identity, rounds)
-    trace = _counted(trace, recorded, target, Costs(profile=own))
+    draft = trace_step(build, target, device=device, costs=Costs())
+    say(f"Measuring {len(draft.rows)} ops on {device} ...")
+    measured = measure(draft, build, device, rounds=rounds, warmup=warmup, say=say, progress=progress)
+    own = measured.profile(identity, rounds)
+    trace = measured.finish(untouched_peak_bytes=untouched_peak_bytes(draft, Costs(profile=own)))
     if path is not None and (merged := _added(path, own, use, say)) is not None:
         say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
     return trace
 
 
-def _counted(trace: Trace, recorded: Recorded, target: Device, costs: Costs) -> Trace:
-    """The trace, with what the untouched model needs."""
-    peak_bytes = untouched_peak_bytes(recorded.step, recorded.mode, target, costs)
-    return replace(trace, meta=replace(trace.meta, untouched_peak_bytes=peak_bytes))
-
-
 def _calibrated(
-    recorded: Recorded,
+    draft: Draft,
     target: Device,
     profile: DeviceProfile | None,
     use: ProfileUse,
@@ -136,7 +131,7 @@ def _calibrated(
             )
     identity = identity_here(device)
     path = None if use.off else _own_file(use, identity, say)
-    lacking = missing(recorded, profile)
+    lacking = missing(draft, profile)
     say(f"Calibrating: {len(lacking)} distinct calls to run alone on {device} ...")
     done = calibrate(lacking, identity, device)
     new = done.profile

@@ -11,7 +11,7 @@ from traces.model_spec import source_file
 
 if TYPE_CHECKING:
     from tracer.build.step import BuildStep
-    from tracer.record.step import Recorded
+    from tracer.record.draft import Draft
     from traces.devices import Device
     from traces.trace import Trace
 
@@ -80,7 +80,7 @@ def record_step(
             _transferred(recorded, half, entry, device, rounds, warmup), root / TRANSFERRED_DIR, force=True
         )
     real = measure(recorded, build, device, rounds=rounds, warmup=warmup)
-    store.save(real, root / CALIBRATED_DIR, force=True)
+    store.save(real.finish(), root / CALIBRATED_DIR, force=True)
     return {"fingerprint": recorded.trace.meta.fingerprint}
 
 
@@ -91,17 +91,15 @@ def takes_batch_size(model: str) -> bool:
 
 
 def _transferred(
-    recorded: Recorded, other: BuildStep, entry: Device, device: str, rounds: int, warmup: int
+    recorded: Draft, other: BuildStep, entry: Device, device: str, rounds: int, warmup: int
 ) -> Trace:
     """The trace with the costs that a profile of the step at another batch size gives it."""
     from tracer.costs.calibration import Costs
-    from tracer.costs.profiles import identity_here, profile_of, with_workspaces
+    from tracer.costs.profiles import identity_here
     from tracer.measure.step import measure
-    from tracer.record.assemble import recost
     from tracer.record.step import trace_step
 
     smaller = trace_step(other, entry, device=device, costs=Costs())
     measured = measure(smaller, other, device, rounds=rounds, warmup=warmup)
-    profile = profile_of(smaller.signatures, measured, identity_here(device), rounds)
-    trace = recost(recorded, entry, Costs(profile=profile)).trace
-    return with_workspaces(trace, profile.workspaces) if profile.workspaces else trace
+    profile = measured.profile(identity_here(device), rounds)
+    return recorded.finish(Costs(profile=profile), profile.workspaces or None)

@@ -62,4 +62,4 @@ def faked_and_measured(make: Callable[[], tuple[Any, ...]], **policy: str) -> tu
     """A step's trace by the rules, and the measured one; policy: as `amp="bfloat16"`."""
     build = replace(build_of(make), policy=policy)
     step = recorded(build)
-    return step.trace, measure(step, build, "cpu", rounds=1, warmup=1)
+    return step.trace, measure(step, build, "cpu", rounds=1, warmup=1).finish()

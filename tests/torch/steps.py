@@ -15,8 +15,9 @@ from simulator.core.schedule import build
 from tracer.build.batch import split_batch
 from tracer.build.loop import TrainingStep
 from tracer.build.step import BuildStep, load_spec
+from tracer.record.draft import Draft
 from tracer.record.program import Program, program_of
-from tracer.record.step import Recorded, capture_step, trace_step
+from tracer.record.step import capture_step, trace_step
 from traces.devices import device
 from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action, Plan
@@ -44,7 +45,7 @@ def build_of(make: Callable[[], tuple[Any, Any, Any, Any]], seed: int = 0) -> Bu
     return BuildStep(model="test", options={}, seed=seed, make=lambda _device: step_of(*make()))
 
 
-def recorded(spec: BuildStep) -> Recorded:
+def recorded(spec: BuildStep) -> Draft:
     return trace_step(spec, device("cpu"))
 
 

@@ -16,19 +16,18 @@ from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402
 from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.costs.calibration import MEASURED, Costs  # noqa: E402
-from tracer.costs.profiles import identity_here, profile_of  # noqa: E402
+from tracer.costs.profiles import identity_here  # noqa: E402
 from tracer.costs.signature import of_call  # noqa: E402
 from tracer.measure.isolated import Wanted, _index_limit, calibrate, missing, resolve  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
-from tracer.record.assemble import Recorded, recost  # noqa: E402
+from tracer.record.draft import Draft  # noqa: E402
 from traces.device_profile import DeviceProfile  # noqa: E402
-from traces.devices import device  # noqa: E402
 from traces.trace import VIEW  # noqa: E402
 
 aten = torch.ops.aten
 
 
-def calibrated(step: Recorded) -> DeviceProfile:
+def calibrated(step: Draft) -> DeviceProfile:
     done = calibrate(missing(step, None), identity_here("cpu"), "cpu")
     assert done.skipped == {}
     assert done.ran == len(done.profile.entries)
@@ -81,8 +80,7 @@ def test_alone_and_in_the_step_are_the_same(make: Callable[[], BuildStep]) -> No
     build = make()
     step = recorded(build)
     alone = calibrated(step)
-    real = measure(step, build, "cpu", rounds=1, warmup=1)
-    together = profile_of(step.signatures, real, identity_here("cpu"), 1)
+    together = measure(step, build, "cpu", rounds=1, warmup=1).profile(identity_here("cpu"), 1)
     assert set(alone.entries) == set(together.entries)
     differing = {k for k, e in alone.entries.items() if e.events != together.entries[k].events}
     assert differing == set()
@@ -91,8 +89,8 @@ def test_alone_and_in_the_step_are_the_same(make: Callable[[], BuildStep]) -> No
 def test_a_calibrated_fake_trace_has_the_real_one_s_allocations() -> None:
     build = build_of(vision)
     step = recorded(build)
-    real = measure(step, build, "cpu", rounds=1, warmup=1)
-    fake = recost(step, device("cpu"), Costs(profile=calibrated(step))).trace
+    real = measure(step, build, "cpu", rounds=1, warmup=1).finish()
+    fake = step.finish(Costs(profile=calibrated(step)))
     assert fake.meta.workspace == {MEASURED: real.meta.workspace[MEASURED]}
     assert fake.meta.fingerprint == real.meta.fingerprint
     for i, flags in enumerate(fake.ops.flags):

@@ -55,7 +55,7 @@ def test_a_cached_table_is_made_by_the_step() -> None:
     build = build_of(make)
     step = recorded(build)
     assert step.trace.ops.target.count("aten.arange.default") == 2
-    real = measure(step, build, "cpu", rounds=1, warmup=1)
+    real = measure(step, build, "cpu", rounds=1, warmup=1).finish()
     assert verify(build, plan_of(real), "cpu", 2).bit_equal
     assert type(Positions.table(6)) is torch.Tensor  # the cache that eager fills is its own
 

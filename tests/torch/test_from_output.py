@@ -121,7 +121,7 @@ SPEC = f"{Path(__file__).resolve()}:activations"
 
 def test_a_net_trains_by_it_bit_for_bit_in_the_predicted_bytes(tmp_path: Path) -> None:
     spec = load_spec(SPEC, {})
-    trace = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1)
+    trace = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
     problem = Problem(trace)
     recipes = [r for r in offered(problem).values() if r.kind == "from_output"]
     assert len(recipes) == 6

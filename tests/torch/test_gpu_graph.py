@@ -25,7 +25,6 @@ from tracer.build.step import load_spec  # noqa: E402
 from tracer.capture.cuda.attention import CUDNN_DROPOUT_STEPS  # noqa: E402
 from tracer.capture.cuda.gpu import gpu_kernels  # noqa: E402
 from tracer.capture.passes.batch_norm import takes_cudnn  # noqa: E402
-from tracer.costs.builder import OpRow  # noqa: E402
 from tracer.costs.libraries import (  # noqa: E402
     SHARED_FROM,
     cublas_workspace_bytes,
@@ -33,7 +32,7 @@ from tracer.costs.libraries import (  # noqa: E402
     library_storages,
     rerun_workspaces,
 )
-from tracer.costs.profiles import with_workspaces  # noqa: E402
+from tracer.costs.rows import OpRow  # noqa: E402
 from tracer.record.program import Program, program_of  # noqa: E402
 from tracer.record.step import capture_step, trace_step  # noqa: E402
 from tracer.torch_api import release  # noqa: E402
@@ -435,7 +434,8 @@ def test_what_a_rerun_linear_layer_keeps_in_backward(monkeypatch: pytest.MonkeyP
 
 
 def test_libraries_workspaces_know_the_op_that_brings_them() -> None:
-    t = trace_step(load_spec(small_nets.spec("mlp")), device("h200")).trace
+    draft = trace_step(load_spec(small_nets.spec("mlp")), device("h200"))
+    t = draft.trace
     sts = t.storages
     uses = {
         sts.name[s]: (sts.first_forward_use[s], sts.first_backward_use[s])
@@ -455,7 +455,7 @@ def test_libraries_workspaces_know_the_op_that_brings_them() -> None:
         LibraryWorkspace(nbytes=32 * MIB, op="aten.mm.default"),
         LibraryWorkspace(nbytes=5, op="aten.nobody.default"),
     )
-    sts = with_workspaces(t, measured).storages
+    sts = draft.finish(workspaces=measured).storages
     assert (sts.first_forward_use[-3:], sts.first_backward_use[-3:]) == (
         (forward, -1, -1),
         (-1, backward, -1),

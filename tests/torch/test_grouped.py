@@ -81,7 +81,7 @@ def test_a_mixture_of_experts_is_measured_planned_and_verified() -> None:
     assert (
         step.trace.ops.target.count("aten._grouped_mm.default") == 5
     )  # 2 forward; 3 backward, since x has no gradient
-    real = measure(step, build, "cpu", rounds=1, warmup=1)
+    real = measure(step, build, "cpu", rounds=1, warmup=1).finish()
     plan = plan_of(real, *recompute_all(Problem(real)))
     found = verify(build, plan, "cpu", 2)
     assert found.bit_equal, found.first_difference

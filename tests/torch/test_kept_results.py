@@ -75,7 +75,7 @@ def test_the_memory_of_such_a_step_is_predicted_to_the_byte() -> None:
         return model, torch.rand(16, 1, 12, 12), None, torch.optim.SGD(model.parameters(), lr=0.01)
 
     build = build_of(make)
-    kept = simulate(measure(recorded(build), build, "cpu", rounds=1, warmup=1))
+    kept = simulate(measure(recorded(build), build, "cpu", rounds=1, warmup=1).finish())
     gc.collect()  # so that nothing of before is freed under the profiler
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         step = build("cpu")

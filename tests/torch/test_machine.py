@@ -77,7 +77,7 @@ def test_a_trace_by_measured_rates_says_so(probed: Device) -> None:
     assert (nominal.meta.rates, nominal.meta.threads) == ({}, 0)
     assert nominal.meta.fingerprint == meta.fingerprint
     # The ops' own times take their place.
-    real = measure(fake, build, "cpu", rounds=1, warmup=1).meta
+    real = measure(fake, build, "cpu", rounds=1, warmup=1).finish().meta
     assert (real.rates, real.threads) == ({}, torch.get_num_threads())
 
 

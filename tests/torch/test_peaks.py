@@ -95,7 +95,7 @@ def job(plan: Plan, path: Path, variant: str = "plan") -> Job:
 def real_trace(model: str, options: dict[str, Any]) -> Trace:
     spec = load_spec(model, options)
     fake = recorded(spec)
-    real = measure(fake, spec, "cpu", rounds=1, warmup=1)
+    real = measure(fake, spec, "cpu", rounds=1, warmup=1).finish()
     assert real.meta.fingerprint == fake.trace.meta.fingerprint
     return real
 

@@ -289,7 +289,7 @@ def test_verification_notices_another_scale(monkeypatch: pytest.MonkeyPatch) -> 
 def test_measuring_waits_until_the_scaler_takes_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = load_spec(OVERFLOWING)
     fake = recorded(spec)
-    assert measure(fake, spec, "cpu", rounds=1, warmup=1).meta.mode == "real"
+    assert measure(fake, spec, "cpu", rounds=1, warmup=1).finish().meta.mode == "real"
     monkeypatch.setattr("tracer.measure.runner.PATIENCE", 0)
     with pytest.raises(TraceError, match="the real step differs"):
         measure(fake, spec, "cpu", rounds=1, warmup=1)

@@ -31,7 +31,7 @@ from traces.validate import validate  # noqa: E402
 @pytest.fixture(scope="module")
 def real() -> Trace:
     build = load_spec(small_nets.spec("residual"))
-    return measure(recorded(build), build, "cpu", rounds=3, warmup=1)
+    return measure(recorded(build), build, "cpu", rounds=3, warmup=1).finish()
 
 
 def test_the_real_trace_is_the_fake_one_with_measurements(real: Trace) -> None:
@@ -68,7 +68,7 @@ def test_workspace_inside_an_op_is_seen() -> None:
         return model, torch.randn(32, 64), lambda y: y.sum(), torch.optim.SGD(model.parameters())
 
     build = build_of(make)
-    trace = measure(recorded(build), build, "cpu", rounds=1, warmup=1)
+    trace = measure(recorded(build), build, "cpu", rounds=1, warmup=1).finish()
     (i,) = [i for i, t in enumerate(trace.ops.target) if t.startswith("aten.native_layer_norm_backward")]
     assert min(trace.ops.events[i]) < 0  # something was allocated and freed inside
     assert sum(e for e in trace.ops.events[i] if e > 0) > sum(trace.ops.events[i])
@@ -309,7 +309,7 @@ def test_a_trace_s_times_sum_to_the_median_whole_step(monkeypatch: pytest.Monkey
     build = load_spec(small_nets.spec("residual"))
     wholes = iter([5_000_000_000, 9_000_000_000, 8_000_000_000, 7_000_000_000])  # the first warms up
     monkeypatch.setattr(profile_module, "_whole_ns", lambda *a: next(wholes))
-    assert measure(recorded(build), build, "cpu", rounds=3, warmup=1).time_ns == 8_000_000_000
+    assert measure(recorded(build), build, "cpu", rounds=3, warmup=1).finish().time_ns == 8_000_000_000
 
 
 def test_a_whole_step_is_the_step_and_nobody_watches() -> None:

@@ -19,9 +19,8 @@ from tracer.costs.profiles import (  # noqa: E402
     identity_wanted,
     mismatch,
     nearest_board,
-    with_workspaces,
-    workspaces_of,
 )
+from tracer.record.step import trace_step  # noqa: E402
 from tracer.recording import ProfileUse, record_fake, record_real, skipped_text, sources_text  # noqa: E402
 from traces import device_profile as store  # noqa: E402
 from traces.device_profile import DeviceProfile, Entry, LibraryWorkspace  # noqa: E402
@@ -272,16 +271,16 @@ def test_a_gpu_that_is_not_here_cannot_be_calibrated() -> None:
 
 
 def test_library_workspaces_are_storages_that_are_always_there() -> None:
-    trace = record_fake(net(2), CPU, ProfileUse(off=True))
+    draft = trace_step(net(2), CPU)
+    trace = draft.trace
     kept = (
         LibraryWorkspace(nbytes=32 << 20, op="aten.mm.default"),
         LibraryWorkspace(nbytes=8, op="aten.bmm.default"),
     )
-    made = with_workspaces(trace, kept)
+    made = draft.finish(workspaces=kept)
     assert made.resident_bytes == trace.resident_bytes + (32 << 20) + 8
-    assert workspaces_of(made) == kept
-    assert with_workspaces(made, kept[:1]).resident_bytes == trace.resident_bytes + (32 << 20)
-    assert with_workspaces(made, ()) == trace
+    assert draft.finish(workspaces=kept[:1]).resident_bytes == trace.resident_bytes + (32 << 20)
+    assert draft.finish(workspaces=()) == trace
     assert made.meta.fingerprint == trace.meta.fingerprint
 
 

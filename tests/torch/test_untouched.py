@@ -49,8 +49,7 @@ def measured_bytes(build: BuildStep) -> int:
 
 
 def counted(build: BuildStep, target: Device, costs: Costs | None = None) -> int:
-    recorded = trace_step(build, target)
-    return untouched_peak_bytes(recorded.step, recorded.mode, target, costs or Costs())
+    return untouched_peak_bytes(trace_step(build, target), costs or Costs())
 
 
 class Locals(nn.Module):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from tracer.costs.builder import OpRow
 from tracer.costs.interpolation import Index
 from tracer.costs.roofline import op_time_ns, uses_tf32
+from tracer.costs.rows import OpRow
 from tracer.costs.rules_cpu import onednn
 from tracer.costs.rules_cpu.workspaces import cpu_events
 from tracer.costs.rules_cuda.workspaces import rule_events

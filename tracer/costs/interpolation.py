@@ -49,8 +49,11 @@ class Index:
         for key, entry in entries:
             point = _Point(_sizes(key), _tensor_bytes(key), entry)
             self._points.setdefault(_family(key), []).append(point)
+        self.estimate = cache(self._estimate)  # most calls of a model stand in it many times
 
-    def estimate(self, key: str, rule: Sequence[int] | None = None, *, call_ns: int = 0) -> Estimate | None:
+    def _estimate(
+        self, key: str, rule: tuple[int, ...] | None = None, *, call_ns: int = 0
+    ) -> Estimate | None:
         """The cost of a call that was not measured; None if the measured ones do not say.
 
         Two points between which the call lies are taken before two beside it, and near ones before far ones.

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from tracer.costs.builder import OpRow, StorageRow
+from tracer.costs.rows import OpRow, StorageRow
 from tracer.costs.table import short_name
+from traces.device_profile import LibraryWorkspace
 from traces.devices import Device
 from traces.trace import BACKWARD, FORWARD, WORKSPACE
 
@@ -81,16 +82,28 @@ def library_storages(
         for library, names, size in sizes:
             first = next((i for i, (n, b) in enumerate(rows) if n in names and b is backward), -1)
             if first >= 0 and size:
-                row = StorageRow(
-                    name=f"{library} workspace ({thread})",
-                    nbytes=size,
-                    category=WORKSPACE,
-                    used_from=first,
-                    dtype="uint8",
-                    shape=(size,),
-                )
-                found.append(row)
+                found.append(_kept(f"{library} workspace ({thread})", size, first))
     return tuple(found)
+
+
+def workspace_rows(ops: Sequence[OpRow], seen: Iterable[LibraryWorkspace]) -> tuple[StorageRow, ...]:
+    """Workspaces that were seen, as storages that exist throughout the step, each first used by the op that asked.
+
+    A library asks for one in the first op of its kind. Each thread has its own, so one of a size that has been there
+    before is backward's.
+    """
+    rows: list[StorageRow] = []
+    for w in seen:
+        backward = any(w.nbytes == row.nbytes for row in rows)
+        asking = (i for i, r in enumerate(ops) if r.target == w.op and (not backward or r.phase == BACKWARD))
+        rows.append(_kept(f"workspace of a library, made by {w.op}", w.nbytes, next(asking, -1)))
+    return tuple(rows)
+
+
+def _kept(name: str, nbytes: int, first: int) -> StorageRow:
+    return StorageRow(
+        name=name, nbytes=nbytes, category=WORKSPACE, used_from=first, dtype="uint8", shape=(nbytes,)
+    )
 
 
 def rerun_workspaces(ops: Iterable[OpRow], device: Device, release: tuple[int, int]) -> dict[str, int]:

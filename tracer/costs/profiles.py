@@ -5,10 +5,12 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from tracer.costs.calibration import Cost
+from tracer.costs.rows import OpRow
 from tracer.costs.signature import Signature, TensorSpec
 from traces import device_profile as store
 from traces.device_profile import (
@@ -21,8 +23,7 @@ from traces.device_profile import (
 )
 from traces.devices import DEVICES, GIB, Device
 from traces.errors import TraceError
-from traces.trace import BACKWARD, FORWARD, VIEW, WORKSPACE, Storages, Trace
-from traces.validate import validate
+from traces.trace import VIEW
 
 # Words in a GPU's name that make it another board than the one of the plain name.
 PACKAGES: Final = frozenset({"nvl", "pcie"})  # the same chip
@@ -179,74 +180,48 @@ def find(want: Identity, given: Path | None = None) -> Found | None:
 
 
 def profile_of(
-    calls: Sequence[Signature | None], measured: Trace, identity: Identity, samples: int
+    rows: Sequence[OpRow],
+    costs: Sequence[Cost],
+    identity: Identity,
+    samples: int,
+    workspaces: tuple[LibraryWorkspace, ...] = (),
 ) -> DeviceProfile:
-    """What a real-mode trace measured, by signature; where calls share one, their median time counts.
+    """What was measured, by signature; where calls share one, their median time counts.
 
     Args:
-        calls: by op id, the signatures of the trace's ops.
-        measured: the trace, measured.
+        rows, costs: by op id.
         identity: whose measurements these are.
         samples: timed rounds.
+        workspaces: what libraries were seen to keep.
     """
-    by_key: dict[str, list[int]] = {}
-    signatures: dict[str, Signature] = {}
-    for i, signature in enumerate(calls):
-        if signature is not None and not measured.ops.flags[i] & VIEW:
-            key = signature.key
-            by_key.setdefault(key, []).append(i)
-            signatures[key] = signature
-    provenance = MEASURED_CUDA if identity.kind == "cuda" else MEASURED_CPU
-    entries = {}
-    for key, rows in by_key.items():
-        times = sorted(measured.ops.time_ns[i] for i in rows)
-        entries[key] = Entry(
-            target=signatures[key].target,
-            shapes=shapes_text(signatures[key]),
-            events=measured.ops.events[rows[0]],
-            time_ns=times[len(times) // 2],
-            samples=samples * len(rows),
-            provenance=provenance,
+    calls: dict[str, list[tuple[Signature, Cost]]] = {}
+    for row, cost in zip(rows, costs, strict=True):
+        if row.signature is not None and not row.flags & VIEW:
+            calls.setdefault(row.signature.key, []).append((row.signature, cost))
+    entries = {
+        key: entry_of(
+            same[0][0],
+            same[0][1].events,
+            sorted(cost.time_ns for _, cost in same)[len(same) // 2],
+            samples * len(same),
+            identity,
         )
-    return DeviceProfile(identity=identity, entries=entries, workspaces=workspaces_of(measured))
-
-
-def with_workspaces(trace: Trace, workspaces: tuple[LibraryWorkspace, ...]) -> Trace:
-    """The trace with these library workspaces, in place of those that it had, as storages that are always there.
-
-    A library asks for one in the first op of its kind. Each thread has its own, so one of a size that has been there
-    before is backward's.
-    """
-    ops, sts = trace.ops, trace.storages
-    count = len(sts)
-    while count and sts.category[count - 1] == WORKSPACE and sts.producer[count - 1] < 0:
-        count -= 1
-    rows: list[dict[str, Any]] = []
-    for k, w in enumerate(workspaces):
-        backward = any(w.nbytes == earlier.nbytes for earlier in workspaces[:k])
-        asking = (
-            i for i, t in enumerate(ops.target) if t == w.op and (not backward or ops.phase[i] == BACKWARD)
-        )
-        first = next(asking, -1)
-        phase = BACKWARD if first >= 0 and ops.phase[first] == BACKWARD else FORWARD
-        row = {"name": f"workspace of a library, made by {w.op}", "nbytes": w.nbytes, "category": WORKSPACE}
-        row |= {"dtype": "uint8", "shape": (w.nbytes,), "aliases": (), f"first_{phase}_use": first}
-        rows.append(row)
-    columns = {
-        f.name: (*getattr(sts, f.name)[:count], *(row.get(f.name, -1) for row in rows)) for f in fields(sts)
+        for key, same in calls.items()
     }
-    made = replace(trace, storages=Storages(**columns))
-    validate(made)
-    return made
+    return DeviceProfile(identity=identity, entries=entries, workspaces=workspaces)
 
 
-def workspaces_of(trace: Trace) -> tuple[LibraryWorkspace, ...]:
-    """The library workspaces that a measured trace has."""
-    sts = trace.storages
-    return tuple(
-        LibraryWorkspace(nbytes=sts.nbytes[s], op=sts.name[s].rpartition(" ")[2])
-        for s in range(len(sts))
-        if sts.category[s] == WORKSPACE and sts.producer[s] < 0
+def entry_of(
+    signature: Signature, events: tuple[int, ...], time_ns: int, samples: int, identity: Identity
+) -> Entry:
+    """What a call was measured to cost on that device."""
+    return Entry(
+        target=signature.target,
+        shapes=shapes_text(signature),
+        events=events,
+        time_ns=time_ns,
+        samples=samples,
+        provenance=MEASURED_CUDA if identity.kind == "cuda" else MEASURED_CPU,
     )
 
 

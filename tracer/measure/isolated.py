@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from tracer.costs.profiles import shapes_text
+from tracer.costs.profiles import entry_of
 from tracer.costs.signature import DEVICE, Signature, TensorSpec
 from tracer.measure.probes import (
     CpuMarker,
@@ -31,10 +31,8 @@ from tracer.measure.probes import (
     cpu_allocations,
     settle,
 )
-from tracer.record.step import Recorded
+from tracer.record.draft import Draft
 from traces.device_profile import (
-    MEASURED_CPU,
-    MEASURED_CUDA,
     DeviceProfile,
     Entry,
     Identity,
@@ -66,18 +64,13 @@ class Wanted:
     created_bytes: int
 
 
-def missing(recorded: Recorded, profile: DeviceProfile | None) -> list[Wanted]:
+def missing(draft: Draft, profile: DeviceProfile | None) -> list[Wanted]:
     """The distinct calls of a trace's computing ops that a profile lacks, in order of first appearance."""
     known = profile.entries if profile is not None else {}
-    ops, storages = recorded.trace.ops, recorded.trace.storages
     found: dict[str, Wanted] = {}
-    for i, signature in enumerate(recorded.signatures):
-        if signature is None or ops.flags[i] & VIEW:
-            continue
-        key = signature.key
-        if key not in known and key not in found:
-            created = sum(storages.nbytes[s] for s in ops.writes[i] if storages.producer[s] == i)
-            found[key] = Wanted(signature=signature, created_bytes=created)
+    for row, created in zip(draft.rows, draft.created_bytes, strict=True):
+        if row.signature is not None and not row.flags & VIEW and row.signature.key not in known:
+            found.setdefault(row.signature.key, Wanted(signature=row.signature, created_bytes=created))
     return list(found.values())
 
 
@@ -112,13 +105,12 @@ def calibrate(
                 chunk.append(call)
         events = _cuda_events(chunk, kept) if device.startswith("cuda") else _cpu_events(chunk)
         for call, found in zip(chunk, events, strict=True):
-            entries[call.signature.key] = Entry(
-                target=call.signature.target,
-                shapes=shapes_text(call.signature),
-                events=settle(found, call.created_bytes),
-                time_ns=int(statistics.median(call.times_ns)),
-                samples=len(call.times_ns),
-                provenance=MEASURED_CUDA if identity.kind == "cuda" else MEASURED_CPU,
+            entries[call.signature.key] = entry_of(
+                call.signature,
+                settle(found, call.created_bytes),
+                int(statistics.median(call.times_ns)),
+                len(call.times_ns),
+                identity,
             )
     profile = DeviceProfile(identity=identity, entries=entries, workspaces=tuple(kept))
     return Calibrated(profile=profile, ran=len(entries), skipped=skipped)

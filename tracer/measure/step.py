@@ -15,13 +15,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tracer.build.step import BuildStep
-from tracer.costs.calibration import MEASURED
-from tracer.costs.profiles import with_workspaces
+from tracer.costs.calibration import MEASURED, Cost
+from tracer.costs.profiles import profile_of
 from tracer.measure.cuda_history import History
 from tracer.measure.probes import (
     CpuTimer,
@@ -35,9 +36,9 @@ from tracer.measure.probes import (
 )
 from tracer.measure.runner import GraphRunner
 from tracer.measure.stepcode import takeovers
-from tracer.record.step import Recorded
+from tracer.record.draft import Draft
 from traces.alloc_conf import alloc_conf
-from traces.device_profile import LibraryWorkspace
+from traces.device_profile import DeviceProfile, Identity, LibraryWorkspace
 from traces.errors import TraceError
 from traces.trace import EAGER, VIEW, Trace
 from traces.units import show_time
@@ -45,8 +46,26 @@ from traces.units import show_time
 SPREAD = 1.5  # slowest over fastest round from which a warning is due
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a step showed on the real device."""
+
+    draft: Draft
+    costs: tuple[Cost, ...]  # by op id
+    workspaces: tuple[LibraryWorkspace, ...] | None  # that libraries keep; None: not a CUDA device
+    header: dict[str, Any]  # what it says in a trace's header
+
+    def profile(self, identity: Identity, rounds: int) -> DeviceProfile:
+        """The measurements by the ops' signatures."""
+        return profile_of(self.draft.rows, self.costs, identity, rounds, self.workspaces or ())
+
+    def finish(self, **header: Any) -> Trace:
+        """The measured trace."""
+        return self.draft.finish(self.costs, self.workspaces, **self.header, **header)
+
+
 def measure(
-    recorded: Recorded,
+    draft: Draft,
     build: BuildStep,
     device: str,
     *,
@@ -54,11 +73,11 @@ def measure(
     warmup: int = 2,
     say: Callable[[str], None] = lambda text: None,
     progress: Callable[[int], None] = lambda done: None,
-) -> Trace:
-    """The recorded trace with measured times and allocations.
+) -> Measured:
+    """Times and allocations of a recorded step.
 
     Args:
-        recorded: the fake trace of the same step on the same device.
+        draft: the same step on fake tensors of the same device.
         build: makes the step; here it makes it for real.
         device: "cpu" or "cuda".
         rounds: timed rounds; see `typical`.
@@ -72,18 +91,18 @@ def measure(
     """
     cuda = device.startswith("cuda")
     step = build(device)
-    runner = GraphRunner(recorded.program, step, in_place=takeovers(recorded))
-    kept = _first_cuda_round(runner) if cuda else ()
+    runner = GraphRunner(draft.program, step, in_place=takeovers(draft))
+    kept = _first_cuda_round(runner) if cuda else None
     timer: Timer = CudaTimer() if cuda else CpuTimer()
     for _ in range(max(warmup, 1) - (1 if cuda else 0)):
         runner.round(timer)
     timer.finish()
-    runner.settle(recorded.trace.ops.target)
+    expected = [row.target for row in draft.rows]
+    runner.settle(expected)
     silent, wait = Silent(), torch.cuda.synchronize if cuda else lambda: None
     _whole_ns(runner, silent, wait)
     samples: list[list[int]] = []
     wholes: list[int] = []
-    expected = list(recorded.trace.ops.target)
     for k in range(rounds):
         runner.round(timer)
         _compare(expected, timer.targets)
@@ -102,9 +121,21 @@ def measure(
         _compare(expected, probe.targets)
 
     events = _cuda_round(watched).events if cuda else cpu_allocations(watched, len(expected))
-    times = with_the_rest(typical(samples), recorded.trace.ops.flags, int(statistics.median(wholes)))
-    trace = _filled(recorded.trace, times, events, device)
-    return with_workspaces(trace, kept) if cuda else trace
+    flags = [row.flags for row in draft.rows]
+    times = with_the_rest(typical(samples), flags, int(statistics.median(wholes)))
+    costs = tuple(
+        Cost(time_ns=t, events=settle(e, created), source="" if f & VIEW else MEASURED)
+        for t, e, created, f in zip(times, events, draft.created_bytes, flags, strict=True)
+    )
+    header: dict[str, Any] = {
+        "mode": "real",
+        "device": device.partition(":")[0],
+        "alloc_conf": alloc_conf() if cuda else "",
+        "rates": {},
+        "threads": 0 if cuda else torch.get_num_threads(),
+        "target": torch.cuda.get_device_name() if cuda else "cpu",
+    }
+    return Measured(draft=draft, costs=costs, workspaces=kept, header=header)
 
 
 def typical(samples: Sequence[Sequence[int]]) -> list[int]:
@@ -171,27 +202,4 @@ def _compare(expected: list[str], real: list[str]) -> None:
         f"the real step differs from the captured one: op {k} is {b} and was to be {a} ({len(real)} ops, "
         f"{len(expected)} captured). Code outside the model that branches on data, or does something else in some "
         "steps, cannot be traced in real mode; leave --device out, or write the branch with torch.where or clamp."
-    )
-
-
-def _filled(trace: Trace, times: list[int], events: Sequence[tuple[int, ...]], device: str) -> Trace:
-    ops, sts = trace.ops, trace.storages
-    fixed = []
-    for i in range(len(ops)):
-        created = sum(sts.nbytes[s] for s in ops.writes[i] if sts.producer[s] == i)
-        fixed.append(settle(events[i], created))
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else "cpu"
-    return replace(
-        trace,
-        ops=replace(ops, time_ns=tuple(times), events=tuple(fixed)),
-        meta=replace(
-            trace.meta,
-            mode="real",
-            device=device.partition(":")[0],
-            alloc_conf=alloc_conf() if device.startswith("cuda") else "",
-            rates={},
-            threads=0 if device.startswith("cuda") else torch.get_num_threads(),
-            target=name,
-            workspace={MEASURED: sum(1 for f in ops.flags if not f & VIEW)},
-        ),
     )

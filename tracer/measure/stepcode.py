@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
+from tracer.record.draft import Draft
 from tracer.record.program import GraphOp, Program, inplace_twin
-from tracer.record.step import Recorded
 
 Tick = Callable[[], None]
 Run = Callable[[Any, Callable[[], Any]], Any]
@@ -34,17 +34,16 @@ class StepCode:
     backward: Code
 
 
-def takeovers(recorded: Recorded) -> frozenset[int]:
+def takeovers(draft: Draft) -> frozenset[int]:
     """The program's ops that write into their input's memory in the step with everything kept, as its schedule has it:
     nothing else reads that storage afterwards, and nothing holds it."""
-    ops, hold = recorded.trace.ops, recorded.trace.storages.hold
     last: dict[int, int] = {}
-    for i, reads in enumerate(ops.reads):
-        last.update(dict.fromkeys(reads, i))
+    for i, row in enumerate(draft.rows):
+        last.update(dict.fromkeys(row.reads, i))
     return frozenset(
         k
-        for k, i in enumerate(recorded.graph_ops)
-        if (s := ops.overwrites[i]) >= 0 and last[s] == i and hold[s] <= i
+        for k, i in enumerate(draft.graph_ops)
+        if (s := draft.rows[i].overwrites) >= 0 and last[s] == i and draft.storages[s].hold <= i
     )
 
 

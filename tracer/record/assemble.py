@@ -1,4 +1,4 @@
-"""Record the loss code and the optimizer around a captured model, and put all ops of the step into one Trace.
+"""Record the loss code and the optimizer around a captured model, and put all ops of the step in order.
 
 The ordinary loop runs twice on fake tensors with a stand-in for the model that returns outputs and gradients of the
 right layout; the second round is recorded, when the optimizer has its state.
@@ -6,42 +6,23 @@ right layout; the second round is recorded, when the optimizer has its state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tracer.build.loop import TrainingStep, fit_tangent, run_step
 from tracer.build.user_errors import explained
-from tracer.costs.builder import OpRow
 from tracer.costs.calibration import Costs
 from tracer.costs.libraries import library_storages, rerun_workspaces
-from tracer.costs.signature import Signature
+from tracer.costs.rows import OpRow
 from tracer.precision.policy import scaler_tensors
+from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
 from tracer.torch_api import FakeTensorMode, pytree, release
 from traces.devices import Device
-from traces.trace import FORWARD, INPUT, OPTIMIZER_STATE, PARAMETER, Trace, TraceMeta
-from traces.validate import validate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """A trace, and the program whose ops its rows stand for."""
-
-    trace: Trace
-    program: Program
-    graph_ops: tuple[int, ...]  # program op -> op id in the trace
-    rows: tuple[OpRow, ...]  # by op id, with what a trace does not store
-    step: TrainingStep  # on fake tensors, its optimizer with its state
-    mode: FakeTensorMode  # of those
-
-    @property
-    def signatures(self) -> tuple[Signature | None, ...]:
-        """By op id: the calls that the rows stand for."""
-        return tuple(row.signature for row in self.rows)
+from traces.trace import FORWARD, INPUT, OPTIMIZER_STATE, PARAMETER, TraceMeta
 
 
 def assemble(
@@ -51,16 +32,16 @@ def assemble(
     target: Device,
     meta: TraceMeta,
     costs: Costs,
-) -> Recorded:
+) -> Draft:
     """Record the code around the model and put all rows in order: forward, loss, loss's backward, backward, rest.
 
     Raises:
         CaptureError: the loss code or the optimizer fails, or looks at the data of a tensor.
     """
-    builder = program.builder()
+    storages = [replace(s) for s in program.storages]
     captured = program.captured
     parameters = dict(step.model.named_parameters())
-    recorder = EagerRecorder(builder, next(iter(parameters.values())).device.type)
+    recorder = EagerRecorder(storages, next(iter(parameters.values())).device.type)
     buffers = dict(step.model.named_buffers())
     for k, name in enumerate(captured.parameters):
         recorder.know(parameters[name], k)
@@ -177,107 +158,63 @@ def _arrange(
     target: Device,
     meta: TraceMeta,
     costs: Costs,
-) -> Recorded:
+) -> Draft:
     """Put the rows of graph and recorder into one order and renumber what refers to op ids."""
-    builder, eager = recorder.builder, recorder.rows
+    storages, eager = recorder.storages, recorder.rows
     n_forward, n_graph = program.forward_ops, len(program.ops)
-    loss_forward = [k for k, r in enumerate(eager) if r.phase == FORWARD]
-    loss_backward = list(range(len(loss_forward), stub.rows_before_backward))
-    after = list(range(stub.rows_before_backward, len(eager)))
-    order: list[tuple[str, int]] = [("graph", i) for i in range(n_forward)]
-    order += [("eager", k) for k in (*loss_forward, *loss_backward)]
-    order += [("graph", i) for i in range(n_forward, n_graph)]
-    order += [("eager", k) for k in after]
-    new_id = {key: i for i, key in enumerate(order)}
-    graph_id = [new_id["graph", i] for i in range(n_graph)]
-    eager_id = [new_id["eager", k] for k in range(len(eager))]
-    n_ops = len(order)
-
-    rows: list[OpRow] = []
-    for kind, k in order:
-        row = builder.ops[k] if kind == "graph" else eager[k]
-        rows.append(
-            replace(
-                row,
-                inputs=tuple(graph_id[j] for j in row.inputs) if kind == "graph" else (),
-            )
-        )
+    loss_forward, loss = sum(1 for r in eager if r.phase == FORWARD), stub.rows_before_backward
+    graph_id = [i if i < n_forward else i + loss for i in range(n_graph)]
+    eager_id = [n_forward + k if k < loss else n_graph + k for k in range(len(eager))]
+    rows = [replace(row, inputs=tuple(graph_id[j] for j in row.inputs)) for row in program.rows]
+    rows[n_forward:n_forward] = eager[:loss]
+    rows += eager[loss:]
+    n_ops = len(rows)
     n_program_storages = len(program.storages)
-    for s, storage in enumerate(builder.storages):
+    for s, storage in enumerate(storages):
         if storage.producer >= 0:
             ids = graph_id if s < n_program_storages else eager_id
             storage.producer = ids[storage.producer]
 
     def hold(s: int, op: int) -> None:
-        builder.storages[s].hold = max(builder.storages[s].hold, op)
+        storages[s].hold = max(storages[s].hold, op)
 
     last_forward_graph = n_forward - 1
     for s, k in recorder.died_after.items():
-        if s in program.output_storages and k < len(loss_forward):
+        if s in program.output_storages and k < loss_forward:
             hold(s, eager_id[k] if k >= 0 else last_forward_graph)
         else:
             hold(s, eager_id[k])
-    still_there = {s for s in recorder._watched if s not in recorder.died_after}
-    for s in still_there:
+    for s in recorder._watched.keys() - recorder.died_after:
         hold(s, n_ops - 1)
     for placeholder, seen in zip(program.tangent_storages, stub.tangents, strict=True):
-        _merge_tangent(rows, builder.storages, placeholder, seen)
+        _merge_tangent(rows, storages, placeholder, seen)
     for s in program.gradient_storages:
-        if builder.storages[s].producer >= 0 and s not in recorder.died_after:
+        if storages[s].producer >= 0 and s not in recorder.died_after:
             hold(s, n_ops - 1)
     for s in program.output_storages:
-        if builder.storages[s].producer >= 0:
+        if storages[s].producer >= 0:
             hold(s, last_forward_graph)
 
-    made = [
-        sum(builder.storages[s].nbytes for s in row.writes if builder.storages[s].producer == i)
-        for i, row in enumerate(rows)
-    ]
-    builder.ops = rows
-    if program.captured.target is not None:
-        for storage in library_storages(rows, target, release()):
-            builder.add_storage(storage)
     on_gpu = meta.device.partition(":")[0] == "cuda"
     meta = replace(
         meta,
-        workspace=_put_costs(rows, made, target, costs),
         rerun_workspaces=rerun_workspaces(rows, target, release()) if on_gpu else {},
         forward_ops=n_forward,
         first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
     )
-    trace = builder.freeze(meta)
-    return Recorded(
-        trace=trace, program=program, graph_ops=tuple(graph_id), rows=tuple(rows), step=step, mode=mode
+    by_rule = program.captured.target is not None
+    return Draft(
+        rows=tuple(rows),
+        storages=tuple(storages),
+        libraries=library_storages(rows, target, release()) if by_rule else (),
+        meta=meta,
+        program=program,
+        graph_ops=tuple(graph_id),
+        step=step,
+        mode=mode,
+        target=target,
+        costs=costs,
     )
-
-
-def recost(recorded: Recorded, target: Device, costs: Costs) -> Recorded:
-    """The same step with other costs: nothing is captured again."""
-    ops, storages = recorded.trace.ops, recorded.trace.storages
-    rows = tuple(replace(row) for row in recorded.rows)
-    made = [
-        sum(storages.nbytes[s] for s in ops.writes[i] if storages.producer[s] == i) for i in range(len(ops))
-    ]
-    workspace = _put_costs(rows, made, target, costs)
-    trace = replace(
-        recorded.trace,
-        ops=replace(ops, time_ns=tuple(r.time_ns for r in rows), events=tuple(r.events for r in rows)),
-        meta=replace(recorded.trace.meta, workspace=workspace),
-    )
-    validate(trace)
-    return replace(recorded, trace=trace, rows=rows)
-
-
-def _put_costs(rows: Sequence[OpRow], made: Sequence[int], target: Device, costs: Costs) -> dict[str, int]:
-    """Give every row its time and its allocations, by the bytes that it creates; returns how many computing ops have
-    theirs from which source."""
-    counts: dict[str, int] = {}
-    for row, created in zip(rows, made, strict=True):
-        cost = costs.of(row, created, target)
-        row.time_ns, row.events = cost.time_ns, cost.events
-        if cost.source:
-            counts[cost.source] = counts.get(cost.source, 0) + 1
-    return counts
 
 
 def _merge_tangent(rows: list[OpRow], storages: list[Any], placeholder: int, seen: int) -> None:

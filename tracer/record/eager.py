@@ -17,8 +17,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tracer.build.context import is_fake
-from tracer.costs.builder import OpRow, StorageRow, TraceBuilder
 from tracer.costs.roofline import result_bytes
+from tracer.costs.rows import OpRow, StorageRow
 from tracer.record.rows import op_row, storage_key, storage_row, tensors_in
 from tracer.record.scalars import Scalars
 from tracer.torch_api import FakeTensor, TorchDispatchMode, release, storage_expired
@@ -30,7 +30,7 @@ functional: Any = nn.functional
 
 
 class EagerRecorder(TorchDispatchMode):
-    """A dispatch mode that appends a row for each op to `builder`, with op ids of its own.
+    """A dispatch mode that notes a row for each op, with op ids of its own, and appends new storages to `storages`.
 
     Register storages that exist already with `know`. Set `phase` as the step goes on. Under fake tensors, the
     optimizer's questions for a scalar's value (`.item()`) are answered with the value where it follows from nothing
@@ -40,9 +40,9 @@ class EagerRecorder(TorchDispatchMode):
 
     checks_loss = True  # that it reads no parameter that the step does not have
 
-    def __init__(self, builder: TraceBuilder, device: str = "cpu") -> None:
+    def __init__(self, storages: list[StorageRow], device: str = "cpu") -> None:
         super().__init__()
-        self.builder = builder
+        self.storages = storages
         self.device = device.partition(":")[0]
         self.rows: list[OpRow] = []
         self.phase = FORWARD
@@ -107,7 +107,8 @@ class EagerRecorder(TorchDispatchMode):
         """The storage row of a tensor; `row` is added if its storage is new."""
         key = storage_key(x)
         if key not in self._ids:
-            self._ids[key] = self.builder.add_storage(row)
+            self._ids[key] = len(self.storages)
+            self.storages.append(row)
         return self._ids[key]
 
     def look(self) -> None:

@@ -18,10 +18,10 @@ from tracer.capture.capture import Captured
 from tracer.capture.cuda.gpu import results
 from tracer.capture.passes.batch_norm import writes as undeclared_writes
 from tracer.capture.torch_fixes.grouped import grouped_products
-from tracer.costs.builder import OpRow, StorageRow, TraceBuilder
 from tracer.costs.roofline import result_bytes
+from tracer.costs.rows import OpRow, StorageRow
 from tracer.precision.policy import without_autocast
-from tracer.record.rows import op_row, storage_key, storage_row, tensors_in
+from tracer.record.rows import op_row, storage_key, storage_row, tables_of, tensors_in
 from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, pytree
 from traces.errors import CaptureError
 from traces.trace import (
@@ -42,6 +42,7 @@ from traces.trace import (
     TraceMeta,
     fingerprint,
 )
+from traces.validate import validate
 
 aten = torch.ops.aten
 
@@ -74,26 +75,17 @@ class Program:
     tangent_storages: tuple[int, ...]
     gradient_storages: tuple[int, ...]  # of parameters and arguments
 
-    def builder(self) -> TraceBuilder:
-        """A builder that holds this program's rows and nothing else."""
-        return TraceBuilder(ops=[replace(r) for r in self.rows], storages=[replace(s) for s in self.storages])
-
     def trace(self) -> Trace:
         """The program alone as a trace: tangents are inputs, and there is no loss code and no optimizer."""
-        return self.builder().freeze(TraceMeta(model="program", forward_ops=self.forward_ops,
-                                               first_backward_graph_op=self.forward_ops))  # fmt: skip
+        ops, storages = tables_of(self.rows, self.storages)
+        n = self.forward_ops
+        meta = TraceMeta(model="program", forward_ops=n, first_backward_graph_op=n)
+        return validate(Trace(meta=meta, ops=ops, storages=storages))
 
     def fingerprint(self, *, sizes: bool = True) -> str:
         """The digest of the graph that plans are matched by."""
-        return self.fingerprints()[0 if sizes else 1]
-
-    def fingerprints(self) -> tuple[str, str]:
-        """The digests with sizes and without."""
-        alone = self.trace()
-        with_sizes, without = (
-            fingerprint(alone.ops, alone.storages, sizes=sizes, eager=False) for sizes in (True, False)
-        )
-        return with_sizes, without
+        ops, storages = tables_of(self.rows, self.storages)
+        return fingerprint(ops, storages, sizes=sizes, eager=False)
 
 
 def program_of(captured: Captured) -> Program:

@@ -1,17 +1,22 @@
-"""A row of a trace for a call of an op on fake tensors, or for a storage; graph and recorder make them alike."""
+"""Rows of a trace, for calls of ops on fake tensors and for storages, and the tables that are made of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from tracer.costs.builder import OpRow, StorageRow
+from tracer.costs.calibration import Cost
 from tracer.costs.roofline import compute_dtype, op_bytes, op_flops
+from tracer.costs.rows import OpRow, StorageRow
 from tracer.costs.signature import of_call
 from tracer.torch_api import pytree
-from traces.trace import VIEW
+from traces.trace import BACKWARD, VIEW, Ops, Storages, aliases_of, uses_of
+
+OF_OPS: Final = tuple(c for c in Ops.__dataclass_fields__ if c not in ("time_ns", "events"))
+OF_STORAGES: Final = ("name", "nbytes", "category", "producer", "hold", "dtype", "shape")
+NO_COST: Final = Cost(time_ns=0, events=(), source="")
 
 
 def op_row(
@@ -57,3 +62,20 @@ def storage_key(x: torch.Tensor) -> int:
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors anywhere in a value."""
     return (x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+
+
+def tables_of(
+    rows: Sequence[OpRow], storages: Sequence[StorageRow], costs: Sequence[Cost] = ()
+) -> tuple[Ops, Storages]:
+    """The tables of a trace; without costs, ops take no time and their allocations are not known."""
+    costs = costs or [NO_COST] * len(rows)
+    columns: dict[str, Any] = {c: tuple(getattr(r, c) for r in rows) for c in OF_OPS}
+    ops = Ops(**columns, time_ns=tuple(c.time_ns for c in costs), events=tuple(c.events for c in costs))
+    columns = {c: tuple(getattr(r, c) for r in storages) for c in OF_STORAGES}
+    uses = {column: list(values) for column, values in uses_of(ops, len(storages)).items()}
+    for s, row in enumerate(storages):
+        if row.used_from >= 0:
+            phase = "backward" if rows[row.used_from].phase == BACKWARD else "forward"
+            uses[f"first_{phase}_use"][s] = row.used_from
+    columns |= {column: tuple(values) for column, values in uses.items()}
+    return ops, Storages(**columns, aliases=aliases_of(ops, len(storages)))

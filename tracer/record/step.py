@@ -33,7 +33,8 @@ from tracer.capture.capture import Captured, capture
 from tracer.capture.refusals import check_step
 from tracer.costs.calibration import Costs
 from tracer.costs.machine import rates_of
-from tracer.record.assemble import Recorded, assemble
+from tracer.record.assemble import assemble
+from tracer.record.draft import Draft
 from tracer.record.program import Program, program_of
 from tracer.torch_api import FakeTensorMode, pytree
 from traces.devices import Device
@@ -133,7 +134,7 @@ def trace_step(
     meta: TraceMeta | None = None,
     costs: Costs | None = None,
     graph: str = "",
-) -> Recorded:
+) -> Draft:
     """Record the step that `build` makes on fake tensors: sizes from torch, times and allocations from `costs`.
 
     Args:
@@ -191,7 +192,6 @@ def header(
     meta: TraceMeta | None = None,
 ) -> TraceMeta:
     """What the trace says about itself."""
-    graph, structure = program.fingerprints()
     return replace(
         meta or TraceMeta(model=build.model),
         model=build.model,
@@ -209,8 +209,8 @@ def header(
         torch_version=torch.__version__,
         versions=versions(),
         grad_outputs=program.captured.grad_outputs,
-        graph_fingerprint=graph,
-        structure_fingerprint=structure,
+        graph_fingerprint=program.fingerprint(),
+        structure_fingerprint=program.fingerprint(sizes=False),
     )
 
 

@@ -29,8 +29,9 @@ from torch import fx
 from tracer.build.step import load_spec
 from tracer.capture.capture import Captured
 from tracer.capture.passes.dropout import merged_dropout
+from tracer.record.draft import Draft
 from tracer.record.program import Program, is_random
-from tracer.record.step import Recorded, trace_step
+from tracer.record.step import trace_step
 from tracer.torch_api import (
     CustomRuntimeEstimator,
     OpOverload,
@@ -120,7 +121,7 @@ def saved_sets(trace: Trace, settings: Sequence[Setting], progress: Callable[[st
     return SavedSets(trace=trace.meta, source=source, capture_seconds=seconds, sets=tuple(sets))
 
 
-def recorded_again(meta: TraceMeta) -> Recorded:
+def recorded_again(meta: TraceMeta) -> Draft:
     """Record the step that a trace's header describes once more, on fake tensors.
 
     Raises:

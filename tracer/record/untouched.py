@@ -15,23 +15,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tracer.build.loop import TrainingStep, run_step
 from tracer.capture.capture import forward_once
-from tracer.costs.builder import OpRow, TraceBuilder
 from tracer.costs.calibration import Costs
 from tracer.costs.roofline import compute_dtype, result_bytes
+from tracer.costs.rows import OpRow
 from tracer.costs.signature import of_call
 from tracer.precision.policy import scaler_tensors
 from tracer.record.assemble import optimizer_tensors
+from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder, given_to
 from tracer.record.rows import storage_key, tensors_in
 from tracer.record.step import fake_mode
-from tracer.torch_api import FakeTensorMode, storage_expired
+from tracer.torch_api import storage_expired
 from traces.devices import Device
 from traces.errors import LowtideError
 
 MOST_OPS: Final = 20_000  # of a step that is counted: the work grows with the square
 
 
-def untouched_peak_bytes(step: TrainingStep, mode: FakeTensorMode, target: Device, costs: Costs) -> int:
+def untouched_peak_bytes(draft: Draft, costs: Costs) -> int:
     """Peak of allocated bytes in a steady iteration of the untouched model; 0 if it cannot be counted.
 
     Counts: every storage from the op that makes it until nobody refers to it any more, and what `costs` knows of the
@@ -39,11 +40,10 @@ def untouched_peak_bytes(step: TrainingStep, mode: FakeTensorMode, target: Devic
     takes on the data of a mask, where the capture had to go around them.
 
     Args:
-        step: on the CPU, as `trace_step` leaves it: its optimizer has its state.
-        mode: of its fake tensors.
-        target: the device whose ops these are; a GPU's are not run here, and its steps are not counted.
+        draft: the step. A GPU's ops are not run here, and its steps are not counted.
         costs: what ops allocate inside.
     """
+    step, target = draft.step, draft.target
     if target.kind != "cpu":
         return 0
     peak_bytes = 0
@@ -58,7 +58,7 @@ def untouched_peak_bytes(step: TrainingStep, mode: FakeTensorMode, target: Devic
             run_step(step, step.model, step.optimizer, counter.begin)
         peak_bytes = counter.peak_bytes
 
-    with fake_mode(mode):
+    with fake_mode(draft.mode):
         try:
             forward_once(step.model, run)
         except LowtideError:
@@ -79,7 +79,7 @@ class _Counter(EagerRecorder):
     checks_loss = False  # the recording of this step has
 
     def __init__(self, target: Device, costs: Costs) -> None:
-        super().__init__(TraceBuilder())
+        super().__init__([])
         self.target, self.costs = target, costs
         self.peak_bytes = 0
         self._live_bytes = 0  # with storages that may be gone

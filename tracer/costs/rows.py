@@ -1,0 +1,42 @@
+"""The rows of a trace while it is being collected: ops and storages, without what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tracer.costs.signature import Signature
+from traces.trace import ACTIVATION
+
+
+@dataclass(slots=True, kw_only=True)
+class OpRow:
+    """One op."""
+
+    name: str
+    target: str
+    phase: str
+    module: str = ""
+    flops: int = 0
+    bytes_moved: int = 0
+    inputs: tuple[int, ...] = ()
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    overwrites: int = -1
+    flags: int = 0
+    arguments: str = ""
+    dtype: str = "float32"  # what the roofline looks up; not stored
+    signature: Signature | None = None  # the call, by which measurements and rules are found; not stored
+
+
+@dataclass(slots=True, kw_only=True)
+class StorageRow:
+    """One storage."""
+
+    name: str
+    nbytes: int
+    category: str = ACTIVATION
+    producer: int = -1
+    hold: int = -1
+    used_from: int = -1  # op that first uses it without reading it, as a library does its workspace
+    dtype: str = ""
+    shape: tuple[int, ...] = ()

@@ -1,0 +1,79 @@
+"""A recorded step before its costs are known, and the one place where rows and costs become a Trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from tracer.build.loop import TrainingStep
+from tracer.costs.calibration import Cost, Costs
+from tracer.costs.libraries import workspace_rows
+from tracer.costs.rows import OpRow, StorageRow
+from tracer.record.program import Program
+from tracer.record.rows import tables_of
+from tracer.torch_api import FakeTensorMode
+from traces.device_profile import LibraryWorkspace
+from traces.devices import Device
+from traces.trace import Trace, TraceMeta, fingerprint
+from traces.validate import validate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A step's rows in their order, and what they stand for. `finish` makes the trace, with these costs or others."""
+
+    rows: tuple[OpRow, ...]  # by op id
+    storages: tuple[StorageRow, ...]
+    libraries: tuple[StorageRow, ...]  # further ones, that libraries keep by rule
+    meta: TraceMeta  # without what the costs decide
+    program: Program
+    graph_ops: tuple[int, ...]  # program op -> op id
+    step: TrainingStep  # on fake tensors, its optimizer with its state
+    mode: FakeTensorMode  # of those
+    target: Device
+    costs: Costs
+
+    @cached_property
+    def created_bytes(self) -> tuple[int, ...]:
+        """By op id: bytes of the storages that the op makes."""
+        sts = self.storages
+        return tuple(
+            sum(sts[s].nbytes for s in row.writes if sts[s].producer == i) for i, row in enumerate(self.rows)
+        )
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The trace with the costs that the step was recorded with."""
+        return self.finish()
+
+    def priced(self, costs: Costs) -> list[Cost]:
+        """What each op costs."""
+        rows = zip(self.rows, self.created_bytes, strict=True)
+        return [costs.of(row, created, self.target) for row, created in rows]
+
+    def finish(
+        self,
+        costs: Costs | Sequence[Cost] | None = None,
+        workspaces: Iterable[LibraryWorkspace] | None = None,
+        **header: Any,
+    ) -> Trace:
+        """The trace.
+
+        Args:
+            costs: whose, or by op id; None: those that the step was recorded with.
+            workspaces: what libraries were seen to keep; None: what they keep by rule.
+            header: further fields of the header.
+
+        Raises:
+            TraceError: what was collected contradicts itself (a defect of the tracer).
+        """
+        if costs is None or isinstance(costs, Costs):
+            costs = self.priced(costs or self.costs)
+        kept = self.libraries if workspaces is None else workspace_rows(self.rows, workspaces)
+        ops, storages = tables_of(self.rows, (*self.storages, *kept), costs)
+        sources = dict(Counter(c.source for c in costs if c.source))
+        meta = replace(self.meta, workspace=sources, fingerprint=fingerprint(ops, storages), **header)
+        return validate(Trace(meta=meta, ops=ops, storages=storages))
