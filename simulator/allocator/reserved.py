@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator, AllocatorFigures
 from simulator.allocator.requests import Requests, requests_of
-from simulator.allocator.settings import OLDER_BLOCK, OLDER_SEGMENT, AllocatorSettings
+from simulator.allocator.settings import OLDER_BLOCK, AllocatorSettings
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 
@@ -78,8 +79,8 @@ def reserved_peak(
         iterations: how many to run at most. When one asked for no new memory, the next would be the same, so it ends.
         device_memory_bytes: what the device has for the allocator; None: enough.
         total_memory_bytes: what the device has in all, which torch's own limits are counted from; None: the same.
-        compiled: get the same figures from machine code where the settings are torch's defaults and there is enough
-            memory. Worth it for whoever has loaded the planners' loops anyway.
+        compiled: get the same figures from machine code where there is enough memory. Worth it for whoever has loaded
+            the planners' loops anyway.
 
     Raises:
         OutOfMemory: the device has less than this takes.
@@ -93,8 +94,8 @@ def reserved_peak(
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; one at least must run")
     requests = requests_of(problem, schedule)
-    if compiled and device_memory_bytes is None and _by_address(settings or AllocatorSettings()):
-        return _compiled(requests, iterations)
+    if compiled and device_memory_bytes is None and total_memory_bytes is None:
+        return _compiled(requests, iterations, settings or AllocatorSettings())
     allocator = Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes)
     events = allocator.segment_events
     for size in requests.residents:
@@ -111,12 +112,21 @@ def reserved_peak(
     return ReservedFigures(iterations=tuple(figures), segment_requests=asked, steady=steady)
 
 
-def _by_address(settings: AllocatorSettings) -> bool:
-    """Whether the settings are torch's defaults, and the lowest address decides between equally large blocks.
+def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:
+    """Settings as `kernels.best_fit` takes them: a row of RULES, and the divisions of each interval.
 
-    Without a recording, and with nothing given back, older segments have lower addresses.
+    Counts: that without a recording, and with nothing given back, older segments have lower addresses.
     """
-    return settings.ties != OLDER_BLOCK and replace(settings, ties=OLDER_SEGMENT) == AllocatorSettings()
+    from simulator.kernels.best_fit import MOST, RULES
+
+    rules = np.zeros(1, RULES)
+    rules["max_split"] = min(settings.max_split_bytes, MOST)
+    rules["max_non_split_rounding"] = settings.max_non_split_rounding_bytes
+    rules["large_segment"] = settings.large_segment_bytes
+    rules["expandable"] = settings.expandable_segments
+    rules["older_first"] = settings.ties == OLDER_BLOCK
+    rules["divisions"] = any(d > 1 for d in settings.roundup_divisions)
+    return rules, np.array(settings.roundup_divisions, np.int64)
 
 
 def _play(requests: Requests, allocator: Allocator, *, first: bool) -> None:
@@ -134,8 +144,8 @@ def _play(requests: Requests, allocator: Allocator, *, first: bool) -> None:
         allocator.malloc(once.pop()[1])
 
 
-def _compiled(requests: Requests, iterations: int) -> ReservedFigures:
-    """The same under torch's default settings, in machine code."""
+def _compiled(requests: Requests, iterations: int, settings: AllocatorSettings) -> ReservedFigures:
+    """The same in machine code."""
     from simulator.kernels.best_fit import SUMS, best_fit, memory
 
     rows = np.zeros(iterations, SUMS)
@@ -147,7 +157,7 @@ def _compiled(requests: Requests, iterations: int) -> ReservedFigures:
         np.array(requests.sizes, np.int64),
         np.array(requests.once, np.int64).reshape(-1, 2),
         rows,
-        memory(in_all, requests.count),
+        memory(in_all, requests.count, *rules_of(settings)),
     )
     figures = tuple(
         AllocatorFigures(

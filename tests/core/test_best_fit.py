@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.allocator.caching import Allocator, AllocatorFigures
 from simulator.allocator.requests import Requests, requests_of
-from simulator.allocator.reserved import ReservedFigures, _by_address, _compiled, reserved_peak
+from simulator.allocator.reserved import ReservedFigures, _compiled, reserved_peak
 from simulator.allocator.settings import (
     LOWEST_ADDRESS,
     OLDER_BLOCK,
@@ -71,9 +73,25 @@ def requests(draw: st.DrawFn) -> Requests:
     )
 
 
-def simulated(of: Requests, iterations: int, ties: str = OLDER_SEGMENT) -> ReservedFigures:
+CONFS = st.sampled_from(
+    [
+        "",
+        "expandable_segments:True",
+        "expandable_segments:True,large_segment_size_mb:12",
+        "expandable_segments:True,max_split_size_mb:20",
+        "max_split_size_mb:20",
+        "max_split_size_mb:11,large_segment_size_mb:11",
+        "max_split_size_mb:11,large_segment_size_mb:11,max_non_split_rounding_mb:12",
+        "large_segment_size_mb:64",
+        "roundup_power2_divisions:4",
+        "roundup_power2_divisions:[1:8,2:0,>:4],expandable_segments:True",
+    ]
+)
+
+
+def simulated(of: Requests, iterations: int, given: AllocatorSettings | None = None) -> ReservedFigures:
     """By the allocator itself, request by request."""
-    allocator = Allocator(AllocatorSettings(ties=ties))
+    allocator = Allocator(given)
     for size in of.residents:
         allocator.malloc(size)
     figures: list[AllocatorFigures] = []
@@ -98,24 +116,38 @@ def simulated(of: Requests, iterations: int, ties: str = OLDER_SEGMENT) -> Reser
     )
 
 
-@settings(max_examples=400, deadline=None)
-@given(of=requests(), iterations=st.integers(1, 4), ties=st.sampled_from([LOWEST_ADDRESS, OLDER_SEGMENT]))
-def test_the_compiled_allocator_is_the_simulated_one(of: Requests, iterations: int, ties: str) -> None:
-    assert _compiled(of, iterations) == simulated(of, iterations, ties)
+@settings(max_examples=600, deadline=None)
+@given(
+    of=requests(),
+    iterations=st.integers(1, 4),
+    conf=CONFS,
+    ties=st.sampled_from([LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT]),
+)
+def test_the_compiled_allocator_is_the_simulated_one(
+    of: Requests, iterations: int, conf: str, ties: str
+) -> None:
+    chosen = replace(parse_alloc_conf(conf), ties=ties)
+    assert _compiled(of, iterations, chosen) == simulated(of, iterations, chosen)
 
 
 @settings(max_examples=150, deadline=None)
-@given(drawn=traces_with_actions(), ties=st.sampled_from([LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT]))
-def test_both_ways_say_the_same_of_a_step(drawn: tuple[Trace, tuple[Action, ...]], ties: str) -> None:
+@given(
+    drawn=traces_with_actions(),
+    conf=CONFS,
+    ties=st.sampled_from([LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT]),
+)
+def test_both_ways_say_the_same_of_a_step(
+    drawn: tuple[Trace, tuple[Action, ...]], conf: str, ties: str
+) -> None:
     of, actions = drawn
     schedule = build(Problem(of), actions)
-    expected = simulated(requests_of(Problem(of), schedule), 5, ties)
-    of_version = AllocatorSettings(ties=ties)
-    assert reserved_peak(Problem(of), schedule, of_version) == expected
-    assert reserved_peak(Problem(of), schedule, of_version, compiled=True) == expected
+    chosen = replace(parse_alloc_conf(conf), ties=ties)
+    expected = simulated(requests_of(Problem(of), schedule), 5, chosen)
+    assert reserved_peak(Problem(of), schedule, chosen) == expected
+    assert reserved_peak(Problem(of), schedule, chosen, compiled=True) == expected
 
 
-def test_settings_that_the_compiled_one_does_not_know_are_simulated() -> None:
+def test_segments_that_grow_reserve_pages() -> None:
     """A value of 30 MiB gets a segment of its own size by default, and two pages of 20 MiB where segments grow."""
     of = trace([fwd({"x": 30 * MIB}, "w"), bwd({"g": 4}, "x")], {"w": 4})
     schedule = build(Problem(of))
@@ -124,5 +156,3 @@ def test_settings_that_the_compiled_one_does_not_know_are_simulated() -> None:
     assert default.peak_reserved_bytes == 32 * MIB  # 2 for the small ones
     assert grown == reserved_peak(Problem(of), schedule, parse_alloc_conf("expandable_segments:True"))
     assert grown.peak_reserved_bytes == 42 * MIB
-    assert [_by_address(AllocatorSettings(ties=t)) for t in (LOWEST_ADDRESS, OLDER_SEGMENT)] == [True, True]
-    assert not _by_address(AllocatorSettings(ties=OLDER_BLOCK))
