@@ -10,8 +10,9 @@ Counts and ignores: of the requests, what `simulator.allocator.reserved` counts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
@@ -48,6 +49,75 @@ def requests_of(problem: Problem, schedule: Schedule) -> Requests:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What one run of an op asks, whenever it runs."""
+
+    asks: tuple[int, ...]  # bytes of a new block; ~k: the k-th of them is given back
+    made: tuple[
+        tuple[int, int], ...
+    ]  # outputs in order: the storage, and which block; TAKEN: what was its input's
+    gives_back: bool  # the block that it takes over first of all, since no output is as large
+
+
+TAKEN: Final = -1
+
+
+def asked_by(problem: Problem, op: int, taken: int) -> Asked:
+    """What an op asks if it takes over the memory of that storage, or of none (-1)."""
+    return problem.once(("asked", op, taken), lambda p: _asked_by(p, op, taken))
+
+
+def _asked_by(problem: Problem, op: int, taken: int) -> Asked:
+    nbytes = problem.trace.storages.nbytes
+    wanted = [s for s in problem.creates[op] if nbytes[s]]
+    events = list(problem.trace.ops.events[op])
+    heir = None
+    if taken >= 0:
+        # Memory that the op takes over from its input: for an output of the same size, or else freed beforehand.
+        heir = next((s for s in wanted if nbytes[s] == nbytes[taken]), None)
+        if heir is not None:
+            wanted.remove(heir)
+            if positions := _kept(events).get(nbytes[heir]):
+                del events[positions[0]]
+    asks: list[int] = []
+    made = _replayed(nbytes, events, wanted, asks) if events else _outputs(nbytes, wanted, asks)
+    return Asked(
+        asks=tuple(asks),
+        made=(*([] if heir is None else [(heir, TAKEN)]), *made.items()),
+        gives_back=taken >= 0 and heir is None,
+    )
+
+
+def _outputs(nbytes: Sequence[int], wanted: Sequence[int], asks: list[int]) -> dict[int, int]:
+    made = {}
+    for s in wanted:
+        made[s] = sum(1 for n in asks if n > 0)
+        asks.append(nbytes[s])
+    return made
+
+
+def _replayed(
+    nbytes: Sequence[int], events: Sequence[int], wanted: Sequence[int], asks: list[int]
+) -> dict[int, int]:
+    """Allocate and free as measured; returns the outputs among what stays."""
+    stays = {k for positions in _kept(events).values() for k in positions}
+    temporary: dict[int, list[int]] = {}
+    outputs: dict[int, list[int]] = {}
+    count = 0
+    for k, size in enumerate(events):
+        if size > 0:
+            (outputs if k in stays else temporary).setdefault(size, []).append(count)
+            asks.append(size)
+            count += 1
+        elif temporary.get(-size):
+            asks.append(~temporary[-size].pop())
+    made = {s: outputs[nbytes[s]].pop(0) for s in wanted if outputs.get(nbytes[s])}
+    # An output that was obtained in pieces, or in place of memory freed: one block of its size stands for it.
+    asks += [~block for blocks in outputs.values() for block in blocks]
+    return made | _outputs(nbytes, [s for s in wanted if s not in made], asks)
+
+
 class _Recording:
     """The requests so far, and which block each storage has."""
 
@@ -60,19 +130,10 @@ class _Recording:
         self.count = 0
         self.once: list[tuple[int, int]] = []
         self.there: dict[int, list[int]] = {}  # storage -> its blocks, the older first
-        sts = trace.storages
-        residents = [s for s, producer in enumerate(sts.producer) if producer < 0 and sts.nbytes[s]]
-        self.state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE]
-        self.workspaces = _workspaces(trace, residents)
+        residents = Residents.of(trace)
+        self.residents, self.state = residents.first, residents.state
+        self.workspaces = {op: list(sizes) for op, sizes in residents.workspaces.items()}
         self.rerun_bytes = trace.meta.rerun_workspaces
-        late = {*self.state, *(s for made in self.workspaces.values() for s in made)}
-        self.residents = tuple(sts.nbytes[s] for s in residents if s not in late)
-
-    def malloc(self, size_bytes: int) -> int:
-        self.blocks.append(self.count)
-        self.sizes.append(size_bytes)
-        self.count += 1
-        return self.count - 1
 
     def free(self, block: int) -> None:
         self.blocks.append(~block)
@@ -80,18 +141,16 @@ class _Recording:
 
     def begin_optimizer(self) -> None:
         """Allocate the optimizer's state, unless that was done."""
-        for s in self.state:
-            self.once.append((len(self.blocks), self.trace.storages.nbytes[s]))
-        self.state = []
+        self.once += ((len(self.blocks), n) for n in self.state)
+        self.state = ()
 
     def ask_for_workspaces(self, op: int, again: bool) -> None:
         """A library asks for its workspace when an op's outputs are there; in backward's thread also for a rerun."""
-        now = self.workspaces.pop(op, []) if not again else []
+        sizes = self.workspaces.pop(op, []) if not again else []
         target = self.trace.ops.target[op]
         if again and target in self.rerun_bytes:
             first = min((o for o in self.workspaces if self.trace.ops.phase[o] == BACKWARD), default=-1)
-            now += self.workspaces.pop(first, [])
-        sizes = [self.trace.storages.nbytes[s] for s in now]
+            sizes += self.workspaces.pop(first, [])
         if again and self.rerun_bytes.get(target):
             sizes.append(self.rerun_bytes[target])
             self.rerun_bytes = dict.fromkeys(self.rerun_bytes, 0)
@@ -101,24 +160,23 @@ class _Recording:
         op, nbytes = schedule.op[step], self.trace.storages.nbytes
         if self.state and self.trace.ops.phase[op] == OPTIMIZER:
             self.begin_optimizer()
-        wanted = [s for s in self.problem.creates[op] if nbytes[s]]
-        made: dict[int, int] = {}
-        # Memory that the op takes over from its input: for an output of the same size, or else freed beforehand.
         taken = schedule.takes[step]
-        events = list(self.trace.ops.events[op])
-        if taken >= 0 and nbytes[taken]:
-            heir = next((s for s in wanted if nbytes[s] == nbytes[taken]), None)
-            block = self.there[taken].pop(0)
-            if heir is None:
-                self.free(block)
+        passes = taken if taken >= 0 and nbytes[taken] else -1
+        asked = asked_by(self.problem, op, passes)
+        taken_over = self.there[passes].pop(0) if passes >= 0 else -1
+        if asked.gives_back:
+            self.free(taken_over)
+        first = self.count
+        for n in asked.asks:
+            if n > 0:
+                self.blocks.append(self.count)
+                self.sizes.append(n)
+                self.count += 1
             else:
-                made[heir] = block
-                wanted.remove(heir)
-                if positions := _kept(events).get(nbytes[heir]):
-                    del events[positions[0]]
-        made |= self._replay(events, wanted) if events else self._outputs(wanted)
+                self.free(first + ~n)
         self.ask_for_workspaces(op, schedule.recompute[step] and step >= schedule.forward_steps)
-        for s, block in made.items():
+        for s, block in asked.made:
+            block = taken_over if block == TAKEN else first + block
             if s in schedule.binds[step]:
                 self.there.setdefault(s, []).append(block)
             else:  # a recompute step also makes outputs that nobody asked for
@@ -130,26 +188,27 @@ class _Recording:
             if nbytes[s]:
                 self.free(self.there[s].pop(0))
 
-    def _outputs(self, wanted: Sequence[int]) -> dict[int, int]:
-        return {s: self.malloc(self.trace.storages.nbytes[s]) for s in wanted}
 
-    def _replay(self, events: Sequence[int], wanted: Sequence[int]) -> dict[int, int]:
-        """Allocate and free as measured; returns the outputs among what stays."""
-        nbytes = self.trace.storages.nbytes
-        stays = {k for positions in _kept(events).values() for k in positions}
-        temporary: dict[int, list[int]] = {}
-        outputs: dict[int, list[int]] = {}
-        for k, size in enumerate(events):
-            if size > 0:
-                (outputs if k in stays else temporary).setdefault(size, []).append(self.malloc(size))
-            elif temporary.get(-size):
-                self.free(temporary[-size].pop())
-        made = {s: outputs[nbytes[s]].pop(0) for s in wanted if outputs.get(nbytes[s])}
-        # An output that was obtained in pieces, or in place of memory freed: one block of its size stands for it.
-        for blocks in outputs.values():
-            for block in blocks:
-                self.free(block)
-        return made | self._outputs([s for s in wanted if s not in made])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residents:
+    """Sizes in bytes of what is allocated once, by when that is."""
+
+    first: tuple[int, ...]  # before the first iteration
+    state: tuple[int, ...]  # of the optimizer: when its first step begins
+    workspaces: Mapping[int, tuple[int, ...]]  # of libraries: in the first op that uses them
+
+    @classmethod
+    def of(cls, trace: Trace) -> Residents:
+        sts = trace.storages
+        residents = [s for s, producer in enumerate(sts.producer) if producer < 0 and sts.nbytes[s]]
+        state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE]
+        workspaces = _workspaces(trace, residents)
+        late = {*state, *(s for made in workspaces.values() for s in made)}
+        return cls(
+            first=tuple(sts.nbytes[s] for s in residents if s not in late),
+            state=tuple(sts.nbytes[s] for s in state),
+            workspaces={op: tuple(sts.nbytes[s] for s in made) for op, made in workspaces.items()},
+        )
 
 
 def _workspaces(trace: Trace, residents: Sequence[int]) -> dict[int, list[int]]:

@@ -107,7 +107,7 @@ def _clear(m: Any) -> None:
 
 
 @inner
-def _place(block: Any, pool: Any, count: int, size: int, rank: int) -> int:
+def _place(block: Any, pool: Any, count: int, size: int, rank: int) -> Any:
     """The first position in a pool, sorted by size and rank, that is not before this size and rank."""
     low, high = 0, count
     while low < high:
@@ -142,7 +142,7 @@ def _remove(m: Any, p: int, b: int) -> None:
 
 
 @inner
-def _rounded(m: Any, nbytes: int) -> int:
+def _rounded(m: Any, nbytes: int) -> Any:
     """The bytes of the block for a request."""
     if nbytes < LEAST:
         return LEAST
@@ -160,13 +160,13 @@ def _rounded(m: Any, nbytes: int) -> int:
 
 
 @inner
-def _new_rank(m: Any) -> int:
+def _new_rank(m: Any) -> Any:
     m.sums[0].made += 1
     return long(m.sums[0].made)
 
 
 @inner
-def _unused(m: Any, address: int, nbytes: int, before: int, behind: int) -> int:
+def _unused(m: Any, address: int, nbytes: int, before: int, behind: int) -> Any:
     """A block in no pool, the youngest."""
     m.spare[0] -= 1
     b = m.spare[m.spare[0]]
@@ -185,7 +185,7 @@ def _reserve(m: Any, nbytes: int) -> None:
 
 
 @inner
-def _segment(m: Any, p: int, size: int) -> int:
+def _segment(m: Any, p: int, size: int) -> Any:
     """A block that is a segment of its own, for a request of that size."""
     sums = m.sums[0]
     if p == 0:
@@ -201,7 +201,7 @@ def _segment(m: Any, p: int, size: int) -> int:
 
 
 @inner
-def _grown(m: Any, p: int, size: int) -> int:
+def _grown(m: Any, p: int, size: int) -> Any:
     """The end of the pool's expandable range as a block of that size at least, outside the pool."""
     block, tail = m.blocks, long(m.ranges[p, 0])
     free = tail >= 0 and block[tail].free
@@ -245,7 +245,7 @@ def _swallow_before(m: Any, b: int) -> None:
 
 
 @inner
-def _found(m: Any, p: int, size: int) -> int:
+def _found(m: Any, p: int, size: int) -> Any:
     """The best fitting free block, taken from its pool; -1: there is none."""
     block, pools, counts, rules = m.blocks, m.pools, m.counts, m.rules[0]
     at = _place(block, pools[p], counts[p], size, long(-1))
@@ -267,7 +267,7 @@ def _found(m: Any, p: int, size: int) -> int:
 
 
 @inner
-def malloc(m: Any, nbytes: int) -> int:
+def malloc(m: Any, nbytes: int) -> Any:
     """The block for a request."""
     block, sums, rules = m.blocks, m.sums[0], m.rules[0]
     size = _rounded(m, nbytes)
@@ -368,6 +368,6 @@ def best_fit(
     once: Any,  # [k, 2]
     rows: Any,  # out, [iteration] of SUMS
     m: Any,
-) -> tuple[int, bool]:
+) -> Any:
     """(iterations, whether the last one asked for no new segment) of `allocator.requests.Requests`."""
     return play(residents, blocks, sizes, blocks.shape[0], once, rows, MOST, m)
