@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final
 
 from executor.campaign.cases import BOUNDARY, NONE
 from executor.campaign.errors import (
@@ -20,6 +20,7 @@ from executor.campaign.errors import (
     WITHIN,
     Aggregate,
     ErrorRow,
+    Group,
     aggregates,
     error_rows,
     fragmentation_percent,
@@ -28,8 +29,8 @@ from executor.campaign.errors import (
 )
 from executor.campaign.record import (
     CALIBRATED,
+    DONE,
     FAILED,
-    INFEASIBLE,
     NOT_EQUAL,
     OUT_OF_MEMORY,
     RULES,
@@ -39,7 +40,7 @@ from executor.campaign.record import (
 )
 from simulator.report.charts import Point, scatter, signed_errors
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, paragraphs, write_page
-from simulator.studies.tables import Cell, Table, bytes_cell, count_cell, percent_cell, time_cell
+from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, percent_cell, table, yes
 from traces.json_records import to_json
 from traces.measurement import RunFigures
 from traces.units import show_bytes, show_percent
@@ -53,8 +54,7 @@ KINDS: Final = {
     TIME: ("time", "step time"),
     SLOWDOWN: ("percent", "slow-down by the plan"),
 }
-T = TypeVar("T")
-Column = tuple[str, bool, Callable[[T], Cell | str]]  # title, whether it holds numbers, what stands in it
+Column = tuple[str, str, Callable[[Any], Any]]  # title, kind, value: as `table` takes them
 
 
 def write_campaign(path: str | Path, book: Book, *, analysis: str = "") -> Path:
@@ -70,42 +70,38 @@ def campaign_page(book: Book, *, analysis: str = "") -> Page:
     """The page of a campaign."""
     records = book.records
     rows = error_rows(records)
-    boundaries = [r for r in records if r.case.kind == BOUNDARY]
+    where = places(records)
     sections = {
-        "Analysis": paragraphs(analysis) if analysis.strip() else (),
-        "Headline": _headline(book, rows),
-        "Errors in aggregate": _aggregates(rows) if rows else (),
-        "Errors by model": _by_model(rows),
+        "Analysis": paragraphs(analysis),
+        "Headline": (_headline(book, rows), _warning(where, records)),
+        "Errors in aggregate": _aggregates(rows),
+        "Errors by model": _tables(aggregates(rows, by_model=True)),
         "Predicted against measured": _scatters(rows),
         "Signed errors of each case": _bars(rows),
-        "Every case": _cases(records),
-        "Where memory ends": _boundaries(boundaries) if boundaries else (),
+        "Every case": _cases([r for r in records if r.case.kind != BOUNDARY and r.peak is not None]),
+        "Where memory ends": _boundaries([(r, t) for r in records for t in r.trials]),
         "Cases without a figure": _others(records),
         "Provenance": _provenance(book),
     }
     return Page(
         title=f"Campaign {book.name}: how wrong the predictions were",
-        subtitle=f"{len(records)} of {book.asked} cases · measured on {' and '.join(places(records)) or 'nothing yet'}",
+        subtitle=f"{len(records)} of {book.asked} cases · measured on {' and '.join(where) or 'nothing yet'}",
         sections=tuple(Section(title=title, blocks=blocks) for title, blocks in sections.items() if blocks),
     )
 
 
 def places(records: Sequence[Record]) -> list[str]:
     """What the records were measured on, each once: `CPU`, or `GPU (NVIDIA H200)`."""
-    return list(
-        dict.fromkeys("CPU" if r.provenance == "measured-cpu" else f"GPU ({r.place})" for r in records)
-    )
+    cpu = "measured-cpu"
+    return list(dict.fromkeys("CPU" if r.provenance == cpu else f"GPU ({r.place})" for r in records))
 
 
-def warning(records: Sequence[Record]) -> Text:
+def _warning(where: Sequence[str], records: Sequence[Record]) -> Text:
     """What the measured figures are, and above all what they are not."""
-    where = " and ".join(places(records)) or "nothing"
-    text = f"Predicted figures are simulated; measured figures were measured on: {where}. "
+    text = f"Predicted figures are simulated; measured figures were measured on: {' and '.join(where) or 'nothing'}. "
     if all(r.provenance != "measured-cuda" for r in records):
-        return Text(
-            text=text + "No figure on this page is a GPU's, and none was confirmed by one.", tone="warning"
-        )
-    return Text(text=text + "Figures of different devices are never aggregated together.", tone="note")
+        return Text(text + "No figure on this page is a GPU's, and none was confirmed by one.", "warning")
+    return Text(text + "Figures of different devices are never aggregated together.", "note")
 
 
 def one_line(text: str) -> str:
@@ -113,110 +109,96 @@ def one_line(text: str) -> str:
     return text.replace(" ", "\u00a0").replace("-", "\u2011")
 
 
-def _table(rows: Iterable[T], columns: Sequence[Column[T]], caption: str = "", folded: str = "") -> Table:
-    return Table(
-        columns=tuple(title for title, _, _ in columns),
-        rows=tuple(tuple(cell(row) for _, _, cell in columns) for row in rows),
-        numbers=frozenset(k for k, (_, is_number, _) in enumerate(columns) if is_number),
-        caption=caption,
-        folded=folded,
-    )
-
-
-def _headline(book: Book, rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
+def _headline(book: Book, rows: Sequence[ErrorRow]) -> Figures:
     records = book.records
-    measured = [r for r in records if r.measured.peak_allocated_bytes is not None]
-    verified = [r for r in measured if r.verified is not None]
-    silent = unwarned(rows)
-    told = sum(1 for r in rows if KINDS[r.figure][0] == "bytes")
+    verified = [r for r in records if r.peak is not None and r.verified is not None]
+    silent, unforeseen = unwarned(rows), ran_out_unforeseen(records)
+    measured, told = (
+        sum(r.peak is not None for r in records),
+        sum(KINDS[r.figure][0] == "bytes" for r in rows),
+    )
     figures = [
         Figure(
-            label="Cases measured",
-            value=f"{len(measured)} of {book.asked}",
-            detail="the others are listed below with their reason",
+            "Cases measured", f"{measured} of {book.asked}", "the others are listed below with their reason"
         ),
         Figure(
-            label="Same training as the untouched model",
-            value=f"{sum(1 for r in verified if r.verified)} of {len(verified)}",
-            detail="verified, bit for bit or within eager's own noise",
-            tone="bad" if any(r.status == NOT_EQUAL for r in records) else "good" if verified else "",
+            "Same training as the untouched model",
+            f"{sum(1 for r in verified if r.verified)} of {len(verified)}",
+            "verified, bit for bit or within eager's own noise",
+            "bad" if any(r.status == NOT_EQUAL for r in records) else "good" if verified else "",
         ),
         Figure(
-            label=f"Memory predicted more than {LARGE:g} % too low without a warning beside it",
-            value=f"{len(silent)} of {told}",
-            detail=silent[0].case if silent else "predicted figures, eager, keep-all and plans",
-            tone="bad" if silent else "good",
+            f"Memory predicted more than {LARGE:g} % too low without a warning beside it",
+            f"{len(silent)} of {told}",
+            silent[0].case if silent else "predicted figures, eager, keep-all and plans",
+            "bad" if silent else "good",
         ),
     ]
     if any(r.status == OUT_OF_MEMORY and r.provenance == "measured-cuda" for r in records):
-        unforeseen = ran_out_unforeseen(records)
+        detail = "in no table of errors, since nothing was measured" if unforeseen else ""
+        tone = "bad" if unforeseen else "good"
         figures.append(
-            Figure(
-                label="Predicted to fit the GPU, and ran out of memory",
-                value=str(len(unforeseen)),
-                detail="in no table of errors, since nothing was measured" if unforeseen else "",
-                tone="bad" if unforeseen else "good",
-            )
+            Figure("Predicted to fit the GPU, and ran out of memory", str(len(unforeseen)), detail, tone)
         )
     for g, a in aggregates(rows).items():
         if g.figure in (ALLOCATED, RESERVED):
+            label = f"Median |error|, {KINDS[g.figure][1]}, {STAGE_LABELS[g.stage]}, {g.provenance}"
             worst = (
                 "never too low" if a.worst_under is None else f"worst underestimate {a.worst_under:+.3f} %"
             )
-            figures.append(
-                Figure(
-                    label=f"Median |error|, {KINDS[g.figure][1]}, {STAGE_LABELS[g.stage]}, {g.provenance}",
-                    value=show_percent(a.median, digits=3),
-                    detail=f"{worst}; {a.rows} runs",
+            figures.append(Figure(label, show_percent(a.median, digits=3), f"{worst}; {a.rows} runs"))
+    return Figures(tuple(figures))
+
+
+def _tables(found: dict[Group, Aggregate]) -> tuple[Block, ...]:
+    """One table a figure that there is."""
+
+    def made(figure: str) -> Table:
+        unit = "pt" if figure == SLOWDOWN else "%"
+
+        def error(name: str, sign: str = "") -> Callable[[tuple[Group, Aggregate]], Cell]:
+            def cell(row: tuple[Group, Aggregate]) -> Cell:
+                value = getattr(row[1], name)
+                return (
+                    Cell("none", tone="quiet") if value is None else Cell(f"{value:{sign}.3f} {unit}", value)
                 )
-            )
-    return (Figures(figures=tuple(figures)), warning(records))
+
+            return cell
+
+        chosen = [(g, a) for g, a in found.items() if g.figure == figure]
+        model: list[Column] = [("model", "", lambda row: one_line(row[0].model))]
+        limits = "/".join(f"{limit:g}" for limit in WITHIN)
+        eager = ", the untouched model in eager" if any(g.eager for g in found) else ""
+        return table(
+            chosen,
+            [
+                *(model if any(g.model for g in found) else []),
+                ("measured", "", lambda row: one_line(row[0].provenance)),
+                ("prediction", "", lambda row: STAGE_LABELS[row[0].stage]),
+                ("runs", "count", lambda row: row[1].rows),
+                ("mean", NUMBER, error("mean", "+")),
+                ("mean |e|", NUMBER, error("mape")),
+                ("median |e|", NUMBER, error("median")),
+                ("lowest", NUMBER, error("worst_under", "+")),
+                ("highest", NUMBER, error("worst_over", "+")),
+                (f"within {limits}", NUMBER, lambda row: _within(row[1])),
+                ("too low", NUMBER, lambda row: percent_cell(row[1].under_share, digits=0)),
+            ],
+            caption=f"{KINDS[figure][1].capitalize()}{eager}",
+        )
+
+    return tuple(made(figure) for figure in FIGURES if any(g.figure == figure for g in found))
 
 
-def _aggregate_columns(unit: str) -> list[Column[Aggregate]]:
-    def error(value: float | None, *, signed: bool = False) -> Cell:
-        if value is None:
-            return Cell(text="none", tone="quiet")
-        return Cell(text=f"{value:{'+' if signed else ''}.3f} {unit}", sort=value)
-
-    return [
-        ("runs", True, lambda a: count_cell(a.rows)),
-        ("mean", True, lambda a: error(a.mean, signed=True)),
-        ("mean |e|", True, lambda a: error(a.mape)),
-        ("median |e|", True, lambda a: error(a.median)),
-        ("lowest", True, lambda a: error(a.worst_under, signed=True)),
-        ("highest", True, lambda a: error(a.worst_over, signed=True)),
-        (
-            "within " + "/".join(f"{limit:g}" for limit in WITHIN),
-            True,
-            lambda a: Cell(text="/".join(f"{s:.0f}" for s in a.within) + " %", sort=a.within[0]),
-        ),
-        ("too low", True, lambda a: percent_cell(a.under_share, digits=0)),
-    ]
-
-
-def _aggregate_table(rows: Sequence[ErrorRow], figure: str, *, by_model: bool, eager: bool) -> Table | None:
-    found = aggregates(rows, by_model=by_model, eager=eager)
-    chosen = [(g, a) for g, a in found.items() if g.figure == figure]
-    if not chosen:
-        return None
-    unit = "pt" if figure == SLOWDOWN else "%"
-    model = [("model", False, lambda row: one_line(row[0].model))] if by_model else []
-    return _table(
-        chosen,
-        [
-            *model,
-            ("measured", False, lambda row: one_line(row[0].provenance)),
-            ("prediction", False, lambda row: STAGE_LABELS[row[0].stage]),
-            *((t, n, lambda row, cell=cell: cell(row[1])) for t, n, cell in _aggregate_columns(unit)),
-        ],
-        caption=f"{KINDS[figure][1].capitalize()}{', the untouched model in eager' if eager else ''}",
-    )
+def _within(a: Aggregate) -> Cell:
+    return Cell("/".join(f"{s:.0f}" for s in a.within) + " %", a.within[0])
 
 
 def _aggregates(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
+    if not rows:
+        return ()
     text = Text(
-        text="An error is 100·(predicted − measured)/measured: negative means that the prediction was too low, "
+        "An error is 100·(predicted − measured)/measured: negative means that the prediction was too low, "
         "which is the dangerous side. A slow-down is the plan's step time over the keep-all step's; its error is "
         "in points. Calibrated predictions know workspaces and times as they were measured on the device, op by "
         "op, in a process of their own; uncalibrated ones know nothing of the device but a table; transferred ones "
@@ -224,46 +206,33 @@ def _aggregates(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
         "under- and overestimate. Within: the share of the runs whose error is at most so many percent (points). "
         "Too low: the share that was predicted below what was measured."
     )
-    tables = (
-        _aggregate_table(rows, figure, by_model=False, eager=eager)
-        for eager in (False, True)
-        for figure in FIGURES
-    )
-    return (text, *(t for t in tables if t is not None))
-
-
-def _by_model(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
-    tables = (_aggregate_table(rows, figure, by_model=True, eager=False) for figure in FIGURES)
-    return tuple(t for t in tables if t is not None)
+    return (text, *_tables(aggregates(rows)), *_tables(aggregates(rows, eager=True)))
 
 
 def _points(rows: Sequence[ErrorRow]) -> dict[tuple[str, str], list[Point]]:
     """By provenance and figure, what the charts show: keep-all and plans."""
     out: dict[tuple[str, str], list[Point]] = {}
-    for provenance in sorted({r.provenance for r in rows}):
-        for figure in FIGURES:
-            out[provenance, figure] = [
-                Point(
-                    case=r.case,
-                    model=r.model,
-                    series=STAGE_LABELS[r.stage],
-                    predicted=r.predicted,
-                    measured=r.measured,
-                    error=r.error,
-                )
-                for r in rows
-                if (r.provenance, r.figure) == (provenance, figure) and r.run != EAGER
-            ]
-    return {key: points for key, points in out.items() if points}
+    chosen = (r for r in rows if r.run != EAGER)
+    for r in sorted(chosen, key=lambda r: (r.provenance, FIGURES.index(r.figure))):
+        point = Point(
+            case=r.case,
+            model=r.model,
+            series=STAGE_LABELS[r.stage],
+            predicted=r.predicted,
+            measured=r.measured,
+            error=r.error,
+        )
+        out.setdefault((r.provenance, r.figure), []).append(point)
+    return out
 
 
 def _scatters(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
     caption = "On the dashed line the prediction is right; below it the prediction was too low."
     return tuple(
         Chart(
-            spec=scatter(points, COLOURS, title=KINDS[figure][1], kind=KINDS[figure][0]),
-            title=f"{KINDS[figure][1].capitalize()}, {provenance}",
-            caption=caption,
+            scatter(points, COLOURS, title=KINDS[figure][1], kind=KINDS[figure][0]),
+            caption,
+            f"{KINDS[figure][1].capitalize()}, {provenance}",
         )
         for (provenance, figure), points in _points(rows).items()
     )
@@ -277,10 +246,10 @@ def _bars(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
         title = f"{KINDS[figure][1].capitalize()}, {provenance}"
         if any(p.error for p in points):
             unit = "points" if figure == SLOWDOWN else "%"
-            errors = [(p.case, p.series, p.error) for p in points]
-            blocks.append(Chart(spec=signed_errors(errors, COLOURS, unit=unit), title=title))
+            spec = signed_errors([(p.case, p.series, p.error) for p in points], COLOURS, unit=unit)
+            blocks.append(Chart(spec, title=title))
         else:
-            blocks.append(Text(text=f"{title}: every one of the {len(points)} errors is exactly 0."))
+            blocks.append(Text(f"{title}: every one of the {len(points)} errors is exactly 0."))
     return tuple(blocks)
 
 
@@ -292,30 +261,25 @@ def _error(stage: str, figure: str) -> Callable[[Record], Cell]:
     """The cell of one error of the run that a case is about; memory that was predicted too low is red."""
 
     def cell(r: Record) -> Cell:
-        run = "keep-all" if r.case.budget == NONE else "plan"
-        found = [e.error for e in error_rows([r]) if (e.run, e.stage, e.figure) == (run, stage, figure)]
-        if not found:
-            return Cell(text="–")
-        memory = KINDS[figure][0] == "bytes"
-        tone = "bad" if memory and found[0] < -LARGE else "good" if abs(found[0]) < 0.0005 else ""
-        return Cell(text=f"{found[0]:+.3f} %", sort=found[0], tone=tone)
+        e = _row(r, stage, figure)
+        if e is None:
+            return Cell(UNKNOWN)
+        tone = "good" if abs(e.error) < 0.0005 else ""
+        if KINDS[figure][0] == "bytes" and e.error < -LARGE:
+            tone = "bad"
+        return Cell(f"{e.error:+.3f} %", e.error, tone)
 
     return cell
 
 
-def _slowdown(stage: str, *, measured: bool = False) -> Callable[[Record], Cell]:
-    def cell(r: Record) -> Cell:
-        found = [e for e in error_rows([r]) if e.figure == SLOWDOWN and stage in (e.stage, "")]
-        value = None if not found else found[0].measured if measured else found[0].predicted
-        return percent_cell(value, signed=True)
-
-    return cell
+def _row(r: Record, stage: str, figure: str) -> ErrorRow | None:
+    run = "keep-all" if r.case.budget == NONE else "plan"
+    found = (e for e in error_rows([r]) if (e.run, e.figure) == (run, figure) and stage in (e.stage, ""))
+    return next(found, None)
 
 
-def _best(r: Record) -> RunFigures:
-    """What knows most of the case: with its plan where there is one."""
-    predicted = r.predicted or r.keep_all_predicted
-    return predicted.get(CALIBRATED) or predicted.get(RULES) or RunFigures()
+def _slowdown(stage: str, which: str) -> Callable[[Record], float | None]:
+    return lambda r: getattr(_row(r, stage, SLOWDOWN), which, None)
 
 
 def _calibrated(r: Record) -> RunFigures:
@@ -323,81 +287,76 @@ def _calibrated(r: Record) -> RunFigures:
 
 
 def _difference(r: Record) -> Cell:
-    predicted, real = _calibrated(r).peak_allocated_bytes, r.measured.peak_allocated_bytes
+    predicted, real = _calibrated(r).peak_allocated_bytes, r.peak
     if predicted is None or real is None:
-        return Cell(text="–")
-    return Cell(text=f"{predicted - real:+,} B", sort=predicted - real)
+        return Cell(UNKNOWN)
+    return Cell(f"{predicted - real:+,} B", predicted - real)
 
 
 def _budget(r: Record) -> Cell:
-    over = r.budget_bytes is not None and (r.measured.peak_allocated_bytes or 0) > r.budget_bytes
-    return Cell(text=show_bytes(r.budget_bytes), sort=r.budget_bytes, tone="bad" if over else "")
+    over = r.budget_bytes is not None and (r.peak or 0) > r.budget_bytes
+    return Cell(show_bytes(r.budget_bytes), r.budget_bytes, "bad" if over else "")
 
 
 def _verdict(r: Record) -> Cell:
     if r.verified is None:
-        return Cell(text="not checked", tone="quiet")
+        return Cell("not checked", tone="quiet")
     if not r.verified:
-        return Cell(text=f"NOT EQUAL: {r.first_difference}", tone="bad")
-    return Cell(text="bit-equal" if r.bit_equal else "equal", tone="good")
+        return no(f"NOT EQUAL: {r.first_difference}")
+    return yes("bit-equal" if r.bit_equal else "equal")
 
 
-_ABOUT: Final[list[Column[Record]]] = [
-    ("case", False, lambda r: one_line(r.case.label)),
-    ("measured", False, lambda r: one_line(r.provenance)),
+_ABOUT: Final[list[Column]] = [
+    ("case", "", lambda r: one_line(r.case.label)),
+    ("measured", "", lambda r: one_line(r.provenance)),
 ]
 
 
-def _cases(records: Sequence[Record]) -> tuple[Block, ...]:
+def _cases(cases: Sequence[Record]) -> tuple[Block, ...]:
     """Every measured case: memory, reserved memory where there is any, time."""
-    cases = [r for r in records if r.case.kind != BOUNDARY and r.measured.peak_allocated_bytes is not None]
     if not cases:
-        return (Text(text="No case has been measured."),)
-    memory = _table(
+        return (Text("No case has been measured."),)
+    memory = table(
         cases,
         [
             *_ABOUT,
-            ("eager", True, lambda r: bytes_cell(r.eager.peak_allocated_bytes)),
-            ("keep-all", True, lambda r: bytes_cell(r.keep_all.peak_allocated_bytes)),
-            ("this case", True, lambda r: bytes_cell(r.measured.peak_allocated_bytes)),
-            ("budget", True, _budget),
-            ("predicted − measured", True, _difference),
-            ("error, calibrated", True, _error(CALIBRATED, ALLOCATED)),
-            ("error, uncalibrated", True, _error(RULES, ALLOCATED)),
-            ("verified", False, _verdict),
+            ("eager", "bytes", lambda r: r.eager.peak_allocated_bytes),
+            ("keep-all", "bytes", lambda r: r.keep_all.peak_allocated_bytes),
+            ("this case", "bytes", lambda r: r.peak),
+            ("budget", NUMBER, _budget),
+            ("predicted − measured", NUMBER, _difference),
+            ("error, calibrated", NUMBER, _error(CALIBRATED, ALLOCATED)),
+            ("error, uncalibrated", NUMBER, _error(RULES, ALLOCATED)),
+            ("verified", "", _verdict),
         ],
         caption=f"Peak allocated. Underestimates of more than {LARGE:g} % and budgets that were exceeded are red.",
     )
-    reserved = _table(
+    reserved = table(
         [r for r in cases if r.measured.peak_reserved_bytes is not None],
         [
             *_ABOUT,
-            ("reserved", True, lambda r: bytes_cell(r.measured.peak_reserved_bytes)),
-            ("predicted, calibrated", True, lambda r: bytes_cell(_calibrated(r).peak_reserved_bytes)),
-            ("error, calibrated", True, _error(CALIBRATED, RESERVED)),
-            ("error, uncalibrated", True, _error(RULES, RESERVED)),
-            (
-                "fragmentation, predicted",
-                True,
-                lambda r: percent_cell(fragmentation_percent(_calibrated(r))),
-            ),
-            ("fragmentation", True, lambda r: percent_cell(fragmentation_percent(r.measured))),
+            ("reserved", "bytes", lambda r: r.measured.peak_reserved_bytes),
+            ("predicted, calibrated", "bytes", lambda r: _calibrated(r).peak_reserved_bytes),
+            ("error, calibrated", NUMBER, _error(CALIBRATED, RESERVED)),
+            ("error, uncalibrated", NUMBER, _error(RULES, RESERVED)),
+            ("fragmentation, predicted", "percent", lambda r: fragmentation_percent(_calibrated(r))),
+            ("fragmentation", "percent", lambda r: fragmentation_percent(r.measured)),
         ],
         caption="Peak reserved, and fragmentation: reserved over the peak in the allocator's blocks, less one",
     )
-    times = _table(
+    times = table(
         cases,
         [
             *_ABOUT,
-            ("eager", True, lambda r: time_cell(r.eager.step_time_ns)),
-            ("keep-all", True, lambda r: time_cell(r.keep_all.step_time_ns)),
-            ("this case", True, lambda r: time_cell(r.measured.step_time_ns)),
-            ("predicted, calibrated", True, lambda r: time_cell(_calibrated(r).step_time_ns)),
-            ("error, calibrated", True, _error(CALIBRATED, TIME)),
-            ("error, uncalibrated", True, _error(RULES, TIME)),
-            ("slow-down", True, _slowdown("", measured=True)),
-            ("predicted, calibrated", True, _slowdown(CALIBRATED)),
-            ("predicted, uncalibrated", True, _slowdown(RULES)),
+            ("eager", "time", lambda r: r.eager.step_time_ns),
+            ("keep-all", "time", lambda r: r.keep_all.step_time_ns),
+            ("this case", "time", lambda r: r.measured.step_time_ns),
+            ("predicted, calibrated", "time", lambda r: _calibrated(r).step_time_ns),
+            ("error, calibrated", NUMBER, _error(CALIBRATED, TIME)),
+            ("error, uncalibrated", NUMBER, _error(RULES, TIME)),
+            ("slow-down", "+percent", _slowdown("", "measured")),
+            ("predicted, calibrated", "+percent", _slowdown(CALIBRATED, "predicted")),
+            ("predicted, uncalibrated", "+percent", _slowdown(RULES, "predicted")),
         ],
         caption="Step time, and the slow-down by the plan: its step over the keep-all step, less one",
     )
@@ -405,92 +364,86 @@ def _cases(records: Sequence[Record]) -> tuple[Block, ...]:
 
 
 def _iterations(cases: Sequence[Record]) -> Table:
-    # Eager and keep-all are shared by the cases of a step, and told with its keep-all case.
     runs: list[tuple[str, Record, RunFigures]] = []
     for r in cases:
-        if r.case.budget == NONE:
-            runs += [
-                (f"{r.case.step.label} {n}", r, f) for n, f in (("eager", r.eager), ("keep-all", r.keep_all))
-            ]
-        else:
-            runs.append((r.case.label, r, r.measured))
+        # Eager and keep-all are shared by the cases of a step, and told with its keep-all case.
+        shared = (("eager", r.eager), ("keep-all", r.keep_all)) if r.case.budget == NONE else ()
+        runs += [(f"{r.case.step.label} {name}", r, f) for name, f in shared]
+        runs += [] if shared else [(r.case.label, r, r.measured)]
     title = "The first iteration and the steady ones"
-    steady, unsteady = Cell(text="steady", tone="good"), Cell(text="NOT STEADY", tone="bad")
-    return _table(
+    return table(
         [run for run in runs if run[2].peaks_bytes],
         [
-            ("run", False, lambda run: one_line(run[0])),
-            ("measured", False, lambda run: one_line(run[1].provenance)),
-            ("allocated, iteration 1", True, lambda run: bytes_cell(run[2].peaks_bytes[0])),
-            ("allocated, steady", True, lambda run: bytes_cell(run[2].peak_allocated_bytes)),
+            ("run", "", lambda run: one_line(run[0])),
+            ("measured", "", lambda run: one_line(run[1].provenance)),
+            ("allocated, iteration 1", "bytes", lambda run: run[2].peaks_bytes[0]),
+            ("allocated, steady", "bytes", lambda run: run[2].peak_allocated_bytes),
+            ("reserved, iteration 1", "bytes", lambda run: next(iter(run[2].reserved_bytes), None)),
+            ("reserved, last iteration", "bytes", lambda run: run[2].peak_reserved_bytes),
             (
-                "reserved, iteration 1",
-                True,
-                lambda run: bytes_cell(next(iter(run[2].reserved_bytes), None)),
+                "iterations from the third on",
+                "",
+                lambda run: yes("steady") if run[2].steady else no("NOT STEADY"),
             ),
-            ("reserved, last iteration", True, lambda run: bytes_cell(run[2].peak_reserved_bytes)),
-            ("iterations from the third on", False, lambda run: steady if run[2].steady else unsteady),
         ],
         caption=title,
         folded=title,
     )
 
 
-def _boundaries(records: Sequence[Record]) -> tuple[Block, ...]:
+def _boundaries(trials: Sequence[tuple[Record, Trial]]) -> tuple[Block, ...]:
     """Every batch size of every boundary: predicted, and whether it fitted."""
+    if not trials:
+        return ()
 
     def verdict(t: Trial) -> Cell:
         if t.fits is None:
-            return Cell(text="not tried", tone="quiet")
-        right = t.fits == t.predicted_fits
-        return Cell(text="as predicted" if right else "NOT as predicted", tone="good" if right else "bad")
+            return Cell("not tried", tone="quiet")
+        return yes("as predicted") if t.fits == t.predicted_fits else no("NOT as predicted")
 
-    fits = {None: "–", True: "fits", False: "does not fit"}
-    return (
-        Text(
-            text="The largest batch size that is predicted to fit a limit, and the next larger one, tried. On CUDA the "
-            "process may take no more than the limit from the device, and does not fit if it runs out of memory. On "
-            "the CPU there is no such limit: there the measured peak is compared with it."
-        ),
-        _table(
-            [(r, t) for r in records for t in r.trials],
-            [
-                ("step", False, lambda row: one_line(row[0].case.step.label)),
-                ("run", False, lambda row: {NONE: "untouched"}.get(row[0].case.planner, row[0].case.planner)),
-                ("measured", False, lambda row: one_line(row[0].provenance)),
-                ("limit", True, lambda row: bytes_cell(row[0].limit_bytes)),
-                ("batch", True, lambda row: count_cell(row[1].batch_size)),
-                ("allocated, predicted", True, lambda row: bytes_cell(row[1].predicted.peak_allocated_bytes)),
-                ("reserved, predicted", True, lambda row: bytes_cell(row[1].predicted.peak_reserved_bytes)),
-                ("predicted", False, lambda row: fits[row[1].predicted_fits]),
-                ("allocated, measured", True, lambda row: bytes_cell(row[1].measured.peak_allocated_bytes)),
-                ("tried", False, lambda row: fits[row[1].fits]),
-                ("verdict", False, lambda row: verdict(row[1])),
-            ],
-        ),
+    fits = {None: UNKNOWN, True: "fits", False: "does not fit"}
+    columns: list[Column] = [
+        ("step", "", lambda row: one_line(row[0].case.step.label)),
+        ("run", "", lambda row: "untouched" if row[0].case.planner == NONE else row[0].case.planner),
+        ("measured", "", lambda row: one_line(row[0].provenance)),
+        ("limit", "bytes", lambda row: row[0].limit_bytes),
+        ("batch", "count", lambda row: row[1].batch_size),
+        ("allocated, predicted", "bytes", lambda row: row[1].predicted.peak_allocated_bytes),
+        ("reserved, predicted", "bytes", lambda row: row[1].predicted.peak_reserved_bytes),
+        ("predicted", "", lambda row: fits[row[1].predicted_fits]),
+        ("allocated, measured", "bytes", lambda row: row[1].measured.peak_allocated_bytes),
+        ("tried", "", lambda row: fits[row[1].fits]),
+        ("verdict", "", lambda row: verdict(row[1])),
+    ]
+    text = (
+        "The largest batch size that is predicted to fit a limit, and the next larger one, tried. On CUDA the "
+        "process may take no more than the limit from the device, and does not fit if it runs out of memory. On "
+        "the CPU there is no such limit: there the measured peak is compared with it."
     )
+    return Text(text), table(trials, columns)
 
 
 def _others(records: Sequence[Record]) -> tuple[Block, ...]:
     """What ran out of memory, what no plan fits, what failed, and the notes of the others."""
-    without = [r for r in records if r.status in (OUT_OF_MEMORY, INFEASIBLE, FAILED, NOT_EQUAL)]
+    without = [r for r in records if r.status != DONE]
     notes = dict.fromkeys(f"{r.case.step.label}: {n}" for r in records for n in r.notes)
-    told = tuple(Text(text=n, tone="note") for n in notes)
+    told = tuple(Text(n, "note") for n in notes)
     if not without:
-        return (Text(text="Every case has its figures."), *told)
-    columns: list[Column[Record]] = [
+        return (Text("Every case has its figures."), *told)
+
+    def best(r: Record) -> RunFigures:
+        predicted = r.predicted or r.keep_all_predicted
+        return predicted.get(CALIBRATED) or predicted.get(RULES) or RunFigures()
+
+    columns: list[Column] = [
         *_ABOUT,
-        (
-            "status",
-            False,
-            lambda r: Cell(text=r.status, tone="bad" if r.status in (FAILED, NOT_EQUAL) else ""),
-        ),
-        ("allocated, predicted", True, lambda r: bytes_cell(_best(r).peak_allocated_bytes)),
-        ("reserved, predicted", True, lambda r: bytes_cell(_best(r).peak_reserved_bytes)),
-        ("why", False, lambda r: r.message),
+        ("status", "", lambda r: Cell(r.status, tone="bad" if r.status in (FAILED, NOT_EQUAL) else "")),
+        ("allocated, predicted", "bytes", lambda r: best(r).peak_allocated_bytes),
+        ("reserved, predicted", "bytes", lambda r: best(r).peak_reserved_bytes),
+        ("why", "", lambda r: r.message),
     ]
     caption = "Predicted figures are the plan's where there is one, else those of everything kept."
-    return (_table(without, columns, caption), *told)
+    return (table(without, columns, caption=caption), *told)
 
 
 def _provenance(book: Book) -> tuple[Block, ...]:
@@ -502,7 +455,7 @@ def _provenance(book: Book) -> tuple[Block, ...]:
     rows += [("method", k.replace("_", " "), str(v)) for k, v in to_json(book.method).items() if v != ""]
     return (
         Text(
-            text="Each variant of a step ran in a process of its own. The peak is the highest of the iterations from "
+            "Each variant of a step ran in a process of its own. The peak is the highest of the iterations from "
             "the third on, by the allocator's own account; the time is the median of the timed iterations after them."
         ),
         Table(columns=("of", "", "value"), rows=tuple(rows)),

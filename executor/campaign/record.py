@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from executor.campaign.cases import Case, Method, digest
-from traces.errors import TraceError
-from traces.files import write_text
-from traces.json_records import Form, JsonRecord, canonical_json, read_json, to_json
+from executor.campaign.cases import Case, Method, Step, digest
+from traces.errors import LowtideError, TraceError
+from traces.json_records import Form, JsonRecord, to_json
 from traces.measurement import RunFigures
 from traces.model_spec import source_file
+from traces.plan import Plan
 
 DONE: Final = "measured"
 INFEASIBLE: Final = "infeasible"
@@ -100,6 +100,21 @@ class Record(JsonRecord):
         """What the measured figures were measured on: `CPU`, or the GPU's name."""
         return self.environment.get("gpu") or "CPU"
 
+    @property
+    def peak(self) -> int | None:
+        """The measured peak of allocated bytes; None: it was not measured."""
+        return self.measured.peak_allocated_bytes
+
+    def noted(self, note: str) -> Record:
+        """The record with a note more."""
+        return self if note in self.notes else replace(self, notes=(*self.notes, note))
+
+    def failed(self, error: Exception) -> Record:
+        """The record of a case that an error ended, be it one that a user can cause or a defect."""
+        known = isinstance(error, LowtideError)
+        text = str(error) if known else f"{type(error).__name__}: {error}; please report this."
+        return replace(self, status=FAILED, message=text)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Book(JsonRecord):
@@ -144,13 +159,13 @@ class Store:
             Book.load(root / "campaign.json")
         return cls(root=root)
 
-    def record(self, key: str) -> Record | None:
-        """The finished case of that key, if there is one.
+    def record(self, key: str, folder: str = "cases") -> Record | None:
+        """The finished case of that key, if there is one; in `steps`, what the cases of a step share.
 
         Raises:
             TraceError: the file in its place is no record, or another case's.
         """
-        path = self.root / "cases" / f"{key}.json"
+        path = self.root / folder / f"{key}.json"
         if not path.is_file():
             return None
         record = Record.load(path)
@@ -158,20 +173,13 @@ class Store:
             raise TraceError(f"{path}: holds the record of another case ({record.key}); delete it.")
         return record
 
-    def save(self, record: Record) -> None:
+    def save(self, record: Record, folder: str = "cases") -> None:
         """Write a record, whole or not at all."""
-        write_text(self.root / "cases" / f"{record.key}.json", canonical_json(record.to_json()) + "\n")
+        record.save(self.root / folder / f"{record.key}.json")
 
-    def step(self, key: str) -> dict[str, Any] | None:
-        """What is known of a step that cases share; None: nothing, or nothing that can be read."""
-        try:
-            data = read_json(self.root / "steps" / f"{key}.json")
-        except (OSError, ValueError):
-            return None
-        return data if isinstance(data, dict) and data.get("key") == key else None
-
-    def save_step(self, key: str, data: Mapping[str, Any]) -> None:
-        write_text(self.root / "steps" / f"{key}.json", canonical_json({**data, "key": key}) + "\n")
+    def plan(self, name: str, plan: Plan) -> Path:
+        """Where the plan stands now, for the processes that run it."""
+        return plan.save(self.root / "plans" / f"{name}.json")
 
     def put_aside(self, current: Collection[str]) -> Path | None:
         """Keep the `campaign.json` that is there under another name, if it holds records of other keys than these.
@@ -203,10 +211,9 @@ class Keys:
     def of_case(self, case: Case) -> str:
         return self._of({"case": to_json(case), "source": source_digest(case.step.model)})
 
-    def of_step(self, case: Case) -> str:
+    def of_step(self, step: Step) -> str:
         """The same for all cases that differ in the plan only."""
-        step = {"model": case.step.model, "options": dict(case.step.options)}
-        return self._of({"step": step, "source": source_digest(case.step.model)})
+        return self._of({"step": to_json(step), "source": source_digest(step.model)})
 
     def _of(self, data: Mapping[str, Any]) -> str:
         method = {k: v for k, v in to_json(self.method).items() if k not in ("device", "timeout_minutes")}

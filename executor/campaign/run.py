@@ -1,71 +1,52 @@
-"""Run the outstanding cases of a campaign, each in processes of its own, and keep a record of each as it ends."""
+"""Run the outstanding cases of a campaign, and save the record of each as it ends."""
 
 from __future__ import annotations
 
 import fnmatch
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
+from executor.campaign.bench import Bench, Progress
 from executor.campaign.boundary import run_boundary
-from executor.campaign.cases import BOUNDARY, Campaign, Case
-from executor.campaign.one import Bench, SharedStep, run_case, shared_step
-from executor.campaign.record import FAILED, RETRIED, Book, Keys, Record, Store, code_digest
-from executor.isolated import run_fresh
-from traces.errors import LowtideError, SpecError
-
-Progress = Callable[[str], None]
+from executor.campaign.cases import BOUNDARY, NONE, Campaign, Case
+from executor.campaign.record import RETRIED, Book, Record, Store
+from traces.errors import SpecError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Which of the cases to run now."""
-
-    only: str = ""  # a part of the label, with * and ? as in file names
-    retry_failed: bool = False
-
-    def wants(self, case: Case) -> bool:
-        return not self.only or fnmatch.fnmatch(case.label.lower(), f"*{self.only.lower()}*")
-
-
-def run_campaign(campaign: Campaign, store: Store, choice: Choice, progress: Progress) -> Book:
+def run_campaign(
+    campaign: Campaign, store: Store, progress: Progress, *, only: str = "", retry_failed: bool = False
+) -> Book:
     """Run what is not there yet; returns all records, which also stand in `campaign.json`.
 
-    Cases of the same step run one after the other and share its traces, eager and keep-all. Ctrl-C loses the running
-    case alone.
+    Cases of the same step run one after the other and share what they can. Ctrl-C loses the running case alone.
+
+    Args:
+        only: a part of the label of the cases that run, with * and ? as in file names.
+        retry_failed: run failed cases and failed verifications again.
 
     Raises:
         EnvironmentProblem: no such device.
-        SpecError: `choice.only` fits no case.
+        SpecError: `only` fits no case.
         TraceError: the directory holds a foreign file in a record's place.
     """
-    chosen = [c for c in campaign.cases if choice.wants(c)]
+    cases = campaign.cases
+    chosen = [c for c in cases if fnmatch.fnmatch(c.label.lower(), f"*{only.lower()}*")]
     if not chosen:
-        raise SpecError(
-            f"--only {choice.only!r} fits none of the {len(campaign.cases)} cases, such as "
-            f"{campaign.cases[0].label!r}."
-        )
-    device = campaign.method.device
-    progress(f"Looking at the device {device} ...")
-    found = run_fresh(
-        "executor.campaign.record_step:describe_device", {"device": device}, what="looked at the device"
-    )
-    bench = Bench.of(campaign.method, found, store)
-    keys = Keys(method=campaign.method, code=code_digest(), environment=bench.environment)
+        raise SpecError(f"--only {only!r} fits none of the {len(cases)} cases, such as {cases[0].label!r}.")
+    bench = Bench.open(campaign.method, store, progress)
+    keys = bench.keys
     records: dict[str, Record] = {}
-    for case in campaign.cases:
-        kept = store.record(keys.of_case(case))
-        if kept is not None and not (choice.retry_failed and choice.wants(case) and kept.status in RETRIED):
-            records[kept.key] = kept
+    for case in cases:
+        known = store.record(keys.of_case(case))
+        if known is not None and not (retry_failed and case in chosen and known.status in RETRIED):
+            records[known.key] = known
 
     def book() -> Book:
-        in_order = [records[k] for k in map(keys.of_case, campaign.cases) if k in records]
-        return Book(
-            name=campaign.name, method=campaign.method, asked=len(campaign.cases), records=tuple(in_order)
-        )
+        made = tuple(records[k] for k in map(keys.of_case, cases) if k in records)
+        return Book(name=campaign.name, method=campaign.method, asked=len(cases), records=made)
 
-    earlier = store.put_aside({keys.of_case(c) for c in campaign.cases})
+    earlier = store.put_aside({keys.of_case(c) for c in cases})
     if earlier is not None:
         progress(
             "What this directory holds was made in part by other code, versions or another device, or for other cases. "
@@ -73,13 +54,13 @@ def run_campaign(campaign: Campaign, store: Store, choice: Choice, progress: Pro
         )
     store.save_book(book())
     queue = [c for c in chosen if keys.of_case(c) not in records]
-    if kept_number := len(chosen) - len(queue):
-        progress(f"{kept_number} of {len(chosen)} cases are finished and kept.")
-    queue = _by_step(queue, keys)
-    steps: dict[str, SharedStep | LowtideError] = {}
+    if finished := len(chosen) - len(queue):
+        progress(f"{finished} of {len(chosen)} cases are finished and kept.")
+    order = list(dict.fromkeys(keys.of_step(c.step) for c in queue))
+    queue.sort(key=lambda c: order.index(keys.of_step(c.step)))  # as in the file, but a step's cases together
     for number, case in enumerate(queue):
         progress(f"[{number + 1}/{len(queue)}] {case.label}")
-        record = _run(case, keys, bench, steps, progress)
+        record = _run(case, bench)
         store.save(record)
         records[record.key] = record
         store.save_book(book())
@@ -87,47 +68,18 @@ def run_campaign(campaign: Campaign, store: Store, choice: Choice, progress: Pro
     return book()
 
 
-def _by_step(cases: list[Case], keys: Keys) -> list[Case]:
-    """In the order of the file, but with the cases of one step side by side."""
-    order: dict[str, int] = {}
-    for case in cases:
-        order.setdefault(keys.of_step(case), len(order))
-    return sorted(cases, key=lambda c: order[keys.of_step(c)])
-
-
-def _shared(case: Case, key: str, bench: Bench, progress: Progress) -> SharedStep | LowtideError:
-    """What the step's cases share, or why they have nothing to share, which none of them must find out again."""
-    try:
-        return shared_step(case, key, bench, progress)
-    except LowtideError as error:
-        return error
-
-
-def _run(
-    case: Case,
-    keys: Keys,
-    bench: Bench,
-    steps: dict[str, SharedStep | LowtideError],
-    progress: Progress,
-) -> Record:
+def _run(case: Case, bench: Bench) -> Record:
     """One case, from the beginning to its record, whatever happens but Ctrl-C."""
+    step = None if case.kind == BOUNDARY else bench.step(case.step)
     begin = time.perf_counter()
-    key = keys.of_case(case)
-    record = bench.empty(case, key)
     try:
-        if case.kind == BOUNDARY:
-            record = run_boundary(record, keys, bench, progress)
+        if step is None:
+            record = run_boundary(case, bench)
+        elif case.budget == NONE:
+            record = replace(step, case=case, key=bench.keys.of_case(case))
         else:
-            step_key = keys.of_step(case)
-            if step_key not in steps:
-                steps[step_key] = _shared(case, step_key, bench, progress)
-                begin = time.perf_counter()
-            step = steps[step_key]
-            if isinstance(step, LowtideError):
-                raise step
-            record = run_case(record, step, bench, progress)
-    except LowtideError as error:
-        record = replace(record, status=FAILED, message=str(error))
-    seconds = time.perf_counter() - begin
-    finished = datetime.now(UTC).isoformat(timespec="seconds")
-    return replace(record, seconds=round(seconds, 2), finished=finished)
+            record = bench.case(case, step)
+    except Exception as error:
+        record = bench.empty(case).failed(error)
+    seconds = round(time.perf_counter() - begin, 2)
+    return replace(record, seconds=seconds, finished=datetime.now(UTC).isoformat(timespec="seconds"))

@@ -63,15 +63,16 @@ def campaign(
             )
         book = Book.load(finished)
     else:
-        from executor.campaign.run import Choice, run_campaign
+        from executor.campaign.run import run_campaign
 
         asked = load_cases(find_cases(cases))
         if device is not None:
             asked = replace(asked, method=replace(asked.method, device=device))
         root = output or Path(f"campaign-{asked.name}")
         store = Store.open(root)
-        choice = Choice(only=only, retry_failed=retry_failed)
-        book = run_campaign(asked, store, choice, lambda text: say(text, quiet=quiet))
+        book = run_campaign(
+            asked, store, lambda text: say(text, quiet=quiet), only=only, retry_failed=retry_failed
+        )
         write_rows(root, flat_rows(book.records))
     if report is not None:
         from executor.campaign.page import write_campaign

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-import executor.campaign.one as one
-import executor.campaign.run as run
+import executor.campaign.bench as bench
 from executor.campaign import errors
 from executor.campaign.cases import Campaign, Case, Method, Step, parse_cases
 from executor.campaign.errors import (
@@ -26,10 +25,10 @@ from executor.campaign.errors import (
     error_rows,
     ran_out_unforeseen,
 )
-from executor.campaign.predict import predict_fit, predict_plan, predict_step
+from executor.campaign.predict import Forecast
 from executor.campaign.record import Book, Keys, Record, Store, Trial
 from executor.campaign.rows import answer, flat_rows, summary, write_rows
-from executor.campaign.run import Choice, run_campaign
+from executor.campaign.run import run_campaign
 from executor.cli.main import execute
 from executor.isolated import error_json
 from executor.measure import Job, JobResult
@@ -61,7 +60,7 @@ CPU = {"torch": "2.13.0"}
 
 
 class Machine:
-    """Stands for the fresh processes: predictions are made from tiny traces, measurements as the test says."""
+    """Stands for the fresh processes: traces are tiny, and measurements as the test says."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
@@ -79,22 +78,15 @@ class Machine:
             environment = GPU if self.device == "cuda" else CPU
             target = "H200" if self.device == "cuda" else self.target
             return {"environment": environment, "name": "test", "memory_bytes": 1000, "target": target}
-        names = {
-            "record_step": "trace",
-            "predict_step": "baseline",
-            "predict_plan": "plan",
-            "predict_fit": "fit",
-        }
-        self.done.append(names[called])
-        if called == "record_step":
-            root = Path(task["directory"])
-            self.transferred.append(task["transfer"])
-            trace_store.save(CHAIN, root / "uncalibrated", force=True)
-            if error := self.fails("trace", task["model"]):
-                raise error
-            trace_store.save(WITH_WORKSPACE, root / "calibrated", force=True)
-            return {}
-        return {f.__name__: f for f in (predict_step, predict_plan, predict_fit)}[called](**task)
+        assert called == "record_step"
+        self.done.append("trace")
+        root = Path(task["directory"])
+        self.transferred.append(task["transfer"])
+        trace_store.save(CHAIN, root / "uncalibrated", force=True)
+        if error := self.fails("trace", task["model"]):
+            raise error
+        trace_store.save(WITH_WORKSPACE, root / "calibrated", force=True)
+        return {}
 
     def job(self, job: Job, *, timeout_s: float | None = None) -> JobResult:
         self.done.append(job.variant)
@@ -124,9 +116,8 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr(run, "run_fresh", lambda *a, **k: made.fresh(*a, **k))
-    monkeypatch.setattr(one, "run_fresh", lambda *a, **k: made.fresh(*a, **k))
-    monkeypatch.setattr(one, "run_job", lambda *a, **k: made.job(*a, **k))
+    monkeypatch.setattr(bench, "run_fresh", lambda *a, **k: made.fresh(*a, **k))
+    monkeypatch.setattr(bench, "run_job", lambda *a, **k: made.job(*a, **k))
     return made
 
 
@@ -144,7 +135,7 @@ def campaign(text: str = TWO_MODELS) -> Campaign:
 
 
 def go(path: Path, text: str = TWO_MODELS, **choice: Any) -> Book:
-    return run_campaign(campaign(text), Store.open(path), Choice(**choice), lambda text: None)
+    return run_campaign(campaign(text), Store.open(path), lambda text: None, **choice)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,7 +144,7 @@ def go(path: Path, text: str = TWO_MODELS, **choice: Any) -> Book:
 
 def test_cases_of_one_step_share_its_traces_eager_and_keep_all(tmp_path: Path, machine: Machine) -> None:
     book = go(tmp_path / "c")
-    per_model = ["trace", "baseline", "eager", "keep_all", "plan", "plan", "plan"]  # task and variant: 2 + 1
+    per_model = ["trace", "eager", "keep_all", "plan"]  # one of the two plans can be made
     assert machine.done == per_model * 2
     assert [r.status for r in book.records] == ["measured", "measured", "infeasible"] * 2
     kept, planned, refused = book.records[:3]
@@ -196,7 +187,7 @@ def test_what_other_code_measured_is_kept_beside(
     first = go(tmp_path / "c")
     assert go(tmp_path / "c") == first
     folder = {p.name for p in (tmp_path / "c").iterdir()}
-    monkeypatch.setattr(run, "code_digest", lambda: "another")
+    monkeypatch.setattr(bench, "code_digest", lambda: "another")
     machine.stop_at = len(machine.measured) + 1
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path / "c")
@@ -228,7 +219,7 @@ def test_another_method_code_or_device_asks_again(tmp_path: Path, machine: Machi
     assert patient.of_case(case) == keys.of_case(case)
     planned = replace(case, budget="60%", planner="mu-two")
     assert keys.of_case(case) != keys.of_case(planned)
-    assert keys.of_step(case) == keys.of_step(planned)
+    assert keys.of_step(case.step) == keys.of_step(planned.step)
 
 
 def test_a_device_that_the_table_lacks_must_have_a_target(tmp_path: Path, machine: Machine) -> None:
@@ -288,6 +279,16 @@ def test_a_failure_is_a_record_and_is_tried_again_only_when_asked(tmp_path: Path
     assert again.records[:3] == book.records[:3]
 
 
+def test_a_defect_costs_one_case(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("no ops")
+
+    monkeypatch.setattr(Forecast, "plan", broken)
+    statuses = [(r.status, r.message) for r in go(tmp_path / "c").records]
+    failed = ("failed", "ZeroDivisionError: no ops; please report this.")
+    assert statuses == [("measured", ""), failed, failed] * 2
+
+
 def test_only_runs_what_its_pattern_fits(tmp_path: Path, machine: Machine) -> None:
     assert [r.case.label for r in go(tmp_path / "c", only="t5*90%").records] == ["t5-tiny 90% mu-two"]
     with pytest.raises(SpecError, match="fits none of the 6 cases"):
@@ -340,7 +341,7 @@ def test_on_cuda_verification_has_a_process_of_its_own_and_may_run_out_of_memory
     machine.fails = lambda what, plan: OutOfMemoryProblem("two models") if what == "verify" else None
     text = '[campaign]\ndevice = "cuda"\n[[case]]\nmodel = "bert-tiny"\n'
     (record,) = go(tmp_path / "c", text).records
-    assert machine.done == ["trace", "baseline", "eager", "keep_all", "verify"]
+    assert machine.done == ["trace", "eager", "keep_all", "verify"]
     assert (record.status, record.verified) == ("measured", None)
     assert "two models" in record.notes[-1]
     assert record.provenance == "measured-cuda"
@@ -389,19 +390,10 @@ def test_without_a_plan_a_limit_is_for_the_untouched_model(
     trace = replace(CHAIN, meta=replace(CHAIN.meta, untouched_peak_bytes=22))
     trace_store.save(trace, tmp_path / "calibrated")
 
-    def fit(planner: str) -> dict[str, Any]:
-        return predict_fit(
-            directory=str(tmp_path),
-            device="cpu",
-            plan_from="calibrated",
-            planner=planner,
-            limit_bytes=limit_bytes,
-            plan_path=str(tmp_path / "plan.json"),
-        )
-
-    alone = fit("none")
-    assert (alone["fits"], alone["predicted"]["peak_allocated_bytes"]) == (untouched, 22)
-    assert fit("save-all")["fits"] is empty_plan
+    forecast = Forecast.load(tmp_path, "cpu", "calibrated")
+    alone, _ = forecast.trial(1, "none", limit_bytes)
+    assert (alone.predicted_fits, alone.predicted.peak_allocated_bytes) == (untouched, 22)
+    assert forecast.trial(1, "save-all", limit_bytes)[0].predicted_fits is empty_plan
 
 
 def test_on_cuda_the_untouched_model_takes_over_no_memory(tmp_path: Path) -> None:
@@ -411,16 +403,9 @@ def test_on_cuda_the_untouched_model_takes_over_no_memory(tmp_path: Path) -> Non
     trace_store.save(replace(trace, meta=replace(trace.meta, device="cuda")), tmp_path / "calibrated")
 
     def fits(limit_bytes: int) -> bool:
-        made = predict_fit(
-            directory=str(tmp_path),
-            device="cuda",
-            plan_from="calibrated",
-            planner="none",
-            limit_bytes=limit_bytes,
-            plan_path=str(tmp_path / "plan.json"),
-        )
-        assert made["predicted"]["peak_reserved_bytes"] == 3 * size
-        return bool(made["fits"])
+        trial, _ = Forecast.load(tmp_path, "cuda", "calibrated").trial(1, "none", limit_bytes)
+        assert trial.predicted.peak_reserved_bytes == 3 * size
+        return trial.predicted_fits
 
     assert fits(3 * size)
     assert not fits(3 * size - 1)
@@ -466,12 +451,9 @@ def test_on_cuda_running_out_of_memory_is_not_fitting(tmp_path: Path, machine: M
 def test_on_cuda_the_plan_of_a_boundary_is_for_reserved_memory(tmp_path: Path) -> None:
     """Blocks of 4 MiB lie in segments of 20 MiB: 44 MiB allocated would keep to the limit of 45, and reserve 60."""
     trace_store.save(tiny.chain(12, size=4 << 20), tmp_path / "calibrated")
-    made = predict_fit(
-        directory=str(tmp_path), device="cuda", plan_from="calibrated", planner="mu-two",
-        limit_bytes=45 << 20, plan_path=str(tmp_path / "plan.json"),
-    )  # fmt: skip
-    assert made["fits"], made["message"]
-    assert made["predicted"]["peak_reserved_bytes"] == 40 << 20
+    trial, _ = Forecast.load(tmp_path, "cuda", "calibrated").trial(1, "mu-two", 45 << 20)
+    assert trial.predicted_fits, trial.message
+    assert trial.predicted.peak_reserved_bytes == 40 << 20
 
 
 # ---------------------------------------------------------------------------------------------------------------------

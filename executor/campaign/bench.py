@@ -1,0 +1,276 @@
+"""The device of a campaign: a step's traces, its runs and its plans on it, measurements in processes of their own.
+
+What the cases of one step share (its traces, eager, and the rewritten step with everything saved) is a record too: the
+one that a case without a budget has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from executor.campaign.cases import Case, Method, Step
+from executor.campaign.predict import KEEP_ALL_PLAN, Forecast
+from executor.campaign.record import (
+    CALIBRATED,
+    DONE,
+    FAILED,
+    INFEASIBLE,
+    NOT_EQUAL,
+    OUT_OF_MEMORY,
+    RETRIED,
+    TRANSFERRED,
+    Keys,
+    Record,
+    Store,
+    code_digest,
+)
+from executor.campaign.record_step import UNCALIBRATED_DIR
+from executor.isolated import run_fresh
+from executor.measure import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, run_job
+from simulator.core.budget import parse_budget
+from traces.devices import DEVICES
+from traces.errors import BudgetError, OutOfMemoryProblem, SpecError
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """The device, how to measure on it, and where to put what comes out."""
+
+    method: Method
+    store: Store
+    keys: Keys
+    memory_bytes: int
+    target: str  # the device's entry in the device table
+    progress: Progress
+    steps: dict[str, Record] = field(default_factory=dict)  # that this run looked at, failed ones too
+
+    @classmethod
+    def open(cls, method: Method, store: Store, progress: Progress) -> Bench:
+        """Look at the device.
+
+        Raises:
+            EnvironmentProblem: there is none.
+            SpecError: it is not in the device table, and the campaign names no target.
+        """
+        progress(f"Looking at the device {method.device} ...")
+        call, what = "executor.campaign.record_step:describe_device", "looked at the device"
+        found = run_fresh(call, {"device": method.device}, what=what)
+        target = method.target or str(found["target"])
+        if not target:
+            known = ", ".join(d.name for d in DEVICES if d.kind == "cuda")
+            raise SpecError(
+                f"{found['name']} is not in the device table; name the entry nearest to it as target in [campaign]: "
+                f"{known}."
+            )
+        memory_bytes = int(found["memory_bytes"])
+        own = {"device_name": str(found["name"]), "memory_bytes": str(memory_bytes)}
+        return cls(
+            method=method,
+            store=store,
+            keys=Keys(method=method, code=code_digest(), environment={**found["environment"], **own}),
+            memory_bytes=memory_bytes,
+            target=target,
+            progress=progress,
+        )
+
+    @property
+    def cuda(self) -> bool:
+        return self.method.device.startswith("cuda")
+
+    @property
+    def timeout_s(self) -> float:
+        return 60.0 * self.method.timeout_minutes
+
+    def empty(self, case: Case) -> Record:
+        """The record of a case of which nothing is known yet."""
+        limit = self.method.memory_limit
+        return Record(
+            case=case,
+            key=self.keys.of_case(case),
+            status=DONE,
+            provenance=f"measured-{self.method.device.partition(':')[0]}",
+            environment=self.keys.environment,
+            limit_bytes=parse_budget(limit, self.memory_bytes) if limit else None,
+        )
+
+    def traces(self, step: Step) -> Path:
+        """Where the step's traces stand, once they are recorded."""
+        return self.store.root / "traces" / self.keys.of_step(step)
+
+    def trace(self, step: Step, *, transfer: bool) -> str:
+        """Record the step's traces in a fresh process; returns why there is no calibrated one ("": there is).
+
+        transfer: also from a calibration at half the batch size.
+
+        Raises:
+            LowtideError: the step cannot be recorded. (That memory runs out while it is calibrated is an answer.)
+        """
+        method, directory = self.method, self.traces(step)
+        arguments: dict[str, Any] = {
+            "model": step.model,
+            "options": dict(step.options),
+            "seed": method.seed,
+            "device": method.device,
+            "target": self.target,
+            "directory": str(directory),
+            "rounds": method.rounds,
+            "warmup": method.trace_warmup,
+            "transfer": transfer,
+        }
+        self.progress("    recording the step")
+        call, what = "executor.campaign.record_step:record_step", "recorded the step"
+        try:
+            run_fresh(call, arguments, what=what, timeout_s=self.timeout_s)
+        except OutOfMemoryProblem as error:
+            if not (directory / UNCALIBRATED_DIR).is_dir():
+                raise
+            return str(error)
+        return ""
+
+    def forecast(self, step: Step) -> Forecast:
+        """What can be predicted from the step's traces."""
+        return Forecast.load(self.traces(step), self.method.device, self.method.plan_from)
+
+    def step(self, step: Step) -> Record:
+        """The step's record with everything saved, made unless an earlier case or run did."""
+        key = self.keys.of_step(step)
+        if key not in self.steps:
+            known = self.store.record(key, "steps")
+            if known is None or known.status in RETRIED or not (self.traces(step) / KEEP_ALL_PLAN).is_file():
+                record = replace(self.empty(Case(step=step, planner="save-all")), key=key)
+                try:
+                    known = self._keep_all(record)
+                except Exception as error:
+                    known = record.failed(error)
+                if known.status not in RETRIED:
+                    self.store.save(known, "steps")
+            self.steps[key] = known
+        return self.steps[key]
+
+    def _keep_all(self, record: Record) -> Record:
+        step = record.case.step
+        uncalibrated = self.trace(step, transfer=self.method.transfer)
+        forecast = self.forecast(step)
+        notes = list(forecast.notes)
+        plan_path = forecast.keep_all().save(self.traces(step) / KEEP_ALL_PLAN)
+        predicted, warnings = forecast.predicted()
+        if uncalibrated:
+            notes.append(f"no calibrated trace, since the step itself does not fit: {uncalibrated}")
+        self.progress("    measuring eager")
+        try:
+            record = replace(record, eager=self.job(EAGER, plan_path).figures)
+        except OutOfMemoryProblem as error:
+            notes.append(f"the untouched model ran out of memory: {error}")
+        record = replace(
+            record,
+            fingerprint=forecast.base.trace.meta.fingerprint,
+            notes=tuple(notes),
+            keep_all_predicted=predicted,
+            keep_all_warnings=warnings,
+            predicted=predicted,
+            warnings=warnings,
+            recomputed_ops=0,
+        )
+        record = self.measured(record, KEEP_ALL, plan_path)
+        return replace(record, keep_all=record.measured)
+
+    def case(self, case: Case, step: Record) -> Record:
+        """Plan, measure and verify a case with a budget, beside its step's record with everything saved.
+
+        Raises:
+            LowtideError: something went wrong that is no answer.
+        """
+        record = self.empty(case)
+        if step.status == FAILED:
+            return replace(record, status=FAILED, message=step.message)
+        record = replace(
+            record,
+            fingerprint=step.fingerprint,
+            notes=step.notes,
+            keep_all_predicted=step.keep_all_predicted,
+            keep_all_warnings=step.keep_all_warnings,
+            eager=step.eager,
+            keep_all=step.keep_all,
+        )
+        self.progress("    planning")
+        forecast = self.forecast(case.step)
+        budget_bytes = parse_budget(case.budget, forecast.base.saved.timeline.peak_allocated_bytes)
+        record = replace(record, budget_bytes=budget_bytes)
+        try:
+            made = forecast.plan(case.planner, budget_bytes)
+        except BudgetError as error:
+            return replace(record, status=INFEASIBLE, message=str(error))
+        predicted, warnings = forecast.predicted(made.plan.actions)
+        ops = made.planned.timeline.recomputed_ops
+        record = replace(record, predicted=predicted, warnings=warnings, recomputed_ops=ops)
+        return self.measured(record, PLAN, self.store.plan(record.key, made.plan))
+
+    def measured(self, record: Record, variant: str, plan_path: Path) -> Record:
+        """The record with what a run of keep-all or of the plan showed, or that it did not fit, and its verification.
+
+        On the CPU one process does both, the measurement first. On CUDA the verification wants other settings of
+        cuBLAS from the start, so it has a process of its own. It holds two models, and may run out of memory where the
+        measurement does not.
+
+        Raises:
+            LowtideError: as `run_job`.
+        """
+        self.progress(f"    measuring {variant}")
+        verify = self.method.verify_steps > 0
+        said = ""
+        for together in (True, False) if verify and not self.cuda else (False,):
+            try:
+                done = self.job(variant, plan_path, then_verify=together)
+                break
+            except OutOfMemoryProblem as error:
+                said = str(error)
+        else:
+            return replace(record, status=OUT_OF_MEMORY, message=said)
+        record = replace(record, measured=done.figures)
+        if CALIBRATED not in record.predicted:
+            known = "half the batch size" if TRANSFERRED in record.predicted else "the table of rules alone"
+            record = record.noted(f"planned and predicted by {known}")
+        if not verify:
+            return record
+        if not together:
+            self.progress("    verifying")
+            try:
+                done = self.job(VERIFY, plan_path)
+            except OutOfMemoryProblem as error:
+                two = "the two models that verification holds do not fit"
+                return record.noted(f"{variant.replace('_', '-')} was not verified: {two} ({error})")
+        outcome = done.verification or {}
+        equal, where = bool(outcome["equal"]), str(outcome["first_difference"])
+        record = replace(
+            record,
+            verified=equal,
+            bit_equal=bool(outcome["bit_equal"]),
+            steps=int(outcome["steps"]),
+            first_difference=where,
+        )
+        return record if equal else replace(record, status=NOT_EQUAL, message=f"not equal to eager: {where}")
+
+    def job(
+        self, variant: str, plan_path: Path, limit_bytes: int = 0, *, then_verify: bool = False
+    ) -> JobResult:
+        """Measure or verify in a fresh process; raises as `run_job` does."""
+        method = self.method
+        own = parse_budget(method.memory_limit, self.memory_bytes) if method.memory_limit else 0
+        job = Job(
+            variant=variant,
+            plan_path=str(plan_path),
+            model="",
+            device=method.device,
+            memory_steps=method.memory_steps,
+            warmup=method.warmup,
+            runs=method.runs,
+            steps=method.verify_steps,
+            then_verify=then_verify,
+            limit_bytes=limit_bytes or own,
+        )
+        return run_job(job, timeout_s=self.timeout_s)
