@@ -4,7 +4,7 @@ The argument
 ------------
 Take any plan that `schedule.build` accepts and whose peak is at most the budget B, and look at one instant t: while
 op t of the trace runs for the first time ("the turn" is the instant when forward has ended). Let A be the storages
-that were made before t and are not released before t runs. What do we know of A?
+that were made before t and are not freed before t runs. What do we know of A?
 
 1. Some storages are in A whatever the plan says (*forced*): those that t reads; those whose hold has not ended; what
    eager code in forward still reads; and, read by a later op, what no plan may evict: what backward made, what is
@@ -26,7 +26,7 @@ For a price λ >= 0 per byte, min { Σ time(R) + λ Σ bytes(A) } − λ C  is n
 price gives the bound at t. For one price the minimum is a minimum cut with, for each op p that may be needed again,
 a node r_p, and for each storage y that is read only by such ops (a *link*), a node n_y:
 
-    source -> r_p   λ · bytes of p's wanted outputs (kept)     r_p -> sink      time(p), infinite if p may not run again
+    source -> r_p   λ · bytes of p's wanted outputs (saved)    r_p -> sink      time(p), infinite if p may not run again
     r_q -> n_y      infinite, if q reads the link y            n_y -> r_p       λ · bytes(y), p makes y (saved)
 
 A wanted storage needs no node: it is wanted anyway, so an op that reads it adds no edge. Hence the network falls
@@ -49,7 +49,7 @@ time: `bounds.working_sets`.
 Counts: at each instant, all that is in memory whatever the plan (parameters, gradients, temporaries of eager code,
 the op's own reads, outputs and workspace), and each op that must then run again, once. Ignores: the memory that
 recomputations themselves take, recomputations before the instant, running one op twice (but see
-`bounds.working_sets`), and that a storage is kept whole or not at all.
+`bounds.working_sets`), and that a storage is saved whole or not at all.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Bound:
     budget_bytes: int
     feasible: bool  # False: certainly no plan fits; True: none of the instants looked at rules one out
     added_time_ns: int  # rounded down; 0 if not feasible
-    overhead_percent: float  # of the step time with everything kept
+    overhead_percent: float  # of the step time with everything saved
     op: int  # the op whose run gave it, or after which it holds; TURN: the end of forward, or nothing to be added
     price_ns: int  # the price there is price_ns / price_bytes: what the last byte costs
     price_bytes: int
@@ -93,7 +93,7 @@ def lower_bound(problem: Problem, budget_bytes: int) -> Bound:
 def bound_curve(problem: Problem, budgets: Iterable[int]) -> tuple[Bound, ...]:
     """The certified bound for each budget, by rising budget; work is shared among them.
 
-    A plan that keeps to a budget also keeps to every larger one, so what holds for a larger budget holds for a
+    A plan within a budget is also within every larger one, so what holds for a larger budget holds for a
     smaller one, and the curve never rises with the budget.
     """
     bounder = bounder_of(problem)

@@ -31,7 +31,7 @@ class Alone:
 
     op: NDArray[np.int64]
     time_ns: NDArray[np.int64]  # NEVER: it may not run again
-    kept_bytes: NDArray[np.int64]  # of its wanted outputs
+    saved_bytes: NDArray[np.int64]  # of its wanted outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,9 @@ class Components:
         may = np.array(problem.may_rerun, np.bool_)
         self._time_ns = np.where(may, np.array(trace.ops.time_ns, np.int64), NEVER)
         none = np.zeros(0, np.int64)
-        self.alone = Alone(op=none, time_ns=none, kept_bytes=none)
+        self.alone = Alone(op=none, time_ns=none, saved_bytes=none)
         self.linked: dict[int, Linked] = {}  # by a number of no meaning
-        self.linked_bytes = 0  # of all of them, with everything kept
+        self.linked_bytes = 0  # of all of them, with everything saved
         self.linked_steps: Counter[tuple[int, int]] = Counter()
         self._number = 0
         self._part_of = np.full(problem.forward_end, NONE, np.int64)  # op -> its component's number
@@ -81,10 +81,10 @@ class Components:
         """
         n_ops = len(self._part_of)
         has, touched, reads_link = (np.zeros(n_ops, np.bool_) for _ in range(3))
-        kept_bytes = np.zeros(n_ops, np.int64)
+        saved_bytes = np.zeros(n_ops, np.int64)
         makers = self._producer[wanted]
         has[makers] = True
-        np.add.at(kept_bytes, makers, self._nbytes[wanted])
+        np.add.at(saved_bytes, makers, self._nbytes[wanted])
         reads_link[self._reader[link[self._read]]] = True
         changed = (wanted != self._wanted) | (link != self._link)
         touched[self._producer[changed]] = True
@@ -95,7 +95,7 @@ class Components:
         self._wanted, self._link = wanted, link
         self._connect(np.flatnonzero(has & reads_link & (self._part_of == NONE)).tolist())
         op = np.flatnonzero(has & (self._part_of == NONE))
-        self.alone = Alone(op=op, time_ns=self._time_ns[op], kept_bytes=kept_bytes[op])
+        self.alone = Alone(op=op, time_ns=self._time_ns[op], saved_bytes=saved_bytes[op])
 
     def _connect(self, stack: list[int]) -> None:
         """Find the components of these ops, which read links."""

@@ -49,10 +49,10 @@ class Instant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """One split of one component: what is computed again after the instant, and what is kept for that."""
+    """One split of one component: what is computed again after the instant, and what is saved for that."""
 
     component: int  # its first op
-    released: tuple[int, ...]  # storages
+    evicted: tuple[int, ...]  # storages
     saved: tuple[int, ...]
 
 
@@ -146,7 +146,7 @@ class Instants:
         return self._instants[op]
 
     def overfull(self, budget_bytes: int) -> list[int]:
-        """The turn, and the ops that would exceed the budget if everything were kept and that nothing outdoes.
+        """The turn, and the ops that would exceed the budget if everything were saved and that nothing outdoes.
 
         A later instant of backward with as high a peak outdoes an earlier one, because fewer storages are left to
         recompute; in forward an earlier instant outdoes a later one. On a large trace only the highest are taken.
@@ -171,7 +171,7 @@ class Instants:
         return Instant(op=op, unavoidable_bytes=setting.unavoidable_bytes, most_bytes=most, steps=steps)
 
     def cuts(self, op: int) -> tuple[Cut, ...]:
-        """The cuts of all components of an instant, by rising price; at first everything that may be is kept.
+        """The cuts of all components of an instant, by rising price; at first everything that may be is saved.
 
         A later cut of a component takes the place of its earlier ones.
         """
@@ -179,18 +179,18 @@ class Instants:
         now = self._at(setting)
         out: list[tuple[Fraction, Cut]] = []
         free = Fraction(-1)  # what runs again at no price
-        for p, ns, nbytes in zip(*(x.tolist() for x in (now.op, now.time_ns, now.kept_bytes)), strict=True):
+        for p, ns, nbytes in zip(*(x.tolist() for x in (now.op, now.time_ns, now.saved_bytes)), strict=True):
             if ns >= 0 and nbytes:
-                released = tuple(s for s in self.problem.creates[p] if setting.wanted[s])
+                evicted = tuple(s for s in self.problem.creates[p] if setting.wanted[s])
                 price = Fraction(ns, nbytes) if ns else free
-                out.append((price, Cut(component=p, released=released, saved=())))
+                out.append((price, Cut(component=p, evicted=evicted, saved=())))
         for part in self._components.linked.values():
             prices = (free, *(Fraction(*step) for step in part.steps))
             for price, corner in zip(prices, part.corners, strict=True):
-                released = tuple(s for p in corner.again for s in part.outputs[p])
+                evicted = tuple(s for p in corner.again for s in part.outputs[p])
                 saved = tuple(part.links[x] for x in corner.saved)
-                if released or saved:
-                    out.append((price, Cut(component=part.ops[0], released=released, saved=saved)))
+                if evicted or saved:
+                    out.append((price, Cut(component=part.ops[0], evicted=evicted, saved=saved)))
         return tuple(cut for _, cut in sorted(out, key=lambda c: (c[0], c[1].component)))
 
     def setting(self, op: int) -> Setting:
@@ -218,11 +218,11 @@ class Instants:
         return self._components.alone
 
     def _savings(self, setting: Setting) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Bytes with everything wanted kept, and the savings of all components, cheapest first."""
+        """Bytes with everything wanted saved, and the savings of all components, cheapest first."""
         now = self._at(setting)
-        most = int(now.kept_bytes[now.time_ns != 0].sum()) + self._components.linked_bytes
-        paid = (now.time_ns > 0) & (now.kept_bytes > 0)
-        steps = Counter(zip(now.time_ns[paid].tolist(), now.kept_bytes[paid].tolist(), strict=True))
+        most = int(now.saved_bytes[now.time_ns != 0].sum()) + self._components.linked_bytes
+        paid = (now.time_ns > 0) & (now.saved_bytes > 0)
+        steps = Counter(zip(now.time_ns[paid].tolist(), now.saved_bytes[paid].tolist(), strict=True))
         steps.update(self._components.linked_steps)
         # Shifted far enough that two different prices never round to the same int, nor swap places.
         shift = 2 * max((b for _, b in steps), default=1).bit_length()

@@ -22,7 +22,7 @@ This is a pebble game played backwards on sets of values (Sethi 1975; for one op
 first move).
 
 Counts: at each run in a gap, the bytes that must be there in every plan, the op's reads, its outputs and workspace,
-and the rest of the set that it helps to bring together. Ignores: what is kept for later ops, and time.
+and the rest of the set that it helps to bring together. Ignores: what is saved for later ops, and time.
 """
 
 from __future__ import annotations

@@ -80,12 +80,12 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corner:
-    """One way to split a component that is best at some price: what runs again, and what is kept."""
+    """One way to split a component that is best at some price: what runs again, and what is saved."""
 
     time_ns: int
     nbytes: int
     again: tuple[int, ...] = field(default=(), compare=False)  # positions of the ops that run again
-    saved: tuple[int, ...] = field(default=(), compare=False)  # of the links that are kept for them
+    saved: tuple[int, ...] = field(default=(), compare=False)  # of the links that are saved for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Rerun:
     """An op that may be needed again."""
 
     time_ns: int  # -1: it may not run again
-    kept_bytes: int  # of its outputs that are wanted in any case: kept unless it runs again
+    saved_bytes: int  # of its outputs that are wanted in any case: saved unless it runs again
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,12 @@ def corners(ops: tuple[Rerun, ...], links: tuple[Link, ...]) -> tuple[Corner, ..
     cutting at the price between two known corners until no cut is better (Eisner and Severance 1976).
     """
     if len(ops) == 1 and not links:
-        time_ns, kept = ops[0].time_ns, ops[0].kept_bytes
-        if time_ns < 0 or not kept:
-            return (Corner(time_ns=0, nbytes=kept),)
+        time_ns, saved = ops[0].time_ns, ops[0].saved_bytes
+        if time_ns < 0 or not saved:
+            return (Corner(time_ns=0, nbytes=saved),)
         end = Corner(time_ns=time_ns, nbytes=0, again=(0,))
-        return (Corner(time_ns=0, nbytes=kept), end) if time_ns else (end,)
-    all_bytes = sum(o.kept_bytes for o in ops) + sum(x.nbytes for x in links)
+        return (Corner(time_ns=0, nbytes=saved), end) if time_ns else (end,)
+    all_bytes = sum(o.saved_bytes for o in ops) + sum(x.nbytes for x in links)
     all_time = sum(o.time_ns for o in ops if o.time_ns > 0)
     first = _cut(ops, links, all_bytes + 1, 1)
     last = _cut(ops, links, 1, all_time + 1)
@@ -139,10 +139,10 @@ def _cut(ops: tuple[Rerun, ...], links: tuple[Link, ...], per_ns: int, per_byte:
     n = len(ops)
     source, sink = n + len(links), n + len(links) + 1
     net = Network(n + len(links) + 2)
-    infinite = 1 + per_byte * (sum(o.kept_bytes for o in ops) + sum(x.nbytes for x in links))
+    infinite = 1 + per_byte * (sum(o.saved_bytes for o in ops) + sum(x.nbytes for x in links))
     for p, o in enumerate(ops):
-        net.edge(source, p, per_byte * o.kept_bytes)
-        # More than all that could be kept is as good as infinite.
+        net.edge(source, p, per_byte * o.saved_bytes)
+        # More than all that could be saved is as good as infinite.
         net.edge(p, sink, min(per_ns * o.time_ns, infinite) if o.time_ns >= 0 else infinite)
     for k, x in enumerate(links):
         net.edge(n + k, x.maker, per_byte * x.nbytes)
@@ -151,7 +151,7 @@ def _cut(ops: tuple[Rerun, ...], links: tuple[Link, ...], per_ns: int, per_byte:
     again = net.source_side(source, sink)
     return Corner(
         time_ns=sum(o.time_ns for o, r in zip(ops, again[:n], strict=True) if r),
-        nbytes=sum(o.kept_bytes for o, r in zip(ops, again[:n], strict=True) if not r)
+        nbytes=sum(o.saved_bytes for o, r in zip(ops, again[:n], strict=True) if not r)
         + sum(x.nbytes for k, x in enumerate(links) if again[n + k] and not again[x.maker]),
         again=tuple(p for p in range(n) if again[p]),
         saved=tuple(k for k, x in enumerate(links) if again[n + k] and not again[x.maker]),

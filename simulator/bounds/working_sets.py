@@ -32,7 +32,7 @@ queue is empty, there is no plan. It begins at what `bounds.bound` says of t for
 Everything is an int: times and λ per byte are multiplied by one power of two and λ is rounded to that.
 
 Counts: that working sets must be brought together within the budget, op after op, from the end of the step back to
-where the search stops, and what all this takes from what is kept before. Ignores: storages so small that they hardly
+where the search stops, and what all this takes from what is saved before. Ignores: storages so small that they hardly
 matter (SMALL, FEW), and of a state all but the largest `pebbles.WIDTH`; before where the search stops, working sets.
 """
 

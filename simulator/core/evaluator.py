@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 class State:
     """What a plan decides, by storage id; made by `Evaluator.state` and edited in place by planners.
 
-    `there` says which storages are saved from forward to backward, `share` which are retained once they have come back
-    (arrays of 0 and 1), and `drops` maps the position of an op to the storages, saved or not, evicted after it.
+    `saved` says which storages are saved from forward to backward, `retained` which are retained once they have come
+    back (arrays of 0 and 1); `evictions` maps the position of an op to the storages, saved or not, evicted after it.
     """
 
-    there: NDArray[np.uint8]
-    share: NDArray[np.uint8]
-    drops: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    saved: NDArray[np.uint8]
+    retained: NDArray[np.uint8]
+    evictions: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def copy(self) -> State:
-        return State(there=self.there.copy(), share=self.share.copy(), drops=dict(self.drops))
+        return State(saved=self.saved.copy(), retained=self.retained.copy(), evictions=dict(self.evictions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +62,17 @@ class Evaluator:
     def __init__(self, problem: Problem) -> None:
         trace = problem.trace
         ops, sts = trace.ops, trace.storages
-        n_st, turn = len(sts), problem.forward_end
-        made_forward = [0 <= p < turn for p in sts.producer]
+        n_st, forward_end = len(sts), problem.forward_end
+        made_forward = [0 <= p < forward_end for p in sts.producer]
         # A view costs nothing and creates nothing. Only a backward view of a forward value matters: it demands it.
         chosen = [
             i
             for i in range(len(ops))
-            if not problem.is_view[i] or (i >= turn and any(made_forward[s] for s in ops.reads[i]))
+            if not problem.is_view[i] or (i >= forward_end and any(made_forward[s] for s in ops.reads[i]))
         ]
         self.trace, self.problem = trace, problem
         self.op_id = chosen
-        self.forward = sum(1 for i in chosen if i < turn)
+        self.forward = sum(1 for i in chosen if i < forward_end)
         self.nbytes = list(sts.nbytes)
         self.time_ns = [0 if problem.is_view[i] else ops.time_ns[i] for i in chosen]
         self.base_time_ns = trace.time_ns
@@ -95,19 +95,19 @@ class Evaluator:
         self._takeovers(made_forward, last)
         self.made_forward = [s for s in range(n_st) if made_forward[s]]
         self.resident_bytes = trace.resident_bytes
-        # What a library keeps, from the start of the step on, if an op of forward runs again; empty where none does.
+        # What a library holds, from the start of the step on, if an op of forward runs again; empty where none does.
         wanted = trace.meta.rerun_workspaces
         self.rerun_bytes = [wanted.get(ops.target[i], 0) for i in chosen[: self.forward]]
         if not any(self.rerun_bytes):
             self.rerun_bytes = []
-        # Forward, with every storage released after its last forward use.
+        # Forward, with every storage freed after its last forward use.
         born = [0] * self.forward
         for s in self.made_forward:
             born[self.producer[s]] += self.nbytes[s]
         self.born = born
-        self._drops: dict[int, tuple[int, ...]] = {}  # of the walk before, and as arrays
-        self._drop_at = self._dropped = np.empty(0, np.int32)
-        self._kept = np.array(
+        self._evictions: dict[int, tuple[int, ...]] = {}  # of the walk before, and as arrays
+        self._evict_at = self._evicted = np.empty(0, np.int32)
+        self._saved_by_default = np.array(
             [
                 m and (w or p)
                 for m, w, p in zip(made_forward, problem.saved_by_default, problem.pinned, strict=True)
@@ -142,7 +142,7 @@ class Evaluator:
         return last
 
     def _takeovers(self, made_forward: list[bool], last: list[tuple[int, bool]]) -> None:
-        """What each op adds, leaves behind and releases as far as the trace decides it, and what it may take over."""
+        """What each op adds, leaves behind and frees as far as the trace decides it, and what it may take over."""
         problem, ops, sts = self.problem, self.trace.ops, self.trace.storages
         self.rise = [problem.transient_bytes[i] for i in self.op_id]
         self.settled = [0] * len(self.op_id)  # bytes
@@ -167,18 +167,18 @@ class Evaluator:
                 self.forward_take[s] = k
 
     def state(self, actions: Iterable[Action] = ()) -> State:
-        """The state that a plan's actions mean; everything kept without any.
+        """The state that a plan's actions mean; everything saved without any.
 
         Raises:
             PlanError: a plan says what this cannot evaluate yet: a value is evicted while forward runs.
         """
         problem = self.problem
-        there = self._kept.copy()
-        share = np.zeros_like(there)
-        drops: dict[int, tuple[int, ...]] = {}
+        saved = self._saved_by_default.copy()
+        retained = np.zeros_like(saved)
+        evictions: dict[int, tuple[int, ...]] = {}
         for a in actions:
-            there[a.storage] = a.recipe == SAVE or problem.pinned[a.storage]
-            share[a.storage] = a.retain
+            saved[a.storage] = a.recipe == SAVE or problem.pinned[a.storage]
+            retained[a.storage] = a.retain
             early = a.evict_after and min(a.evict_after) < problem.forward_end
             if early or a.recipe not in (SAVE, RECOMPUTE):
                 raise PlanError(
@@ -187,8 +187,8 @@ class Evaluator:
                 )
             for c in a.evict_after:
                 k = max(self.before[c], self.forward - 1)
-                drops[k] = (*drops.get(k, ()), a.storage)
-        return State(there=there, share=share, drops=drops)
+                evictions[k] = (*evictions.get(k, ()), a.storage)
+        return State(saved=saved, retained=retained, evictions=evictions)
 
     def cost(self, state: State) -> tuple[int, int]:
         """(peak bytes, time) of a plan: `evaluate` without its lists.
@@ -230,13 +230,13 @@ class Evaluator:
 
     def walk(self, state: State) -> tuple[int, int, int, int]:
         """(peak, added time, peak step, steps with those of forward); raises PlanError as `evaluate` does."""
-        if state.drops != self._drops:
-            flat = [(k, s) for k, each in sorted(state.drops.items()) for s in each]
-            self._drops = dict(state.drops)
-            self._drop_at = np.array([k for k, _ in flat], np.int32)
-            self._dropped = np.array([s for _, s in flat], np.int32)
+        if state.evictions != self._evictions:
+            flat = [(k, s) for k, each in sorted(state.evictions.items()) for s in each]
+            self._evictions = dict(state.evictions)
+            self._evict_at = np.array([k for k, _ in flat], np.int32)
+            self._evicted = np.array([s for _, s in flat], np.int32)
         while True:
-            found = walk(*self._given, state.there, state.share, self._drop_at, self._dropped)
+            found = walk(*self._given, state.saved, state.retained, self._evict_at, self._evicted)
             if found[0] >= 0:
                 return found
             if found[0] == FORBIDDEN:
@@ -327,12 +327,12 @@ def evaluator_of(problem: Problem) -> Evaluator:
     return problem.once(evaluator_of, Evaluator)
 
 
-def without(drops: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[int, ...]]:
-    """The same drops, but for one storage."""
-    if not any(storage in d for d in drops.values()):
-        return drops
-    left = {k: tuple(s for s in d if s != storage) for k, d in drops.items()}
-    return {k: d for k, d in left.items() if d}
+def without(evictions: dict[int, tuple[int, ...]], storage: int) -> dict[int, tuple[int, ...]]:
+    """The same evictions, but for one storage."""
+    if not any(storage in e for e in evictions.values()):
+        return evictions
+    left = {k: tuple(s for s in e if s != storage) for k, e in evictions.items()}
+    return {k: e for k, e in left.items() if e}
 
 
 def _dissolve_views(problem: Problem, chosen: list[int], made_forward: list[bool]) -> list[tuple[int, ...]]:

@@ -62,7 +62,7 @@ class Floor:
     peak_bytes: int
     op: int
     resident_bytes: int  # of the peak: parameters, buffers, optimizer state, inputs
-    gradient_bytes: int  # of the peak: gradients and other storages that no plan can release by then
+    gradient_bytes: int  # of the peak: gradients and other storages that no plan can free by then
     working_bytes: int  # of the peak: what the op itself reads, creates and uses as workspace
     brings_back: bool = (
         False  # the working bytes are what bringing back the op's inputs takes, before it runs

@@ -91,7 +91,7 @@ def check_actions(facts: Facts, actions: Iterable[Action]) -> dict[int, Action]:
 
 
 def _check_evictions(facts: Facts, action: Action, name: str) -> None:
-    """What the user's own code reads or holds while forward runs cannot go there: nothing would bring it back."""
+    """What the user's own code reads or holds while forward runs is not evicted there: nothing would bring it back."""
     trace, s = facts.trace, action.storage
     for c in action.evict_after:
         if not 0 <= c < len(trace.ops):
@@ -147,7 +147,7 @@ def build(facts: Facts, actions: Iterable[Action] = ()) -> Schedule:
 
 
 class _Building:
-    """The steps so far, and which storages are there: a value that is not may not be read."""
+    """The steps so far, and which storages are present: a value that is not may not be read."""
 
     def __init__(self, facts: Facts, by_storage: dict[int, Action]) -> None:
         self.facts, self.trace = facts, facts.trace
@@ -172,7 +172,7 @@ class _Building:
             if 0 <= p < self.forward_end and not self.saved[s]:
                 self.evictions.setdefault(self.leaves[s], []).append(s)
 
-        self.there = list(facts.resident)  # storage -> an instance exists and may be read
+        self.present = list(facts.resident)  # storage -> an instance exists and may be read
         self.instance = [-1] * n_st  # storage -> its current instance
         self.owner: list[int] = []  # instance -> storage
         self.last_step: list[int] = []  # instance -> last step that needs it
@@ -200,16 +200,16 @@ class _Building:
         for s in rebuilt:
             passed = forward and not self.saved[s] and self.leaves[s] <= c
             if passed or not self.retained[s]:
-                self.there[s] = False
+                self.present[s] = False
         for s in self.evictions.get(c, ()):
-            self.there[s] = False
+            self.present[s] = False
         if forward:
             self.forward_steps = len(self.op)
 
     def _emit(self, i: int, again: bool, binds: tuple[int, ...]) -> None:
         ops, reads, step = self.trace.ops, self.reads[i], len(self.op)
         for s in reads:
-            if not self.there[s]:
+            if not self.present[s]:
                 raise PlanError(
                     f"op {i} ({ops.name[i]}) reads storage {s} ({self.trace.storages.name[s]}), which is not there: it "
                     "takes no value from the op that makes it, so nothing says how to rebuild it."
@@ -224,17 +224,17 @@ class _Building:
             self.instance[s] = len(self.owner)
             self.owner.append(s)
             self.last_step.append(step)
-            self.there[s] = True
+            self.present[s] = True
         if self.facts.is_view[i]:
             self.made_from[i] = tuple(self.instance[s] for s in reads)
 
     def _missing(self, i: int, consumer: int) -> bool:
         """Whether the value of op i, as `consumer` reads it, is absent."""
         if self.facts.is_view[i]:
-            if not all(self.there[s] for s in self.reads[i]):
+            if not all(self.present[s] for s in self.reads[i]):
                 return True
             return self.made_from[i] != tuple(self.instance[s] for s in self.reads[i])
-        return any(s in self.reads[consumer] and not self.there[s] for s in self.facts.creates[i])
+        return any(s in self.reads[consumer] and not self.present[s] for s in self.facts.creates[i])
 
     def _rebuild_inputs(self, c: int) -> list[int]:
         """Run again what op c needs; returns the storages that came back."""
@@ -244,7 +244,7 @@ class _Building:
             binds = tuple(
                 s
                 for s in self.facts.creates[i]
-                if not self.there[s] and (s in demanded or (self.retained[s] and self._ahead(s, c)))
+                if not self.present[s] and (s in demanded or (self.retained[s] and self._ahead(s, c)))
             )
             self._emit(i, True, binds)
             rebuilt.extend(binds)

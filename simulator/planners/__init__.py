@@ -25,7 +25,7 @@ REGISTRY: Final[dict[str, tuple[str, str]]] = {
     ),
     "mu-two": (
         "simulator.planners.mu_two:plan",
-        "μ-TWO, corrected: release what costs least per byte at the peak until it fits",
+        "μ-TWO, corrected: evict what costs least per byte at the peak until it fits",
     ),
     "mu-two-paper": (
         "simulator.planners.mu_two_paper:plan",

@@ -1,9 +1,9 @@
 """Simulated annealing: from one plan's state to a cheaper one within the budget.
 
-A move changes what happens to one value or to two neighbours: kept or recomputed, a rebuilt value shared or not, kept
-for the sake of recomputations, dropped after an op or not (`simulator.kernels.anneal`). A *coarse* walk only chooses
-what is kept, also a whole stretch of forward at a time; what becomes of rebuilt values follows from that
-(`simulator.kernels.retain`). So keeping one more large value is one move, where a fine walk would have to make room
+A move changes what happens to one value or to two neighbours: saved or recomputed, a rebuilt value retained or not,
+saved for the sake of recomputations, evicted after an op or not (`simulator.kernels.anneal`). A *coarse* walk only
+chooses what is saved, also a whole stretch of forward at a time; what becomes of rebuilt values follows from that
+(`simulator.kernels.retain`). So saving one more large value is one move, where a fine walk would have to make room
 for it first, at many steps. Every move is judged by the exact evaluation. Being over the budget is allowed on the way,
 at a price that rises while the walk stays over it and falls while it does not (strategic oscillation), because the way
 between two good plans often leads through a bad one. What is paid for is the root of the sum of the squares of the
@@ -67,7 +67,7 @@ class Annealer:
         self.largest = max((nbytes[s] for s in problem.candidates), default=0)
         least = max(1, self.largest // NEGLIGIBLE)
         self.candidates = [s for s in problem.candidates if nbytes[s] >= least]
-        # Values that backward does not read, kept or shared for the sake of recomputations alone.
+        # Values that backward does not read, saved or retained for the sake of recomputations alone.
         self.links = [s for s in ev.made_forward if nbytes[s] >= least and problem.recompute_only[s]]
         self.neighbours = sorted((*self.candidates, *self.links), key=lambda s: (ev.producer[s], s))
         times = [t for t in (ev.time_ns[ev.producer[s]] for s in self.candidates) if t]
@@ -96,7 +96,7 @@ class Annealer:
             heat: scales the first temperature.
             target_ns: an added time that is good enough to end at.
             ns_per_byte: what the last byte of the budget is worth at least.
-            coarse: choose only what is kept; of `state` only that is taken.
+            coarse: choose only what is saved; of `state` only that is taken.
         """
         if not self.candidates or steps <= 0:
             return self.best
@@ -111,12 +111,12 @@ class Annealer:
         return self.best
 
     def retained(self, state: State) -> State:
-        """With what `state` keeps, what a coarse walk does with the rest."""
+        """With what `state` saves, what a coarse walk does with the rest."""
         ev, knows = self.evaluator, self.retaining
-        drops = np.zeros((2, 4 * len(ev.op_id) + 64), np.int32)
-        n = retain(ev.facts, knows, ev.work_space(0), self.budget_bytes, state.there, drops)
-        retained = (knows.storages["may_stay"] & (state.there == 0)).astype(np.uint8)
-        return _state(state.there, retained, drops[:, :n])
+        evictions = np.zeros((2, 4 * len(ev.op_id) + 64), np.int32)
+        n = retain(ev.facts, knows, ev.work_space(0), self.budget_bytes, state.saved, evictions)
+        retained = (knows.storages["may_stay"] & (state.saved == 0)).astype(np.uint8)
+        return _state(state.saved, retained, evictions[:, :n])
 
     def _moves(self) -> Moves:
         ev, sts = self.evaluator, self.evaluator.trace.storages
@@ -133,7 +133,7 @@ class Annealer:
                 now += [(ends[k], self.neighbours[k])] if ends[k] > p else []
                 k += 1
             crossing.append([s for _, s in now] if len(now) <= MOST_CROSSING else [])
-        # The ops of backward at which a rebuilt value may be dropped: those that need something from forward.
+        # The ops of backward at which a rebuilt value may be evicted: those that need something from forward.
         consumers = [k for k in range(ev.forward, len(ev.op_id)) if ev.needs[k]]
         values, borders = np.zeros(len(made), VALUE), np.zeros(ev.forward + 1, BORDER_AT)
         values["storage"], values["made"] = self.neighbours, made
@@ -188,7 +188,7 @@ class Walk:
         self.annealer, self.evaluator, self.coarse = annealer, annealer.evaluator, coarse
         ev, budget_bytes, moves = self.evaluator, annealer.budget_bytes, annealer.moves
         known = annealer.retaining.storages
-        saved, retained = state.there.copy(), state.share.copy()
+        saved, retained = state.saved.copy(), state.retained.copy()
         retained[(saved != 0) & (known["may_stay"] != 0)] = 1
         if coarse:
             moves = moves._replace(
@@ -199,11 +199,11 @@ class Walk:
             found = annealer.best is not None and state is annealer.best.state
             known["weight"] = known["best_weight"] if found else 1.0
         self.moves = moves
-        drops = [(k, s) for k, each in sorted(state.drops.items()) for s in sorted(set(each))]
-        room = 2 * len(drops) + 4 * len(annealer.neighbours) + 64
+        pairs = [(k, s) for k, each in sorted(state.evictions.items()) for s in sorted(set(each))]
+        room = 2 * len(pairs) + 4 * len(annealer.neighbours) + 64
         evictions, best_evictions, before = np.zeros((3, 2, room), np.int32)
-        if drops:
-            evictions[:, : len(drops)] = np.array(drops, np.int32).T
+        if pairs:
+            evictions[:, : len(pairs)] = np.array(pairs, np.int32).T
         peak_bytes, added_ns, _, steps = ev.walk(state)
         excess = np.maximum(ev.peaks(steps) - budget_bytes, 0).astype(np.float64)
         self.work = ev.work_space(ev.forward + ROOM * (steps - ev.forward))
@@ -211,12 +211,12 @@ class Walk:
         self.figures = figures[0]
         self.figures["added_ns"] = added_ns
         self.figures["over_bytes"] = int(np.sqrt(np.square(excess).sum()))
-        self.figures["evictions"] = len(drops)
+        self.figures["evictions"] = len(pairs)
         self.figures["lowest_peak_bytes"] = min(peak_bytes, annealer.lowest_peak_bytes)
         if not self.over and (annealer.best is None or added_ns < annealer.best.added_ns):
             annealer.best = Best(state=state.copy(), added_ns=added_ns)
         self.figures["best_added_ns"] = UNKNOWN if annealer.best is None else annealer.best.added_ns
-        if coarse:  # what becomes of what is not kept is decided anew, so the first move is taken
+        if coarse:  # what becomes of what is not saved is decided anew, so the first move is taken
             self.figures["added_ns"] = UNKNOWN
         self.walked = Walked(
             saved=saved,
@@ -262,9 +262,9 @@ class Walk:
         return _state(w.saved, w.retained, w.evictions[:, : int(self.figures["evictions"])])
 
 
-def _state(there: NDArray[np.uint8], share: NDArray[np.uint8], pairs: NDArray[np.int32]) -> State:
-    """A copy of a state whose drops are rows of ops and storages."""
-    drops: dict[int, tuple[int, ...]] = {}
+def _state(saved: NDArray[np.uint8], retained: NDArray[np.uint8], pairs: NDArray[np.int32]) -> State:
+    """A copy of a state whose evictions are rows of ops and storages."""
+    evictions: dict[int, tuple[int, ...]] = {}
     for k, s in pairs.T.tolist():
-        drops[k] = (*drops.get(k, ()), s)
-    return State(there=there.copy(), share=share.copy(), drops=drops)
+        evictions[k] = (*evictions.get(k, ()), s)
+    return State(saved=saved.copy(), retained=retained.copy(), evictions=evictions)

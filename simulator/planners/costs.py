@@ -1,7 +1,7 @@
 """The time that evicting one more value adds to a plan, and that saving one again takes off it.
 
 Counts: the exact union of ops that run again beside those that do already. Ignores: that links of a chain which are
-not shared may run again more than once.
+not retained may run again more than once.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from simulator.core.evaluator import Evaluator, State
 
 
 class Costs:
-    """The time that releasing one more value adds, given what is released already.
+    """The time that evicting one more value adds, given what is evicted already.
 
     A value's chain is its producer and the ops behind it up to values that backward needs anyway; which of those are
-    kept does not matter, since the ops behind released ones run again already.
+    saved does not matter, since the ops behind evicted ones run again already.
     """
 
     def __init__(self, evaluator: Evaluator, state: State) -> None:
-        self.evaluator, self.there = evaluator, state.there
-        self.used = [0] * evaluator.forward  # op -> how many released values have it in their chain
+        self.evaluator, self.is_saved = evaluator, state.saved
+        self.used = [0] * evaluator.forward  # op -> how many evicted values have it in their chain
         self.chains: dict[int, tuple[int, ...]] = {}
-        self.added: dict[int, int] = {}  # value -> what `of` says, as long as values are only released
+        self.added: dict[int, int] = {}  # value -> what `of` says, as long as values are only evicted
         self.behind: list[list[int]] = [
             [] for _ in self.used
         ]  # op -> the values in `added` with it in their chain
         for s in evaluator.problem.candidates:
-            if not state.there[s]:
-                self.released(s)
+            if not state.saved[s]:
+                self.evicted(s)
 
     def chain(self, s: int) -> tuple[int, ...]:
         known = self.chains.get(s)
@@ -38,14 +38,14 @@ class Costs:
         while stack:
             for y in ev.needs[stack.pop()]:
                 p = ev.producer[y]
-                if not wanted[y] and not self.there[y] and p not in seen:
+                if not wanted[y] and not self.is_saved[y] and p not in seen:
                     seen.add(p)
                     stack.append(p)
         self.chains[s] = tuple(sorted(seen))
         return self.chains[s]
 
     def of(self, s: int) -> int:
-        """Added time if s is released too."""
+        """Added time if s is evicted too."""
         known = self.added.get(s)
         if known is None:
             known = sum(self.evaluator.time_ns[k] for k in self.chain(s) if not self.used[k])
@@ -54,13 +54,13 @@ class Costs:
                 self.behind[k].append(s)
         return known
 
-    def saved(self, s: int) -> int:
-        """Time saved if the released s is kept again."""
+    def saves_ns(self, s: int) -> int:
+        """Time that it takes off if the evicted s is saved again."""
         time_ns, used = self.evaluator.time_ns, self.used
         return sum(time_ns[k] for k in self.chain(s) if used[k] == 1)
 
-    def released(self, s: int) -> list[int]:
-        """Count s as released; returns the values that this makes cheaper."""
+    def evicted(self, s: int) -> list[int]:
+        """Count s as evicted; returns the values that this makes cheaper."""
         cheaper: list[int] = []
         for k in self.chain(s):
             if not self.used[k] and self.evaluator.time_ns[k]:

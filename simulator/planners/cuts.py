@@ -25,7 +25,7 @@ INSTANTS: Final = 4  # tried for one budget: that of the bound and others of hig
 def states(
     evaluator: Evaluator, problem: Problem, instants: Instants, op: int
 ) -> Iterator[tuple[int, State]]:
-    """(bytes in memory at the instant, state) by rising price per byte; the first keeps everything.
+    """(bytes in memory at the instant, state) by rising price per byte; the first saves everything.
 
     One and the same State is yielded again and again, edited in place: copy what is to last.
     """
@@ -33,21 +33,21 @@ def states(
     level = setting.unavoidable_bytes + sum(compress(nbytes, setting.wanted))
     candidates = frozenset(problem.candidates)
     state = evaluator.state()
-    there, share = state.there.copy(), state.share.copy()
+    saved, retained = state.saved.copy(), state.retained.copy()
     touched: dict[int, tuple[int, ...]] = {}
     freed: dict[int, int] = {}
     yield level, state
     for cut in instants.cuts(op):
         # The component's earlier cut is taken back, this one takes its place.
         for s in touched.get(cut.component, ()):
-            state.there[s], state.share[s] = there[s], share[s]
-        released = tuple(s for s in cut.released if s in candidates)
-        for s in released:
-            state.there[s], state.share[s] = 0, 1
+            state.saved[s], state.retained[s] = saved[s], retained[s]
+        evicted = tuple(s for s in cut.evicted if s in candidates)
+        for s in evicted:
+            state.saved[s], state.retained[s] = 0, 1
         for s in cut.saved:
-            state.there[s] = 1
-        touched[cut.component] = (*released, *cut.saved)
-        frees = sum(nbytes[s] for s in cut.released) - sum(nbytes[s] for s in cut.saved)
+            state.saved[s] = 1
+        touched[cut.component] = (*evicted, *cut.saved)
+        frees = sum(nbytes[s] for s in cut.evicted) - sum(nbytes[s] for s in cut.saved)
         level += freed.get(cut.component, 0) - frees
         freed[cut.component] = frees
         yield level, state
@@ -62,7 +62,7 @@ def best_cut(search: Search, bound: Bound, good_enough_added_ns: int) -> Found |
         for state in _starts(search, instants, op):
             if search.clock.over or (best and best.time_ns - search.trace.time_ns <= good_enough_added_ns):
                 return best
-            if search.release(state):
+            if search.evict(state):
                 found = tidy(search, state)
                 if best is None or found.time_ns < best.time_ns:
                     best = found

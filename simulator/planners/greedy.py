@@ -4,7 +4,7 @@ While the simulated peak is over the budget, look at the instant of the peak: am
 recompute the one that frees most bytes per added time, and simulate again.
 
 Counts: the exact peak and time of every plan tried, as `simulator.core.replay` counts them; the added time of a choice
-as the exact union of ops that run again beside those that do already. Ignores: that unshared links of a chain may run
+as the exact union of ops that run again beside those that do already. Ignores: that links that are not retained may run
 again more than once (the simulation that follows sees it), and reordering of the step itself.
 """
 
@@ -28,7 +28,7 @@ from traces.plan import SAVE, Action
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Far from the budget, several values are released between two simulations: as many as cover this share of the excess.
+# Far from the budget, several values are evicted between two simulations: as many as cover this share of the excess.
 STRIDE = 4
 # Values smaller than this share of the largest one are looked at only when nothing larger is left.
 NEGLIGIBLE = 4096
@@ -47,7 +47,7 @@ class Found:
 class Search:
     """One budget's search over one trace; deterministic but for the clock.
 
-    That ends `keep_again`, and all else only if no plan can fit: then no more is at stake than how low a peak is told.
+    That ends `save_again`, and all else only if no plan can fit: then no more is at stake than how low a peak is told.
     """
 
     def __init__(self, problem: Problem, budget_bytes: int, clock: Clock | None = None) -> None:
@@ -77,10 +77,10 @@ class Search:
     def in_vain(self) -> bool:
         return self.hopeless and self.clock.over
 
-    # Going down: release until it fits.
+    # Going down: evict until it fits.
 
-    def release(self, state: State) -> bool:
-        """Release values in `state`, in place, until the peak is within the budget; False if it does not get there."""
+    def evict(self, state: State) -> bool:
+        """Evict values in `state`, in place, until the peak is within the budget; False if it does not get there."""
         nbytes = self.evaluator.nbytes
         costs = Costs(self.evaluator, state)
         limit = self.evaluations + MOST_EVALUATIONS // 4
@@ -99,17 +99,17 @@ class Search:
                     if s not in idle or price != (costs.of(s) + 1) / nbytes[s]:
                         continue  # chosen, or cheaper by now
                     idle.remove(s)
-                    state.there[s], state.share[s] = 0, 1
-                    for t in costs.released(s):
+                    state.saved[s], state.retained[s] = 0, 1
+                    for t in costs.evicted(s):
                         if t in idle:
                             heappush(cheapest, ((costs.of(t) + 1) / nbytes[t], t))
                     wanted -= nbytes[s]
-            elif not self.drop(state, peak_step, steps, excess):
+            elif not self.evict_rebuilt(state, peak_step, steps, excess):
                 return False
         return False
 
     def idle(self, state: State, peak_step: int, steps: int) -> list[int]:
-        """The kept candidates that are allocated at the instant of the peak, not in use, and needed only later.
+        """The saved candidates that are allocated at the instant of the peak, not in use, and needed only later.
 
         Of the walk before, of so many steps. The small ones only if there are no others.
         """
@@ -119,14 +119,14 @@ class Search:
         self, storages: NDArray[np.int64], state: State, peak_step: int, steps: int
     ) -> NDArray[np.int64]:
         """The same among these storages, however small."""
-        ev, kept = self.evaluator, storages[state.there[storages] != 0]
+        ev, saved = self.evaluator, storages[state.saved[storages] != 0]
         if peak_step < ev.forward:
-            return cast("NDArray[np.int64]", kept[self.last_forward[kept] < peak_step])
+            return cast("NDArray[np.int64]", saved[self.last_forward[saved] < peak_step])
         seq = ev.sequence(steps)[: peak_step - ev.forward + 1]
-        return cast("NDArray[np.int64]", kept[~ev.read_by(np.where(seq < 0, ~seq, seq))[kept]])
+        return cast("NDArray[np.int64]", saved[~ev.read_by(np.where(seq < 0, ~seq, seq))[saved]])
 
-    def drop(self, state: State, peak_step: int, steps: int, excess: int) -> bool:
-        """Let values that a chain rebuilt on its way go when the op that demanded the chain has run, those needed last
+    def evict_rebuilt(self, state: State, peak_step: int, steps: int, excess: int) -> bool:
+        """Evict values that a chain rebuilt on its way when the op that demanded the chain has run, those needed last
         first; they are rebuilt once more for their own sake. False if that leaves nothing to try.
 
         Of the walk before, of so many steps.
@@ -139,31 +139,31 @@ class Search:
         consumer = seq[end]
         rebuilt = {s for q in seq[: at + 1] if q < 0 for s in ev.creates[~q]}
         rebuilt.difference_update(*(ev.reads[q if q >= 0 else ~q] for q in seq[at : end + 1]))
-        rebuilt.difference_update(state.drops.get(consumer, ()))
-        rebuilt = {s for s in rebuilt if state.share[s] and not state.there[s]}
+        rebuilt.difference_update(state.evictions.get(consumer, ()))
+        rebuilt = {s for s in rebuilt if state.retained[s] and not state.saved[s]}
         next_use: dict[int, int] = {}
         for k in range(end + 1, len(seq)):
             for s in rebuilt.intersection(ev.reads[seq[k] if seq[k] >= 0 else ~seq[k]]):
                 next_use.setdefault(s, k)
-        dropped = []
+        evicted = []
         for s in sorted(next_use, key=lambda s: (-next_use[s], s)):
             if excess <= 0:
                 break
-            dropped.append(s)
+            evicted.append(s)
             excess -= ev.nbytes[s]
-        if not dropped:
+        if not evicted:
             return False
-        state.drops = {**state.drops, consumer: (*state.drops.get(consumer, ()), *dropped)}
+        state.evictions = {**state.evictions, consumer: (*state.evictions.get(consumer, ()), *evicted)}
         return True
 
     def sizable(self, storages: NDArray[np.int64]) -> list[int]:
         large = storages[self.nbytes[storages] >= self.large]
         return cast(list[int], (large if len(large) else storages).tolist())
 
-    # Going up: keep again what need not be released.
+    # Going up: save again what need not be evicted.
 
-    def keep_again(self, state: State) -> Found:
-        """Keep what can be kept within the budget, dearest first, until nothing changes."""
+    def save_again(self, state: State) -> Found:
+        """Save again what can be saved within the budget, dearest first, until nothing changes."""
         ev = self.evaluator
         limit = self.evaluations + MOST_EVALUATIONS // 2
         _, added_ns, _, _ = self.walk(state)
@@ -173,22 +173,22 @@ class Search:
             changed = False
             costs = Costs(ev, state)
             order = sorted(
-                (s for s in self.problem.candidates if not state.there[s]),
-                key=lambda s: (-costs.saved(s) / ev.nbytes[s], s),
+                (s for s in self.problem.candidates if not state.saved[s]),
+                key=lambda s: (-costs.saves_ns(s) / ev.nbytes[s], s),
             )
             for s in order:
                 if ev.nbytes[s] > room[ev.last_forward[s]]:
                     continue
                 if self.evaluations >= limit or self.clock.over:
                     return Found(state=state, time_ns=ev.base_time_ns + added_ns)
-                before = state.drops
-                state.there[s] = 1
-                state.drops = without(before, s)
+                before = state.evictions
+                state.saved[s] = 1
+                state.evictions = without(before, s)
                 peak_bytes, its_added_ns, _, _ = self.walk(state)
                 if peak_bytes <= self.budget_bytes and its_added_ns <= added_ns:
                     added_ns, room, changed = its_added_ns, self.room(), True
                 else:
-                    state.there[s], state.drops = 0, before
+                    state.saved[s], state.evictions = 0, before
         return Found(state=state, time_ns=ev.base_time_ns + added_ns)
 
     def room(self) -> list[int]:
@@ -197,28 +197,28 @@ class Search:
         return cast(list[int], np.minimum.accumulate(left[::-1])[::-1][1:].tolist())
 
     def actions(self, found: Found) -> list[Action]:
-        dropped_after: dict[int, list[int]] = {}
-        for k, dropped in sorted(found.state.drops.items()):
-            for s in dropped:
-                dropped_after.setdefault(s, []).append(self.evaluator.op_id[k])
+        evicted_after: dict[int, list[int]] = {}
+        for k, evicted in sorted(found.state.evictions.items()):
+            for s in evicted:
+                evicted_after.setdefault(s, []).append(self.evaluator.op_id[k])
         out = []
         for s in self.evaluator.made_forward:
-            after, retain = tuple(dropped_after.get(s, ())), bool(found.state.share[s])
-            if self.is_candidate[s] and not found.state.there[s]:
+            after, retain = tuple(evicted_after.get(s, ())), bool(found.state.retained[s])
+            if self.is_candidate[s] and not found.state.saved[s]:
                 out.append(Action(storage=s, retain=retain, evict_after=after))
             elif self.is_candidate[s] and after:
                 out.append(Action(storage=s, recipe=SAVE, retain=retain, evict_after=after))
             elif self.problem.saved_by_default[s] or self.problem.pinned[s]:
                 continue
-            elif found.state.there[s]:
+            elif found.state.saved[s]:
                 out.append(Action(storage=s, recipe=SAVE, retain=retain or not after, evict_after=after))
-            elif found.state.share[s] and self.problem.rebuildable[s]:
+            elif found.state.retained[s] and self.problem.rebuildable[s]:
                 out.append(Action(storage=s, evict_after=after))  # a link that stays once it is rebuilt
         return out
 
 
 def segmented(search: Search) -> State:
-    """Keep only the borders of segments, as few as meet the budget; the lowest peak of all if none does."""
+    """Save only the borders of segments, as few as meet the budget; the lowest peak of all if none does."""
     row = segmentations_of(search.problem)
     lowest: Segmentation | None = None
     for k in count():

@@ -30,10 +30,10 @@ def cheapest(search: Search) -> Found | None:
     """The better of two ways down, or None: from everything saved, and, where that gets stuck or has to evict rebuilt
     values, from segments."""
     state = search.evaluator.state()
-    best = tidy(search, state) if search.release(state) else None
-    if best is None or best.state.drops:
+    best = tidy(search, state) if search.evict(state) else None
+    if best is None or best.state.evictions:
         state = segmented(search)
-        if search.release(state):
+        if search.evict(state):
             other = tidy(search, state)
             if best is None or other.time_ns < best.time_ns:
                 best = other

@@ -5,7 +5,7 @@ optimization", MLSys 2023: Algorithms B (the greedy), D (overhead of recomputati
 chosen and remaining tensors), G (memory simulator). Only recomputation; without a second model there is nothing to
 hide a swap behind. Every point at which the printed algorithms are wrong or silent is a switch of `Options`.
 
-Counts: what Algorithm G counts, and what libraries keep because of reruns, of which the paper says nothing. Ignores:
+Counts: what Algorithm G counts, and what libraries hold because of reruns, of which the paper says nothing. Ignores:
 with the defaults, everything that a recomputation chain holds, and its working memory; so the plan may turn out to be
 over the budget in the exact replay, and is then refused.
 """
@@ -58,8 +58,8 @@ class Options:
     # The text subtracts the static memory (weights) once, because two models' active terms both hold it. One model
     # has one active term, so here nothing is subtracted; on, the subtraction is taken literally.
     subtract_static: bool = False
-    # The paper does not say whether a recomputed tensor is kept for its later uses.
-    share: bool = True
+    # The paper does not say whether a recomputed tensor is retained for its later uses.
+    retain: bool = True
 
 
 def plan(
@@ -72,7 +72,7 @@ def plan(
     """
     greedy = Greedy(problem, options)
     claimed_bytes = greedy.run(budget_bytes)
-    actions = [Action(storage=s, retain=options.share) for s in sorted(greedy.chosen)]
+    actions = [Action(storage=s, retain=options.retain) for s in sorted(greedy.chosen)]
     try:
         return finish(problem, NAME, budget_bytes, actions)
     except Infeasible as error:
@@ -117,7 +117,7 @@ class Greedy:
         return max(self.trace.storages.last_forward_use[s], self.trace.storages.producer[s])
 
     def _walk_back(self, s: int) -> None:
-        """Back from a tensor through what is no candidate, to candidates and what is kept anyway."""
+        """Back from a tensor through what is no candidate, to candidates and what is saved anyway."""
         ev, problem = self.evaluator, self.evaluator.problem
         ops = {ev.producer[s]}
         sources: set[int] = set()
@@ -207,9 +207,9 @@ class Greedy:
             self.total[c] = uses * self.recomp_time[c]
 
     def peak(self) -> tuple[int, int]:
-        """Algorithm G's peak and the op where it is: the step with everything kept, less what is away just then."""
+        """Algorithm G's peak and the op where it is: the step with everything saved, less what is away just then."""
         if self.options.exact_peak:
-            state = self.evaluator.state(Action(storage=s, retain=self.options.share) for s in self.chosen)
+            state = self.evaluator.state(Action(storage=s, retain=self.options.retain) for s in self.chosen)
             result = self.evaluator.evaluate(state)
             k = result.peak_step
             if k < 0:

@@ -33,7 +33,7 @@ class Infeasible(BudgetError):
 def finish(problem: Problem, planner: str, budget_bytes: int, actions: Iterable[Action]) -> Plan:
     """The plan for these actions, judged by the exact replay, with the actions that change nothing left out.
 
-    What constraints keep for the sake of recomputations is saved explicitly, so that the plan means the same to a
+    What constraints save for the sake of recomputations is saved explicitly, so that the plan means the same to a
     reader who knows nothing of them.
 
     Raises:
@@ -42,7 +42,7 @@ def finish(problem: Problem, planner: str, budget_bytes: int, actions: Iterable[
     """
     trace, given = problem.trace, tuple(actions)
     known = {a.storage for a in given}
-    saved = (s for s in _kept_by_constraint(problem) if s not in known)
+    saved = (s for s in _saved_by_constraint(problem) if s not in known)
     chosen = label_actions(
         trace, sorted((*given, *(Action(storage=s, recipe=SAVE) for s in saved)), key=lambda a: a.storage)
     )
@@ -64,8 +64,8 @@ def finish(problem: Problem, planner: str, budget_bytes: int, actions: Iterable[
     )
 
 
-def _kept_by_constraint(problem: Problem) -> list[int]:
-    """Storages of forward that backward does not read and that constraints keep for recomputations."""
+def _saved_by_constraint(problem: Problem) -> list[int]:
+    """Storages of forward that backward does not read and that constraints save for recomputations."""
     trace = problem.trace
     if not problem.constraints:
         return []

@@ -3,9 +3,9 @@
 First μ-TWO's greedy (`mu_two`) and plans from the cuts behind the certified bound (`cuts`); if the better one is as
 good as the bound allows, that is the answer. Else simulated annealing (`annealing`), until the gap to the bound is
 closed or the time is over: short cool walks from these plans and from the best, again and again, since one alone often
-ends in a plan that no single change improves; coarse ones, which find what to keep where the budget is tight; and
+ends in a plan that no single change improves; coarse ones, which find what to save where the budget is tight; and
 longer cool ones from the best. Where no plan is known yet, coarse walks come first. Whatever was found is then tidied:
-what need not be released is kept again.
+what need not be evicted is saved again.
 
 Counts: the exact peak and time of every plan tried, as `simulator.core.replay` counts them. Ignores:
 reordering of the step
@@ -46,7 +46,7 @@ STEP_NS: Final = 16
 STEP_NS_PER_OP: Final = 1 / 4000
 # A small trace needs fewer moves than there is time for: so many for each pair of values that they are about.
 MOVES_PER_PAIR: Final = 40
-# Shares of the time. Where a plan is known: a coarse walk from everything kept; ROUNDS times a short walk from each
+# Shares of the time. Where a plan is known: a coarse walk from everything saved; ROUNDS times a short walk from each
 # plan and from the best; a cool coarse walk; LAST_WALKS longer ones. Tried on nine budgets of five traces, three seeds.
 COARSE_FIRST: Final = 0.06
 ROUNDS, SHORT = 3, 0.04
@@ -165,8 +165,8 @@ def _find(greedy: Search, annealer: Annealer, walk: Walk, steps: int) -> Best | 
 
 
 def _ends(greedy: Search) -> list[State]:
-    """Where the greedy ends without a plan, from everything kept and from segments."""
+    """Where the greedy ends without a plan, from everything saved and from segments."""
     down, segments = greedy.evaluator.state(), segmented(greedy)
-    greedy.release(down)
-    greedy.release(segments)
+    greedy.evict(down)
+    greedy.evict(segments)
     return [down, segments]

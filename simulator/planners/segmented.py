@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segmentation:
-    """One of the row: what it keeps, and its peak."""
+    """One of the row: what it saves, and its peak."""
 
     state: State  # not to be edited
     peak_bytes: int
@@ -35,27 +35,29 @@ class Segmentations:
         self.evaluator = ev = evaluator
         trace, problem = ev.trace, ev.problem
         ops, sts = trace.ops, trace.storages
-        turn = problem.forward_end
+        forward_end = problem.forward_end
         self.known: list[Segmentation] = []
         self.ended = False
-        self.segment = np.zeros(turn, np.int64)  # op of forward -> its segment
+        self.segment = np.zeros(forward_end, np.int64)  # op of forward -> its segment
         self.producer = np.array(sts.producer, np.int64)
         self.candidates = np.array(problem.candidates, np.int64)
         links = [
             s
-            for c in problem.creates[:turn]
+            for c in problem.creates[:forward_end]
             for s in c
             if not (problem.saved_by_default[s] or problem.pinned[s])
         ]
         self.links = np.array(links, np.int64)
-        read = [(s, i) for i in range(turn) for s in ops.reads[i] if sts.producer[s] >= 0]
+        read = [(s, i) for i in range(forward_end) for s in ops.reads[i] if sts.producer[s] >= 0]
         self.read, self.reader = np.array(read, np.int64).reshape(-1, 2).T
         sizes = np.array(sts.nbytes, np.int64)
-        self.weight = np.zeros(turn, np.int64)
+        self.weight = np.zeros(forward_end, np.int64)
         np.add.at(self.weight, self.producer[self.candidates], sizes[self.candidates])
         is_candidate = np.zeros(len(sts), np.bool_)
         is_candidate[self.candidates] = True
-        self.crossing = np.zeros(turn + 1, np.int64)  # what a border after each op would keep, in bytes
+        self.crossing = np.zeros(
+            forward_end + 1, np.int64
+        )  # what a border after each op would save, in bytes
         for s in ev.made_forward:
             if is_candidate[s] or not (problem.pinned[s] or problem.saved_by_default[s]):
                 first, last = sts.producer[s], sts.last_forward_use[s]
@@ -93,9 +95,9 @@ class Segmentations:
         crosses = np.zeros(len(self.producer), np.bool_)
         crosses[self.read[segment[self.producer[self.read]] != segment[self.reader]]] = True
         inner = self.candidates[~crosses[self.candidates]]
-        state.there[inner], state.share[inner] = 0, 1
+        state.saved[inner], state.retained[inner] = 0, 1
         links = self.links[crosses[self.links]]
-        state.there[links] = state.share[links] = 1
+        state.saved[links] = state.retained[links] = 1
         return state
 
 

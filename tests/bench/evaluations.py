@@ -51,7 +51,7 @@ def measure(name: str, trace: Trace) -> list[dict[str, Any]]:
         state = evaluator.state(
             Action(storage=s) for s in problem.candidates if draw.random() < share_released
         )
-        state.share[list(problem.candidates)] = 1
+        state.retained[list(problem.candidates)] = 1
 
         def whole(state: State = state) -> int:
             evaluator.cost(state)

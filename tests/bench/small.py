@@ -232,6 +232,6 @@ def text(r: Row) -> str:
     found = "proved" if r.optimum.proved else "not proved"
     ours = ", ".join(f"{n} {shown(v)} in {r.ours_seconds[n]:.2f} s" for n, v in r.ours_percent.items())
     return (
-        f"{r.graph:10} {r.ops:4} ops, share {r.share:.2f}: optimum {shown(r.optimum_percent)} ({found}) in "
+        f"{r.graph:10} {r.ops:4} ops, share {r.retained:.2f}: optimum {shown(r.optimum_percent)} ({found}) in "
         f"{r.optimum.seconds:.1f} s, {r.optimum.variables} variables; bound {shown(r.bound_percent)}; ours {ours}"
     )

@@ -42,7 +42,7 @@ def nothing_kept(of: Trace, budget_bytes: int) -> tuple[Annealer, State]:
     problem = Problem(of)
     evaluator = Evaluator(problem)
     state = evaluator.state()
-    state.there[list(problem.candidates)] = 0
+    state.saved[list(problem.candidates)] = 0
     return Annealer(evaluator, problem, budget_bytes, 0), state
 
 
@@ -65,7 +65,7 @@ def test_what_is_idle_goes_where_there_is_no_room(
     annealer, state = nothing_kept(of, budget_bytes)
     found = annealer.retained(state)
     names = of.storages.name
-    assert {k: tuple(sorted(names[s] for s in d)) for k, d in found.drops.items()} == drops
+    assert {k: tuple(sorted(names[s] for s in d)) for k, d in found.evictions.items()} == drops
     assert annealer.evaluator.cost(found)[1] - of.time_ns == added_ns
     assert budget_bytes < 54 or annealer.evaluator.cost(found)[0] <= budget_bytes
 
@@ -76,7 +76,7 @@ def test_a_weight_turns_the_choice() -> None:
     annealer, state = nothing_kept(of, 45)
     a = of.storages.name.index("a")
     annealer.retaining.storages["weight"][a] = 256.0
-    assert annealer.retained(state).drops == {4: (a,)}
+    assert annealer.retained(state).evictions == {4: (a,)}
 
 
 @settings(max_examples=80, deadline=None)
@@ -85,15 +85,15 @@ def test_it_drops_only_what_is_rebuilt_and_read_again(of: Trace, percent: int, k
     annealer, state = nothing_kept(of, Problem(of).saved.timeline.peak_allocated_bytes * percent // 100)
     evaluator = annealer.evaluator
     for k, s in enumerate(annealer.problem.candidates):
-        state.there[s] = keep >> (k % 16) & 1
+        state.saved[s] = keep >> (k % 16) & 1
     found = annealer.retained(state)
-    for k, dropped in found.drops.items():
+    for k, dropped in found.evictions.items():
         assert evaluator.forward <= k < len(evaluator.op_id)
         for s in dropped:
-            assert not found.there[s]
+            assert not found.saved[s]
             assert evaluator.before[evaluator.last_backward_use[s]] > k
     annealer.budget_bytes = 1 << 60
-    assert not annealer.retained(state).drops
+    assert not annealer.retained(state).evictions
 
 
 def chain(length: int) -> Trace:
@@ -166,10 +166,10 @@ def check_twin(annealer: Annealer, state: State) -> None:
     plain = evictions(
         annealer.evaluator,
         annealer.budget_bytes,
-        set(np.flatnonzero(state.there).tolist()),
+        set(np.flatnonzero(state.saved).tolist()),
         dict(enumerate(weight.tolist())),
     )
-    assert {k: set(d) for k, d in annealer.retained(state).drops.items()} == plain
+    assert {k: set(d) for k, d in annealer.retained(state).evictions.items()} == plain
 
 
 @settings(max_examples=300, deadline=None)
@@ -177,7 +177,7 @@ def check_twin(annealer: Annealer, state: State) -> None:
 def test_the_plain_walk_evicts_the_same(of: Trace, percent: int, keep: int, heavy: int) -> None:
     annealer, state = nothing_kept(of, Problem(of).saved.timeline.peak_allocated_bytes * percent // 100)
     for k, s in enumerate(annealer.problem.candidates):
-        state.there[s] = keep >> (k % 16) & 1
+        state.saved[s] = keep >> (k % 16) & 1
         annealer.retaining.storages["weight"][s] = 2.0 ** (heavy >> (k % 16) & 3)
     check_twin(annealer, state)
 
@@ -190,5 +190,5 @@ def test_the_plain_walk_evicts_the_same_on_the_gallery(name: str) -> None:
         annealer, state = nothing_kept(of, peak_bytes * percent // 100)
         draw = np.random.default_rng(seed)
         candidates = list(annealer.problem.candidates)
-        state.there[candidates] = draw.random(len(candidates)) < percent / 200
+        state.saved[candidates] = draw.random(len(candidates)) < percent / 200
         check_twin(annealer, state)

@@ -46,7 +46,7 @@ def test_each_cut_frees_what_it_says_at_the_turn() -> None:
     problem = Problem(of)
     evaluator = Evaluator(problem)
     seen = [
-        (level, sorted(of.storages.name[s] for s in problem.candidates if not state.there[s]))
+        (level, sorted(of.storages.name[s] for s in problem.candidates if not state.saved[s]))
         for level, state in states(evaluator, problem, bounder_of(problem).instants, TURN)
     ]
     assert seen[:4] == [(210, []), (180, ["p"]), (150, ["p", "q"]), (120, ["p", "q", "r"])]
@@ -64,7 +64,7 @@ def test_the_level_of_a_state_is_what_is_in_memory_then(of: Trace) -> None:
     instants = bounder_of(problem).instants
     setting = instants.setting(TURN)
     for level, state in states(evaluator, problem, instants, TURN):
-        kept = {s for s in evaluator.made_forward if state.there[s] and not setting.forced[s]}
+        kept = {s for s in evaluator.made_forward if state.saved[s] and not setting.forced[s]}
         assert level == setting.unavoidable_bytes + sum(of.storages.nbytes[s] for s in kept)
 
 

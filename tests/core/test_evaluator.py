@@ -110,11 +110,11 @@ def test_a_chain_through_an_op_that_may_not_run_again_is_an_error() -> None:
     evaluator = Evaluator(Problem(of))
     state = evaluator.state()
     for name in ("r", "y"):
-        state.there[of.storages.name.index(name)] = 0
+        state.saved[of.storages.name.index(name)] = 0
     for evaluate in (evaluator.evaluate, evaluator.cost):
         with pytest.raises(PlanError, match="op 3 needs op 1 again, which may not run a second time"):
             evaluate(state)
-    state.there[of.storages.name.index("y")] = 1
+    state.saved[of.storages.name.index("y")] = 1
     with pytest.raises(PlanError, match="op 4 needs op 1 again"):
         evaluator.cost(state)
 
@@ -126,9 +126,9 @@ def test_a_saved_value_may_be_evicted_and_comes_back() -> None:
     evaluator = Evaluator(Problem(of))
     state = evaluator.state()
     before = evaluator.cost(state)
-    state.drops[evaluator.position[1]] = (1,)
+    state.evictions[evaluator.position[1]] = (1,)
     # x goes after g, which has it last before k, for which it is made again
     assert evaluator.cost(state) == (before[0], before[1] + 1)
     assert evaluator.evaluate(state).peaks == [10, 11, 2, 11, 12]
-    state.there[1], state.share[1] = 0, 1
+    state.saved[1], state.retained[1] = 0, 1
     assert evaluator.cost(state)[1] == before[1] + 2

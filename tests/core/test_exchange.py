@@ -54,15 +54,15 @@ def test_small_values_that_cost_nothing_make_room_for_a_dear_one() -> None:
     assert Problem(of).saved.timeline.peak_allocated_bytes == 300_066
     search = Search(Problem(of), BUDGET)
     state = search.evaluator.state()
-    assert search.release(state)
-    found = search.keep_again(state)
+    assert search.evict(state)
+    found = search.save_again(state)
     # the greedy lets y go, which is cheap, and then dear, since the others are negligible
-    assert released(of, search, found.state.there) == {"y", "dear"}
+    assert released(of, search, found.state.saved) == {"y", "dear"}
     assert found.time_ns == of.time_ns + 2 + 50
     better, time_ns = exchanged(search, found.state, found.time_ns)
-    assert released(of, search, better.there) == {"y", "m", "q", "r"}
+    assert released(of, search, better.saved) == {"y", "m", "q", "r"}
     assert (search.evaluator.cost(better), time_ns) == ((BUDGET, time_ns), of.time_ns + 2)
-    assert released(of, search, found.state.there) == {"y", "dear"}  # as it was given
+    assert released(of, search, found.state.saved) == {"y", "dear"}  # as it was given
 
 
 def test_values_that_one_op_makes_are_kept_together() -> None:
@@ -85,7 +85,7 @@ def test_values_that_one_op_makes_are_kept_together() -> None:
     time_ns = search.evaluator.cost(state)[1]
     better, faster_ns = exchanged(search, state, time_ns)
     assert (time_ns, faster_ns) == (of.time_ns + 50, of.time_ns)
-    assert released(of, search, better.there) == set()
+    assert released(of, search, better.saved) == set()
 
 
 def test_no_time_no_exchange() -> None:
@@ -112,13 +112,13 @@ def test_an_exchange_is_never_slower_and_never_over_the_budget(of: Trace, part: 
     most, least = search.evaluator.cost(search.evaluator.state())[0], of.resident_bytes
     search = Search(problem, least + (most - least) * part // 20)
     state = search.evaluator.state()
-    if not search.release(state):
+    if not search.evict(state):
         return
-    found = search.keep_again(state)
+    found = search.save_again(state)
     before = found.state.copy()
     better, time_ns = exchanged(search, found.state, found.time_ns)
-    assert (before.there == found.state.there).all()
-    assert (before.share == found.state.share).all()
+    assert (before.saved == found.state.saved).all()
+    assert (before.retained == found.state.retained).all()
     assert time_ns <= found.time_ns
     tidied = tidy(search, found.state.copy())
     assert tidied.time_ns <= found.time_ns

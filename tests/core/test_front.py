@@ -71,8 +71,8 @@ def test_segmentations_are_those_of_the_segments(of: Trace) -> None:
         if found is None:
             break
         expected = ev.state(actions_for(problem, segment))
-        assert found.state.there.tolist() == expected.there.tolist()
-        assert found.state.share.tolist() == expected.share.tolist()
+        assert found.state.saved.tolist() == expected.saved.tolist()
+        assert found.state.retained.tolist() == expected.retained.tolist()
         assert found.peak_bytes == ev.cost(expected)[0]
         k += 1
     assert k >= 1
@@ -115,6 +115,6 @@ def test_drops_that_are_edited_between_two_walks_count() -> None:
     state = ev.state([Action(storage=x1, evict_after=(g5,)), Action(storage=x2)])
     for drops in ((x2,), (x1, x2), ()):
         ev.cost(state)
-        state.drops[g5] = drops
+        state.evictions[g5] = drops
         fresh = Evaluator(Problem(of))
         assert ev.evaluate(state) == fresh.evaluate(state)

@@ -99,10 +99,10 @@ class Slow:
             for price, corner in zip([Fraction(-1), *(Fraction(*x) for x in saved)], found, strict=True):
                 cut = Cut(
                     component=ops[0],
-                    released=tuple(s for p in corner.again for s in outputs[p]),
+                    evicted=tuple(s for p in corner.again for s in outputs[p]),
                     saved=tuple(links[x] for x in corner.saved),
                 )
-                if cut.released or cut.saved:
+                if cut.evicted or cut.saved:
                     cuts.append((price, cut))
         steps.sort(key=lambda step: (Fraction(*step), step))
         return most, steps, [c for _, c in sorted(cuts, key=lambda c: (c[0], c[1].component))]

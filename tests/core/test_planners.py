@@ -274,11 +274,11 @@ def test_mu_two_keeps_again_what_need_not_be_released() -> None:
     assert peak(of) == 500 + 1
     search = Search(Problem(of), 350)
     state = search.evaluator.state()
-    assert search.release(state)
-    released = {of.storages.name[s] for s in search.problem.candidates if not state.there[s]}
+    assert search.evict(state)
+    released = {of.storages.name[s] for s in search.problem.candidates if not state.saved[s]}
     assert released == {"s0", "s1", "s2", "big"}
-    search.keep_again(state)
-    assert {of.storages.name[s] for s in search.problem.candidates if not state.there[s]} == {"big"}
+    search.save_again(state)
+    assert {of.storages.name[s] for s in search.problem.candidates if not state.saved[s]} == {"big"}
 
 
 def test_costs_are_the_union_with_what_runs_again_already() -> None:
@@ -295,10 +295,10 @@ def test_costs_are_the_union_with_what_runs_again_already() -> None:
     costs = Costs(search.evaluator, search.evaluator.state())
     a, b = (of.storages.name.index(n) for n in "ab")
     assert (costs.of(a), costs.of(b)) == (102, 103)
-    costs.released(a)
-    assert (costs.saved(a), costs.of(b)) == (102, 3)
-    costs.released(b)
-    assert (costs.saved(a), costs.saved(b)) == (2, 3)
+    costs.evicted(a)
+    assert (costs.saves_ns(a), costs.of(b)) == (102, 3)
+    costs.evicted(b)
+    assert (costs.saves_ns(a), costs.saves_ns(b)) == (2, 3)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -308,8 +308,8 @@ def test_mu_two_always_takes_the_cheapest_of_the_idle(seed: int) -> None:
     search = Search(Problem(of), peak(of) * 2 // 3)
     ev, nbytes = search.evaluator, of.storages.nbytes
     state, expected = ev.state(), ev.state()
-    assert search.release(state)
-    assert not state.drops  # which would go on differently
+    assert search.evict(state)
+    assert not state.evictions  # which would go on differently
     while True:
         peak_bytes, _, peak_step, steps = ev.walk(expected)
         excess = peak_bytes - search.budget_bytes
@@ -321,10 +321,10 @@ def test_mu_two_always_takes_the_cheapest_of_the_idle(seed: int) -> None:
             costs = Costs(ev, expected)
             s = min(idle, key=lambda s: ((costs.of(s) + 1) / nbytes[s], s))
             idle.remove(s)
-            expected.there[s], expected.share[s] = 0, 1
+            expected.saved[s], expected.retained[s] = 0, 1
             wanted -= nbytes[s]
-    assert state.there.tolist() == expected.there.tolist()
-    assert sum(not state.there[s] for s in search.problem.candidates) > 3
+    assert state.saved.tolist() == expected.saved.tolist()
+    assert sum(not state.saved[s] for s in search.problem.candidates) > 3
 
 
 def test_mu_two_stops_in_time_where_no_plan_fits() -> None:
@@ -358,8 +358,8 @@ def test_a_value_that_is_kept_again_is_dropped_no_more() -> None:
     state = search.evaluator.state(
         [Action(storage=x1, evict_after=(g5,)), Action(storage=x2, evict_after=(g5,))]
     )
-    found = search.keep_again(state)
-    assert found.state.drops == {}
+    found = search.save_again(state)
+    assert found.state.evictions == {}
     assert found.time_ns == of.time_ns
     assert search.actions(found) == []
 
@@ -369,7 +369,7 @@ def test_the_state_of_a_search_means_the_same_as_its_actions() -> None:
     search = Search(Problem(of), peak(of) * 22 // 100)
     found = cheapest(search)
     assert found is not None
-    assert any(found.state.drops.values())
+    assert any(found.state.evictions.values())
     timeline = Problem(of).replay(search.actions(found)).timeline
     result = search.evaluator.evaluate(found.state)
     assert (timeline.peak_allocated_bytes, timeline.step_time_ns) == (result.peak_bytes, found.time_ns)
@@ -379,10 +379,10 @@ def test_the_search_ends_after_a_bounded_number_of_simulations(monkeypatch: pyte
     of = chain(60, size=100)
     monkeypatch.setattr("simulator.planners.greedy.MOST_EVALUATIONS", 12)
     search = Search(Problem(of), peak(of) // 10)
-    assert not search.release(search.evaluator.state())
+    assert not search.evict(search.evaluator.state())
     assert search.evaluations == 3
     search = Search(Problem(of), peak(of) * 9 // 10)
-    search.keep_again(search.evaluator.state([Action(storage=s) for s in search.problem.candidates]))
+    search.save_again(search.evaluator.state([Action(storage=s) for s in search.problem.candidates]))
     assert search.evaluations == 6
 
 
@@ -514,7 +514,7 @@ def test_when_the_time_is_over_the_search_stops_improving() -> None:
     assert peak(of, in_no_time) <= 300
     search = Search(Problem(of), UNLIMITED, Limits(seconds=0).clock())
     state = search.evaluator.state([Action(storage=s) for s in search.problem.candidates])
-    assert not any(search.keep_again(state).state.there[s] for s in search.problem.candidates)
+    assert not any(search.save_again(state).state.saved[s] for s in search.problem.candidates)
 
 
 def test_limits_refuse_no_planner() -> None:
@@ -598,7 +598,7 @@ def test_every_cut_saves_links_and_takes_the_cheapest() -> None:
     problem = Problem(of)
     cuts = Instants(problem).cuts(TURN)
     name = of.storages.name
-    kept = [({name[s] for s in c.released}, {name[s] for s in c.saved}) for c in cuts]
+    kept = [({name[s] for s in c.evicted}, {name[s] for s in c.saved}) for c in cuts]
     assert ({"low", "mid"}, {"link"}) in kept  # 10 ns and 10 bytes kept, 200 released
     assert kept[-1][1] == set()  # at a high price even the link goes
 

@@ -122,7 +122,7 @@ def test_a_value_that_skips_stages_is_always_kept() -> None:
     )
     name = of.storages.name.index
     for state in chain_of(of).states():
-        assert state.there[name("skip")]
+        assert state.saved[name("skip")]
     peak = Problem(of).saved.timeline.peak_allocated_bytes
     plan = plan_with(ROTOR, Problem(of), peak - 100)
     assert name("skip") not in plan.recomputed

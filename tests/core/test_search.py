@@ -112,9 +112,9 @@ def test_a_move_taken_back_leaves_no_trace(of: Trace, seed: int, coarse: bool) -
     walk.figures["added_ns"] = -(1 << 40)
     walk.go(0, least=40, temperature=1e-9, price=0.0, target_ns=-1)
     after = walk.state()
-    assert (after.there == before.there).all()
-    assert (after.share == before.share).all()
-    assert after.drops == before.drops
+    assert (after.saved == before.saved).all()
+    assert (after.retained == before.retained).all()
+    assert after.evictions == before.evictions
     assert (annealer.retaining.storages["weight"] == weight).all()
 
 

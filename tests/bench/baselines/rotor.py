@@ -238,7 +238,7 @@ class Chain:
         state = self.evaluator.state()
         drops: dict[int, list[int]] = {}
         for s in self.saved_always:
-            state.there[s] = 1
+            state.saved[s] = 1
         for x, trigger, everything, border in passes:
             stage = self.stages[x]
             for s, keep in (
@@ -246,24 +246,24 @@ class Chain:
                 *((s, everything or border) for s in stage.border),
             ):
                 if trigger < 0:
-                    state.there[s] = keep
-                    state.share[s] = not keep
+                    state.saved[s] = keep
+                    state.retained[s] = not keep
                 elif not keep:
                     drops.setdefault(trigger, []).append(s)
-        state.drops = {k: tuple(v) for k, v in drops.items()}
+        state.evictions = {k: tuple(v) for k, v in drops.items()}
         return state
 
     def actions(self, state: State) -> tuple[Action, ...]:
         """The actions that a state means."""
         after: dict[int, list[int]] = {}
-        for k, dropped in sorted(state.drops.items()):
+        for k, dropped in sorted(state.evictions.items()):
             for s in dropped:
                 after.setdefault(s, []).append(self.evaluator.op_id[k])
         out = []
         wanted = self.problem.saved_by_default
         for stage in self.stages:
             for s in (*stage.inside, *stage.border):
-                if not state.there[s]:
+                if not state.saved[s]:
                     out.append(Action(storage=s, evict_after=tuple(sorted(set(after.get(s, ()))))))
                 elif not wanted[s]:
                     out.append(Action(storage=s, recipe=SAVE))
