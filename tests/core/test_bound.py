@@ -226,7 +226,7 @@ def brute_corners(ops: tuple[Rerun, ...], links: tuple[Link, ...]) -> list[tuple
     for again in product((False, True), repeat=len(ops)):
         if any(a and o.time_ns < 0 for a, o in zip(again, ops, strict=True)):
             continue
-        kept = sum(o.kept_bytes for a, o in zip(again, ops, strict=True) if not a)
+        kept = sum(o.saved_bytes for a, o in zip(again, ops, strict=True) if not a)
         saved = sum(x.nbytes for x in links if any(again[p] for p in x.readers) and not again[x.maker])
         out.append((sum(o.time_ns for a, o in zip(again, ops, strict=True) if a), kept + saved))
     return out
