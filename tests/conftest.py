@@ -1,4 +1,4 @@
-"""Skip what this machine cannot run, and keep caches apart."""
+"""Skip what this machine cannot run, share a whole run among processes, and keep caches apart."""
 
 from __future__ import annotations
 
@@ -15,6 +15,24 @@ settings.load_profile("lowtide")
 
 # What tests measure stays out of the user's own device profiles, and these out of the tests.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="lowtide-tests-")
+# Threads of several processes that wait for work by spinning would take the cores from each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """A run that names no path takes two processes where pytest-xdist is installed and `-n` says nothing else.
+
+    Two, since a process may hold the step of a large model. Neighbours stay together, so that the fixtures of a module
+    are made once. What measures a speed (`-m bench`, `-m gpu`) has the machine to itself.
+    """
+    options = config.option
+    if hasattr(config, "workerinput"):
+        return  # this is one of the processes already: it would start two more, and each of them two
+    alone = options.usepdb or options.markexpr in ("bench", "gpu")
+    if not options.file_or_dir and not alone and getattr(options, "numprocesses", 0) is None:
+        options.numprocesses = 2
+        options.dist = "worksteal"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
