@@ -9,17 +9,25 @@ provenance are never aggregated together.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from executor.campaign.cases import BOUNDARY, NONE
-from executor.campaign.record import CALIBRATED, OUT_OF_MEMORY, RULES, STAGES, TRANSFERRED, Record
+from executor.campaign.record import (
+    CALIBRATED,
+    OUT_OF_MEMORY,
+    RULES,
+    STAGES,
+    TRANSFERRED,
+    Predictions,
+    Record,
+)
 from traces.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
 
 # Allocated is what was asked for; blocks is the same as CUDA's allocator hands it out, rounded up.
 ALLOCATED, BLOCKS, RESERVED, TIME, SLOWDOWN = "allocated", "blocks", "reserved", "time", "slow-down"
-FIGURES: Final = (ALLOCATED, BLOCKS, RESERVED, TIME, SLOWDOWN)
+FIGURES: Final = (ALLOCATED, BLOCKS, RESERVED, TIME, SLOWDOWN)  # those of `RunFigures.headline`, and one more
 KEEP_ALL, PLAN, EAGER = "keep-all", "plan", "eager"
 WITHIN: Final = (1.0, 2.0, 5.0)
 STAGE_LABELS: Final = {
@@ -41,10 +49,7 @@ class ErrorRow:
     predicted: float  # bytes, ns, or percent for a slow-down
     measured: float
     provenance: str  # of `measured`; `predicted` is simulated
-    place: str
-    warned: bool = (
-        False  # whether `simulate` warns of this prediction, beyond what it says beside every such one
-    )
+    warned: bool = False  # by `simulate`, beyond what it says beside every such prediction
 
     @property
     def error(self) -> float:
@@ -52,11 +57,6 @@ class ErrorRow:
         if self.figure == SLOWDOWN:
             return self.predicted - self.measured
         return 100.0 * (self.predicted - self.measured) / self.measured
-
-    @property
-    def difference(self) -> float:
-        """Predicted minus measured: bytes, ns or points."""
-        return self.predicted - self.measured
 
 
 def error_rows(records: Iterable[Record]) -> list[ErrorRow]:
@@ -67,54 +67,55 @@ def error_rows(records: Iterable[Record]) -> list[ErrorRow]:
     """
     out: list[ErrorRow] = []
     told: set[tuple[str, str, str]] = set()
-    ordered = sorted(
-        (r for r in records if r.case.kind != BOUNDARY), key=lambda r: r.case.budget != NONE
-    )  # stable: keep-all cases first
-    for r in ordered:
+    cases = (r for r in records if r.case.kind != BOUNDARY)
+    for r in sorted(cases, key=lambda r: r.case.budget != NONE):  # stable: keep-all cases first
         step = (r.case.step.label, r.fingerprint, r.place)
-        for stage in STAGES:
-            if stage not in r.keep_all_predicted:
-                continue
-            kept = r.keep_all_predicted[stage]
+        for stage in (s for s in STAGES if s in r.keep_all_predicted):
+            kept, planned = r.keep_all_predicted[stage], r.predicted.get(stage)
             if step not in told:
                 out += _rows(r, EAGER, stage, kept, r.eager)
                 out += _rows(r, KEEP_ALL, stage, kept, r.keep_all)
-            if r.case.budget != NONE and stage in r.predicted:
-                out += _rows(r, PLAN, stage, r.predicted[stage], r.measured)
-                slow = (
-                    slowdown_percent(r.predicted[stage], kept),
-                    measured_slowdown_percent(r.measured, r.keep_all),
-                )
-                if slow[0] is not None and slow[1] is not None:
-                    out.append(_row(r, PLAN, stage, SLOWDOWN, slow[0], slow[1]))
+            if r.case.budget != NONE and planned is not None:
+                slow = slowdown_percent(planned, kept), measured_slowdown_percent(r.measured, r.keep_all)
+                out += _rows(r, PLAN, stage, planned, r.measured, slow)
         if r.keep_all_predicted:
             told.add(step)
     return out
 
 
-def _rows(r: Record, run: str, stage: str, predicted: RunFigures, measured: RunFigures) -> list[ErrorRow]:
-    pairs = (
-        (ALLOCATED, predicted.peak_allocated_bytes, measured.peak_allocated_bytes),
-        (BLOCKS, predicted.peak_block_bytes, measured.peak_block_bytes),
-        (RESERVED, predicted.peak_reserved_bytes, measured.peak_reserved_bytes),
-        (TIME, predicted.step_time_ns, measured.step_time_ns),
-    )
-    return [_row(r, run, stage, figure, p, m) for figure, p, m in pairs if p is not None and m]
+def _rows(
+    r: Record,
+    run: str,
+    stage: str,
+    predicted: RunFigures,
+    measured: RunFigures,
+    slowdown: tuple[float | None, float | None] = (None, None),
+) -> Iterator[ErrorRow]:
+    pairs = [
+        (p, m or None)
+        for p, m in zip(predicted.headline().values(), measured.headline().values(), strict=True)
+    ]
+    warned = bool((r.warnings if run == PLAN else r.keep_all_warnings).get(stage))
+    for figure, (p, m) in zip(FIGURES, (*pairs, slowdown), strict=True):
+        if p is not None and m is not None:
+            yield ErrorRow(
+                model=r.case.step.model,
+                case=r.case.label if run == PLAN else f"{r.case.step.label} {run}",
+                run=run,
+                stage=stage,
+                figure=figure,
+                predicted=p,
+                measured=m,
+                provenance=r.provenance,
+                warned=warned,
+            )
 
 
-def _row(r: Record, run: str, stage: str, figure: str, predicted: float, measured: float) -> ErrorRow:
-    return ErrorRow(
-        model=r.case.step.model,
-        case=r.case.label if run == PLAN else f"{r.case.step.label} {run}",
-        run=run,
-        stage=stage,
-        figure=figure,
-        predicted=predicted,
-        measured=measured,
-        provenance=r.provenance,
-        place=r.place,
-        warned=bool((r.warnings if run == PLAN else r.keep_all_warnings).get(stage)),
-    )
+def row_of(r: Record, stage: str, figure: str) -> ErrorRow | None:
+    """The row of the run that a case is about: of its plan, or of keep-all where it has none; stage "": any."""
+    run = KEEP_ALL if r.case.budget == NONE else PLAN
+    found = (e for e in error_rows([r]) if (e.run, e.figure) == (run, figure) and stage in (e.stage, ""))
+    return next(found, None)
 
 
 def fragmentation_percent(figures: RunFigures) -> float | None:
@@ -138,10 +139,8 @@ class Aggregate:
     under_share: float  # P(predicted < measured), in percent
 
 
-def aggregate(errors: Sequence[float]) -> Aggregate | None:
-    """Aggregate signed errors; None if there are none."""
-    if not errors:
-        return None
+def aggregate(errors: Sequence[float]) -> Aggregate:
+    """Aggregate signed errors, of which there is one at least."""
     sizes = [abs(e) for e in errors]
     n = len(errors)
     return Aggregate(
@@ -175,24 +174,16 @@ def aggregates(
     eager: of the untouched model beside the keep-all prediction, instead of keep-all and plans.
     """
 
-    def group(r: ErrorRow) -> Group:
-        model = r.model if by_model else ""
-        return Group(provenance=r.provenance, figure=r.figure, stage=r.stage, model=model, eager=eager)
-
     found: dict[Group, list[float]] = {}
     for r in rows:
         if (r.run == EAGER) == eager:
-            found.setdefault(group(r), []).append(r.error)
-
-    def order(g: Group) -> tuple[str, str, int, int]:
-        return g.provenance, g.model, FIGURES.index(g.figure), STAGES.index(g.stage)
-
-    out = {}
-    for g in sorted(found, key=order):
-        made = aggregate(found[g])
-        assert made is not None
-        out[g] = made
-    return out
+            model = r.model if by_model else ""
+            group = Group(provenance=r.provenance, figure=r.figure, stage=r.stage, model=model, eager=eager)
+            found.setdefault(group, []).append(r.error)
+    order = sorted(
+        found, key=lambda g: (g.provenance, g.model, FIGURES.index(g.figure), STAGES.index(g.stage))
+    )
+    return {g: aggregate(found[g]) for g in order}
 
 
 LARGE: Final = 2.0  # percent; an underestimate above it must have a warning beside it
@@ -216,12 +207,13 @@ def ran_out_unforeseen(records: Iterable[Record]) -> list[Record]:
     """
     out = []
     for r in records:
-        best = r.predicted.get(CALIBRATED) or r.predicted.get(RULES) or RunFigures()
         room = r.limit_bytes or int(r.environment.get("memory_bytes", 0))
-        if (
-            r.status == OUT_OF_MEMORY
-            and best.peak_reserved_bytes is not None
-            and best.peak_reserved_bytes <= room
-        ):
+        reserved_bytes = best(r.predicted).peak_reserved_bytes
+        if r.status == OUT_OF_MEMORY and reserved_bytes is not None and reserved_bytes <= room:
             out.append(r)
     return out
+
+
+def best(predicted: Predictions) -> RunFigures:
+    """What the prediction that knows most says."""
+    return predicted.get(CALIBRATED) or predicted.get(RULES) or RunFigures()

@@ -22,9 +22,11 @@ from executor.campaign.errors import (
     ErrorRow,
     Group,
     aggregates,
+    best,
     error_rows,
     fragmentation_percent,
     ran_out_unforeseen,
+    row_of,
     unwarned,
 )
 from executor.campaign.record import (
@@ -261,7 +263,7 @@ def _error(stage: str, figure: str) -> Callable[[Record], Cell]:
     """The cell of one error of the run that a case is about; memory that was predicted too low is red."""
 
     def cell(r: Record) -> Cell:
-        e = _row(r, stage, figure)
+        e = row_of(r, stage, figure)
         if e is None:
             return Cell(UNKNOWN)
         tone = "good" if abs(e.error) < 0.0005 else ""
@@ -272,14 +274,8 @@ def _error(stage: str, figure: str) -> Callable[[Record], Cell]:
     return cell
 
 
-def _row(r: Record, stage: str, figure: str) -> ErrorRow | None:
-    run = "keep-all" if r.case.budget == NONE else "plan"
-    found = (e for e in error_rows([r]) if (e.run, e.figure) == (run, figure) and stage in (e.stage, ""))
-    return next(found, None)
-
-
 def _slowdown(stage: str, which: str) -> Callable[[Record], float | None]:
-    return lambda r: getattr(_row(r, stage, SLOWDOWN), which, None)
+    return lambda r: getattr(row_of(r, stage, SLOWDOWN), which, None)
 
 
 def _calibrated(r: Record) -> RunFigures:
@@ -431,15 +427,19 @@ def _others(records: Sequence[Record]) -> tuple[Block, ...]:
     if not without:
         return (Text("Every case has its figures."), *told)
 
-    def best(r: Record) -> RunFigures:
-        predicted = r.predicted or r.keep_all_predicted
-        return predicted.get(CALIBRATED) or predicted.get(RULES) or RunFigures()
-
     columns: list[Column] = [
         *_ABOUT,
         ("status", "", lambda r: Cell(r.status, tone="bad" if r.status in (FAILED, NOT_EQUAL) else "")),
-        ("allocated, predicted", "bytes", lambda r: best(r).peak_allocated_bytes),
-        ("reserved, predicted", "bytes", lambda r: best(r).peak_reserved_bytes),
+        (
+            "allocated, predicted",
+            "bytes",
+            lambda r: best(r.predicted or r.keep_all_predicted).peak_allocated_bytes,
+        ),
+        (
+            "reserved, predicted",
+            "bytes",
+            lambda r: best(r.predicted or r.keep_all_predicted).peak_reserved_bytes,
+        ),
         ("why", "", lambda r: r.message),
     ]
     caption = "Predicted figures are the plan's where there is one, else those of everything kept."

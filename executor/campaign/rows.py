@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from executor.campaign.cases import BOUNDARY
 from executor.campaign.errors import (
-    FIGURES,
+    ALLOCATED,
     SLOWDOWN,
     STAGE_LABELS,
     WITHIN,
@@ -19,6 +21,7 @@ from executor.campaign.errors import (
     error_rows,
     fragmentation_percent,
     ran_out_unforeseen,
+    row_of,
 )
 from executor.campaign.record import CALIBRATED, RULES, STAGES, Book, Record
 from traces.files import replacing, write_text
@@ -122,27 +125,22 @@ def write_rows(directory: Path, rows: Sequence[Row]) -> None:
 
 def counts(book: Book) -> dict[str, int]:
     """Records by status, in the order of their first appearance."""
-    out: dict[str, int] = {}
-    for r in book.records:
-        out[r.status] = out.get(r.status, 0) + 1
-    return out
+    return dict(Counter(r.status for r in book.records))
 
 
 def answer(book: Book) -> dict[str, Any]:
     """The object that `execute campaign --json` prints."""
     rows = error_rows(book.records)
 
-    def listed(*, by_model: bool, eager: bool) -> list[dict[str, Any]]:
-        found = aggregates(rows, by_model=by_model, eager=eager)
+    def listed(**groups: bool) -> list[dict[str, Any]]:
         return [
             {
-                "provenance": g.provenance,
-                "figure": g.figure,
-                "stage": g.stage,
-                **({"model": g.model} if by_model else {}),
-                **aggregate_json(a),
+                **{k: v for k, v in asdict(g).items() if k != "eager" and (k != "model" or v)},
+                **{k: v for k, v in asdict(a).items() if k not in ("within", "under_share")},
+                **{f"within_{limit:g}": share for limit, share in zip(WITHIN, a.within, strict=True)},
+                "under_share": a.under_share,
             }
-            for g, a in found.items()
+            for g, a in aggregates(rows, **groups).items()
         ]
 
     return {
@@ -152,23 +150,10 @@ def answer(book: Book) -> dict[str, Any]:
         "finished": len(book.records),
         "statuses": counts(book),
         "ran_out_unforeseen": [r.case.label for r in ran_out_unforeseen(book.records)],
-        "errors": listed(by_model=False, eager=False),
-        "errors_by_model": listed(by_model=True, eager=False),
-        "errors_eager": listed(by_model=False, eager=True),
+        "errors": listed(),
+        "errors_by_model": listed(by_model=True),
+        "errors_eager": listed(eager=True),
         "cases": flat_rows(book.records),
-    }
-
-
-def aggregate_json(a: Aggregate) -> dict[str, Any]:
-    return {
-        "rows": a.rows,
-        "mean": a.mean,
-        "mape": a.mape,
-        "median": a.median,
-        "worst_under": a.worst_under,
-        "worst_over": a.worst_over,
-        **{f"within_{limit:g}": share for limit, share in zip(WITHIN, a.within, strict=True)},
-        "under_share": a.under_share,
     }
 
 
@@ -182,17 +167,12 @@ def summary(book: Book) -> str:
     if unforeseen := ran_out_unforeseen(book.records):
         names = "; ".join(r.case.label for r in unforeseen)
         lines.append(f"predicted to fit, and ran out of memory (no error below tells of it): {names}")
-    found = aggregates(error_rows(book.records))
-    for provenance in dict.fromkeys(g.provenance for g in found):
-        lines.append(f"errors, predicted beside {provenance} (keep-all and plans):")
-        for figure in FIGURES:
-            for stage, label in ((CALIBRATED, "calibrated"), (RULES, "uncalibrated")):
-                made = [
-                    a for g, a in found.items()
-                    if (g.provenance, g.figure, g.stage) == (provenance, figure, stage)
-                ]  # fmt: skip
-                if made:
-                    lines.append(f"  {figure:10} {label:13} {_aggregate_line(made[0], figure)}")
+    provenance = ""
+    for g, a in aggregates(error_rows(book.records)).items():
+        if g.provenance != provenance:
+            provenance = g.provenance
+            lines.append(f"errors, predicted beside {provenance} (keep-all and plans):")
+        lines.append(f"  {g.figure:10} {STAGE_LABELS[g.stage]:28} {_aggregate_line(a, g.figure)}")
     return "\n".join(lines)
 
 
@@ -203,7 +183,7 @@ def markdown(book: Book) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for r in book.records:
-        peak = r.measured.peak_allocated_bytes
+        peak = r.peak
         if peak is None or r.case.kind == BOUNDARY:
             continue
         predicted = [
@@ -235,18 +215,14 @@ def _line(r: Record) -> str:
         return (
             f"{right} of {len(tried)} tried batch sizes as predicted" if tried else f"{r.status}: {r.message}"
         )
-    if r.measured.peak_allocated_bytes is None:
+    if r.peak is None:
         return f"{r.status}: {r.message}"
-    errors = {
-        (e.stage, e.figure): e.error
-        for e in error_rows([r])
-        if e.run == ("keep-all" if r.recomputed_ops == 0 and r.case.budget == "none" else "plan")
-    }
-    parts = [show_bytes(r.measured.peak_allocated_bytes)]
-    for stage, label in ((CALIBRATED, "calibrated"), (RULES, "uncalibrated")):
-        error = errors.get((stage, "allocated"))
-        if error is not None:
-            parts.append(f"{label} {show_percent(error, signed=True, digits=3)}")
+    parts = [show_bytes(r.peak)]
+    for stage in (CALIBRATED, RULES):
+        e = row_of(r, stage, ALLOCATED)
+        parts += (
+            [] if e is None else [f"{STAGE_LABELS[stage]} {show_percent(e.error, signed=True, digits=3)}"]
+        )
     if r.status != "measured":
         parts.append(r.status)
     return ", ".join(parts)

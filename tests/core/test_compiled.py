@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def simulate(trace: Path, cache: Path, *options: str) -> str:
-    """What `simulate TRACE --budget 90%` says on stderr, with that place for compiled code."""
+    """What a planner with few kernels says on stderr, with that place for compiled code."""
     done = subprocess.run(
-        [sys.executable, "-m", "simulator", str(trace), "--budget", "90%", *options],
+        [sys.executable, "-m", "simulator", str(trace), "--budget", "90%", "--planner", "mu-two", *options],
         cwd=ROOT,
         env={**os.environ, "NUMBA_CACHE_DIR": str(cache)},
         capture_output=True,
