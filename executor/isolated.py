@@ -28,6 +28,7 @@ def run_fresh(
     *,
     what: str,
     environment: Mapping[str, str] | None = None,
+    overriding: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """Call a function by its name in a fresh process, and return the JSON object that it answers.
@@ -37,6 +38,7 @@ def run_fresh(
         arguments: by name, all of them JSON; `limit_bytes` above 0 says that the process limits its memory.
         what: what the process does, for messages ("measured the plan").
         environment: variables that are set unless they are set already.
+        overriding: variables that are set whatever they are.
         timeout_s: after this many seconds the process is ended; None: never.
 
     Raises:
@@ -52,6 +54,7 @@ def run_fresh(
         "KINETO_LOG_LEVEL": "99",
         **(environment or {}),
         **os.environ,
+        **(overriding or {}),
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
     try:

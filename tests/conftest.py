@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from executor.rehearsal.driver import find_cuda_torch
+from traces.errors import EnvironmentProblem
+
 # The first example of a test may have to compile the inner loops.
 settings.register_profile("lowtide", deadline=None)
 settings.load_profile("lowtide")
@@ -36,13 +39,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu, with the reason, where torch finds no CUDA device."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked or _has_gpu():
-        return
-    skip = pytest.mark.skip(reason="no CUDA device")
-    for item in marked:
-        item.add_marker(skip)
+    """Skip, with the reason, tests marked gpu without a CUDA device, and rehearsal without a torch built for one."""
+    for name, has, reason in (
+        ("gpu", _has_gpu, "no CUDA device"),
+        ("rehearsal", _has_cuda_torch, "no CUDA torch"),
+    ):
+        marked = [item for item in items if item.get_closest_marker(name)]
+        if marked and not has():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _has_gpu() -> bool:
@@ -51,6 +56,14 @@ def _has_gpu() -> bool:
     except ImportError:
         return False
     return torch.cuda.is_available()
+
+
+def _has_cuda_torch() -> bool:
+    try:
+        find_cuda_torch()
+    except EnvironmentProblem:
+        return False
+    return True
 
 
 @pytest.fixture

@@ -119,6 +119,27 @@ def analysis_option(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
 
 
+def step_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that describe a training step; it receives each by its name, None where not given."""
+    for option in reversed(
+        (
+            click.option("--batch-size", type=click.IntRange(min=1), help="Examples in the batch."),
+            click.option("--seq-len", type=click.IntRange(min=1), help="Tokens in an example (transformers)."),
+            click.option("--image-size", type=click.IntRange(min=1), help="Height and width of an image (vision)."),
+            click.option("--optimizer", help="sgd, adam, adamw or none."),
+            click.option("--optimizer-impl", help="foreach, fused or for-loop; without it, what torch chooses."),
+            click.option("--dtype", help="Of the weights: float32, bfloat16 or float16."),
+            click.option("--amp", help="Autocast of forward and loss: bfloat16 or float16; the weights stay float32."),
+            click.option("--tf32/--no-tf32", default=None,
+                         help="Whether float32 is computed as TF32 on CUDA; default: torch's."),
+            click.option("--dropout", type=float, help="Instead of the model's own dropout probabilities."),
+            click.option("--attention", help="sdpa or eager (transformers)."),
+        )
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 def say(text: str, *, quiet: bool = False) -> None:
     """A line of progress, on stderr."""
     if not quiet:

@@ -34,6 +34,7 @@ class Device:
     source: str
     sm: tuple[int, int] = (0, 0)  # CUDA compute capability, which decides the kernels; (0, 0): no NVIDIA GPU
     multiprocessors: int = 0  # of the board, by which some kernels choose how to split their work
+    l2_bytes: int = 0  # its cache, by which some kernels choose their tiles
     measured: bool = False  # whether the rates were measured on this machine; see `tracer.costs.machine`
 
     def peak_flops_per_s(self, dtype: str, *, tf32: bool = False) -> int:
@@ -52,6 +53,27 @@ def _rates(fp64: float, fp32: float, tf32: float | None, bf16: float | None, fp1
     return {k: int(v * TERA) for k, v in named.items() if v is not None}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What a multiprocessor of a compute capability can hold at once.
+
+    Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+    """
+
+    threads: int
+    blocks: int
+    shared_bytes: int
+    block_shared_bytes: int  # the most that one block may ask for
+
+
+_ARCHITECTURES: Final = {
+    (7, 5): Architecture(threads=1024, blocks=16, shared_bytes=65_536, block_shared_bytes=65_536),
+    (8, 0): Architecture(threads=2048, blocks=32, shared_bytes=167_936, block_shared_bytes=166_912),
+    (8, 6): Architecture(threads=1536, blocks=16, shared_bytes=102_400, block_shared_bytes=101_376),
+    (8, 9): Architecture(threads=1536, blocks=24, shared_bytes=102_400, block_shared_bytes=101_376),
+    (9, 0): Architecture(threads=2048, blocks=32, shared_bytes=233_472, block_shared_bytes=232_448),
+}
+
 GPU_LAUNCH_NS: Final = 4_000  # an eager kernel launch; small kernels of a stream start about this far apart
 
 
@@ -62,6 +84,7 @@ def _gpu(
     rates: dict[str, int],
     sm: tuple[int, int],
     multiprocessors: int,
+    l2_mib: int,
     source: str,
 ) -> Device:
     return Device(
@@ -74,6 +97,7 @@ def _gpu(
         source=source,
         sm=sm,
         multiprocessors=multiprocessors,
+        l2_bytes=l2_mib * MIB,
     )
 
 
@@ -81,22 +105,22 @@ HOPPER: Final = _rates(33.5, 66.9, 494.7, 989.4, 989.4)
 AMPERE: Final = _rates(9.7, 19.5, 156, 312, 312)
 # fmt: off
 DEVICES: Final = (
-    # name, memory in MiB, GB/s, rates, compute capability, multiprocessors, source
-    _gpu("H200", 143_771, 4_800, HOPPER, (9, 0), 132,
+    # name, memory in MiB, GB/s, rates, compute capability, multiprocessors, MiB of L2 cache, source
+    _gpu("H200", 143_771, 4_800, HOPPER, (9, 0), 132, 50,
          "NVIDIA H200 datasheet (SXM), sparse rates halved"),
-    _gpu("H100", 81_559, 3_350, HOPPER, (9, 0), 132,
+    _gpu("H100", 81_559, 3_350, HOPPER, (9, 0), 132, 50,
          "NVIDIA H100 datasheet (SXM5 80 GB), sparse rates halved"),
-    _gpu("A100-80", 81_920, 2_039, AMPERE, (8, 0), 108,
+    _gpu("A100-80", 81_920, 2_039, AMPERE, (8, 0), 108, 40,
          "NVIDIA A100 datasheet (80 GB SXM)"),
-    _gpu("A100-40", 40_960, 1_555, AMPERE, (8, 0), 108,
+    _gpu("A100-40", 40_960, 1_555, AMPERE, (8, 0), 108, 40,
          "NVIDIA A100 datasheet (40 GB)"),
-    _gpu("L40S", 46_068, 864, _rates(1.43, 91.6, 183, 362, 362), (8, 9), 142,
+    _gpu("L40S", 46_068, 864, _rates(1.43, 91.6, 183, 362, 362), (8, 9), 142, 96,
          "NVIDIA L40S datasheet; float64 is 1/64 of float32; memory with ECC on"),
-    _gpu("RTX-4090", 24_564, 1_008, _rates(1.29, 82.6, 82.6, 165.2, 165.2), (8, 9), 128,
+    _gpu("RTX-4090", 24_564, 1_008, _rates(1.29, 82.6, 82.6, 165.2, 165.2), (8, 9), 128, 72,
          "NVIDIA Ada GPU architecture whitepaper, appendix on the GeForce RTX 4090"),
-    _gpu("RTX-3090", 24_576, 936, _rates(0.556, 35.6, 35.6, 71.2, 71.2), (8, 6), 82,
+    _gpu("RTX-3090", 24_576, 936, _rates(0.556, 35.6, 35.6, 71.2, 71.2), (8, 6), 82, 6,
          "NVIDIA GA102 GPU architecture whitepaper, table on the GeForce RTX 3090"),
-    _gpu("T4", 15_360, 320, _rates(0.254, 8.1, None, None, 65), (7, 5), 40,
+    _gpu("T4", 15_360, 320, _rates(0.254, 8.1, None, None, 65), (7, 5), 40, 4,
          "NVIDIA T4 datasheet; no TF32 and no bfloat16 units; memory with ECC on"),
     Device(
         name="cpu",
@@ -135,6 +159,14 @@ def device(name: str) -> Device:
     close = [known[k].name for k in difflib.get_close_matches(key, known, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise SpecError(f"device {name!r} is unknown; {hint}Known are {names}.")
+
+
+def architecture(gpu: Device) -> Architecture:
+    """What a multiprocessor of the device holds; SpecError if it is no GPU whose compute capability is known."""
+    found = _ARCHITECTURES.get(gpu.sm)
+    if found is None:
+        raise SpecError(f"{gpu.name} is no NVIDIA GPU of the device table; name one, such as h100.")
+    return found
 
 
 def _key(name: str) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 import click
 
 from executor.cli.campaign import campaign
+from executor.cli.rehearse import rehearse, rehearse_plan
 from traces.commands import DefaultGroup, OutputFile, analysis_option, print_json, report_option, say
+from traces.errors import SpecError
 from traces.plan import ALLOCATED
 from traces.units import show_bytes, show_time
 
@@ -47,12 +49,15 @@ def execute() -> None:
     execute plan.json --json
     execute sweep DIR                      the plans that `simulate sweep -o DIR` made
     execute campaign cpu -o DIR            how wrong predictions are, over many models and budgets
+    execute rehearse train.py --gpu h100   your own loop on a GPU that is not there: its memory
+    execute plan.json --rehearse h100      the planned step there
 
     What is no subcommand goes to `execute run`; see `execute run --help` for the options.
     """
 
 
 execute.add_command(campaign)
+execute.add_command(rehearse)
 
 
 @execute.command("run")
@@ -61,6 +66,9 @@ execute.add_command(campaign)
     "--model", default="", help="Build this instead of what the plan names (the same step elsewhere)."
 )
 @click.option("-o", "--output", type=OutputFile(), help="Save the measurement as JSON.")
+@click.option(
+    "--rehearse", "rehearsed_on", help="Measure nothing: run on this GPU, which is not there (h100, ...)."
+)
 @click.option("--trace", "trace_name", help="The trace behind the plan, for the report's pictures.")
 @_measuring
 def run_plan(
@@ -68,6 +76,7 @@ def run_plan(
     model: str,
     output: Path | None,
     trace_name: str | None,
+    rehearsed_on: str | None,
     device: str,
     steps: int,
     memory_steps: int,
@@ -80,8 +89,15 @@ def run_plan(
 ) -> None:
     """Execute PLAN (made by `simulate ... -o plan.json`), each variant in a fresh process.
 
-    Exit code 1: the planned step did not compute what the untouched model computes.
+    Exit code 1: the planned step did not compute what the untouched model computes, or (--rehearse) does not fit.
     """
+    if rehearsed_on is not None:
+        if output is not None or report is not None:
+            raise SpecError(
+                "--rehearse measures nothing, so there is nothing for --output or --report; leave them out."
+            )
+        rehearse_plan(plan, model, rehearsed_on, as_json=as_json, quiet=quiet)
+        return
     from executor.plans import Settings, measure_plan
     from traces.errors import VerificationError
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from tracer.cli.torch_budget import torch_budget
-from traces.commands import DefaultGroup, print_json, say
+from traces.commands import DefaultGroup, print_json, say, step_options
 from traces.model_spec import short_name
 from traces.units import show_bytes, show_time
 
@@ -32,18 +32,7 @@ def trace() -> None:
 
 @trace.command("run")
 @click.argument("model")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Examples in the batch.")
-@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens in an example (transformers).")
-@click.option("--image-size", type=click.IntRange(min=1), help="Height and width of an image (vision).")
-@click.option("--optimizer", help="sgd, adam, adamw or none.")
-@click.option("--optimizer-impl", help="foreach, fused or for-loop; without it, what torch chooses.")
-@click.option("--dtype", help="Of the weights: float32, bfloat16 or float16.")
-@click.option("--amp", help="Autocast of forward and loss to bfloat16 or float16; the weights stay float32.")
-@click.option(
-    "--tf32/--no-tf32", default=None, help="Whether float32 is computed as TF32 on CUDA; default: torch's."
-)
-@click.option("--dropout", type=float, help="Instead of the model's own dropout probabilities.")
-@click.option("--attention", help="sdpa or eager (transformers).")
+@step_options
 @click.option("--target", help="The device whose ops and times are wanted: h200, h100, a100-80, ..., cpu.")
 @click.option(
     "--device", help="Measure for real on cpu or cuda. Without it nothing is run and nothing allocated."

@@ -1,0 +1,211 @@
+"""The command `execute rehearse`: run a training loop on a GPU that is not there, and print what memory it took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from traces.commands import OutputFile, print_json, say, step_options
+from traces.errors import OutOfMemoryProblem
+from traces.units import show_bytes
+
+if TYPE_CHECKING:
+    from executor.rehearsal.record import Rehearsal
+    from traces.plan import Plan
+    from traces.warning import PredictionWarning
+
+MOST_LINES = 8
+
+
+@click.command()
+@click.argument("model")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--gpu", required=True, help="Of the device table: h100, a100-80, rtx-4090, t4, ...")
+@click.option("--plan", type=click.Path(path_type=Path), help="Apply this plan to the model.")
+@click.option(
+    "--iterations",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="How many are run; of a script, after how many optimizer steps it is ended.",
+)
+@click.option("--alloc-conf", default="", help="PYTORCH_ALLOC_CONF, as expandable_segments:True.")
+@click.option("--snapshot", type=OutputFile(), help="Write torch's memory snapshot here (simulate replay).")
+@click.option("--seed", type=int, default=0, show_default=True)
+@step_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+def rehearse(
+    model: str,
+    arguments: tuple[str, ...],
+    gpu: str,
+    plan: Path | None,
+    iterations: int,
+    alloc_conf: str,
+    snapshot: Path | None,
+    seed: int,
+    as_json: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
+    """Run torch's own CUDA code without a GPU, and print what memory the training step takes.
+
+    MODEL is a name that `trace` knows, FILE.py:FUNCTION as `trace` takes it, or a script with a training loop of its
+    own, whose ARGUMENTS follow after `--`. Needs a CUDA build of torch, and no GPU. Nothing is computed: values are
+    zeros, and there are no times.
+
+    \b
+    execute rehearse bert-base --batch-size 16 --seq-len 512 --gpu h100
+    execute rehearse my_training.py:build --gpu rtx-4090 --snapshot snapshot.pickle
+    execute rehearse train.py --gpu a100-80 -- --epochs 1
+
+    Exit code: 0 done, 1 the GPU's memory does not suffice, 2 the input is wrong.
+    """
+    from executor.rehearsal.rehearse import rehearse as run
+
+    say(f"Rehearsing {model} on {gpu} ...", quiet=quiet)
+    found = run(
+        model,
+        gpu,
+        options={k: v for k, v in options.items() if v is not None},
+        arguments=arguments,
+        plan=plan,
+        seed=seed,
+        iterations=iterations,
+        alloc_conf=alloc_conf,
+        snapshot=snapshot,
+    )
+    if as_json:
+        print_json(found.to_json())
+    else:
+        print_rehearsal(found)
+    refuse_if_too_large(found)
+
+
+def rehearse_plan(path: Path, model: str, gpu: str, *, as_json: bool, quiet: bool) -> None:
+    """`execute PLAN --rehearse GPU`: the untouched and the planned step, rehearsed beside predicted."""
+    from executor.measure import predicted_figures
+    from executor.rehearsal.rehearse import rehearse as run
+    from traces.measurement import signed_error_percent
+    from traces.plan import Plan
+
+    plan = Plan.load(path)
+    found = {}
+    for label, applied in (("eager", None), ("plan", path)):
+        say(f"Rehearsing {label} on {gpu} ...", quiet=quiet)
+        found[label] = run(
+            model or plan.meta.model,
+            gpu,
+            options=dict(plan.meta.options),
+            script=False,
+            plan=applied,
+            seed=plan.meta.seed,
+            alloc_conf=plan.meta.alloc_conf,
+        )
+    predicted = predicted_figures(plan, "plan")
+    rehearsed = found["plan"]
+    if as_json:
+        print_json({
+            "plan": str(path),
+            "model": plan.meta.model,
+            "options": dict(plan.meta.options),
+            "planner": plan.planner,
+            "budget_bytes": plan.budget_bytes,
+            "budget_of": plan.budget_of,
+            "provenance": rehearsed.provenance,
+            "predicted": predicted.headline(),
+            "rehearsed": rehearsed.figures.headline(),
+            "error_percent": signed_error_percent(predicted, rehearsed.figures),
+            "within_budget": _within(plan, rehearsed),
+            "rehearsals": {label: r.to_json() for label, r in found.items()},
+        })  # fmt: skip
+    else:
+        _print_beside(plan, found)
+    refuse_if_too_large(rehearsed)
+
+
+def refuse_if_too_large(found: Rehearsal) -> None:
+    """Raise OutOfMemoryProblem, with exit code 1, if the GPU's memory does not suffice."""
+    if not found.fits:
+        error = OutOfMemoryProblem(
+            f"{found.model} does not fit into {found.gpu}: it reserves "
+            f"{show_bytes(found.figures.peak_reserved_bytes)}; torch said there: {found.out_of_memory}"
+        )
+        error.exit_code = 1
+        raise error
+
+
+def print_rehearsal(found: Rehearsal) -> None:
+    """A rehearsal for people."""
+    env = found.environment
+    conf = f", {env['alloc_conf']}" if env.get("alloc_conf") else ""
+    click.echo(f"{found.model} on {found.gpu}, torch {env.get('torch', '?')}{conf}: {found.provenance}")
+    click.echo(f"  {'':24}{'requested':>14}{'allocated':>14}{'reserved':>14}")
+    for number, iteration in enumerate(found.iterations, 1):
+        for phase, peaks in iteration.phases.items():
+            click.echo(
+                f"  {f'iteration {number}, {phase}':24}{show_bytes(peaks.requested_bytes):>14}"
+                f"{show_bytes(peaks.allocated_bytes):>14}{show_bytes(peaks.reserved_bytes):>14}"
+            )
+    steady, room = found.steady, found.memory_bytes - found.context_bytes
+    click.echo(
+        f"  peak {steady.allocated_bytes:,} bytes allocated, {found.figures.peak_reserved_bytes:,} reserved"
+    )
+    fits = "fits" if found.fits else "DOES NOT FIT"
+    click.echo(
+        f"  {fits}: {show_bytes(found.figures.peak_reserved_bytes)} of {show_bytes(room)} "
+        f"({found.gpu}, less {show_bytes(found.context_bytes)} for the CUDA context, assumed)"
+    )
+    if found.alive:
+        click.echo("  alive at the peak, by the line that asked for it:")
+    for row in found.alive[:MOST_LINES]:
+        line = row.line or "(torch itself)"
+        click.echo(f"    {show_bytes(row.requested_bytes):>12}  {row.blocks:5} x  {row.phase:10} {line}")
+    for text in dict.fromkeys(describe(w) for w in found.warnings):
+        click.echo(f"  warning {text}")
+
+
+def describe(warning: PredictionWarning) -> str:
+    """A rehearsal's warning as a sentence."""
+    from executor.rehearsal.record import ASSUMED, HOST_READ
+
+    f = warning.figures
+    if warning.code == HOST_READ:
+        told = "true" if f["told"] else "zero"
+        place = warning.subject or "code without a line in Python"
+        return f"{place} reads {f['bytes']} bytes from the GPU, {f['times']} times, and is told {told}."
+    if warning.code == ASSUMED:
+        return f"{warning.subject}'s buffers count as empty: only a GPU knows how large they are."
+    return f"{warning.subject} was asked for, which the null driver has not; torch went on without."
+
+
+def _within(plan: Plan, rehearsed: Rehearsal) -> bool | None:
+    if plan.budget_bytes is None:
+        return None
+    figures = rehearsed.figures.headline()
+    return (figures[f"peak_{plan.budget_of}_bytes"] or 0) <= plan.budget_bytes
+
+
+def _print_beside(plan: Plan, found: dict[str, Rehearsal]) -> None:
+    from executor.measure import predicted_figures
+
+    rehearsed = found["plan"]
+    click.echo(f"{rehearsed.model} by {plan.planner} on {rehearsed.gpu}: {rehearsed.provenance}")
+    click.echo(f"  {'':22}{'requested':>18}{'allocated':>18}{'reserved':>18}")
+    rows = (
+        ("eager, rehearsed", found["eager"].figures),
+        ("keep-all, predicted", predicted_figures(plan, "baseline")),
+        ("plan, predicted", predicted_figures(plan, "plan")),
+        ("plan, rehearsed", rehearsed.figures),
+    )
+    for label, figures in rows:
+        cells = (figures.peak_allocated_bytes, figures.peak_block_bytes, figures.peak_reserved_bytes)
+        click.echo(f"  {label:22}" + "".join(f"{'-' if n is None else f'{n:,}':>18}" for n in cells))
+    kept = _within(plan, rehearsed)
+    if kept is not None:
+        of = " of reserved memory" if plan.budget_of == "reserved" else ""
+        click.echo(f"  budget {plan.budget_bytes:,}{of}: {'kept' if kept else 'EXCEEDED'}")
+    for text in dict.fromkeys(describe(w) for w in rehearsed.warnings):
+        click.echo(f"  warning {text}")

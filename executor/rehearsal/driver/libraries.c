@@ -1,0 +1,291 @@
+// What of cuBLAS, cuDNN, cuFFT and NCCL answers something. Functions that only compute, or set what nobody asks for,
+// are made by executor/rehearsal/stubs.py, as are those that nobody wrote yet, which say so.
+#include "null.h"
+#include <stdlib.h>
+#include <string.h>
+
+// ---- cuBLAS: torch itself allocates its workspaces ------------------------------------------------------------------
+
+int cublasGetMathMode(void *handle, int *mode) { return *mode = 0; }
+int cublasGetPointerMode_v2(void *handle, int *mode) { return *mode = 0; }
+int cublasGetVersion_v2(void *handle, int *version) {
+  size_t (*real)(void) = null_real("cublasLtGetVersion");
+  *version = real ? (int)real() : 130000;
+  return OK;
+}
+typedef struct { uint64_t algorithm[8]; size_t workspace; int state; float waves; int reserved[4]; } Heuristic;
+int cublasLtMatmulAlgoGetHeuristic(void *h, void *op, void *a, void *b, void *c, void *d, void *preference, int asked, Heuristic *out, int *found) {
+  memset(out, 0, sizeof *out);
+  *found = 1;
+  return OK;
+}
+
+// ---- cuDNN's graphs: one engine for everything ----------------------------------------------------------------------
+
+// A descriptor remembers what it was told. What cuDNN would work out is answered by rule: there is one engine, without
+// knobs and notes, and its workspace is empty.
+typedef struct Attribute { int name, type; int64_t count; void *values; struct Attribute *next; } Attribute;
+typedef struct { int type; Attribute *first; } Descriptor;
+enum { BOOLEAN = 2, INT64 = 3, FLOAT = 4, DOUBLE = 5, POINTER = 6, BACKEND_DESCRIPTOR = 15, INT32 = 23, CHAR = 24, FRACTION = 26 };
+enum {
+  HEURISTIC_GRAPH = 201, HEURISTIC_RESULTS = 202, CONFIG_ENGINE = 300, CONFIG_KNOBS = 302, CONFIG_WORKSPACE = 303, CONFIG_SHARED = 304,
+  PLAN_WORKSPACE = 402, PLAN_JSON = 405, GRAPH_ENGINES = 802, ENGINE_GRAPH = 1300, ENGINE_INDEX = 1301, ENGINE_KNOBS = 1302,
+  ENGINE_NUMERICAL_NOTE = 1303, ENGINE_BEHAVIOR_NOTE = 1305, CACHE_HAS_IT = 2401
+};
+enum { ENGINE_DESCRIPTOR = 2 };
+
+static size_t width(int type) {
+  switch (type) {
+    case 0: case INT64: case DOUBLE: case POINTER: case BACKEND_DESCRIPTOR: return 8;
+    case BOOLEAN: case CHAR: return 1;
+    case FRACTION: return 16;
+    default: return 4;  // enumerations, FLOAT and INT32
+  }
+}
+static Attribute *find(const Descriptor *d, int name) {
+  Attribute *a = d->first;
+  while (a && a->name != name) a = a->next;
+  return a;
+}
+static void put(Descriptor *d, int name, int type, int64_t count, const void *values) {
+  Attribute *a = find(d, name);
+  if (!a) {
+    a = calloc(1, sizeof *a);
+    a->name = name;
+    a->next = d->first;
+    d->first = a;
+  }
+  free(a->values);
+  a->type = type;
+  a->count = count;
+  a->values = malloc(count * width(type) + 1);
+  memcpy(a->values, values, count * width(type));
+}
+static void forget(Descriptor *d) {
+  for (Attribute *a = d->first, *next; a; a = next) {
+    next = a->next;
+    free(a->values);
+    free(a);
+  }
+  d->first = 0;
+}
+static void copy(Descriptor *to, const Descriptor *from) {
+  forget(to);
+  for (Attribute *a = from->first; a; a = a->next) put(to, a->name, a->type, a->count, a->values);
+}
+int cudnnBackendCreateDescriptor(int type, Descriptor **d) {
+  *d = calloc(1, sizeof **d);
+  (*d)->type = type;
+  return OK;
+}
+int cudnnBackendDestroyDescriptor(Descriptor *d) {
+  if (d) forget(d);
+  free(d);
+  return OK;
+}
+int cudnnBackendFinalize(Descriptor *d) { return OK; }
+int cudnnBackendExecute(void *handle, Descriptor *plan, Descriptor *arguments) { return OK; }
+int cudnnBackendSetAttribute(Descriptor *d, int name, int type, int64_t count, const void *values) {
+  put(d, name, type, count, values);
+  return OK;
+}
+static int one(int64_t *found, int64_t room, void *to, int64_t value, size_t size) {
+  if (found) *found = 1;
+  if (room > 0 && to) memcpy(to, &value, size);
+  return OK;
+}
+int cudnnBackendGetAttribute(const Descriptor *d, int name, int type, int64_t room, int64_t *found, void *to) {
+  int64_t ignored;
+  if (!found) found = &ignored;
+  Attribute *a = find(d, name);
+  switch (name) {
+    case HEURISTIC_RESULTS:  // the caller made the configurations that are filled here
+      *found = 1;
+      if (room > 0 && to) {
+        Descriptor *engine, *config = *(Descriptor **)to;
+        Attribute *graph = find(d, HEURISTIC_GRAPH);
+        int64_t index = 0;
+        cudnnBackendCreateDescriptor(ENGINE_DESCRIPTOR, &engine);
+        if (graph) put(engine, ENGINE_GRAPH, graph->type, graph->count, graph->values);
+        put(engine, ENGINE_INDEX, INT64, 1, &index);
+        put(config, CONFIG_ENGINE, BACKEND_DESCRIPTOR, 1, &engine);  // small, and lives as long as the process
+      }
+      return OK;
+    case PLAN_WORKSPACE: case CONFIG_WORKSPACE:
+      null_assumed("cuDNN");
+      return one(found, room, to, 0, 8);
+    case CONFIG_SHARED: return one(found, room, to, 0, 4);
+    case CACHE_HAS_IT: return one(found, room, to, 0, 1);
+    case GRAPH_ENGINES: return one(found, room, to, 1, 8);
+    case PLAN_JSON: return one(found, room, to, 0, 1);
+    case ENGINE_KNOBS: case ENGINE_NUMERICAL_NOTE: case ENGINE_BEHAVIOR_NOTE: case CONFIG_KNOBS:
+      *found = 0;
+      return OK;
+  }
+  if (!a) return null_missing("cudnnBackendGetAttribute of what was not set");
+  *found = a->count;
+  for (int64_t i = 0; i < a->count && i < room && to; i++) {
+    if (type == BACKEND_DESCRIPTOR) copy(((Descriptor **)to)[i], ((Descriptor **)a->values)[i]);
+    else memcpy((char *)to + i * width(type), (char *)a->values + i * width(type), width(type));
+  }
+  return OK;
+}
+
+// ---- cuDNN's older functions: batch norm, recurrent nets, CTC ---------------------------------------------------------
+
+typedef struct { int type, format, dims, size[8], stride[8]; } Tensor;  // of tensors and filters
+int cudnnCreateTensorDescriptor(Tensor **t) {
+  *t = calloc(1, sizeof **t);
+  return OK;
+}
+int cudnnCreateFilterDescriptor(Tensor **t) { return cudnnCreateTensorDescriptor(t); }
+int cudnnDestroyTensorDescriptor(Tensor *t) {
+  free(t);
+  return OK;
+}
+int cudnnDestroyFilterDescriptor(Tensor *t) { return cudnnDestroyTensorDescriptor(t); }
+int cudnnSetTensorNdDescriptor(Tensor *t, int type, int dims, const int *size, const int *stride) {
+  t->type = type;
+  t->dims = dims < 8 ? dims : 8;
+  memcpy(t->size, size, t->dims * sizeof(int));
+  memcpy(t->stride, stride, t->dims * sizeof(int));
+  return OK;
+}
+int cudnnSetFilterNdDescriptor(Tensor *t, int type, int format, int dims, const int *size) {
+  t->format = format;
+  return cudnnSetTensorNdDescriptor(t, type, dims, size, size);
+}
+int cudnnGetTensorNdDescriptor(const Tensor *t, int room, int *type, int *dims, int *size, int *stride) {
+  int n = t->dims < room ? t->dims : room;
+  *type = t->type;
+  *dims = t->dims;
+  memcpy(size, t->size, n * sizeof(int));
+  memcpy(stride, t->stride, n * sizeof(int));
+  return OK;
+}
+int cudnnGetFilterNdDescriptor(const Tensor *t, int room, int *type, int *format, int *dims, int *size) {
+  int n = t->dims < room ? t->dims : room;
+  *type = t->type;
+  *format = t->format;
+  *dims = t->dims;
+  memcpy(size, t->size, n * sizeof(int));
+  return OK;
+}
+static int none(size_t *size, const char *subject) {
+  null_assumed(subject);
+  *size = 0;
+  return OK;
+}
+int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *h, int mode, int ops, void *x, void *z, void *y, void *scale, void *act, size_t *size) {
+  return none(size, "cuDNN");
+}
+int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *h, int mode, int ops, void *x, void *y, void *dy, void *dz, void *dx, void *scale, void *act, size_t *size) {
+  return none(size, "cuDNN");
+}
+int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int mode, int ops, void *act, void *x, size_t *size) {
+  return none(size, "cuDNN");
+}
+int cudnnGetCTCLossWorkspaceSize(void *h, void *p, void *g, const int *l, const int *ll, const int *il, int algo, void *d, size_t *size) {
+  return none(size, "cuDNN");
+}
+int cudnnGetCTCLossWorkspaceSize_v8(void *h, int algo, void *d, void *p, void *g, size_t *size) { return none(size, "cuDNN"); }
+int cudnnDropoutGetStatesSize(void *h, size_t *size) { return none(size, "cuDNN"); }
+
+typedef struct { int cell, bias, both_ways, type, input, hidden, projection, layers; } Rnn;
+typedef struct { int type, longest, batch, width; } RnnData;
+int cudnnCreateRNNDescriptor(Rnn **r) {
+  *r = calloc(1, sizeof **r);
+  return OK;
+}
+int cudnnDestroyRNNDescriptor(Rnn *r) {
+  free(r);
+  return OK;
+}
+int cudnnCreateRNNDataDescriptor(RnnData **r) {
+  *r = calloc(1, sizeof **r);
+  return OK;
+}
+int cudnnDestroyRNNDataDescriptor(RnnData *r) {
+  free(r);
+  return OK;
+}
+int cudnnSetRNNDescriptor_v8(Rnn *r, int algo, int cell, int bias, int direction, int input_mode, int type, int precision, int math, int input, int hidden, int projection, int layers, void *dropout, unsigned flags) {
+  *r = (Rnn){cell, bias, direction, type, input, hidden, projection, layers};
+  return OK;
+}
+int cudnnSetRNNDataDescriptor(RnnData *r, int type, int layout, int longest, int batch, int size, const int *lengths, void *fill) {
+  *r = (RnnData){type, longest, batch, size};
+  return OK;
+}
+static size_t item(int type) { return type == 1 || type == 6 ? 8 : type == 2 || type == 9 ? 2 : 4; }  // cudnnDataType_t
+static int gates(const Rnn *r) { return r->cell == 2 ? 4 : r->cell == 3 ? 3 : 1; }                      // LSTM, GRU, RNN
+// The weights of one layer and direction: `gates` matrices for the input, as many for the state, a projection.
+static int64_t columns(const Rnn *r, int layer, int of_state) {
+  int ways = r->both_ways ? 2 : 1, out = r->projection > 0 ? r->projection : r->hidden;
+  return of_state ? out : layer < ways ? r->input : (int64_t)out * ways;
+}
+static int64_t matrices(const Rnn *r, int layer) {
+  int64_t projected = r->projection > 0 && r->projection != r->hidden ? (int64_t)r->projection * r->hidden : 0;
+  return (int64_t)gates(r) * r->hidden * (columns(r, layer, 0) + columns(r, layer, 1)) + projected;
+}
+static int64_t before(const Rnn *r, int layer) {  // elements of the matrices of the layers before it
+  int64_t sum = 0;
+  for (int i = 0; i < layer; i++) sum += matrices(r, i);
+  return sum;
+}
+int cudnnGetRNNWeightSpaceSize(void *h, const Rnn *r, size_t *size) {
+  int all = r->layers * (r->both_ways ? 2 : 1);
+  *size = item(r->type) * (before(r, all) + (r->bias ? (int64_t)all * 2 * gates(r) * r->hidden : 0));
+  return OK;
+}
+int cudnnGetRNNWeightParams(void *h, const Rnn *r, int layer, size_t size, const char *weights, int which, Tensor *matrix, char **matrix_at, Tensor *bias, char **bias_at) {
+  int g = gates(r), all = r->layers * (r->both_ways ? 2 : 1), projection = which == 2 * g, of_state = which >= g;
+  int64_t at = before(r, layer) + (int64_t)r->hidden * (which < g ? which * columns(r, layer, 0) : g * columns(r, layer, 0) + (which - g) * columns(r, layer, 1));
+  int rows[3] = {1, projection ? r->projection : r->hidden, projection ? r->hidden : (int)columns(r, layer, of_state)}, vector[3] = {1, r->hidden, 1};
+  *matrix_at = projection && (r->projection <= 0 || r->projection == r->hidden) ? 0 : (char *)weights + item(r->type) * at;
+  *bias_at = r->bias && !projection ? (char *)weights + item(r->type) * (before(r, all) + ((int64_t)layer * 2 * g + which) * r->hidden) : 0;
+  cudnnSetTensorNdDescriptor(matrix, r->type, 3, rows, rows);
+  return cudnnSetTensorNdDescriptor(bias, r->type, 3, vector, vector);
+}
+int cudnnGetRNNTempSpaceSizes(void *h, const Rnn *r, int training, const RnnData *x, size_t *workspace, size_t *reserve) {
+  null_assumed("cuDNN's recurrent nets");  // for backward: the gates, the state and, of an LSTM, the cell of each step
+  size_t states = (size_t)x->longest * x->batch * r->layers * (r->both_ways ? 2 : 1) * r->hidden * item(r->type);
+  if (workspace) *workspace = states / r->layers * gates(r);
+  if (reserve) *reserve = training ? states * (gates(r) + (r->cell == 2 ? 2 : 1)) : 0;
+  return OK;
+}
+
+// ---- cuFFT and NCCL --------------------------------------------------------------------------------------------------
+
+int cufftCreate(int *plan) {
+  static int next;
+  *plan = ++next;
+  return OK;
+}
+static int ranks = 1, rank_here;
+int ncclGetUniqueId(char *id) {
+  memset(id, 0, 128);
+  return OK;
+}
+int ncclCommCount(void *comm, int *n) {
+  *n = ranks;
+  return OK;
+}
+int ncclCommUserRank(void *comm, int *rank) {
+  *rank = rank_here;
+  return OK;
+}
+int ncclCommGetAsyncError(void *comm, int *error) { return *error = OK; }
+typedef struct { char text[128]; } UniqueId;
+int ncclCommInitRank(void **comm, int n, UniqueId id, int rank) {
+  ranks = n;
+  rank_here = rank;
+  *comm = null_handle();
+  return OK;
+}
+int ncclCommInitRankConfig(void **comm, int n, UniqueId id, int rank, void *config) { return ncclCommInitRank(comm, n, id, rank); }
+int ncclCommSplit(void *comm, int color, int key, void **out, void *config) {
+  *out = null_handle();
+  return OK;
+}
+int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int where, void *comm) { return *op = OK; }

@@ -1,0 +1,124 @@
+"""The process that runs on the null driver: build the step or run the script, watch it, and answer what it took."""
+
+from __future__ import annotations
+
+import pickle
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor.measure import environment
+from executor.rehearsal.record import Rehearsal, Task
+from executor.rehearsal.watch import Enough, Watch, names, null_driver
+from traces.errors import LowtideError, SpecError
+from traces.files import replacing
+from traces.json_records import from_json, to_json
+from traces.plan import Plan
+
+
+def do(task: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """Rehearse a task, for a fresh process (`executor.isolated`); the fields are those of the Rehearsal to fill."""
+    given = from_json(Task, dict(task))
+    watch = Watch(most_iterations=given.iterations if given.script else 0)
+    out_of_memory = ""
+    try:
+        with watch.watching(), initialisers_without_values():
+            run = _script if given.script else _step
+            run(given, watch)
+    except torch.cuda.OutOfMemoryError as error:
+        out_of_memory = " ".join(str(error).split())
+    except LowtideError:
+        raise
+    except Exception as error:
+        raise _explained(error) from error
+    if not watch.iterations and not out_of_memory:
+        raise SpecError(
+            f"{given.model}: no optimizer of torch.optim made a step, so there is no iteration to look at; name a "
+            "build function as FILE.py:build."
+        )
+    if given.snapshot:
+        with replacing(given.snapshot) as path:
+            path.write_bytes(pickle.dumps(watch.snapshot))
+    done = Rehearsal(
+        **fields,
+        model=given.model,
+        environment={k: v for k, v in environment("cuda").items() if k not in ("machine", "threads")},
+        iterations=tuple(watch.iterations),
+        alive=watch.alive_at_the_peak(),
+        warnings=watch.warnings(),
+        out_of_memory=out_of_memory,
+    )
+    return to_json(done)
+
+
+def _step(task: Task, watch: Watch) -> None:
+    """The ordinary loop around a step that Lowtide can build, with or without a plan."""
+    from tracer.build.loop import run_step
+    from tracer.build.step import load_spec
+
+    step = load_spec(task.model, dict(task.options), seed=task.seed)("cuda")
+    model: Any = step.model
+    if task.plan:
+        from executor.apply import apply_plan
+
+        model = apply_plan(step.model, Plan.load(task.plan))
+    watch.begin()
+    for _ in range(task.iterations):
+        run_step(step, model, step.optimizer)
+        watch.end()
+
+
+def _script(task: Task, watch: Watch) -> None:
+    """The user's own script, as `python FILE ARGUMENTS` would run it, until it has made its iterations."""
+    path = Path(task.model).resolve()
+    sys.argv = [task.model, *task.arguments]
+    sys.path.insert(0, str(path.parent))
+    try:
+        with redirect_stdout(sys.stderr):
+            runpy.run_path(str(path), run_name="__main__")
+    except Enough:
+        pass
+    except SystemExit as stop:
+        if stop.code not in (None, 0) and not watch.iterations:
+            raise SpecError(
+                f"{task.model} ended with {stop.code!r} before an optimizer made a step."
+            ) from None
+
+
+def _explained(error: Exception) -> Exception:
+    """An error of torch's with what the null driver lacks, where that is the cause."""
+    lacking = names(null_driver().null_missing_names())
+    text = " ".join(str(error).split())[:600]
+    if not lacking:
+        return error
+    from traces.errors import EnvironmentProblem
+
+    return EnvironmentProblem(
+        f"the step asks CUDA for what the null driver has not ({', '.join(lacking)}), and ended with: {text}. "
+        "Rehearse a step without it, or measure on a GPU."
+    )
+
+
+@contextmanager
+def initialisers_without_values() -> Iterator[None]:
+    """Let torch.nn.init leave tensors as they are: values mean nothing here, and untouched pages take no memory."""
+
+    def skip(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    wanted = ("normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_",
+              "xavier_uniform_", "orthogonal_")  # fmt: skip
+    before: dict[str, Callable[..., Any]] = {name: getattr(nn.init, name) for name in wanted}
+    for name in wanted:
+        setattr(nn.init, name, skip)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(nn.init, name, function)

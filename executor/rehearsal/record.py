@@ -1,0 +1,137 @@
+"""What a rehearsal found, as frozen records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from traces.json_records import to_json
+from traces.measurement import RunFigures
+from traces.warning import PredictionWarning
+
+PROVENANCE: Final = "rehearsed (torch's own code, no GPU)"
+# Codes of warnings.
+HOST_READ: Final = "rehearsal-host-read"  # the step read a value of the GPU, and was told something
+ASSUMED: Final = (
+    "rehearsal-assumed"  # a library's buffers were counted as empty, since nobody knows their size
+)
+MISSING: Final = (
+    "rehearsal-missing"  # a function was asked for that the null driver has not, and torch did without
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """The highest figures of torch's allocator in a stretch of time, in bytes.
+
+    In torch's memory_stats(): requested_bytes.all.peak, allocated_bytes.all.peak (torch.cuda.max_memory_allocated())
+    and reserved_bytes.all.peak.
+    """
+
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+    def __or__(self, other: Peaks) -> Peaks:
+        """The highest of both."""
+        return Peaks(
+            requested_bytes=max(self.requested_bytes, other.requested_bytes),
+            allocated_bytes=max(self.allocated_bytes, other.allocated_bytes),
+            reserved_bytes=max(self.reserved_bytes, other.reserved_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """One iteration: its peaks by phase (forward, backward, optimizer), as far as it has them."""
+
+    phases: Mapping[str, Peaks]
+
+    @property
+    def peaks(self) -> Peaks:
+        """Of the whole iteration."""
+        highest = Peaks(requested_bytes=0, allocated_bytes=0, reserved_bytes=0)
+        for found in self.phases.values():
+            highest = highest | found
+        return highest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """Blocks that were in use at the peak and that one line of Python asked for."""
+
+    line: str  # "modeling_bert.py:362 forward"; "" if no Python ran, as in backward's thread
+    phase: str  # in which they were made
+    blocks: int
+    requested_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What torch's own code allocated for one training loop on a GPU that was not there. There are no times."""
+
+    model: str
+    gpu: str
+    memory_bytes: int  # of the GPU
+    context_bytes: int  # of it, what the CUDA context takes; assumed
+    environment: Mapping[str, str]  # torch, CUDA, the allocator's settings
+    iterations: tuple[Iteration, ...]
+    alive: tuple[Alive, ...] = ()  # at the peak of the last iteration, the largest first
+    warnings: tuple[PredictionWarning, ...] = ()
+    out_of_memory: str = (
+        ""  # torch's message, if the GPU's memory did not suffice; the figures are then of a larger GPU
+    )
+    provenance: str = PROVENANCE
+
+    @property
+    def fits(self) -> bool:
+        """Into the GPU's memory."""
+        return not self.out_of_memory
+
+    @property
+    def first(self) -> Peaks:
+        """Of the first iteration, in which the optimizer makes its state."""
+        return self.iterations[0].peaks
+
+    @property
+    def steady(self) -> Peaks:
+        """The highest of the iterations after the first; of the first, if there is no other."""
+        highest = self.iterations[-1].peaks
+        for iteration in self.iterations[1:]:
+            highest = highest | iteration.peaks
+        return highest
+
+    @property
+    def figures(self) -> RunFigures:
+        """The same in the form of what is measured and predicted."""
+        return RunFigures(
+            peak_allocated_bytes=self.steady.requested_bytes,
+            peak_block_bytes=self.steady.allocated_bytes,
+            peak_reserved_bytes=max(self.first.reserved_bytes, self.steady.reserved_bytes),
+            peaks_bytes=tuple(i.peaks.requested_bytes for i in self.iterations),
+            reserved_bytes=tuple(i.peaks.reserved_bytes for i in self.iterations),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As `execute rehearse --json` prints it."""
+        return {
+            **to_json(self),
+            "fits": self.fits,
+            "first": to_json(self.first),
+            "steady": to_json(self.steady),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What the process on the null driver does; see `executor.rehearsal.rehearse`."""
+
+    model: str = ""  # a name or "file.py:function", to build a step of; or a script, to run as it is
+    script: bool = False
+    arguments: tuple[str, ...] = ()  # of the script
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the step
+    seed: int = 0
+    plan: str = ""  # a file; "": the untouched model
+    iterations: int = 3
+    snapshot: str = ""  # where to write torch's own; "": nowhere

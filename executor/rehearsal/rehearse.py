@@ -1,0 +1,154 @@
+"""Rehearse a training loop: run it in a fresh process on the null driver, and return what torch's allocator did."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+from executor.isolated import run_fresh
+from executor.rehearsal.driver import driver_environment, find_cuda_torch
+from executor.rehearsal.record import Rehearsal, Task
+from simulator.allocator.device import CONTEXT_BYTES
+from traces.alloc_conf import NAMES as ALLOC_CONF
+from traces.devices import Device, device
+from traces.errors import EnvironmentProblem, SpecError
+from traces.json_records import from_json
+from traces.model_spec import DEFAULT_FUNCTION, source_file
+
+LARGE_BYTES: Final = 1 << 42  # a GPU in which everything fits, to say how much that is
+
+
+def rehearse(
+    model: str,
+    gpu: str | Device,
+    *,
+    options: Mapping[str, Any] | None = None,
+    arguments: tuple[str, ...] = (),
+    script: bool | None = None,
+    plan: Path | None = None,
+    seed: int = 0,
+    iterations: int = 3,
+    alloc_conf: str = "",
+    context_bytes: int = CONTEXT_BYTES,
+    snapshot: Path | None = None,
+    timeout_s: float | None = None,
+) -> Rehearsal:
+    """Run a training loop on a GPU that is not there, with torch's own CUDA code, and return what memory it took.
+
+    Everything that decides memory is host code and runs for real: autograd, the optimizer, the choice of kernels, the
+    caching allocator. Counts: what torch's allocator hands out, temporaries inside ops included. Ignores: values (all
+    zeros), times, the buffers that cuDNN, cuFFT, cuSOLVER and cuSPARSE ask for (counted as empty, with a warning), what
+    Triton compiles.
+
+    Args:
+        model: a name that `trace` knows, "file.py:function", or a script with a training loop of its own.
+        gpu: of the device table, as "h100".
+        options: of the step (batch_size, optimizer ...), as `tracer.build.step.load_spec` takes them.
+        arguments: of a script.
+        script: whether to run `model` as a script; None: if it is a .py file without a function `build`.
+        plan: apply this plan to the model.
+        seed: of the random generators.
+        iterations: how many are run; of a script, after how many optimizer steps it is ended.
+        alloc_conf: PYTORCH_ALLOC_CONF, unless the environment sets it.
+        context_bytes: what the CUDA context takes of the GPU.
+        snapshot: write torch's own memory snapshot here (`simulate replay`, pytorch.org/memory_viz).
+        timeout_s: after this many seconds the process is ended.
+
+    Returns:
+        The figures. If the GPU's memory does not suffice, `out_of_memory` says so, and the figures are those of a GPU
+        with as much as it takes.
+
+    Raises:
+        EnvironmentProblem: no CUDA build of torch, no C compiler; or the step asks for what the null driver has not,
+            which it names.
+        SpecError: the model, its options or the GPU mean nothing; a script in which no optimizer steps.
+    """
+    board = device(gpu) if isinstance(gpu, str) else gpu
+    runs_script = is_script(model) if script is None else script
+    if runs_script and options:
+        raise SpecError(
+            f"{model} is run as a script, so {', '.join(options)} cannot be given; pass its own arguments."
+        )
+    task = Task(
+        model=model,
+        script=runs_script,
+        arguments=arguments,
+        options=dict(options or {}),
+        seed=seed,
+        plan=str(plan or ""),
+        iterations=iterations,
+        snapshot=str(snapshot.absolute()) if snapshot else "",
+    )
+    found = _run(task, board, alloc_conf, context_bytes, timeout_s)
+    if found.fits:
+        return found
+    wanted = _run(task, replace(board, memory_bytes=LARGE_BYTES), alloc_conf, context_bytes, timeout_s)
+    return replace(wanted, memory_bytes=board.memory_bytes, out_of_memory=found.out_of_memory)
+
+
+def is_script(model: str) -> bool:
+    """Whether a model is a .py file that is named without a function and defines no `build`."""
+    path = source_file(model)
+    if path is None or not model.endswith(".py"):
+        return False
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False  # which building it explains
+    return not any(isinstance(n, ast.FunctionDef) and n.name == DEFAULT_FUNCTION for n in tree.body)
+
+
+def run_on_null_driver(
+    function: str,
+    arguments: Mapping[str, Any],
+    gpu: Device,
+    *,
+    what: str,
+    context_bytes: int = CONTEXT_BYTES,
+    devices: int = 1,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> dict[str, Any]:
+    """Call "module:function" in a fresh process that finds that GPU; see `executor.isolated.run_fresh`.
+
+    Args:
+        function: what to call; it returns a JSON object.
+        arguments: its arguments by name, all of them JSON.
+        gpu: of the device table.
+        what: what the process does, for messages ("rehearsed the plan").
+        context_bytes: what the CUDA context takes of the GPU.
+        devices: how many such GPUs there are.
+        environment: further variables, set unless they are set already.
+        timeout_s: after this many seconds the process is ended.
+
+    Raises:
+        EnvironmentProblem: no CUDA build of torch, no C compiler, or the process died.
+        LowtideError: the process reported an error.
+    """
+    driver = driver_environment(find_cuda_torch(), gpu, context_bytes=context_bytes, devices=devices)
+    return run_fresh(
+        function, arguments, what=what, environment=environment, overriding=driver, timeout_s=timeout_s
+    )
+
+
+def _run(task: Task, gpu: Device, alloc_conf: str, context_bytes: int, timeout_s: float | None) -> Rehearsal:
+    environment = dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else {}
+    fields = {"gpu": gpu.name, "memory_bytes": gpu.memory_bytes, "context_bytes": context_bytes}
+    answer = run_on_null_driver(
+        "executor.rehearsal.perform:do",
+        {"task": asdict(task), **fields},
+        gpu,
+        what=f"rehearsed {task.model}",
+        context_bytes=context_bytes,
+        environment=environment,
+        timeout_s=timeout_s,
+    )
+    try:
+        return from_json(Rehearsal, answer)
+    except ValueError as error:
+        raise EnvironmentProblem(
+            f"the process that rehearsed {task.model} answered nonsense: {error}."
+        ) from None

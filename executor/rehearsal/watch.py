@@ -1,0 +1,288 @@
+"""Watch torch's allocator while a loop runs on the null driver: peaks by phase, what is alive, who reads values.
+
+Runs in the process of the loop. torch's own hooks say where an iteration is: backward is what runs in
+`torch.autograd.backward` (or `grad`), the optimizer's phase is from there to the end of its step, the rest is forward.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import linecache
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from executor.rehearsal.record import ASSUMED, HOST_READ, MISSING, Alive, Iteration, Peaks
+from traces.trace import BACKWARD, FORWARD, OPTIMIZER
+from traces.warning import PredictionWarning
+
+TORCH: Final = str(Path(torch.__file__).parent)
+OWN: Final = tuple(str(Path(__file__).parents[2] / room) for room in ("executor", "tracer", "traces"))
+MAX_EVENTS: Final = 10**7
+MOST_LINES: Final = 20  # of those that hold memory at the peak, and of those that read values
+# Words in a line that asks whether something is wrong, which it is not; other yes-or-no questions are answered yes.
+_DOUBTS: Final = ("isnan", "isinf", ".any(", "torch.any")
+_FIGURES: Final = ("requested_bytes", "allocated_bytes", "reserved_bytes")
+
+
+class Enough(BaseException):
+    """As many iterations were seen as were asked for. Not an Exception, which the loop itself might catch."""
+
+
+class Watch:
+    """Figures by iteration and phase. `begin` and `end` an iteration, or let the first optimizer's steps end them."""
+
+    def __init__(self, *, most_iterations: int = 0) -> None:
+        """most_iterations: raise `Enough` after so many optimizer steps; 0: `end` is called by the loop."""
+        self.iterations: list[Iteration] = []
+        self.snapshot: dict[str, Any] = {}  # torch's own, once `watching` has ended
+        self._most = most_iterations
+        self._phase = FORWARD
+        self._phases: dict[str, Peaks] = {}
+        self._marks: list[tuple[int, str]] = []  # (microseconds of Unix time, phase that begins)
+        self._began_us = 0  # the last whole iteration
+        self._this_us = 0
+        self._optimizer = 0  # the first that stepped, by identity
+        self._highest: dict[str, int] = {}  # of what the user's own code sees
+        self._reads: Counter[tuple[str, int, int]] = Counter()
+        self._stats = torch._C._cuda_memoryStats
+        self._reset = torch._C._cuda_resetPeakMemoryStats
+        self._driver = null_driver()
+
+    # -- what the loop tells ------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self._enter(FORWARD)
+        self._phases = {}
+        self._this_us = _now_us()
+
+    def end(self) -> None:
+        """It ends; the next begins."""
+        torch.cuda.synchronize()
+        self._take()
+        self.iterations.append(Iteration(phases=dict(self._phases)))
+        self._began_us = self._this_us
+        self.begin()
+
+    def _enter(self, phase: str) -> None:
+        self._take()
+        self._phase = phase
+        self._marks.append((_now_us(), phase))
+
+    def _take(self) -> None:
+        """Add the peaks since the last call to the phase that was."""
+        stats = self._stats(torch.cuda.current_device())
+        found = Peaks(**{k: stats[k]["all"]["peak"] for k in _FIGURES})
+        for key in _FIGURES:
+            self._highest[key] = max(self._highest.get(key, 0), stats[key]["all"]["peak"])
+        old = self._phases.get(self._phase)
+        self._phases[self._phase] = found if old is None else old | found
+        self._reset(torch.cuda.current_device())
+
+    # -- what torch tells ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Be told by torch while the body runs."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        hooks = [
+            register_module_forward_pre_hook(self._before_module),
+            register_optimizer_step_pre_hook(lambda *_: self._enter(OPTIMIZER)),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        autograd, c = torch.autograd, torch._C
+        backward, grad = autograd.backward, autograd.grad
+        autograd.backward, autograd.grad = self._around(backward), self._around(grad)
+        c._cuda_memoryStats, c._cuda_resetPeakMemoryStats = self._stats_as_if_alone, self._reset_by_user
+        heard = _READ(self._on_read)
+        self._driver.null_on_read(heard)
+        torch.cuda.memory._record_memory_history(
+            "all", context="alloc", stacks="python", max_entries=MAX_EVENTS
+        )
+        self.begin()
+        try:
+            yield
+        finally:
+            self.snapshot = torch.cuda.memory._snapshot()
+            torch.cuda.memory._record_memory_history(None)
+            self._driver.null_on_read(_READ())
+            autograd.backward, autograd.grad = backward, grad
+            c._cuda_memoryStats, c._cuda_resetPeakMemoryStats = self._stats, self._reset
+            for hook in hooks:
+                hook.remove()
+
+    def _before_module(self, *_: Any) -> None:
+        if (
+            self._phase == OPTIMIZER and torch.is_grad_enabled()
+        ):  # the next micro-batch of an accumulated step
+            self._enter(FORWARD)
+
+    def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
+        if not self._most:
+            return
+        self._optimizer = self._optimizer or id(optimizer)
+        if id(optimizer) == self._optimizer:
+            self.end()
+            if len(self.iterations) >= self._most:
+                raise Enough
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._enter(BACKWARD)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._enter(OPTIMIZER)
+
+        return call
+
+    # -- what the user's own code is told -----------------------------------------------------------------------------
+
+    def _stats_as_if_alone(self, device: int) -> Any:
+        """torch's statistics with the peaks that they would have if nobody had reset them but the user."""
+        stats = self._stats(device)
+        for key in _FIGURES:
+            stats[key]["all"]["peak"] = max(stats[key]["all"]["peak"], self._highest.get(key, 0))
+        return stats
+
+    def _reset_by_user(self, device: int) -> None:
+        self._take()
+        self._highest = {}
+
+    def _on_read(self, size: int) -> int:
+        """The host reads `size` bytes of the device; returns what each of them is."""
+        where, text = _line_of(sys._getframe(1))
+        told = int(size == 1 and not any(word in text for word in _DOUBTS))
+        self._reads[where, size, told] += 1
+        return told
+
+    # -- what came out ------------------------------------------------------------------------------------------------
+
+    def warnings(self) -> tuple[PredictionWarning, ...]:
+        """Values that were read, sizes that are assumed, functions that are not there."""
+        reads = [
+            PredictionWarning(
+                code=HOST_READ, subject=where, figures={"bytes": size, "told": told, "times": times}
+            )
+            for (where, size, told), times in self._reads.most_common(MOST_LINES)
+        ]
+        assumed = [
+            PredictionWarning(code=ASSUMED, subject=s) for s in names(self._driver.null_assumed_names())
+        ]
+        lacking = [
+            PredictionWarning(code=MISSING, subject=s) for s in names(self._driver.null_missing_names())
+        ]
+        return (*reads, *assumed, *lacking)
+
+    def alive_at_the_peak(self) -> tuple[Alive, ...]:
+        """What was in use at the highest point of the last iteration, by the line that asked for it.
+
+        Call it after `watching`.
+        """
+        (events, *_) = self.snapshot["device_traces"] or [[]]
+        blocks: dict[int, dict[str, Any]] = {}
+        now = highest = 0
+        at = -1
+        for k, event in enumerate(events):
+            now += _step(blocks, event)
+            if now > highest and event["time_us"] >= self._began_us:
+                highest, at = now, k
+        blocks = {}
+        for event in events[: at + 1]:
+            _step(blocks, event)
+        sizes: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter()
+        for event in blocks.values():
+            key = (_line(event["frames"]), self._phase_at(event["time_us"]))
+            sizes[key] += event["size"]
+            counts[key] += 1
+        return tuple(
+            Alive(line=line, phase=phase, blocks=counts[line, phase], requested_bytes=size)
+            for (line, phase), size in sizes.most_common(MOST_LINES)
+        )
+
+    def _phase_at(self, time_us: int) -> str:
+        found = "before"
+        for begins_us, phase in self._marks[1:]:
+            if begins_us > time_us:
+                break
+            found = phase
+        return found
+
+
+_READ: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulonglong)
+
+
+def null_driver() -> Any:
+    """The null driver that this process runs on, as ctypes sees it."""
+    driver = ctypes.CDLL(os.environ["LD_PRELOAD"].split(os.pathsep)[0])
+    driver.null_missing_names.restype = driver.null_assumed_names.restype = ctypes.c_char_p
+    driver.null_on_read.argtypes = [_READ]
+    driver.null_set_binary(_compiled_for())
+    return driver
+
+
+def names(text: bytes) -> list[str]:
+    """The names in a list of the null driver's."""
+    return text.decode(errors="replace").split("\n")[:-1]
+
+
+def _compiled_for() -> int:
+    """For which capability (as 90) the kernels of this torch were compiled that this GPU runs."""
+    here = torch.cuda.get_device_capability()
+    known = [
+        f.removeprefix("sm_").rstrip("af")
+        for f in torch._C._cuda_getArchFlags().split()
+        if f.startswith("sm_")
+    ]
+    fitting = [int(k) for k in known if int(k) // 10 == here[0] and int(k) % 10 <= here[1]]
+    return max(fitting, default=10 * here[0] + here[1])
+
+
+def _step(blocks: dict[int, dict[str, Any]], event: dict[str, Any]) -> int:
+    """Follow an event of torch's; returns by how many bytes it changes what is in use."""
+    if event["action"] == "alloc":
+        blocks[event["addr"]] = event
+        return int(event["size"])
+    if event["action"] == "free_requested":
+        old = blocks.pop(event["addr"], None)
+        return -int(old["size"]) if old else 0
+    return 0
+
+
+def _line(frames: list[dict[str, Any]]) -> str:
+    """The innermost line that is not torch's own: "modeling_bert.py:362 forward"."""
+    for frame in frames:
+        if not _foreign(frame["filename"]):
+            return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
+    return ""
+
+
+def _line_of(frame: Any) -> tuple[str, str]:
+    """The innermost line from a frame on outwards that is not torch's own, and its text."""
+    while frame is not None:
+        code = frame.f_code
+        if not _foreign(code.co_filename):
+            text = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}", text
+        frame = frame.f_back
+    return "", ""
+
+
+def _foreign(file: str) -> bool:
+    """Whether a line of that file is no place that a user looks at: torch's own, Lowtide's, or no file at all."""
+    return file.startswith((TORCH, *OWN, "<")) or not file.endswith(".py")
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000

@@ -1,0 +1,186 @@
+"""Training loops on the null driver: `python -m pytest -m rehearsal`, with a CUDA build of torch and no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from executor.rehearsal.record import ASSUMED, HOST_READ, MISSING
+from executor.rehearsal.rehearse import rehearse
+from traces.errors import LowtideError, SpecError
+
+pytestmark = pytest.mark.rehearsal
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+
+STEP = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+    def forward(self, x):
+        return self.b(F.relu(self.a(x)))
+
+def build(batch_size=256):
+    net = Net()
+    return net, torch.randn(batch_size, 1024), lambda y: y.pow(2).mean(), torch.optim.SGD(net.parameters())
+"""
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> str:
+    path = tmp_path / "net.py"
+    path.write_text(STEP)
+    return f"{path}:build"
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_figures_of_a_small_step_are_the_sum_of_its_tensors(step: str) -> None:
+    found = rehearse(step, "h100", iterations=2)
+    weights = 4 * (2 * 1024 * 4096 + 4096 + 1024)
+    batch, hidden = 4 * 256 * 1024, 4 * 256 * 4096
+    workspace = 32 * MIB
+    assert len(found.iterations) == 2
+    assert set(found.iterations[1].phases) == {"forward", "backward", "optimizer"}
+    assert found.fits
+    assert found.provenance == "rehearsed (torch's own code, no GPU)"
+    # forward: weights, batch, hidden twice (before and after relu), output, its square; at most two workspaces and
+    # small change beside them
+    forward = found.iterations[1].phases["forward"].requested_bytes
+    least = weights + batch + 2 * hidden + batch
+    assert least <= forward <= least + 2 * batch + 2 * workspace + 4 * MIB
+    assert found.steady.reserved_bytes >= found.steady.allocated_bytes >= found.steady.requested_bytes
+    assert any(row.line.startswith("net.py:") for row in found.alive)
+
+
+def test_a_gpu_that_is_too_small_says_so_and_what_it_would_take(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(STEP)
+    found = rehearse(f"{path}:build", "t4", options={"batch_size": 1 << 19})
+    assert not found.fits
+    assert "out of memory" in found.out_of_memory
+    assert found.steady.allocated_bytes > found.memory_bytes
+    done = subprocess.run(
+        [sys.executable, "-m", "executor", "rehearse", f"{path}:build", "--gpu", "t4", "--batch-size", str(1 << 19)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "does not fit into T4" in done.stderr
+
+
+def test_a_script_runs_as_it_is_and_ends_after_its_iterations(tmp_path: Path) -> None:
+    train = script(
+        tmp_path,
+        """
+import sys, torch
+from torch import nn
+assert torch.cuda.is_available() and torch.cuda.get_device_capability() == (8, 9)
+net = nn.Sequential(nn.Linear(512, int(sys.argv[1])), nn.GELU(), nn.Linear(int(sys.argv[1]), 512)).cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+scaler = torch.amp.GradScaler("cuda")
+seen = []
+while True:
+    for part in range(2):
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = net(torch.randn(64, 512).pin_memory().to("cuda", non_blocking=True)).float().pow(2).mean()
+        scaler.scale(loss / 2).backward()
+        if torch.isnan(loss):
+            raise RuntimeError("a NaN that nobody computed")
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    seen.append(torch.cuda.max_memory_allocated())
+    assert seen == sorted(seen)  # the watch resets peaks and the loop does not see it
+""",
+    )
+    found = rehearse(train, "rtx-4090", arguments=("2048",), iterations=4)
+    assert len(found.iterations) == 4
+    assert found.iterations[1].phases.keys() >= {"forward", "backward", "optimizer"}
+    assert found.iterations[2].peaks == found.iterations[3].peaks
+    read = {w.subject.split()[0]: w.figures for w in found.warnings if w.code == HOST_READ}
+    assert read["train.py:15"] == {"bytes": 1, "told": 0, "times": 8}
+    with pytest.raises(SpecError, match="run as a script"):
+        rehearse(train, "h100", options={"batch_size": 2})
+
+
+def test_a_script_without_steps_and_one_that_fails_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="no optimizer"):
+        rehearse(script(tmp_path, "import torch\ntorch.ones(3, device='cuda')\n"), "h100")
+    with pytest.raises(LowtideError, match="my own mistake"):
+        rehearse(script(tmp_path, "raise ValueError('my own mistake')\n"), "h100")
+
+
+def test_what_the_driver_lacks_is_named(tmp_path: Path) -> None:
+    train = script(tmp_path, "import torch\na = torch.eye(8, device='cuda').to_sparse_csr()\nprint(a @ a)\n")
+    with pytest.raises(LowtideError, match="cusparseSpGEMM"):
+        rehearse(train, "h100")
+
+
+@pytest.mark.parametrize(("model", "options"), [
+    ("resnet18", {"batch_size": 8, "image_size": 64}),
+    ("gpt2-tiny", {"batch_size": 4, "seq_len": 64, "amp": "bfloat16", "attention": "sdpa"}),
+    ("bert-tiny", {"batch_size": 4, "seq_len": 64, "optimizer": "adamw"}),
+])  # fmt: skip
+def test_models_by_name_run_and_become_steady(model: str, options: dict[str, Any]) -> None:
+    found = rehearse(model, "h100", options=options)
+    assert found.iterations[1].peaks.allocated_bytes == found.iterations[2].peaks.allocated_bytes
+    assert not [w for w in found.warnings if w.code == MISSING]
+    assert bool([w for w in found.warnings if w.code == ASSUMED]) == (model == "resnet18")
+
+
+def test_the_allocators_settings_reach_torch(step: str) -> None:
+    plain, growing = rehearse(step, "h100"), rehearse(step, "h100", alloc_conf="expandable_segments:True")
+    assert growing.environment["alloc_conf"] == "expandable_segments:True"
+    assert growing.steady.requested_bytes == plain.steady.requested_bytes
+    assert growing.steady.reserved_bytes != plain.steady.reserved_bytes
+
+
+def test_the_snapshot_is_one_that_simulate_replays(step: str, tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshot.pickle"
+    found = rehearse(step, "a100-80", snapshot=snapshot)
+    done = subprocess.run(
+        [sys.executable, "-m", "simulator", "replay", str(snapshot), "--json", "-q"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["reserved_error_bytes"] == 0
+    assert answer["recorded"]["peak_reserved_bytes"] == found.figures.peak_reserved_bytes
+    assert answer["replayed"]["peak_allocated_bytes"] == found.steady.allocated_bytes
+
+
+def test_a_planned_step_runs_there_beside_its_prediction(step: str, tmp_path: Path) -> None:
+    def call(module: str, *words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    options = ["--batch-size", "4", "--seq-len", "64", "--optimizer", "adamw"]
+    call("tracer", "bert-tiny", *options, "--target", "h100", "-o", "t", "-q")
+    call("simulator", "t", "--budget", "80%", "-o", "plan.json", "-q")
+    answer = json.loads(call("executor", "plan.json", "--rehearse", "h100", "--json", "-q"))
+    assert answer["provenance"].startswith("rehearsed")
+    assert answer["rehearsed"]["step_time_ns"] is None
+    assert set(answer["rehearsals"]["plan"]) >= {"iterations", "alive", "fits"}
+    planned, untouched = answer["rehearsed"], answer["rehearsals"]["eager"]["steady"]
+    assert planned["peak_allocated_bytes"] < untouched["requested_bytes"]
