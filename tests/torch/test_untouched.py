@@ -17,6 +17,7 @@ from torch.nn import functional  # noqa: E402
 from torch.profiler import record_function  # noqa: E402
 
 from executor.measure import _ITERATION, peaks_of  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of  # noqa: E402
 from tracer.build.loop import run_step  # noqa: E402
 from tracer.build.step import BuildStep, load_spec  # noqa: E402
@@ -113,3 +114,56 @@ def test_what_cannot_be_counted_is_left_open(monkeypatch: pytest.MonkeyPatch) ->
     assert counted(build, CPU) == 0
     monkeypatch.undo()
     assert counted(build, CPU, replace(Costs(), rules=False)) > 0
+
+
+class Replacing(torch.optim.Optimizer):
+    """Puts new tensors in the place of the old ones: moments in the state, others that only it knows, parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.own: dict[torch.Tensor, torch.Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            moment = 0.9 * self.state[p].get("m", torch.zeros_like(p)) + 0.1 * p.grad
+            self.own[p] = self.own.get(p, torch.zeros_like(p)) + moment * moment
+            p.data = p.data - 0.1 * moment / (torch.sqrt(self.own[p]) + 1e-8)
+            self.state[p]["m"] = moment
+
+
+def wide_step(optimizer: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Weights of 256 KiB each, and so few activations that the peak is in the optimizer."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    batch = torch.randn(2, 256), torch.randn(2, 256)
+    return model, batch, functional.mse_loss, optimizer(model.parameters())
+
+
+def test_an_optimizer_may_replace_its_state() -> None:
+    """Both are there until the old one is gone; when the step ends, everything is there once, as when it began."""
+    build = build_of(lambda: wide_step(Replacing))
+    measured = measured_bytes(build)
+    assert counted(build, CPU) == pytest.approx(measured, abs=128)
+    trace = trace_step(build, CPU).finish()
+    parameters = 4 * 2 * (256 * 256 + 256)
+    assert trace.resident_bytes == 3 * parameters + 2 * 4 * 2 * 256
+    assert Problem(trace).saved.timeline.peak_allocated_bytes == pytest.approx(measured, abs=128)
+
+
+class Sum(nn.Module):
+    """The gradient of its weight is one number, expanded; autograd makes 1,000 of it before it becomes `.grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
+
+
+def test_a_gradient_that_autograd_copies_is_a_gradient() -> None:
+    build = build_of(lambda: (Sum(), torch.randn(3), lambda y: y.sum(), None))
+    sts = trace_step(build, CPU).finish().storages
+    found = {
+        n: name for n, name, c in zip(sts.nbytes, sts.name, sts.category, strict=True) if c == "gradient"
+    }
+    assert found[4000] == "gradient of weight"

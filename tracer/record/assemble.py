@@ -6,6 +6,7 @@ right layout; the second round is recorded, when the optimizer has its state.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,15 @@ from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
 from tracer.torch_api import FakeTensorMode, pytree, release
 from traces.devices import Device
-from traces.trace import FORWARD, INPUT, OPTIMIZER_STATE, PARAMETER, TraceMeta
+from traces.trace import (
+    ACTIVATION,
+    FORWARD,
+    GRADIENT,
+    INPUT,
+    OPTIMIZER_STATE,
+    PARAMETER,
+    TraceMeta,
+)
 
 
 def assemble(
@@ -42,32 +51,29 @@ def assemble(
     captured = program.captured
     parameters = dict(step.model.named_parameters())
     recorder = EagerRecorder(storages, next(iter(parameters.values())).device.type)
-    buffers = dict(step.model.named_buffers())
-    for k, name in enumerate(captured.parameters):
-        recorder.know(parameters[name], k)
-    for k, name in enumerate(captured.buffers):
-        recorder.know(buffers[name], len(captured.parameters) + k)
-    first_argument = len(captured.parameters) + len(captured.buffers)
-    arguments = [x for x in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(x, torch.Tensor)]
-    for k, x in enumerate(arguments):
-        recorder.know(x, program.storage_of[captured.placeholders[first_argument + k]][0])
-    for x in step.tensors():
-        recorder.id_of(x, recorder.row(x, "batch", INPUT))
-    for name, p in (parameters | step.loss_parameters).items():
-        recorder.id_of(p, recorder.row(p, name, PARAMETER))
-
     stub = _Stub(program, recorder, parameters)
     with mode, explained(step.name):
         with recorder, recorder.paused():
             run_step(step, stub, step.optimizer, recorder.begin)
-            for number, x in enumerate(optimizer_tensors(step.optimizer)):
-                row = recorder.row(x, f"optimizer state {number}", OPTIMIZER_STATE)
-                elsewhere = captured.target is not None and _stays_on_cpu(x, step.optimizer)
-                recorder.id_of(x, replace(row, nbytes=0) if elsewhere else row)
-            for number, x in enumerate(scaler_tensors(step.scaler)):
-                recorder.id_of(x, recorder.row(x, f"gradient scaler state {number}", OPTIMIZER_STATE))
-        recorder.rows.clear()
-        recorder.died_after.clear()
+        buffers = dict(step.model.named_buffers())
+        for k, name in enumerate(captured.parameters):
+            recorder.know(parameters[name], k)
+        for k, name in enumerate(captured.buffers):
+            recorder.know(buffers[name], len(captured.parameters) + k)
+        first_argument = len(captured.parameters) + len(captured.buffers)
+        arguments = [x for x in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(x, torch.Tensor)]
+        for k, x in enumerate(arguments):
+            recorder.know(x, program.storage_of[captured.placeholders[first_argument + k]][0])
+        for x in step.tensors():
+            recorder.id_of(x, recorder.row(x, "batch", INPUT))
+        for name, p in _parameters(step).items():
+            recorder.id_of(p, recorder.row(p, name, PARAMETER))
+        for number, x in enumerate(optimizer_tensors(step.optimizer)):
+            row = recorder.row(x, f"optimizer state {number}", OPTIMIZER_STATE)
+            elsewhere = captured.target is not None and _stays_on_cpu(x, step.optimizer)
+            recorder.id_of(x, replace(row, nbytes=0) if elsewhere else row)
+        for number, x in enumerate(scaler_tensors(step.scaler)):
+            recorder.id_of(x, recorder.row(x, f"gradient scaler state {number}", OPTIMIZER_STATE))
         with recorder:
             run_step(step, stub, step.optimizer, recorder.begin)
             recorder.look()
@@ -179,15 +185,23 @@ def _arrange(
         storages[s].hold = max(storages[s].hold, op)
 
     last_forward_graph = n_forward - 1
+    stay = {s for s in recorder._watched if storages[s].producer >= 0}
+    replaced = _replacements(recorder, stay - _gradients(step, recorder))
     for s, k in recorder.died_after.items():
+        if storages[s].producer < 0:
+            continue
         if s in program.output_storages and k < loss_forward:
             hold(s, eager_id[k] if k >= 0 else last_forward_graph)
         else:
             hold(s, eager_id[k])
-    for s in recorder._watched.keys() - recorder.died_after:
+    for s in stay - replaced.keys():
         hold(s, n_ops - 1)
+    for heir, (s, k) in replaced.items():
+        hold(heir, eager_id[k])
+        _put_instead(rows[max(eager_id[k], storages[heir].producer) + 1 :], heir, s)
     for placeholder, seen in zip(program.tangent_storages, stub.tangents, strict=True):
-        _merge_tangent(rows, storages, placeholder, seen)
+        _put_instead(rows, placeholder, seen)
+        storages[placeholder].nbytes, storages[placeholder].shape = 0, (0,)
     for s in program.gradient_storages:
         if storages[s].producer >= 0 and s not in recorder.died_after:
             hold(s, n_ops - 1)
@@ -217,10 +231,41 @@ def _arrange(
     )
 
 
-def _merge_tangent(rows: list[OpRow], storages: list[Any], placeholder: int, seen: int) -> None:
-    """Let the backward ops read the storage in which the tangent really comes; the placeholder's row becomes empty."""
-    storages[placeholder].nbytes = 0
-    storages[placeholder].shape = (0,)
+def _parameters(step: TrainingStep) -> dict[str, torch.Tensor]:
+    return dict(step.model.named_parameters()) | step.loss_parameters
+
+
+def _gradients(step: TrainingStep, recorder: EagerRecorder) -> set[int]:
+    """The storages of the parameters' gradients; autograd may have made copies of the model's."""
+    found = {recorder.known(p.grad): name for name, p in _parameters(step).items() if p.grad is not None}
+    for s, name in found.items():
+        row = recorder.storages[s]
+        if row.category == ACTIVATION:
+            row.name, row.category = f"gradient of {name}", GRADIENT
+    return set(found)
+
+
+def _replacements(recorder: EagerRecorder, stay: set[int]) -> dict[int, tuple[int, int]]:
+    """What the optimizer puts in the place of what was there before the step (`state["m"] = new`): the new storage ->
+    the old one, and the row after which that is gone. From there on the old one stands for both, as it is the next
+    step's; so as many bytes are there when the step ends as when it began.
+
+    Args:
+        stay: the storages that the step makes and leaves behind, gradients apart.
+    """
+    storages, found = recorder.storages, {}
+    gone = [(k, s) for s, k in recorder.died_after.items() if storages[s].producer < 0]
+    for k, s in sorted(gone):
+        heir = min((t for t in stay - found.keys() if storages[t].nbytes == storages[s].nbytes), default=None)
+        if heir is not None:
+            found[heir] = s, k
+    return found
+
+
+def _put_instead(rows: Iterable[OpRow], storage: int, other: int) -> None:
+    """Let rows read and write `other` where they have `storage`: a tangent's placeholder, or what was replaced."""
     for row in rows:
-        if placeholder in row.reads:
-            row.reads = tuple(dict.fromkeys(seen if s == placeholder else s for s in row.reads))
+        for column in ("reads", "writes"):
+            if storage in getattr(row, column):
+                found = (other if s == storage else s for s in getattr(row, column))
+                setattr(row, column, tuple(dict.fromkeys(found)))

@@ -48,7 +48,8 @@ class EagerRecorder(TorchDispatchMode):
         self.phase = FORWARD
         self._ids: dict[int, int] = {}
         self._watched: dict[int, list[StorageWeakRef]] = {}  # storage id -> all that stand for it
-        self._constants: list[torch.Tensor] = []  # kept, so that no other storage gets the address of one
+        # Storages that the step did not make: while a weak reference lives, no other storage gets the address of one.
+        self._there: dict[int, StorageWeakRef] = {}
         self._scalars = Scalars()
         self._found_inf: set[int] = set()  # storages in which a gradient scaler notes an overflow
         self._paused = 0
@@ -94,8 +95,11 @@ class EagerRecorder(TorchDispatchMode):
         if watch and not self.active:
             return
         self._ids[storage_key(x)] = storage
+        ref = StorageWeakRef(x.untyped_storage())
         if watch:
-            self._watched.setdefault(storage, []).append(StorageWeakRef(x.untyped_storage()))
+            self._watched.setdefault(storage, []).append(ref)
+        else:
+            self._there[storage] = ref
 
     def row(self, x: torch.Tensor, name: str, category: str, producer: int = -1) -> StorageRow:
         """A row for a tensor's storage. Memory of another device is not this trace's: it counts as 0 bytes (the
@@ -103,13 +107,17 @@ class EagerRecorder(TorchDispatchMode):
         row = storage_row(x, name, category, producer)
         return row if x.device.type == self.device else replace(row, nbytes=0)
 
-    def id_of(self, x: torch.Tensor, row: StorageRow) -> int:
-        """The storage row of a tensor; `row` is added if its storage is new."""
+    def id_of(self, x: torch.Tensor, row: StorageRow, *, watch: bool = False) -> int:
+        """The storage row of a tensor; `row` is added if its storage is new, and watched if `watch` says so."""
         key = storage_key(x)
         if key not in self._ids:
-            self._ids[key] = len(self.storages)
+            self.know(x, len(self.storages), watch=watch)
             self.storages.append(row)
         return self._ids[key]
+
+    def known(self, x: torch.Tensor) -> int:
+        """The storage row of a tensor that has one."""
+        return self._ids[storage_key(x)]
 
     def look(self) -> None:
         """Note which watched storages are gone by now."""
@@ -151,7 +159,6 @@ class EagerRecorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs, outputs = list(given_to(func, args, kwargs)), list(tensors_in(out))
-        self._constants += [x for x in inputs if storage_key(x) not in self._ids]
         reads = [self.id_of(x, self.row(x, "constant", OTHER)) for x in inputs]
         i = len(self.rows)
         name = f"{str(func).removeprefix('aten.').split('.')[0]}_{i}"
@@ -159,9 +166,9 @@ class EagerRecorder(TorchDispatchMode):
         for x in outputs:
             if storage_key(x) not in self._ids:
                 row = self.row(x, name, ACTIVATION, i)
-                s = self.id_of(x, replace(row, nbytes=result_bytes(func, args, x)))
-                self._watched[s] = [StorageWeakRef(x.untyped_storage())]
-                created.append(s)
+                created.append(self.id_of(x, replace(row, nbytes=result_bytes(func, args, x)), watch=True))
+        if self.phase == OPTIMIZER:  # which may put something else in the place of what it reads
+            self._watched |= {s: [self._there.pop(s)] for s in reads if s in self._there}
         mutated = [self._ids[storage_key(x)] for x in _mutated(func, args, kwargs)]
         flags = EAGER
         if outputs and not created and not mutated:

@@ -84,7 +84,6 @@ class _Counter(EagerRecorder):
         self.peak_bytes = 0
         self._live_bytes = 0  # with storages that may be gone
         self._ops = 0
-        self._there: set[int] = set()  # storages that are there throughout
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def start(self, step: TrainingStep) -> None:
@@ -104,11 +103,12 @@ class _Counter(EagerRecorder):
         """Nothing to note before an op."""
 
     def _stays(self, x: torch.Tensor) -> None:
+        """It is there already; an optimizer may put something else in its place."""
         key = storage_key(x)
-        if key not in self._there and key not in self._made:
-            self._there.add(key)
-            self._constants.append(x)
-            self._live_bytes += x.untyped_storage().nbytes()
+        if key not in self._made:
+            nbytes = x.untyped_storage().nbytes()
+            self._made[key] = (StorageWeakRef(x.untyped_storage()), nbytes)
+            self._live_bytes += nbytes
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self._ops += 1
@@ -121,7 +121,7 @@ class _Counter(EagerRecorder):
         outputs, created = list(tensors_in(out)), 0
         for x in outputs:
             key = storage_key(x)
-            if key not in self._there and key not in self._made:
+            if key not in self._made:
                 nbytes = result_bytes(func, args, x)
                 self._made[key] = (StorageWeakRef(x.untyped_storage()), nbytes)
                 created += nbytes
