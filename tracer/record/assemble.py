@@ -253,7 +253,8 @@ def _replacements(recorder: EagerRecorder, stay: set[int]) -> dict[int, tuple[in
     Args:
         stay: the storages that the step makes and leaves behind, gradients apart.
     """
-    storages, found = recorder.storages, {}
+    storages = recorder.storages
+    found: dict[int, tuple[int, int]] = {}
     gone = [(k, s) for s, k in recorder.died_after.items() if storages[s].producer < 0]
     for k, s in sorted(gone):
         heir = min((t for t in stay - found.keys() if storages[t].nbytes == storages[s].nbytes), default=None)
