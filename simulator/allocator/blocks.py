@@ -63,7 +63,7 @@ class Block:
 
     __slots__ = (
         "address", "allocated", "born", "expandable", "mapped", "next", "origin", "pending", "pool", "prev",
-        "requested", "segment_serial", "serial", "size", "stream", "users",
+        "requested", "segment_serial", "serial", "size", "stream",
     )  # fmt: skip
 
     def __init__(self, address: int, size: int, stream: int, pool: Pool) -> None:
@@ -78,8 +78,7 @@ class Block:
         self.mapped = True
         self.expandable = False
         self.origin = address  # of the expandable range, whose pages are counted from there
-        self.pending = 0  # events that must pass before a freed block can be used again
-        self.users: set[int] = set()  # other streams that were recorded
+        self.pending = False  # freed, but other streams still use it
         self.born = 0
         self.prev: Block | None = None
         self.next: Block | None = None

@@ -12,7 +12,6 @@ free memory, and memory that others hold on the device.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -60,8 +59,6 @@ class Allocator(Segments):
     ) -> None:
         super().__init__(settings, device_memory_bytes, place, total_memory_bytes)
         self._collects = self.limit_bytes is not None and self.settings.garbage_collection_threshold > 0
-        self._waiting: dict[int, deque[Block]] = {}  # stream -> freed blocks whose event it has not passed
-        self._ready: dict[int, int] = {}  # stream -> how many of these it has passed meanwhile
         self._held: dict[int, Block] = {}  # address -> block between request_free and complete_free
         self.first_serial = -1  # of blocks that are older, nobody knows which is the oldest
         self.allocated = self.requested = self.active = 0
@@ -82,8 +79,6 @@ class Allocator(Segments):
         Raises:
             OutOfMemory: the device has no room, and giving back cached blocks did not help.
         """
-        if self._ready:
-            self._collect_passed_events()
         size = round_up(size_bytes, self.settings)
         pool = self.small if size <= SMALL_BYTES else self.large
         block = self._find(pool, size, stream, likely_address) if search else None
@@ -125,46 +120,28 @@ class Allocator(Segments):
         self.active += block.size
         self.requested += requested_bytes
 
-    def record_stream(self, block: Block, stream: int) -> None:
-        """Say that `stream` uses the block too: once freed, it waits until that stream is done with it."""
-        if stream != block.stream:
-            block.users.add(stream)
-
     def free(self, block: Block) -> None:
-        """Give a block back; it can be used again at once unless another stream was recorded."""
+        """Give a block back; it can be used again at once."""
         self._leave(block)
-        if block.users:
-            block.pending = len(block.users)
-            for stream in sorted(block.users):
-                self._waiting.setdefault(stream, deque()).append(block)
-            block.users = set()
-        else:
-            self._free_block(block)
-
-    def stream_done(self, stream: int) -> None:
-        """The stream has passed all that was queued on it; the next malloc notices."""
-        if self._waiting.get(stream):
-            self._ready[stream] = len(self._waiting[stream])
+        self._free_block(block)
 
     def request_free(self, block: Block) -> None:
-        """The first half of a free whose second half is known from a recording."""
+        """The first half of a free that waits for other streams, which still use the block."""
         self._leave(block)
-        block.pending = 1
+        block.pending = True
         self._held[block.address] = block
 
     def complete_free(self, block: Block) -> None:
         """The second half; nothing happens if a retry has freed the block meanwhile."""
         if self._held.get(block.address) is block:
             del self._held[block.address]
-            block.pending = 0
+            block.pending = False
             self._free_block(block)
 
     def release_cached(self) -> None:
         """torch.cuda.empty_cache(): wait for all streams, give every unsplit free block and whole free page back."""
         for block in list(self._held.values()):
             self.complete_free(block)
-        self._ready = {stream: len(queue) for stream, queue in self._waiting.items() if queue}
-        self._collect_passed_events()
         for pool in (self.large, self.small):
             pages: list[Block] = []
             for block in list(pool.blocks()):
@@ -265,16 +242,6 @@ class Allocator(Segments):
         self.requested -= block.requested
         self._merge(block)
         block.pool.insert(block)
-
-    def _collect_passed_events(self) -> None:
-        for stream in sorted(self._ready):
-            queue = self._waiting[stream]
-            for _ in range(self._ready[stream]):
-                block = queue.popleft()
-                block.pending -= 1
-                if not block.pending:
-                    self._free_block(block)
-        self._ready = {}
 
     def _release_oversize(self, pool: Pool, size: int, stream: int) -> bool:
         """With a max_split_size: give back blocks too large to be split, largest first, until the request fits."""

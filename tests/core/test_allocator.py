@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator, OutOfMemory
 from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf, round_up
+from tests.streams import StreamAllocator
 from traces.errors import SpecError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -203,7 +204,7 @@ def test_streams_do_not_share_free_blocks() -> None:
 
 
 def test_a_block_used_by_another_stream_waits() -> None:
-    a = Allocator()
+    a = StreamAllocator()
     block = a.malloc(20 * MIB)
     a.record_stream(block, 7)
     a.free(block)
@@ -217,7 +218,7 @@ def test_a_block_used_by_another_stream_waits() -> None:
 
 
 def test_a_block_waits_for_every_stream_and_its_own_does_not_count() -> None:
-    a = Allocator()
+    a = StreamAllocator()
     block = a.malloc(512)
     for stream in (0, 3, 5):
         a.record_stream(block, stream)
@@ -283,7 +284,7 @@ def test_a_retry_gives_all_cached_segments_back() -> None:
 
 
 def test_a_retry_waits_for_other_streams() -> None:
-    a = Allocator(device_memory_bytes=64 * MIB)
+    a = StreamAllocator(device_memory_bytes=64 * MIB)
     block = a.malloc(40 * MIB)
     a.record_stream(block, 7)
     a.free(block)
@@ -622,7 +623,7 @@ def chained(a: Allocator, live: list[Block]) -> Iterator[Block]:
 @settings(max_examples=150, deadline=None)
 @given(CONFS, st.sampled_from([None, 64 * MIB, 200 * MIB]), MORE_ACTIONS)
 def test_books_always_balance(text: str, memory: int | None, actions) -> None:
-    a = Allocator(conf(text), device_memory_bytes=memory)
+    a = StreamAllocator(conf(text), device_memory_bytes=memory)
     live: list[Block] = []
     waiting: list[Block] = []
     for what, n, stream in actions:

@@ -27,6 +27,7 @@ from simulator.allocator.replay.replay import replay, understood
 from simulator.allocator.replay.snapshot import recording_from_snapshot
 from simulator.allocator.settings import as_in, parse_alloc_conf
 from simulator.cli.main import main
+from tests.streams import StreamAllocator
 from traces.errors import TraceError
 
 MIB = 1 << 20
@@ -73,7 +74,7 @@ def first_difference(program: dict[str, Any], version: str) -> str | None:
     if program["limit"] is not None:
         settings = replace(settings, memory_fraction=0.5)
     driver = Driver()
-    a = driver.allocator = Allocator(settings, program["memory"], driver.place, TOTAL_BYTES)
+    a = driver.allocator = StreamAllocator(settings, program["memory"], driver.place, TOTAL_BYTES)
     if program["limit"] is not None:
         a.limit_bytes = program["limit"]
     live: dict[int, Block] = {}
@@ -95,7 +96,7 @@ def first_difference(program: dict[str, Any], version: str) -> str | None:
             case ("empty",):
                 a.release_cached()
             case _:
-                for stream in list(a._waiting):
+                for stream in list(a.waiting):
                     a.stream_done(stream)
         retries, ooms = program["base"]
         mine = (

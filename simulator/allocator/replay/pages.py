@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from simulator.allocator.blocks import SegmentState
 from simulator.allocator.caching import SMALL_BYTES
-from simulator.allocator.replay.recording import ALLOC, SEGMENT_MAP, SEGMENT_UNMAP, Event
+from simulator.allocator.replay.recording import Event
 from simulator.allocator.segments import SMALL_SEGMENT_BYTES
 
 
@@ -69,7 +69,7 @@ class Pages:
 
     def learn_from(self, event: Event) -> None:
         """What an event that is about a block tells of the pages under it."""
-        if event.action == ALLOC or event.action.startswith("free"):
+        if event.action == "alloc" or event.action.startswith("free"):
             self.learn(event.address, event.size_bytes <= SMALL_BYTES)
 
     def segments(self) -> list[SegmentState]:
@@ -119,12 +119,12 @@ def page_runs(
     there = {(p.small, p.stream) for p in pages.parts}
     out = []
     for e in events:
-        if e.action == SEGMENT_MAP:
+        if e.action == "segment_map":
             small = is_small_map(e.size_bytes)
             pages.put_in(e.address, e.size_bytes, e.stream, small)
             if (small, e.stream) in there:
                 out.append((e.address, small, e.stream))
-        elif e.action == SEGMENT_UNMAP:
+        elif e.action == "segment_unmap":
             owners = pages.take_out(e.address, e.size_bytes)
             there -= owners - {(p.small, p.stream) for p in pages.parts}
     return out

@@ -15,7 +15,6 @@ from msgspec import convert
 from simulator.allocator.blocks import BlockState, SegmentState
 from simulator.allocator.replay.pickles import load_plain
 from simulator.allocator.replay.recording import (
-    ACTIONS,
     Event,
     Recording,
     own_remainders,
@@ -87,8 +86,6 @@ def _read_parquet(source: str) -> Recording:
         raise TraceError(
             f"{source}: not a recording in Parquet ({detail}); copy all three files again."
         ) from None
-    if unknown := sorted({e.action for e in events} - ACTIONS):
-        raise TraceError(f"{source}: the events have the unknown actions {', '.join(unknown[:5])}.")
     settings = AllocatorSettings(ties=LOWEST_ADDRESS)  # recorded with torch 2.11 and older
     start = own_remainders(place_blocks(states, in_use, source), events, settings.max_split_bytes)
     return Recording(

@@ -6,30 +6,24 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final
+from typing import Final, Literal
 
 from simulator.allocator.blocks import BlockState, Natural, SegmentState
 from simulator.allocator.settings import MIB, AllocatorSettings
 from traces.errors import TraceError
 
-ALLOC: Final = "alloc"
-FREE_REQUESTED: Final = "free_requested"
-FREE_COMPLETED: Final = "free_completed"
-SEGMENT_ALLOC: Final = "segment_alloc"
-SEGMENT_FREE: Final = "segment_free"
-SEGMENT_MAP: Final = "segment_map"
-SEGMENT_UNMAP: Final = "segment_unmap"
-OOM: Final = "oom"
-GETS: Final = (SEGMENT_ALLOC, SEGMENT_MAP)  # from the driver
-GIVES_BACK: Final = (SEGMENT_FREE, SEGMENT_UNMAP)
-ACTIONS: Final = frozenset((ALLOC, FREE_REQUESTED, FREE_COMPLETED, OOM, *GETS, *GIVES_BACK))
+Action = Literal[
+    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom"
+]  # fmt: skip
+GETS: Final = ("segment_alloc", "segment_map")  # from the driver
+GIVES_BACK: Final = ("segment_free", "segment_unmap")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that happened."""
 
-    action: str
+    action: Action
     address: Natural
     size_bytes: Natural  # as requested for blocks, as obtained for segments
     stream: int
@@ -109,9 +103,9 @@ def _first_touches(segments: Sequence[SegmentState], events: Sequence[Event]) ->
     open_blocks = {at for _, _, at in spaces}
     out: dict[int, int] = {}
     for e in events:
-        if e.action == FREE_REQUESTED:
+        if e.action == "free_requested":
             open_blocks.discard(e.address)
-        elif e.action == ALLOC:
+        elif e.action == "alloc":
             k = bisect_right(starts, e.address) - 1
             if k >= 0 and e.address < spaces[k][1] and spaces[k][2] in open_blocks:
                 out[spaces[k][2]] = e.address

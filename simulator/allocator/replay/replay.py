@@ -11,17 +11,7 @@ from typing import Final
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import MIN_BLOCK_BYTES, SMALL_BYTES, Allocator, AllocatorFigures, OutOfMemory
 from simulator.allocator.replay.pages import is_small_map, page_runs
-from simulator.allocator.replay.recording import (
-    ALLOC,
-    FREE_COMPLETED,
-    FREE_REQUESTED,
-    GETS,
-    GIVES_BACK,
-    SEGMENT_ALLOC,
-    SEGMENT_MAP,
-    Event,
-    Recording,
-)
+from simulator.allocator.replay.recording import GETS, GIVES_BACK, Event, Recording
 from simulator.allocator.replay.start import repack, restore
 from simulator.allocator.settings import (
     LOWEST_ADDRESS,
@@ -94,7 +84,7 @@ def replay(
         for k in range(len(recording.events)):
             run.step(k)
     except OutOfMemory as error:
-        wanted = sum(e.action == ALLOC for e in recording.events)
+        wanted = sum(e.action == "alloc" for e in recording.events)
         stopped = f"after {run.allocations} of {wanted} allocations: {error}"
     seconds = time.perf_counter() - begin
     return Replay(
@@ -211,7 +201,7 @@ class _Run:
         """One event; returns the block if it is an allocation."""
         event, allocator = self.recording.events[k], self.allocator
         action, at, size = event.action, event.address, event.size_bytes
-        if action == FREE_COMPLETED:
+        if action == "free_completed":
             if at in self.freeing:
                 freed = self.freeing.pop(at)
                 self.at_first.discard(freed)
@@ -225,14 +215,14 @@ class _Run:
             self.giving_back = True
             return None
         self.giving_back = False
-        if action == ALLOC:
+        if action == "alloc":
             likely = None if self.from_scratch else at
             block = allocator.malloc(size, event.stream, k not in self.again, likely)
             self.there[at] = block
             self.allocations += 1
             self.same_addresses += block.address == at
             return block
-        if action == FREE_REQUESTED:
+        if action == "free_requested":
             if at in self.there:
                 self.freeing[at] = self.there.pop(at)
                 allocator.request_free(self.freeing[at])
@@ -257,10 +247,10 @@ def _inside_requests(events: Sequence[Event]) -> tuple[set[int], set[int]]:
     for k, action in enumerate(e.action for e in events):
         if action in GETS:
             new = True
-            if action == SEGMENT_MAP:
+            if action == "segment_map":
                 maps.append(k)
             continue
-        if action == ALLOC:
+        if action == "alloc":
             if new and given_back:
                 again.add(k)
             maps.clear()
@@ -269,7 +259,7 @@ def _inside_requests(events: Sequence[Event]) -> tuple[set[int], set[int]]:
         new = False
         if action in GIVES_BACK:
             given_back = True
-        elif action != FREE_COMPLETED:
+        elif action != "free_completed":
             given_back = False
     left.update(maps)
     return left, again
@@ -280,8 +270,8 @@ class _Addresses:
 
     def __init__(self, recording: Recording) -> None:
         events = recording.events
-        self.segments = deque((e.address, e.size_bytes) for e in events if e.action == SEGMENT_ALLOC)
-        self.maps = [e.address for e in events if e.action == SEGMENT_MAP]
+        self.segments = deque((e.address, e.size_bytes) for e in events if e.action == "segment_alloc")
+        self.maps = [e.address for e in events if e.action == "segment_map"]
         self.allocator: Allocator | None = None
         ends = [e.address + e.size_bytes for e in events]
         self.end = max(ends + [s.address + s.size_bytes for s in recording.start], default=0)
@@ -290,7 +280,7 @@ class _Addresses:
         assert self.allocator is not None
         if expandable:
             # Maps follow each other as recorded, so the next one tells where this range begins.
-            done = sum(1 for s in self.allocator.segment_events if s.action == SEGMENT_MAP)
+            done = sum(1 for s in self.allocator.segment_events if s.action == "segment_map")
             if done < len(self.maps):
                 return self.maps[done]
         elif self.segments:

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from msgspec import ValidationError, convert
 
 from simulator.allocator.blocks import BlockState, Natural, SegmentState
 from simulator.allocator.replay.pages import Pages, is_small_map
 from simulator.allocator.replay.recording import (
-    ACTIONS,
-    ALLOC,
-    FREE_COMPLETED,
-    FREE_REQUESTED,
-    SEGMENT_ALLOC,
-    SEGMENT_FREE,
-    SEGMENT_MAP,
-    SEGMENT_UNMAP,
+    Action,
     Event,
     Recording,
     own_remainders,
@@ -71,7 +64,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    action: str
+    action: Action
     size: Natural
     addr: Natural | None = None
     device_free: Natural = 0  # stands in place of the address where memory ran out
@@ -147,7 +140,7 @@ def _device_rows(traces: Sequence[Sequence[Any]], source: str, device: int | Non
             "before the part of the program that matters."
         )
     # The others are markers such as "snapshot", and whatever comes later.
-    known = [r for r in traces[device] if not isinstance(r, dict) or str(r.get("action")) in ACTIONS]
+    known = [r for r in traces[device] if not isinstance(r, dict) or str(r.get("action")) in get_args(Action)]
     rows = convert(known, list[_Row])
     if not rows:
         raise TraceError(
@@ -231,14 +224,14 @@ def _events(rows: Sequence[_Row], lanes: _Lanes, pending: set[int]) -> tuple[Eve
     # Either half of a free can be left out of a history. Then the two are taken to be at once, but for what still waits
     # for its second half in the end.
     there = {e.action for e in events}
-    if (FREE_COMPLETED in there) == (FREE_REQUESTED in there):
+    if ("free_completed" in there) == ("free_requested" in there):
         return tuple(events)
     last = {e.address: k for k, e in enumerate(events)}
-    waits = {k for at, k in last.items() if at in pending and events[k].action == FREE_REQUESTED}
+    waits = {k for at, k in last.items() if at in pending and events[k].action == "free_requested"}
     out: list[Event] = []
     for k, e in enumerate(events):
-        halves = e.action in (FREE_REQUESTED, FREE_COMPLETED) and k not in waits
-        out += [replace(e, action=a) for a in (FREE_REQUESTED, FREE_COMPLETED)] if halves else [e]
+        halves = e.action in ("free_requested", "free_completed") and k not in waits
+        out += [replace(e, action=a) for a in ("free_requested", "free_completed")] if halves else [e]
     return tuple(out)
 
 
@@ -273,7 +266,8 @@ class _Lanes:
 def _check_order(events: Sequence[Event], source: str) -> None:
     """Every block must be freed before it is allocated again, and the other way round."""
     last: dict[int, str] = {}
-    follows = {ALLOC: (FREE_COMPLETED,), FREE_REQUESTED: (ALLOC,), FREE_COMPLETED: (FREE_REQUESTED, ALLOC)}
+    both = ("free_requested", "alloc")
+    follows = {"alloc": ("free_completed",), "free_requested": ("alloc",), "free_completed": both}
     for e in events:
         if e.action not in follows:
             continue
@@ -295,24 +289,24 @@ def _rewind(
     for e in reversed(events):
         at, size = e.address, e.size_bytes
         pages.learn_from(e)
-        if e.action == ALLOC:
+        if e.action == "alloc":
             held.pop(at, None)
-        elif e.action in (FREE_COMPLETED, FREE_REQUESTED):
+        elif e.action in ("free_completed", "free_requested"):
             # Of a block that was freed meanwhile the size follows from the rounding.
-            known = None if e.action == FREE_COMPLETED else held.get(at)
+            known = None if e.action == "free_completed" else held.get(at)
             block = known or BlockState(
                 address=at, size_bytes=round_up(size, settings), requested_bytes=size, sure=False
             )
-            held[at] = replace(block, pending=e.action == FREE_COMPLETED)
-        elif e.action == SEGMENT_ALLOC:
+            held[at] = replace(block, pending=e.action == "free_completed")
+        elif e.action == "segment_alloc":
             segments.pop(at, None)
-        elif e.action == SEGMENT_FREE:
+        elif e.action == "segment_free":
             small = size == SMALL_SEGMENT_BYTES
             segments[at] = SegmentState(address=at, size_bytes=size, small=small, stream=e.stream)
-        elif e.action == SEGMENT_MAP:
+        elif e.action == "segment_map":
             pages.learn(at, is_small_map(size))
             pages.take_out(at, size)
-        elif e.action == SEGMENT_UNMAP:
+        elif e.action == "segment_unmap":
             pages.put_in(at, size, e.stream)
     placed = place_blocks([*segments.values(), *pages.segments()], list(held.values()), source)
     return own_remainders(placed, events, settings.max_split_bytes)
