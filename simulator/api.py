@@ -260,7 +260,7 @@ def max_batch(
     memory = device_of(device, kind)
     assert memory is not None
     placed = any(word.partition("=")[0] in ("--target", "--device") for word in words)
-    if _is_name(device) and kind != CPU and not placed:
+    if memory.kind != CPU and not placed:
         words += ["--target", memory.name]
     request = Request(
         model=model,

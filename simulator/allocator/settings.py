@@ -61,8 +61,8 @@ class AllocatorSettings:
     )
 
 
-def parse_alloc_conf(text: str, base: AllocatorSettings | None = None) -> AllocatorSettings:
-    """Settings from text such as `expandable_segments:True,max_split_size_mb:128`, on top of `base`.
+def parse_alloc_conf(text: str) -> AllocatorSettings:
+    """Settings from text such as `expandable_segments:True,max_split_size_mb:128`.
 
     Whatever the order, large_segment_size_mb is read first: it is the least that the two split sizes can be, and what
     max_non_split_rounding_mb is if nothing is said.
@@ -70,7 +70,7 @@ def parse_alloc_conf(text: str, base: AllocatorSettings | None = None) -> Alloca
     Raises:
         SpecError: an option that does not exist, or a value that it cannot have.
     """
-    out = base or AllocatorSettings()
+    out = AllocatorSettings()
     pairs = _pairs(text)
     for key, value in pairs:
         if key == "large_segment_size_mb":

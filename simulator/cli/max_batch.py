@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -55,13 +55,11 @@ def max_batch_command(
     context: str | None,
     reserve: str | None,
     budget_overhead: str,
-    multiple_of: int,
-    maximum: int,
     alloc_conf: str | None,
-    planner: str | None,
     planning: Words,
     output: Path | None,
     out: Output,
+    **others: Any,
 ) -> None:
     """The largest batch of MODEL that fits a device, without a plan and with one.
 
@@ -87,20 +85,16 @@ def max_batch_command(
     memory = _memory(gpu, device_memory, context, reserve)
     if alloc_conf is not None and memory.kind == CPU:
         raise SpecError("--alloc-conf: a CPU has no caching allocator; name a GPU with --gpu.")
-    measured = any(word.partition("=")[0] == "--device" for word in trace_words)
-    target = ("--target", memory.name) if gpu is not None and memory.kind != CPU and not measured else ()
     found = api.max_batch(
         model,
         memory,
         budget_overhead_percent=_percent(budget_overhead),
         directory=output,
-        planner=planner,
         alloc_conf=alloc_conf,
-        multiple_of=multiple_of,
-        maximum=maximum,
-        trace_options=(*trace_words, *target),
+        trace_options=trace_words,
         progress=out.say,
         **planning,
+        **others,
     )
     write_text(found.request.directory / "max-batch.json", canonical_json(found.to_json()) + "\n")
     if out.report is not None:
@@ -111,7 +105,8 @@ def max_batch_command(
     out.show(found.to_json, lambda: table(found))
     if not found.with_plan:
         raise Refused(
-            f"{model} does not fit {memory.name} at batch {multiple_of}, with or without a plan.", 1
+            f"{model} does not fit {memory.name} at batch {found.request.multiple_of}, with or without a plan.",
+            1,
         )
 
 

@@ -61,6 +61,27 @@ def fit_of(problem: Problem, replay: Replay, setting: Setting) -> DeviceFit:
     return device_fit(problem, replay, replace(setting, asked=False), compiled=True)
 
 
+def figures_of(problem: Problem, replay: Replay, setting: Setting) -> dict[str, Any]:
+    """What a plan comes to, by the names that it has in every answer."""
+    timeline, base_ns = replay.timeline, problem.unconstrained.saved.timeline.step_time_ns
+    fit = fit_of(problem, replay, setting)
+    return {
+        "peak_allocated_bytes": timeline.peak_allocated_bytes,
+        "peak_reserved_bytes": fit.figures().peak_reserved_bytes,
+        "step_time_ns": timeline.step_time_ns,
+        "overhead_percent": round(percent(timeline.step_time_ns - base_ns, base_ns), 4),
+        "recomputed_ops": timeline.recomputed_ops,
+        "fits": fit.fits,
+    }
+
+
+def gap_points(problem: Problem, replay: Replay, bound: Bound) -> float | None:
+    """By how many percent of the step a plan adds more than the bound; None where no plan can fit."""
+    base_ns = problem.unconstrained.saved.timeline.step_time_ns
+    added_ns = replay.timeline.step_time_ns - base_ns
+    return round(percent(added_ns - bound.added_time_ns, base_ns), 4) if bound.feasible else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison:
     """One trace and one budget under several planners."""
@@ -123,26 +144,17 @@ class Comparison:
             PlanError: the plan does not fit the trace.
         """
         replay = self.problem.unconstrained.replay(plan.actions)
-        timeline, base_ns = replay.timeline, self.saved.timeline.step_time_ns
-        fit = fit_of(self.problem, replay, self.setting)
-        added_ns = timeline.step_time_ns - base_ns
         if broken := breach(self.problem, replay.schedule):
             message = "; ".join(part for part in (f"breaks the constraints: {broken}", message) if part)
-        feasible = timeline.peak_allocated_bytes <= self.budget_bytes and not broken
-        gap = percent(added_ns - self.bound.added_time_ns, base_ns)
+        feasible = replay.timeline.peak_allocated_bytes <= self.budget_bytes and not broken
         return Entrant(
             planner=planner,
             feasible=feasible,
             solve_seconds=None if solve_seconds is None else round(solve_seconds, 3),
-            peak_allocated_bytes=timeline.peak_allocated_bytes,
-            peak_reserved_bytes=fit.figures().peak_reserved_bytes,
-            step_time_ns=timeline.step_time_ns,
-            overhead_percent=round(percent(added_ns, base_ns), 4),
-            gap_points=round(gap, 4) if feasible and self.bound.feasible else None,
-            recomputed_ops=timeline.recomputed_ops,
-            fits=fit.fits,
+            gap_points=gap_points(self.problem, replay, self.bound) if feasible else None,
             message=message,
             peer=peer,
+            **figures_of(self.problem, replay, self.setting),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -193,14 +205,14 @@ def compare(
         try:
             plan = plan_with(name, problem, budget_bytes, limits)
         except LowtideError as error:
+            lowest = error.figures["lowest_peak_bytes"] if isinstance(error, Infeasible) else None
+            seconds = round(time.perf_counter() - start, 3)
             rows.append(
                 Entrant(
                     planner=name,
                     feasible=False,
-                    solve_seconds=round(time.perf_counter() - start, 3),
-                    lowest_peak_bytes=error.figures["lowest_peak_bytes"]
-                    if isinstance(error, Infeasible)
-                    else None,
+                    solve_seconds=seconds,
+                    lowest_peak_bytes=lowest,
                     message=str(error),
                 )
             )

@@ -18,9 +18,9 @@ from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.planners import plan_with
-from simulator.planners.outcome import Infeasible, percent
+from simulator.planners.outcome import Infeasible
 from simulator.studies import notebook
-from simulator.studies.comparison import asked_of, fit_of
+from simulator.studies.comparison import asked_of, figures_of, fit_of, gap_points
 from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.warnings import texts_of
 from traces.errors import UnfinishedError
@@ -173,13 +173,9 @@ def pareto(
     """The front with so many budgets, evenly from the floor to the peak with everything saved.
 
     Args:
-        problem, trace_name: what to plan, and how to call it.
-        planner: makes every plan.
-        points: number of budgets, at least 2.
         limits: `seconds` is for the whole front. Most budgets are easy, so each plan may take twice an equal share of
             it as long as there is time: the same for each, so that equal seeds make equal fronts.
         setting: the allocator settings and the device to ask about.
-        progress: told one line about each plan.
 
     A budget for which the planner does not end in time is said to be so, and the others stand.
 
@@ -199,37 +195,32 @@ def pareto(
         began = time.perf_counter()
         share = min(2 * limits.seconds / len(budgets), clock.left_seconds)
         try:
-            made[budget] = pick_of(
-                problem, plan_with(planner, problem, budget, replace(limits, seconds=share)), budget
-            )
+            plan = plan_with(planner, problem, budget, replace(limits, seconds=share))
+            made[budget] = pick_of(problem, plan, budget)
         except (Infeasible, UnfinishedError) as error:
             made[budget] = error
         seconds[budget] = time.perf_counter() - began
     chosen = cheapest(budgets, [p for p in made.values() if isinstance(p, Pick)])
-    known: dict[int, Point] = {}  # what is the same for all budgets that share a plan, by where that was made
+    # What is the same for all budgets that share a plan, by where that was made.
+    known = {p.made_for_bytes: p for p in chosen if p is not None}
+    figures = {budget: figures_of(problem, p.replay, setting) for budget, p in known.items()}
     rows = []
     for budget, pick, bound in zip(budgets, chosen, bound_curve(problem, budgets), strict=True):
-        result, base_ns = made[budget], saved.timeline.step_time_ns
+        result = made[budget]
         finished = not isinstance(result, UnfinishedError)
-        if pick is not None and pick.made_for_bytes not in known:
-            known[pick.made_for_bytes] = _point(problem, pick, setting)
-        point = Point(budget_bytes=budget, feasible=False) if pick is None else known[pick.made_for_bytes]
-        gap = None
-        if pick is not None and bound.feasible:
-            added_ns = pick.replay.timeline.step_time_ns - base_ns
-            gap = round(percent(added_ns - bound.added_time_ns, base_ns), 4)
+        price_ns = round(bound.price_ns * GIB / bound.price_bytes) if bound.feasible else None
         rows.append(
-            replace(
-                point,
+            Point(
                 budget_bytes=budget,
-                gap_points=gap,
+                feasible=pick is not None,
+                made_for_bytes=None if pick is None else pick.made_for_bytes,
+                gap_points=None if pick is None else gap_points(problem, pick.replay, bound),
                 bound_overhead_percent=bound.overhead_percent if bound.feasible else None,
-                bound_price_ns_per_gib=round(bound.price_ns * GIB / bound.price_bytes)
-                if bound.feasible
-                else None,
+                bound_price_ns_per_gib=price_ns,
                 solve_seconds=round(seconds[budget], 3),
                 finished=finished,
                 message="" if isinstance(result, Pick) or (pick and finished) else str(result),
+                **({} if pick is None else figures[pick.made_for_bytes]),
             )
         )
     return Front(
@@ -261,23 +252,6 @@ def cheapest(budgets: Sequence[int], made: Sequence[Pick]) -> tuple[Pick | None,
     return tuple(
         min((p for p in made if p.replay.timeline.peak_allocated_bytes <= b), key=key, default=None)
         for b in budgets
-    )
-
-
-def _point(problem: Problem, pick: Pick, setting: Setting) -> Point:
-    """What a plan comes to, whatever the budget that it is taken for."""
-    timeline, base_ns = pick.replay.timeline, problem.saved.timeline.step_time_ns
-    fit = fit_of(problem, pick.replay, setting)
-    return Point(
-        budget_bytes=pick.made_for_bytes,
-        feasible=True,
-        peak_allocated_bytes=timeline.peak_allocated_bytes,
-        peak_reserved_bytes=fit.figures().peak_reserved_bytes,
-        step_time_ns=timeline.step_time_ns,
-        overhead_percent=round(percent(timeline.step_time_ns - base_ns, base_ns), 4),
-        recomputed_ops=timeline.recomputed_ops,
-        fits=fit.fits,
-        made_for_bytes=pick.made_for_bytes,
     )
 
 

@@ -7,7 +7,7 @@ report shows both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -160,55 +160,40 @@ def sweep(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
 def _row(request: SweepRequest, trace: Trace, batch_size: int) -> SweepRow:
     setting = setting_of(trace.meta, request.alloc_conf)
     problem = Problem(trace, request.constraints)
-    saved = predict(problem, setting)
-    budget_bytes = parse_budget(request.budget, saved.whole_bytes(request.budget_of))
-    sts = trace.storages
-    row = SweepRow(
+    c, sts, of = predict(problem, setting), trace.storages, request.budget_of
+    budget_bytes = parse_budget(request.budget, c.whole_bytes(of))
+    plan_path = request.directory / f"plan-b{batch_size}.json"
+    message = ""
+    try:
+        c = plan_for(
+            problem, request.planner, request.limits, setting, budget_bytes=budget_bytes, budget_of=of
+        )
+        c.plan.save(plan_path)
+    except BudgetError as error:
+        message = str(error)
+        plan_path.unlink(missing_ok=True)  # of an earlier sweep with another budget
+    fits, saved = not message, problem.unconstrained.saved_by_default
+    return SweepRow(
         model=request.model,
         batch_size=batch_size,
         planner=request.planner,
         budget_bytes=budget_bytes,
-        feasible=False,
-        budget_of=request.budget_of,
-        baseline=saved.saved_figures,
-        plan=RunFigures(),
-        overhead_percent=None,
-        recomputed_ops=0,
-        breakdown_baseline=peak_by_category(trace, saved.saved.schedule, saved.saved.timeline),
-        breakdown_plan={},
-        activation_bytes=sum(
-            n for n, w in zip(sts.nbytes, problem.unconstrained.saved_by_default, strict=True) if w
-        ),
+        feasible=fits,
+        baseline=c.saved_figures,
+        plan=c.planned_figures if fits else RunFigures(),
+        overhead_percent=c.overhead_percent if fits else None,
+        recomputed_ops=c.planned.timeline.recomputed_ops,
+        breakdown_baseline=peak_by_category(trace, c.saved.schedule, c.saved.timeline),
+        breakdown_plan=peak_by_category(trace, c.planned.schedule, c.planned.timeline) if fits else {},
+        activation_bytes=sum(n for n, kept in zip(sts.nbytes, saved, strict=True) if kept),
         parameter_bytes=sum(n for n, c in zip(sts.nbytes, sts.category, strict=True) if c == PARAMETER),
         ops=len(trace.ops),
         storages=len(sts),
         flops=sum(trace.ops.flops),
+        plan_path=plan_path.name if fits else "",
         trace_path=f"trace-b{batch_size}",
-        warnings=texts(saved),
-        notices=warnings(saved),
-    )
-    plan_path = request.directory / f"plan-b{batch_size}.json"
-    try:
-        c = plan_for(
-            problem,
-            request.planner,
-            request.limits,
-            setting,
-            budget_bytes=budget_bytes,
-            budget_of=request.budget_of,
-        )
-    except BudgetError as error:
-        plan_path.unlink(missing_ok=True)  # of an earlier sweep with another budget
-        return replace(row, message=str(error))
-    c.plan.save(plan_path)
-    return replace(
-        row,
-        feasible=True,
-        plan=c.planned_figures,
-        overhead_percent=c.overhead_percent,
-        recomputed_ops=c.planned.timeline.recomputed_ops,
-        breakdown_plan=peak_by_category(trace, c.planned.schedule, c.planned.timeline),
-        plan_path=plan_path.name,
+        message=message,
+        budget_of=of,
         warnings=texts(c),
         notices=warnings(c),
     )
