@@ -17,6 +17,7 @@ from simulator.core.replay import by_category
 from simulator.core.schedule import Schedule
 from simulator.core.timeline import Timeline
 from simulator.report.page import INSTALL
+from simulator.studies.comparison import Entrant
 from traces.errors import EnvironmentProblem
 from traces.trace import BACKWARD, CATEGORIES, PHASES, Trace
 from traces.units import bytes_unit, show_bytes, show_time
@@ -111,13 +112,14 @@ def _rule(
     if not across:
         look |= {"align": "left", "baseline": "top", "dx": 5, "dy": 3}
     end = {"x": altair().value("width")} if across else {"y": altair().value(0)}
-    return [
-        base.mark_rule(color=hue, strokeDash=list(dash), strokeWidth=1.5).encode(channel),
-        base.mark_text(**look, stroke="white", strokeWidth=3, opacity=0.8).encode(
-            channel, text="label:N", **end
-        ),
-        base.mark_text(**look, color=hue).encode(channel, text="label:N", **end),
-    ]
+    line = base.mark_rule(color=hue, strokeDash=list(dash), strokeWidth=1.5).encode(channel)
+    return [line, *_label(base, {**look, "color": hue}, channel, **end)]
+
+
+def _label(base: Any, look: Mapping[str, Any], *at: Any, **more: Any) -> list[Any]:
+    """The field `label` as text on a white halo."""
+    halo = {**look, "color": "white", "stroke": "white", "strokeWidth": 3, "opacity": 0.8}
+    return [base.mark_text(**style).encode(*at, text="label:N", **more) for style in (halo, look)]
 
 
 # Bars
@@ -302,40 +304,28 @@ def spread(runs: Sequence[tuple[str, Sequence[int]]], title: str, *, is_bytes: b
     return finish(chart, height=190)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One plan by its peak and the percent that it adds to the step's time."""
-
-    name: str
-    peer: bool  # another system's
-    peak_bytes: int
-    overhead_percent: float
-
-
 def plans_in_the_plane(
-    places: Sequence[Place], budget_bytes: int, bound_percent: float | None
+    entrants: Iterable[Entrant], budget_bytes: int, bound_percent: float | None
 ) -> dict[str, Any]:
     """Every plan as a named point: peak across, added time upward; the budget and the bound as lines."""
     alt = altair()
-    peaks = [budget_bytes, *(p.peak_bytes for p in places)]
+    places = [(e, e.peak_allocated_bytes or 0, e.overhead_percent or 0.0) for e in entrants]
+    peaks = [budget_bytes, *(peak for _, peak, _ in places)]
     unit, name = bytes_unit(max(peaks))
     low, high = min(peaks) / unit, max(peaks) / unit
     room = max((high - low) * 0.12, high * 0.01)
     left, right = max(0.0, low - room), high + room
-    top = 1.2 * max([0.1, bound_percent or 0.0, *(p.overhead_percent for p in places)])
+    top = 1.2 * max([0.1, bound_percent or 0.0, *(added for _, _, added in places)])
     x = alt.X("x:Q").title(f"peak allocated, {name}").scale(domain=[left, right], nice=False)
     y = alt.Y("y:Q").title("added time, % of the step").scale(domain=[0, top], nice=False)
     kinds = {"Lowtide's planner": PLANNER_COLOUR, "another system's plan": PEER_COLOUR}
     rows: list[tuple[str, str, float, float, str]] = []
     labels: dict[int, list[tuple[str, float, float]]] = {}
-    heights = label_heights(
-        [(p.peak_bytes / unit / (right - left), p.overhead_percent / top) for p in places]
-    )
-    for p, dy in zip(places, heights, strict=True):
-        at = (p.peak_bytes / unit, p.overhead_percent)
-        note = f"{show_bytes(p.peak_bytes)}, {p.overhead_percent:+.2f} %"
-        rows.append((p.name, list(kinds)[p.peer], *at, note))
-        labels.setdefault(dy, []).append((p.name, *at))
+    heights = label_heights([(peak / unit / (right - left), added / top) for _, peak, added in places])
+    for (e, peak, added), dy in zip(places, heights, strict=True):
+        at = (peak / unit, added)
+        rows.append((e.planner, list(kinds)[e.peer], *at, f"{show_bytes(peak)}, {added:+.2f} %"))
+        labels.setdefault(dy, []).append((e.planner, *at))
     names = [
         drawn("name:N x:Q y:Q", some).mark_text(dy=dy, fontSize=11, color=QUIET).encode(x, y, text="name:N")
         for dy, some in labels.items()
@@ -617,6 +607,5 @@ def _peak(
     look["fontWeight"] = 600
     return [
         base.mark_point(filled=True, size=45, color="#111827", opacity=1).encode(x, y),
-        base.mark_text(**look, stroke="white", strokeWidth=3, opacity=0.8).encode(x, y, text="label:N"),
-        base.mark_text(**look).encode(x, y, text="label:N"),
+        *_label(base, look, x, y),
     ]

@@ -58,11 +58,7 @@ def _comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
         figures.append(
             Figure("Cheapest plan", show_percent(best.overhead_percent, signed=True), detail, "good")
         )
-    places = [
-        charts.Place(e.planner, e.peer, e.peak_allocated_bytes, e.overhead_percent or 0.0)
-        for e in rows
-        if e.peak_allocated_bytes is not None
-    ]
+    places = [e for e in rows if e.peak_allocated_bytes is not None]
     drawn: tuple[Chart, ...] = ()
     if places:
         limit = bound.overhead_percent if bound.feasible else None

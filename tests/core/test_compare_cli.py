@@ -351,9 +351,17 @@ def test_only_labels_that_would_overlap_are_stacked(monkeypatch: pytest.MonkeyPa
     seen: list[list[tuple[float, float]]] = []
     plain = charts.label_heights
     monkeypatch.setattr(charts, "label_heights", lambda places: (seen.append(places), plain(places))[1])
-    charts.plans_in_the_plane(
-        [charts.Place(f"p{m}", False, m << 20, 10.0) for m in (200, 202, 202, 214)], 214 << 20, 9.0
-    )
+    plans = [
+        Entrant(
+            planner=f"p{m}",
+            feasible=True,
+            solve_seconds=1.0,
+            peak_allocated_bytes=m << 20,
+            overhead_percent=10.0,
+        )
+        for m in (200, 202, 202, 214)
+    ]
+    charts.plans_in_the_plane(plans, 214 << 20, 9.0)
     # 14 MiB and 1 % of 214 on either side: 18.28 MiB across, so 2 MiB are 0.109 of it.
     (places,) = seen
     assert places[1][0] - places[0][0] == pytest.approx(2 / 18.28, abs=1e-4)
