@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from simulator.studies.prediction import Prediction
 
     # A name such as "a100-40", a size such as "40GiB" or in bytes; or the memory, as it is or by the kind of a trace.
-    Device = str | int | DeviceMemory | Callable[[str], DeviceMemory | None]
+    Device = str | int | DeviceMemory | Callable[[str | None], DeviceMemory | None]
 
 Source = (
     Trace | str | Path | Problem
@@ -250,14 +250,12 @@ def max_batch(
     from simulator.studies.max_batch import Request
     from simulator.studies.max_batch import max_batch as search
     from simulator.studies.tracing import traces_in
-    from traces.devices import device as entry
     from traces.model_spec import short_name
 
     find(planner or DEFAULT)
     limits, constraints, alloc_conf, progress = _meant(**options)
     words = list(trace_options)
-    kind = entry(str(device)).kind if _is_name(device) else CPU
-    memory = device_of(device, kind)
+    memory = device_of(device, None)
     assert memory is not None
     placed = any(word.partition("=")[0] in ("--target", "--device") for word in words)
     if memory.kind != CPU and not placed:
@@ -303,7 +301,7 @@ def _asked(
     return problem, limits, _setting(problem, alloc_conf, device), progress
 
 
-def device_of(device: Device | None, kind: str) -> DeviceMemory | None:
+def device_of(device: Device | None, kind: str | None) -> DeviceMemory | None:
     """A device's memory from its name, its size, or as it is; `kind`: cuda or cpu, of the trace that is to fit."""
     from simulator.allocator.device import DeviceMemory, device_memory
 
@@ -311,12 +309,8 @@ def device_of(device: Device | None, kind: str) -> DeviceMemory | None:
         return device
     if callable(device):
         return device(kind)
-    return device_memory(kind, **{"gpu" if _is_name(device) else "memory": str(device)})
-
-
-def _is_name(device: Device) -> bool:
-    """Whether it names a device; a size begins with a digit."""
-    return isinstance(device, str) and not device.strip()[:1].isdigit()
+    named = isinstance(device, str) and not device.strip()[:1].isdigit()  # a size begins with a digit
+    return device_memory(kind, **{"gpu" if named else "memory": str(device)})
 
 
 def _setting(problem: Problem, alloc_conf: str | None, device: Device | None) -> Setting:

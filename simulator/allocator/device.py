@@ -60,7 +60,7 @@ class DeviceMemory:
 
 
 def device_memory(
-    kind: str,
+    kind: str | None = None,
     *,
     gpu: str | None = None,
     memory: str | None = None,
@@ -70,7 +70,7 @@ def device_memory(
     """What the user named; None if that is nothing.
 
     Args:
-        kind: of the trace that is to fit, cuda or cpu.
+        kind: of the trace that is to fit, cuda or cpu; None: as the device is, and a size alone is of a CPU.
         gpu: an entry of the device table; memory: a size such as 40GiB, instead of the entry's or without one.
         context: what the CUDA context takes; None: the assumed value on a GPU, nothing on the CPU.
         reserve: what shall stay free, a size or a share of the memory such as 2%.
@@ -85,6 +85,8 @@ def device_memory(
             )
         return None
     entry = None if gpu is None else device(gpu)
+    if kind is None:
+        kind = CPU if entry is None else entry.kind
     if entry is not None and entry.kind != kind:
         other = "trace it with --target NAME" if entry.kind == CUDA else "give the GPU that it was traced for"
         raise SpecError(

@@ -117,10 +117,9 @@ def _memory(gpu: str | None, size: str | None, context: str | None, reserve: str
 
     if gpu is None and size is None:
         raise SpecError("name the device with --gpu, or its memory with --memory.")
-    kind = device(gpu).kind if gpu is not None else CPU
-    if reserve is None and kind != CPU:
+    if reserve is None and gpu is not None and device(gpu).kind != CPU:
         reserve = DEFAULT_RESERVE
-    memory = device_memory(kind, gpu=gpu, memory=size, context=context, reserve=reserve)
+    memory = device_memory(gpu=gpu, memory=size, context=context, reserve=reserve)
     assert memory is not None
     return memory
 

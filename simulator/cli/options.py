@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from traces.errors import SpecError
 from traces.plan import ALLOCATED, RESERVED
 
 Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
 Words = dict[str, Any]  # keyword arguments
 
 
@@ -88,47 +90,59 @@ OUTPUT: Final = (
 )
 
 
-def with_options(command: Command, *options: Callable[[Command], Command]) -> Command:
-    """The command with these options, in this order in its help."""
-    for option in reversed(options):
-        command = option(command)
-    return command
+def gathered(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
+    """A decorator that gives a command these options; it receives as `name` what `make` makes of their values."""
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def gathering(**words: Any) -> None:
+            mine = {word: words.pop(word) for word in signature(make).parameters}
+            command(**{name: make(**mine)}, **words)
+
+        made: Command = gathering
+        for option in reversed(options):
+            made = option(made)
+        return made
+
+    return decorate
+
+
+def _planner(planner: str | None) -> str | None:
+    if planner is not None:
+        from simulator.planners import find
+
+        find(planner)
+    return planner
+
+
+def _planning(
+    seconds: float, seed: int, never: tuple[str, ...], always_keep: tuple[str, ...], constraints: Path | None
+) -> Words:
+    given = Constraints(never=never, always_keep=always_keep)
+    if constraints is not None:
+        given = read_constraints(constraints, given)
+    check_selectors(given)
+    return {"seconds": seconds, "seed": seed, "never": given.never, "always_keep": given.always_keep}
+
+
+def _memory(alloc_conf: str | None, gpu: str | None, device_memory: str | None, context: str | None) -> Words:
+    from simulator.allocator.device import device_memory as memory_of
+    from traces.devices import device
+
+    check_alloc_conf(alloc_conf)
+    if gpu is not None:
+        device(gpu)
+    of = partial(memory_of, gpu=gpu, memory=device_memory, context=context)
+    return {"alloc_conf": alloc_conf, "device": of}
+
+
+search_options: Final = gathered("planning", _planning, *SEARCH)
+device_options: Final = gathered("memory", _memory, *DEVICE)
 
 
 def planning_options(command: Command) -> Command:
-    """Give a command the options of planning; it receives them as `planner`, checked, and `planning`."""
-
-    @wraps(command)
-    def with_planning(planner: str | None, **others: Any) -> None:
-        if planner is not None:
-            from simulator.planners import find
-
-            find(planner)
-        command(planner=planner, **others)
-
-    return with_options(search_options(with_planning), PLANNER)
-
-
-def search_options(command: Command) -> Command:
-    """Give a command the limits of a search and its constraints; it receives them, checked, as `planning`."""
-
-    @wraps(command)
-    def with_search(
-        seconds: float,
-        seed: int,
-        never: tuple[str, ...],
-        always_keep: tuple[str, ...],
-        constraints: Path | None,
-        **others: Any,
-    ) -> None:
-        given = Constraints(never=never, always_keep=always_keep)
-        if constraints is not None:
-            given = read_constraints(constraints, given)
-        check_selectors(given)
-        limits = {"seconds": seconds, "seed": seed}
-        command(planning={**limits, "never": given.never, "always_keep": given.always_keep}, **others)
-
-    return with_options(with_search, *SEARCH)
+    """Give a command the options of planning: `planner` and `planning`, checked."""
+    return gathered("planner", _planner, PLANNER)(search_options(command))
 
 
 def read_constraints(path: Path, given: Constraints) -> Constraints:
@@ -154,25 +168,6 @@ def read_constraints(path: Path, given: Constraints) -> Constraints:
                 f"{path}:{number}: {line.strip()!r} is no constraint; write `never SELECTOR` or `always-keep SELECTOR`."
             )
     return Constraints(never=tuple(never), always_keep=tuple(keep))
-
-
-def device_options(command: Command) -> Command:
-    """Give a command the options about allocator and device; it receives them, checked, as `memory`."""
-
-    @wraps(command)
-    def with_memory(
-        alloc_conf: str | None, gpu: str | None, device_memory: str | None, context: str | None, **others: Any
-    ) -> None:
-        from simulator.allocator.device import device_memory as memory_of
-        from traces.devices import device
-
-        check_alloc_conf(alloc_conf)
-        if gpu is not None:
-            device(gpu)
-        of = partial(memory_of, gpu=gpu, memory=device_memory, context=context)
-        command(memory={"alloc_conf": alloc_conf, "device": of}, **others)
-
-    return with_options(with_memory, *DEVICE)
 
 
 def check_alloc_conf(text: str | None) -> None:
@@ -211,18 +206,16 @@ class Output:
         click.echo(json.dumps(data()) if self.as_json else text())
 
 
-def output_options(command: Command) -> Command:
-    """Give a command --report, --json and -q; it receives them as `out`. What the modules inside log is told too."""
+def _output(report: Path | None, as_json: bool, quiet: bool) -> Output:
+    """What the modules inside log is told too."""
+    logger = logging.getLogger("lowtide")
+    logger.setLevel(logging.INFO)
+    logger.handlers = [] if quiet else [_Told()]
+    logger.propagate = False
+    return Output(report=report, as_json=as_json, quiet=quiet)
 
-    @wraps(command)
-    def with_out(report: Path | None, as_json: bool, quiet: bool, **others: Any) -> None:
-        logger = logging.getLogger("lowtide")
-        logger.setLevel(logging.INFO)
-        logger.handlers = [] if quiet else [_Told()]
-        logger.propagate = False
-        command(out=Output(report=report, as_json=as_json, quiet=quiet), **others)
 
-    return with_options(with_out, *OUTPUT)
+output_options: Final = gathered("out", _output, *OUTPUT)
 
 
 class _Told(logging.Handler):
