@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from simulator.allocator.blocks import Block, SegmentState
+from simulator.allocator.blocks import Block, BlockState, SegmentState
 from simulator.allocator.caching import Allocator
 from simulator.allocator.segments import DEFAULT_RANGE_BYTES
 from simulator.allocator.settings import LOWEST_ADDRESS
@@ -14,7 +14,9 @@ MAX_RANGE_BYTES: Final = 1 << 38  # farther apart, two addresses are not in one 
 
 
 def restore(
-    allocator: Allocator, segments: Iterable[SegmentState], mapped_later: Sequence[tuple[int, bool, int]] = ()
+    allocator: Allocator,
+    segments: Iterable[SegmentState],
+    mapped_later: Sequence[tuple[int, bool, int]] = (),
 ) -> dict[int, Block]:
     """Give a fresh allocator these segments; returns the blocks in use by address.
 
@@ -27,41 +29,21 @@ def restore(
     """
     out: dict[int, Block] = {}
     ordered = sorted(segments, key=lambda s: s.address)
-    last: dict[
-        tuple[bool, int], Block
-    ] = {}  # (small, stream) -> the last block of the expandable range so far
-    for segment in ordered:
-        pool = allocator.small if segment.small else allocator.large
-        block: Block | None = Block(segment.address, segment.size_bytes, segment.stream, pool)
-        assert block is not None
-        key = (segment.small, segment.stream)
-        if segment.expandable:
-            block.expandable = True
-            if key in last:
-                _link_pages(last[key], block)
-            else:
-                _add_unmapped_head(block, [at for at, *of in mapped_later if tuple(of) == key])
-        end = block
-        for state in sorted(segment.blocks, key=lambda b: b.address):
-            assert block is not None
-            if state.address > block.address:
-                free, block = block, block.cut(state.address - block.address)
-                pool.insert(free)
-            used = end = block
-            block = used.cut(state.size_bytes) if state.size_bytes < used.size else None
-            allocator.adopt(used, state.requested_bytes)
-            out[used.address] = used
-            if state.pending:
-                allocator.request_free(used)
-        if block is not None:
-            pool.insert(block)
-            end = block
-        if segment.expandable:
-            last[key] = end
-        allocator.adopt_segment(segment.address, segment.size_bytes)
-    starts = [s.address for s in ordered]
-    for end in last.values():
-        _add_unmapped_tail(allocator, end, starts)
+    ranges: dict[tuple[bool, int], list[SegmentState]] = {}
+    for s in ordered:
+        allocator.adopt_segment(s.address, s.size_bytes)
+        if s.expandable:
+            ranges.setdefault((s.small, s.stream), []).append(s)
+        else:
+            pool = allocator.small if s.small else allocator.large
+            out |= _carved(allocator, Block(s.address, s.size_bytes, s.stream, pool), s.blocks)
+    for key, pages in ranges.items():
+        first, end = pages[0].address, pages[-1].address + pages[-1].size_bytes
+        before = [at for at, *of in mapped_later if tuple(of) == key and first - MAX_RANGE_BYTES < at < first]
+        # The range goes on behind its last page, up to the next thing that has an address.
+        above = [s.address for s in ordered if s.address >= end]
+        end = min([end + DEFAULT_RANGE_BYTES, *above])
+        out |= _mapped(allocator, min([first, *before]), end, pages)
     allocator.reset_peaks()
     if allocator.settings.ties != LOWEST_ADDRESS:
         allocator.first_serial = Block(0, 0, 0, allocator.small).serial
@@ -75,7 +57,7 @@ def repack(allocator: Allocator, segments: Iterable[SegmentState]) -> dict[int, 
     """
     out: dict[int, Block] = {}
     for segment in sorted(segments, key=lambda s: s.address):
-        for state in sorted(segment.blocks, key=lambda b: b.address):
+        for state in segment.blocks:
             out[state.address] = allocator.malloc(state.requested_bytes, segment.stream)
             if state.pending:
                 allocator.request_free(out[state.address])
@@ -83,44 +65,41 @@ def repack(allocator: Allocator, segments: Iterable[SegmentState]) -> dict[int, 
     return out
 
 
-def _link_pages(last: Block, pages: Block) -> None:
-    """Link mapped pages behind those before them in the same range, with the unmapped gap between."""
-    end = last.address + last.size
-    pages.origin, pages.segment_serial = last.origin, last.segment_serial
-    if pages.address > end:
-        gap = _unmapped(last, pages.address - end)
-        last.pool.insert_unmapped(gap)
-        last = gap
-    last.next, pages.prev = pages, last
+def _mapped(allocator: Allocator, start: int, end: int, pages: Sequence[SegmentState]) -> dict[int, Block]:
+    """Make one expandable range with these pages mapped; returns the blocks in use in them."""
+    pool = allocator.small if pages[0].small else allocator.large
+    rest: Block | None
+    whole = rest = Block(start, end - start, pages[0].stream, pool)
+    whole.expandable, whole.mapped = True, False
+    out: dict[int, Block] = {}
+    for s in pages:
+        assert rest is not None
+        if s.address > rest.address:
+            gap, rest = rest, rest.cut(s.address - rest.address)
+            pool.insert_unmapped(gap)
+        block, rest = rest, rest.cut(s.size_bytes) if s.size_bytes < rest.size else None
+        block.mapped = True
+        out |= _carved(allocator, block, s.blocks)
+    if rest is not None:
+        pool.insert_unmapped(rest)
+        allocator.reach(end)
+    return out
 
 
-def _add_unmapped_head(pages: Block, mapped_later: list[int]) -> None:
-    """Let the range of these first pages begin where pages are mapped later on."""
-    start = min(
-        (a for a in mapped_later if pages.address - MAX_RANGE_BYTES < a < pages.address), default=None
-    )
-    if start is None:
-        return
-    head = Block(start, pages.address - start, pages.stream, pages.pool)
-    head.expandable, head.mapped = True, False
-    pages.origin = start
-    head.next, pages.prev = pages, head
-    pages.pool.insert_unmapped(head)
-
-
-def _add_unmapped_tail(allocator: Allocator, last: Block, starts: list[int]) -> None:
-    """Let the range of a snapshot go on behind its last page, up to the next thing that has an address."""
-    end = last.address + last.size
-    above = [a for a in starts if a >= end]
-    length = min(min(above) - end, DEFAULT_RANGE_BYTES) if above else DEFAULT_RANGE_BYTES
-    if length:
-        last.pool.insert_unmapped(_unmapped(last, length))
-        allocator.reach(end + length)
-
-
-def _unmapped(last: Block, length: int) -> Block:
-    out = Block(last.address + last.size, length, last.stream, last.pool)
-    out.expandable, out.mapped, out.origin = True, False, last.origin
-    out.segment_serial = last.segment_serial
-    out.prev, last.next = last, out
+def _carved(allocator: Allocator, free: Block, states: Sequence[BlockState]) -> dict[int, Block]:
+    """Take blocks in use out of a free one, by address; what is left of it goes to its pool."""
+    out: dict[int, Block] = {}
+    rest: Block | None = free
+    for state in states:
+        assert rest is not None
+        if state.address > rest.address:
+            free, rest = rest, rest.cut(state.address - rest.address)
+            free.pool.insert(free)
+        used, rest = rest, rest.cut(state.size_bytes) if state.size_bytes < rest.size else None
+        allocator.adopt(used, state.requested_bytes)
+        out[used.address] = used
+        if state.pending:
+            allocator.request_free(used)
+    if rest is not None:
+        rest.pool.insert(rest)
     return out
