@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from simulator.core.problem import Problem
-from simulator.kernels.records import OP, STORAGE, Facts, Work, pack_rows, steps
+from simulator.kernels.records import OP, STORAGE, Packed, Work, pack_lists, steps
 from simulator.kernels.walk import FORBIDDEN, FULL, walk
 from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action
@@ -56,7 +56,7 @@ class Result:
 class Evaluator:
     """One trace in the form that `evaluate` needs. Positions number the ops that are left when views are dissolved."""
 
-    facts: Facts
+    facts: Packed
     _work: Work
 
     def __init__(self, problem: Problem) -> None:
@@ -242,7 +242,7 @@ class Evaluator:
             if found[0] == FORBIDDEN:
                 raise PlanError(f"op {found[1]} needs op {found[2]} again, which may not run a second time.")
             assert found[0] == FULL
-            self.work_space(2 * len(self._work.op) - self.forward)
+            self.work_space(2 * len(self._work.peak_bytes) - self.forward)
 
     def sequence(self, steps: int) -> NDArray[np.int32]:
         """Of the walk before, of so many steps: the op of each step after forward, ~op if it runs again."""
@@ -257,13 +257,14 @@ class Evaluator:
         runs = np.zeros(len(self.op_id), np.bool_)
         runs[positions] = True
         out = np.zeros(len(self.nbytes), np.bool_)
-        out[self.facts.reads[np.repeat(runs, np.diff(self.facts.ops["reads_at"]))]] = True
+        at = self.facts.ops["reads_at"]
+        out[self.facts.ids[at[0] : at[-1]][np.repeat(runs, np.diff(at))]] = True
         return out
 
     def work_space(self, count: int) -> Work:
         """What `kernels.walk` works in, with room for so many steps at least, and leaves its steps in."""
-        if len(self._work.op) < count:
-            self._work = self._work._replace(**steps(count))
+        if len(self._work.peak_bytes) < count:
+            self._work = self._work._replace(**steps(count, len(self.op_id)))
             self._given = (*self.facts, *self._work)
         return self._work
 
@@ -271,9 +272,9 @@ class Evaluator:
         """The lists above as the tables that the kernels read, and their work space."""
         n_op, n_st, forward = len(self.op_id), len(self.nbytes), self.forward
         ops, storages = np.zeros(n_op + 1, OP), np.zeros(n_st, STORAGE)
-        ops["needs_at"], needs = pack_rows(self.needs)
-        ops["reads_at"], reads = pack_rows(self.reads)
-        ops["creates_at"], creates = pack_rows(self.creates)
+        made = sorted(self.made_forward, key=lambda s: (self.producer[s], s))
+        starts, ids = pack_lists(self.needs, self.reads, self.creates, [made])
+        ops["needs_at"], ops["reads_at"], ops["creates_at"], (made_at, _) = starts
         if self.rerun_bytes:
             ops["rerun_bytes"][:forward] = self.rerun_bytes
         of_op = {
@@ -295,29 +296,25 @@ class Evaluator:
         }
         for name, column in of_storage.items():
             storages[name] = column
-        self.facts = Facts(
+        self.facts = Packed(
             forward=forward,
             resident_bytes=self.resident_bytes,
+            made_at=int(made_at),
             ops=ops,
             storages=storages,
-            needs=needs,
-            reads=reads,
-            creates=creates,
-            made=np.array(self.made_forward, np.int32),
+            ids=ids,
             transient_bytes=np.array(self.rise, np.int64),
             adds_bytes=np.array([*self.born, *self.settled[forward:]], np.int64),
         )
         self._work = Work(
-            there=np.empty(n_st, np.uint8),
+            present=np.empty(n_st, np.uint8),
             last=np.empty(n_st, np.int32),
             first_end=np.empty(n_st, np.int32),
             demanded=np.empty(n_st, np.int32),
             visited=np.empty(n_op, np.int32),
             step_of=np.empty(n_op, np.int32),
-            rebuilt=np.empty(n_st, np.int32),
-            order=np.empty(n_op + 1, np.int32),
-            stack=np.empty(2 * len(needs) + n_op + 1, np.int32),
-            **steps(forward + 2 * n_op + 1),
+            stack=np.empty(max(2 * starts[0][-1] + n_op + 1, n_st), np.int32),
+            **steps(forward + 2 * n_op + 1, n_op),
         )
         self._given = (*self.facts, *self._work)  # to `walk`
 

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from simulator.kernels.compiled import compiled, inlined, inner
+from simulator.kernels.compiled import compiled, inner
 from simulator.kernels.records import Choice, long, table
 from simulator.kernels.retain import add_eviction, retain
 from simulator.kernels.walk import replay
@@ -91,13 +91,13 @@ def below(rng: Any, n: int) -> Any:
     return long((x * np.uint64(2685821657736338717)) >> np.uint64(33)) % n
 
 
-@inlined
+@inner
 def chance(rng: Any) -> float:
     """A random number from 0 to 1, never 0."""
     return float((below(rng, long(1 << 30)) + 1.0) / (1 << 30))
 
 
-@inlined
+@inner
 def put(s: int, save: int, of_storage: Any, w: Any, n_log: int) -> int:
     """Save a value or do not, noting what it was; the new number of notes."""
     if n_log >= w.log.shape[1]:
@@ -108,7 +108,7 @@ def put(s: int, save: int, of_storage: Any, w: Any, n_log: int) -> int:
     return n_log + 1
 
 
-@inlined
+@inner
 def without_new(w: Any, n_log: int, n: int) -> Any:
     """Forget the evictions of values that the move has saved; how many are left."""
     for k in range(n_log):
@@ -136,7 +136,7 @@ def made_from(values: Any, least: float) -> int:
     return begin
 
 
-@inlined
+@inner
 def stretch(values: Any, rng: Any) -> Any:
     """A random stretch of values, around one of them, about WIDE positions of forward wide: where."""
     width = -WIDE * np.log(chance(rng))
@@ -145,7 +145,7 @@ def stretch(values: Any, rng: Any) -> Any:
     return first, max(made_from(values, middle + width / 2), first + 1)
 
 
-@inlined
+@inner
 def border(first: int, last: int, moves: Any, rng: Any) -> Any:
     """A position where least crosses, or sometimes any, among those at which values[first:last] are made."""
     if below(rng, long(3)) == 0:
@@ -162,7 +162,7 @@ def border(first: int, last: int, moves: Any, rng: Any) -> Any:
     return position
 
 
-@inlined
+@inner
 def propose(kind: int, moves: Any, of_storage: Any, w: Any, n_evictions: int) -> Any:
     """Make one move of a kind in place: (how many values it noted in `log`, how many evictions there are now).
 
@@ -233,12 +233,12 @@ def propose(kind: int, moves: Any, of_storage: Any, w: Any, n_evictions: int) ->
                             if moves.cross[i] == s:
                                 crosses = True
                     if saved[s] and not crosses:
-                        n_log = put(s, 0, of_storage, w, n_log)
+                        n_log = put(s, long(0), of_storage, w, n_log)
         for i in range(moves.borders[p].cross_at, moves.borders[p + 1].cross_at):
             if not saved[moves.cross[i]]:
-                n_log = put(moves.cross[i], 1, of_storage, w, n_log)
+                n_log = put(long(moves.cross[i]), long(1), of_storage, w, n_log)
     while first >= 0:
-        n_log = put(first, 1 - saved[first] if retained < 0 else 0, of_storage, w, n_log)
+        n_log = put(first, long(1 - saved[first]) if retained < 0 else long(0), of_storage, w, n_log)
         if retained >= 0:
             w.retained[first] = retained
         first, second = second, long(-1)
@@ -247,7 +247,7 @@ def propose(kind: int, moves: Any, of_storage: Any, w: Any, n_evictions: int) ->
     return n_log, n_evictions
 
 
-@inlined
+@inner
 def copy(of: Any, to: Any, n: int) -> None:
     """The first n columns."""
     for j in range(n):
@@ -288,7 +288,7 @@ def anneal(
             kind += 1
         n_before = figures.evictions
         copy(w.evictions, w.before, n_before)
-        n_log, n_evictions = propose(kind, moves, of_storage, w, n_before)
+        n_log, n_evictions = propose(long(kind), moves, of_storage, w, n_before)
         if not n_log and n_evictions == n_before:
             figures.steps += IDLE
             continue

@@ -13,28 +13,29 @@ from simulator.kernels.records import long
 
 
 @inlined
-def chain(c: int, there: Any, facts: Any, work: Any, checked: bool) -> Any:
-    """How many ops must run again for op c, which stand in `work.order`; ~b if op b must and may not.
+def chain(c: int, at: int, present: Any, facts: Any, work: Any, checked: bool) -> Any:
+    """How many ops must run again for op c, each as ~op from `work.op[at]` on; ~b if op b must and may not.
 
     Args:
         c: the op, by position.
-        there: [storage], whether it is there when c is about to run.
+        at: where to write them.
+        present: [storage], whether it is there when c is about to run.
         facts: the trace.
         work: out: `demanded` is c where some op of the chain, or c, needs what is not there, and `visited` where an op
             is in the chain; they were c nowhere before.
         checked: whether it matters if an op may run again.
     """
-    ops, storages, needs, stack, order = facts.ops, facts.storages, facts.needs, work.stack, work.order
+    ops, storages, ids, stack, order = facts.ops, facts.storages, facts.ids, work.stack, work.op
     n_order = top = long(0)
     for j in range(ops[c + 1].needs_at - 1, ops[c].needs_at - 1, -1):
-        if not there[needs[j]]:
-            stack[top] = needs[j]
+        if not present[ids[j]]:
+            stack[top] = ids[j]
             top += 1
     while top:
         top -= 1
         x = stack[top]
         if x < 0:
-            order[n_order] = ~x
+            order[at + n_order] = x
             n_order += 1
             continue
         work.demanded[x] = c
@@ -47,7 +48,7 @@ def chain(c: int, there: Any, facts: Any, work: Any, checked: bool) -> Any:
         stack[top] = ~b
         top += 1
         for j in range(ops[b + 1].needs_at - 1, ops[b].needs_at - 1, -1):
-            if not there[needs[j]]:
-                stack[top] = needs[j]
+            if not present[ids[j]]:
+                stack[top] = ids[j]
                 top += 1
     return n_order

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from simulator.kernels.compiled import compiled, inlined, inner
+from simulator.kernels.compiled import compiled, inner
 from simulator.kernels.records import long, table
 
 WIDTH: Final = 24  # storages of a state; of more, the smallest are not asked for
@@ -71,7 +71,7 @@ def before(first: int, second: int, nodes: Any) -> bool:
     return bool(nodes[first].gap < nodes[second].gap)
 
 
-@inlined
+@inner
 def pop(heap: Any, n: int, nodes: Any) -> int:
     """Take the first away: the heap's new length."""
     n -= 1

@@ -27,9 +27,9 @@ OP: Final = table(
         (
             "needs_at",
             np.int32,
-        ),  # of `needs`: storages of forward that it takes, in the order in which a chain goes
-        ("reads_at", np.int32),  # of `reads`: storages of forward that it reads
-        ("creates_at", np.int32),  # of `creates`: storages of forward that it makes
+        ),  # of `ids`: storages of forward that it takes, in the order in which a chain goes
+        ("reads_at", np.int32),  # of `ids`: storages of forward that it reads
+        ("creates_at", np.int32),  # of `ids`: storages of forward that it makes
         ("overwrites", np.int32),  # a storage whose memory it takes over if that ends here; -1
         ("id", np.int32),  # in the trace
         ("may_rerun", np.int32),
@@ -51,17 +51,15 @@ STORAGE: Final = table(
 )
 
 
-class Facts(NamedTuple):
+class Packed(NamedTuple):
     """One trace, by position: ops are numbered as those that are left when views are dissolved."""
 
     forward: int  # how many ops forward has
     resident_bytes: int
+    made_at: int  # of `ids`: the storages that forward makes, in that order
     ops: Any  # [op + 1] of OP
     storages: Any  # [storage] of STORAGE
-    needs: Any
-    reads: Any
-    creates: Any
-    made: Any  # storages that forward makes
+    ids: Any  # the lists of storages of all ops
     transient_bytes: Any  # [op]: what its own run adds at most
     # [op]: what its first run leaves behind, less what it frees whatever the plan: in forward all that it makes
     adds_bytes: Any
@@ -82,7 +80,7 @@ class Work(NamedTuple):
     Steps are those of the schedule, views left out.
     """
 
-    there: Any  # [storage]
+    present: Any  # [storage]: whether it may be read
     last: Any  # [storage]: the step that last read the instance that is there
     first_end: (
         Any  # [storage]: the step that last read what forward made, once it has come back; NEVER: it has not
@@ -90,20 +88,30 @@ class Work(NamedTuple):
     demanded: Any  # [storage]: the op whose chain needs it
     visited: Any  # [op]: the op in whose chain it is
     step_of: Any  # [op]
-    rebuilt: Any  # [storage]: what came back for the op at hand
-    order: Any  # [op]: a chain
-    stack: Any
-    op: Any  # [step], out: the op; ~op if it runs again
-    gained_bytes: Any  # [step]: if it runs again
+    stack: Any  # of a chain; then what came back for the op at hand
+    op: Any  # [step + op], out: the op (of forward they stand), ~op if it runs again. A chain stands there first
     freed_bytes: Any  # [step]
     taken_bytes: Any  # [step]: of what is freed, what the step's op takes over
-    peak_bytes: Any  # [step], out
+    peak_bytes: Any  # [step], out; of a step that runs again first what it makes
 
 
-def steps(room: int) -> dict[str, Any]:
-    """The columns of `Work` that have so many steps."""
-    columns = ("gained_bytes", "freed_bytes", "taken_bytes", "peak_bytes")
-    return {"op": np.zeros(room, np.int32), **{name: np.zeros(room, np.int64) for name in columns}}
+def steps(room: int, n_ops: int) -> dict[str, Any]:
+    """The columns of `Work` that have so many steps, and room for a chain beyond."""
+    columns = ("freed_bytes", "taken_bytes", "peak_bytes")
+    return {
+        "op": np.arange(room + n_ops + 1, dtype=np.int32),
+        **{name: np.zeros(room, np.int64) for name in columns},
+    }
+
+
+def pack_lists(*lists: Any) -> tuple[list[Any], Any]:
+    """Rows of ids of several kinds one behind the other: where each row starts, with the end, by kind; and the ids."""
+    starts, ids = [], np.zeros(0, np.int32)
+    for rows in lists:
+        start, more = pack_rows(rows)
+        starts.append(start + np.int32(len(ids)))
+        ids = np.concatenate((ids, more))
+    return starts, ids
 
 
 def pack_rows(rows: Any) -> tuple[Any, Any]:

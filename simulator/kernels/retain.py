@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from simulator.kernels.chain import chain
-from simulator.kernels.compiled import compiled, inlined, inner
+from simulator.kernels.compiled import inner
 from simulator.kernels.records import long, table
 
-# What `Retaining.here` says of a value.
+# What `Work.present` says of a value here.
 ABSENT, SAVED, STAYS, NEW, PASSING = (
     0,
     1,
@@ -54,11 +54,9 @@ OF_STORAGE: Final = table(
 class Retaining(NamedTuple):
     """What `retain` knows of a trace beside the facts, and its work space."""
 
-    by_producer: Any  # the storages that forward makes, in that order
     done: Any
     ops: Any  # [op + 1] of OF_OP
     storages: Any  # [storage] of OF_STORAGE
-    here: Any  # [storage]: ABSENT, SAVED, ...
     held: Any  # rebuilt values that stay
 
 
@@ -82,7 +80,7 @@ def add_eviction(k: int, s: int, evictions: Any, n: int) -> int:
     return n + 1
 
 
-@inlined
+@inner
 def idlest(n_held: int, step: int, c: int, r: Any, storages: Any) -> Any:
     """Which of held[:n_held] had best go while that step of the chain for op c runs; -1: each is read from there on."""
     best, most = long(-1), -1.0
@@ -97,14 +95,14 @@ def idlest(n_held: int, step: int, c: int, r: Any, storages: Any) -> Any:
     return best
 
 
-@compiled
+@inner
 def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictions: Any) -> Any:
     """The number of evictions, which stand in `evictions`: [2, any], op and storage."""
-    ops, storages, needs, reads, creates = facts.ops, facts.storages, facts.needs, facts.reads, facts.creates
-    here, held, of_storage, order = r.here, r.held, r.storages, work.order
+    ops, storages, ids = facts.ops, facts.storages, facts.ids
+    here, held, of_storage, order = work.present, r.held, r.storages, work.op
     n_held = n_evictions = live = long(0)
-    for j in range(r.by_producer.shape[0]):
-        s = r.by_producer[j]
+    for j in range(facts.made_at, ids.shape[0]):
+        s = ids[j]
         here[s] = saved[s]
         of_storage[s].chain_of = work.demanded[s] = -1
         if saved[s]:
@@ -113,22 +111,22 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
         b = storages[s].producer
         total = ops[b].time_ns + 1.0
         for i in range(ops[b].needs_at, ops[b + 1].needs_at):
-            y = needs[i]
+            y = ids[i]
             if not saved[y] and not of_storage[y].may_stay:
                 total += of_storage[y].cost
         of_storage[s].cost = min(total, 1e15)
     for k in range(ops.shape[0] - 1):
         work.visited[k] = -1
     for c in range(facts.forward, ops.shape[0] - 1):
-        n_order = chain(c, here, facts, work, False)
-        order[n_order] = c
+        n_order = chain(c, facts.forward, here, facts, work, False)
+        order[facts.forward + n_order] = ~c
         for k in range(n_order + 1):
-            b = order[k]
+            b = ~order[facts.forward + k]
             for j in range(ops[b].reads_at, ops[b + 1].reads_at):
-                of_storage[reads[j]].chain_of = c
-                of_storage[reads[j]].read_in = k
+                of_storage[ids[j]].chain_of = c
+                of_storage[ids[j]].read_in = k
         for k in range(n_order + 1):
-            b = order[k]
+            b = ~order[facts.forward + k]
             level = live + r.ops[c].fixed_bytes + facts.transient_bytes[b]
             s = ops[b].overwrites
             if s >= 0 and here[s] == PASSING and of_storage[s].read_in == k:
@@ -147,7 +145,7 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
                 level -= storages[s].nbytes
             if k < n_order:
                 for j in range(ops[b].creates_at, ops[b + 1].creates_at):
-                    s = creates[j]
+                    s = ids[j]
                     stay = of_storage[s].may_stay and of_storage[s].last_use > c
                     if here[s] or not (work.demanded[s] == c or stay):
                         continue
@@ -164,7 +162,7 @@ def retain(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictio
                         here[s] = ABSENT
                         live -= storages[s].nbytes
             for j in range(ops[b].reads_at, ops[b + 1].reads_at):
-                s = reads[j]
+                s = ids[j]
                 if here[s] == PASSING and of_storage[s].read_in == k:
                     here[s] = ABSENT
                     live -= storages[s].nbytes

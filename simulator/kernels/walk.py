@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from simulator.kernels.chain import chain
 from simulator.kernels.compiled import compiled, inlined, inner
-from simulator.kernels.records import Choice, Facts, Work
+from simulator.kernels.records import Choice, Packed, Work, long
 
 # What `walk` returns in place of a peak.
 FORBIDDEN: Final = -1  # a chain needs an op that may not run again: then the op that demands it, and that op
@@ -37,78 +37,78 @@ def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
     Steps are numbered from the start of forward; `work.op` and `work.peak_bytes` say what each is and its peak.
     """
     forward, ops, storages = facts.forward, facts.ops, facts.storages
-    reads, creates, made = facts.reads, facts.creates, facts.made
+    ids = facts.ids
     saved, retained, evict_at, evicted = choice.saved, choice.retained, choice.evict_at, choice.evicted
-    there, rebuilt, order, last, first_end = work.there, work.rebuilt, work.order, work.last, work.first_end
+    present, rebuilt, last, first_end = work.present, work.stack, work.last, work.first_end
     demanded, step_of, op, peaks = work.demanded, work.step_of, work.op, work.peak_bytes
-    gained, freed, taken = work.gained_bytes, work.freed_bytes, work.taken_bytes
-    n_ops, room, n_evictions = ops.shape[0] - 1, op.shape[0], evict_at.shape[0]
+    freed, taken = work.freed_bytes, work.taken_bytes
+    n_ops, room, n_evictions = ops.shape[0] - 1, peaks.shape[0], evict_at.shape[0]
 
-    for s in range(there.shape[0]):
-        there[s] = saved[s]
+    for s in range(present.shape[0]):
+        present[s] = saved[s]
         last[s] = -1
         first_end[s] = NEVER
         demanded[s] = -1
     for k in range(n_ops):
         work.visited[k] = -1
     for k in range(forward):
-        op[k] = k
         freed[k] = 0
         taken[k] = 0
     eviction = 0
     while eviction < n_evictions and evict_at[eviction] < forward:
-        there[evicted[eviction]] = 0
+        present[evicted[eviction]] = 0
         eviction += 1
 
     n = forward  # steps so far
     added_ns = rerun_bytes = 0
     for c in range(forward, n_ops):
         n_rebuilt = 0
-        n_order = chain(c, there, facts, work, True)
+        n_order = chain(c, n, present, facts, work, True)
         if n_order < 0:
             return FORBIDDEN, ops[c].id, ops[~n_order].id, 0
         if n + n_order >= room:
             return FULL, 0, 0, 0
         after = ops[c].id
-        for k in range(n_order):
-            b = order[k]
+        for _ in range(n_order):
+            b = ~op[n]
             for j in range(ops[b].reads_at, ops[b + 1].reads_at):
-                last[reads[j]] = n
+                last[ids[j]] = n
             made_bytes = 0
             for j in range(ops[b].creates_at, ops[b + 1].creates_at):
-                x = creates[j]
-                if there[x] or not (demanded[x] == c or (retained[x] and storages[x].last_backward > after)):
+                x = ids[j]
+                if present[x] or not (
+                    demanded[x] == c or (retained[x] and storages[x].last_backward > after)
+                ):
                     continue
                 if first_end[x] == NEVER:
                     first_end[x] = last[x]
                 else:
                     free(x, last[x], facts, work)
                 last[x] = n
-                there[x] = 1
+                present[x] = 1
                 rebuilt[n_rebuilt] = x
                 n_rebuilt += 1
                 made_bytes += storages[x].nbytes
-            op[n] = ~b
-            gained[n] = made_bytes
+            peaks[n] = made_bytes
             freed[n] = taken[n] = 0
             n += 1
             added_ns += ops[b].time_ns
             rerun_bytes = max(rerun_bytes, ops[b].rerun_bytes)
         step_of[c] = n
         for j in range(ops[c].reads_at, ops[c + 1].reads_at):
-            last[reads[j]] = n
+            last[ids[j]] = n
         op[n] = c
         freed[n] = taken[n] = 0
         n += 1
         for k in range(n_rebuilt):
             if not retained[rebuilt[k]]:
-                there[rebuilt[k]] = 0
+                present[rebuilt[k]] = 0
         while eviction < n_evictions and evict_at[eviction] == c:
-            there[evicted[eviction]] = 0
+            present[evicted[eviction]] = 0
             eviction += 1
 
-    for m in range(made.shape[0]):
-        s = made[m]
+    for m in range(facts.made_at, ids.shape[0]):
+        s = ids[m]
         end = last[s]
         if first_end[s] != NEVER:
             free(s, end, facts, work)
@@ -127,32 +127,35 @@ def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
 
     transient, adds = facts.transient_bytes, facts.adds_bytes
     live = facts.resident_bytes + rerun_bytes
-    peak, at = live, -1
-    for k in range(n):
+    peak, at = live if not n else long(-1), long(-1)
+    for k in range(forward):
+        top = live + transient[k] - taken[k]
+        live += adds[k] - freed[k]
+        peaks[k] = top
+        if top > peak:
+            peak, at = top, k
+    for k in range(forward, n):
         q = op[k]
         top = live + transient[q if q >= 0 else ~q] - taken[k]
+        live += (adds[q] if q >= 0 else peaks[k]) - freed[k]
         peaks[k] = top
-        live += (adds[q] if q >= 0 else gained[k]) - freed[k]
-        if at < 0 or top > peak:
+        if top > peak:
             peak, at = top, k
     return peak, added_ns, at, n
 
 
 @compiled
 def walk(
-    forward: int, resident_bytes: int, ops: Any, storages: Any, needs: Any, reads: Any, creates: Any, made: Any,
-    transient_bytes: Any, adds_bytes: Any,
-    there: Any, last: Any, first_end: Any, demanded: Any, visited: Any, step_of: Any, rebuilt: Any, order: Any,
-    stack: Any, op: Any, gained_bytes: Any, freed_bytes: Any, taken_bytes: Any, peak_bytes: Any,
+    forward: int, resident_bytes: int, made_at: int, ops: Any, storages: Any, ids: Any, transient_bytes: Any,
+    adds_bytes: Any,
+    present: Any, last: Any, first_end: Any, demanded: Any, visited: Any, step_of: Any, stack: Any, op: Any,
+    freed_bytes: Any, taken_bytes: Any, peak_bytes: Any,
     saved: Any, retained: Any, evict_at: Any, evicted: Any,
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """`replay` for callers in Python: a named tuple costs them more than its members one by one."""
-    facts = Facts(
-        forward, resident_bytes, ops, storages, needs, reads, creates, made, transient_bytes, adds_bytes
-    )
+    facts = Packed(forward, resident_bytes, made_at, ops, storages, ids, transient_bytes, adds_bytes)
     choice = Choice(saved, retained, evict_at, evicted)
     work = Work(
-        there, last, first_end, demanded, visited, step_of, rebuilt, order, stack, op, gained_bytes, freed_bytes,
-        taken_bytes, peak_bytes,
-    )  # fmt: skip
+        present, last, first_end, demanded, visited, step_of, stack, op, freed_bytes, taken_bytes, peak_bytes
+    )
     return replay(facts, choice, work)

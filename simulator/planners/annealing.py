@@ -26,7 +26,7 @@ from simulator.core.limits import Clock
 from simulator.core.problem import Problem
 from simulator.kernels.anneal import BORDER_AT, FIGURES, KINDS, MOST, VALUE, Moves, Walked, anneal
 from simulator.kernels.records import pack_rows
-from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining, retain
+from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -110,14 +110,6 @@ class Annealer:
             price *= DEARER if walk.over else CHEAPER
         return self.best
 
-    def retained(self, state: State) -> State:
-        """With what `state` saves, what a coarse walk does with the rest."""
-        ev, knows = self.evaluator, self.retaining
-        evictions = np.zeros((2, 4 * len(ev.op_id) + 64), np.int32)
-        n = retain(ev.facts, knows, ev.work_space(0), self.budget_bytes, state.saved, evictions)
-        retained = (knows.storages["may_stay"] & (state.saved == 0)).astype(np.uint8)
-        return _state(state.saved, retained, evictions[:, :n])
-
     def _moves(self) -> Moves:
         ev, sts = self.evaluator, self.evaluator.trace.storages
         made = [ev.producer[s] for s in self.neighbours]
@@ -152,7 +144,6 @@ class Annealer:
     def _retaining(self) -> Retaining:
         ev = self.evaluator
         n_st, n_op = len(ev.nbytes), len(ev.op_id)
-        by_producer = sorted(ev.made_forward, key=lambda s: (ev.producer[s], s))
         last_use = [ev.before[k] if k >= 0 else -1 for k in ev.last_backward_use]
         # Until when something may need each storage: itself, or what is made from it.
         until = [max(a, b) for a, b in zip(last_use, ev.hold, strict=True)]
@@ -172,11 +163,9 @@ class Annealer:
         storages["last_use"], storages["weight"], storages["best_weight"] = last_use, 1.0, 1.0
         storages["may_stay"][list(self.problem.candidates)] = 1
         return Retaining(
-            by_producer=np.array(by_producer, np.int32),
             done=done,
             ops=ops,
             storages=storages,
-            here=np.zeros(n_st, np.uint8),
             held=np.zeros(n_st, np.int32),
         )
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from simulator.kernels.chain import chain
 from simulator.kernels.compiled import compiled
-from simulator.kernels.records import OP, STORAGE, Facts, Work, pack_rows, steps
+from simulator.kernels.records import OP, STORAGE, Packed, Work, pack_lists, steps
 
 # Op 0 makes storage 0; op 1 makes 1 from 0; op 2 makes 2 from 0 and 1; op 3 makes 3 from 2 and 1; op 4 needs 3 and 2.
 NEEDS = ((), (0,), (0, 1), (2, 1), (3, 2))
@@ -16,33 +16,31 @@ C = 4
 
 
 @compiled
-def walked(c: int, there: Any, facts: Any, work: Any, checked: bool) -> Any:
+def walked(c: int, present: Any, facts: Any, work: Any, checked: bool) -> Any:
     """A kernel that does nothing else."""
-    return chain(c, there, facts, work, checked)
+    return chain(c, 0, present, facts, work, checked)
 
 
 def find(there: list[int], may_rerun: list[int] | None = None) -> tuple[int, list[int], list[int]]:
     """What it returns, the ops in their order, and the storages that are demanded."""
     ops, storages = np.zeros(6, OP), np.zeros(4, STORAGE)
-    ops["needs_at"], needs = pack_rows(NEEDS)
+    (ops["needs_at"],), ids = pack_lists(NEEDS)
     ops["may_rerun"][:5] = 1 if may_rerun is None else may_rerun
     storages["producer"] = range(4)
     none = np.zeros(0, np.int32)
-    facts = Facts(4, 0, ops, storages, needs, none, none, none, none, none)
+    facts = Packed(4, 0, len(ids), ops, storages, ids, none, none)
     work = Work(
-        there=np.zeros(4, np.uint8),
+        present=np.zeros(4, np.uint8),
         last=none,
         first_end=none,
         demanded=np.full(4, -1, np.int32),
         visited=np.full(5, -1, np.int32),
         step_of=none,
-        rebuilt=none,
-        order=np.zeros(5, np.int32),
         stack=np.zeros(32, np.int32),
-        **steps(0),
+        **steps(0, 5),
     )
     n = walked(C, np.array(there, np.uint8), facts, work, may_rerun is not None)
-    return n, work.order[: max(n, 0)].tolist(), np.flatnonzero(work.demanded == C).tolist()
+    return n, [~b for b in work.op[: max(n, 0)].tolist()], np.flatnonzero(work.demanded == C).tolist()
 
 
 def test_nothing_is_missing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,9 @@ from simulator.core.limits import Clock
 from simulator.core.problem import Problem
 from simulator.core.retaining import evictions
 from simulator.kernels.anneal import BORDER, COARSE_STEP, KINDS, MOVE_BORDER
-from simulator.planners.annealing import Annealer, Walk
+from simulator.kernels.compiled import compiled
+from simulator.kernels.retain import retain
+from simulator.planners.annealing import Annealer, Walk, _state
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
 from traces.store import load
@@ -36,6 +40,21 @@ def ladder() -> Trace:
         ],
         {"x": 0},
     )
+
+
+@compiled
+def walked(facts: Any, r: Any, work: Any, budget_bytes: int, saved: Any, evictions: Any) -> Any:
+    """A kernel that does nothing else."""
+    return retain(facts, r, work, budget_bytes, saved, evictions)
+
+
+def decided(annealer: Annealer, state: State) -> State:
+    """With what the state saves, what a coarse walk does with the rest."""
+    ev, knows = annealer.evaluator, annealer.retaining
+    pairs = np.zeros((2, 4 * len(ev.op_id) + 64), np.int32)
+    n = walked(ev.facts, knows, ev.work_space(0), annealer.budget_bytes, state.saved, pairs)
+    retained = (knows.storages["may_stay"] & (state.saved == 0)).astype(np.uint8)
+    return _state(state.saved, retained, pairs[:, :n])
 
 
 def nothing_kept(of: Trace, budget_bytes: int) -> tuple[Annealer, State]:
@@ -63,7 +82,7 @@ def test_what_is_idle_goes_where_there_is_no_room(
 ) -> None:
     of = ladder()
     annealer, state = nothing_kept(of, budget_bytes)
-    found = annealer.retained(state)
+    found = decided(annealer, state)
     names = of.storages.name
     assert {k: tuple(sorted(names[s] for s in d)) for k, d in found.evictions.items()} == drops
     assert annealer.evaluator.cost(found)[1] - of.time_ns == added_ns
@@ -76,7 +95,7 @@ def test_a_weight_turns_the_choice() -> None:
     annealer, state = nothing_kept(of, 45)
     a = of.storages.name.index("a")
     annealer.retaining.storages["weight"][a] = 256.0
-    assert annealer.retained(state).evictions == {4: (a,)}
+    assert decided(annealer, state).evictions == {4: (a,)}
 
 
 @settings(max_examples=80, deadline=None)
@@ -86,14 +105,14 @@ def test_it_drops_only_what_is_rebuilt_and_read_again(of: Trace, percent: int, k
     evaluator = annealer.evaluator
     for k, s in enumerate(annealer.problem.candidates):
         state.saved[s] = keep >> (k % 16) & 1
-    found = annealer.retained(state)
+    found = decided(annealer, state)
     for k, dropped in found.evictions.items():
         assert evaluator.forward <= k < len(evaluator.op_id)
         for s in dropped:
             assert not found.saved[s]
             assert evaluator.before[evaluator.last_backward_use[s]] > k
     annealer.budget_bytes = 1 << 60
-    assert not annealer.retained(state).evictions
+    assert not decided(annealer, state).evictions
 
 
 def chain(length: int) -> Trace:
@@ -169,7 +188,7 @@ def check_twin(annealer: Annealer, state: State) -> None:
         set(np.flatnonzero(state.saved).tolist()),
         dict(enumerate(weight.tolist())),
     )
-    assert {k: set(d) for k, d in annealer.retained(state).evictions.items()} == plain
+    assert {k: set(d) for k, d in decided(annealer, state).evictions.items()} == plain
 
 
 @settings(max_examples=300, deadline=None)
