@@ -134,6 +134,8 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
                          help="Whether float32 is computed as TF32 on CUDA; default: torch's."),
             click.option("--dropout", type=float, help="Instead of the model's own dropout probabilities."),
             click.option("--attention", help="sdpa or eager (transformers)."),
+            click.option("--use-cache/--no-use-cache", default=None,
+                         help="Whether decoders copy keys and values for generation, as transformers does by default."),
         )
     ):  # fmt: skip
         command = option(command)

@@ -8,7 +8,7 @@ optimizer: the step then ends with the backward pass. An optimizer class, or any
 optimizer from parameters, will do as well as an optimizer.
 
 `build()` may name any of these parameters and gets what the command line says, else its own default:
-batch_size, seq_len, image_size, dtype, dropout, attention, optimizer, optimizer_impl, device, amp, tf32.
+batch_size, seq_len, image_size, dtype, dropout, attention, use_cache, optimizer, optimizer_impl, device, amp, tf32.
 
 The dtype policy needs nothing of `build()`: `--amp` puts autocast around the model and the loss whatever the function
 names. A function that wants one of its own returns a mapping with the keys `amp` ("bfloat16" or "float16") and, for

@@ -49,7 +49,7 @@ FAMILIES: Final = {
     "gpt2": Family(
         config="GPT2Config",
         model="GPT2LMHeadModel",
-        settings={"use_cache": False},
+        settings={},
         positions="n_positions",
         dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     ),
@@ -57,7 +57,6 @@ FAMILIES: Final = {
         config="LlamaConfig",
         model="LlamaForCausalLM",
         settings={
-            "use_cache": False,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {
@@ -75,7 +74,7 @@ FAMILIES: Final = {
     "t5": Family(
         config="T5Config",
         model="T5ForConditionalGeneration",
-        settings={"use_cache": False, "decoder_start_token_id": 0},
+        settings={"decoder_start_token_id": 0},
         positions="",
         dropouts=("dropout_rate",),
     ),
@@ -102,7 +101,7 @@ def transformers_step(
         name: the model's name, for messages.
         config: what differs from the family's default configuration.
         options: batch_size, seq_len or image_size, optimizer, dtype; optionally optimizer_impl, dropout,
-            attention (eager, sdpa, ...; default: what transformers chooses).
+            attention (eager, sdpa, ...; default: what transformers chooses), use_cache (of decoders).
         device: where everything is made.
 
     Raises:
@@ -117,7 +116,11 @@ def transformers_step(
         with quiet_transformers():
             config_class = getattr(transformers, parts.config)
             model_class = getattr(transformers, parts.model)
-    values = {**parts.settings, **config}
+    values = {
+        **parts.settings,
+        **config,
+        **({"use_cache": options["use_cache"]} if "use_cache" in options else {}),
+    }
     if family == "vit":
         values["image_size"] = options["image_size"]
         if options["image_size"] % values["patch_size"]:

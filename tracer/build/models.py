@@ -121,8 +121,9 @@ TRANSFORMERS: Final[dict[str, dict[str, dict[str, Any]]]] = {
     },
 }
 _COMMON: Final = ("optimizer", "optimizer_impl", "dtype", "dropout")
-SEQUENCE_OPTIONS: Final = ("batch_size", "seq_len", *_COMMON, "attention")
+SEQUENCE_OPTIONS: Final = ("batch_size", "seq_len", *_COMMON, "attention", "use_cache")
 IMAGE_OPTIONS: Final = ("batch_size", "image_size", *_COMMON, "attention")
+DECODERS: Final = ("gpt2", "llama", "t5")  # have keys and values to copy for generation
 DEFAULT_IMAGE_BATCH: Final = 32
 DEFAULT_IMAGE_SIZE: Final = 224
 # Crop sizes of the published weights (IMAGENET1K_V1) where they are not 224.
@@ -158,7 +159,9 @@ class KnownModel:
         """The options that have a meaning for this model."""
         if self.family == TORCHVISION:
             return tuple(o for o in IMAGE_OPTIONS if o != "attention")
-        return IMAGE_OPTIONS if self.takes_images else SEQUENCE_OPTIONS
+        if self.takes_images:
+            return IMAGE_OPTIONS
+        return tuple(o for o in SEQUENCE_OPTIONS if o != "use_cache" or self.family in DECODERS)
 
     @property
     def takes_images(self) -> bool:
@@ -249,6 +252,9 @@ class NamedModel:
                     raise SpecError(f"--dropout {value!r} must be a number.")
                 if not 0.0 <= float(value) < 1.0:
                     raise SpecError(f"--dropout {value} must be at least 0 and less than 1.")
+            elif option == "use_cache":
+                if not isinstance(value, bool):
+                    raise SpecError(f"use_cache is {value!r} and must be true or false.")
             elif not isinstance(value, str):
                 raise SpecError(f"{_flag(option)} {value!r} must be a name.")
         options = {**_defaults(known), **given}
@@ -281,7 +287,8 @@ def _defaults(known: KnownModel) -> dict[str, Any]:
         vision = False
         trial = known.name.endswith(("-tiny", "-mini", "-small", "-4l")) and known.name not in PUBLISHED_SMALL
         batch = {"batch_size": DEFAULT_SEQUENCE_BATCH, "seq_len": 128 if trial else 512}
-    return {**batch, "optimizer": "sgd" if vision else "adamw", "dtype": "float32"}
+    cache = {"use_cache": False} if known.family in DECODERS else {}
+    return {**batch, "optimizer": "sgd" if vision else "adamw", "dtype": "float32", **cache}
 
 
 DTYPES: Final = {"float32": "float32", "fp32": "float32", **AMP_DTYPES}
