@@ -560,3 +560,14 @@ def test_models_by_name(model: str, options: dict[str, Any], on: str, kernel: st
     validate(trace)
     kernels = {t.split("dot_product_")[1].split("_")[0] for t in trace.ops.target if "scaled_dot" in t}
     assert kernels == ({kernel} if kernel else set())
+
+
+def test_a_norm_that_torch_s_own_code_normalises_by_is_cudnn_s_too() -> None:
+    """`torch.instance_norm` calls the batch norm below Python, over statistics of its own that cuDNN then writes."""
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.InstanceNorm2d(6, affine=True, track_running_stats=True))
+    p = program(model, torch.randn(2, 3, 8, 8))
+    (row,) = [r for r in p.rows if r.target == "aten.cudnn_batch_norm.default"]
+    assert not [r for r in p.rows if "native_batch_norm" in r.target]
+    written = [s for s in row.writes if p.storages[s].producer < p.rows.index(row)]
+    assert [p.storages[s].shape for s in written] == [(12,), (12,)]
+    assert all(p.storages[s].producer >= 0 for s in written)

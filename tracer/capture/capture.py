@@ -203,8 +203,7 @@ def _capture(
         if compiled:
             stack.enter_context(as_compiled())
         joint = aot_export_joint_with_descriptors(stack, flat_model, fakes)
-        graph_module = joint.graph_module
-    return replace(_normalise(graph_module, notes), target=target)
+    return replace(_normalise(joint.graph_module, notes, on_gpu=on_gpu), target=target)
 
 
 def forward_once(model: nn.Module, run: Callable[[], None]) -> None:
@@ -226,7 +225,7 @@ def forward_once(model: nn.Module, run: Callable[[], None]) -> None:
 # The graph, made plain
 
 
-def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
+def _normalise(gm: fx.GraphModule, notes: dict[str, Any], *, on_gpu: bool) -> Captured:
     graph = gm.graph
     without_tokens(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -265,7 +264,8 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any]) -> Captured:
             n.replace_all_uses_with(source)
             graph.erase_node(n)
     split_dropout(graph)
-    mutations = put_cudnn(graph, mutations)
+    if on_gpu:
+        mutations = put_cudnn(graph, mutations)
     _write_buffers(graph, mutations)
     _drop_unused(graph)
     graph.lint()

@@ -16,9 +16,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tracer.capture.cuda.attention import attend
-from tracer.capture.passes.batch_norm import batch_norm, meta, takes_cudnn
+from tracer.capture.passes.batch_norm import dense, meta, takes_cudnn
 from tracer.precision.policy import lowered, without_autocast
-from tracer.torch_api import FakeTensor, pytree, scaled_dot_product_attention
+from tracer.torch_api import FakeTensor, pytree, replaced, scaled_dot_product_attention
 from traces.devices import Device
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ DIFFERENT_RESULTS: Final = frozenset(
 
 @contextlib.contextmanager
 def gpu_kernels(target: Device | None) -> Iterator[None]:
-    """While it is active, attention and batch norms are captured as the ops that a GPU runs.
+    """While it is active, attention is captured as the ops that a GPU runs, and batch norms with inputs as it has them.
 
     torch's functions are replaced where its own Python code looks them up, and a mode catches the calls of whoever
     holds a reference to the originals (under which torch's Python functions would run without the mode).
@@ -58,9 +58,13 @@ def gpu_kernels(target: Device | None) -> Iterator[None]:
         with without_autocast():
             return attend(target, *args, **kwargs)
 
-    def run_norm(*args: Any, **kwargs: Any) -> Any:
-        given = _batch_norm_arguments(*args, **kwargs)
-        return norm(*args, **kwargs) if given is None else batch_norm(*given)
+    def run_norm(  # type: ignore[no-untyped-def]
+        input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
+    ):
+        given = (input, weight, bias, running_mean, running_var)
+        if training and takes_cudnn(*given, eps, enabled=cudnn_enabled):
+            given = (*map(dense, given[:3]), *given[3:])
+        return norm(*given, training, momentum, eps, cudnn_enabled)
 
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,32 +75,12 @@ def gpu_kernels(target: Device | None) -> Iterator[None]:
             return func(*args, **(kwargs or {}))
 
     functional: Any = torch.nn.functional
-    saved = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention, torch.batch_norm = run_attention, run_norm
-    try:
-        with Mode():
-            yield
-    finally:
-        functional.scaled_dot_product_attention, torch.batch_norm = saved, norm
-
-
-def _batch_norm_arguments(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> tuple[Any, ...] | None:
-    """What `torch.batch_norm` was given, for cuDNN's kernel; None if torch would take its own."""
-    if not training or not takes_cudnn(
-        input, weight, bias, running_mean, running_var, eps, enabled=cudnn_enabled
+    with (
+        replaced(functional, scaled_dot_product_attention=run_attention),
+        replaced(torch, batch_norm=run_norm),
+        Mode(),
     ):
-        return None
-    return input, weight, bias, running_mean, running_var, momentum, eps
+        yield
 
 
 def results(target: Any, args: Any, kwargs: Any, out: Any, *, laptop: bool) -> Any:

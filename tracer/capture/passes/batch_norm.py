@@ -1,14 +1,15 @@
 """Put cuDNN's kernel in the place of a batch norm in training where torch would take it on a GPU.
 
 torch's capture cannot hold cuDNN's batch norm: the op updates the running statistics in place without saying so, and
-therefore AOTAutograd replaces it by torch's own kernel. The eager step does not. So a batch norm is captured as an op
-of ours that says what it does, and the finished graph gets `aten.cudnn_batch_norm` for it, which writes the statistics
-itself, as the eager step does. `again` says how to run it a second time without a second update.
+therefore AOTAutograd captures torch's own kernel. The eager step does not run that. So the finished graph gets
+`aten.cudnn_batch_norm` for it, which writes the statistics itself. `again` says how to run it a second time without a
+second update.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,10 @@ from torch import fx
 
 aten = torch.ops.aten
 
+FORWARD: Final = (
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit.no_stats,
+)
 LARGEST_BATCH: Final = 880_801  # cuDNN's limit of a spatial batch norm in training
 LARGEST: Final = 2**31 - 1  # elements; some of cuDNN's kernels index with 32 bits
 SMALLEST_EPS: Final = 0.0  # cuDNN's CUDNN_BN_MIN_EPSILON
@@ -72,31 +77,6 @@ def reserve_bytes(x: torch.Tensor) -> int:
     return 0
 
 
-@torch.library.custom_op("lowtide::cudnn_batch_norm", mutates_args=())
-def cudnn_batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    mean: torch.Tensor | None,
-    var: torch.Tensor | None,
-    momentum: float,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`aten.cudnn_batch_norm` in training, with the new running statistics as its last two results."""
-    new_mean = mean.clone() if mean is not None else x.new_empty(0)
-    new_var = var.clone() if var is not None else x.new_empty(0)
-    given = (new_mean, new_var) if mean is not None else (None, None)
-    out, saved_mean, saved_var, reserve = aten.cudnn_batch_norm(x, weight, bias, *given, True, momentum, eps)
-    return out, saved_mean, saved_var, reserve, new_mean, new_var
-
-
-@cudnn_batch_norm.register_fake
-def _(x, weight, bias, mean, var, momentum, eps):  # type: ignore[no-untyped-def]
-    out, saved_mean, saved_var, reserve = meta(x, weight)
-    new_mean, new_var = (x.new_empty(0) if s is None else torch.empty_like(s) for s in (mean, var))
-    return out, saved_mean, saved_var, reserve, new_mean, new_var
-
-
 def meta(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What `aten.cudnn_batch_norm` returns in training, on fake tensors."""
     return (
@@ -107,112 +87,73 @@ def meta(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     )
 
 
-@torch.library.custom_op("lowtide::cudnn_batch_norm_backward", mutates_args=())
-def cudnn_batch_norm_backward(
-    x: torch.Tensor,
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    saved_mean: torch.Tensor,
-    saved_var: torch.Tensor,
-    eps: float,
-    reserve: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`aten.cudnn_batch_norm_backward`, which takes the running statistics and does not look at them."""
-    return tuple(
-        aten.cudnn_batch_norm_backward(x, grad, weight, None, None, saved_mean, saved_var, eps, reserve)
-    )
-
-
-@cudnn_batch_norm_backward.register_fake
-def _(x, grad, weight, saved_mean, saved_var, eps, reserve):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, _bias, _mean, _var, _momentum, eps = inputs
-    _out, saved_mean, saved_var, reserve, new_mean, new_var = output
-    ctx.save_for_backward(x, weight, saved_mean, saved_var, reserve)
-    ctx.eps = eps
-    ctx.mark_non_differentiable(saved_mean, saved_var, reserve, new_mean, new_var)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: torch.Tensor | None, *_: Any) -> Any:
-    if grad is None:
-        return (None,) * 7
-    x, weight, saved_mean, saved_var, reserve = ctx.saved_tensors
-    grads = torch.ops.lowtide.cudnn_batch_norm_backward(
-        x, grad, weight, saved_mean, saved_var, ctx.eps, reserve
-    )
-    return (*grads, None, None, None, None)
-
-
-cudnn_batch_norm.register_autograd(_backward, setup_context=_save)
-
-
-def batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    mean: torch.Tensor | None,
-    var: torch.Tensor | None,
-    momentum: float,
-    eps: float,
-) -> torch.Tensor:
-    """The batch norm by cuDNN's kernel, the running statistics updated."""
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """A tensor as cuDNN takes it: contiguous, or an image in channels last."""
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
-    given = x if x.is_contiguous(memory_format=layout) else x.contiguous()
-    out, _, _, _, new_mean, new_var = torch.ops.lowtide.cudnn_batch_norm(
-        given, weight.contiguous(), bias.contiguous(), mean, var, momentum, eps
-    )
-    if mean is not None and var is not None:
-        mean.copy_(new_mean)
-        var.copy_(new_var)
-    return out
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The finished graph
+    return x if x.is_contiguous(memory_format=layout) else x.contiguous()
 
 
 def put_cudnn(graph: fx.Graph, mutations: list[tuple[fx.Node, fx.Node]]) -> list[tuple[fx.Node, fx.Node]]:
-    """Replace the ops of ours by `aten.cudnn_batch_norm`, which writes its buffers itself.
+    """Replace torch's own batch norms by `aten.cudnn_batch_norm` where a GPU takes it; it writes its buffers itself.
 
     Args:
         graph: is changed.
         mutations: pairs of an overwritten input and its new value; those that cuDNN now writes are left out of what
             is returned.
-
-    A batch norm whose statistics are no buffers of the model keeps the op of ours, which updates copies.
     """
+    reserves: dict[fx.Node, fx.Node] = {}
     for n in list(graph.nodes):
-        if n.op != "call_function":
-            continue
-        if n.target is torch.ops.lowtide.cudnn_batch_norm_backward.default:
-            x, grad, weight, saved_mean, saved_var, eps, reserve = n.args
-            n.target = aten.cudnn_batch_norm_backward.default
-            n.args = (x, grad, weight, None, None, saved_mean, saved_var, eps, reserve)
-        elif n.target is torch.ops.lowtide.cudnn_batch_norm.default:
-            x, weight, bias, mean, var, momentum, eps = n.args
-            parts = {p.args[1]: p for p in n.users}
-            written = [(mean, parts.get(4)), (var, parts.get(5))] if mean is not None else []
-            if any(s.op != "placeholder" for s, _ in written):
+        if n.target in FORWARD:
+            x, weight, bias, *statistics, training, momentum, eps = n.args
+            mean, var = statistics or (None, None)
+            v, w, b, m, d = (a and a.meta["val"] for a in (x, weight, bias, mean, var))
+            if not training or not takes_cudnn(v, w, b, m, d, eps, enabled=torch.backends.cudnn.enabled):
                 continue
-            n.target = aten.cudnn_batch_norm.default
-            n.args = (x, weight, bias, mean, var, True, momentum, eps)
-            n.meta["val"] = n.meta["val"][:4]
-            for buffer, part in written:
-                # The new value, and what `copy_` made of it: from here on both are the buffer itself.
-                copies = [u for u in part.users if u.target is aten.copy.default] if part is not None else []
-                for value in (*copies, part):
-                    if value is not None:
-                        value.replace_all_uses_with(buffer)
-                        mutations = [(t, buffer if v is value else v) for t, v in mutations]
-                        graph.erase_node(value)
-            for k in (4, 5):
-                if mean is None and k in parts:
-                    graph.erase_node(parts[k])
+            with graph.inserting_before(n):
+                # Statistics that are no inputs of the graph may have other readers: what is written is a copy.
+                written = [a if a.op == "placeholder" else _clone(a) for a in statistics]
+                args = (x, weight, bias, *(written or (None, None)), True, momentum, eps)
+                cudnn = graph.create_node(
+                    "call_function", aten.cudnn_batch_norm.default, args, name="cudnn_batch_norm"
+                )
+                reserve = graph.call_function(operator.getitem, (cudnn, 3))
+            cudnn.meta = {**n.meta, "val": meta(x.meta["val"], weight.meta["val"])}
+            reserve.meta = {**n.meta, "val": cudnn.meta["val"][3]}
+            for part in list(n.users):
+                k = part.args[1]
+                if k < 3:
+                    part.args = (cudnn, k)
+                    part.meta["val"] = cudnn.meta["val"][k]
+                    if k:
+                        reserves[part] = reserve
+                    continue
+                part.replace_all_uses_with(written[k - 3])
+                mutations = [(t, written[k - 3] if v is part else v) for t, v in mutations]
+                graph.erase_node(part)
+            graph.erase_node(n)
+        elif n.target is aten.native_batch_norm_backward.default and n.args[5] in reserves:
+            grad, x, weight, _, _, saved_mean, saved_var, _, eps, _ = n.args
+            reserve = reserves[saved_mean]
+            args = (x, grad, weight, None, None, saved_mean, saved_var, eps, reserve)
+            with graph.inserting_before(n):
+                cudnn = graph.create_node(
+                    "call_function",
+                    aten.cudnn_batch_norm_backward.default,
+                    args,
+                    name="cudnn_batch_norm_backward",
+                )
+            cudnn.meta = dict(n.meta)
+            n.replace_all_uses_with(cudnn)
+            graph.erase_node(n)
     return [(t, v) for t, v in mutations if t is not v]
+
+
+def _clone(n: fx.Node) -> fx.Node:
+    copy: fx.Node = n.graph.call_function(
+        aten.clone.default, (n,), {"memory_format": torch.contiguous_format}
+    )
+    copy.meta = {**n.meta, "val": torch.empty_like(n.meta["val"], memory_format=torch.contiguous_format)}
+    return copy
 
 
 def writes(n: fx.Node) -> tuple[Any, ...]:
