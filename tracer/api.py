@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypedDict, TypeVar, Unpack
 
 from tracer.build.step import SEEDS, BuildStep, check_device, load_spec
 from tracer.torch_api import require_torch
 from traces.devices import Device
 from traces.devices import device as device_entry
-from traces.errors import SpecError
+from traces.errors import LowtideError, SpecError
 from traces.trace import Trace
 
 if TYPE_CHECKING:
@@ -34,9 +37,30 @@ class StepOptions(TypedDict, total=False):
     optimizer_impl: str | None  # foreach, fused or for-loop
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _names_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """The same for Python: what it refuses names arguments where the command would name flags (`inspect.unwrap`)."""
+    names = "|".join((*signature(function).parameters, *StepOptions.__annotations__)).replace("_", "-")
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except LowtideError as error:
+            text = str(error).replace("--no-profile", "profile=False")
+            error.args = (re.sub(rf"--({names})\b", lambda m: m[1].replace("-", "_"), text),)
+            raise
+
+    return call
+
+
 GPU_UNKNOWN: Final = "h200"  # whose table entry a GPU has whose name is not known before it is measured
 
 
+@_names_arguments
 def trace(
     model: nn.Module | str,
     batch: Any = None,

@@ -7,7 +7,7 @@ models go by their own names, transformers' by family and size.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -124,32 +124,20 @@ _COMMON: Final = ("optimizer", "optimizer_impl", "dtype", "dropout")
 SEQUENCE_OPTIONS: Final = ("batch_size", "seq_len", *_COMMON, "attention", "use_cache")
 IMAGE_OPTIONS: Final = ("batch_size", "image_size", *_COMMON, "attention")
 DECODERS: Final = ("gpt2", "llama", "t5")  # have keys and values to copy for generation
-DEFAULT_IMAGE_BATCH: Final = 32
-DEFAULT_IMAGE_SIZE: Final = 224
 # Crop sizes of the published weights (IMAGENET1K_V1) where they are not 224.
 IMAGE_SIZES: Final = {
-    "efficientnet_b1": 240,
-    "efficientnet_b2": 288,
-    "efficientnet_b3": 300,
-    "efficientnet_b4": 380,
-    "efficientnet_b5": 456,
-    "efficientnet_b6": 528,
-    "efficientnet_b7": 600,
+    **{f"efficientnet_b{k}": size for k, size in enumerate((240, 288, 300, 380, 456, 528, 600), start=1)},
     "efficientnet_v2_s": 384,
     "efficientnet_v2_m": 480,
     "efficientnet_v2_l": 480,
     "inception_v3": 299,
-    "swin_v2_t": 256,
-    "swin_v2_s": 256,
-    "swin_v2_b": 256,
+    **dict.fromkeys(("swin_v2_t", "swin_v2_s", "swin_v2_b"), 256),
 }
-DEFAULT_SEQUENCE_BATCH: Final = 8
-PUBLISHED_SMALL: Final = ("t5-small", "gpt2-small")  # not for trying out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownModel:
-    """One line of the list of known models."""
+    """A model that is known by its name."""
 
     name: str
     family: str  # torchvision, bert, gpt2, llama, t5, vit
@@ -159,13 +147,65 @@ class KnownModel:
         """The options that have a meaning for this model."""
         if self.family == TORCHVISION:
             return tuple(o for o in IMAGE_OPTIONS if o != "attention")
-        if self.takes_images:
+        if self.family == "vit":
             return IMAGE_OPTIONS
         return tuple(o for o in SEQUENCE_OPTIONS if o != "use_cache" or self.family in DECODERS)
 
     @property
-    def takes_images(self) -> bool:
-        return self.family in (TORCHVISION, "vit")
+    def defaults(self) -> dict[str, Any]:
+        """The options that decide its step, where nothing is said of them."""
+        if "seq_len" in self.takes:
+            # Sizes for trying things out have short sequences; two of their names are of published models.
+            trial = self.name.endswith(("-tiny", "-mini", "-small", "-4l"))
+            short = trial and self.name not in ("t5-small", "gpt2-small")
+            sizes: dict[str, Any] = {"batch_size": 8, "seq_len": 128 if short else 512}
+        else:
+            sizes = {"batch_size": 32, "image_size": IMAGE_SIZES.get(self.name, 224)}
+        sizes |= {"optimizer": "sgd" if self.family == TORCHVISION else "adamw", "dtype": "float32"}
+        return {**sizes, "use_cache": False} if self.family in DECODERS else sizes
+
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All options of a step, with the defaults of those that are not given.
+
+        Raises:
+            SpecError: an option that the model does not take, or a value that is out of range.
+        """
+        from tracer.build.optimizers import check_optimizer
+
+        foreign = [o for o in given if o not in self.takes]
+        if foreign:
+            flags = ", ".join(map(_flag, self.takes))
+            raise SpecError(f"model {self.name} takes no {_flag(foreign[0])}; it takes {flags}.")
+        for option, value in given.items():
+            if option in ("batch_size", "seq_len", "image_size"):
+                if not isinstance(value, int) or value < 1:
+                    raise SpecError(f"{_flag(option)} {value!r} must be a whole number of at least 1.")
+            elif option == "dropout":
+                if type(value) not in (int, float):
+                    raise SpecError(f"--dropout {value!r} must be a number.")
+                if not 0.0 <= float(value) < 1.0:
+                    raise SpecError(f"--dropout {value} must be at least 0 and less than 1.")
+            elif option == "use_cache":
+                if not isinstance(value, bool):
+                    raise SpecError(f"use_cache is {value!r} and must be true or false.")
+            elif not isinstance(value, str):
+                raise SpecError(f"{_flag(option)} {value!r} must be a name.")
+        options = {**self.defaults, **given}
+        options["dtype"] = parse_dtype(options["dtype"])
+        check_optimizer(options["optimizer"], options.get("optimizer_impl"))
+        return options
+
+    def step(self, options: dict[str, Any], device: str) -> TrainingStep:
+        """The training step with these options, on that device."""
+        if self.family == TORCHVISION:
+            from tracer.build.vision import image_step
+
+            return image_step(self.name, options, device)
+        from tracer.build.huggingface import transformers_step
+
+        return transformers_step(
+            self.family, self.name, TRANSFORMERS[self.family][self.name], options, device
+        )
 
 
 def list_models() -> tuple[KnownModel, ...]:
@@ -221,74 +261,8 @@ def _torchvision_names() -> list[str]:
     return names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedModel:
-    """A known model with all of its options decided."""
-
-    name: str
-    options: dict[str, Any]
-    step: Callable[[str], TrainingStep]  # device -> step
-
-    @classmethod
-    def parse(cls, name: str, given: dict[str, Any]) -> NamedModel:
-        """Check the options against the model and fill in the defaults.
-
-        Raises:
-            SpecError: unknown model, an option that it does not take, or a value that is out of range.
-        """
-        from tracer.build.optimizers import check_optimizer
-
-        known = find_model(name)
-        foreign = [o for o in given if o not in known.takes]
-        if foreign:
-            flags = ", ".join(map(_flag, known.takes))
-            raise SpecError(f"model {known.name} takes no {_flag(foreign[0])}; it takes {flags}.")
-        for option, value in given.items():
-            if option in ("batch_size", "seq_len", "image_size"):
-                if not isinstance(value, int) or value < 1:
-                    raise SpecError(f"{_flag(option)} {value!r} must be a whole number of at least 1.")
-            elif option == "dropout":
-                if type(value) not in (int, float):
-                    raise SpecError(f"--dropout {value!r} must be a number.")
-                if not 0.0 <= float(value) < 1.0:
-                    raise SpecError(f"--dropout {value} must be at least 0 and less than 1.")
-            elif option == "use_cache":
-                if not isinstance(value, bool):
-                    raise SpecError(f"use_cache is {value!r} and must be true or false.")
-            elif not isinstance(value, str):
-                raise SpecError(f"{_flag(option)} {value!r} must be a name.")
-        options = {**_defaults(known), **given}
-        options["dtype"] = parse_dtype(options["dtype"])
-        check_optimizer(options["optimizer"], options.get("optimizer_impl"))
-
-        def step(device: str) -> TrainingStep:
-            if known.family == TORCHVISION:
-                from tracer.build.vision import image_step
-
-                return image_step(known.name, options, device)
-            from tracer.build.huggingface import transformers_step
-
-            config = TRANSFORMERS[known.family][known.name]
-            return transformers_step(known.family, known.name, config, options, device)
-
-        return cls(name=known.name, options=options, step=step)
-
-
 def _flag(option: str) -> str:
     return "--" + option.replace("_", "-")
-
-
-def _defaults(known: KnownModel) -> dict[str, Any]:
-    if known.takes_images:
-        vision = known.family == TORCHVISION
-        size = IMAGE_SIZES.get(known.name, DEFAULT_IMAGE_SIZE)
-        batch = {"batch_size": DEFAULT_IMAGE_BATCH, "image_size": size}
-    else:
-        vision = False
-        trial = known.name.endswith(("-tiny", "-mini", "-small", "-4l")) and known.name not in PUBLISHED_SMALL
-        batch = {"batch_size": DEFAULT_SEQUENCE_BATCH, "seq_len": 128 if trial else 512}
-    cache = {"use_cache": False} if known.family in DECODERS else {}
-    return {**batch, "optimizer": "sgd" if vision else "adamw", "dtype": "float32", **cache}
 
 
 DTYPES: Final = {"float32": "float32", "fp32": "float32", **AMP_DTYPES}

@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from tracer.precision.policy import FLOAT16, Autocast, parse_policy, set_tf32
@@ -104,17 +105,14 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     if is_build_function(model):
         from tracer.build.build_function import BuildFunction
 
-        function = BuildFunction.parse(model)
-
-        def make(device: str) -> TrainingStep:
-            return function.step(given, device)
-
+        make = partial(BuildFunction.parse(model).step, given)
         return BuildStep(model=model, options=given, seed=seed, make=make, policy=policy)
-    from tracer.build.models import NamedModel
+    from tracer.build.models import find_model
 
-    named = NamedModel.parse(model, {k: v for k, v in given.items() if k not in policy})
-    options = {**named.options, **policy}
-    return BuildStep(model=named.name, options=options, seed=seed, make=named.step, policy=policy)
+    known = find_model(model)
+    own = known.options({k: v for k, v in given.items() if k not in policy})
+    make = partial(known.step, own)
+    return BuildStep(model=known.name, options={**own, **policy}, seed=seed, make=make, policy=policy)
 
 
 def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on: str = "") -> TrainingStep:

@@ -72,11 +72,12 @@ def run_model(
     """Record one training step of MODEL: a name from `trace models`, or path/to/file.py:build."""
     import os
     import time
+    from inspect import unwrap
 
     # torch's C++ parts and its profiler write to stderr by themselves; what matters reaches the user as an error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from tracer.api import trace as record_step
+    from tracer import api
     from traces import store
     from traces.errors import SpecError
 
@@ -91,7 +92,7 @@ def run_model(
             text = f"measuring: round {done} of {rounds}" if done < rounds else ""
             click.echo(f"\r{text:40}\r", nl=False, err=True)
 
-    record = record_step(
+    record = unwrap(api.trace)(
         model,
         rounds=rounds,
         profile=False if no_profile else profile,

@@ -44,99 +44,81 @@ class Names(Probe):
 class Timer(Probe):
     """Measures times: of single ops (`run`), or of ops in a row, each from the tick before it to its own.
 
-    One timer serves several rounds, each ended by `finish`.
+    One timer serves several rounds, each ended by `finish`. A subclass has a clock, which is read after the round.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._spans: list[tuple[Any, Any]] = []
+        self._last: Any = None
+
     @abc.abstractmethod
+    def now(self) -> Any:
+        """This moment."""
+
+    @abc.abstractmethod
+    def between_ns(self, begin: Any, end: Any) -> int:
+        """The time from one moment to another, once the round is over."""
+
+    def run(self, target: Any, call: Callable[[], Any]) -> Any:
+        self.targets.append(str(target))
+        begin = self.now()
+        out = call()
+        self._spans.append((begin, self.now()))
+        return out
+
     def begin(self) -> None:
         """Ops in a row follow."""
+        self._last = self.now()
 
-    @abc.abstractmethod
     def tick(self) -> None:
         """One of them has ended."""
+        now = self.now()
+        self._spans.append((self._last, now))
+        self._last = now
 
-    @abc.abstractmethod
     def finish(self) -> list[int]:
         """The times of the round's ops, in ns; `targets` and times begin anew."""
+        times = [self.between_ns(begin, end) for begin, end in self._spans]
+        self._spans, self._last, self.targets = [], None, []
+        return times
 
 
 class Silent(Timer):
     """Measures nothing: what it watches runs as if nobody did."""
 
+    def now(self) -> None:
+        pass
+
+    def between_ns(self, begin: Any, end: Any) -> int:
+        raise AssertionError("nothing was timed")
+
     def run(self, target: Any, call: Callable[[], Any]) -> Any:
         return call()
 
-    def begin(self) -> None:
-        pass
-
     def tick(self) -> None:
         pass
-
-    def finish(self) -> list[int]:
-        self.targets = []
-        return []
 
 
 class CpuTimer(Timer):
-    def __init__(self) -> None:
-        super().__init__()
-        self._times_ns: list[int] = []
-        self._last_ns = 0
+    def now(self) -> int:
+        return time.perf_counter_ns()
 
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
-        self.targets.append(str(target))
-        begin = time.perf_counter_ns()
-        out = call()
-        self._times_ns.append(time.perf_counter_ns() - begin)
-        return out
-
-    def begin(self) -> None:
-        self._last_ns = time.perf_counter_ns()
-
-    def tick(self) -> None:
-        now = time.perf_counter_ns()
-        self._times_ns.append(now - self._last_ns)
-        self._last_ns = now
-
-    def finish(self) -> list[int]:
-        times, self._times_ns, self.targets = self._times_ns, [], []
-        return times
+    def between_ns(self, begin: int, end: int) -> int:
+        return end - begin
 
 
 class CudaTimer(Timer):
     """CUDA events around every op; they are read after the round, so that nothing waits in between."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._events: list[tuple[Any, Any]] = []
-        self._last: Any = None
+    def now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
-        self.targets.append(str(target))
-        begin = _now()
-        out = call()
-        self._events.append((begin, _now()))
-        return out
-
-    def begin(self) -> None:
-        self._last = _now()
-
-    def tick(self) -> None:
-        now = _now()
-        self._events.append((self._last, now))
-        self._last = now
-
-    def finish(self) -> list[int]:
-        torch.cuda.synchronize()
-        times = [int(begin.elapsed_time(end) * 1e6) for begin, end in self._events]
-        self._events, self._last, self.targets = [], None, []
-        return times
-
-
-def _now() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def between_ns(self, begin: Any, end: Any) -> int:
+        end.synchronize()
+        return int(begin.elapsed_time(end) * 1e6)
 
 
 class CpuMarker(Probe):
