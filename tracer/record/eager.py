@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -47,7 +50,9 @@ class EagerRecorder(TorchDispatchMode):
         self.rows: list[OpRow] = []
         self.phase = FORWARD
         self._ids: dict[int, int] = {}
-        self._watched: dict[int, list[StorageWeakRef]] = {}  # storage id -> all that stand for it
+        # What is watched: the address of a weak reference and the storage id that it stands for; and how many each has.
+        self._refs: dict[tuple[int, int], StorageWeakRef] = {}
+        self._watched: Counter[int] = Counter()
         # Storages that the step did not make: while a weak reference lives, no other storage gets the address of one.
         self._there: dict[int, StorageWeakRef] = {}
         self._scalars = Scalars()
@@ -97,9 +102,13 @@ class EagerRecorder(TorchDispatchMode):
         self._ids[storage_key(x)] = storage
         ref = StorageWeakRef(x.untyped_storage())
         if watch:
-            self._watched.setdefault(storage, []).append(ref)
+            self._watch(ref, storage)
         else:
             self._there[storage] = ref
+
+    def _watch(self, ref: StorageWeakRef, storage: int) -> None:
+        self._watched[storage] += (ref.cdata, storage) not in self._refs
+        self._refs[ref.cdata, storage] = ref
 
     def row(self, x: torch.Tensor, name: str, category: str, producer: int = -1) -> StorageRow:
         """A row for a tensor's storage. Memory of another device is not this trace's: it counts as 0 bytes (the
@@ -121,12 +130,17 @@ class EagerRecorder(TorchDispatchMode):
 
     def look(self) -> None:
         """Note which watched storages are gone by now."""
-        gone = {s for s, refs in self._watched.items() if all(storage_expired(ref.cdata) for ref in refs)}
+        gone = set()
+        addresses = map(itemgetter(0), self._refs)
+        for key in list(itertools.compress(self._refs, map(storage_expired, addresses))):
+            del self._refs[key]
+            self._watched[key[1]] -= 1
+            if not self._watched[key[1]]:
+                del self._watched[key[1]]
+                gone.add(key[1])
+                self.died_after[key[1]] = len(self.rows) - 1
         if not gone:
             return
-        for s in gone:
-            self.died_after[s] = len(self.rows) - 1
-            del self._watched[s]
         # The addresses may come back for other storages.
         self._ids = {k: s for k, s in self._ids.items() if s not in gone}
 
@@ -168,7 +182,8 @@ class EagerRecorder(TorchDispatchMode):
                 row = self.row(x, name, ACTIVATION, i)
                 created.append(self.id_of(x, replace(row, nbytes=result_bytes(func, args, x)), watch=True))
         if self.phase == OPTIMIZER:  # which may put something else in the place of what it reads
-            self._watched |= {s: [self._there.pop(s)] for s in reads if s in self._there}
+            for s in self._there.keys() & reads:
+                self._watch(self._there.pop(s), s)
         mutated = [self._ids[storage_key(x)] for x in _mutated(func, args, kwargs)]
         flags = EAGER
         if outputs and not created and not mutated:

@@ -45,6 +45,8 @@ class Scalars:
             and torch.Tag.nondeterministic_seeded not in func.tags
             and func.namespace == "aten"
         )
+        if not follow and not self._values:
+            return func(*args, **kwargs)
         copies: dict[int, torch.Tensor] = {}
         if follow:
             with disable_current_modes():

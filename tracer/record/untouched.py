@@ -51,9 +51,9 @@ def untouched_peak_bytes(draft: Draft, costs: Costs) -> int:
     def run() -> None:
         nonlocal peak_bytes
         counter = _Counter(target, costs)
+        with step.autocast.region():  # the model makes what it keeps from step to step
+            step.loss_of(step.model(*step.args, **step.kwargs))
         with counter:
-            with counter.paused(), step.autocast.region():  # the model makes what it keeps from step to step
-                step.loss_of(step.model(*step.args, **step.kwargs))
             counter.start(step)
             run_step(step, step.model, step.optimizer, counter.begin)
         peak_bytes = counter.peak_bytes
