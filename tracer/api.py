@@ -43,7 +43,8 @@ R = TypeVar("R")
 
 def _names_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """The same for Python: what it refuses names arguments where the command would name flags (`inspect.unwrap`)."""
-    names = "|".join((*signature(function).parameters, *StepOptions.__annotations__)).replace("_", "-")
+    arguments = (*signature(function).parameters, *StepOptions.__annotations__)
+    names = "|".join(sorted(arguments, reverse=True)).replace("_", "-")  # batch-size before batch
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -235,7 +235,7 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any], *, on_gpu: bool) -> Ca
     cloned: list[int] = []
     grads: dict[tuple[str, Any], fx.Node | None] = {}
     mutations: list[tuple[fx.Node, fx.Node]] = []
-    for value, d in zip(_flatten_outputs(output.args[0]), output.meta["desc"], strict=True):
+    for value, d in zip(pytree.tree_leaves(output.args[0]), output.meta["desc"], strict=True):
         kind = type(d).__name__
         if kind == "PlainAOTOutput":
             outputs[d.idx] = value
@@ -372,16 +372,6 @@ def is_view(node: fx.Node) -> bool:
         return False
     returns = target._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-def _flatten_outputs(value: Any) -> list[fx.Node | None]:
-    out: list[fx.Node | None] = []
-    if isinstance(value, (tuple, list)):
-        for x in value:
-            out.extend(_flatten_outputs(x))
-    else:
-        out.append(value)
-    return out
 
 
 def _input_key(d: Any) -> tuple[str, Any]:

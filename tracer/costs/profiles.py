@@ -105,13 +105,7 @@ def processor() -> str:
 
 def board_of(name: str) -> str:
     """The device table's entry for a GPU as the driver names it ("NVIDIA A100-SXM4-80GB" -> "A100-80"); "" if none."""
-    words = {w.removesuffix("gb") for w in re.findall(r"[a-z0-9]+", name.lower())}
-    if words & OTHER_BOARDS:
-        return ""
-    for entry in DEVICES:
-        if entry.kind == "cuda" and set(entry.name.lower().split("-")) <= words:
-            return entry.name
-    return ""
+    return next((d.name for d in _boards(name) if set(d.name.lower().split("-")) <= _words(name)), "")
 
 
 def nearest_board(name: str, memory_bytes: int) -> str:
@@ -120,15 +114,22 @@ def nearest_board(name: str, memory_bytes: int) -> str:
     Counts: the chip. Ignores: that such boards have lower clocks and bandwidths, so times are too short. For what
     must be right, `board_of`.
     """
-    words = {w.removesuffix("gb") for w in re.findall(r"[a-z0-9]+", name.lower())} - PACKAGES
-    if words & OTHER_BOARDS:
-        return ""
     fitting = [
         d
-        for d in DEVICES
-        if d.kind == "cuda" and {w for w in d.name.lower().split("-") if not _is_memory(w, d)} <= words
+        for d in _boards(name, but=PACKAGES)
+        if {w for w in d.name.lower().split("-") if not _is_memory(w, d)} <= _words(name)
     ]
     return min(fitting, key=lambda d: abs(d.memory_bytes - memory_bytes)).name if fitting else ""
+
+
+def _words(name: str) -> set[str]:
+    return {w.removesuffix("gb") for w in re.findall(r"[a-z0-9]+", name.lower())}
+
+
+def _boards(name: str, but: frozenset[str] = frozenset()) -> list[Device]:
+    """The GPUs that a name may mean: none if one of its words, but for these, makes it another board."""
+    other = (_words(name) - but) & OTHER_BOARDS
+    return [] if other else [d for d in DEVICES if d.kind == "cuda"]
 
 
 def _is_memory(word: str, entry: Device) -> bool:

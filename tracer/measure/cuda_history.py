@@ -31,9 +31,7 @@ class History:
     """What a recorded round showed."""
 
     events: tuple[tuple[int, ...], ...]  # by op: +bytes and -bytes as requested, in order
-    workspaces: tuple[
-        LibraryWorkspace, ...
-    ]  # allocated in an op, returned by none, and still there at the end
+    workspaces: tuple[LibraryWorkspace, ...]  # allocated in an op, returned by none, still there at the end
 
 
 def read_history(entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindow]) -> History:

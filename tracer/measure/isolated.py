@@ -41,9 +41,7 @@ from traces.device_profile import (
 from traces.trace import VIEW
 
 RUNS: Final = 3  # timed runs of each op, after one that warms up
-LONG_NS: Final = (
-    5_000_000  # of an op that takes as long, one run is timed: the one that shows its allocations
-)
+LONG_NS: Final = 5_000_000  # of an op that takes as long, only the run that shows its allocations is timed
 TOGETHER: Final = 32  # ops under one profiler
 
 

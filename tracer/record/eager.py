@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tracer.build.context import is_fake
 from tracer.costs.roofline import result_bytes
 from tracer.costs.rows import OpRow, StorageRow
-from tracer.record.rows import op_row, storage_key, storage_row, tensors_in
+from tracer.record.rows import op_row, overwritten, storage_key, storage_row, tensors_in
 from tracer.record.scalars import Scalars
 from tracer.torch_api import FakeTensor, TorchDispatchMode, release, storage_expired
 from traces.errors import CaptureError
@@ -169,7 +169,7 @@ class EagerRecorder(TorchDispatchMode):
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.phase != OPTIMIZER:
             return func(*args, **kwargs)
-        return self._scalars.run(func, args, kwargs, lambda a, kw: _mutated(func, a, kw))
+        return self._scalars.run(func, args, kwargs)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         inputs, outputs = list(given_to(func, args, kwargs)), list(tensors_in(out))
@@ -184,7 +184,8 @@ class EagerRecorder(TorchDispatchMode):
         if self.phase == OPTIMIZER:  # which may put something else in the place of what it reads
             for s in self._there.keys() & reads:
                 self._watch(self._there.pop(s), s)
-        mutated = [self._ids[storage_key(x)] for x in _mutated(func, args, kwargs)]
+        written = tensors_in(overwritten(func, args, kwargs))
+        mutated = [self._ids[storage_key(x)] for x in written]
         flags = EAGER
         if outputs and not created and not mutated:
             flags |= VIEW
@@ -241,10 +242,3 @@ def is_op(func: Any) -> bool:
 def given_to(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The tensors that an op is given; of `lift_fresh` none: what `torch.tensor(...)` gives it is its own output."""
     return iter(()) if func is aten.lift_fresh.default else tensors_in((args, kwargs))
-
-
-def _mutated(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    for k, arg in enumerate(func._schema.arguments):
-        if arg.alias_info is not None and arg.alias_info.is_write:
-            value = args[k] if k < len(args) else kwargs.get(arg.name)
-            yield from tensors_in(value)

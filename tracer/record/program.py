@@ -21,7 +21,7 @@ from tracer.capture.torch_fixes.grouped import grouped_products
 from tracer.costs.roofline import result_bytes
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.precision.policy import without_autocast
-from tracer.record.rows import op_row, storage_key, storage_row, tables_of, tensors_in
+from tracer.record.rows import op_row, overwritten, storage_key, storage_row, tables_of, tensors_in
 from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, pytree
 from traces.errors import CaptureError
 from traces.trace import (
@@ -280,16 +280,8 @@ def _module_of(n: fx.Node) -> str:
 
 def _mutated(n: fx.Node, storage_of: dict[fx.Node, tuple[int, ...]]) -> list[int]:
     """Storages that the op overwrites, by its schema or undeclared."""
-    schema = getattr(n.target, "_schema", None)
-    if schema is None:
-        return []
-    out: list[int] = [s for a in undeclared_writes(n) for s in storage_of.get(a, ())]
-    for k, arg in enumerate(schema.arguments):
-        if arg.alias_info is not None and arg.alias_info.is_write:
-            value = n.args[k] if k < len(n.args) else n.kwargs.get(arg.name)
-            for a in pytree.tree_leaves(value):
-                out.extend(storage_of.get(a, ()))
-    return out
+    written = (*undeclared_writes(n), *overwritten(n.target, n.args, n.kwargs))
+    return [s for a in written for s in storage_of.get(a, ())]
 
 
 def _overwritten_inputs(captured: Captured) -> set[fx.Node]:

@@ -54,6 +54,14 @@ def storage_row(x: torch.Tensor, name: str, category: str, producer: int = -1) -
     )
 
 
+def overwritten(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments of a call (tensors, or nodes that stand for them) that the op overwrites, by its schema."""
+    schema = getattr(func, "_schema", None)
+    arguments = enumerate(schema.arguments if schema is not None else ())
+    written = ((k, a) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return pytree.tree_leaves([args[k] if k < len(args) else kwargs.get(a.name) for k, a in written])
+
+
 def storage_key(x: torch.Tensor) -> int:
     """What two tensors have in common exactly if they share a storage."""
     return int(x.untyped_storage()._cdata)

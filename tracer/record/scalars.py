@@ -7,13 +7,12 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tracer.record.rows import storage_key, tensors_in
+from tracer.record.rows import overwritten, storage_key, tensors_in
 from tracer.torch_api import FakeTensor, disable_current_modes, pytree
 
 
@@ -31,13 +30,8 @@ class Scalars:
         with disable_current_modes():
             return known.item()
 
-    def run(self, func: Any, args: Any, kwargs: Any, written: Callable[[Any, Any], Any]) -> Any:
-        """Call an op, and follow what it does to single numbers.
-
-        Args:
-            func, args, kwargs: the call.
-            written: gives the tensors among (args, kwargs) that the op overwrites.
-        """
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an op, and follow what it does to single numbers."""
         given = list(tensors_in((args, kwargs)))
         values = {id(x): self._known(x) for x in given}
         follow = (
@@ -53,7 +47,7 @@ class Scalars:
                 copies = {k: v.clone() for k, v in values.items() if v is not None}
         out = func(*args, **kwargs)
         made = list(tensors_in(out))
-        changed = list(written(args, kwargs))
+        changed = list(tensors_in(overwritten(func, args, kwargs)))
         for x in changed:
             self._values.pop(storage_key(x), None)
         if not follow or not all(_single(x) for x in (*given, *made)):

@@ -145,9 +145,7 @@ class Joint:
     """A copy of a captured graph in the form that torch's partitioner expects."""
 
     module: fx.GraphModule
-    forward_outputs: (
-        int  # how many of the outputs are forward's: new values of buffers, then the model's outputs
-    )
+    forward_outputs: int  # how many outputs are forward's: new values of buffers, then the model's outputs
     stands_for: dict[str, str]  # names of nodes that the copy has instead of ours -> our node's name
 
 
