@@ -12,7 +12,7 @@ import gc
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from executor.isolated import run_fresh
@@ -51,15 +51,34 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The outcome: `bit_equal` means every bit of every tensor after every step.
+
+    `equal` is the verdict: equal in every value (0 and -0 are, and one NaN and another), or within the noise of an
+    untouched model that differs from itself.
+    """
+
+    equal: bool
+    bit_equal: bool
+    steps: int
+    max_abs_difference: dict[str, float] = field(default_factory=dict)  # by kind; NaN against NaN is equal
+    first_difference: str = ""  # where the first bit differed
+    losses: tuple[float, ...] = ()
+    first_step_relative: float = 0.0  # of the first step: largest difference / largest value, by kind
+    note: str = ""  # how the verdict was reached, where it was not at the first comparison
+    control_difference: dict[str, float] = field(
+        default_factory=dict
+    )  # eager against itself; empty: not needed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
     """What comes back from a process."""
 
     figures: RunFigures
     environment: dict[str, str]
-    verification: dict[str, Any] | None = None
-    curve: tuple[
-        tuple[int, int], ...
-    ] = ()  # (ns since the iteration began, live bytes) of one steady iteration
+    verification: Verification | None = None
+    curve: tuple[tuple[int, int], ...] = ()  # (ns since it began, live bytes) of one steady iteration
 
 
 Once = Callable[[], bool]  # one training step; whether a gradient scaler took it
@@ -86,19 +105,9 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if job.device.startswith("cuda") and job.alloc_conf and not alloc_conf():
         env |= dict.fromkeys(ALLOC_CONF, job.alloc_conf)
-    data = run_fresh(
-        "executor.measure:do",
-        asdict(job),
-        what=f"measured {job.variant}",
-        environment=env,
-        timeout_s=timeout_s,
-    )
-    return JobResult(
-        figures=from_json(RunFigures, data["figures"]),
-        environment=data["environment"],
-        verification=data["verification"],
-        curve=tuple((int(t), int(b)) for t, b in data["curve"]),
-    )
+    what = f"measured {job.variant}"
+    data = run_fresh("executor.measure:do", asdict(job), what=what, environment=env, timeout_s=timeout_s)
+    return from_json(JobResult, data)
 
 
 def do(**fields: Any) -> dict[str, Any]:
@@ -121,9 +130,7 @@ def perform(job: Job) -> JobResult:
     cuda = job.device.startswith("cuda")
     if job.variant == VERIFY:
         outcome = verify(build, plan, job.device, job.steps)
-        return JobResult(
-            figures=RunFigures(), environment=environment(job.device), verification=asdict(outcome)
-        )
+        return JobResult(figures=RunFigures(), environment=environment(job.device), verification=outcome)
 
     captured: list[Engines] = []
 
@@ -153,9 +160,7 @@ def perform(job: Job) -> JobResult:
     if job.then_verify and job.steps:
         gc.collect()
         checked = plan if job.variant == PLAN else replace(plan, actions=())
-        verification = asdict(
-            verify(build, checked, job.device, job.steps, captured[0] if captured else None)
-        )
+        verification = verify(build, checked, job.device, job.steps, captured[0] if captured else None)
     return JobResult(
         figures=figures, environment=environment(job.device), curve=curve, verification=verification
     )

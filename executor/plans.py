@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from executor.matching import check_kind, times_apply
 from executor.measure import (
@@ -15,6 +14,7 @@ from executor.measure import (
     VERIFY,
     Job,
     JobResult,
+    Verification,
     check_device,
     predicted_figures,
     run_job,
@@ -44,11 +44,12 @@ class Outcome:
     plan_path: str
     plan: Plan
     measurement: Measurement
-    bit_equal: bool | None
-    note: str
-    control_difference: dict[str, float]
-    first_difference: str
-    curve: tuple[tuple[int, int], ...]
+    verification: Verification | None = None
+    curve: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def first_difference(self) -> str:
+        return self.verification.first_difference if self.verification else ""
 
 
 def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]) -> Outcome:
@@ -67,21 +68,10 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
     predicted, baseline = predicted_figures(plan, "plan"), predicted_figures(plan, "baseline")
 
     def job(variant: str) -> JobResult:
-        return run_job(
-            Job(
-                variant=variant,
-                plan_path=str(path),
-                model=settings.model,
-                device=settings.device,
-                memory_steps=settings.memory_steps,
-                warmup=settings.warmup,
-                runs=settings.runs,
-                steps=settings.steps,
-                alloc_conf=plan.meta.alloc_conf,
-            )
-        )
+        conf = plan.meta.alloc_conf
+        return run_job(Job(variant=variant, plan_path=str(path), alloc_conf=conf, **asdict(settings)))
 
-    verification: dict[str, Any] | None = None
+    verification = None
     if settings.steps:
         progress(f"Verifying {settings.steps} steps against the untouched model ...")
         verification = job(VERIFY).verification
@@ -112,18 +102,15 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         keep_all_predicted=baseline,
         keep_all=results[KEEP_ALL].figures,
         eager=results[EAGER].figures,
-        verified=None if verification is None else bool(verification["equal"]),
-        max_abs_difference={} if verification is None else verification["max_abs_difference"],
+        verified=None if verification is None else verification.equal,
+        max_abs_difference={} if verification is None else verification.max_abs_difference,
         steps=settings.steps,
     )
     return Outcome(
         plan_path=str(path),
         plan=plan,
         measurement=measurement,
-        note="" if verification is None else str(verification["note"]),
-        bit_equal=None if verification is None else bool(verification["bit_equal"]),
-        control_difference={} if verification is None else verification["control_difference"],
-        first_difference="" if verification is None else verification["first_difference"],
+        verification=verification,
         curve=results[PLAN].curve,
     )
 

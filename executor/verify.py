@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from executor.apply import Engines, apply_plan, capture_now, engines_of
+from executor.measure import Verification
 from tracer.build.loop import TrainingStep, run_step
 from tracer.build.step import BuildStep
 from tracer.precision.policy import scaler_tensors
@@ -26,27 +27,6 @@ NOISE_FACTOR = 10.0
 ROUNDING = 1e-5  # relative; float32 carries 6e-8, and a gradient sums many rounded terms
 KINDS = ("loss", "gradients", "parameters", "optimizer_state", "buffers", "rng_state")
 SCALER = "scaler_state"  # one more kind, where the step has a gradient scaler
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """The outcome: `bit_equal` means every bit of every tensor after every step.
-
-    `equal` is the verdict: equal in every value (0 and -0 are, and one NaN and another), or within the noise of an
-    untouched model that differs from itself.
-    """
-
-    equal: bool
-    bit_equal: bool
-    steps: int
-    max_abs_difference: dict[str, float] = field(default_factory=dict)  # by kind; NaN against NaN is equal
-    first_difference: str = ""  # where the first bit differed
-    losses: tuple[float, ...] = ()
-    first_step_relative: float = 0.0  # of the first step: largest difference / largest value, by kind
-    note: str = ""  # how the verdict was reached, where it was not at the first comparison
-    control_difference: dict[str, float] = field(
-        default_factory=dict
-    )  # eager against itself; empty: not needed
 
 
 class _Side:

@@ -244,16 +244,18 @@ class Bench:
             except OutOfMemoryProblem as error:
                 two = "the two models that verification holds do not fit"
                 return record.noted(f"{variant.replace('_', '-')} was not verified: {two} ({error})")
-        outcome = done.verification or {}
-        equal, where = bool(outcome["equal"]), str(outcome["first_difference"])
+        checked = done.verification
+        assert checked is not None
         record = replace(
             record,
-            verified=equal,
-            bit_equal=bool(outcome["bit_equal"]),
-            steps=int(outcome["steps"]),
-            first_difference=where,
+            verified=checked.equal,
+            bit_equal=checked.bit_equal,
+            steps=checked.steps,
+            first_difference=checked.first_difference,
         )
-        return record if equal else replace(record, status=NOT_EQUAL, message=f"not equal to eager: {where}")
+        if checked.equal:
+            return record
+        return replace(record, status=NOT_EQUAL, message=f"not equal to eager: {checked.first_difference}")
 
     def job(
         self, variant: str, plan_path: Path, limit_bytes: int = 0, *, then_verify: bool = False

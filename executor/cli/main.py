@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,9 +16,21 @@ from traces.errors import SpecError
 from traces.plan import ALLOCATED
 from traces.units import show_bytes, show_time
 
+if TYPE_CHECKING:
+    from executor.plans import Outcome, Settings
+
 
 def _measuring(command: Any) -> Any:
-    """The options that every measuring command has."""
+    """The options that every measuring command has; how to measure reaches it as one record."""
+
+    @wraps(command)
+    def measuring(*, steps: int, verify: bool, **more: Any) -> None:
+        from executor.plans import Settings
+
+        given = {f.name: more.pop(f.name) for f in fields(Settings) if f.name in more}
+        command(settings=Settings(steps=steps if verify else 0, **given), **more)
+
+    made: Any = measuring
     for option in reversed(
         (
             click.option("--device", default="cpu", show_default=True, help="cpu or cuda."),
@@ -35,8 +49,8 @@ def _measuring(command: Any) -> Any:
             click.option("-q", "--quiet", is_flag=True, help="No progress on stderr."),
         )
     ):  # fmt: skip
-        command = option(command)
-    return command
+        made = option(made)
+    return made
 
 
 @click.group(cls=DefaultGroup, default="run", context_settings={"help_option_names": ["-h", "--help"]})
@@ -73,16 +87,10 @@ execute.add_command(rehearse)
 @_measuring
 def run_plan(
     plan: Path,
-    model: str,
     output: Path | None,
     trace_name: str | None,
     rehearsed_on: str | None,
-    device: str,
-    steps: int,
-    memory_steps: int,
-    warmup: int,
-    runs: int,
-    verify: bool,
+    settings: Settings,
     report: Path | None,
     as_json: bool,
     quiet: bool,
@@ -96,19 +104,11 @@ def run_plan(
             raise SpecError(
                 "--rehearse measures nothing, so there is nothing for --output or --report; leave them out."
             )
-        rehearse_plan(plan, model, rehearsed_on, as_json=as_json, quiet=quiet)
+        rehearse_plan(plan, settings.model, rehearsed_on, as_json=as_json, quiet=quiet)
         return
-    from executor.plans import Settings, measure_plan
+    from executor.plans import measure_plan
     from traces.errors import VerificationError
 
-    settings = Settings(
-        device=device,
-        steps=steps if verify else 0,
-        memory_steps=memory_steps,
-        warmup=warmup,
-        runs=runs,
-        model=model,
-    )
     outcome = measure_plan(plan, settings, lambda text: say(text, quiet=quiet))
     measurement = outcome.measurement
     if output is not None:
@@ -127,12 +127,12 @@ def run_plan(
                 quiet=quiet,
             )
         say("Writing the report ...", quiet=quiet)
-        recorded = trace_of(outcome.plan, model, device, trace_name)
+        recorded = trace_of(outcome.plan, settings.model, settings.device, trace_name)
         write_measurement(report, measurement, recorded, outcome.plan, measured_curve=outcome.curve or None)
     if measurement.verified is False:
         raise VerificationError(
             f"the planned step does not compute what the untouched model computes: {outcome.first_difference}"
-            + (f" ({outcome.note})." if outcome.note else ".")
+            + (f" ({note})." if (note := _note(outcome)) else ".")
         )
 
 
@@ -143,12 +143,7 @@ def run_plan(
 def sweep(
     directory: Path,
     analysis: str | None,
-    device: str,
-    steps: int,
-    memory_steps: int,
-    warmup: int,
-    runs: int,
-    verify: bool,
+    settings: Settings,
     report: Path | None,
     as_json: bool,
     quiet: bool,
@@ -158,18 +153,9 @@ def sweep(
     Each row of DIRECTORY/sweep.json that has a plan is measured (or, without a plan that fits, left as it is), and
     the figures are written back after every row, so that an interrupted sweep goes on where it stopped.
     """
-    from executor.plans import Settings
     from executor.sweeps import measure_sweep
     from traces.errors import VerificationError
 
-    settings = Settings(
-        device=device,
-        steps=steps if verify else 0,
-        memory_steps=memory_steps,
-        warmup=warmup,
-        runs=runs,
-        model="",
-    )
     done = measure_sweep(directory, settings, lambda text: say(text, quiet=quiet))
     table = done.sweep
     if report is not None:
@@ -197,11 +183,11 @@ def sweep(
         raise VerificationError("; ".join(done.failures))
 
 
-def answer(outcome: Any) -> dict[str, Any]:
+def answer(outcome: Outcome) -> dict[str, Any]:
     """The object that `execute --json` prints."""
     from traces.measurement import signed_error_percent
 
-    m = outcome.measurement
+    m, checked = outcome.measurement, outcome.verification
     return {
         "plan": outcome.plan_path,
         "model": m.model,
@@ -222,9 +208,9 @@ def answer(outcome: Any) -> dict[str, Any]:
         "within_budget": m.within_budget,
         "warnings": list(m.warnings),
         "verified": m.verified,
-        "bit_equal": outcome.bit_equal,
-        "verification_note": outcome.note,
-        "eager_against_itself": outcome.control_difference,
+        "bit_equal": checked.bit_equal if checked else None,
+        "verification_note": _note(outcome),
+        "eager_against_itself": checked.control_difference if checked else {},
         "max_abs_difference": dict(m.max_abs_difference),
         "first_difference": outcome.first_difference,
         "steps": m.steps,
@@ -233,7 +219,11 @@ def answer(outcome: Any) -> dict[str, Any]:
     }
 
 
-def print_outcome(outcome: Any) -> None:
+def _note(outcome: Outcome) -> str:
+    return outcome.verification.note if outcome.verification else ""
+
+
+def print_outcome(outcome: Outcome) -> None:
     """A measurement for people."""
     m = outcome.measurement
     click.echo(f"{m.model} by {m.planner} on {m.device} ({m.provenance})")
@@ -285,12 +275,13 @@ def print_outcome(outcome: Any) -> None:
         )
 
 
-def _verdict(outcome: Any) -> str:
-    if not outcome.measurement.verified:
+def _verdict(outcome: Outcome) -> str:
+    checked = outcome.verification
+    if checked is None or not checked.equal:
         return "NOT equal to eager"
-    if outcome.bit_equal:
+    if checked.bit_equal:
         return "verified: bit-equal with eager"
-    return f"verified ({outcome.note or 'within the difference of eager from itself, whose kernels vary'})"
+    return f"verified ({checked.note or 'within the difference of eager from itself, whose kernels vary'})"
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from executor.campaign.rows import answer, flat_rows, summary, write_rows
 from executor.campaign.run import run_campaign
 from executor.cli.main import execute
 from executor.isolated import error_json
-from executor.measure import Job, JobResult
+from executor.measure import Job, JobResult, Verification
 from simulator.core.problem import Problem
 from simulator.studies.warnings import STANDING, warnings_of
 from tests import tiny
@@ -95,10 +95,10 @@ class Machine:
             raise KeyboardInterrupt
         if error := self.fails(job.variant, job.plan_path):
             raise error
-        checked = {
-            "equal": self.equal, "bit_equal": self.equal, "steps": job.steps,
-            "first_difference": "" if self.equal else "step 1: loss differs",
-        }  # fmt: skip
+        differs = "" if self.equal else "step 1: loss differs"
+        checked = Verification(
+            equal=self.equal, bit_equal=self.equal, steps=job.steps, first_difference=differs
+        )
         reserved, block = (40, 30) if self.device == "cuda" else (None, None)
         return JobResult(
             figures=RunFigures(

@@ -122,10 +122,7 @@ def test_what_was_measured_is_printed_though_the_page_fails(
         provenance="measured-cpu", environment={}, predicted=FIGURES, measured=FIGURES,
         keep_all_predicted=FIGURES, keep_all=FIGURES, eager=FIGURES,
     )  # fmt: skip
-    outcome = plans.Outcome(
-        plan_path="plan.json", plan=plan, measurement=measured, bit_equal=None, note="",
-        control_difference={}, first_difference="", curve=(),
-    )  # fmt: skip
+    outcome = plans.Outcome(plan_path="plan.json", plan=plan, measurement=measured)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "page.html")

@@ -449,8 +449,8 @@ def test_what_was_measured_is_verified_without_capturing_it_again(
     )  # fmt: skip
     checked = perform(job).verification
     assert checked is not None
-    assert checked["bit_equal"]
-    assert checked["steps"] == 2
+    assert checked.bit_equal
+    assert checked.steps == 2
     assert len(seen) == 1
 
 

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 import executor.plans as plans  # noqa: E402
 from executor.cli.main import execute  # noqa: E402
-from executor.measure import Job, JobResult, perform, run_job  # noqa: E402
+from executor.measure import Job, JobResult, Verification, perform, run_job  # noqa: E402
 from simulator.cli.main import main as simulate  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import recompute_all, recorded  # noqa: E402
@@ -310,10 +310,10 @@ def test_a_failed_verification_is_exit_code_1(
     folder: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def job(given: Job) -> JobResult:
-        outcome = {
-            "equal": False, "bit_equal": False, "max_abs_difference": {"loss": 0.5}, "control_difference": {},
-            "first_difference": "step 1: loss differs by 0.5", "note": "",
-        }  # fmt: skip
+        outcome = Verification(
+            equal=False, bit_equal=False, steps=1, max_abs_difference={"loss": 0.5},
+            first_difference="step 1: loss differs by 0.5",
+        )  # fmt: skip
         return JobResult(
             figures=RunFigures(peak_allocated_bytes=1, step_time_ns=1),
             environment={},
