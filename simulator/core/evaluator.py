@@ -287,7 +287,7 @@ class Evaluator:
             ops[name][:n_op] = column
         of_storage = {
             "nbytes": self.nbytes,
-            "producer": self.producer,
+            "producer": np.array(self.producer, np.int32).astype(np.uint32),
             "last_forward": self.last_forward,
             "last_backward": self.last_backward_use,
             "hold": self.hold,

@@ -1,6 +1,6 @@
 """Compile Python functions over arrays to machine code, and save it on disk for later runs.
 
-numba keeps it in the first of these places that can be written to: $NUMBA_CACHE_DIR, the `__pycache__` beside the
+numba saves it in the first of these places that can be written to: $NUMBA_CACHE_DIR, the `__pycache__` beside the
 module, the user's cache directory. Where none can be, every process compiles anew, which takes seconds. numba looks at
 the age of a kernel's own module only, but kernels call kernels of other modules of this package: so what is older than
 any module of the package is thrown away here.
@@ -30,22 +30,32 @@ def compiled(function: F) -> F:
     """The function, compiled at its first call; its arguments are numbers and arrays."""
     try:
         kernel = numba.njit(cache=True, error_model="numpy", no_cfunc_wrapper=True, **UNCOUNTED)(function)
-    except RuntimeError:  # nowhere to keep it
+    except RuntimeError:  # no place for it
         return cast(F, numba.njit(error_model="numpy", **UNCOUNTED)(function))
     # Machine code that is on disk needs none of numba's registries of types and functions, which take 0.2 s to load.
     cache = kernel._cache
     if hasattr(cache, "_load_overload"):
         cache.load_overload = cache._load_overload
-    module = function.__module__.rpartition(".")[2]
     with suppress(OSError):
-        for kept in Path(kernel.stats.cache_path).glob(f"{module}.{function.__qualname__}-*.nbi"):
-            if kept.stat().st_mtime < CHANGED:
-                kept.unlink()
+        for index in _indices(kernel):
+            if index.stat().st_mtime < CHANGED:
+                index.unlink()
     return cast(F, kernel)
 
 
+def _indices(kernel: Any) -> list[Path]:
+    """The files on disk that list what of a kernel is there."""
+    module = kernel.__module__.rpartition(".")[2]
+    return list(Path(kernel.stats.cache_path).glob(f"{module}.{kernel.__qualname__}-*.nbi"))
+
+
+def on_disk(kernel: Any) -> bool | None:
+    """Whether a kernel is on disk as it is now; None: there is no place for it."""
+    return bool(_indices(kernel)) if kernel.stats.cache_path else None
+
+
 def inner(function: F) -> F:
-    """The function, for kernels to call and nobody else; it makes no arrays, and is kept on disk with its callers."""
+    """The function, for kernels to call and nobody else; it makes no arrays, and is saved on disk with its callers."""
     wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return cast(F, numba.njit(error_model="numpy", **wrappers, **UNCOUNTED)(function))
 
@@ -56,7 +66,7 @@ def inlined(function: F) -> F:
 
 
 class _Announcement(event.Listener):  # type: ignore[misc]
-    """Says once that something is being compiled, which takes seconds, and keeps these off the planners' clocks."""
+    """Says once that something is being compiled, which takes seconds, and takes these off the planners' clocks."""
 
     def __init__(self) -> None:
         self.said = False
@@ -69,7 +79,7 @@ class _Announcement(event.Listener):  # type: ignore[misc]
         self.depth += 1
         if not self.said:
             self.said = True
-            log.info("compiling the inner loops, about ten seconds, once: the result is kept for later runs")
+            log.info("compiling the inner loops, some seconds, once: the result is saved for later runs")
 
     def on_end(self, event: Any) -> None:
         self.depth -= 1

@@ -28,8 +28,8 @@ OP: Final = table(
             "needs_at",
             np.int32,
         ),  # of `ids`: storages of forward that it takes, in the order in which a chain goes
-        ("reads_at", np.int32),  # of `ids`: storages of forward that it reads
-        ("creates_at", np.int32),  # of `ids`: storages of forward that it makes
+        ("reads_at", np.uint32),  # of `ids`: storages of forward that it reads
+        ("creates_at", np.uint32),  # of `ids`: storages of forward that it makes
         ("overwrites", np.int32),  # a storage whose memory it takes over if that ends here; -1
         ("id", np.int32),  # in the trace
         ("may_rerun", np.int32),
@@ -38,7 +38,7 @@ OP: Final = table(
 STORAGE: Final = table(
     [
         ("nbytes", np.int64),
-        ("producer", np.int32),
+        ("producer", np.uint32),
         ("last_forward", np.int32),  # the op after which forward needs it no more
         ("last_backward", np.int32),  # op by id in the trace; -1
         ("hold", np.int32),  # the op of backward until which the first instance is held whatever the plan; -1
@@ -111,7 +111,7 @@ def pack_lists(*lists: Any) -> tuple[list[Any], Any]:
         start, more = pack_rows(rows)
         starts.append(start + np.int32(len(ids)))
         ids = np.concatenate((ids, more))
-    return starts, ids
+    return starts, ids.astype(np.uint32)
 
 
 def pack_rows(rows: Any) -> tuple[Any, Any]:

@@ -26,7 +26,7 @@ from simulator.core.evaluator import State
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.core.swaps import taken, with_swaps
-from simulator.planners.annealing import Annealer, Best
+from simulator.planners.annealing import Annealer, Best, begin_compiling
 from simulator.planners.cuts import best_cut
 from simulator.planners.exchange import tidy
 from simulator.planners.greedy import Found, Search, segmented
@@ -77,6 +77,7 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
 
 def _search(problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
     trace = problem.trace
+    begin_compiling()
     greedy = Search(problem, budget_bytes, limits.clock())
     bound = bounder_of(problem).bound(budget_bytes)
     good_enough_ns = trace.time_ns + bound.added_time_ns + int(CLOSED * trace.time_ns)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,10 @@ from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
 from simulator.core.problem import Problem
 from simulator.core.retaining import evictions
-from simulator.kernels.anneal import BORDER, COARSE_STEP, KINDS, MOVE_BORDER
+from simulator.kernels.anneal import BORDER, COARSE_STEP, KINDS, MOVE_BORDER, anneal
 from simulator.kernels.compiled import compiled
 from simulator.kernels.retain import retain
-from simulator.planners.annealing import Annealer, Walk, _state
+from simulator.planners.annealing import Annealer, Walk, _state, example
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
 from traces.store import load
@@ -177,6 +178,14 @@ def test_only_a_coarse_walk_finds_the_checkpoints_of_a_long_chain_in_little_memo
     assert found is not None
     assert evaluator.cost(found.state)[0] <= 80
     assert Annealer(evaluator, problem, 80, 0).run(evaluator.state(), steps, clock=NEVER) is None
+
+
+def test_the_kernel_is_compiled_beside_for_what_walks_give_it() -> None:
+    of = chain(6)
+    annealer = Annealer(Evaluator(Problem(of)), Problem(of), 60, 0)
+    for coarse in (False, True):
+        annealer.run(annealer.evaluator.state(), 2_000, clock=NEVER, coarse=coarse)
+    assert cast(Any, anneal).signatures == [tuple(numba.typeof(x) for x in example())]
 
 
 def check_twin(annealer: Annealer, state: State) -> None:
