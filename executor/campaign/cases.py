@@ -29,7 +29,7 @@ from traces.errors import LowtideError, SpecError
 from traces.json_records import canonical_json, to_json
 from traces.model_spec import short_name, split_reference
 
-PACKAGED: Final = Path(__file__).resolve().parent.parent / "cases"
+PACKAGED: Final = Path(__file__).resolve().parent
 PLAN, BOUNDARY = "plan", "boundary"
 NONE: Final = "none"  # as a budget: everything kept; as a boundary's planner: the untouched model
 CALIBRATED, UNCALIBRATED = "calibrated", "uncalibrated"
