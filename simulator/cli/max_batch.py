@@ -98,7 +98,7 @@ def max_batch_command(
     )
     write_text(found.request.directory / "max-batch.json", canonical_json(found.to_json()) + "\n")
     if out.report is not None:
-        from simulator.report.max_batch import write_max_batch
+        from simulator.report.plans import write_max_batch
 
         out.say(f"writing {out.report}")
         write_max_batch(out.report, found)

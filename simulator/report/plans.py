@@ -1,4 +1,4 @@
-"""The pages of many plans for one trace: planners side by side (`compare`), and the front of budgets (`pareto`)."""
+"""The pages of many plans: planners side by side, the front of budgets, the largest batch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Final
 
 from simulator.report import charts
-from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, write_page
+from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, warned, write_page
 from simulator.report.step import about, describe, metadata, saved_figure
 from simulator.studies.comparison import Comparison, ranked
+from simulator.studies.max_batch import MaxBatch
 from simulator.studies.pareto import Front
 from traces.trace import Trace
 from traces.units import show_bytes, show_percent
 
+CERTIFIED: Final = "certified for plans that keep the order of the ops"
 PREDICTED: Final = " Every figure on this page is predicted; nothing was run."
 
 
@@ -46,36 +48,23 @@ def _comparison_blocks(comparison: Comparison) -> tuple[Block, ...]:
     figures = [
         saved_figure(comparison.saved.timeline),
         Figure("Budget", show_bytes(comparison.budget_bytes)),
-        Figure(
-            "No plan adds less than",
-            least,
-            "certified for plans that keep the order of the ops",
-            "" if bound.feasible else "bad",
-        ),
+        Figure("No plan adds less than", least, CERTIFIED, "" if bound.feasible else "bad"),
     ]
     if best := next((e for e in rows if e.feasible), None):
         detail = f"{best.planner}, {show_bytes(best.peak_allocated_bytes)}"
         figures.append(
             Figure("Cheapest plan", show_percent(best.overhead_percent, signed=True), detail, "good")
         )
-    places = [e for e in rows if e.peak_allocated_bytes is not None]
-    drawn: tuple[Chart, ...] = ()
-    if places:
+    blocks: list[Block] = [Figures(tuple(figures)), *about(comparison.problem, PREDICTED)]
+    if places := [e for e in rows if e.peak_allocated_bytes is not None]:
         limit = bound.overhead_percent if bound.feasible else None
-        drawn = (
-            Chart(
-                charts.plans_in_the_plane(places, comparison.budget_bytes, limit),
-                "Every plan at the peak of its replay. Left of the red line the budget is met; below the grey line no "
-                "plan for this budget can be.",
-                "Peak against added time",
-            ),
+        caption = (
+            "Every plan at the peak of its replay. Left of the red line the budget is met; below the grey line no "
+            "plan for this budget can be."
         )
-    return (
-        Figures(tuple(figures)),
-        *about(comparison.problem, PREDICTED),
-        *drawn,
-        comparison.table(),
-    )
+        spec = charts.plans_in_the_plane(places, comparison.budget_bytes, limit)
+        blocks.append(Chart(spec, caption, "Peak against added time"))
+    return (*blocks, comparison.table())
 
 
 def _front_blocks(front: Front) -> tuple[Block, ...]:
@@ -107,3 +96,42 @@ def _front_blocks(front: Front) -> tuple[Block, ...]:
         ),
         front.table(),
     )
+
+
+def write_max_batch(path: str | Path, found: MaxBatch) -> Path:
+    """Write the page of the largest batch, whole or not at all; raises as `write_comparison` does."""
+    r = found.request
+    planned = found.probe(found.with_plan)
+    price = None if planned is None else planned.overhead_percent
+    figures = (
+        Figure("Largest batch without a plan", str(found.without_plan), f"on {r.device.name}"),
+        Figure(
+            f"With a plan of at most +{r.overhead_percent:g} %",
+            str(found.with_plan),
+            "" if price is None else f"at {show_percent(price, signed=True)}",
+        ),
+        Figure("Memory to use", show_bytes(r.device.usable_bytes), r.device.describe()),
+    )
+    bars = [
+        charts.Bar(str(p.batch_size), way, False, value)
+        for p in found.probes
+        for way, run in (("eager", p.untouched), ("plan", p.plan))
+        if (value := found.peak_bytes(run)) is not None
+    ]
+    limits = {str(p.batch_size): r.device.usable_bytes for p in found.probes}
+    answer: tuple[Block, ...] = (
+        Figures(figures),
+        Text(f"Every figure is predicted: {found.provenance}.", "note"),
+        *warned(found.warnings),
+    )
+    memory = f"peak {found.memory}"
+    chart = Chart(
+        charts.grouped(bars, memory, group_title="batch size", is_bytes=True, limits=limits),
+        "eager is the untouched model. The red line is the memory that there is to use.",
+    )
+    title, how = (
+        f"{r.model}: the largest batch on {r.device.name}",
+        " ".join(("trace", r.model, *r.tracer_options)),
+    )
+    sections = (Section("Answer", answer), Section("Probes", (chart, found.table())))
+    return write_page(path, Page(title, how, sections))

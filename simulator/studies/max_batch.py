@@ -189,7 +189,10 @@ class _Search:
     progress: Callable[[str], None]
     probes: dict[int, Probe] = field(default_factory=dict)
     said: dict[int, Prediction] = field(default_factory=dict)
-    excess: dict[int, float] = field(default_factory=dict)  # untouched, as a share of what there is
+
+    def over(self, nbytes: int) -> float:
+        """How far so many bytes are over what there is, as a share of it."""
+        return nbytes / max(1, self.request.device.usable_bytes) - 1
 
     def setting(self, trace: Trace) -> Setting:
         device = self.request.device
@@ -203,14 +206,10 @@ class _Search:
     def without(self, batch_size: int) -> Verdict:
         """Whether the untouched model's step fits."""
         if batch_size not in self.probes:
-            trace, usable = self.load(batch_size), self.request.device.usable_bytes
-            problem = Problem(trace, self.request.constraints)
-            c = completed(predict(problem, self.setting(trace)))
+            trace = self.load(batch_size)
+            c = completed(predict(Problem(trace, self.request.constraints), self.setting(trace)))
             plain = untouched_fit(c)
             self.said[batch_size] = c
-            # On a GPU that runs short the allocator gives cached memory back and goes on, so what is in use decides.
-            used = plain.figures().peak_block_bytes or plain.needs_bytes
-            self.excess[batch_size] = used / max(1, usable) - 1
             self.probes[batch_size] = Probe(
                 batch_size=batch_size,
                 untouched=plain.figures(),
@@ -219,8 +218,11 @@ class _Search:
                 saved=c.saved_figures,
                 saved_fits=bool(c.saved_fit.fits),
             )
-            self.progress(f"batch {batch_size}: {_needs(plain, usable)}")
-        return Verdict(fits=self.probes[batch_size].fits, excess=self.excess[batch_size])
+            self.progress(f"batch {batch_size}: {_needs(plain, self.request.device.usable_bytes)}")
+        probe = self.probes[batch_size]
+        # On a GPU that runs short the allocator gives cached memory back and goes on, so what is in use decides.
+        used = probe.untouched.peak_block_bytes or probe.untouched.peak_allocated_bytes
+        return Verdict(fits=probe.fits, excess=self.over(used or 0))
 
     def plan(self, batch_size: int) -> Verdict:
         """Whether a plan within the price fits."""
@@ -228,21 +230,15 @@ class _Search:
             return Verdict(fits=True, excess=self.floor_excess(batch_size))
         probe, excess = self._plan(self.said[batch_size].problem, self.probes[batch_size])
         self.probes[batch_size] = probe
-        outcome = (
-            f"a plan fits at {probe.overhead_percent:+.2f} %"
-            if probe.plan_fits
-            else probe.message.split(". ")[0]
-        )
+        outcome = probe.message.split(". ")[0]
+        if probe.plan_fits:
+            outcome = f"a plan fits at {probe.overhead_percent:+.2f} %"
         self.progress(f"batch {batch_size}: {outcome}")
         return Verdict(fits=bool(probe.plan_fits), excess=max(excess, self.floor_excess(batch_size)))
 
     def floor_excess(self, batch_size: int) -> float:
         """How far the peak that no plan can go below is over what there is, as a share of it."""
-        c = self.said[batch_size]
-        return (
-            bounder_of(c.problem.unconstrained).floor.peak_bytes / max(1, self.request.device.usable_bytes)
-            - 1
-        )
+        return self.over(bounder_of(self.said[batch_size].problem.unconstrained).floor.peak_bytes)
 
     def beyond(self, step: int) -> int:
         """The batch size up to which the line through the two largest probes' floors stays within what there is."""
@@ -259,29 +255,22 @@ class _Search:
             empty = replace(probe, plan=probe.saved, overhead_percent=0.0, plan_fits=True)
             return self._saved(empty, self.said[probe.batch_size]), _over(0.0, request.overhead_percent)
         usable, price = request.device.usable_bytes, request.overhead_percent
+        none = replace(probe, plan_fits=False, message="no plan needs so little")
         if self.floor_excess(probe.batch_size) > 0:
-            return replace(probe, plan_fits=False, message="no plan needs so little"), 0.0
+            return none, 0.0
         bound = bound_answer(problem, usable)
         least = bound["overhead_percent"]
         if not bound["feasible"] or least is None:
-            return replace(probe, plan_fits=False, message="no plan needs so little"), SLIGHTLY
+            return none, SLIGHTLY
         if least > price:
             why = f"no plan adds less than {least:.2f} %"
-            return replace(probe, overhead_percent=least, plan_fits=False, message=why), _over(least, price)
+            return replace(none, overhead_percent=least, message=why), _over(least, price)
+        of, setting = RESERVED if request.device.kind == CUDA else ALLOCATED, self.setting(problem.trace)
         try:
-            c = plan_for(
-                problem,
-                request.planner,
-                request.limits,
-                self.setting(problem.trace),
-                budget_bytes=usable,
-                budget_of=RESERVED if request.device.kind == CUDA else ALLOCATED,
-            )
+            c = plan_for(problem, request.planner, request.limits, setting, budget_bytes=usable, budget_of=of)
         except Infeasible as error:
             lowest = int(error.figures.get("lowest_peak_bytes") or 0)
-            return replace(probe, plan_fits=False, message=str(error)), max(
-                SLIGHTLY, lowest / max(1, usable) - 1
-            )
+            return replace(none, message=str(error)), max(SLIGHTLY, self.over(lowest))
         cost, fit = c.overhead_percent, c.planned_fit
         fits = bool(fit.fits) and cost <= price
         why = f"the plan that was found adds {cost:.2f} %" if cost > price else fit.out_of_memory

@@ -307,7 +307,7 @@ def test_input_that_makes_no_sense(traced: list[Request], words: tuple[str, ...]
 def test_the_page(tmp_path: Path) -> None:
     pytest.importorskip("altair")
     pytest.importorskip("vl_convert")
-    from simulator.report.max_batch import write_max_batch
+    from simulator.report.plans import write_max_batch
 
     memory = Problem(load(20)).saved.timeline.peak_allocated_bytes + 1
     found: MaxBatch = max_batch(request(tmp_path, memory), load)
