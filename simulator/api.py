@@ -114,7 +114,7 @@ def plan(
         planner: a name of `simulate planners`, or `module:function`; None: the default.
         budget_of: "allocated", or "reserved": what CUDA's allocator takes from the device.
         device: of a budget "device".
-        options: see `Planning`.
+        options: those of `simulator.api.Planning`.
 
     Returns:
         the complete plan with its predicted figures, which `save` writes for `execute`.
@@ -166,7 +166,7 @@ def compare(
         planners: names, or `module:function`; None: all.
         device: whether each plan fits it.
         name: of the trace, for the answer.
-        options: see `Planning`; `seconds` for each planner.
+        options: those of `simulator.api.Planning`; `seconds` for each planner.
 
     Returns:
         a row for each planner: peak, added time, gap to the bound, or why it has no plan.
@@ -197,7 +197,7 @@ def pareto(
     Args:
         points: number of budgets (at least 2), evenly from the floor to the peak with everything saved.
         planner, device, name: as for `plan` and `compare`.
-        options: see `Planning`; `seconds` for the whole front.
+        options: those of `simulator.api.Planning`; `seconds` for the whole front.
 
     Returns:
         a point for each budget with the cheapest plan, the certified bound and the price of a GiB; and the plans.
@@ -236,7 +236,7 @@ def max_batch(
         planner: as for `plan`.
         multiple_of, maximum: of the batch sizes that are tried.
         trace_options: further words for `trace`, such as ["--seq-len", "512"].
-        options: see `Planning`; `seconds` for each plan.
+        options: those of `simulator.api.Planning`; `seconds` for each plan.
 
     Returns:
         both batch sizes (0: not even the smallest fits) and everything that was tried.

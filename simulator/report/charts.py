@@ -13,9 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from simulator.core.replay import by_category
-from simulator.core.schedule import Schedule
-from simulator.core.timeline import Timeline
+from simulator.core.replay import Replay, by_category
 from simulator.report.page import INSTALL
 from simulator.studies.comparison import Entrant
 from traces.errors import EnvironmentProblem
@@ -464,8 +462,7 @@ _AT: Final = "clock == 'time' ? datum.ms : datum.step"
 
 def memory_over_step(
     trace: Trace,
-    schedule: Schedule,
-    timeline: Timeline,
+    run: Replay,
     extent: Extent,
     *,
     budget_bytes: int | None = None,
@@ -487,7 +484,7 @@ def memory_over_step(
     x = x.scale(domainMin=0, domainMax=end, nice=False)
     scale = alt.Scale(domain=[0, extent.top_bytes / unit * 1.2], nice=False)
     y = alt.Y("y:Q").title(f"allocated, {unit_name}").scale(scale)
-    marks = [*_phases(trace, schedule, timeline, x), *_areas(trace, schedule, timeline, x, y, unit, name)]
+    marks = [*_phases(trace, run, x), *_areas(trace, run, x, y, unit, name)]
     for what, nbytes, hue, dash in (
         ("budget", budget_bytes, BUDGET_COLOUR, (6, 4)),
         ("reserved", reserved_bytes, RESERVED_COLOUR, (1, 3)),
@@ -500,8 +497,8 @@ def memory_over_step(
         curve = drawn("x:Q y:Q", [(measured_curve[k][0] / 1e6, measured_curve[k][1] / unit) for k in at])
         look = {"interpolate": "step-after", "strokeWidth": 1.2, "color": MEASURED_COLOUR, "clip": True}
         marks.append(curve.transform_filter("clock == 'time'").mark_line(**look).encode(x, y))
-    if len(schedule):
-        marks += _peak(trace, schedule, timeline, x, y, unit, unit_name)
+    if len(run.schedule):
+        marks += _peak(trace, run, x, y, unit, unit_name)
     # With shift held, so that the page still scrolls under the pointer; a double click resets.
     zoom = alt.selection_interval(
         name=f"zoom_{name}", bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]"
@@ -510,11 +507,9 @@ def memory_over_step(
     return finish(alt.layer(*marks).add_params(alt.param(name="clock", value="time")), height=270)
 
 
-def _areas(
-    trace: Trace, schedule: Schedule, timeline: Timeline, x: Any, y: Any, unit: int, name: str
-) -> list[Any]:
+def _areas(trace: Trace, run: Replay, x: Any, y: Any, unit: int, name: str) -> list[Any]:
     """The stacked areas, and a rule under the pointer that tells each of them."""
-    alt = altair()
+    alt, schedule, timeline = altair(), run.schedule, run.timeline
     running = list(by_category(trace, schedule, timeline))
     cats = [c for c in CATEGORIES if any(now[c] for now in running)]
     rows = [
@@ -565,9 +560,9 @@ def _areas(
     return [areas, rule]
 
 
-def _phases(trace: Trace, schedule: Schedule, timeline: Timeline, x: Any) -> list[Any]:
+def _phases(trace: Trace, run: Replay, x: Any) -> list[Any]:
     """Bands in the background, one a phase, with its name."""
-    alt = altair()
+    alt, schedule, timeline = altair(), run.schedule, run.timeline
     first: dict[str, int] = {}
     for step, op in enumerate(schedule.op):
         # A recompute step belongs to backward, though its op stands in forward.
@@ -594,12 +589,11 @@ def _phases(trace: Trace, schedule: Schedule, timeline: Timeline, x: Any) -> lis
     return [bands, names]
 
 
-def _peak(
-    trace: Trace, schedule: Schedule, timeline: Timeline, x: Any, y: Any, unit: int, unit_name: str
-) -> list[Any]:
+def _peak(trace: Trace, run: Replay, x: Any, y: Any, unit: int, unit_name: str) -> list[Any]:
     """A mark at the peak, with its name on a white halo."""
+    timeline = run.timeline
     k, peak = timeline.peak_step, timeline.peak_allocated_bytes
-    label = f"peak {peak / unit:,.2f} {unit_name} at {trace.ops.name[schedule.op[k]]}"
+    label = f"peak {peak / unit:,.2f} {unit_name} at {trace.ops.name[run.schedule.op[k]]}"
     base = drawn("ms:Q step:Q y:Q label:N", [(timeline.start_ns[k] / 1e6, k, peak / unit, label)])
     base = base.transform_calculate(x=_AT)
     right = timeline.start_ns[k] > 0.6 * timeline.step_time_ns

@@ -32,6 +32,7 @@ from traces.units import bytes_unit, show_bytes, show_percent, show_time
 
 HOLDERS: Final = 20  # rows of the table of the largest storages at the peak
 ROWS: Final = 150  # rows of the long tables
+SAVED_HOLDERS: Final = "The largest storages at the peak with everything saved"
 # Where what an op allocates inside comes from, by the keys of `TraceMeta.workspace`.
 TOLD: Final = {
     "measured": "measured for the same call",
@@ -247,24 +248,21 @@ def memory_blocks(
         )
     if levels:
         text += " The dotted line is what the caching allocator has reserved once the step has settled."
-    drawn = [
-        Chart(
-            charts.memory_over_step(
-                c.trace,
-                run.schedule,
-                run.timeline,
-                extent,
-                budget_bytes=c.budget_bytes,
-                reserved_bytes=levels.get(name),
-                measured_curve=curve if name == "plan" else None,
-                name=name,
-            ),
-            title=f"{title}: peak {show_bytes(run.timeline.peak_allocated_bytes)}",
-        )
-        for name, title, run, _ in runs
-    ]
     switch = Switch("clock", "Horizontal axis", (("time", "time"), ("steps", "number of the op")))
-    return (Text(text), switch, *drawn)
+    blocks: list[Block] = [Text(text), switch]
+    for name, title, run, _ in runs:
+        spec = charts.memory_over_step(
+            c.trace,
+            run,
+            extent,
+            budget_bytes=c.budget_bytes,
+            reserved_bytes=levels.get(name),
+            measured_curve=curve if name == "plan" else None,
+            name=name,
+        )
+        peak = show_bytes(run.timeline.peak_allocated_bytes)
+        blocks.append(Chart(spec, title=f"{title}: peak {peak}"))
+    return tuple(blocks)
 
 
 def _stretched(curve: Sequence[tuple[int, int]], end_ns: int) -> tuple[tuple[int, int], ...]:
@@ -277,15 +275,12 @@ def peak_blocks(c: Prediction) -> tuple[Block, ...]:
     """The peak by category, with and without the plan, and the largest storages that stand there."""
     before = peak_by_category(c.trace, c.saved.schedule, c.saved.timeline)
     after = peak_by_category(c.trace, c.planned.schedule, c.planned.timeline)
-    peak = sum(after.values())
-    at = c.planned.timeline.peak_step
-    where = (
-        f" The plan's peak is reached while {c.trace.ops.name[c.planned.schedule.op[at]]} runs."
-        if at >= 0
-        else ""
-    )
+    peak, at = sum(after.values()), c.planned.timeline.peak_step
+    where = "The parts sum to the peak. Workspace is what the running op uses beyond its outputs."
+    if at >= 0:
+        where += f" The plan's peak is reached while {c.trace.ops.name[c.planned.schedule.op[at]]} runs."
     return (
-        Text("The parts sum to the peak. Workspace is what the running op uses beyond its outputs." + where),
+        Text(where),
         Chart(charts.peak_by_category({"keep-all": before, "plan": after}, c.budget_bytes)),
         table(
             [category for category in CATEGORIES if before.get(category) or after.get(category)],
@@ -298,12 +293,7 @@ def peak_blocks(c: Prediction) -> tuple[Block, ...]:
             total=("peak", sum(before.values()), peak, 100.0),
         ),
         holders(c.trace, c.planned, f"The {HOLDERS} largest storages at the plan's peak"),
-        holders(
-            c.trace,
-            c.saved,
-            f"The {HOLDERS} largest storages at the peak",
-            folded="The largest storages at the peak with everything saved",
-        ),
+        holders(c.trace, c.saved, f"The {HOLDERS} largest storages at the peak", folded=SAVED_HOLDERS),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from simulator.core.problem import Problem
 from simulator.report import charts
 from simulator.report.page import (
     Block,
@@ -24,6 +25,8 @@ from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep, SweepRow
 from simulator.studies.tables import Table, table
 from traces.errors import LowtideError
 from traces.measurement import RunFigures, signed_error_percent
+from traces.plan import Plan
+from traces.store import load
 from traces.trace import CATEGORIES
 from traces.units import show_bytes, show_percent
 
@@ -86,18 +89,15 @@ def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
         largest = max(fitting, key=lambda r: r.batch_size)
         before = f"{show_bytes(largest.baseline.peak_allocated_bytes)} with everything saved"
         again = f"{largest.recomputed_ops:,} ops run again"
-        peak, added = (
-            show_bytes(largest.plan.peak_allocated_bytes),
-            show_percent(largest.overhead_percent, signed=True),
-        )
+        peak = show_bytes(largest.plan.peak_allocated_bytes)
+        added = show_percent(largest.overhead_percent, signed=True)
         figures += [
             Figure(f"Peak at batch {largest.batch_size}, predicted", peak, before),
             Figure(f"Overhead at batch {largest.batch_size}, predicted", added, again),
         ]
+    note = "Every figure on this page is predicted; nothing was run."
     if any(r.measured for r in sweep.rows):
         note = f"Figures called measured were measured on {where}; all others are predicted."
-    else:
-        note = "Every figure on this page is predicted; nothing was run."
     source = f" Predicted times are for the target {sweep.target}." if sweep.target else ""
     return (
         Figures(tuple(figures)),
@@ -107,15 +107,12 @@ def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
     )
 
 
-def _bars(sweep: Sweep, figure: str, *, predicted: bool, measured: bool, where: str) -> list[charts.Bar]:
-    """Bars of one of RunFigures' figures; unknown figures have no bar."""
+def _bars(sweep: Sweep, figure: str, where: str) -> list[charts.Bar]:
+    """Bars of one of RunFigures' figures, predicted and measured; unknown figures have no bar."""
 
     def runs(row: SweepRow) -> Iterable[tuple[str, RunFigures, bool]]:
-        if predicted:
-            yield "keep-all", row.baseline, False
-            yield "plan", row.plan, False
-        if measured:
-            yield from ((way, row.measured[key], True) for key, way in WAYS.items() if key in row.measured)
+        yield from (("keep-all", row.baseline, False), ("plan", row.plan, False))
+        yield from ((way, row.measured[key], True) for key, way in WAYS.items() if key in row.measured)
 
     return [
         charts.Bar(_group(sweep, row), way, real, value, where if real else "")
@@ -128,10 +125,9 @@ def _bars(sweep: Sweep, figure: str, *, predicted: bool, measured: bool, where: 
 def _against_batch(sweep: Sweep, where: str) -> tuple[Block, ...]:
     group = "mini-batch size"
     limits = {_group(sweep, r): r.budget_bytes for r in sweep.rows}
-    peaks = _bars(sweep, PEAK, predicted=True, measured=True, where=where)
-    times = _bars(sweep, TIME, predicted=True, measured=False, where=where)
+    peaks, bars = _bars(sweep, PEAK, where), _bars(sweep, TIME, where)
     # A chart of its own: the target of the predictions is often another device than the one that ran.
-    real = _bars(sweep, TIME, predicted=False, measured=True, where=where)
+    times, real = [b for b in bars if not b.measured], [b for b in bars if b.measured]
     blocks = [
         Chart(
             charts.grouped(peaks, "peak allocated", group_title=group, is_bytes=True, limits=limits),
@@ -196,10 +192,6 @@ def _statistics(sweep: Sweep) -> Table:
 
 def _activations(sweep: Sweep, root: Path) -> tuple[Block, ...]:
     """The analysis of the largest batch whose trace is still there, with its plan's actions."""
-    from simulator.core.problem import Problem
-    from traces.plan import Plan
-    from traces.store import load
-
     for row in sorted(sweep.rows, key=lambda r: -r.batch_size):
         if not row.trace_path or not (root / row.trace_path).is_dir():
             continue
