@@ -16,6 +16,7 @@ from simulator.cli.options import (
     search_options,
 )
 from traces.errors import BudgetError, SpecError
+from traces.units import show_bytes, show_percent, show_time
 
 if TYPE_CHECKING:
     from simulator.studies.comparison import Comparison
@@ -96,7 +97,6 @@ def chosen_planners(text: str | None) -> tuple[str, ...] | None:
 def table(found: Comparison) -> str:
     """One line a planner, the cheapest first, those without a plan last."""
     from simulator.studies.warnings import texts_of
-    from traces.units import show_bytes, show_percent, show_time
 
     rows = found.table().without("step time", "ops run again")
     saved, bound = found.saved.timeline, found.bound

@@ -17,6 +17,7 @@ from simulator.cli.options import (
 )
 from traces.commands import Refused
 from traces.errors import SpecError
+from traces.units import show_bytes, show_percent
 
 if TYPE_CHECKING:
     from simulator.allocator.device import DeviceMemory
@@ -126,8 +127,6 @@ def _memory(gpu: str | None, size: str | None, context: str | None, reserve: str
 
 def table(found: MaxBatch) -> str:
     """The answer to read: the probes, then the two batch sizes."""
-    from traces.units import show_bytes, show_percent
-
     r, what = found.request, found.memory
     lines = [f"{r.model} on {r.device.room()}", *found.table().without("plan fits", "").lines()]
     limit = show_bytes(r.device.usable_bytes)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simulator.cli.options import Output, Words, device_options, output_options, planning_options
+from traces.units import show_bytes, show_time
 
 if TYPE_CHECKING:
     from simulator.studies.pareto import Front
@@ -43,7 +44,6 @@ def pareto_command(
 def table(front: Front) -> str:
     """One line a budget, the largest first."""
     from simulator.studies.warnings import texts_of
-    from traces.units import show_bytes, show_time
 
     head = (
         f"{front.trace_name}: {front.planner}, {len(front.points)} budgets in {front.solve_seconds:.2f} s; step "

@@ -21,6 +21,7 @@ from traces.commands import Refused
 from traces.errors import SpecError
 from traces.files import check_writable
 from traces.plan import RECOMPUTE, RESERVED, SAVE, Plan
+from traces.units import show_bytes, show_percent, show_time
 
 if TYPE_CHECKING:
     from simulator.studies.prediction import Prediction
@@ -118,7 +119,6 @@ def summary(
     """The answer to read."""
     from simulator.studies.answer import gap_points
     from simulator.studies.warnings import texts
-    from traces.units import show_bytes, show_percent, show_time
 
     plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
     peak = after.peak_allocated_bytes
@@ -171,7 +171,6 @@ def _what(c: Prediction) -> str:
 def _reserved_lines(c: Prediction) -> list[str]:
     """Reserved memory, with and without the allocator settings that were asked about."""
     from simulator.studies.warnings import provenance
-    from traces.units import show_bytes, show_percent
 
     fits = (c.saved_fit,) if c.planned_fit is c.saved_fit else (c.saved_fit, c.planned_fit)
     reserved = [fit.reserved for fit in fits if fit.reserved is not None]
@@ -198,8 +197,6 @@ def _reserved_lines(c: Prediction) -> list[str]:
 
 
 def _device_lines(c: Prediction) -> list[str]:
-    from traces.units import show_bytes
-
     fit = c.planned_fit
     if fit.device is None:
         return []
@@ -216,7 +213,6 @@ def _at_peak(c: Prediction) -> list[str]:
     """What holds the memory at the plan's peak, by category and by storage."""
     from simulator.core.replay import holdings, peak_by_category
     from simulator.planners.outcome import where
-    from traces.units import show_bytes, show_percent
 
     trace, schedule, step = c.trace, c.planned.schedule, c.planned.timeline.peak_step
     if step < 0:

@@ -47,21 +47,20 @@ def load_plain(path: Path) -> Any:
                 f"{path}: {size / 2**30:.1f} GiB are more than can be read; record with a smaller max_entries, or "
                 "with _record_memory_history(context=None)."
             )
-        with path.open("rb") as raw, contextlib.ExitStack() as stack:
+        with path.open("rb") as raw:
             start = raw.read(4)
             raw.seek(0)
             file: IO[bytes] = raw
             if start.startswith((GZIP_START, ZIP_START)):
                 # What it holds is read whole: by then the bound knows how large that is.
-                stack.enter_context(_bounded_memory(SPARE_BYTES))
-                file = io.BytesIO(_unpacked(raw, start.startswith(ZIP_START), path))
-                stack.close()
-                size = file.getbuffer().nbytes if isinstance(file, io.BytesIO) else size
+                with _bounded_memory(SPARE_BYTES):
+                    unpacked = _unpacked(raw, start.startswith(ZIP_START), path)
+                file, size = io.BytesIO(unpacked), len(unpacked)
             with _bounded_memory(SPARE_BYTES + BYTES_PER_FILE_BYTE * size):
                 return _PlainUnpickler(file).load()
-    except (OSError, TraceError) as error:
-        if isinstance(error, TraceError):
-            raise
+    except TraceError:
+        raise
+    except OSError as error:
         raise TraceError(f"{path}: cannot be read ({error.strerror or error}); name another file.") from None
     except MemoryError:
         raise TraceError(
