@@ -133,14 +133,13 @@ def _calibrated(
     path = None if use.off else _own_file(use, identity, say)
     lacking = missing(draft, profile)
     say(f"Calibrating: {len(lacking)} distinct calls to run alone on {device} ...")
-    done = calibrate(lacking, identity, device)
-    new = done.profile
+    new, skipped = calibrate(lacking, identity, device)
     kept = None if path is None else _added(path, new, use, say)
     whole = new if kept is None else kept
     if profile is not None and not store.differences(profile.identity, whole.identity):
         whole = profile.merged(whole)
-    if done.skipped:
-        say(skipped_text(done.skipped))
+    if skipped:
+        say(skipped_text(skipped))
     return whole, "" if kept is None else str(path)
 
 

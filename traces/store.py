@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -230,8 +229,3 @@ def _load_table(path: Path, columns: dict[str, str]) -> tuple[TraceMeta, dict[st
     except ValueError as error:
         raise TraceError(f"{path}: its header is malformed ({error}); {form.again}") from None
     return meta, values
-
-
-def header_fields() -> tuple[str, ...]:
-    """Names of the header's fields, in order (for `traces/README.md`'s test)."""
-    return tuple(f.name for f in fields(TraceMeta))

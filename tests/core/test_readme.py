@@ -17,8 +17,8 @@ from traces import parquet as tables
 from traces.measurement import Measurement, RunFigures
 from traces.plan import SAVE, Action, Plan
 from traces.saved_sets import SavedSet, SavedSets
-from traces.store import GALLERY, OPS_COLUMNS, STORAGES_COLUMNS, header_fields
-from traces.trace import CATEGORIES, FLAG_NAMES, FORBIDS_RECOMPUTE, PHASES, Trace
+from traces.store import GALLERY, OPS_COLUMNS, STORAGES_COLUMNS
+from traces.trace import CATEGORIES, FLAG_NAMES, FORBIDS_RECOMPUTE, PHASES, Trace, TraceMeta
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("tracer", "simulator", "executor")
@@ -106,7 +106,7 @@ def test_columns_and_header_of_a_device_profile_are_documented(tmp_path: Path) -
 
 
 def test_every_field_of_the_header_is_documented_and_no_other() -> None:
-    assert tuple(rows(section(FORMATS, "The header"))) == header_fields()
+    assert tuple(rows(section(FORMATS, "The header"))) == tuple(TraceMeta.__dataclass_fields__)
 
 
 def test_flags_phases_and_categories_are_documented() -> None:

@@ -15,7 +15,6 @@ from tracer.costs.signature import (  # noqa: E402
     TensorSpec,
     numbers_of,
     of_call,
-    of_node,
     structure_of,
 )
 
@@ -87,7 +86,8 @@ def test_every_op_of_a_program_has_the_signature_of_its_node() -> None:
     p = program(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.randn(4, 6))
     for op, row in zip(p.ops, p.rows, strict=True):
         assert isinstance(op.node, fx.Node)
-        assert row.signature == of_node(op.node)
+        args, kwargs = fx.node.map_arg((op.node.args, op.node.kwargs), lambda a: a.meta["val"])
+        assert row.signature == of_call(op.node.target, args, kwargs, op.node.meta["val"])
 
 
 def test_every_type_of_torch_has_its_size() -> None:

@@ -6,7 +6,7 @@ import importlib.util
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -32,9 +32,9 @@ class Family:
 
     config: str
     model: str
-    settings: dict[str, Any]
-    positions: str  # the config's attribute that limits the sequence length; "" for no limit
     dropouts: tuple[str, ...]  # the config's attributes that hold a dropout probability
+    positions: str = ""  # the config's attribute that limits the sequence length; "" for no limit
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 # Families' defaults are the published ones; stated here is only what training needs or the defaults lack.
@@ -42,14 +42,12 @@ FAMILIES: Final = {
     "bert": Family(
         config="BertConfig",
         model="BertForMaskedLM",
-        settings={},
         positions="max_position_embeddings",
         dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
     ),
     "gpt2": Family(
         config="GPT2Config",
         model="GPT2LMHeadModel",
-        settings={},
         positions="n_positions",
         dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     ),
@@ -75,14 +73,12 @@ FAMILIES: Final = {
         config="T5Config",
         model="T5ForConditionalGeneration",
         settings={"decoder_start_token_id": 0},
-        positions="",
         dropouts=("dropout_rate",),
     ),
     "vit": Family(
         config="ViTConfig",
         model="ViTForImageClassification",
         settings={"num_labels": IMAGE_CLASSES},
-        positions="",
         dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
     ),
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -79,17 +79,12 @@ def torch_budget(
         say(f"Next: simulate compare {directory} --budget 60% --saved {output}", quiet=quiet)
 
 
-def parse_budgets(text: str) -> list[Any]:
+def parse_budgets(text: str) -> list[float]:
     """The shares in `0.1,0.5`; raises SpecError if one is no number between 0 and 1."""
     from traces.errors import SpecError
 
-    out = []
-    for word in text.split(","):
-        try:
-            share = float(word)
-        except ValueError:
-            share = -1.0
-        if not 0.0 <= share <= 1.0:
-            raise SpecError(f"--budgets {text!r}: give shares between 0 and 1 with commas, such as 0.1,0.5.")
-        out.append(share)
-    return out
+    with contextlib.suppress(ValueError):
+        shares = [float(word) for word in text.split(",")]
+        if all(0.0 <= share <= 1.0 for share in shares):
+            return shares
+    raise SpecError(f"--budgets {text!r}: give shares between 0 and 1 with commas, such as 0.1,0.5.")

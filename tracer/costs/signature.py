@@ -10,10 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from torch import fx
+from typing import Any, Final
 
 ITEM_BYTES: Final = {
     dtype: size
@@ -123,14 +120,6 @@ def of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Signature:
         kwargs=tuple((str(k), _plain(v)) for k, v in sorted(kwargs.items())),
         outputs=tuple(_plain(o) for o in outputs),
     )
-
-
-def of_node(node: fx.Node) -> Signature:
-    """The signature of a node of a captured graph, from the fake values that the capture left in `meta["val"]`."""
-    from torch import fx
-
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: a.meta.get("val"))
-    return of_call(node.target, args, kwargs, node.meta.get("val"))
 
 
 def _plain(value: Any) -> Any:

@@ -46,15 +46,6 @@ TOGETHER: Final = 32  # ops under one profiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibrated:
-    """What came of running ops alone."""
-
-    profile: DeviceProfile
-    ran: int
-    skipped: dict[str, str]  # signature key -> why it could not run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """A call to measure, and the bytes of the storages that it creates in its step."""
 
@@ -78,8 +69,8 @@ def calibrate(
     device: str,
     *,
     memory_bytes: int | None = None,
-) -> Calibrated:
-    """Run every call alone.
+) -> tuple[DeviceProfile, dict[str, str]]:
+    """Run every call alone; returns what was measured and, by signature's key, why the others could not run.
 
     Args:
         wanted: see `missing`.
@@ -110,8 +101,7 @@ def calibrate(
                 len(call.times_ns),
                 identity,
             )
-    profile = DeviceProfile(identity=identity, entries=entries, workspaces=tuple(kept))
-    return Calibrated(profile=profile, ran=len(entries), skipped=skipped)
+    return DeviceProfile(identity=identity, entries=entries, workspaces=tuple(kept)), skipped
 
 
 class _Call:

@@ -73,11 +73,11 @@ def cuda_lists() -> Iterator[None]:
     """While the body runs, autocast of CPU tensors casts what autocast casts on CUDA."""
     casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     chosen: dict[str, Callable[..., Any]] = {
-        **{name: _lower(name, casts) for name in LOWER},
-        **{name: _float32(name, casts) for name in FLOAT32},
+        **{name: _cast_to(name, _lower, casts) for name in LOWER},
+        **{name: _cast_to(name, _float32, casts) for name in FLOAT32},
         **{name: _float32_result(name) for name in FLOAT32_RESULT},
         **{name: _float32_norm(name, overload) for name, overload in FLOAT32_NORM.items()},
-        **{name: _widest(name, casts) for name in WIDEST},
+        **{name: _cast_to(name, _widest, casts) for name in WIDEST},
         REFUSED: _refused,
     }
     on_cuda = set(listed("AutocastCUDA"))
@@ -140,22 +140,28 @@ def _with_casts(op: Any, args: Any, kwargs: Any, dtype: torch.dtype, casts: dict
     return op(*reversed(cast), **kwargs)
 
 
-def _lower(name: str, casts: dict[int, Any]) -> Callable[..., Any]:
+def _cast_to(name: str, wanted: Callable[[Any], torch.dtype], casts: dict[int, Any]) -> Callable[..., Any]:
+    """The op with its arguments in the type that `wanted` says of them."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype("cpu")
+        dtype = wanted((args, kwargs))
         with _below():
             return _with_casts(_op(name), args, kwargs, dtype, casts)
 
     return call
 
 
-def _float32(name: str, casts: dict[int, Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.float32
-        with _below():
-            return _with_casts(_op(name), args, kwargs, dtype, casts)
+def _lower(_given: Any) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu")
 
-    return call
+
+def _float32(_given: Any) -> torch.dtype:
+    return torch.float32
+
+
+def _widest(given: Any) -> torch.dtype:
+    wide = any(_eligible(x) and x.dtype == torch.float32 for x in pytree.tree_leaves(given))
+    return torch.float32 if wide else torch.get_autocast_dtype("cpu")
 
 
 def _float32_result(name: str) -> Callable[..., Any]:
@@ -183,17 +189,6 @@ def _float32_norm(name: str, overload: str) -> Callable[..., Any]:
         with _below():
             p = args[1] if len(args) > 1 else kwargs.pop("p", 2)
             return op(x, p, *args[2:], **kwargs, dtype=torch.float32 if _eligible(x) else x.dtype)
-
-    return call
-
-
-def _widest(name: str, casts: dict[int, Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        found = [x for x in pytree.tree_leaves((args, kwargs)) if _eligible(x)]
-        wide = any(x.dtype == torch.float32 for x in found)
-        dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
-        with _below():
-            return _with_casts(_op(name), args, kwargs, dtype, casts)
 
     return call
 

@@ -17,52 +17,37 @@ import torch
 from tracer.torch_api import replaced
 
 
-class CastCache:
-    """Casts of leaves, until the outermost autocast region ends."""
-
-    def __init__(self, kind: str, leaves: Sequence[torch.Tensor]) -> None:
-        self.kind = kind
-        self._leaves = {id(x): x for x in leaves if x.requires_grad and x.dtype == torch.float32}
-        self._casts: dict[int, torch.Tensor] = {}
-
-    def clear(self) -> None:
-        self._casts.clear()
-
-    def to(self, x: torch.Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`x.to(dtype)`; from the cache where torch's own would have it (at::autocast::cached_cast).
-
-        Inside autocast's kernels autocast counts as off, which tells their casts from those of the model's own code.
-        """
-        if (
-            id(x) not in self._leaves
-            or dtype != torch.get_autocast_dtype(self.kind)
-            or torch.is_autocast_enabled(self.kind)
-            or not torch.is_autocast_cache_enabled()
-        ):
-            return torch.ops.aten.to.dtype.decompose(x, dtype, *args, **kwargs)
-        if id(x) not in self._casts:
-            self._casts[id(x)] = torch.ops.aten.to.dtype.decompose(x, dtype, *args, **kwargs)
-        return self._casts[id(x)]
-
-
 @contextlib.contextmanager
 def cached_casts(kind: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let autocast remember the casts of `leaves` in the body.
+    """Let autocast remember the casts of `leaves` in the body, until its outermost region ends.
 
     Args:
         kind: the device type.
         leaves: what stands for the parameters, and for arguments that require a gradient.
     """
-    cache = CastCache(kind, leaves)
+    cached = {id(x): x for x in leaves if x.requires_grad and x.dtype == torch.float32}
+    casts: dict[int, torch.Tensor] = {}
     clear = torch.clear_autocast_cache
+
+    def to(x: torch.Tensor, dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`x.to(dtype)`; from the cache where torch's own would have it (at::autocast::cached_cast).
+
+        Inside autocast's kernels autocast counts as off, which tells their casts from those of the model's own code.
+        """
+        by_autocast = dtype == torch.get_autocast_dtype(kind) and not torch.is_autocast_enabled(kind)
+        if id(x) not in cached or not by_autocast or not torch.is_autocast_cache_enabled():
+            return torch.ops.aten.to.dtype.decompose(x, dtype, *args, **kwargs)
+        if id(x) not in casts:
+            casts[id(x)] = torch.ops.aten.to.dtype.decompose(x, dtype, *args, **kwargs)
+        return casts[id(x)]
 
     def clear_both() -> None:
         clear()
-        cache.clear()
+        casts.clear()
 
     with (
         replaced(torch, clear_autocast_cache=clear_both),
-        kernels(f"Autograd{kind.upper()}", {"to.dtype": cache.to}),
+        kernels(f"Autograd{kind.upper()}", {"to.dtype": to}),
     ):
         yield
 
