@@ -55,6 +55,8 @@ RETURNS: Final = (
     "return (model, batch, loss, optimizer), (model, batch, optimizer) with the loss inside the model, or a "
     "dict with these keys"
 )
+KEYS: Final = ("model", "batch", "loss", "optimizer", "amp", "scaler")
+TUPLES: Final = {4: KEYS[:4], 3: ("model", "batch", "optimizer")}  # what a tuple of so many values holds
 # Modules beside a user's file that an earlier load imported: name -> directory.
 _siblings: dict[str, str] = {}
 
@@ -101,8 +103,8 @@ class BuildFunction(UserStep):
             accepted = self._accepted(build, options, device)
             with place:
                 returned, conversions = self._returned(build, accepted)
-            model, batch, loss, optimizer = self._unpack(returned)
-            amp, scaler = self._precision(returned)
+            made = self._unpack(returned)
+            model, loss, optimizer = made["model"], made["loss"], made["optimizer"]
             self._check(model, loss)
             if (mode := active_fake_mode()) is not None:
                 for module in (model, loss):
@@ -111,8 +113,8 @@ class BuildFunction(UserStep):
             if isinstance(optimizer, torch.optim.Optimizer):
                 for group in optimizer.param_groups:
                     group["params"] = [conversions.latest(p) for p in group["params"]]
-            step = self._assemble(model, batch, loss, optimizer, options, device)
-            return replace(step, autocast=Autocast(dtype=amp), scaler=scaler)
+            step = self._assemble(model, made["batch"], loss, optimizer, options, device)
+            return replace(step, autocast=Autocast(dtype=made["amp"]), scaler=made["scaler"])
 
     def _returned(self, build: Callable[..., Any], accepted: dict[str, Any]) -> tuple[Any, Conversions]:
         """What the function returns. Where it needs values that fake tensors lack, it is called for real, in memory."""
@@ -170,35 +172,26 @@ class BuildFunction(UserStep):
             )
         return {**options, **({"device": device} if anything or "device" in named else {})}
 
-    def _unpack(self, returned: Any) -> tuple[Any, Any, Any, Any]:
-        if isinstance(returned, Mapping):
-            known = ("model", "batch", "loss", "optimizer", "amp", "scaler")
-            unknown = sorted(str(k) for k in returned if k not in known)
-            missing = [k for k in ("model", "batch") if k not in returned]
-            if unknown or missing:
-                what = f"lacks {missing[0]!r}" if missing else f"has the unknown key {unknown[0]!r}"
-                raise SpecError(f"{self.label}: the dict that it returned {what}; {RETURNS}.")
-            return returned["model"], returned["batch"], returned.get("loss"), returned.get("optimizer")
-        if isinstance(returned, (tuple, list)) and len(returned) == 4:
-            model, batch, loss, optimizer = returned
-            return model, batch, loss, optimizer
-        if isinstance(returned, (tuple, list)) and len(returned) == 3:
-            model, batch, optimizer = returned
-            return model, batch, None, optimizer
-        size = f" of {len(returned)} values" if isinstance(returned, (tuple, list)) else ""
-        raise SpecError(f"{self.label}: it returned a {type(returned).__name__}{size}; {RETURNS}.")
-
-    def _precision(self, returned: Any) -> tuple[str, torch.amp.GradScaler | None]:
-        """The autocast type and the scaler that the function asks for."""
+    def _unpack(self, returned: Any) -> dict[str, Any]:
+        """What the function returned, by KEYS; None where it said nothing."""
+        if isinstance(returned, (tuple, list)) and len(returned) in TUPLES:
+            returned = dict(zip(TUPLES[len(returned)], returned, strict=True))
         if not isinstance(returned, Mapping):
-            return "", None
-        amp, scaler = returned.get("amp"), returned.get("scaler")
+            size = f" of {len(returned)} values" if isinstance(returned, (tuple, list)) else ""
+            raise SpecError(f"{self.label}: it returned a {type(returned).__name__}{size}; {RETURNS}.")
+        unknown = sorted(str(k) for k in returned if k not in KEYS)
+        missing = [k for k in ("model", "batch") if k not in returned]
+        if unknown or missing:
+            what = f"lacks {missing[0]!r}" if missing else f"has the unknown key {unknown[0]!r}"
+            raise SpecError(f"{self.label}: the dict that it returned {what}; {RETURNS}.")
+        given = {**dict.fromkeys(KEYS), **returned}
+        scaler, amp = given["scaler"], given["amp"]
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise SpecError(
                 f"{self.label}: the scaler is a {type(scaler).__name__}, not a torch.amp.GradScaler."
             )
         try:
-            return parse_amp(amp) if amp else "", scaler
+            return {**given, "amp": parse_amp(amp) if amp else ""}
         except SpecError:
             raise SpecError(f"{self.label}: amp is {amp!r} and must be bfloat16 or float16.") from None
 
