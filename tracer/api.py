@@ -128,7 +128,8 @@ def trace(
         EnvironmentProblem: torch or a GPU is missing; OutOfMemoryProblem: there is too little memory (`device`).
     """
     tell = say or (lambda text: None)
-    entry = _entry(target, device, calibrate=calibrate, probe=probe, tf32=tf32)
+    with _no_garbage():
+        entry = _entry(target, device, calibrate=calibrate, probe=probe, tf32=tf32)
     if isinstance(model, str):
         if batch is not None or loss is not None or scaler is not None:
             raise SpecError(
@@ -222,7 +223,7 @@ def _in_hand(
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """No search for garbage while the body imports torch's compiler: half a million objects, all of which stay."""
+    """No search for garbage while the body imports torch or its compiler: half a million objects that stay."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -234,8 +235,15 @@ def _no_garbage() -> Iterator[None]:
 
 @contextmanager
 def _left_as_found(tf32: bool) -> Iterator[None]:
-    """The body has gradients on and no autocast around it; random states, devices and TF32 are restored after it."""
+    """The body has gradients on and no autocast around it; random states, devices and TF32 are restored after it.
+
+    What exists already is not searched for garbage meanwhile.
+    """
     import torch
+
+    freeze = not gc.get_freeze_count()
+    if freeze:
+        gc.freeze()
 
     kinds = [k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
     state = random.getstate()
@@ -256,5 +264,7 @@ def _left_as_found(tf32: bool) -> Iterator[None]:
         random.setstate(state)
         for place, value in zip(places, allowed, strict=True):
             place.allow_tf32 = value
+        if freeze:
+            gc.unfreeze()
         if live:
             torch.cuda.set_device(current)

@@ -6,6 +6,7 @@ Imports nothing but the packages' public names (a planner by its name until `sim
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import random
 import re
@@ -363,3 +364,13 @@ def test_what_python_refuses_names_arguments_and_not_flags() -> None:
         options: Any = given
         with pytest.raises(SpecError, match=re.escape(told)):
             trace("resnet18", **options)
+
+
+def test_what_was_searched_for_garbage_before_is_so_again() -> None:
+    net, batch, optimizer = held()
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
+    trace(net, batch, functional.cross_entropy, optimizer)
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
+    with pytest.raises(SpecError):
+        trace("no such model")
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
