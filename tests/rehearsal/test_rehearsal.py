@@ -59,11 +59,13 @@ def test_figures_of_a_small_step_are_the_sum_of_its_tensors(step: str) -> None:
     assert set(found.iterations[1].phases) == {"forward", "backward", "optimizer"}
     assert found.fits
     assert found.provenance == "rehearsed (torch's own code, no GPU)"
-    # forward: weights, batch, hidden twice (before and after relu), output, its square; at most two workspaces and
-    # small change beside them
-    forward = found.iterations[1].phases["forward"].requested_bytes
-    least = weights + batch + 2 * hidden + batch
-    assert least <= forward <= least + 2 * batch + 2 * workspace + 4 * MIB
+    # The first forward: weights, batch, hidden before and after relu; one workspace of cuBLAS at most beside them, and
+    # one of cuBLASLt, as far as this torch has them outside of calls.
+    forward = found.iterations[0].phases["forward"].requested_bytes
+    least = weights + batch + 2 * hidden
+    assert least <= forward <= least + workspace + 2 * MIB
+    # Backward adds the gradients of the weights, that of the output and of the hidden values.
+    assert found.steady.requested_bytes >= 2 * weights + 2 * hidden
     assert found.steady.reserved_bytes >= found.steady.allocated_bytes >= found.steady.requested_bytes
     assert any(row.line.startswith("net.py:") for row in found.alive)
 
@@ -115,21 +117,21 @@ while True:
     assert found.iterations[1].phases.keys() >= {"forward", "backward", "optimizer"}
     assert found.iterations[2].peaks == found.iterations[3].peaks
     read = {w.subject.split()[0]: w.figures for w in found.warnings if w.code == HOST_READ}
-    assert read["train.py:15"] == {"bytes": 1, "told": 0, "times": 8}
+    assert read["train.py:14"] == {"bytes": 1, "told": 0, "times": 8}
     with pytest.raises(SpecError, match="run as a script"):
         rehearse(train, "h100", options={"batch_size": 2})
 
 
 def test_a_script_without_steps_and_one_that_fails_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="no optimizer"):
+    with pytest.raises(LowtideError, match="no optimizer"):
         rehearse(script(tmp_path, "import torch\ntorch.ones(3, device='cuda')\n"), "h100")
     with pytest.raises(LowtideError, match="my own mistake"):
         rehearse(script(tmp_path, "raise ValueError('my own mistake')\n"), "h100")
 
 
 def test_what_the_driver_lacks_is_named(tmp_path: Path) -> None:
-    train = script(tmp_path, "import torch\na = torch.eye(8, device='cuda').to_sparse_csr()\nprint(a @ a)\n")
-    with pytest.raises(LowtideError, match="cusparseSpGEMM"):
+    train = script(tmp_path, "import torch\ntorch.ones(8, device='cuda').untyped_storage()._share_cuda_()\n")
+    with pytest.raises(LowtideError, match="cudaIpcGetMemHandle"):
         rehearse(train, "h100")
 
 
@@ -166,7 +168,7 @@ def test_the_snapshot_is_one_that_simulate_replays(step: str, tmp_path: Path) ->
     assert answer["replayed"]["peak_allocated_bytes"] == found.steady.allocated_bytes
 
 
-def test_a_planned_step_runs_there_beside_its_prediction(step: str, tmp_path: Path) -> None:
+def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path) -> None:
     def call(module: str, *words: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", module, *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -175,9 +177,8 @@ def test_a_planned_step_runs_there_beside_its_prediction(step: str, tmp_path: Pa
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    options = ["--batch-size", "4", "--seq-len", "64", "--optimizer", "adamw"]
-    call("tracer", "bert-tiny", *options, "--target", "h100", "-o", "t", "-q")
-    call("simulator", "t", "--budget", "80%", "-o", "plan.json", "-q")
+    call("tracer", "resnet18", "--batch-size", "32", "--image-size", "96", "--target", "h100", "-o", "t", "-q")
+    call("simulator", "t", "--budget", "85%", "-o", "plan.json", "-q")
     answer = json.loads(call("executor", "plan.json", "--rehearse", "h100", "--json", "-q"))
     assert answer["provenance"].startswith("rehearsed")
     assert answer["rehearsed"]["step_time_ns"] is None

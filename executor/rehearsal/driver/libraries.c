@@ -20,6 +20,23 @@ int cublasLtMatmulAlgoGetHeuristic(void *h, void *op, void *a, void *b, void *c,
   return OK;
 }
 
+// ---- cuDNN: handles and their streams -------------------------------------------------------------------------------
+
+static struct { void *handle, *stream; } streams[64];  // torch has one handle a thread
+int cudnnSetStream(void *handle, void *stream) {
+  size_t k = 0;
+  while (k < 63 && streams[k].handle && streams[k].handle != handle) k++;
+  streams[k].handle = handle;
+  streams[k].stream = stream;
+  return OK;
+}
+int cudnnGetStream(void *handle, void **stream) {
+  *stream = 0;
+  for (size_t k = 0; k < 64; k++)
+    if (streams[k].handle == handle) *stream = streams[k].stream;
+  return OK;
+}
+
 // ---- cuDNN's graphs: one engine for everything ----------------------------------------------------------------------
 
 // A descriptor remembers what it was told. What cuDNN would work out is answered by rule: there is one engine, without
