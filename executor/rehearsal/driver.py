@@ -30,6 +30,7 @@ INSTALL: Final = "pip install torch gives one on Linux; it needs 5 GB of disk an
 # Torch's libraries that call CUDA.
 _CALLERS: Final = (
     "libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_python.so", "libcaffe2_nvrtc.so",
+    "libtorch_cpu.so",
 )  # fmt: skip
 
 
@@ -74,15 +75,19 @@ def driver_directory(torch: CudaTorch) -> Path:
     Raises:
         EnvironmentProblem: there is no C compiler, or it fails.
     """
-    sources = sorted(SOURCES.glob("*.[ch]"))
-    imported = [n for lib in _CALLERS for n in undefined_symbols(torch.libraries / lib)]
-    stubs = stub_source(imported)
-    digest = hashlib.sha256(b"".join([stubs.encode(), *(p.read_bytes() for p in sources)])).hexdigest()
+    sources = [
+        *sorted(SOURCES.glob("*.[ch]")),
+        *(SOURCES.parent / name for name in ("stubs.py", "elf.py", "driver.py")),
+    ]
+    libraries = [torch.libraries / name for name in _CALLERS]
+    known = [f"{p.name} {p.stat().st_size} {p.stat().st_mtime_ns}".encode() for p in libraries]
+    digest = hashlib.sha256(b"".join([*known, *(p.read_bytes() for p in sources)])).hexdigest()
     place = cache_directory() / f"null-driver-{torch.release}-{digest[:16]}"
     if not (place / LIBRARY).is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as name:
-            _build(Path(name), stubs)
+            stubs = stub_source(n for p in libraries for n in undefined_symbols(p))
+            _build(Path(name), stubs, cuda_major=torch.cuda[0])
             folder = Path(name) / "built"
             try:
                 os.replace(folder, place)
@@ -92,16 +97,27 @@ def driver_directory(torch: CudaTorch) -> Path:
     return place
 
 
-def _build(folder: Path, stubs: str) -> None:
+def _build(folder: Path, stubs: str, *, cuda_major: int) -> None:
     (folder / "stubs.c").write_text(stubs, encoding="utf-8")
+    compiler = _compiler_library(cuda_major)
+    # torch asks for NVRTC's functions with a version, which is called like the library.
+    versions = folder / "versions"
+    versions.write_text(f"{compiler} {{ global: *; }};\n", encoding="utf-8")
     built = folder / "built"
     built.mkdir()
-    common = [*_compiler(), "-shared", "-fPIC", "-w", "-O1", f"-I{SOURCES}"]
-    parts = [SOURCES / "cuda.c", SOURCES / "libraries.c", folder / "stubs.c"]
-    _run(
-        [*common, *map(str, parts), f"-Wl,-soname,{LIBRARY}", "-o", str(built / LIBRARY), "-ldl", "-lpthread"]
-    )
-    _run([*common, str(SOURCES / "nvml.c"), f"-Wl,-soname,{MANAGEMENT}", "-o", str(built / MANAGEMENT)])
+    cuda = [SOURCES / "cuda.c", SOURCES / "libraries.c", folder / "stubs.c"]
+    for name, parts in (
+        (LIBRARY, cuda),
+        (MANAGEMENT, [SOURCES / "nvml.c"]),
+        (compiler, [SOURCES / "nvrtc.c", f"-Wl,--version-script={versions}"]),
+    ):
+        options = f"-shared -fPIC -w -O1 -DCUDA_MAJOR={cuda_major} -Wl,-soname,{name}".split()
+        out = ["-o", str(built / name), "-ldl", "-lpthread"]
+        _run([*_compiler(), *options, f"-I{SOURCES}", *map(str, parts), *out])
+
+
+def _compiler_library(cuda_major: int) -> str:
+    return f"libnvrtc.so.{cuda_major}"
 
 
 def _compiler() -> list[str]:
@@ -142,7 +158,7 @@ def driver_environment(
     """
     place = driver_directory(torch)
     limits = architecture(gpu)
-    own = os.pathsep.join(str(place / name) for name in (LIBRARY, MANAGEMENT))
+    own = os.pathsep.join(str(place / n) for n in (LIBRARY, MANAGEMENT, _compiler_library(torch.cuda[0])))
     before = os.environ.get("LD_PRELOAD", "")
     values = {
         "NAME": f"{gpu.name} (rehearsed)",
@@ -162,5 +178,9 @@ def driver_environment(
     return {
         "LD_PRELOAD": f"{own}{os.pathsep}{before}" if before else own,
         "TRITON_LIBCUDA_PATH": str(place),
+        # What is compiled or chosen here must not be found by a process with a real GPU.
+        "USE_PYTORCH_KERNEL_CACHE": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"),
+        "TRITON_CACHE_DIR": str(place / "triton"),
         **{f"LOWTIDE_NULL_{k}": str(v) for k, v in values.items()},
     }

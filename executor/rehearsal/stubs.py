@@ -11,10 +11,9 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-# Libraries that the null driver stands for. CUPTI, NVRTC, cuFile and nvshmem stay what they are: without a GPU they
-# run, or say so.
-_OURS: Final = re.compile(r"(?:__cuda|cuda|cu(?=[A-Z])|cublas|cudnn|cufft|cusolver|cusparse|nccl)\w*")
-_NOT_OURS: Final = re.compile(r"cuFile\w*|cupti\w*")
+# Libraries that the null driver stands for. cuFile and nvshmem stay what they are, and say that they cannot work.
+_OURS: Final = re.compile(r"(?:__cuda|cuda|cu(?=[A-Z])|cublas|cudnn|cufft|cupti|cusolver|cusparse|nccl)\w*")
+_NOT_OURS: Final = re.compile(r"cuFile\w*")
 # Pure functions, which the real libraries answer without a device.
 _REAL: Final = re.compile(
     r"cublasLtGet(Cudart)?Version|\w*Get(LastErrorString|ErrorString|StatusString|StatusName|Property|CudartVersion)|"
@@ -23,7 +22,7 @@ _REAL: Final = re.compile(
 _CREATES: Final = re.compile(r"(cublas|cudnn|cusolver|cusparse)(?!Get)\w*[cC]reate\w*")
 # These give results to the host, or sizes, by pointers that somebody has to know.
 _ANSWERS: Final = re.compile(
-    r"\w*(Get|Create|Check|Init(?!Rank)|Find|Query|bufferSize|analysis|SpGEMM|SpSM|SpSV|geam|cusparseLt|preprocess|Alloc|"
+    r"\w*(Get|Create|Check|Init(?!Rank)|Find|Query|bufferSize|analysis|SpGEMM|SpSM|SpSV|geam|cusparseLt|preprocess|MemAlloc|"
     r"Window|Split|Shrink|Grow|DevComm|MemStats|Signal)\w*"
 )
 _COMPUTES: Final = re.compile(r"(cublas|cudnn|cufft|cusolver|cusparse|nccl)\w+")
@@ -57,6 +56,8 @@ def _stub(name: str) -> str:
         return _size(name, _WIDE_SIZES[name], "size_t")
     if solver and solver[1] in _SIZES:
         return _size(name, (_SIZES[solver[1]],), "int")
+    if name.startswith("cupti"):  # there is nothing to trace, which torch's profiler takes well
+        return f"WEAK int {name}(void) {{ return NOT_SUPPORTED; }}"
     if _CREATES.fullmatch(name):
         return f"WEAK int {name}(void **out) {{ *out = null_handle(); return OK; }}"
     if _COMPUTES.fullmatch(name) and not _ANSWERS.fullmatch(name):

@@ -159,10 +159,10 @@ class Watch:
         self._take()
         self._highest = {}
 
-    def _on_read(self, size: int) -> int:
-        """The host reads `size` bytes of the device; returns what each of them is."""
+    def _on_read(self, size: int, told: int) -> int:
+        """The host reads `size` bytes of the device, each of which would be `told`; returns what it is."""
         where, text = _line_of(sys._getframe(1))
-        told = int(size == 1 and not any(word in text for word in _DOUBTS))
+        told = int(told and not any(word in text for word in _DOUBTS))
         self._reads[where, size, told] += 1
         return told
 
@@ -220,7 +220,7 @@ class Watch:
         return found
 
 
-_READ: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulonglong)
+_READ: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulonglong, ctypes.c_int)
 
 
 def null_driver() -> Any:

@@ -1,6 +1,6 @@
 // CUDA's runtime and driver for a device that is not there. Memory is addresses: they are handed out and taken back, and
 // the device is full when as much is out as it has. Kernels are not run; a copy to the host is answered with zeros, one
-// of a single byte with 1, unless `null_on_read` says otherwise. Streams lag behind the host for as long as they may:
+// of a single byte with 1 (but where it asks whether any of something is), unless `null_on_read` says otherwise. Streams lag behind the host for as long as they may:
 // an event has passed once somebody waited for it, for what it came after, or for its stream.
 //
 // The numbers and structures are those of CUDA 12 and 13, restated.
@@ -90,8 +90,8 @@ void null_set_binary(int capability) { binary = capability; }
 void null_set_memory(int device, unsigned long long size) { total[device] = size; }
 unsigned long long null_used(int device) { return used[device]; }
 
-static int (*on_read)(unsigned long long);  // bytes that the host reads -> what each of them is
-void null_on_read(int (*callback)(unsigned long long)) { on_read = callback; }
+static int (*on_read)(unsigned long long, int);  // bytes that the host reads, what each would be -> what each of them is
+void null_on_read(int (*callback)(unsigned long long, int)) { on_read = callback; }
 
 void *null_handle(void) {
   static uintptr_t next = 0x550000000000;
@@ -328,20 +328,23 @@ int cudaStreamIsCapturing(void *s, int *status) {
   pthread_mutex_unlock(&lock);
   return OK;
 }
-int cudaStreamGetCaptureInfo(void *s, int *status, unsigned long long *id, void **graph, void *a, void *b, void *c) {
+int cudaStreamGetCaptureInfo(void *s, int *status, unsigned long long *id, void **graph, void **nodes, void **edges, size_t *n) {
   pthread_mutex_lock(&lock);
   int number = stream_of((uintptr_t)s)->capturing;
   pthread_mutex_unlock(&lock);
   *status = number != 0;
   if (id) *id = number;
-  if (graph && number) return failed(null_missing("cudaStreamGetCaptureInfo with a graph"));
+  if (graph && number) *graph = null_handle();
+  if (nodes) *nodes = 0;
+  if (edges) *edges = 0;
+  if (n) *n = 0;
   return OK;
 }
-int cudaStreamGetCaptureInfo_v2(void *s, int *status, unsigned long long *id, void **graph, void *a, void *b) {
-  return cudaStreamGetCaptureInfo(s, status, id, graph, a, b, 0);
+int cudaStreamGetCaptureInfo_v2(void *s, int *status, unsigned long long *id, void **graph, void **nodes, size_t *n) {
+  return cudaStreamGetCaptureInfo(s, status, id, graph, nodes, 0, n);
 }
-int cudaStreamGetCaptureInfo_v3(void *s, int *st, unsigned long long *id, void **graph, void *a, void *b, void *c) {
-  return cudaStreamGetCaptureInfo(s, st, id, graph, a, b, c);
+int cudaStreamGetCaptureInfo_v3(void *s, int *status, unsigned long long *id, void **graph, void **nodes, void **edges, size_t *n) {
+  return cudaStreamGetCaptureInfo(s, status, id, graph, nodes, edges, n);
 }
 int cudaStreamBeginCapture(void *s, int mode) {
   static int captures;
@@ -375,14 +378,68 @@ int cudaGraphGetNodes(void *graph, void **nodes, size_t *count) {
 
 // ---- copies: what the host reads is told to be --------------------------------------------------------------------
 
-static void answer(void *to, size_t size) {
-  int byte = on_read ? on_read(size) : size == 1;
-  memset(to, byte, size);
+// What the host wrote is known until a kernel runs, which may change anything.
+typedef struct Known { uint64_t at; size_t size; struct Known *next; char data[]; } Known;
+static Known *known;
+static const Known *known_at(uint64_t at, size_t size) {  // under the lock
+  Known *k = known;
+  while (k && !(k->at <= at && at + size <= k->at + k->size)) k = k->next;
+  return k;
+}
+static void forget(void) {  // under the lock
+  for (Known *k = known, *next; k; k = next) {
+    next = k->next;
+    free(k);
+  }
+  known = 0;
+}
+static void learn(uint64_t at, const void *data, size_t size) {
+  Known *k = size <= 4096 ? malloc(sizeof *k + size) : 0;
+  pthread_mutex_lock(&lock);
+  for (Known *old = known; old; old = old->next)
+    if (old->at < at + size && at < old->at + old->size) {  // part of it is another now
+      forget();
+      break;
+    }
+  if (k) {
+    *k = (Known){at, size, known};
+    memcpy(k->data, data, size);
+    known = k;
+  } else forget();
+  pthread_mutex_unlock(&lock);
+}
+int null_copy(void *to, const void *from, size_t size) {
+  char data[4096];
+  pthread_mutex_lock(&lock);
+  const Known *k = size <= sizeof data ? known_at((uint64_t)from, size) : 0;
+  if (k) memcpy(data, k->data + ((uint64_t)from - k->at), size);
+  else forget();
+  pthread_mutex_unlock(&lock);
+  if (k) learn((uint64_t)to, data, size);
+  return OK;
+}
+
+static __thread const void *last_kernel;
+static const char *name_of(const void *kernel);
+static void answer(void *to, const void *from, size_t size) {
+  pthread_mutex_lock(&lock);
+  const Known *k = known_at((uint64_t)from, size);
+  if (k) memcpy(to, k->data + ((uint64_t)from - k->at), size);
+  pthread_mutex_unlock(&lock);
+  if (k) return;
+  const char *kernel = name_of(last_kernel);  // any() is a reduction by "or", of one value a copy as bool
+  int byte = size == 1 && !strstr(kernel, "or_kernel_cuda") && !strstr(kernel, "direct_copy_kernel_cuda");
+  memset(to, on_read ? on_read(size, byte) : byte, size);
 }
 int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
   __sync_add_and_fetch(&tickets, 1);
-  if (on_device(to) || !size) return OK;
-  if (on_device(from)) answer(to, size);
+  if (!size) return OK;
+  if (on_device(to)) {
+    if (on_device(from)) return null_copy(to, from, size);
+    learn((uint64_t)to, from, size);
+    return OK;
+  }
+  if (on_device(from)) answer(to, from, size);
   else memmove(to, from, size);
   return OK;
 }
@@ -395,10 +452,13 @@ int cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t size, v
 }
 int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height, int kind, void *stream) {
   __sync_add_and_fetch(&tickets, 1);
-  if (on_device(to)) return OK;
+  if (on_device(to)) {
+    learn((uint64_t)to, 0, SIZE_MAX);  // nothing is known any more
+    return OK;
+  }
   for (size_t i = 0; i < height; i++) {
     char *row = (char *)to + i * to_pitch;
-    if (on_device(from)) answer(row, width);
+    if (on_device(from)) answer(row, (const char *)from + i * from_pitch, width);
     else memmove(row, (const char *)from + i * from_pitch, width);
   }
   return OK;
@@ -406,6 +466,7 @@ int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_p
 int cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset, int kind) { return OK; }
 int cudaMemsetAsync(void *p, int value, size_t size, void *stream) {
   if (!on_device(p)) memset(p, value, size);
+  else learn((uint64_t)p, 0, SIZE_MAX);
   return OK;
 }
 int cudaMemset(void *p, int value, size_t size) { return cudaMemsetAsync(p, value, size, 0); }
@@ -413,14 +474,20 @@ int cudaMemset(void *p, int value, size_t size) { return cudaMemsetAsync(p, valu
 // ---- kernels -------------------------------------------------------------------------------------------------------
 
 typedef struct { unsigned x, y, z; } Dim3;
-static int launched(void) {
+static int launched(const void *kernel) {
+  last_kernel = kernel;
+  if (known) {
+    pthread_mutex_lock(&lock);
+    forget();
+    pthread_mutex_unlock(&lock);
+  }
   __sync_add_and_fetch(&tickets, 1);
   return OK;
 }
-int cudaLaunchKernel(const void *f, Dim3 grid, Dim3 block, void **args, size_t shared, void *s) { return launched(); }
-int __cudaLaunchKernel(void *f, Dim3 grid, Dim3 block, void **args, size_t shared, void *s) { return launched(); }
-int cudaLaunchCooperativeKernel(const void *f, Dim3 grid, Dim3 block, void **args, size_t shared, void *s) { return launched(); }
-int cudaLaunchKernelExC(const void *config, const void *f, void **args) { return launched(); }
+int cudaLaunchKernel(const void *f, Dim3 grid, Dim3 block, void **args, size_t shared, void *s) { return launched(f); }
+int __cudaLaunchKernel(void *f, Dim3 grid, Dim3 block, void **args, size_t shared, void *s) { return launched(f); }
+int cudaLaunchCooperativeKernel(const void *f, Dim3 grid, Dim3 block, void **args, size_t shared, void *s) { return launched(f); }
+int cudaLaunchKernelExC(const void *config, const void *f, void **args) { return launched(f); }
 unsigned __cudaPushCallConfiguration(Dim3 grid, Dim3 block, size_t shared, void *s) { return 0; }
 int __cudaPopCallConfiguration(Dim3 *grid, Dim3 *block, size_t *shared, void **s) {
   *grid = *block = (Dim3){1, 1, 1};
@@ -435,7 +502,37 @@ void **__cudaRegisterFatBinary(void *binary) {
 void __cudaRegisterFatBinaryEnd(void **handle) {}
 void __cudaUnregisterFatBinary(void **handle) {}
 char __cudaInitModule(void **handle) { return 0; }
-void __cudaRegisterFunction(void **h, const char *host, char *dev, const char *name, int limit, void *a, void *b, void *c, void *d, int *e) {}
+// Which kernel a host function stands for, by its mangled name; open addressing, for torch's 100,000.
+static struct { const void *host; const char *name; } *kernels;
+static size_t kernel_room, kernel_count;
+static size_t slot_of(const void *host) {
+  size_t k = ((uint64_t)host >> 4) * 0x9e3779b97f4a7c15ull >> 20;
+  while (kernels[k %= kernel_room].host && kernels[k].host != host) k++;
+  return k;
+}
+static const char *name_of(const void *kernel) {
+  pthread_mutex_lock(&lock);
+  const char *name = kernel_room && kernel ? kernels[slot_of(kernel)].name : 0;
+  pthread_mutex_unlock(&lock);
+  return name ? name : "";
+}
+void __cudaRegisterFunction(void **h, const char *host, char *dev, const char *name, int limit, void *a, void *b, void *c, void *d, int *e) {
+  pthread_mutex_lock(&lock);
+  if (2 * kernel_count >= kernel_room) {
+    size_t room = kernel_room;
+    __typeof__(kernels) old = kernels;
+    kernel_room = room ? 2 * room : 1 << 16;
+    kernels = calloc(kernel_room, sizeof *kernels);
+    for (size_t i = 0; i < room; i++)
+      if (old[i].host) kernels[slot_of(old[i].host)] = old[i];
+    free(old);
+  }
+  size_t k = slot_of(host);
+  kernel_count += !kernels[k].host;
+  kernels[k].host = host;
+  kernels[k].name = name;
+  pthread_mutex_unlock(&lock);
+}
 void __cudaRegisterVar(void **h, char *host, char *dev, const char *name, int ext, size_t size, int constant, int global) {}
 int __cudaGetKernel(const void **kernel, const void *f) {
   *kernel = f;
@@ -739,9 +836,9 @@ int cuFuncGetAttribute(int *value, int which, void *function) {
 }
 int cuFuncSetAttribute(void *function, int which, int value) { return OK; }
 int cuFuncSetCacheConfig(void *function, int config) { return OK; }
-int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *s, void **args, void **extra) { return launched(); }
-int cuLaunchCooperativeKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *s, void **args) { return launched(); }
-int cuLaunchKernelEx(const void *config, void *f, void **args, void **extra) { return launched(); }
+int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *s, void **args, void **extra) { return launched(0); }
+int cuLaunchCooperativeKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *s, void **args) { return launched(0); }
+int cuLaunchKernelEx(const void *config, void *f, void **args, void **extra) { return launched(0); }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *f, int threads, size_t shared) {
   return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, f, threads, shared);
 }
@@ -777,3 +874,4 @@ static int entry_point(const char *name, void **function, int *result) {
 }
 int cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigned v, unsigned long long flags, int *result) { return entry_point(name, f, result); }
 int cudaGetDriverEntryPoint(const char *name, void **f, unsigned long long flags, int *result) { return entry_point(name, f, result); }
+const char *null_last_kernel(void) { return name_of(last_kernel); }

@@ -259,10 +259,13 @@ int cudnnGetRNNWeightParams(void *h, const Rnn *r, int layer, size_t size, const
   int g = gates(r), all = r->layers * (r->both_ways ? 2 : 1), projection = which == 2 * g, of_state = which >= g;
   int64_t at = before(r, layer) + (int64_t)r->hidden * (which < g ? which * columns(r, layer, 0) : g * columns(r, layer, 0) + (which - g) * columns(r, layer, 1));
   int rows[3] = {1, projection ? r->projection : r->hidden, projection ? r->hidden : (int)columns(r, layer, of_state)}, vector[3] = {1, r->hidden, 1};
-  *matrix_at = projection && (r->projection <= 0 || r->projection == r->hidden) ? 0 : (char *)weights + item(r->type) * at;
-  *bias_at = r->bias && !projection ? (char *)weights + item(r->type) * (before(r, all) + ((int64_t)layer * 2 * g + which) * r->hidden) : 0;
-  cudnnSetTensorNdDescriptor(matrix, r->type, 3, rows, rows);
-  return cudnnSetTensorNdDescriptor(bias, r->type, 3, vector, vector);
+  int64_t bias_place = before(r, all) + ((int64_t)layer * 2 * g + which) * r->hidden;
+  // torch asks for one of the two at a time.
+  if (matrix) cudnnSetTensorNdDescriptor(matrix, r->type, 3, rows, rows);
+  if (matrix_at) *matrix_at = projection && (r->projection <= 0 || r->projection == r->hidden) ? 0 : (char *)weights + item(r->type) * at;
+  if (bias) cudnnSetTensorNdDescriptor(bias, r->type, 3, vector, vector);
+  if (bias_at) *bias_at = r->bias && !projection ? (char *)weights + item(r->type) * bias_place : 0;
+  return OK;
 }
 int cudnnGetRNNTempSpaceSizes(void *h, const Rnn *r, int training, const RnnData *x, size_t *workspace, size_t *reserve) {
   null_assumed("cuDNN's recurrent nets");  // for backward: the gates, the state and, of an LSTM, the cell of each step
@@ -272,14 +275,31 @@ int cudnnGetRNNTempSpaceSizes(void *h, const Rnn *r, int training, const RnnData
   return OK;
 }
 
-// ---- cuFFT and NCCL --------------------------------------------------------------------------------------------------
+// ---- CUPTI, cuFFT and NCCL --------------------------------------------------------------------------------------------------
 
+int cuptiGetVersion(unsigned *version) {
+  *version = 10000 * CUDA_MAJOR;
+  return OK;
+}
+int cuptiGetResultString(int result, const char **text) {
+  *text = "the null driver has nothing to trace";
+  return OK;
+}
 int cufftCreate(int *plan) {
   static int next;
   *plan = ++next;
   return OK;
 }
 static int ranks = 1, rank_here;
+// A collective of one rank leaves what it was given.
+static int collect(const void *from, void *to, size_t count, int type) {
+  static const unsigned char sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};  // ncclDataType_t
+  return ranks == 1 && from != to ? null_copy(to, from, count * sizes[type < 12 ? type : 4]) : OK;
+}
+int ncclAllGather(const void *from, void *to, size_t count, int type, void *comm, void *s) { return collect(from, to, count, type); }
+int ncclAllReduce(const void *from, void *to, size_t count, int type, int op, void *comm, void *s) { return collect(from, to, count, type); }
+int ncclReduceScatter(const void *from, void *to, size_t count, int type, int op, void *comm, void *s) { return collect(from, to, count, type); }
+int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, void *comm, void *s) { return collect(from, to, count, type); }
 int ncclGetUniqueId(char *id) {
   memset(id, 0, 128);
   return OK;

@@ -10,6 +10,8 @@
 int null_missing(const char *function);
 // Remember that what `subject` says is by a rule and not known: "cuDNN workspaces".
 void null_assumed(const char *subject);
+// Copy within the device.
+int null_copy(void *to, const void *from, size_t size);
 // A new number that stands for something of the device: a handle, a graph, a module.
 void *null_handle(void);
 // The function of that name in the library that this driver stands before; 0 if there is none.
