@@ -177,7 +177,9 @@ def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path) -> None
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    call("tracer", "resnet18", "--batch-size", "32", "--image-size", "96", "--target", "h100", "-o", "t", "-q")
+    call(
+        "tracer", "resnet18", "--batch-size", "32", "--image-size", "96", "--target", "h100", "-o", "t", "-q"
+    )
     call("simulator", "t", "--budget", "85%", "-o", "plan.json", "-q")
     answer = json.loads(call("executor", "plan.json", "--rehearse", "h100", "--json", "-q"))
     assert answer["provenance"].startswith("rehearsed")

@@ -1,4 +1,4 @@
-"""Random programs on torch's own allocator; runs under the stand-in alone (see `tests.standin.run`)."""
+"""Random programs on torch's own allocator; runs on the null driver alone (see `tests.standin.run`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-TOTAL_BYTES = 80 << 30  # what the stand-in says that a device has
+TOTAL_BYTES = 80 << 30  # what the null driver says that a device has
 SETTINGS = (
     "",
     "expandable_segments:True",
@@ -41,7 +41,7 @@ def run(seed: int, standin: Any, streams: list[Any]) -> dict[str, Any]:
     set_conf = torch._C._accelerator_setAllocatorSettings
     set_conf("large_segment_size_mb:20,max_non_split_rounding_mb:20,expandable_segments:False")
     set_conf(conf or "expandable_segments:False")
-    standin.fake_set_memory(0, memory)
+    standin.null_set_memory(0, memory)
     torch.cuda.set_per_process_memory_fraction(fraction * memory / TOTAL_BYTES if fraction < 1 else 1.0, 0)
     steps = rng.choice([60, 200])
     start = rng.choice([0, steps // 2])
@@ -84,7 +84,7 @@ def run(seed: int, standin: Any, streams: list[Any]) -> dict[str, Any]:
         elif choice < 0.93:
             drop()
         elif choice < 0.98:
-            standin.fake_stream_done(stream.cuda_stream)
+            standin.null_stream_done(stream.cuda_stream)
             note("done", stream.cuda_stream)
         elif choice < 0.985 or len(used) == 1:
             torch.cuda.empty_cache()
@@ -124,9 +124,9 @@ def run(seed: int, standin: Any, streams: list[Any]) -> dict[str, Any]:
 def main() -> None:
     import torch
 
-    standin = ctypes.CDLL(os.environ["STANDIN"])
-    standin.fake_set_memory.argtypes = [ctypes.c_int, ctypes.c_uint64]
-    standin.fake_stream_done.argtypes = [ctypes.c_uint64]
+    standin = ctypes.CDLL(os.environ["LD_PRELOAD"].split(os.pathsep)[0])
+    standin.null_set_memory.argtypes = [ctypes.c_int, ctypes.c_uint64]
+    standin.null_stream_done.argtypes = [ctypes.c_uint64]
     streams = [torch.cuda.default_stream(0), torch.cuda.Stream(0), torch.cuda.Stream(0)]
     rows = [run(seed, standin, streams) for seed in range(int(sys.argv[2]))]
     Path(sys.argv[1]).write_bytes(pickle.dumps(rows))

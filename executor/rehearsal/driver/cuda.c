@@ -88,7 +88,6 @@ const char *null_assumed_names(void) { return assumed; }
 void null_forget_missing(void) { missing[0] = 0; }
 void null_set_binary(int capability) { binary = capability; }
 void null_set_memory(int device, unsigned long long size) { total[device] = size; }
-unsigned long long null_used(int device) { return used[device]; }
 
 static int (*on_read)(unsigned long long, int);  // bytes that the host reads, what each would be -> what each of them is
 void null_on_read(int (*callback)(unsigned long long, int)) { on_read = callback; }
@@ -848,6 +847,17 @@ int cuLogsRegisterCallback(void *callback, void *data, void **out) {
 }
 int cuLogsUnregisterCallback(void *callback) { return OK; }
 int cuTensorMapEncodeTiled(void *map) { return OK; }
+int cuTensorMapEncodeIm2col(void *map) { return OK; }
+int cuOccupancyMaxActiveClusters(int *clusters, void *f, const void *config) {
+  *clusters = gpu.multiprocessors / 8;  // of eight blocks each
+  return OK;
+}
+int cuStreamIsCapturing(void *s, int *status) { return cudaStreamIsCapturing(s, status); }
+int cuCtxSetLimit(int limit, size_t value) { return OK; }
+int cuCtxGetLimit(size_t *value, int limit) {
+  *value = 0;
+  return OK;
+}
 
 // torch looks up all that it may ever call, so that a function is missing is said when it is called: by one of these.
 static char sought[64][96];
@@ -874,4 +884,3 @@ static int entry_point(const char *name, void **function, int *result) {
 }
 int cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigned v, unsigned long long flags, int *result) { return entry_point(name, f, result); }
 int cudaGetDriverEntryPoint(const char *name, void **f, unsigned long long flags, int *result) { return entry_point(name, f, result); }
-const char *null_last_kernel(void) { return name_of(last_kernel); }
