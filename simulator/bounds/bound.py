@@ -57,7 +57,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from simulator.bounds.instants import TURN, Instants
 from simulator.bounds.lowest import lowest
@@ -68,6 +68,7 @@ from simulator.core.swaps import relaxed
 TWICE = "what backward reads must be brought together op after op in so little memory that some ops run again twice"
 TOO_LITTLE = "leaves too little for the rest, which must be computed again"
 NOTHING = "no instant shows that anything must be computed again"
+NEAR: Final = 9 / 8  # of the floor: a budget below that is worth the time that the close floor takes
 NO_WAY = "no plan fits: what backward reads cannot be brought together, op after op, in so little memory"
 
 
@@ -136,8 +137,20 @@ class Bounder:
 
     @cached_property
     def floor(self) -> Floor:
-        """The highest peak that is known to be below every plan's."""
+        """A peak that no plan can go below, quickly found."""
         return lowest(self.instants)
+
+    @cached_property
+    def close_floor(self) -> Floor:
+        """The highest such peak that a second or less shows."""
+        return max(self.floor, lowest(self.instants, close=True), key=lambda floor: floor.peak_bytes)
+
+    def below_floor(self, budget_bytes: int) -> bool:
+        """Whether no plan can be within the budget, as far as the floors show."""
+        if budget_bytes < self.floor.peak_bytes:
+            return True
+        near = budget_bytes < NEAR * self.floor.peak_bytes
+        return near and budget_bytes < self.close_floor.peak_bytes
 
     def bound(self, budget_bytes: int) -> Bound:
         """The best over the turn and the instants worth a look, and what working sets cost after the best of these."""
@@ -146,8 +159,8 @@ class Bounder:
         return self._known[budget_bytes]
 
     def _found(self, budget_bytes: int) -> Bound:
-        if budget_bytes < self.floor.peak_bytes:
-            return self._infeasible(budget_bytes, self.floor.op, self.floor.peak_bytes)
+        if self.below_floor(budget_bytes):
+            return self._infeasible(budget_bytes, self.close_floor.op, self.close_floor.peak_bytes)
         best, at = (0, 0, 1), TURN
         for op in self.instants.overfull(budget_bytes):
             instant = self.instants.at(op)

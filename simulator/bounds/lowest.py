@@ -14,9 +14,10 @@ in time from there:
   that q reads were in memory, with what q adds, less what it takes over: base and that must be within B. And before
   it, the set (S without what q makes) with all that q reads was in memory: the same question for that set.
 
-Every plan within B leads back in this way to the end of forward with a set that fits there. So if no path of this
-kind exists, no plan exists. Sets are followed until a path is found or none is left; what would take too long counts
-as found. The floor is the largest B that is ruled out, plus one byte.
+Every plan within B leads back in this way to the end of forward with a set that fits there. As `schedule.build` runs
+an op at most once in a gap, the ops that ran later in it are no way back any more. So the least B that some way back
+allows is a floor; it is found by following the sets that need least first (a shortest path whose length is its greatest
+need). Where that would take too long, the floor is what the sets not yet followed need at least.
 
 This is a pebble game played backwards on sets of values (Sethi 1975; for one op at a time, `Problem.floor` is its
 first move).
@@ -27,24 +28,26 @@ and the rest of the set that it helps to bring together. Ignores: what is saved 
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from itertools import accumulate
+from typing import Final
 
 from simulator.bounds.instants import Instants
 from simulator.core.problem import Floor
 
-MOST_STATES = 300  # of one question: (set, gap) pairs followed
-MOST_WORK = 100_000  # of one trace
-State = tuple[
-    frozenset[int], int
-]  # storages that are all in memory at the start of a gap, and the op after the gap
+MOST_STATES: Final = 300  # of one question: states seen
+MOST_WORK: Final = 100_000  # of one trace
+CLOSE_STATES: Final = 60_000  # of one trace, where the floor decides
+# Storages that are all in memory in a gap, the op after the gap, and the ops that ran again later in the gap.
+State = tuple[frozenset[int], int, frozenset[int]]
+END: Final[State] = (frozenset(), -1, frozenset())
 
 
 class Pebbles:
-    """Whether what ops of backward read can be brought together within a budget, for one trace."""
+    """What bringing together what ops of backward read takes at least, for one trace."""
 
     def __init__(self, instants: Instants) -> None:
         self.instants = instants
-        self.left = MOST_WORK
         turn = instants.turn
         # Op -> what is in memory in the gap before it, whatever the plan.
         self.base_bytes = instants.sure_bytes
@@ -53,41 +56,37 @@ class Pebbles:
         self.need_bytes = [at_turn] * turn + instants.unavoidable_bytes[turn:]
         # Op -> the most that one op between the turn and the gap before it needs.
         self.most_bytes = [0, *accumulate(self.need_bytes, max)]
-        self._dead: tuple[int, set[State]] = (0, set())  # sets that the budget rules out
 
-    def possible(self, op: int, budget_bytes: int) -> bool:
-        """Whether nothing shows that what `op` reads cannot be brought together within the budget."""
-        if self.instants.brought_bytes[op] + self.most_bytes[op] <= budget_bytes:  # stays from the turn on
-            self.left -= 1
-            return True
-        if self._dead[0] != budget_bytes:
-            self._dead = (budget_bytes, set())
-        dead = self._dead[1]
-        first = (frozenset(s for s in self.instants.trace.ops.reads[op] if not self.instants.sure(s, op)), op)
-        if first in dead:
-            return False
-        seen, stack = {first}, [first]
-        while stack:
-            state = stack.pop()
-            self.left -= 1
-            if self._fits_from_the_turn(state, budget_bytes) or len(seen) > MOST_STATES or self.left < 0:
-                return True
-            for before in (*self._made_last(state, budget_bytes), *self._carried(state, budget_bytes)):
-                if before not in seen and before not in dead:
+    def least_bytes(self, op: int, known_bytes: int, most_states: int) -> tuple[int, int]:
+        """A budget below which what `op` reads cannot be brought together, at least `known_bytes`; states seen."""
+        if self.instants.brought_bytes[op] + self.most_bytes[op] <= known_bytes:  # stays from the turn on
+            return known_bytes, 1
+        reads = self.instants.trace.ops.reads[op]
+        first = (frozenset(s for s in reads if not self.instants.sure(s, op)), op, frozenset[int]())
+        seen, end_bytes = {first}, 1 << 62
+        heap = [(known_bytes, 0, first)]  # of what is needed equally, the newest first
+        while heap:
+            least_bytes, _, state = heappop(heap)
+            if state is END or len(seen) > most_states:
+                return least_bytes, len(seen)
+            stays_bytes = self._from_the_turn(state)
+            ways = [(stays_bytes, END)] if stays_bytes < end_bytes else []
+            end_bytes = min(end_bytes, stays_bytes)
+            for need_bytes, before in (*ways, *self._made_last(state), *self._carried(state)):
+                if before is END or before not in seen:
                     seen.add(before)
-                    stack.append(before)
-        dead |= seen
-        return False
+                    heappush(heap, (max(least_bytes, need_bytes), -len(seen), before))
+        raise AssertionError("the whole set can stay from the turn on, at a price")
 
-    def _fits_from_the_turn(self, state: State, budget_bytes: int) -> bool:
-        """Whether the whole set can stay from the turn on, even if no op between needs any of it itself."""
-        storages, gap = state
+    def _from_the_turn(self, state: State) -> int:
+        """What it takes that the whole set stays from the turn on, even if no op between needs any of it itself."""
+        storages, gap, _ = state
         nbytes = self.instants.trace.storages.nbytes
-        return sum(nbytes[s] for s in storages) + self.most_bytes[gap] <= budget_bytes
+        return sum(nbytes[s] for s in storages) + self.most_bytes[gap]
 
-    def _carried(self, state: State, budget_bytes: int) -> list[State]:
-        """The set one gap earlier, if it can be in memory while the op between runs."""
-        storages, gap = state
+    def _carried(self, state: State) -> list[tuple[int, State]]:
+        """The set one gap earlier, and what it takes that it is in memory while the op between runs."""
+        storages, gap, _ = state
         trace, ran = self.instants.trace, gap - 1
         if ran < self.instants.turn:
             return []
@@ -97,16 +96,15 @@ class Pebbles:
             for s in storages
             if trace.ops.overwrites[ran] == s or (s not in reads and self.instants.forced_until[s] < ran)
         )
-        if extra + self.need_bytes[ran] > budget_bytes:
-            return []
-        return [(frozenset(s for s in storages if not self.instants.sure(s, ran)), ran)]
+        before = frozenset(s for s in storages if not self.instants.sure(s, ran))
+        return [(extra + self.need_bytes[ran], (before, ran, frozenset()))]
 
-    def _made_last(self, state: State, budget_bytes: int) -> list[State]:
-        """What was in memory before the last op that ran again in the gap and made a part of the set."""
-        storages, gap = state
+    def _made_last(self, state: State) -> list[tuple[int, State]]:
+        """What was there before the last op that ran again in the gap and made a part of the set; what that took."""
+        storages, gap, later = state
         trace, problem = self.instants.trace, self.instants.problem
-        out: list[State] = []
-        for q in sorted({trace.storages.producer[s] for s in storages}):
+        out: list[tuple[int, State]] = []
+        for q in sorted({trace.storages.producer[s] for s in storages} - later):
             if not problem.may_rerun[q]:
                 continue
             rest = storages.difference(problem.creates[q])
@@ -116,41 +114,40 @@ class Pebbles:
             if taken in before and taken not in rest:
                 rise -= trace.storages.nbytes[taken]
             held = sum(trace.storages.nbytes[s] for s in before)
-            if self.base_bytes[gap] + held + rise <= budget_bytes:
-                out.append((before, gap))
+            out.append((self.base_bytes[gap] + held + rise, (before, gap, later | {q})))
         return out
 
 
-def lowest(instants: Instants) -> Floor:
+def lowest(instants: Instants, *, close: bool = False) -> Floor:
     """The highest floor that can be shown, with the op that decides it.
 
     Where it is higher than `Problem.floor`, its `working_bytes` are what bringing back the op's inputs takes at once,
     beside `resident_bytes` and `gradient_bytes`.
+
+    Args:
+        instants: of the trace.
+        close: follow more sets, of the ops that need most; that takes about a second.
     """
     trace, problem = instants.trace, instants.problem
     best = problem.floor
     pebbles = Pebbles(instants)
+    left = CLOSE_STATES if close else MOST_WORK
     later = range(instants.turn, len(trace.ops))
     for op in sorted(later, key=lambda i: (-pebbles.need_bytes[i], i)):
-        if pebbles.left < 0:
+        if left <= 0:
             break
-        if pebbles.possible(op, best.peak_bytes):
+        least_bytes, seen = pebbles.least_bytes(op, best.peak_bytes, left if close else MOST_STATES)
+        left -= seen
+        if least_bytes == best.peak_bytes:
             continue
-        impossible, possible = best.peak_bytes, max(instants.peaks)
-        while possible - impossible > 1:
-            middle = (impossible + possible) // 2
-            if pebbles.possible(op, middle):
-                possible = middle
-            else:
-                impossible = middle
         resident = trace.resident_bytes
         stays = pebbles.base_bytes[op] - resident
         best = Floor(
-            peak_bytes=possible,
+            peak_bytes=least_bytes,
             op=op,
             resident_bytes=resident,
             gradient_bytes=stays,
-            working_bytes=possible - resident - stays,
+            working_bytes=least_bytes - resident - stays,
             brings_back=True,
         )
     return best

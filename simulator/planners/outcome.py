@@ -127,7 +127,7 @@ def refuse(
 ) -> Infeasible:
     """The error that says why a budget cannot be met, and what to do."""
     trace = problem.trace
-    least = bounder_of(problem).floor
+    least = bounder_of(problem).close_floor
     parts = (
         f"{show_bytes(least.resident_bytes)} resident (parameters, optimizer state, buffers, inputs), "
         f"{show_bytes(least.gradient_bytes)} gradients and values that must stay, "

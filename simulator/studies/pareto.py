@@ -184,7 +184,7 @@ def pareto(
     """
     start = time.perf_counter()
     saved = problem.saved
-    least, most = bounder_of(problem).floor.peak_bytes, saved.timeline.peak_allocated_bytes
+    least, most = bounder_of(problem).close_floor.peak_bytes, saved.timeline.peak_allocated_bytes
     budgets = sorted({least + (most - least) * k // (points - 1) for k in range(points)})
     clock = limits.clock()
     made: dict[int, Pick | Infeasible | UnfinishedError] = {}

@@ -203,28 +203,26 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif mutation == "carried reads paid twice":
         true_carried = Pebbles._carried
 
-        def carried(self: Pebbles, state: State, budget_bytes: int) -> list[State]:
-            storages, gap = state
+        def carried(self: Pebbles, state: State) -> list[tuple[int, State]]:
+            storages, gap, _ = state
             trace = self.instants.trace
             twice = sum(trace.storages.nbytes[s] for s in storages.intersection(trace.ops.reads[gap - 1]))
-            return true_carried(self, state, budget_bytes - twice)
+            return [(need_bytes + twice, before) for need_bytes, before in true_carried(self, state)]
 
         monkeypatch.setattr(Pebbles, "_carried", carried)
     elif mutation == "what takes over never runs again":
         true_last = Pebbles._made_last
 
-        def made_last(self: Pebbles, state: State, budget_bytes: int) -> list[State]:
+        def made_last(self: Pebbles, state: State) -> list[tuple[int, State]]:
             trace = self.instants.trace
             takers = {q for q in range(len(trace.ops)) if trace.ops.overwrites[q] >= 0}
-            return true_last(
-                self,
-                (frozenset(s for s in state[0] if trace.storages.producer[s] not in takers), state[1]),
-                budget_bytes,
-            )
+            storages, gap, later = state
+            left = frozenset(s for s in storages if trace.storages.producer[s] not in takers)
+            return true_last(self, (left, gap, later))
 
         monkeypatch.setattr(Pebbles, "_made_last", made_last)
     elif mutation == "nothing is carried":
-        monkeypatch.setattr(Pebbles, "_carried", lambda self, state, budget_bytes: [])
+        monkeypatch.setattr(Pebbles, "_carried", lambda self, state: [])
     elif mutation == "shares that are no marginals":
         true_shares = WorkingSets._shares
 

@@ -86,6 +86,43 @@ def test_what_two_inputs_need_together() -> None:
     assert min(front) == 94
 
 
+def test_an_op_runs_at_most_once_in_a_gap() -> None:
+    """Op 8 reads a and b, and b comes from a by way of t and u, 30 each, which leave no room for a beside them."""
+    of = trace(
+        [
+            fwd({"s": 40}, "w"),
+            fwd({"a": 10}, "s"),
+            fwd({"t": 30}, "a"),
+            fwd({"u": 30}, "t"),
+            fwd({"b": 10}, "u"),
+            fwd({"e": 2}, "b"),
+            bwd({"g": 40}, "e"),
+            bwd({"x": 65}, "g"),
+            bwd({}, "g", "a", "b"),
+        ],
+        {"w": 4},
+    )
+    # Op 7 has w 4, g 40 and x 65: 109, and neither a nor b has room beside that within 118.
+    assert Problem(of).floor.peak_bytes == 109
+    # Before op 8, w 4 and g 40 are there. Were a made twice, first for t and then, beside b, from s, it would take
+    # 44 + 30 + 30 and 44 + 10 + 40 + 10. It is made once, so it waits while u is made: 44 + 10 + 30 + 30.
+    found = lowest(Instants(Problem(of)))
+    assert (found.peak_bytes, found.op) == (114, 8)
+    front = frontier(of)
+    assert front is not None
+    assert min(front) == 114
+
+
+def test_the_close_floor_is_looked_for_where_it_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = far_apart()
+    monkeypatch.setattr(lowest_module, "MOST_STATES", 0)  # so that the quick floor is that of single ops, 104
+    bounder = Bounder(Problem(of))
+    assert (bounder.floor.peak_bytes, bounder.close_floor.peak_bytes) == (104, 144)
+    assert [bounder.below_floor(b) for b in (103, 104, 116)] == [True] * 3
+    assert not bounder.below_floor(117)  # more than NEAR times 104: not worth the time
+    assert not lower_bound(Problem(of), 116).feasible
+
+
 def test_it_stays_below_every_plan_and_often_reaches_the_best_one() -> None:
     seen = higher = reached = 0
     for seed in range(400):
@@ -95,7 +132,8 @@ def test_it_stays_below_every_plan_and_often_reaches_the_best_one() -> None:
             continue
         instants = Instants(Problem(of))
         simple, found = Problem(of).floor, lowest(instants)
-        assert simple.peak_bytes <= found.peak_bytes <= min(front), seed
+        close = lowest(instants, close=True)
+        assert simple.peak_bytes <= found.peak_bytes <= close.peak_bytes <= min(front), seed
         seen += 1
         higher += found.peak_bytes > simple.peak_bytes
         reached += found.peak_bytes == min(front)
@@ -110,6 +148,8 @@ def test_too_much_work_counts_as_possible(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(lowest_module, "MOST_STATES", 300)
     monkeypatch.setattr(lowest_module, "MOST_WORK", 0)
     assert lowest(Instants(Problem(far_apart()))) == Problem(far_apart()).floor
+    monkeypatch.setattr(lowest_module, "CLOSE_STATES", 0)
+    assert lowest(Instants(Problem(far_apart())), close=True) == Problem(far_apart()).floor
 
 
 def test_the_bound_and_the_refusal_know_it() -> None:
