@@ -63,7 +63,7 @@ def rehearse(
 
     Exit code: 0 done, 1 the GPU's memory does not suffice, 2 the input is wrong.
     """
-    from executor.rehearsal.rehearse import rehearse as run
+    from executor.rehearsal.run import rehearse as run
 
     say(f"Rehearsing {model} on {gpu} ...", quiet=quiet)
     found = run(
@@ -87,7 +87,7 @@ def rehearse(
 def rehearse_plan(path: Path, model: str, gpu: str, *, as_json: bool, quiet: bool) -> None:
     """`execute PLAN --rehearse GPU`: the untouched and the planned step, rehearsed beside predicted."""
     from executor.measure import predicted_figures
-    from executor.rehearsal.rehearse import rehearse as run
+    from executor.rehearsal.run import rehearse as run
     from traces.measurement import signed_error_percent
     from traces.plan import Plan
 

@@ -125,7 +125,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What the process on the null driver does; see `executor.rehearsal.rehearse`."""
+    """What the process on the null driver does; see `executor.rehearsal.run.rehearse`."""
 
     model: str = ""  # a name or "file.py:function", to build a step of; or a script, to run as it is
     script: bool = False

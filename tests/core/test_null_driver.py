@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from executor.cli.main import execute
 from executor.rehearsal import driver
 from executor.rehearsal.elf import undefined_symbols
-from executor.rehearsal.rehearse import is_script
+from executor.rehearsal.run import is_script
 from executor.rehearsal.stubs import stub_source
 from traces.devices import DEVICES, architecture, device
 from traces.errors import EnvironmentProblem, SpecError

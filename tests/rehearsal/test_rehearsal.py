@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from executor.rehearsal.record import ASSUMED, HOST_READ, MISSING
-from executor.rehearsal.rehearse import rehearse
+from executor.rehearsal.run import rehearse
 from traces.errors import LowtideError, SpecError
 
 pytestmark = pytest.mark.rehearsal
