@@ -95,11 +95,9 @@ class Evaluator:
         self._takeovers(made_forward, last)
         self.made_forward = [s for s in range(n_st) if made_forward[s]]
         self.resident_bytes = trace.resident_bytes
-        # What a library holds, from the start of the step on, if an op of forward runs again; empty where none does.
-        wanted = trace.meta.rerun_workspaces
-        self.rerun_bytes = [wanted.get(ops.target[i], 0) for i in chosen[: self.forward]]
-        if not any(self.rerun_bytes):
-            self.rerun_bytes = []
+        # What a library holds, from the start of the step on, if an op of forward runs again; and with all of them.
+        self.rerun_bytes = [problem.rerun_bytes[i] for i in chosen[: self.forward]]
+        self.most_resident_bytes = self.resident_bytes + max(self.rerun_bytes, default=0)
         # Forward, with every storage freed after its last forward use.
         born = [0] * self.forward
         for s in self.made_forward:
@@ -275,8 +273,7 @@ class Evaluator:
         made = sorted(self.made_forward, key=lambda s: (self.producer[s], s))
         starts, ids = pack_lists(self.needs, self.reads, self.creates, [made])
         ops["needs_at"], ops["reads_at"], ops["creates_at"], (made_at, _) = starts
-        if self.rerun_bytes:
-            ops["rerun_bytes"][:forward] = self.rerun_bytes
+        ops["rerun_bytes"][:forward] = self.rerun_bytes
         of_op = {
             "time_ns": self.time_ns,
             "overwrites": self.overwrites,

@@ -24,7 +24,7 @@ def run(facts: Facts, schedule: Schedule) -> Timeline:
     """Replay a schedule; the result has one entry a step."""
     trace = facts.trace
     ops, nbytes = trace.ops, trace.storages.nbytes
-    live = resident = trace.resident_bytes + rerun_workspace_bytes(trace, schedule)
+    live = resident = trace.resident_bytes + rerun_workspace_bytes(facts, schedule)
     now = 0
     start, duration, peaks, after = [], [], [], []
     for step, i in enumerate(schedule.op):

@@ -39,7 +39,7 @@ class _Walk:
         self.last_use = [ev.before[i] if i >= 0 else -1 for i in ev.last_backward_use]
         self.here = {s: SAVED for s in ev.made_forward if s in saved}
         self.live = sum(ev.nbytes[s] for s in self.here)
-        self.fixed = ev.resident_bytes + max(ev.rerun_bytes, default=0) + sum(ev.settled[: ev.forward])
+        self.fixed = ev.most_resident_bytes + sum(ev.settled[: ev.forward])
         self.held: list[int] = []  # rebuilt values that stay
         self.last_at: dict[int, int] = {}  # and the last op that each stayed for
         self.out: dict[int, set[int]] = {}

@@ -14,7 +14,7 @@ from simulator.core.recipes import LEVERS, offered
 from simulator.core.recipes.recipe import Recipe
 from traces.errors import PlanError
 from traces.plan import RECOMPUTE, SAVE, Action
-from traces.trace import EAGER, FLAG_NAMES, FORBIDS_RECOMPUTE, VIEW, Trace
+from traces.trace import EAGER, FLAG_NAMES, FORBIDS_RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,19 +43,11 @@ class Schedule:
         return tuple(o for o, r in zip(self.op, self.recompute, strict=True) if r)
 
 
-def rerun_workspace_bytes(trace: Trace, schedule: Schedule) -> int:
-    """What libraries hold because of the ops that a schedule runs again, beside what they hold in any case.
-
-    The most that any of them asks for in backward's thread; in forward's it ran before. A view runs nothing, so asks
-    for nothing.
-    """
-    wanted, target, flags = trace.meta.rerun_workspaces, trace.ops.target, trace.ops.flags
-    if not wanted:
-        return 0
+def rerun_workspace_bytes(facts: Facts, schedule: Schedule) -> int:
+    """What libraries hold because of the ops that a schedule runs again in backward's thread; in forward's they ran."""
     first = schedule.forward_steps
     steps = zip(schedule.op[first:], schedule.recompute[first:], strict=True)
-    again = (o for o, rerun in steps if rerun and not flags[o] & VIEW)
-    return max((wanted.get(target[o], 0) for o in again), default=0)
+    return max((facts.rerun_bytes[o] for o, rerun in steps if rerun), default=0)
 
 
 def check_actions(facts: Facts, actions: Iterable[Action]) -> dict[int, Action]:

@@ -160,7 +160,7 @@ class Annealer:
         ops, storages = np.zeros(n_op + 1, OF_OP), np.zeros(n_st, OF_STORAGE)
         ops["done_at"], done = pack_rows(going)
         settled = np.cumsum(ev.settled)
-        fixed = ev.resident_bytes + max(ev.rerun_bytes, default=0) + settled - np.array(ev.settled)
+        fixed = ev.most_resident_bytes + settled - np.array(ev.settled)
         ops["fixed_bytes"][:-1] = fixed
         storages["last_use"], storages["weight"], storages["best_weight"] = last_use, 1.0, 1.0
         storages["may_stay"][list(self.problem.candidates)] = 1

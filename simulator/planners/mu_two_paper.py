@@ -217,7 +217,7 @@ class Greedy:
             position = k if k < self.evaluator.forward else result.seq[k - self.evaluator.forward]
             return result.peak_bytes, self.evaluator.op_id[position]
         rerun = self.evaluator.rerun_bytes
-        again = max((rerun[k] for s in self.chosen for k in self.ops[s]), default=0) if rerun else 0
+        again = max((rerun[k] for s in self.chosen for k in self.ops[s]), default=0)
         levels = [p - away + again for p, away in zip(self.kept_peaks, accumulate(self.relief), strict=False)]
         peak = max(levels, default=self.trace.resident_bytes)
         return peak - self.static_bytes, levels.index(peak) if levels else -1

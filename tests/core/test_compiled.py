@@ -39,7 +39,7 @@ def test_compiling_is_said_and_done_once(tmp_path: Path) -> None:
     assert simulate(trace, cache).count("compiling") == 1
     assert "compiling" not in simulate(trace, cache)
     # One kernel is compiled again, and nothing is said of it where nothing is to be said.
-    kept = max(cache.rglob("*.nbi"), key=lambda path: path.stat().st_mtime)
+    (kept,) = cache.rglob("walk.walk-*.nbi")
     kept.unlink()
     assert simulate(trace, cache, "--quiet") == ""
     assert kept.exists()
@@ -94,6 +94,28 @@ def test_a_changed_inlined_function_is_compiled_into_the_kept_kernels_anew(tmp_p
     later = time.time() + 2
     os.utime(inner, (later, later))
     assert says() == "10 0"
+
+
+def test_a_second_process_compiles_what_this_one_will_need(tmp_path: Path) -> None:
+    (tmp_path / "quick.py").write_text(
+        "from simulator.kernels.compiled import compiled\n"
+        "@compiled\ndef twice(x):\n    return 2 * x\n"
+        "def compile_it():\n    twice(1)\n"
+    )
+    code = (
+        "import os, quick; os.cpu_count = lambda: 2\n"
+        "from simulator.kernels import beside\nfrom simulator.kernels.compiled import on_disk\n"
+        "before = on_disk(quick.twice)\n"
+        "beside.begin(quick.twice, 'quick', 'compile_it')\nbeside.wait()\n"
+        "print(before, on_disk(quick.twice), quick.twice(3), sum(quick.twice.stats.cache_hits.values()))"
+    )
+    env = {
+        **os.environ,
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}",
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "6", "1"]
 
 
 def test_compiling_is_not_on_the_planners_clock(monkeypatch: pytest.MonkeyPatch) -> None:
