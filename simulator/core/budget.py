@@ -16,17 +16,19 @@ UNITS: Final = {
     **{f"{p}ib": 1024**k for k, p in enumerate("kmgt", 1)},
     **{p: 1024**k for k, p in enumerate("kmgt", 1)},
 }
-MEANING: Final = "give bytes (8589934592), a size (8GiB, 8GB, 512MiB), or a share of the keep-all peak (60%)"
+MEANING: Final = (
+    "give bytes (8589934592), a size (8GiB, 8GB, 512MiB), or a share of the step's own peak (60%)"
+)
 MOST_BYTES: Final = 1 << 62  # what is more is no limit, and does not fit 64 bits
 _NUMBER: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-zA-Z%]*)", re.ASCII)
 
 
-def parse_budget(text: str, keep_all_peak_bytes: int) -> int:
+def parse_budget(text: str, saved_peak_bytes: int) -> int:
     """The budget in bytes, rounded down, at most `MOST_BYTES`.
 
     Args:
         text: bytes, a size with a unit, or a percentage, which may exceed 100.
-        keep_all_peak_bytes: what 100 % stands for.
+        saved_peak_bytes: what 100 % stands for.
 
     Raises:
         SpecError: the text is no budget, or it is less than one byte.
@@ -38,7 +40,7 @@ def parse_budget(text: str, keep_all_peak_bytes: int) -> int:
     if number <= 0:
         raise SpecError(f"budget {text!r} is not more than zero; {MEANING}.")
     if unit == "%":
-        budget_bytes = int(number * keep_all_peak_bytes / 100)
+        budget_bytes = int(number * saved_peak_bytes / 100)
     elif unit.lower() in UNITS:
         budget_bytes = int(number * UNITS[unit.lower()])
     else:

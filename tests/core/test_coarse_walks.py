@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
 from simulator.core.problem import Problem
-from simulator.core.retaining import evictions
 from simulator.kernels.anneal import BORDER, COARSE_STEP, KINDS, MOVE_BORDER, anneal
 from simulator.kernels.compiled import compiled
 from simulator.kernels.retain import retain
 from simulator.planners.annealing import Annealer, Walk, _state, example
+from tests.retaining import evictions
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
 from traces.store import load
