@@ -29,9 +29,7 @@ class Schedule:
     binds: tuple[tuple[int, ...], ...]  # storages that now exist (again) because of this step
     frees: tuple[tuple[int, ...], ...]  # storages freed when the step has ended
     takes: tuple[int, ...]  # the storage whose memory the output takes over in place (it is in `frees`); -1
-    swapped: tuple[
-        Recipe | None, ...
-    ]  # the recipe by which the op takes other values than in the trace; None: none
+    swapped: tuple[Recipe | None, ...]  # by which the op takes other values than in the trace; None: none
     forward_steps: int  # so many steps are forward's: its ops, and those that it runs again
 
     def __len__(self) -> int:
@@ -148,9 +146,7 @@ class _Building:
         self.saved = [w or p for w, p in zip(facts.saved_by_default, facts.pinned, strict=True)]
         self.retained = [False] * n_st
         self.reads, self.inputs = list(self.trace.ops.reads), list(self.trace.ops.inputs)
-        self.swapped: dict[
-            int, Recipe
-        ] = {}  # op -> the recipe by which it takes other values than in the trace
+        self.swapped: dict[int, Recipe] = {}  # op -> by which it takes other values than in the trace
         self.evictions: dict[int, list[int]] = {}  # op -> storages that are absent once it has run
         for s, a in by_storage.items():
             self.saved[s], self.retained[s] = a.recipe == SAVE or facts.pinned[s], a.retain

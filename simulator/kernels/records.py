@@ -24,10 +24,7 @@ OP: Final = table(
     [
         ("time_ns", np.int64),
         ("rerun_bytes", np.int64),  # what a library allocates for good if it runs a second time
-        (
-            "needs_at",
-            np.int32,
-        ),  # of `ids`: storages of forward that it takes, in the order in which a chain goes
+        ("needs_at", np.int32),  # of `ids`: storages of forward that it takes, in a chain's order
         ("reads_at", np.uint32),  # of `ids`: storages of forward that it reads
         ("creates_at", np.uint32),  # of `ids`: storages of forward that it makes
         ("overwrites", np.int32),  # a storage whose memory it takes over if that ends here; -1
@@ -42,10 +39,7 @@ STORAGE: Final = table(
         ("last_forward", np.int32),  # the op after which forward needs it no more
         ("last_backward", np.int32),  # op by id in the trace; -1
         ("hold", np.int32),  # the op of backward until which the first instance is held whatever the plan; -1
-        (
-            "hold_after",
-            np.int32,
-        ),  # whether it is held beyond the end of that op, which then cannot take it over
+        ("hold_after", np.int32),  # whether beyond that op's end: then it cannot take it over
         ("forward_take", np.int32),  # the op of forward that takes it over if it ends there; -1
     ]
 )

@@ -18,22 +18,14 @@ from simulator.kernels.compiled import inner
 from simulator.kernels.records import long, table
 
 # What `Work.present` says of a value here.
-ABSENT, SAVED, STAYS, NEW, PASSING = (
-    0,
-    1,
-    2,
-    3,
-    4,
-)  # NEW: rebuilt for the op at hand; PASSING: and goes with it
+# NEW: rebuilt for the op at hand; PASSING: and goes with it.
+ABSENT, SAVED, STAYS, NEW, PASSING = range(5)
 
 
 OF_OP: Final = table(
     [
         ("fixed_bytes", np.int64),  # there before it whatever the plan
-        (
-            "done_at",
-            np.int64,
-        ),  # of `done`: the storages that nothing needs after it, however they are rebuilt
+        ("done_at", np.int64),  # of `done`: what nothing needs after it, however it is rebuilt
     ]
 )
 OF_STORAGE: Final = table(

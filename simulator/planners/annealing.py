@@ -116,9 +116,7 @@ class Annealer:
         ev, sts = self.evaluator, self.evaluator.trace.storages
         made = [ev.producer[s] for s in self.neighbours]
         ends = [ev.before[max(sts.last_forward_use[s], 0)] for s in self.neighbours]
-        crossing: list[
-            list[int]
-        ] = []  # for each position of forward, what is made up to it and read after it
+        crossing: list[list[int]] = []  # [position of forward]: what is made up to it and read after it
         now: list[tuple[int, int]] = []
         k = 0
         for p in range(ev.forward):

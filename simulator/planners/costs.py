@@ -21,9 +21,8 @@ class Costs:
         self.used = [0] * evaluator.forward  # op -> how many evicted values have it in their chain
         self.chains: dict[int, tuple[int, ...]] = {}
         self.added: dict[int, int] = {}  # value -> what `of` says, as long as values are only evicted
-        self.behind: list[list[int]] = [
-            [] for _ in self.used
-        ]  # op -> the values in `added` with it in their chain
+        # Op -> the values in `added` with it in their chain.
+        self.behind: list[list[int]] = [[] for _ in self.used]
         for s in evaluator.problem.candidates:
             if not state.saved[s]:
                 self.evicted(s)

@@ -109,9 +109,7 @@ class Greedy:
         timeline = run(problem, build(problem))
         self.kept_peaks = timeline.peak_bytes  # one step an op
         self.static_bytes = trace.resident_bytes if options.subtract_static else 0
-        self.relief = [0] * (
-            len(trace.ops) + 1
-        )  # differences: bytes that the chosen free while they are idle
+        self.relief = [0] * (len(trace.ops) + 1)  # differences of the bytes that the chosen free while idle
 
     def _last_forward(self, s: int) -> int:
         return max(self.trace.storages.last_forward_use[s], self.trace.storages.producer[s])

@@ -55,9 +55,7 @@ class Segmentations:
         np.add.at(self.weight, self.producer[self.candidates], sizes[self.candidates])
         is_candidate = np.zeros(len(sts), np.bool_)
         is_candidate[self.candidates] = True
-        self.crossing = np.zeros(
-            forward_end + 1, np.int64
-        )  # what a border after each op would save, in bytes
+        self.crossing = np.zeros(forward_end + 1, np.int64)  # bytes that a border after each op would save
         for s in ev.made_forward:
             if is_candidate[s] or not (problem.pinned[s] or problem.saved_by_default[s]):
                 first, last = sts.producer[s], sts.last_forward_use[s]
