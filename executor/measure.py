@@ -12,11 +12,12 @@ import gc
 import platform
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from executor.isolated import run_fresh
 from executor.timing import alone, in_turns
+from executor.verification import Verification
 from traces.alloc_conf import NAMES as ALLOC_CONF
 from traces.alloc_conf import alloc_conf
 from traces.errors import PlanError, SpecError, is_out_of_memory
@@ -48,27 +49,6 @@ class Job:
     alloc_conf: str = ""  # for CUDA's allocator, unless the environment says something itself
     then_verify: bool = False  # after measuring keep-all or the plan, in the same process
     limit_bytes: int = 0  # of the process's data on the CPU, of its share of the device on CUDA; 0: none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """The outcome: `bit_equal` means every bit of every tensor after every step.
-
-    `equal` is the verdict: equal in every value (0 and -0 are, and one NaN and another), or within the noise of an
-    untouched model that differs from itself.
-    """
-
-    equal: bool
-    bit_equal: bool
-    steps: int
-    max_abs_difference: dict[str, float] = field(default_factory=dict)  # by kind; NaN against NaN is equal
-    first_difference: str = ""  # where the first bit differed
-    losses: tuple[float, ...] = ()
-    first_step_relative: float = 0.0  # of the first step: largest difference / largest value, by kind
-    note: str = ""  # how the verdict was reached, where it was not at the first comparison
-    control_difference: dict[str, float] = field(
-        default_factory=dict
-    )  # eager against itself; empty: not needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

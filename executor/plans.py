@@ -14,11 +14,11 @@ from executor.measure import (
     VERIFY,
     Job,
     JobResult,
-    Verification,
     check_device,
     predicted_figures,
     run_job,
 )
+from executor.verification import Verification
 from traces.errors import PlanError
 from traces.measurement import Measurement
 from traces.plan import Plan

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from executor.apply import Engines, apply_plan, capture_now, engines_of
-from executor.measure import Verification
+from executor.verification import Verification
 from tracer.build.loop import TrainingStep, run_step
 from tracer.build.step import BuildStep
 from tracer.precision.policy import scaler_tensors

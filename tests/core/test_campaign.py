@@ -31,7 +31,8 @@ from executor.campaign.rows import answer, flat_rows, summary, write_rows
 from executor.campaign.run import run_campaign
 from executor.cli.main import execute
 from executor.isolated import error_json
-from executor.measure import Job, JobResult, Verification
+from executor.measure import Job, JobResult
+from executor.verification import Verification
 from simulator.core.problem import Problem
 from simulator.studies.warnings import STANDING, warnings_of
 from tests import tiny

@@ -18,7 +18,8 @@ torch = pytest.importorskip("torch")
 
 import executor.plans as plans  # noqa: E402
 from executor.cli.main import execute  # noqa: E402
-from executor.measure import Job, JobResult, Verification, perform, run_job  # noqa: E402
+from executor.measure import Job, JobResult, perform, run_job  # noqa: E402
+from executor.verification import Verification  # noqa: E402
 from simulator.cli.main import main as simulate  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import recompute_all, recorded  # noqa: E402
