@@ -6,8 +6,7 @@ policy; those that the installed torch has not registered for CUDA (rms_norm bef
 `tests/torch/test_autocast_lists.py` compares the rest with what it has. That is there without a GPU too.
 
 Counts: all ops of these lists. Ignores: the cuDNN kernel behind `nn.LSTM` and its kind, whose weights CUDA casts as one
-buffer; dimensions by name (2.11 and 2.12 have overloads for them); `torch.autocast("cuda")` in the model's own code,
-which does nothing to CPU tensors.
+buffer; dimensions by name (2.11 and 2.12 have overloads for them).
 """
 
 from __future__ import annotations

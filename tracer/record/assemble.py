@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import TrainingStep, fit_tangent, run_step
 from tracer.build.user_errors import explained
 from tracer.costs.calibration import Costs
@@ -52,7 +53,7 @@ def assemble(
     parameters = dict(step.model.named_parameters())
     recorder = EagerRecorder(storages, next(iter(parameters.values())).device.type)
     stub = _Stub(program, recorder, parameters)
-    with mode, explained(step.name):
+    with mode, explained(step.name), cuda_words(captured.target):
         with recorder, recorder.paused():
             run_step(step, stub, step.optimizer, recorder.begin)
         buffers = dict(step.model.named_buffers())

@@ -27,6 +27,7 @@ import torch
 
 from tracer.build.batch import hidden_tensors, loss_in_outputs
 from tracer.build.context import copies_of_constants
+from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import TrainingStep
 from tracer.build.step import BuildStep
 from tracer.capture.capture import Captured, capture
@@ -154,9 +155,10 @@ def trace_step(
         costs = replace(costs, tf32=build.policy["tf32"])
     as_gpu = device == "cpu" and target.kind == "cuda" and graph != "cpu"
     with fake_mode() as mode:
-        # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
-        step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
-        captured = capture_step(step, target if as_gpu else None)
+        with cuda_words(target if as_gpu else None):
+            # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
+            step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
+            captured = capture_step(step, target if as_gpu else None)
         program = program_of(captured)
         return assemble(
             step,

@@ -3,7 +3,7 @@
 Counts: attention (`tracer.capture.cuda.attention`), batch norm (`tracer.capture.passes.batch_norm`), and ops
 whose results have another data type
 on CUDA (`results`). Ignores: what torch decides below its ops (which convolution algorithm, which memory format a
-convolution returns), and ops that a model itself chooses by the device of its tensors.
+convolution returns).
 """
 
 from __future__ import annotations

@@ -1,0 +1,132 @@
+"""Let code that says "cuda" mean the GPU that a laptop's fake tensors on the CPU stand for.
+
+Counts: `.cuda()`, `.to("cuda")`, `device="cuda"`, `with torch.device("cuda")`, `torch.autocast("cuda")` and what asks
+for it, `x.is_cuda` and `x.device`, and of `torch.cuda` whether there is a GPU and what it is, `synchronize`, NVTX and
+memory statistics, which are 0. torch's own code gets true answers. Refused: all else that would reach the driver
+(streams, events, graphs, generators), by the message of torch or of `_refused`, which the caller gives the user's line.
+Ignores: names that were imported from torch.cuda one by one, which then are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tracer.torch_api import replaced
+from traces.devices import Device
+
+CPU: Final = torch.device("cpu")
+GPU: Final = torch.device("cuda", 0)
+ASKED: Final = {torch.Tensor.is_cuda.__get__: True, torch.Tensor.device.__get__: GPU}  # type: ignore[attr-defined]
+DONE: Final = (
+    "synchronize empty_cache init set_device manual_seed manual_seed_all reset_peak_memory_stats "
+    "reset_accumulated_memory_stats reset_max_memory_allocated reset_max_memory_cached ipc_collect"
+)
+COUNTED: Final = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved current_device"
+MARKS: Final = "range_push range_pop range_start range_end mark"
+
+
+@contextlib.contextmanager
+def cuda_words(target: Device | None) -> Iterator[None]:
+    """In the body, "cuda" is the target; None: it is what torch says it is."""
+    if target is None:
+        yield
+        return
+    cuda, autocast = torch.cuda, torch.amp.autocast_mode.autocast
+    contexts: Any = torch.utils._device.DeviceContext
+    enter_autocast, enter_device = autocast.__init__, contexts.__init__
+
+    def autocast_of(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda" and dtype is None:
+            dtype = default("cuda")
+        enter_autocast(self, _kind(device_type), dtype, *args, **kwargs)
+
+    known = SimpleNamespace(
+        name=target.name,
+        total_memory=target.memory_bytes,
+        major=target.sm[0],
+        minor=target.sm[1],
+        multi_processor_count=target.multiprocessors,
+    )
+    default, enabled, total = torch.get_autocast_dtype, torch.is_autocast_enabled, target.memory_bytes
+    answers = {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_name": target.name,
+        "get_device_capability": target.sm,
+        "get_device_properties": known,
+        "mem_get_info": (total, total),
+        "is_bf16_supported": True,
+        **dict.fromkeys(DONE.split()),
+        **dict.fromkeys(COUNTED.split(), 0),
+    }
+    own = {name: _answer(getattr(cuda, name), value) for name, value in answers.items()}
+    with (
+        replaced(cuda, **own, _lazy_init=_refused),
+        replaced(cuda.nvtx, **{name: _answer(getattr(cuda.nvtx, name), None) for name in MARKS.split()}),
+        replaced(autocast, __init__=autocast_of),
+        replaced(contexts, __init__=lambda self, device: enter_device(self, _place(device))),
+        replaced(
+            torch,
+            is_autocast_enabled=lambda kind="cuda": enabled(_kind(kind)),
+            get_autocast_dtype=lambda kind: default(_kind(kind)),
+            get_autocast_gpu_dtype=lambda: default("cpu"),
+        ),
+        _Devices(),
+    ):
+        yield
+
+
+class _Devices(TorchFunctionMode):
+    """Puts the CPU where a call names a GPU, and answers for tensors where they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ASKED and not _torch_asks():
+            return ASKED[func]
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if func is torch.device:  # which says where something goes, and is nowhere itself
+            return func(*args, **(kwargs or {}))
+        given = {k: _place(v) for k, v in (kwargs or {}).items()}
+        return func(*(_place(a) for a in args), **given)
+
+
+def _torch_asks() -> bool:
+    """Whether what called our caller is code of torch or of this package, which is to know where a tensor is."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back  # of a mode above
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "tracer")
+
+
+def _place(value: Any) -> Any:
+    """The CPU for a CUDA device, by whichever name; all else as it is."""
+    if isinstance(value, torch.device):
+        return CPU if value.type == "cuda" else value
+    return CPU if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")) else value
+
+
+def _kind(device_type: str) -> str:
+    return "cpu" if device_type == "cuda" else device_type
+
+
+def _answer(original: Callable[..., Any], value: Any) -> Callable[..., Any]:
+    """A function of torch.cuda that says `value` to everybody but torch."""
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if _torch_asks() else value
+
+    return ask
+
+
+def _refused() -> None:
+    raise RuntimeError(
+        "this asks the GPU itself, and the trace is made on fake tensors that stand for one; leave it out of the "
+        "step, or trace with --device cuda where the GPU is"
+    )
