@@ -71,7 +71,7 @@ def assemble(
             recorder.id_of(p, recorder.row(p, name, PARAMETER))
         for number, x in enumerate(optimizer_tensors(step.optimizer)):
             row = recorder.row(x, f"optimizer state {number}", OPTIMIZER_STATE)
-            elsewhere = captured.target is not None and _stays_on_cpu(x, step.optimizer)
+            elsewhere = captured.target is not None and stays_on_cpu(x, step.optimizer)
             recorder.id_of(x, replace(row, nbytes=0) if elsewhere else row)
         for number, x in enumerate(scaler_tensors(step.scaler)):
             recorder.id_of(x, recorder.row(x, f"gradient scaler state {number}", OPTIMIZER_STATE))
@@ -150,7 +150,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Ten
     return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
-def _stays_on_cpu(x: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> bool:
+def stays_on_cpu(x: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether a tensor of the optimizer is on the CPU although the parameters are on a GPU, as step counters are."""
     groups = [] if optimizer is None else optimizer.param_groups
     return x.dim() == 0 and not any(g.get("fused") or g.get("capturable") for g in groups)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tracer.capture.cuda.attention import attend
 from tracer.capture.passes.batch_norm import dense, meta, takes_cudnn
 from tracer.precision.policy import lowered, without_autocast
-from tracer.torch_api import FakeTensor, pytree, replaced, scaled_dot_product_attention
+from tracer.torch_api import DisableTorchFunction, FakeTensor, pytree, replaced, scaled_dot_product_attention
 from traces.devices import Device
 
 aten = torch.ops.aten
@@ -103,7 +103,7 @@ def results(target: Any, args: Any, kwargs: Any, out: Any, *, laptop: bool) -> A
             return x
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
 
-    with torch.no_grad():
+    with torch.no_grad(), DisableTorchFunction():  # "cuda" is meant
         wanted = target(*pytree.tree_map(there, args), **pytree.tree_map(there, kwargs))
     return pytree.tree_map(
         lambda here, w: (
