@@ -37,6 +37,7 @@ USED: Final = {
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "detect_fake_mode": "torch._guards:detect_fake_mode",
     "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",
+    "DeviceContext": "torch.utils._device:DeviceContext",
     # autocast
     "DisableAutocast": "torch._C:_DisableAutocast",
     "DispatchKeySet": "torch._C:DispatchKeySet",
@@ -77,6 +78,7 @@ REPLACED: Final = (
     "torch._decomp.decompositions:select_one_layer_lstm_function",
     "torch._meta_registrations:_meta_grouped_mm_common",
     "torch.compiler:_is_compiling_flag",
+    "torch.cuda:_lazy_init",
     "torch.distributions:Distribution._validate_args",
     "torch.nn:Module._apply",
     "torch.nn.init:_no_grad_trunc_normal_",

@@ -18,12 +18,12 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tracer.torch_api import replaced
+from tracer.torch_api import DeviceContext, replaced
 from traces.devices import Device
 
 CPU: Final = torch.device("cpu")
 GPU: Final = torch.device("cuda", 0)
-ASKED: Final = {torch.Tensor.is_cuda.__get__: True, torch.Tensor.device.__get__: GPU}  # type: ignore[attr-defined]
+ASKED: Final = {torch.Tensor.is_cuda.__get__: True, torch.Tensor.device.__get__: GPU}
 DONE: Final = (
     "synchronize empty_cache init set_device manual_seed manual_seed_all reset_peak_memory_stats "
     "reset_accumulated_memory_stats reset_max_memory_allocated reset_max_memory_cached ipc_collect"
@@ -39,8 +39,7 @@ def cuda_words(target: Device | None) -> Iterator[None]:
         yield
         return
     cuda, autocast = torch.cuda, torch.amp.autocast_mode.autocast
-    contexts: Any = torch.utils._device.DeviceContext
-    enter_autocast, enter_device = autocast.__init__, contexts.__init__
+    enter_autocast, enter_device = autocast.__init__, DeviceContext.__init__
 
     def autocast_of(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda" and dtype is None:
@@ -71,7 +70,7 @@ def cuda_words(target: Device | None) -> Iterator[None]:
         replaced(cuda, **own, _lazy_init=_refused),
         replaced(cuda.nvtx, **{name: _answer(getattr(cuda.nvtx, name), None) for name in MARKS.split()}),
         replaced(autocast, __init__=autocast_of),
-        replaced(contexts, __init__=lambda self, device: enter_device(self, _place(device))),
+        replaced(DeviceContext, __init__=lambda self, device: enter_device(self, _place(device))),
         replaced(
             torch,
             is_autocast_enabled=lambda kind="cuda": enabled(_kind(kind)),
