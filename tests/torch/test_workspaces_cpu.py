@@ -207,6 +207,7 @@ def convolutions() -> list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any
         ((2, 16, 33, 33), (16, 16, 3, 3), {"padding": 16, "dilation": 16}),  # columns, but for the weight
         ((2, 16, 33, 33), (16, 16, 3, 3), {"padding": 17, "dilation": 17}),  # columns throughout
         ((2, 16, 28, 28), (48, 16, 3, 3), {"padding": 13, "dilation": 13}),  # a short row
+        ((2, 32, 2, 2), (32, 32, 3, 3), {"padding": 1}),  # a short row as long as its padding
         ((2, 32, 200), (48, 32, 15), {"padding": 7, "bias": True}),
         ((2, 32, 50), (48, 32, 3), {"padding": 8, "dilation": 8}),
         ((2, 3, 64, 64), (32, 3, 16, 16), {"stride": 16}),  # patches, wider than a kernel makes at once

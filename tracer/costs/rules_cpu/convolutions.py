@@ -134,7 +134,8 @@ class Convolution:
         if self.strided:
             return False
         if task == WEIGHT:
-            return taps > 1 and (2 * left >= width or left > 28)
+            # Both ends of a short row are padding, and more of it than the taps of a convolution that keeps its size.
+            return taps > 1 and (taps < 2 * left >= width or left > 28)
         # A row is made in pieces of 6 to 15 elements, which its left end may not be longer than.
         return taps == 3 and width > 30 and left > 7
 
