@@ -177,6 +177,7 @@ def driver_environment(
     }
     return {
         "LD_PRELOAD": f"{own}{os.pathsep}{before}" if before else own,
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),
         "TRITON_LIBCUDA_PATH": str(place),
         # What is compiled or chosen here must not be found by a process with a real GPU.
         "USE_PYTORCH_KERNEL_CACHE": "0",

@@ -40,8 +40,8 @@ def rehearse(
 
     Everything that decides memory is host code and runs for real: autograd, the optimizer, the choice of kernels, the
     caching allocator. Counts: what torch's allocator hands out, temporaries inside ops included. Ignores: values (all
-    zeros), times, the buffers that cuDNN, cuFFT, cuSOLVER and cuSPARSE ask for (counted as empty, with a warning), what
-    Triton compiles.
+    zeros), times and what is chosen by them (autotuning), the buffers that cuDNN, cuFFT, cuSOLVER and cuSPARSE ask for
+    (counted as empty, with a warning).
 
     Args:
         model: a name that `trace` knows, "file.py:function", or a script with a training loop of its own.
