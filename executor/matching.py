@@ -2,8 +2,32 @@
 
 from __future__ import annotations
 
-from traces.errors import PlanError
+from traces.alloc_conf import alloc_conf
+from traces.errors import EnvironmentProblem, PlanError
 from traces.trace import TraceMeta
+
+
+def check_alloc_conf(meta: TraceMeta, device: str) -> None:
+    """Raise EnvironmentProblem if the environment's allocator settings are others than those of the plan.
+
+    Torch reads them once, before CUDA starts. Where the environment says nothing, the processes that measure get the
+    plan's; a plan made under torch's default settings is measured under whatever the environment says.
+
+    Args:
+        meta: of the plan's trace.
+        device: "cpu", "cuda" or "cuda:1".
+    """
+    from simulator.allocator.settings import parse_alloc_conf
+
+    now = alloc_conf()
+    if not device.startswith("cuda") or not meta.alloc_conf or not now:
+        return
+    if parse_alloc_conf(now) != parse_alloc_conf(meta.alloc_conf):
+        raise EnvironmentProblem(
+            f"the plan was made for PYTORCH_ALLOC_CONF={meta.alloc_conf}, and the environment says {now}, under which "
+            "the step reserves other memory: unset PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, or plan again with "
+            f"--alloc-conf {now}."
+        )
 
 
 def check_kind(meta: TraceMeta, device: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from executor.matching import check_kind, times_apply
+from executor.matching import check_alloc_conf, check_kind, times_apply
 from executor.measure import (
     EAGER,
     KEEP_ALL,
@@ -59,11 +59,12 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         PlanError: the file is no plan, or it belongs to another graph than the model's (a plan from a laptop's trace
             applies on a GPU as long as the model's graph has the same structure there, and a plan for a GPU's graph
             does not run on the CPU).
-        EnvironmentProblem: no such device, or a process died.
+        EnvironmentProblem: no such device, the environment sets the allocator otherwise, or a process died.
     """
     plan = Plan.load(path)
     check_kind(plan.meta, settings.device)
     check_device(settings.device)
+    check_alloc_conf(plan.meta, settings.device)
     kind = settings.device.partition(":")[0]
     predicted, baseline = predicted_figures(plan, "plan"), predicted_figures(plan, "baseline")
 

@@ -77,7 +77,7 @@ def simulate(
 
     Args:
         plan: a Plan or its file; None: everything is saved.
-        alloc_conf: as in `Planning`.
+        alloc_conf: as in `Planning`; None: also as the plan says.
         device: whether the step fits it.
         budget_bytes: shown beside the figures; None: the plan's own.
 
@@ -95,6 +95,8 @@ def simulate(
         plan = Plan.load(plan)
     if budget_bytes is None and plan is not None:
         budget_bytes = plan.budget_bytes
+    if alloc_conf is None and plan is not None and plan.meta.alloc_conf != problem.trace.meta.alloc_conf:
+        alloc_conf = plan.meta.alloc_conf
     return predict(problem, _setting(problem, alloc_conf, device), plan, budget_bytes)
 
 
@@ -103,7 +105,7 @@ def plan(
     budget: Budget | None,
     *,
     planner: str | None = None,
-    budget_of: str = ALLOCATED,
+    budget_of: str | None = None,
     device: Device | None = None,
     **options: Unpack[Planning],
 ) -> Plan:
@@ -112,8 +114,10 @@ def plan(
     Args:
         budget: bytes, a size, a share of the step's own peak, or "device": what `device` has; None: no limit.
         planner: a name of `simulate planners`, or `module:function`; None: the default.
-        budget_of: "allocated", or "reserved": what CUDA's allocator takes from the device.
-        device: of a budget "device".
+        budget_of: "allocated", or "reserved": what CUDA's allocator takes from the device; None: reserved where a GPU
+            is named, or its memory. Under a budget of reserved memory the allocator's settings are chosen too, unless
+            `alloc_conf` gives them; the plan carries them.
+        device: of a budget "device", or of a plan that is to fit it.
         options: those of `simulator.api.Planning`.
 
     Returns:
@@ -327,9 +331,9 @@ def _allocated_bytes(problem: Problem, budget: Budget, setting: Setting) -> int:
 
 
 def budget_in_bytes(
-    problem: Problem, budget: Budget | None, budget_of: str, setting: Setting
+    problem: Problem, budget: Budget | None, budget_of: str | None, setting: Setting
 ) -> tuple[int | None, str]:
-    """A budget in bytes, and of what memory it is; None: no limit.
+    """A budget in bytes, and of what memory it is; None: no limit. `budget_of`: as in `plan`.
 
     Raises:
         SpecError: it means nothing.
@@ -337,6 +341,10 @@ def budget_in_bytes(
     from simulator.core.budget import parse_budget
     from simulator.studies.prediction import predict
 
+    if budget_of is None:
+        budget_of = (
+            ALLOCATED if budget is None or setting.device is None or setting.settings is None else RESERVED
+        )
     if budget_of not in (ALLOCATED, RESERVED):
         raise SpecError(f"budget_of {budget_of!r}: give {ALLOCATED} or {RESERVED}.")
     if budget is None:

@@ -86,12 +86,14 @@ def rehearse(
 
 def rehearse_plan(path: Path, model: str, gpu: str, *, as_json: bool, quiet: bool) -> None:
     """`execute PLAN --rehearse GPU`: the untouched and the planned step, rehearsed beside predicted."""
+    from executor.matching import check_alloc_conf
     from executor.measure import predicted_figures
     from executor.rehearsal.run import rehearse as run
     from traces.measurement import signed_error_percent
     from traces.plan import Plan
 
     plan = Plan.load(path)
+    check_alloc_conf(plan.meta, "cuda")
     found = {}
     for label, applied in (("eager", None), ("plan", path)):
         say(f"Rehearsing {label} on {gpu} ...", quiet=quiet)

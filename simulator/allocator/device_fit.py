@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.device import CUDA, DeviceMemory
@@ -113,6 +113,23 @@ def setting_of(meta: TraceMeta, alloc_conf: str | None = None, device: DeviceMem
     return Setting(settings=settings, alloc_conf=text, asked=alloc_conf is not None, device=device)
 
 
+# What helps against fragmentation, the most welcome first. Segments that grow help most, and need a platform that can
+# map memory; pages of 12 MiB in place of 20 reserve a little less again; large segments suit many small values.
+HELPFUL: Final = (
+    "",
+    "large_segment_size_mb:256",
+    "expandable_segments:True",
+    "expandable_segments:True,large_segment_size_mb:12",
+)
+
+
+def settings_to_try(meta: TraceMeta, setting: Setting) -> tuple[Setting, ...]:
+    """The settings among which a plan may choose, the trace's own first; these alone if it was recorded under some."""
+    if setting.settings is None or setting.alloc_conf:
+        return (setting,)
+    return (setting, *(setting_of(meta, conf, setting.device) for conf in HELPFUL if conf))
+
+
 def device_fit(
     problem: Problem,
     replay: Replay,
@@ -134,7 +151,6 @@ def device_fit(
     if settings is None:
         short = "" if device is None else _short(peak, device, "allocates")
         return DeviceFit(peak_allocated_bytes=peak, wanted_bytes=peak, device=device, out_of_memory=short)
-    compiled = compiled and device is None
     figures = reserved_peak(problem, schedule, settings, compiled=compiled)
     wanted = figures.highest_reserved_bytes
     by_default = None

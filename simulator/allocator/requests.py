@@ -35,7 +35,11 @@ class Requests:
 
 
 def requests_of(problem: Problem, schedule: Schedule) -> Requests:
-    """The requests of a schedule."""
+    """The requests of a schedule, worked out once."""
+    return problem.once(("requests", schedule), lambda p: _requests_of(p, schedule))
+
+
+def _requests_of(problem: Problem, schedule: Schedule) -> Requests:
     recording = _Recording(problem)
     for step in range(len(schedule)):
         recording.step(schedule, step)

@@ -79,9 +79,8 @@ DEVICE: Final = (
 BUDGET_OF: Final = click.option(
     "--budget-of",
     type=click.Choice([ALLOCATED, RESERVED]),
-    default=ALLOCATED,
-    show_default=True,
-    help="What the budget limits: what the step asks for, or what CUDA's allocator takes for it.",
+    help="What the budget limits: what the step asks for (the default), or what CUDA's allocator takes for it (where a "
+    "GPU is named).",
 )
 OUTPUT: Final = (
     report_option,

@@ -44,7 +44,7 @@ TOP_HOLDERS = 5
 def plan_command(
     trace_name: str,
     budget: str | None,
-    budget_of: str,
+    budget_of: str | None,
     memory: Words,
     planner: str | None,
     planning: Words,
@@ -193,6 +193,11 @@ def _reserved_lines(c: Prediction) -> list[str]:
         )
     elif conf:
         lines.append(f"         with {conf}, as recorded")
+    if c.plan.budget_of == RESERVED:
+        lines.append(
+            f"placed  {show_bytes(c.placed.pool_bytes)} would do with addresses planned offline (fragmentation "
+            f"{show_percent(100 * c.placed.fragmentation, digits=1)}); simulated, `execute` does not do so"
+        )
     return lines
 
 

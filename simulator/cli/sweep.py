@@ -22,6 +22,7 @@ from simulator.core.limits import Constraints, Limits
 from traces.commands import analysis_option
 from traces.errors import BudgetError, SpecError
 from traces.model_spec import short_name
+from traces.plan import ALLOCATED
 
 if TYPE_CHECKING:
     from simulator.studies.sweep import Sweep
@@ -47,7 +48,7 @@ def sweep_command(
     model: str,
     batch_sizes: str,
     budget: str,
-    budget_of: str,
+    budget_of: str | None,
     alloc_conf: str | None,
     output: Path | None,
     planner: str | None,
@@ -71,7 +72,7 @@ def sweep_command(
         model=model,
         batch_sizes=parse_batch_sizes(batch_sizes),
         budget=budget,
-        budget_of=budget_of,
+        budget_of=budget_of or ALLOCATED,
         alloc_conf=alloc_conf,
         planner=planner or DEFAULT,
         limits=Limits(seconds=planning["seconds"], seed=planning["seed"]),

@@ -243,16 +243,16 @@ class Walk:
         annealer.lowest_peak_bytes = int(self.figures["lowest_peak_bytes"])
         best_ns = int(self.figures["best_added_ns"])
         if best_ns < before:
-            found = _state(w.best[0], w.best[1], w.best_evictions[:, : int(self.figures["best_evictions"])])
+            found = state_of(w.best[0], w.best[1], w.best_evictions[:, : int(self.figures["best_evictions"])])
             annealer.best = Best(state=found, added_ns=best_ns)
 
     def state(self) -> State:
         """Where it is."""
         w = self.walked
-        return _state(w.saved, w.retained, w.evictions[:, : int(self.figures["evictions"])])
+        return state_of(w.saved, w.retained, w.evictions[:, : int(self.figures["evictions"])])
 
 
-def _state(saved: NDArray[np.uint8], retained: NDArray[np.uint8], pairs: NDArray[np.int32]) -> State:
+def state_of(saved: NDArray[np.uint8], retained: NDArray[np.uint8], pairs: NDArray[np.int32]) -> State:
     """A copy of a state whose evictions are rows of ops and storages."""
     evictions: dict[int, tuple[int, ...]] = {}
     for k, s in pairs.T.tolist():

@@ -183,7 +183,12 @@ def _reserved_figure(c: Prediction) -> list[Figure]:
         f"{show_bytes(before.peak_reserved_bytes)} with everything saved; fragmentation "
         f"{show_percent(100 * after.fragmentation, digits=1)}"
     )
-    return [Figure("Reserved with the plan", show_bytes(after.peak_reserved_bytes), detail)]
+    figures = [Figure("Reserved with the plan", show_bytes(after.peak_reserved_bytes), detail)]
+    if c.plan.budget_of == RESERVED:
+        share = show_percent(100 * c.placed.fragmentation, digits=1)
+        told = f"one pool, addresses planned offline (simulated); fragmentation {share}"
+        figures.append(Figure("Placed", show_bytes(c.placed.pool_bytes), told))
+    return figures
 
 
 def _budget_figure(c: Prediction) -> list[Figure]:

@@ -10,6 +10,7 @@ from simulator.planners.outcome import Infeasible
 from simulator.studies.prediction import Prediction
 from simulator.studies.warnings import provenance, texts
 from traces.measurement import RunFigures
+from traces.plan import RESERVED
 from traces.trace import Trace
 
 NO_BUDGET: Final = "without a budget nothing bounds the added time from below"
@@ -33,8 +34,21 @@ def answer(
             "recomputed_ops": c.planned.timeline.recomputed_ops,
             "recomputed_storages": len(c.plan.recomputed),
             "recipes": c.plan.by_recipe,
+            **_placed(c),
         },
     }
+
+
+def _placed(c: Prediction) -> dict[str, Any]:
+    """The pool that would do if addresses were planned offline, beside a budget of reserved memory; else nothing."""
+    if c.plan.budget_of != RESERVED or c.planned_fit.reserved is None:
+        return {}
+    figures = {
+        "pool_bytes": c.placed.pool_bytes,
+        "peak_bytes": c.placed.blocks.peak_bytes,
+        "fragmentation_percent": round(100 * c.placed.fragmentation, 4),
+    }
+    return {"placed": figures}
 
 
 def refusal(

@@ -8,6 +8,8 @@ from typing import Final
 
 from simulator.allocator.device import CUDA
 from simulator.allocator.device_fit import DeviceFit, Setting, device_fit, kind_of
+from simulator.allocator.placement import Placement, lifetimes, place
+from simulator.allocator.requests import requests_of
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay, run
 from simulator.core.schedule import Schedule
@@ -64,6 +66,12 @@ class Prediction:
     def planned_figures(self) -> RunFigures:
         """The headline figures with the plan."""
         return self.planned_fit.figures(self.planned.timeline.step_time_ns)
+
+    @property
+    def placed(self) -> Placement:
+        """The plan's blocks in one pool, their addresses planned offline; of a GPU's trace."""
+        free, schedule = self.problem.unconstrained, self.planned.schedule
+        return free.once(("placed", self.plan.actions), lambda p: place(lifetimes(requests_of(p, schedule))))
 
     @property
     def overhead_percent(self) -> float:

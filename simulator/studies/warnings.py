@@ -18,6 +18,7 @@ from simulator.core.replay import Replay
 from simulator.studies.prediction import Prediction, predict, untouched_peak_bytes
 from traces.devices import device
 from traces.errors import SpecError
+from traces.plan import RESERVED
 from traces.trace import VIEW, Trace, TraceMeta
 from traces.units import show_bytes, show_percent
 from traces.warning import PredictionWarning
@@ -51,6 +52,7 @@ def warnings(c: Prediction) -> tuple[PredictionWarning, ...]:
         out.append(PredictionWarning(code="not-confirmed"))
     elif meta.mode == FAKE and _is_gpu(meta.target):
         out.append(PredictionWarning(code="graph-of-a-cpu", subject=meta.target))
+    out += _settings(c)
     for way, fit in (("everything kept", c.saved_fit), ("the plan", c.planned_fit)):
         of = fit.reserved
         if of is not None and not (way == "the plan" and fit is c.saved_fit):
@@ -133,6 +135,15 @@ def _untouched(c: Prediction) -> list[PredictionWarning]:
     return [PredictionWarning(code=UNTOUCHED, figures={"extra_bytes": extra, "peak_bytes": peak})]
 
 
+def _settings(c: Prediction) -> list[PredictionWarning]:
+    """That a budget of reserved memory is kept to under certain settings alone, and what is reserved without them."""
+    settings, plain = c.setting.settings, c.planned_fit.by_default
+    if c.plan.budget_of != RESERVED or settings is None or plain is None or not c.setting.alloc_conf:
+        return []
+    figures = {"default_bytes": plain.peak_reserved_bytes, "expandable": int(settings.expandable_segments)}
+    return [PredictionWarning(code="allocator-settings", subject=c.setting.alloc_conf, figures=figures)]
+
+
 def _derived(meta: TraceMeta) -> list[PredictionWarning]:
     """What was concluded from other calls than this step's own."""
     elsewhere = meta.workspace.get(ELSEWHERE, 0)
@@ -202,6 +213,19 @@ def _derived_text(_: str, f: Mapping[str, Any]) -> str:
     return told
 
 
+def _settings_text(conf: str, f: Mapping[str, Any]) -> str:
+    growing = (
+        " Expandable segments need a platform on which torch can map memory, which Windows is not: there it warns and "
+        "goes on without them."
+        if f["expandable"]
+        else ""
+    )
+    return (
+        f"The plan keeps to its budget where PYTORCH_ALLOC_CONF is {conf} before CUDA starts, which `execute` sees to; "
+        f"under torch's default settings it reserves {show_bytes(f['default_bytes'])}.{growing}"
+    )
+
+
 _PROSE: Final[Mapping[str, Callable[[str, Mapping[str, Any]], str]]] = {
     "unknown-workspaces": _unknown_text,
     UNTOUCHED: _untouched_text,
@@ -217,6 +241,7 @@ _PROSE: Final[Mapping[str, Callable[[str, Mapping[str, Any]], str]]] = {
     "not-settled": lambda way, f: (
         f"With {way}, reserved memory has not settled after {f['iterations']} iterations; it may grow further."
     ),
+    "allocator-settings": _settings_text,
     "retries": lambda way, f: (
         f"With {way}, the step fits the device only by giving all cached memory back {f['retries']} times a step, "
         "which stops the GPU each time."

@@ -11,16 +11,20 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from simulator import api
 from simulator.allocator.device import CONTEXT_BYTES, DeviceMemory, device_memory
-from simulator.allocator.device_fit import DeviceFit, Setting, device_fit, setting_of
+from simulator.allocator.device_fit import DeviceFit, Setting, device_fit, setting_of, settings_to_try
 from simulator.allocator.reserved import reserved_peak
+from simulator.allocator.settings import AllocatorSettings, parse_alloc_conf
 from simulator.cli.main import main
+from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from simulator.planners.outcome import Infeasible
-from simulator.studies.planning import ATTEMPTS, plan_within_reserved
+from simulator.planners import plan_with
+from simulator.planners.squeezing import squeezed
 from simulator.studies.prediction import Prediction, predict, untouched_peak_bytes
+from simulator.studies.reserved_budget import ATTEMPTS, Tried, lower_until_within
 from simulator.studies.warnings import risk_bytes, texts
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, opt, trace
@@ -278,34 +282,119 @@ def test_the_devices_memory_as_the_budget(network: Path) -> None:
     assert simulate(network, "--budget", "device").exit_code == 2
 
 
+def test_the_allocators_settings_are_chosen_and_carried(tmp_path: Path) -> None:
+    of, output = on_gpu(resnet((1, 2, 2, 1), batch=256, side=64)), tmp_path / "plan.json"
+    words = (save(of, tmp_path / "gpu"), "--budget", "70%", "--budget-of", "reserved", "--planner", "mu-two")
+    said = json.loads(simulate(*words, "-o", output, "--json").stdout)
+    plan = Plan.load(output)
+    assert said["alloc_conf"] == plan.meta.alloc_conf != ""
+    schedule = build(Problem(of), plan.actions)
+    reserved = reserved_peak(Problem(of), schedule, parse_alloc_conf(plan.meta.alloc_conf))
+    assert reserved.peak_reserved_bytes == said["plan"]["peak_reserved_bytes"] <= said["budget_bytes"]
+    assert reserved_peak(Problem(of), schedule).peak_reserved_bytes > said["budget_bytes"]
+    assert any(
+        f"PYTORCH_ALLOC_CONF is {plan.meta.alloc_conf} before CUDA starts" in w for w in said["warnings"]
+    )
+    text = simulate(*words).stdout
+    assert f"with {plan.meta.alloc_conf}; without" in text
+    # Whoever simulates the plan asks about its settings; those that the user fixed are taken.
+    assert api.simulate(of, plan).planned_figures.peak_reserved_bytes == reserved.peak_reserved_bytes
+    fixed = json.loads(simulate(*words, "--alloc-conf", "", "--json").stdout)
+    assert fixed["alloc_conf"] == ""
+    assert fixed["plan"]["peak_reserved_bytes"] <= fixed["budget_bytes"]
+    assert fixed["plan"]["overhead_percent"] >= said["plan"]["overhead_percent"]
+
+
+def test_a_trace_recorded_under_settings_is_planned_under_them() -> None:
+    meta = TraceMeta(model="m", device="cuda", torch_version="2.13.0")
+    tried = [s.alloc_conf for s in settings_to_try(meta, setting_of(meta))]
+    assert tried[0] == ""
+    assert "expandable_segments:True" in tried
+    recorded = replace(meta, alloc_conf="max_split_size_mb:64")
+    assert [s.alloc_conf for s in settings_to_try(recorded, setting_of(recorded))] == ["max_split_size_mb:64"]
+
+
+def test_a_gpu_that_is_named_means_reserved_memory(network: Path, cpu_network: Path) -> None:
+    def of(*words: object) -> tuple[str, bool]:
+        said = json.loads(simulate(*words, "--planner", "mu-two", "--json").stdout)
+        return said["budget_of"], "placed" in said["plan"]
+
+    assert of(network, "--budget", "80%") == ("allocated", False)
+    assert of(network, "--budget", "80%", "--gpu", "a100-40") == (RESERVED, True)
+    assert of(network, "--budget", "80%", "--device-memory", "30GiB") == (RESERVED, True)
+    assert of(network, "--budget", "80%", "--gpu", "a100-40", "--budget-of", "allocated") == (
+        "allocated",
+        False,
+    )
+    assert of(cpu_network, "--budget", "80%", "--device-memory", "30GiB") == ("allocated", False)
+    assert api.plan(load(network), "80%", device="a100-40", planner="mu-two").budget_of == RESERVED
+
+
+def test_what_is_placed_is_less_than_what_is_reserved(network: Path) -> None:
+    said = json.loads(simulate(network, "--budget", "70%", "--budget-of", "reserved", "--json").stdout)
+    placed = said["plan"]["placed"]
+    assert placed["peak_bytes"] <= placed["pool_bytes"] <= said["plan"]["peak_reserved_bytes"]
+    assert placed["fragmentation_percent"] == round(
+        100 * (placed["pool_bytes"] / placed["peak_bytes"] - 1), 4
+    )
+
+
+def test_walks_end_within_the_limit(network: Path) -> None:
+    """From a plan that reserves too much, for as many allocated bytes as the limit."""
+    problem = Problem(load(network))
+    whole = reserved_peak(problem, problem.saved.schedule).peak_reserved_bytes
+    limit = whole * 6 // 10
+    start = plan_with("mu-two", problem, limit)
+    assert reserved_peak(problem, problem.replay(start.actions).schedule).peak_reserved_bytes > limit
+    found = squeezed(
+        problem, "search", [start], limit, AllocatorSettings(), seconds=3.0, seed=0, clock=Limits().clock()
+    )
+    assert found
+    for plan in found:
+        schedule = problem.replay(plan.actions).schedule
+        assert reserved_peak(problem, schedule).peak_reserved_bytes <= limit
+        assert plan.predicted["plan"]["peak_allocated_bytes"] <= limit
+    again = squeezed(
+        problem, "search", [start], limit, AllocatorSettings(), seconds=3.0, seed=0, clock=Limits().clock()
+    )
+    assert again == found
+
+
 def made(reserves: Callable[[int], int], least: int = 0) -> Any:
-    """A planner whose plans remember their budget, and an allocator that reserves `reserves(budget)` for them."""
+    """Makes plans that remember their budget and for which the allocator reserves `reserves(budget)`; and what it was
+    asked."""
     asked: list[int] = []
 
-    def make(budget: int) -> Plan:
+    def make(budget: int) -> Tried:
         asked.append(budget)
         if budget < least:
             raise BudgetError("too little")
-        return Plan(meta=TraceMeta(model="m"), budget_bytes=budget)
+        plan = Plan(meta=TraceMeta(model="m"), budget_bytes=budget)
+        return Tried(plan=plan, reserved_bytes=reserves(budget), setting=Setting())
 
-    return make, lambda plan: reserves(plan.budget_bytes or 0), asked
+    return make, asked
+
+
+def highest_within(tried: list[Tried], limit_bytes: int) -> int:
+    return max(t.plan.budget_bytes or 0 for t in tried if t.reserved_bytes <= limit_bytes)
 
 
 def test_the_search_for_a_budget_of_reserved_memory() -> None:
-    make, reserved_bytes, asked = made(lambda budget: budget)
-    assert plan_within_reserved(make, reserved_bytes, 1000).budget_bytes == 1000
+    make, asked = made(lambda budget: budget)
+    assert highest_within(lower_until_within(make, 1000)[0], 1000) == 1000
     assert asked == [1000]  # what fits at once is taken at once
-    make, reserved_bytes, asked = made(lambda budget: budget + budget // 4)
-    best = plan_within_reserved(make, reserved_bytes, 1000).budget_bytes or 0
-    assert best + best // 4 <= 1000  # 800 is the largest that does
-    assert best >= 790
+    make, asked = made(lambda budget: budget + budget // 4)
+    tried, why = lower_until_within(make, 1000)
+    assert why is None
+    assert 780 <= highest_within(tried, 1000) <= 800  # 800 is the largest that does
     assert len(asked) <= ATTEMPTS
-    make, reserved_bytes, _ = made(lambda budget: budget + 500, least=700)
-    with pytest.raises(Infeasible, match="leanest reserves"):  # none above 700 reserves less than 1200
-        plan_within_reserved(make, reserved_bytes, 1000)
-    make, reserved_bytes, _ = made(lambda budget: budget, least=2000)
+    make, asked = made(lambda budget: budget + 500, least=700)
+    tried, why = lower_until_within(make, 1000)
+    assert min(t.reserved_bytes for t in tried) > 1200  # none above 700 reserves less
+    assert "too little" in str(why)
+    make, _ = made(lambda budget: budget, least=2000)
     with pytest.raises(BudgetError, match="too little"):
-        plan_within_reserved(make, reserved_bytes, 1000)
+        lower_until_within(make, 1000)
 
 
 def test_device_memory_in_words() -> None:

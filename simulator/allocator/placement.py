@@ -1,0 +1,142 @@
+"""Where each block of one iteration would lie in one pool, if all requests are known beforehand.
+
+A schedule fixes every request, so addresses can be planned offline, where the caching allocator must choose without
+knowing what comes. What stays for ever lies at the bottom; the others are placed one after the other, each in the
+smallest gap that is free for as long as it lives, or else on top.
+
+Source: TFLite's GreedyBySizePlanner (Pisarchyk and Lee 2020, "Efficient Memory Management for Deep Neural Net
+Inference", greedy by size) and tinygrad's memory planner, which do so; here other orders are tried
+where that leaves gaps.
+
+Counts: blocks as torch rounds them, library workspaces and the optimizer's state from the first iteration on. Ignores:
+that a driver maps memory in pages; side streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from simulator.allocator.requests import Requests
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ALIGN_BYTES: Final = 512
+CLOSE: Final = 0.005  # a pool within so much of what no placement can go below is good enough
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifetimes:
+    """Blocks of one iteration: bytes, and the requests from which to before which each is there."""
+
+    sizes: tuple[int, ...]
+    begins: tuple[int, ...]
+    ends: tuple[int, ...]
+    resident_bytes: int = 0  # there throughout
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is there at once; no placement takes less."""
+        changes: dict[int, int] = {}
+        for n, begin, end in zip(self.sizes, self.begins, self.ends, strict=True):
+            changes[begin] = changes.get(begin, 0) + n
+            changes[end] = changes.get(end, 0) - n
+        live = peak = 0
+        for at in sorted(changes):
+            live += changes[at]
+            peak = max(peak, live)
+        return peak + self.resident_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The blocks and their offsets, in bytes from the pool's start."""
+
+    blocks: Lifetimes
+    offsets: tuple[int, ...]
+
+    @cached_property
+    def pool_bytes(self) -> int:
+        """What the pool takes."""
+        tops = (o + n for o, n in zip(self.offsets, self.blocks.sizes, strict=True))
+        return max(tops, default=self.blocks.resident_bytes)
+
+    @cached_property
+    def fragmentation(self) -> float:
+        """The pool over the most that is there at once, less one."""
+        peak = self.blocks.peak_bytes
+        return self.pool_bytes / peak - 1 if peak else 0.0
+
+
+def lifetimes(requests: Requests) -> Lifetimes:
+    """The blocks of an iteration, each rounded as torch does; what is never given back is there to the end."""
+    size: dict[int, int] = {}
+    begin: dict[int, int] = {}
+    end: dict[int, int] = {}
+    for k, (block, n) in enumerate(zip(requests.blocks, requests.sizes, strict=True)):
+        if block >= 0:
+            size[block], begin[block] = _rounded(n), k
+        else:
+            end[~block] = k
+    stays = (*requests.residents, *(n for _, n in requests.once))
+    return Lifetimes(
+        sizes=tuple(size.values()),
+        begins=tuple(begin.values()),
+        ends=tuple(end.get(b, len(requests.blocks)) for b in size),
+        resident_bytes=sum(map(_rounded, stays)),
+    )
+
+
+def place(blocks: Lifetimes) -> Placement:
+    """The least pool of three orders: the largest first; as they come; those first that take most bytes for longest."""
+    sizes = np.array(blocks.sizes, np.int64)
+    begins, ends = np.array(blocks.begins, np.int64), np.array(blocks.ends, np.int64)
+    orders = (
+        np.lexsort((begins, begins - ends, -sizes)),
+        np.lexsort((-sizes, begins)),
+        np.lexsort((begins, -sizes * (ends - begins))),
+    )
+    found: list[Placement] = []
+    for order in orders:
+        offsets = _placed(sizes, begins, ends, order, blocks.resident_bytes)
+        found.append(Placement(blocks=blocks, offsets=tuple(offsets.tolist())))
+        if found[-1].fragmentation <= CLOSE:
+            break
+    return min(found, key=lambda p: p.pool_bytes)
+
+
+def _placed(
+    sizes: NDArray[np.int64],
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    order: NDArray[np.int64],
+    base: int,
+) -> NDArray[np.int64]:
+    """Offsets, block by block in this order, each in the smallest gap that fits, the lowest of equal ones."""
+    n = len(sizes)
+    offsets = np.zeros(n, np.int64)
+    # What is placed so far, by offset: where, up to where, from when, until when.
+    low, high = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    first, last = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    for count, b in enumerate(order):
+        there = (first[:count] < ends[b]) & (last[:count] > begins[b])
+        lows, highs = low[:count][there], high[:count][there]
+        tops = np.concatenate(([base], np.maximum.accumulate(highs)))  # below each, and below nothing
+        gaps = lows - tops[:-1]
+        fits = np.flatnonzero(gaps >= sizes[b])
+        offset = tops[fits[np.argmin(gaps[fits])]] if len(fits) else tops[-1]
+        offset = max(offset, base)
+        at = int(np.searchsorted(low[:count], offset))
+        for column, value in ((low, offset), (high, offset + sizes[b]), (first, begins[b]), (last, ends[b])):
+            column[at + 1 : count + 1] = column[at:count].copy()
+            column[at] = value
+        offsets[b] = offset
+    return offsets
+
+
+def _rounded(nbytes: int) -> int:
+    return max(ALIGN_BYTES, -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES)

@@ -1,0 +1,173 @@
+"""The plan for a budget of reserved memory, and the allocator settings under which it keeps to it.
+
+A plan for so many allocated bytes reserves more, by what the allocator cannot use. So the settings are tried with the
+cheapest plan that could do; under the ones that reserve least the planner is asked for smaller and smaller allocated
+peaks until the allocator stays within the limit; and from the plans found on the way walks look for a cheaper one that
+reserves less (`simulator.planners.squeezing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from simulator.allocator.device_fit import Setting, device_fit
+from simulator.bounds.bound import bounder_of
+from simulator.core.limits import Limits
+from simulator.core.problem import Problem
+from simulator.planners import DEFAULT, plan_with
+from simulator.planners.outcome import Infeasible
+from simulator.planners.squeezing import squeezed
+from traces.errors import BudgetError
+from traces.plan import Plan
+from traces.units import show_bytes
+
+SHARES: Final = 4  # a planner's time, where several plans are made for one budget
+ATTEMPTS: Final = 6  # plans that are made at most for one budget of reserved memory
+STRIDES: Final = 8  # the budget falls by an eighth of the limit at most
+CLOSE: Final = 400  # stop when the highest budget that may do is within 1/400 of the one that did
+LEAST_FALL: Final = 200  # it falls by 1/200 at least
+STARTS: Final = 2  # walks begin at so many of the plans
+WALK: Final = 0.3  # how long one is, in shares of the time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A plan, and what the allocator reserves for it under the setting that suits it best."""
+
+    plan: Plan
+    reserved_bytes: int
+    setting: Setting
+
+
+def plan_within_reserved(
+    problem: Problem,
+    planner: str,
+    limits: Limits,
+    settings: Sequence[Setting],
+    limit_bytes: int,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Tried:
+    """The cheapest plan found whose reserved memory is within the limit; of equally dear ones the leanest.
+
+    Args:
+        settings: those that may be taken, the most welcome first.
+        limit_bytes: of reserved memory.
+
+    Raises:
+        BudgetError: no plan was found within the limit.
+    """
+    share = replace(limits, seconds=limits.seconds / SHARES)
+
+    def judged(plan: Plan) -> Tried:
+        reserved = [_reserved_bytes(problem, plan, s) for s in settings]
+        fitting = (k for k, n in enumerate(reserved) if n <= limit_bytes)
+        k = next(fitting, min(range(len(settings)), key=lambda k: reserved[k]))
+        told = settings[k].alloc_conf or "torch's default settings"
+        added = plan.predicted["plan"]["overhead_percent"]
+        progress(f"a plan that adds {added:.2f} % reserves {reserved[k]:,} bytes under {told}")
+        return Tried(plan=plan, reserved_bytes=reserved[k], setting=settings[k])
+
+    tried, why = lower_until_within(
+        lambda budget_bytes: judged(plan_with(planner, problem, budget_bytes, share)), limit_bytes
+    )
+    if planner == DEFAULT and tried[0].reserved_bytes > limit_bytes:
+        starts = _starts(problem, tried, limit_bytes)
+        for setting in dict.fromkeys((starts[0].setting, settings[0])):
+            assert setting.settings is not None
+            walks = squeezed(
+                problem, planner, [t.plan for t in starts], limit_bytes, setting.settings,
+                seconds=WALK * limits.seconds, seed=limits.seed, clock=limits.clock(),
+            )  # fmt: skip
+            tried += map(judged, walks)
+    within = [t for t in tried if t.reserved_bytes <= limit_bytes]
+    if not within:
+        raise _none_within_reserved(limit_bytes, min(tried, key=lambda t: t.reserved_bytes), why)
+    return min(within, key=lambda t: (_cost(t.plan), t.reserved_bytes))
+
+
+def _reserved_bytes(problem: Problem, plan: Plan, setting: Setting) -> int:
+    free = problem.unconstrained
+    fit = device_fit(free, free.replay(plan.actions), replace(setting, asked=False), compiled=True)
+    assert fit.reserved is not None
+    # On the device, where the allocator may have given memory back at first.
+    settled = not fit.out_of_memory and fit.reserved.steady
+    return fit.reserved.peak_reserved_bytes if settled else fit.wanted_bytes
+
+
+def lower_until_within(
+    make: Callable[[int], Tried], limit_bytes: int
+) -> tuple[list[Tried], BudgetError | None]:
+    """The plans for a few budgets of allocated memory; and why there is none for a lower one, if one was asked for.
+
+    A plan within an allocated budget needs that much and its fragmentation more, which differs from plan to plan. So
+    the budget starts at the limit, falls by what is too much, and once a plan is within it is bisected between the last
+    that was not and the one that was. Same input, same plans, if the planner gives the same for the same budget.
+
+    Args:
+        make: the plan for a budget of allocated memory; raises BudgetError if there is none.
+        limit_bytes: of reserved memory.
+
+    Raises:
+        BudgetError: there is no plan for a budget of the limit itself.
+    """
+    tried: list[Tried] = []
+    budget, high, low = limit_bytes, limit_bytes + 1, 0
+    why: BudgetError | None = None  # there is no plan for the budget `low`
+    within = False
+    for _ in range(ATTEMPTS):
+        try:
+            found = make(budget)
+        except BudgetError as error:
+            if not tried:
+                raise
+            if within:
+                break
+            why, low, budget = error, budget, (budget + high) // 2
+            continue
+        tried.append(found)
+        if found.reserved_bytes <= limit_bytes:
+            within, low = True, budget
+        else:
+            high = budget
+        if not within:
+            over = found.reserved_bytes - limit_bytes
+            fall = min(max(over, limit_bytes // LEAST_FALL, 1), limit_bytes // STRIDES)
+            budget = (low + high) // 2 if low else budget - max(1, fall)
+            if budget < 1:
+                break
+        elif high - low <= max(1, limit_bytes // CLOSE):
+            break
+        else:
+            budget = (low + high) // 2
+    return tried, why
+
+
+def _starts(problem: Problem, tried: Sequence[Tried], limit_bytes: int) -> list[Tried]:
+    """The plans that cost least, if what they exceed the limit by costs twice what the bound says of its last byte."""
+    bound = bounder_of(problem).bound(limit_bytes)
+    price = 2 * bound.price_ns / bound.price_bytes
+    order = sorted(tried, key=lambda t: _cost(t.plan) + price * max(0, t.reserved_bytes - limit_bytes))
+    return order[:STARTS]
+
+
+def _cost(plan: Plan) -> float:
+    return float(plan.predicted["plan"]["step_time_ns"])
+
+
+def _none_within_reserved(limit_bytes: int, leanest: Tried, error: BudgetError | None) -> Infeasible:
+    why = f" Below that: {error}" if error is not None else ""
+    least_bytes, settings = leanest.reserved_bytes, leanest.setting.settings
+    growing = settings is not None and settings.expandable_segments
+    other = "" if growing else ", try --alloc-conf expandable_segments:True,"
+    return Infeasible(
+        f"no plan was found whose reserved memory stays within {show_bytes(limit_bytes)} ({limit_bytes} bytes): the "
+        f"leanest reserves {show_bytes(least_bytes)} ({least_bytes} bytes). Allow more{other} or use a smaller "
+        f"batch.{why}",
+        {
+            "budget_bytes": limit_bytes,
+            "lowest_peak_bytes": least_bytes,
+            "floor": error.figures.get("floor") if isinstance(error, Infeasible) else None,
+        },
+    )

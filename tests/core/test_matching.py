@@ -1,0 +1,34 @@
+"""Whether the environment's allocator settings are the plan's."""
+
+from __future__ import annotations
+
+import pytest
+
+from executor.matching import check_alloc_conf
+from traces.errors import EnvironmentProblem
+from traces.trace import TraceMeta
+
+
+@pytest.mark.parametrize(
+    ("planned", "environment", "device", "refused"),
+    [
+        ("expandable_segments:True", "", "cuda", False),  # the process that measures gets the plan's
+        ("expandable_segments:True", "expandable_segments:True", "cuda:1", False),
+        ("expandable_segments:True", " expandable_segments:True ,", "cuda", False),
+        ("expandable_segments:True", "max_split_size_mb:64", "cuda", True),
+        ("expandable_segments:True", "expandable_segments:True,large_segment_size_mb:12", "cuda", True),
+        ("expandable_segments:True", "max_split_size_mb:64", "cpu", False),
+        ("", "max_split_size_mb:64", "cuda", False),
+    ],
+)
+def test_other_allocator_settings_are_refused(
+    monkeypatch: pytest.MonkeyPatch, planned: str, environment: str, device: str, refused: bool
+) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", environment)
+    meta = TraceMeta(model="m", alloc_conf=planned)
+    if refused:
+        with pytest.raises(EnvironmentProblem, match="unset PYTORCH_ALLOC_CONF"):
+            check_alloc_conf(meta, device)
+    else:
+        check_alloc_conf(meta, device)
