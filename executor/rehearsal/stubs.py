@@ -22,7 +22,7 @@ _REAL: Final = re.compile(
 _CREATES: Final = re.compile(r"(cublas|cudnn|cusolver|cusparse)(?!Get)\w*[cC]reate\w*")
 # These give results to the host, or sizes, by pointers that somebody has to know.
 _ANSWERS: Final = re.compile(
-    r"\w*(Get|Create|Check|Init(?!Rank)|Find|Query|bufferSize|analysis|SpGEMM|SpSM|SpSV|geam|cusparseLt|preprocess|MemAlloc|"
+    r"\w*(Get|Create|Check|Init|Find|Register|zeroPivot|Query|bufferSize|analysis|SpGEMM|SpSM|SpSV|geam|cusparseLt|preprocess|MemAlloc|"
     r"Window|Split|Shrink|Grow|DevComm|MemStats|Signal)\w*"
 )
 _COMPUTES: Final = re.compile(r"(cublas|cudnn|cufft|cusolver|cusparse|nccl)\w+")
