@@ -33,6 +33,8 @@ from tracer.costs.libraries import (  # noqa: E402
     rerun_workspaces,
 )
 from tracer.costs.rows import OpRow  # noqa: E402
+from tracer.costs.rules_cuda.workspaces import rule_events  # noqa: E402
+from tracer.costs.signature import of_call  # noqa: E402
 from tracer.record.program import Program, program_of  # noqa: E402
 from tracer.record.step import capture_step, trace_step  # noqa: E402
 from tracer.torch_api import release  # noqa: E402
@@ -408,9 +410,33 @@ def test_where_cublas_and_cublaslt_keep_buffers(monkeypatch: pytest.MonkeyPatch)
     def kept(release: tuple[int, int]) -> list[int]:
         return [s.nbytes // MIB for s in library_storages(rows, device("h200"), release)]
 
-    assert (kept((2, 11)), kept((2, 12))) == ([32, 1, 32], [32, 32])
+    assert (kept((2, 11)), kept((2, 12)), kept((2, 15))) == ([32, 1, 32], [32, 32], [])
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+    assert kept((2, 15)) == [32, 32]
     monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0")
     assert (kept((2, 11)), kept((2, 12))) == ([32, 1, 32], [1, 32])
+
+
+@pytest.mark.parametrize(
+    ("release", "product", "biased", "summed"), [((2, 14), 0, 0, 0), ((2, 15), 32, 1, 32)]
+)
+def test_what_cublas_gets_for_one_call(
+    release: tuple[int, int], product: int, biased: int, summed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From torch 2.15 on a matrix product gets a buffer and gives it back: what the wheel does on the null driver."""
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLAS_WORKSPACE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tracer.costs.rules_cuda.workspaces.release", lambda: release)
+    a, b, bias, whole = (torch.empty(shape) for shape in ((256, 512), (512, 384), (384,), (256, 384)))
+    out = 4 * 256 * 384
+    for func, args, buffer in (
+        (torch.ops.aten.mm.default, (a, b), product),
+        (torch.ops.aten.addmm.default, (bias, a, b), biased),
+        (torch.ops.aten.addmm.default, (whole, a, b), summed),
+    ):
+        events = rule_events(of_call(func, args, {}, func(*args)), device("h100"))
+        assert events is not None
+        assert tuple(e for e in events if e) == ((out, buffer * MIB, -buffer * MIB) if buffer else (out,))
 
 
 def test_what_a_rerun_linear_layer_keeps_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:

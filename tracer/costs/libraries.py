@@ -1,11 +1,12 @@
-"""The memory that CUDA's libraries keep for good because of the ops of a step.
+"""The memory that cuBLAS and cuBLASLt get because of the ops of a step: for good, or for one call.
 
-cuBLAS gets a buffer from torch's caching allocator at its first call in each thread, and keeps it. A training step has
-two such threads: the one that runs forward and the optimizer, and autograd's. The sizes are those of torch's
-`aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`), and what the wheels of 2.11 and 2.12 ask their
-allocator for (both for CUDA 13.0); no GPU has confirmed them here.
+Up to torch 2.14 cuBLAS gets a buffer from torch's caching allocator at its first call in each thread, and keeps it. A
+training step has two such threads: the one that runs forward and the optimizer, and autograd's. From 2.15 on it gets a
+buffer for each call instead. The sizes are those of torch's `aten/src/ATen/cuda/CublasHandlePool.cpp`
+(`parseChosenWorkspaceSize`), and what the wheels of 2.11, 2.12 and 2.15 ask their allocator for; no GPU has confirmed
+them here.
 
-Counts: cuBLAS, and cuBLASLt where it has a buffer of its own (2.11; later it shares cuBLAS's by default). Ignores:
+Counts: cuBLAS, and cuBLASLt where it has a buffer of its own (2.11 and 2.15; between them it shares cuBLAS's). Ignores:
 cuDNN, which gets its buffers per call; cuSOLVER, cuSPARSE and NCCL; the CUDA context, which is no memory of torch's;
 further streams and devices; the releases that let threads share a buffer (pytorch#180283, undone by #188623).
 """
@@ -26,6 +27,7 @@ from traces.trace import BACKWARD, FORWARD, WORKSPACE
 KIB: Final = 2**10
 LARGE_BYTES: Final = 4096 * 8 * KIB  # compute capability 9, and 10 and 12 from torch 2.12 on (pytorch#175344)
 SHARED_FROM: Final = (2, 12)  # from here on cuBLASLt shares cuBLAS's buffer by default (pytorch#168175)
+A_CALL_FROM: Final = (2, 15)  # from here on buffers are for one call by default (pytorch#194311)
 SMALL_BYTES: Final = (4096 * 2 + 16 * 8) * KIB  # ":4096:2:16:8", all others
 LT_BYTES: Final = 1024 * KIB  # cuBLASLt by itself
 
@@ -51,13 +53,30 @@ def cublas_workspace_bytes(device: Device, release: tuple[int, int]) -> int:
 
 
 def cublaslt_workspace_bytes(device: Device, release: tuple[int, int]) -> int:
-    """The buffer that cuBLASLt has of its own, at most cuBLAS's; 0 where it shares that, by default from 2.12 on."""
+    """The buffer that cuBLASLt has of its own; 0 where it shares cuBLAS's, by default from 2.12 to 2.14."""
+    given = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    size = int(given) * KIB if given.isdecimal() else LT_BYTES
+    if not stays(release):
+        return size
     told = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
     if (told != "0") if release >= SHARED_FROM else (told == "1"):
         return 0
-    given = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
-    size = int(given) * KIB if given.isdecimal() else LT_BYTES
     return min(size, cublas_workspace_bytes(device, release))
+
+
+def stays(release: tuple[int, int]) -> bool:
+    """Whether buffers are for good, and not for one call; TORCH_CUBLAS_WORKSPACE_CACHE decides where it is set."""
+    return release < A_CALL_FROM or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+
+
+def bytes_a_call(device: Device, release: tuple[int, int]) -> dict[str, int]:
+    """What one call gets and gives back: "cublas" and "cublaslt" -> bytes, 0 where buffers stay."""
+    if stays(release):
+        return {"cublas": 0, "cublaslt": 0}
+    return {
+        "cublas": cublas_workspace_bytes(device, release),
+        "cublaslt": cublaslt_workspace_bytes(device, release),
+    }
 
 
 def library_storages(
@@ -70,7 +89,7 @@ def library_storages(
         device: the GPU; a CPU has none.
         release: of torch, as (2, 13).
     """
-    if device.kind != "cuda":
+    if device.kind != "cuda" or not stays(release):
         return ()
     own = cublaslt_workspace_bytes(device, release)
     # Up to 2.11 cuBLASLt runs on cuBLAS's handle, with which cuBLAS's buffer comes.
@@ -116,6 +135,6 @@ def rerun_workspaces(ops: Iterable[OpRow], device: Device, release: tuple[int, i
         return {}
     rows = [(r.target, r.phase, short_name(r.target)) for r in ops]
     there = any(phase == BACKWARD and name in CUBLASLT for _, phase, name in rows)
-    own = 0 if there else cublaslt_workspace_bytes(device, release)
+    own = 0 if there or not stays(release) else cublaslt_workspace_bytes(device, release)
     again = sorted({(t, n) for t, phase, n in rows if phase == FORWARD and n in CUBLAS})
     return {target: own if name in CUBLASLT else 0 for target, name in again}

@@ -121,7 +121,7 @@ def _events(rule: Rule, signature: Signature, names: dict[str, Any]) -> Events |
         **{f"o{k}": o for k, o in enumerate(signature.outputs)},
         "inputs": signature.inputs,
         "results": len(signature.results),
-        "arg": lambda k, default: signature.argument(k, default=default),
+        "arg": lambda k, default, name="": signature.argument(k, name, default),
     }
     if rule.when is not None and not rule.when(values):
         return None

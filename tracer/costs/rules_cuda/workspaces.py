@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from tracer.costs import table
+from tracer.costs.libraries import bytes_a_call
 from tracer.costs.rules_cuda.reductions import partial_results
 from tracer.costs.signature import Signature, TensorSpec
 from tracer.costs.table import Events, Table, ceil_div, is_pointwise, made
+from tracer.torch_api import release
 from traces.devices import Device
 
 
@@ -42,6 +44,7 @@ def rule_events(signature: Signature, device: Device) -> Events | None:
             sm=10 * device.sm[0] + device.sm[1],
             sms=device.multiprocessors,
             deterministic=_deterministic(),
+            **bytes_a_call(device, release()),
         )
     # A kernel converts types in registers.
     return made(signature) if is_pointwise(signature.target) else None
