@@ -198,16 +198,19 @@ class Residents:
     """Sizes in bytes of what is allocated once, by when that is."""
 
     first: tuple[int, ...]  # before the first iteration
-    state: tuple[int, ...]  # of the optimizer: when its first step begins
-    workspaces: Mapping[int, tuple[int, ...]]  # of libraries: in the first op that uses them
+    state: tuple[int, ...]  # of the optimizer: when its first step begins, as torch's own make it
+    workspaces: Mapping[
+        int, tuple[int, ...]
+    ]  # of libraries, and state made later: in the first op that uses them
 
     @classmethod
     def of(cls, trace: Trace) -> Residents:
         sts = trace.storages
         residents = [s for s, producer in enumerate(sts.producer) if producer < 0 and sts.nbytes[s]]
-        state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE]
         workspaces = _workspaces(trace, residents)
-        late = {*state, *(s for made in workspaces.values() for s in made)}
+        late = {s for made in workspaces.values() for s in made}
+        state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE and s not in late]
+        late |= {*state}
         return cls(
             first=tuple(sts.nbytes[s] for s in residents if s not in late),
             state=tuple(sts.nbytes[s] for s in state),
@@ -216,12 +219,14 @@ class Residents:
 
 
 def _workspaces(trace: Trace, residents: Sequence[int]) -> dict[int, list[int]]:
-    """Op -> the workspaces that libraries keep from it on; of others nobody knows when they came."""
+    """Op -> the workspaces that libraries keep from it on, of others nobody knows when they came; and the state that an
+    optimizer makes for a parameter when it comes to it."""
     sts = trace.storages
     out: dict[int, list[int]] = {}
     for s in residents:
         uses = [n for n in (sts.first_forward_use[s], sts.first_backward_use[s]) if n >= 0]
-        if sts.category[s] == WORKSPACE and uses:
+        made_late = sts.category[s] == OPTIMIZER_STATE and uses and trace.ops.phase[uses[0]] == OPTIMIZER
+        if (sts.category[s] == WORKSPACE and uses) or made_late:
             out.setdefault(min(uses), []).append(s)
     return out
 

@@ -17,6 +17,7 @@ from torch.nn import functional  # noqa: E402
 from torch.profiler import record_function  # noqa: E402
 
 from executor.measure import _ITERATION, peaks_of  # noqa: E402
+from simulator.allocator.reserved import reserved_peak  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.published.models import naive_attention  # noqa: E402
 from tests.torch.steps import build_of  # noqa: E402
@@ -38,8 +39,8 @@ CPU = device("cpu")
 Make = Callable[[], tuple[Any, Any, Any, Any]]
 
 
-def measured_bytes(build: BuildStep) -> int:
-    """The steady peak of the ordinary loop, by the CPU allocator's own account."""
+def measured_bytes(build: BuildStep, iteration: int = 2) -> int:
+    """The peak of an iteration of the ordinary loop (default: a steady one), by the CPU allocator's own account."""
     gc.collect()
     with memory_profiler() as prof:
         step = build("cpu")
@@ -47,7 +48,7 @@ def measured_bytes(build: BuildStep) -> int:
             with record_function(f"{_ITERATION} {k}"):
                 run_step(step, step.model, step.optimizer)
     assert prof.profiler is not None
-    return peaks_of(prof.profiler.kineto_results.experimental_event_tree(), 3)[0][2]
+    return peaks_of(prof.profiler.kineto_results.experimental_event_tree(), 3)[0][iteration]
 
 
 def counted(build: BuildStep, target: Device, costs: Costs | None = None) -> int:
@@ -147,6 +148,30 @@ def test_an_optimizer_may_replace_its_state() -> None:
     parameters = 4 * 2 * (256 * 256 + 256)
     assert trace.resident_bytes == 3 * parameters + 2 * 4 * 2 * 256
     assert Problem(trace).saved.timeline.peak_allocated_bytes == pytest.approx(measured, abs=128)
+
+
+class OneByOne(torch.optim.Optimizer):
+    """Makes a parameter's state when it comes to it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+            state["v"].mul_(0.9).add_(p.grad * p.grad, alpha=0.1)
+            p.data -= 0.1 * state["m"] / (torch.sqrt(state["v"]) + 1e-8)
+
+
+@pytest.mark.parametrize("optimizer", [OneByOne, torch.optim.Adam])
+def test_the_first_iteration_makes_state_when_the_optimizer_does(optimizer: Any) -> None:
+    build = build_of(lambda: wide_step(optimizer))
+    problem = Problem(trace_step(build, CPU).finish())
+    first = reserved_peak(problem, problem.saved.schedule).iterations[0]
+    assert first.peak_requested_bytes == pytest.approx(measured_bytes(build, 0), abs=128)
 
 
 class Sum(nn.Module):

@@ -37,6 +37,8 @@ class StorageRow:
     category: str = ACTIVATION
     producer: int = -1
     hold: int = -1
-    used_from: int = -1  # op that first uses it without reading it, as a library does its workspace
+    used_from: int = (
+        -1
+    )  # op with which it comes, in the first iteration: a library's workspace, an optimizer's state
     dtype: str = ""
     shape: tuple[int, ...] = ()

@@ -6,7 +6,7 @@ right layout; the second round is recorded, when the optimizer has its state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +17,20 @@ from tracer.build.loop import TrainingStep, fit_tangent, run_step
 from tracer.build.user_errors import explained
 from tracer.costs.calibration import Costs
 from tracer.costs.libraries import library_storages, rerun_workspaces
-from tracer.costs.rows import OpRow
+from tracer.costs.rows import OpRow, StorageRow
 from tracer.precision.policy import scaler_tensors
 from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
-from tracer.torch_api import FakeTensorMode, pytree, release
+from tracer.record.rows import overwritten, storage_key, tensors_in
+from tracer.torch_api import FakeTensorMode, TorchDispatchMode, pytree, release
 from traces.devices import Device
 from traces.trace import (
     ACTIVATION,
     FORWARD,
     GRADIENT,
     INPUT,
+    OPTIMIZER,
     OPTIMIZER_STATE,
     PARAMETER,
     TraceMeta,
@@ -54,7 +56,8 @@ def assemble(
     recorder = EagerRecorder(storages, next(iter(parameters.values())).device.type)
     stub = _Stub(program, recorder, parameters)
     with mode, explained(step.name), cuda_words(captured.target):
-        with recorder, recorder.paused():
+        first_update = _FirstUpdate(step)
+        with recorder, recorder.paused(), first_update:
             run_step(step, stub, step.optimizer, recorder.begin)
         buffers = dict(step.model.named_buffers())
         for k, name in enumerate(captured.parameters):
@@ -78,7 +81,34 @@ def assemble(
         with recorder:
             run_step(step, stub, step.optimizer, recorder.begin)
             recorder.look()
+    recorder.late_state = 0 <= first_update.held < len(optimizer_tensors(step.optimizer))
     return _arrange(step, mode, program, recorder, stub, target, meta, costs)
+
+
+class _FirstUpdate(TorchDispatchMode):
+    """Notes how many tensors an optimizer's state holds when it first writes into a parameter (-1: it never did): all,
+    if it makes the state of all parameters first, as torch's own do."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        super().__init__()
+        self.held = -1
+        self._optimizer = step.optimizer
+        self._parameters = {storage_key(p) for p in _parameters(step).values()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.held < 0 and any(
+            storage_key(x) in self._parameters for x in tensors_in(overwritten(func, args, kwargs or {}))
+        ):
+            self.held = len(optimizer_tensors(self._optimizer))
+        return func(*args, **(kwargs or {}))
+
+
+def _put_off(storages: list[StorageRow], rows: Sequence[OpRow]) -> None:
+    """Let an optimizer's state be there, in the first iteration, from the first op that reads it."""
+    for i, row in reversed(list(enumerate(rows))):
+        for s in row.reads:
+            if row.phase == OPTIMIZER and storages[s].category == OPTIMIZER_STATE:
+                storages[s].used_from = i
 
 
 class _Stub:
@@ -181,6 +211,7 @@ def _arrange(
         if storage.producer >= 0:
             ids = graph_id if s < n_program_storages else eager_id
             storage.producer = ids[storage.producer]
+    _put_off(storages, rows if recorder.late_state else [])
 
     def hold(s: int, op: int) -> None:
         storages[s].hold = max(storages[s].hold, op)

@@ -57,6 +57,7 @@ class EagerRecorder(TorchDispatchMode):
         self._there: dict[int, StorageWeakRef] = {}
         self._scalars = Scalars()
         self._found_inf: set[int] = set()  # storages in which a gradient scaler notes an overflow
+        self.late_state = False  # whether the optimizer makes a parameter's state when it comes to it
         self._paused = 0
         self._on = False
         self.died_after: dict[
