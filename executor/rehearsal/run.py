@@ -68,10 +68,7 @@ def rehearse(
     """
     board = device(gpu) if isinstance(gpu, str) else gpu
     runs_script = is_script(model) if script is None else script
-    if runs_script and options:
-        raise SpecError(
-            f"{model} is run as a script, so {', '.join(options)} cannot be given; pass its own arguments."
-        )
+    _check(model, runs_script, options or {}, arguments, plan)
     task = Task(
         model=model,
         script=runs_script,
@@ -87,6 +84,24 @@ def rehearse(
         return found
     wanted = _run(task, replace(board, memory_bytes=LARGE_BYTES), alloc_conf, context_bytes, timeout_s)
     return replace(wanted, memory_bytes=board.memory_bytes, out_of_memory=found.out_of_memory)
+
+
+def _check(
+    model: str, script: bool, options: Mapping[str, Any], arguments: tuple[str, ...], plan: Path | None
+) -> None:
+    """Refuse what would be passed over in silence."""
+    if script and options:
+        raise SpecError(
+            f"{model} is run as a script, so {', '.join(options)} cannot be given; pass its own arguments."
+        )
+    if script and plan is not None:
+        raise SpecError(
+            f"{model} is run as a script, which applies a plan itself (executor.apply_plan); leave --plan out."
+        )
+    if arguments and not script:
+        raise SpecError(
+            f"{model} is no script, so nothing takes the arguments {' '.join(arguments)}; give options instead."
+        )
 
 
 def is_script(model: str) -> bool:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from executor.cli.main import execute
 from executor.rehearsal import driver
 from executor.rehearsal.elf import undefined_symbols
-from executor.rehearsal.run import is_script
+from executor.rehearsal.run import is_script, rehearse
 from executor.rehearsal.stubs import stub_source
 from traces.devices import DEVICES, architecture, device
 from traces.errors import EnvironmentProblem, SpecError
@@ -160,3 +160,14 @@ def test_refusals_name_what_is_wrong() -> None:
     done = CliRunner().invoke(execute, ["plan.json", "--rehearse", "h100", "--report", "x.html"])
     assert done.exit_code == 2
     assert "--rehearse measures nothing" in done.output
+
+
+def test_what_would_be_passed_over_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)\n")
+    with pytest.raises(SpecError, match="run as a script"):
+        rehearse(str(script), "h100", options={"batch_size": 2})
+    with pytest.raises(SpecError, match="leave --plan out"):
+        rehearse(str(script), "h100", plan=tmp_path / "plan.json")
+    with pytest.raises(SpecError, match="no script"):
+        rehearse("resnet18", "h100", arguments=("--epochs", "1"))
