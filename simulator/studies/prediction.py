@@ -170,8 +170,8 @@ def untouched_fit(c: Prediction) -> DeviceFit:
 def untouched_peak_bytes(c: Prediction) -> int:
     """The untouched model's peak of allocated bytes; the captured graph may need less, or more.
 
-    The trace says so if its step was counted as it runs untouched (`tracer/record/untouched.py`): on the CPU,
-    but for traces that are older than that. Otherwise it is concluded from the graph.
+    The trace says so if its step was counted as it runs untouched (`tracer/record/untouched.py`). Of older traces, and
+    of those made on a GPU, it is concluded from the graph.
 
     Counts: that autograd's own code lets no op take over its input's memory; on the CPU, dropout masks in the type of
     what they mask (`_dropout_impl` in aten/src/ATen/native/Dropout.cpp), where the graph has a byte an element.

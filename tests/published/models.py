@@ -192,3 +192,33 @@ def wed512() -> dict[str, Any]:
 
 def wed1024() -> dict[str, Any]:
     return cs336("medium", 1024, 4, "bfloat16")
+
+
+def _trained(name: str, config: str, batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+    """A model of transformers by its classes' names, in the loop of its Trainer: AdamW as torch chooses it."""
+    import transformers
+
+    model = getattr(transformers, name)(getattr(transformers, config)())
+    model.train()
+    return model, batch, torch.optim.AdamW(model.parameters())
+
+
+def _tokens(vocabulary: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(vocabulary, (2, 16))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def opt_bert() -> tuple[Any, ...]:
+    tokens = _tokens(30_522)
+    return _trained(
+        "BertForMaskedLM", "BertConfig", {**tokens, "token_type_ids": torch.zeros_like(tokens["labels"])}
+    )
+
+
+def opt_gpt2() -> tuple[Any, ...]:
+    return _trained("GPT2LMHeadModel", "GPT2Config", _tokens(50_257))
+
+
+def opt_vit() -> tuple[Any, ...]:
+    images = {"pixel_values": torch.randn(2, 3, 224, 224), "labels": torch.randint(2, (2,))}
+    return _trained("ViTForImageClassification", "ViTConfig", images)
