@@ -29,6 +29,9 @@ STRIDES: Final = 8  # the budget falls by an eighth of the limit at most
 CLOSE: Final = 400  # stop when the highest budget that may do is within 1/400 of the one that did
 LEAST_FALL: Final = 200  # it falls by 1/200 at least
 STARTS: Final = 2  # walks begin at so many of the plans
+SIMILAR: Final = (
+    1.02  # they look for plans under the most welcome setting too where it reserves so much at most
+)
 WALK: Final = 0.3  # how long one is, in shares of the time
 
 
@@ -74,7 +77,9 @@ def plan_within_reserved(
     )
     if planner == DEFAULT and tried[0].reserved_bytes > limit_bytes:
         starts = _starts(problem, tried, limit_bytes)
-        for setting in dict.fromkeys((starts[0].setting, settings[0])):
+        first, welcome = starts[0], settings[0]
+        near = _reserved_bytes(problem, first.plan, welcome) <= SIMILAR * first.reserved_bytes
+        for setting in dict.fromkeys((first.setting, welcome) if near else (first.setting,)):
             assert setting.settings is not None
             walks = squeezed(
                 problem, planner, [t.plan for t in starts], limit_bytes, setting.settings,
