@@ -35,7 +35,7 @@ HEAT, COOL = 2.0, 0.25  # the first temperature, in those of other walks; and of
 PRICE, MARGIN = 40.0, 2.0  # of the largest value, in median times of an op; of a byte, in what the bound says
 REVIEWS: Final = 60  # corrections of the price in a walk
 MOST_MOVES: Final = 40  # for each that the allocator judges
-JUDGE_NS: Final = 250  # what it takes for each request of an iteration, reckoned with three of these
+JUDGE_NS: Final = 450  # what it takes for each request of an iteration, reckoned with three of these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,11 @@ def squeezed(
         starts: plans for the same problem.
         limit_bytes: of reserved memory.
         seconds: reckoned, for each walk.
+        seed: of the first walk; each has the next one.
         clock: when to end before that.
     """
     found: list[tuple[Squeezed, Problem]] = []
-    for start in starts:
+    for k, start in enumerate(starts):
         swapped = taken(problem)[0]
         if all(a.recipe in (SAVE, RECOMPUTE) for a in start.actions):
             swapped = problem
@@ -78,7 +79,9 @@ def squeezed(
             state = evaluator_of(swapped).state(actions)
         except PlanError:  # it evicts while forward runs
             continue
-        walked = _walk(swapped, state, limit_bytes, settings, HEAT, seconds=seconds, seed=seed, clock=clock)
+        walked = _walk(
+            swapped, state, limit_bytes, settings, HEAT, seconds=seconds, seed=seed + k, clock=clock
+        )
         found += [(walked, swapped)] if walked is not None else []
     if not found:
         return []
