@@ -28,7 +28,9 @@ ATTEMPTS: Final = 6  # plans that are made at most for one budget of reserved me
 STRIDES: Final = 8  # the budget falls by an eighth of the limit at most
 CLOSE: Final = 400  # stop when the highest budget that may do is within 1/400 of the one that did
 LEAST_FALL: Final = 200  # it falls by 1/200 at least
-STARTS: Final = 2  # walks begin at so many of the plans, and once more at the first
+STARTS: Final = (
+    2  # walks begin at so many of the plans, and at one within the limit, or once more at the first
+)
 SIMILAR: Final = (
     1.02  # they look for plans under the most welcome setting too where it reserves so much at most
 )
@@ -82,7 +84,7 @@ def plan_within_reserved(
         for setting in dict.fromkeys((first.setting, welcome) if near else (first.setting,)):
             assert setting.settings is not None
             walks = squeezed(
-                problem, planner, [t.plan for t in (*starts, starts[0])], limit_bytes, setting.settings,
+                problem, planner, [t.plan for t in starts], limit_bytes, setting.settings,
                 seconds=WALK * limits.seconds, seed=limits.seed, clock=limits.clock(),
             )  # fmt: skip
             tried += map(judged, walks)
@@ -150,11 +152,13 @@ def lower_until_within(
 
 
 def _starts(problem: Problem, tried: Sequence[Tried], limit_bytes: int) -> list[Tried]:
-    """The plans that cost least, if what they exceed the limit by costs twice what the bound says of its last byte."""
+    """The plans that cost least, if what they exceed the limit by costs twice what the bound says of its last byte; and
+    the cheapest within the limit, or the first once more."""
     bound = bounder_of(problem).bound(limit_bytes)
     price = 2 * bound.price_ns / bound.price_bytes
     order = sorted(tried, key=lambda t: _cost(t.plan) + price * max(0, t.reserved_bytes - limit_bytes))
-    return order[:STARTS]
+    last = next((t for t in order if t.reserved_bytes <= limit_bytes), order[0])
+    return [*order[:STARTS], last]
 
 
 def _cost(plan: Plan) -> float:
