@@ -194,11 +194,11 @@ def wed1024() -> dict[str, Any]:
     return cs336("medium", 1024, 4, "bfloat16")
 
 
-def _trained(name: str, config: str, batch: dict[str, torch.Tensor]) -> tuple[Any, ...]:
+def _trained(name: str, config: str, batch: dict[str, torch.Tensor], **settings: Any) -> tuple[Any, ...]:
     """A model of transformers by its classes' names, in the loop of its Trainer: AdamW as torch chooses it."""
     import transformers
 
-    model = getattr(transformers, name)(getattr(transformers, config)())
+    model = getattr(transformers, name)(getattr(transformers, config)(**settings))
     model.train()
     return model, batch, torch.optim.AdamW(model.parameters())
 
@@ -220,5 +220,5 @@ def opt_gpt2() -> tuple[Any, ...]:
 
 
 def opt_vit() -> tuple[Any, ...]:
-    images = {"pixel_values": torch.randn(2, 3, 224, 224), "labels": torch.randint(2, (2,))}
-    return _trained("ViTForImageClassification", "ViTConfig", images)
+    images = {"pixel_values": torch.randn(2, 3, 224, 224), "labels": torch.randint(1000, (2,))}
+    return _trained("ViTForImageClassification", "ViTConfig", images, num_labels=1000)
