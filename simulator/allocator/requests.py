@@ -16,7 +16,7 @@ from typing import Final
 
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
-from traces.trace import BACKWARD, OPTIMIZER, OPTIMIZER_STATE, WORKSPACE, Trace
+from traces.trace import BACKWARD, FORWARD, OPTIMIZER, OPTIMIZER_STATE, WORKSPACE, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,7 @@ class Requests:
         tuple[int, int], ...
     ]  # in the first iteration alone: how many requests come before it, and bytes
     count: int  # of the blocks that one iteration asks for
+    phases: tuple[tuple[str, int], ...] = ()  # in order, and how many requests come before each
 
 
 def requests_of(problem: Problem, schedule: Schedule) -> Requests:
@@ -41,7 +42,9 @@ def requests_of(problem: Problem, schedule: Schedule) -> Requests:
 
 def _requests_of(problem: Problem, schedule: Schedule) -> Requests:
     recording = _Recording(problem)
-    for step in range(len(schedule)):
+    phases: dict[str, int] = {}
+    for step, phase in enumerate(phases_of(problem.trace, schedule)):
+        phases.setdefault(phase, len(recording.blocks))
         recording.step(schedule, step)
     recording.begin_optimizer()  # a step without an optimizer op has all its residents by then
     return Requests(
@@ -50,7 +53,16 @@ def _requests_of(problem: Problem, schedule: Schedule) -> Requests:
         sizes=tuple(recording.sizes),
         once=tuple(recording.once),
         count=recording.count,
+        phases=tuple(phases.items()),
     )
+
+
+def phases_of(trace: Trace, schedule: Schedule) -> tuple[str, ...]:
+    """Step -> the phase in which it runs: of an op that runs again, that of what it runs for."""
+    first = schedule.forward_steps
+    later = (k for k in range(first, len(schedule)) if trace.ops.phase[schedule.op[k]] == OPTIMIZER)
+    turn = next(later, len(schedule))
+    return (FORWARD,) * first + (BACKWARD,) * (turn - first) + (OPTIMIZER,) * (len(schedule) - turn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

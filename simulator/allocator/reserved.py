@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +113,44 @@ def reserved_peak(
     return ReservedFigures(iterations=tuple(figures), segment_requests=asked, steady=steady)
 
 
+def reserved_by_phase(
+    problem: Problem,
+    schedule: Schedule,
+    settings: AllocatorSettings | None = None,
+    *,
+    iteration: int = ITERATIONS,
+    device_memory_bytes: int | None = None,
+    total_memory_bytes: int | None = None,
+) -> dict[str, AllocatorFigures]:
+    """By phase of one iteration, what `reserved_peak` says of all of it: the peaks are reset before each phase.
+
+    Args:
+        iteration: which one, from 1 on. The others are as for `reserved_peak`, which also says what this counts.
+
+    Raises:
+        OutOfMemory: the device has less than this takes.
+    """
+    requests = requests_of(problem, schedule)
+    allocator = Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes)
+    for size in requests.residents:
+        allocator.malloc(size)
+    for before in range(iteration - 1):
+        _play(requests, allocator, first=not before)
+    found: dict[str, AllocatorFigures] = {}
+    running = ""
+
+    def begin(phase: str) -> None:
+        nonlocal running
+        if running:
+            found[running] = allocator.figures()
+        allocator.reset_peaks()
+        running = phase
+
+    _play(requests, allocator, first=iteration == 1, begin=begin)
+    begin("")
+    return found
+
+
 def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:
     """Settings as `kernels.best_fit` takes them: a row of RULES, and the divisions of each interval.
 
@@ -129,17 +168,28 @@ def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:
     return rules, np.array(settings.roundup_divisions, np.int64)
 
 
-def _play(requests: Requests, allocator: Allocator, *, first: bool) -> None:
-    """One iteration."""
+def _play(
+    requests: Requests,
+    allocator: Allocator,
+    *,
+    first: bool,
+    begin: Callable[[str], None] | None = None,
+) -> None:
+    """One iteration; `begin` is told when a phase begins."""
     once = list(reversed(requests.once)) if first else []
+    phases = [] if begin is None else list(reversed(requests.phases))
     held: dict[int, Block] = {}
     for k, (block, size) in enumerate(zip(requests.blocks, requests.sizes, strict=True)):
+        while phases and begin is not None and phases[-1][1] == k:
+            begin(phases.pop()[0])
         while once and once[-1][0] == k:
             allocator.malloc(once.pop()[1])
         if block >= 0:
             held[block] = allocator.malloc(size)
         else:
             allocator.free(held[~block])
+    while phases and begin is not None:
+        begin(phases.pop()[0])
     while once:
         allocator.malloc(once.pop()[1])
 

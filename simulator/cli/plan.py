@@ -118,18 +118,14 @@ def summary(
 ) -> str:
     """The answer to read."""
     from simulator.studies.answer import gap_points
-    from simulator.studies.warnings import texts
+    from simulator.studies.loop_peaks import peaks_table
+    from simulator.studies.warnings import texts_beside_untouched
 
     plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
-    peak = after.peak_allocated_bytes
-    of = " of reserved memory" if plan.budget_of == RESERVED else ""
-    limit = f"budget {show_bytes(c.budget_bytes)}{of}" if c.budget_bytes is not None else "no budget given"
-    lines = [f"{trace_name}: {_what(c)}"]
+    lines = [f"{trace_name}: {_what(c)}", *peaks_table(c).lines(), _budget_line(c)]
     if plan.actions:
-        share = show_percent(100 * peak / before.peak_allocated_bytes, digits=1)
         added = show_percent(c.overhead_percent, signed=True)
         lines += [
-            f"peak    {show_bytes(before.peak_allocated_bytes)} -> {show_bytes(peak)} ({share}), {limit}",
             f"time    {show_time(before.step_time_ns)} -> {show_time(after.step_time_ns)} ({added})",
             f"plan    {plan.planner}: {len(plan.recomputed)} values recomputed by {after.recomputed_ops} op "
             f"runs{_swapped(plan)}, found in {solve_seconds:.2f} s",
@@ -141,11 +137,9 @@ def summary(
                 f"this one is within {gap:.2f} points of it"
             )
     else:
-        lines += [
-            f"peak    {show_bytes(peak)} with everything saved, {limit}",
-            f"time    {show_time(after.step_time_ns)}",
-        ]
-    lines += [*_reserved_lines(c), *_device_lines(c), *(f"warning {text}" for text in texts(c)), *_at_peak(c)]
+        lines.append(f"time    {show_time(after.step_time_ns)}")
+    warned = (f"warning {text}" for text in texts_beside_untouched(c))
+    lines += [*_reserved_lines(c), *_device_lines(c), *warned, *_at_peak(c)]
     if output is not None:
         lines.append(f"Next: execute {output}")
     elif plan.actions:
@@ -153,6 +147,19 @@ def summary(
     elif c.budget_bytes is None:
         lines.append(f"Next: simulate {trace_name} --budget 60% -o plan.json")
     return "\n".join(lines)
+
+
+def _budget_line(c: Prediction) -> str:
+    """The budget, how much of it the plan needs, and what 100 % of a budget stands for."""
+    of, figures = c.plan.budget_of, c.planned_figures
+    peak = figures.peak_reserved_bytes if of == RESERVED else figures.peak_allocated_bytes
+    whole = c.whole_bytes(of)
+    parts = ["none" if c.budget_bytes is None else f"{show_bytes(c.budget_bytes)} of {of} memory"]
+    if peak is not None and (c.plan.actions or c.budget_bytes is not None):
+        share = f" ({show_percent(100 * peak / whole, digits=1)})" if whole else ""
+        parts.append(f"the plan needs {show_bytes(peak)}{share}")
+    parts.append(f"100 % is {show_bytes(whole)}, the captured graph with everything saved")
+    return f"budget  {'; '.join(parts)}"
 
 
 def _swapped(plan: Plan) -> str:
@@ -179,8 +186,7 @@ def _reserved_lines(c: Prediction) -> list[str]:
     peaks = " -> ".join(show_bytes(r.peak_reserved_bytes) for r in reserved)
     last, conf = reserved[-1], c.setting.alloc_conf
     lines = [
-        f"reserved {peaks} by the caching allocator; {show_bytes(last.peak_allocated_bytes)} in blocks, fragmentation "
-        f"{show_percent(100 * last.fragmentation, digits=1)}; {provenance(c.trace.meta)}"
+        f"reserved fragmentation {show_percent(100 * last.fragmentation, digits=1)}; {provenance(c.trace.meta)}"
     ]
     plain = [fit.by_default for fit in fits if fit.by_default is not None]
     if plain:
@@ -188,7 +194,7 @@ def _reserved_lines(c: Prediction) -> list[str]:
         least = plain[-1].peak_reserved_bytes
         change = 100 * (last.peak_reserved_bytes - least) / max(1, least)
         lines.append(
-            f"         with {conf or 'no settings'}; without: {default}, so it changes "
+            f"         {peaks} with {conf or 'no settings'}, {default} without: it changes "
             f"{show_percent(change, signed=True, digits=1)}"
         )
     elif conf:

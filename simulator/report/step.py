@@ -23,9 +23,10 @@ from simulator.report.page import (
     warned,
     write_page,
 )
+from simulator.studies.loop_peaks import peaks_table, untouched_peaks
 from simulator.studies.prediction import Prediction
 from simulator.studies.tables import CODE, NUMBER, Cell, Table, table, time_cell
-from simulator.studies.warnings import texts, texts_of
+from simulator.studies.warnings import texts_beside_untouched, texts_of
 from traces.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace, TraceMeta
 from traces.units import bytes_unit, show_bytes, show_percent, show_time
@@ -33,6 +34,7 @@ from traces.units import bytes_unit, show_bytes, show_percent, show_time
 HOLDERS: Final = 20  # rows of the table of the largest storages at the peak
 ROWS: Final = 150  # rows of the long tables
 SAVED_HOLDERS: Final = "The largest storages at the peak with everything saved"
+PEAKS: Final = "Peaks of the untouched loop and of the planned step; of the phases, of allocated memory in the steady iteration"
 # Where what an op allocates inside comes from, by the keys of `TraceMeta.workspace`.
 TOLD: Final = {
     "measured": "measured for the same call",
@@ -147,6 +149,7 @@ def headline(c: Prediction) -> tuple[Block, ...]:
     saved = before.peak_allocated_bytes - after.peak_allocated_bytes
     share = 100.0 * saved / before.peak_allocated_bytes if before.peak_allocated_bytes else 0.0
     figures = [
+        *_untouched_figures(c),
         saved_figure(before),
         Figure(
             "Peak with the plan",
@@ -169,10 +172,25 @@ def headline(c: Prediction) -> tuple[Block, ...]:
     return (
         Figures(tuple(figures)),
         Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
-        *warned(texts(c)),
+        *warned(texts_beside_untouched(c)),
+        peaks_table(c, caption=PEAKS),
         c.table(),
         *_what_if(c),
     )
+
+
+def _untouched_figures(c: Prediction) -> list[Figure]:
+    """The model as it is, in the ordinary loop."""
+    loop = untouched_peaks(c)
+    steady, first = loop.steady, loop.first
+    peak, at_first = steady.peak_allocated_bytes, first.peak_allocated_bytes
+    if steady.peak_block_bytes is not None:
+        peak, at_first = steady.peak_block_bytes, first.peak_block_bytes
+    figures = [Figure("Untouched loop: peak", show_bytes(peak), f"{show_bytes(at_first)} at first")]
+    if steady.peak_reserved_bytes is not None:
+        detail = f"{show_bytes(first.peak_reserved_bytes)} in the first iteration"
+        figures.append(Figure("Untouched loop: reserved", show_bytes(steady.peak_reserved_bytes), detail))
+    return figures
 
 
 def _reserved_figure(c: Prediction) -> list[Figure]:

@@ -7,6 +7,7 @@ from typing import Any, Final
 from simulator.allocator.device_fit import DeviceFit
 from simulator.core.replay import Replay, peak_by_category
 from simulator.planners.outcome import Infeasible
+from simulator.studies.loop_peaks import planned_peaks, untouched_peaks
 from simulator.studies.prediction import Prediction
 from simulator.studies.warnings import provenance, texts
 from traces.measurement import RunFigures
@@ -27,6 +28,7 @@ def answer(
         "budget_of": c.plan.budget_of,
         "gap_points": gap_points(c, bound),
         "device_memory": _device(c.saved_fit, c.planned_fit),
+        "untouched": untouched_peaks(c).to_json(),
         "baseline": _run(c.trace, c.saved, c.saved_fit),
         "plan": {
             **_run(c.trace, c.planned, c.planned_fit),
@@ -35,6 +37,7 @@ def answer(
             "recomputed_storages": len(c.plan.recomputed),
             "recipes": c.plan.by_recipe,
             **_placed(c),
+            **planned_peaks(c).parts(),
         },
     }
 
@@ -63,6 +66,7 @@ def refusal(
     return {
         **_question(saved, trace_name, planner, solve_seconds, bound),
         "feasible": False,
+        "untouched": untouched_peaks(saved).to_json(),
         "baseline": _run(saved.trace, saved.saved, saved.saved_fit),
         "plan": {**RunFigures().headline(), "overhead_percent": None, "recomputed_ops": None},
         "message": str(error),

@@ -24,7 +24,7 @@ from simulator.studies.notebook import framed
 from simulator.studies.planning import completed, plan_for
 from simulator.studies.prediction import Prediction, predict, untouched_fit
 from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
-from simulator.studies.warnings import UNTOUCHED, provenance, text, warnings
+from simulator.studies.warnings import provenance, texts_beside_untouched
 from traces.errors import SpecError
 from traces.measurement import RunFigures
 from traces.plan import ALLOCATED, RESERVED
@@ -322,7 +322,7 @@ def max_batch(
         probes=tuple(search.probes[b] for b in sorted(search.probes)),
         provenance=provenance(shown.trace.meta),
         # What the untouched model needs is in the figures here.
-        warnings=tuple(text(w) for w in warnings(shown) if w.code != UNTOUCHED),
+        warnings=texts_beside_untouched(shown),
         stopped_at_maximum=with_plan == top,
     )
 

@@ -182,7 +182,7 @@ def untouched_peak_bytes(c: Prediction) -> int:
     if counted:
         return counted
     plain, schedule = untaken(c).timeline, c.saved.schedule
-    wider = [0] * len(schedule) if kind_of(c.trace.meta) == CUDA else _wider_masks(c.trace, schedule)
+    wider = wider_masks(c.trace, schedule)
     highest = max((n + more for n, more in zip(plain.peak_bytes, wider, strict=True)), default=0)
     return max(highest, c.saved.timeline.peak_allocated_bytes)
 
@@ -193,8 +193,10 @@ def untaken(c: Prediction) -> Replay:
     return Replay(schedule=schedule, timeline=run(c.problem, schedule))
 
 
-def _wider_masks(trace: Trace, schedule: Schedule) -> list[int]:
-    """Step -> by how many bytes the live dropout masks grow if their elements are as wide as what they mask."""
+def wider_masks(trace: Trace, schedule: Schedule) -> list[int]:
+    """Step -> by how many bytes the live dropout masks grow: on a CPU, elements are as wide as what they mask."""
+    if kind_of(trace.meta) == CUDA:
+        return [0] * len(schedule)
     sts = trace.storages
     more = {
         s: (max((_item_bytes(trace, x) for x in trace.ops.reads[op]), default=1) - 1) * sts.nbytes[s]

@@ -70,6 +70,11 @@ def texts(c: Prediction) -> tuple[str, ...]:
     return tuple(map(text, warnings(c)))
 
 
+def texts_beside_untouched(c: Prediction) -> tuple[str, ...]:
+    """The prose of `warnings` where figures of the untouched model stand: without the one that says what it needs."""
+    return tuple(text(w) for w in warnings(c) if w.code != UNTOUCHED)
+
+
 def warnings_of(problem: Problem) -> tuple[PredictionWarning, ...]:
     """What must be said beside any figure of a trace, whatever the plan."""
     return warnings(predict(problem, setting_of(problem.trace.meta)))

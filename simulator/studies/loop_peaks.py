@@ -1,0 +1,185 @@
+"""What the user's loop needs, first and steady iteration and each phase: as it is, and with a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from simulator.allocator.caching import AllocatorFigures
+from simulator.allocator.device_fit import DeviceFit
+from simulator.allocator.requests import phases_of
+from simulator.allocator.reserved import reserved_by_phase
+from simulator.core.replay import Replay
+from simulator.studies.prediction import Prediction, untaken, untouched_fit, wider_masks
+from simulator.studies.tables import Table, table
+from traces.measurement import RunFigures
+from traces.trace import OPTIMIZER, OPTIMIZER_STATE, PHASES
+
+FIRST: Final = "  first iteration"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopPeaks:
+    """Peaks of allocated bytes, of blocks and of reserved memory; the last two are None on a CPU."""
+
+    iterations: tuple[RunFigures, ...]  # from the first to the steady one; two on a CPU
+    phases: Mapping[str, RunFigures]  # of the steady one, in order
+
+    @property
+    def first(self) -> RunFigures:
+        return self.iterations[0]
+
+    @property
+    def steady(self) -> RunFigures:
+        return self.iterations[-1]
+
+    def to_json(self) -> dict[str, Any]:
+        """The steady iteration's peaks, and those of each iteration and of each phase."""
+        return {**_json(self.steady), **self.parts()}
+
+    def parts(self) -> dict[str, Any]:
+        """The peaks of each iteration, and of each phase of the steady one."""
+        return {
+            "iterations": [_json(f) for f in self.iterations],
+            "phases": {phase: _json(f) for phase, f in self.phases.items()},
+        }
+
+
+def peaks_table(c: Prediction, **more: str) -> Table:
+    """The untouched loop's peaks, and beside them those of the planned step, if something was planned.
+
+    The peaks of the phases are allocated bytes, on a GPU in blocks.
+    """
+    loops = [("untouched", untouched_peaks(c))]
+    if c.plan.actions or c.budget_bytes is not None:
+        loops.append(("planned", planned_peaks(c)))
+    rows: list[tuple[str, RunFigures, Mapping[str, RunFigures]]] = []
+    for name, loop in loops:
+        rows.append((name, loop.steady, loop.phases))
+        if _json(loop.first) != _json(loop.steady):
+            rows.append((FIRST, loop.first, {}))
+    of_phase = [
+        (phase, "bytes", lambda row, phase=phase: _held(row[2][phase]) if phase in row[2] else None)
+        for phase in PHASES
+    ]
+    title = "peak allocated" if c.setting.settings is None else "peak in blocks"
+    return table(
+        rows,
+        (
+            ("", "", lambda row: row[0]),
+            (title, "bytes", lambda row: _held(row[1])),
+            ("reserved", "bytes", lambda row: row[1].peak_reserved_bytes),
+            *of_phase,
+        ),
+        **more,
+    ).known()
+
+
+def _held(f: RunFigures) -> int | None:
+    """In blocks, where there are some: what torch calls allocated."""
+    return f.peak_allocated_bytes if f.peak_block_bytes is None else f.peak_block_bytes
+
+
+def untouched_peaks(c: Prediction) -> LoopPeaks:
+    """What the step needs when the model runs untouched, in the ordinary loop.
+
+    Counts: the steady peak of allocated bytes as `untouched_peak_bytes` says; all else as in the captured graph whose
+    ops take over no memory: the optimizer's state is there from its first step on. Where the two peaks of allocated
+    bytes differ, the difference is added to allocated bytes and blocks at the peak: of each iteration, and of the
+    phase that has the peak; no other phase is higher; reserved memory is no less than blocks. Ignores: how the
+    difference changes other phases and what is reserved; what only the first iteration allocates besides.
+    """
+    fit, replay = untouched_fit(c), untaken(c)
+    wider = wider_masks(c.trace, replay.schedule)
+    return _peaks(
+        c, fit, replay, tuple(n + w for n, w in zip(replay.timeline.peak_bytes, wider, strict=True))
+    )
+
+
+def planned_peaks(c: Prediction) -> LoopPeaks:
+    """What it needs with the plan; without one, what the captured graph needs with everything saved.
+
+    Counts and ignores: as the replay does, and on a GPU as `reserved_peak` does; in the first iteration the optimizer's
+    state comes when its first step begins.
+    """
+    return _peaks(c, c.planned_fit, c.planned, c.planned.timeline.peak_bytes)
+
+
+def _peaks(c: Prediction, fit: DeviceFit, replay: Replay, step_bytes: tuple[int, ...]) -> LoopPeaks:
+    """The peaks of a schedule; `fit.peak_allocated_bytes` is what its highest comes to."""
+    found = _on_a_cpu(c, replay, step_bytes) if fit.reserved is None else _on_a_gpu(c, fit, replay)
+    peak, simulated = fit.peak_allocated_bytes, found.steady.peak_allocated_bytes or 0
+    more = peak - simulated
+
+    def of_phase(f: RunFigures) -> RunFigures:
+        n = f.peak_allocated_bytes or 0
+        return _raised(f, more if n == simulated else min(0, peak - n))
+
+    return LoopPeaks(
+        iterations=tuple(_raised(f, more) for f in found.iterations),
+        phases={phase: of_phase(f) for phase, f in found.phases.items()},
+    )
+
+
+def _on_a_cpu(c: Prediction, replay: Replay, step_bytes: tuple[int, ...]) -> LoopPeaks:
+    sts = c.trace.storages
+    state = sum(
+        n
+        for n, category, producer in zip(sts.nbytes, sts.category, sts.producer, strict=True)
+        if category == OPTIMIZER_STATE and producer < 0
+    )
+    phases: dict[str, int] = {}
+    for phase, n in zip(phases_of(c.trace, replay.schedule), step_bytes, strict=True):
+        phases[phase] = max(n, phases.get(phase, 0))
+    steady = max(phases.values(), default=replay.timeline.resident_bytes)
+    first = max((n - (0 if p == OPTIMIZER else state) for p, n in phases.items()), default=steady)
+    return LoopPeaks(
+        iterations=tuple(RunFigures(peak_allocated_bytes=n) for n in (first, steady)),
+        phases={p: RunFigures(peak_allocated_bytes=n) for p, n in phases.items()},
+    )
+
+
+def _on_a_gpu(c: Prediction, fit: DeviceFit, replay: Replay) -> LoopPeaks:
+    assert fit.reserved is not None
+    device = None if fit.out_of_memory else fit.device
+    phases = reserved_by_phase(
+        c.problem,
+        replay.schedule,
+        c.setting.settings,
+        iteration=len(fit.reserved.iterations),
+        device_memory_bytes=device and device.usable_bytes,
+        total_memory_bytes=device and device.memory_bytes,
+    )
+    return LoopPeaks(
+        iterations=tuple(_figures(i) for i in fit.reserved.iterations),
+        phases={p: _figures(f) for p, f in phases.items()},
+    )
+
+
+def _figures(f: AllocatorFigures) -> RunFigures:
+    return RunFigures(
+        peak_allocated_bytes=f.peak_requested_bytes,
+        peak_block_bytes=f.peak_allocated_bytes,
+        peak_reserved_bytes=f.peak_reserved_bytes,
+    )
+
+
+def _raised(f: RunFigures, more: int) -> RunFigures:
+    """As much more at the peak; nothing reserves less than its blocks."""
+    if not more:
+        return f
+    blocks, reserved = f.peak_block_bytes, f.peak_reserved_bytes
+    blocks = None if blocks is None else blocks + more
+    if reserved is not None and blocks is not None:
+        reserved = max(reserved, blocks)
+    return replace(
+        f,
+        peak_allocated_bytes=(f.peak_allocated_bytes or 0) + more,
+        peak_block_bytes=blocks,
+        peak_reserved_bytes=reserved,
+    )
+
+
+def _json(f: RunFigures) -> dict[str, int | None]:
+    return {name: n for name, n in f.headline().items() if name != "step_time_ns"}
