@@ -95,9 +95,10 @@ def plan_command(
         from simulator.report.step import write_step
 
         out.say(f"writing {out.report}")
-        write_step(out.report, c)
+        write_step(out.report, c, saved)
     out.show(
-        lambda: answer(c, trace_name, seconds, bound), lambda: summary(c, trace_name, seconds, output, bound)
+        lambda: answer(c, saved, trace_name, seconds, bound),
+        lambda: summary(c, saved, trace_name, seconds, output, bound),
     )
     if c.planned_fit.fits is False:
         assert c.planned_fit.device is not None
@@ -114,15 +115,20 @@ def refuse_to_replace(path: Path, force: bool) -> None:
 
 
 def summary(
-    c: Prediction, trace_name: str, solve_seconds: float, output: Path | None, bound: dict[str, Any] | None
+    c: Prediction,
+    saved: Prediction,
+    trace_name: str,
+    solve_seconds: float,
+    output: Path | None,
+    bound: dict[str, Any] | None,
 ) -> str:
-    """The answer to read."""
+    """The answer to read; the arguments are those of `simulator.studies.answer.answer`, and where the plan went."""
     from simulator.studies.answer import gap_points
     from simulator.studies.loop_peaks import peaks_table
     from simulator.studies.warnings import texts_beside_untouched
 
     plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
-    lines = [f"{trace_name}: {_what(c)}", *peaks_table(c).lines(), _budget_line(c)]
+    lines = [f"{trace_name}: {_what(c)}", *peaks_table(c, saved).lines(), _budget_line(c, saved)]
     if plan.actions:
         added = show_percent(c.overhead_percent, signed=True)
         lines += [
@@ -149,11 +155,11 @@ def summary(
     return "\n".join(lines)
 
 
-def _budget_line(c: Prediction) -> str:
+def _budget_line(c: Prediction, saved: Prediction) -> str:
     """The budget, how much of it the plan needs, and what 100 % of a budget stands for."""
     of, figures = c.plan.budget_of, c.planned_figures
     peak = figures.peak_reserved_bytes if of == RESERVED else figures.peak_allocated_bytes
-    whole = c.whole_bytes(of)
+    whole = saved.whole_bytes(of)
     parts = ["none" if c.budget_bytes is None else f"{show_bytes(c.budget_bytes)} of {of} memory"]
     if peak is not None and (c.plan.actions or c.budget_bytes is not None):
         share = f" ({show_percent(100 * peak / whole, digits=1)})" if whole else ""

@@ -34,7 +34,9 @@ from traces.units import bytes_unit, show_bytes, show_percent, show_time
 HOLDERS: Final = 20  # rows of the table of the largest storages at the peak
 ROWS: Final = 150  # rows of the long tables
 SAVED_HOLDERS: Final = "The largest storages at the peak with everything saved"
-PEAKS: Final = "Peaks of the untouched loop and of the planned step; of the phases, of allocated memory in the steady iteration"
+PEAKS: Final = (
+    "Peaks of the untouched loop, and beside it of the planned step; of each phase in the steady iteration"
+)
 # Where what an op allocates inside comes from, by the keys of `TraceMeta.workspace`.
 TOLD: Final = {
     "measured": "measured for the same call",
@@ -44,8 +46,13 @@ TOLD: Final = {
 }
 
 
-def write_step(path: str | Path, c: Prediction) -> Path:
+def write_step(path: str | Path, c: Prediction, asked: Prediction | None = None) -> Path:
     """Write the page of a prediction, whole or not at all.
+
+    Args:
+        path: the file.
+        c: the planned step, under the settings that the plan carries.
+        asked: the step under the settings that it was asked about, if they are others.
 
     Raises:
         EnvironmentProblem: a package that reports need is not installed.
@@ -53,7 +60,7 @@ def write_step(path: str | Path, c: Prediction) -> Path:
     page = Page(
         title=f"{c.trace.meta.model}: memory of one training step",
         subtitle=describe(c.trace.meta) + f" · planner {c.plan.planner or 'none'}",
-        sections=(Section("Headline", headline(c)), *simulation_sections(c)),
+        sections=(Section("Headline", headline(c, asked or c)), *simulation_sections(c)),
     )
     return write_page(path, page)
 
@@ -143,13 +150,13 @@ def metadata(trace: Trace) -> Table:
 # The headline
 
 
-def headline(c: Prediction) -> tuple[Block, ...]:
+def headline(c: Prediction, asked: Prediction) -> tuple[Block, ...]:
     """The figures to read first: peaks, times, budget, and what must be said beside them."""
     before, after = c.saved.timeline, c.planned.timeline
     saved = before.peak_allocated_bytes - after.peak_allocated_bytes
     share = 100.0 * saved / before.peak_allocated_bytes if before.peak_allocated_bytes else 0.0
     figures = [
-        *_untouched_figures(c),
+        *_untouched_figures(asked),
         saved_figure(before),
         Figure(
             "Peak with the plan",
@@ -173,7 +180,7 @@ def headline(c: Prediction) -> tuple[Block, ...]:
         Figures(tuple(figures)),
         Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
         *warned(texts_beside_untouched(c)),
-        peaks_table(c, caption=PEAKS),
+        peaks_table(c, asked, caption=PEAKS),
         c.table(),
         *_what_if(c),
     )
@@ -186,7 +193,9 @@ def _untouched_figures(c: Prediction) -> list[Figure]:
     peak, at_first = steady.peak_allocated_bytes, first.peak_allocated_bytes
     if steady.peak_block_bytes is not None:
         peak, at_first = steady.peak_block_bytes, first.peak_block_bytes
-    figures = [Figure("Untouched loop: peak", show_bytes(peak), f"{show_bytes(at_first)} at first")]
+    figures = [
+        Figure("Untouched loop: peak", show_bytes(peak), f"{show_bytes(at_first)} in the first iteration")
+    ]
     if steady.peak_reserved_bytes is not None:
         detail = f"{show_bytes(first.peak_reserved_bytes)} in the first iteration"
         figures.append(Figure("Untouched loop: reserved", show_bytes(steady.peak_reserved_bytes), detail))
@@ -218,6 +227,7 @@ def _budget_figure(c: Prediction) -> list[Figure]:
     assert peak is not None
     room, within = show_bytes(abs(c.budget_bytes - peak)), peak <= c.budget_bytes
     detail = f"feasible: {room} below" if within else f"not met: {room} too much"
+    detail += "; 100 % is the captured graph with everything saved"
     label = "Budget of reserved memory" if of_reserved else "Budget"
     return [Figure(label, show_bytes(c.budget_bytes), detail, "good" if within else "bad")]
 

@@ -18,9 +18,20 @@ NO_BUDGET: Final = "without a budget nothing bounds the added time from below"
 
 
 def answer(
-    c: Prediction, trace_name: str, solve_seconds: float, bound: dict[str, Any] | None = None
+    c: Prediction,
+    saved: Prediction,
+    trace_name: str,
+    solve_seconds: float,
+    bound: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What is printed for a plan within the budget; `bound`: what `bound_answer` says of the budget."""
+    """What is printed for a plan within the budget.
+
+    Args:
+        c: the planned step, under the settings that the plan carries.
+        saved: the step under the settings that it was asked about.
+        trace_name, solve_seconds: of what, and after how long.
+        bound: what `bound_answer` says of the budget.
+    """
     return {
         **_question(c, trace_name, c.plan.planner, solve_seconds, bound),
         "feasible": c.planned_fit.fits is not False,
@@ -28,7 +39,7 @@ def answer(
         "budget_of": c.plan.budget_of,
         "gap_points": gap_points(c, bound),
         "device_memory": _device(c.saved_fit, c.planned_fit),
-        "untouched": untouched_peaks(c).to_json(),
+        "untouched": untouched_peaks(saved).to_json(),
         "baseline": _run(c.trace, c.saved, c.saved_fit),
         "plan": {
             **_run(c.trace, c.planned, c.planned_fit),

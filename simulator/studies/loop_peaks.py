@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from simulator.allocator.caching import AllocatorFigures
 from simulator.allocator.device_fit import DeviceFit
-from simulator.allocator.requests import phases_of
+from simulator.allocator.requests import Residents, phases_of
 from simulator.allocator.reserved import reserved_by_phase
 from simulator.core.replay import Replay
 from simulator.studies.prediction import Prediction, untaken, untouched_fit, wider_masks
 from simulator.studies.tables import Table, table
 from traces.measurement import RunFigures
-from traces.trace import OPTIMIZER, OPTIMIZER_STATE, PHASES
-
-FIRST: Final = "  first iteration"
+from traces.trace import OPTIMIZER, PHASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +44,23 @@ class LoopPeaks:
         }
 
 
-def peaks_table(c: Prediction, **more: str) -> Table:
+def peaks_table(c: Prediction, saved: Prediction, **more: str) -> Table:
     """The untouched loop's peaks, and beside them those of the planned step, if something was planned.
 
     The peaks of the phases are allocated bytes, on a GPU in blocks.
+
+    Args:
+        c: the planned step, under the settings that the plan carries.
+        saved: the step under the settings that it was asked about.
     """
-    loops = [("untouched", untouched_peaks(c))]
+    loops = [("untouched", untouched_peaks(saved))]
     if c.plan.actions or c.budget_bytes is not None:
         loops.append(("planned", planned_peaks(c)))
     rows: list[tuple[str, RunFigures, Mapping[str, RunFigures]]] = []
     for name, loop in loops:
         rows.append((name, loop.steady, loop.phases))
         if _json(loop.first) != _json(loop.steady):
-            rows.append((FIRST, loop.first, {}))
+            rows.append((f"{name}, first iteration", loop.first, {}))
     of_phase = [
         (phase, "bytes", lambda row, phase=phase: _held(row[2][phase]) if phase in row[2] else None)
         for phase in PHASES
@@ -85,7 +87,7 @@ def untouched_peaks(c: Prediction) -> LoopPeaks:
     """What the step needs when the model runs untouched, in the ordinary loop.
 
     Counts: the steady peak of allocated bytes as `untouched_peak_bytes` says; all else as in the captured graph whose
-    ops take over no memory: the optimizer's state is there from its first step on. Where the two peaks of allocated
+    ops take over no memory. Where the two peaks of allocated
     bytes differ, the difference is added to allocated bytes and blocks at the peak: of each iteration, and of the
     phase that has the peak; no other phase is higher; reserved memory is no less than blocks. Ignores: how the
     difference changes other phases and what is reserved; what only the first iteration allocates besides.
@@ -123,17 +125,19 @@ def _peaks(c: Prediction, fit: DeviceFit, replay: Replay, step_bytes: tuple[int,
 
 
 def _on_a_cpu(c: Prediction, replay: Replay, step_bytes: tuple[int, ...]) -> LoopPeaks:
-    sts = c.trace.storages
-    state = sum(
-        n
-        for n, category, producer in zip(sts.nbytes, sts.category, sts.producer, strict=True)
-        if category == OPTIMIZER_STATE and producer < 0
-    )
+    schedule, residents = replay.schedule, Residents.of(c.trace)
+    state, later = sum(residents.state), {op: sum(sizes) for op, sizes in residents.workspaces.items()}
+    missing = state + sum(later.values())  # in the first iteration, so far
+    at_first = []
     phases: dict[str, int] = {}
-    for phase, n in zip(phases_of(c.trace, replay.schedule), step_bytes, strict=True):
+    for phase, op, n in zip(phases_of(c.trace, schedule), schedule.op, step_bytes, strict=True):
         phases[phase] = max(n, phases.get(phase, 0))
+        if phase == OPTIMIZER:
+            missing, state = missing - state, 0
+        missing -= later.pop(op, 0)
+        at_first.append(n - missing)
     steady = max(phases.values(), default=replay.timeline.resident_bytes)
-    first = max((n - (0 if p == OPTIMIZER else state) for p, n in phases.items()), default=steady)
+    first = max(at_first, default=steady)
     return LoopPeaks(
         iterations=tuple(RunFigures(peak_allocated_bytes=n) for n in (first, steady)),
         phases={p: RunFigures(peak_allocated_bytes=n) for p, n in phases.items()},
@@ -143,13 +147,14 @@ def _on_a_cpu(c: Prediction, replay: Replay, step_bytes: tuple[int, ...]) -> Loo
 def _on_a_gpu(c: Prediction, fit: DeviceFit, replay: Replay) -> LoopPeaks:
     assert fit.reserved is not None
     device = None if fit.out_of_memory else fit.device
+    limits = (None, None) if device is None else (device.usable_bytes, device.memory_bytes)
     phases = reserved_by_phase(
         c.problem,
         replay.schedule,
         c.setting.settings,
         iteration=len(fit.reserved.iterations),
-        device_memory_bytes=device and device.usable_bytes,
-        total_memory_bytes=device and device.memory_bytes,
+        device_memory_bytes=limits[0],
+        total_memory_bytes=limits[1],
     )
     return LoopPeaks(
         iterations=tuple(_figures(i) for i in fit.reserved.iterations),

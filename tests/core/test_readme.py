@@ -264,8 +264,8 @@ def test_every_key_of_simulates_json_is_documented() -> None:
 
     record = small_trace()
     kept = simulate(record)
-    data = answer(kept, "t", 0.0)
-    keys = {*data, *data["plan"]}
+    data = answer(kept, kept, "t", 0.0)
+    keys = {*data, *data["plan"], *data["untouched"]}
     with pytest.raises(Infeasible) as refused:
         plan_with("mu-two", Problem(record), 1)
     keys |= {*refusal("t", kept, "mu-two", refused.value, 0.0)}
