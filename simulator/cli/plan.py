@@ -200,7 +200,7 @@ def _reserved_lines(c: Prediction) -> list[str]:
         least = plain[-1].peak_reserved_bytes
         change = 100 * (last.peak_reserved_bytes - least) / max(1, least)
         lines.append(
-            f"         {peaks} with {conf or 'no settings'}, {default} without: it changes "
+            f"         {peaks} with {conf or 'no settings'}; without: {default}, so it changes "
             f"{show_percent(change, signed=True, digits=1)}"
         )
     elif conf:
