@@ -21,7 +21,7 @@ from tracer.measure.step import measure
 from tracer.precision.policy import set_tf32
 from tracer.record.draft import Draft
 from tracer.record.step import trace_step
-from tracer.record.untouched import untouched_peak_bytes
+from tracer.record.untouched import count_untouched
 from traces import device_profile as store
 from traces.device_profile import DeviceProfile, Identity
 from traces.devices import Device
@@ -71,10 +71,12 @@ def record_fake(
         profile, where = _calibrated(draft, target, profile, use, say)
         costs = replace(costs, profile=profile)
     kept = profile.workspaces if profile is not None else ()
+    peak_bytes, untouched = count_untouched(draft, costs)
     trace = draft.finish(
         costs,
         kept if {w.op for w in kept} & {row.target for row in draft.rows} else None,
-        untouched_peak_bytes=untouched_peak_bytes(draft, costs),
+        untouched,
+        untouched_peak_bytes=peak_bytes,
     )
     say(sources_text(trace, where))
     return trace
@@ -105,7 +107,7 @@ def record_real(
     say(f"Measuring {len(draft.rows)} ops on {device} ...")
     measured = measure(draft, build, device, rounds=rounds, warmup=warmup, say=say, progress=progress)
     own = measured.profile(identity, rounds)
-    trace = measured.finish(untouched_peak_bytes=untouched_peak_bytes(draft, Costs(profile=own)))
+    trace = measured.finish(untouched_peak_bytes=count_untouched(draft, Costs(profile=own))[0])
     if path is not None and (merged := _added(path, own, use, say)) is not None:
         say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
     return trace

@@ -1,4 +1,4 @@
-"""Save a Trace as two Parquet files in a directory, and load it back, checking everything on the way."""
+"""Save a Trace as two or three Parquet files in a directory, and load it back, checking everything on the way."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from traces.parquet import INT as _INT
 from traces.parquet import INTS as _INTS
 from traces.parquet import META_KEY as META_KEY
 from traces.parquet import TEXT as _TEXT
-from traces.trace import SCHEMA_VERSION, Ops, Storages, Trace, TraceMeta, fingerprint
+from traces.trace import SCHEMA_VERSION, Ops, Storages, Trace, TraceMeta, Untouched, fingerprint
 from traces.validate import validate
 
 OPS_FILE: Final = "ops.parquet"
 STORAGES_FILE: Final = "storages.parquet"
+UNTOUCHED_FILE: Final = "untouched.parquet"  # only of a trace that has it
 GALLERY: Final = Path(__file__).parent / "gallery"
 
 OPS_COLUMNS: Final = {
@@ -57,6 +58,8 @@ STORAGES_COLUMNS: Final = {
     "shape": _INTS,
     "aliases": _IDS,
 }
+
+UNTOUCHED_COLUMNS: Final = {"block": _INT, "nbytes": _INT, "once": _ID, "phase": _TEXT}
 
 
 def _form(columns: dict[str, str]) -> tables.Format:
@@ -92,7 +95,10 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
         for file, table, columns in (
             (OPS_FILE, trace.ops, OPS_COLUMNS),
             (STORAGES_FILE, trace.storages, STORAGES_COLUMNS),
+            (UNTOUCHED_FILE, trace.untouched, UNTOUCHED_COLUMNS),
         ):
+            if table == Untouched():
+                continue
             values = {c: getattr(table, c) for c in columns}
             tables.write(temporary / file, _form(columns), header, values)
         temporary.chmod(0o777 & ~umask())
@@ -115,7 +121,7 @@ def check_place(directory: str | Path, *, force: bool = False) -> None:
     there: set[str] = set()
     with contextlib.suppress(FileNotFoundError):
         there = {p.name for p in directory.iterdir()} if not directory.is_file() else {""}
-    if not there <= {OPS_FILE, STORAGES_FILE}:
+    if not there <= {OPS_FILE, STORAGES_FILE, UNTOUCHED_FILE}:
         raise TraceError(f"{directory}: exists and is not a trace; name another output with -o.")
     if there and not force:
         raise TraceError(f"{directory}: exists; give --force to replace it, or name another output with -o.")
@@ -183,9 +189,17 @@ def load(directory: str | Path) -> Trace:
     directory = find(directory)
     meta, ops = _load_table(directory / OPS_FILE, OPS_COLUMNS)
     other, storages = _load_table(directory / STORAGES_FILE, STORAGES_COLUMNS)
+    third: dict[str, Any] = {}
+    if (directory / UNTOUCHED_FILE).is_file():
+        third_meta, third = _load_table(directory / UNTOUCHED_FILE, UNTOUCHED_COLUMNS)
+        other = other if third_meta == meta else third_meta
     if meta != other:
-        raise TraceError(f"{directory}: {OPS_FILE} and {STORAGES_FILE} belong to different traces.")
-    trace = Trace(meta=meta, ops=Ops(**ops), storages=Storages(**storages))
+        raise TraceError(f"{directory}: its files belong to different traces.")
+    try:
+        untouched = Untouched(**third)
+    except ValueError as error:
+        raise TraceError(f"{directory}: {UNTOUCHED_FILE}: {error}.") from None
+    trace = Trace(meta=meta, ops=Ops(**ops), storages=Storages(**storages), untouched=untouched)
     try:
         validate(trace)
     except TraceError as error:

@@ -121,6 +121,34 @@ class Storages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Untouched:
+    """What one iteration of the untouched loop asks of a GPU's allocator, in order: one row a request."""
+
+    block: tuple[int, ...] = ()  # numbers of new blocks, from 0; ~number: that block is given back
+    nbytes: tuple[int, ...] = ()  # of a new block; 0 where one is given back
+    once: tuple[int, ...] = ()  # 1: in the first iteration alone, for good, and without a number (-1)
+    phase: tuple[str, ...] = ()  # in which it is asked
+
+    def __post_init__(self) -> None:
+        if len(self.phase) != len(self.block) or not {*self.phase} <= {*PHASES}:
+            raise ValueError("the untouched loop cannot ask in phases that are none")
+        there: set[int] = set()
+        count = 0
+        for block, n, once in zip(self.block, self.nbytes, self.once, strict=True):
+            if once:
+                right = once == 1 and block == -1 and n > 0
+            elif block >= 0:
+                right = block == count and n > 0
+                there.add(block)
+                count += 1
+            else:
+                right = ~block in there and n == 0
+                there.discard(~block)
+            if not right:
+                raise ValueError(f"the untouched loop cannot ask for {n} bytes as block {block}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceMeta:
     """The header of a trace: what was recorded, how to rebuild it, and where its figures come from."""
 
@@ -176,6 +204,7 @@ class Trace:
     meta: TraceMeta
     ops: Ops
     storages: Storages
+    untouched: Untouched = Untouched()  # empty: not recorded, or of a CPU
 
     @property
     def resident_bytes(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from simulator.allocator.caching import OutOfMemory
 from simulator.allocator.device import CUDA, DeviceMemory
+from simulator.allocator.requests import Requests
 from simulator.allocator.reserved import ReservedFigures, reserved_peak
 from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf
 from simulator.core.problem import Problem
@@ -137,6 +138,7 @@ def device_fit(
     *,
     peak_bytes: int | None = None,
     compiled: bool = False,
+    requests: Requests | None = None,
 ) -> DeviceFit:
     """What a schedule needs under a setting, and whether that fits the setting's device.
 
@@ -145,18 +147,21 @@ def device_fit(
         setting: as `setting_of` makes it.
         peak_bytes: of allocated memory, where it is known to be another than the replay's.
         compiled: work it out in machine code where that can be; see `reserved_peak`.
+        requests: of the allocator, where they are known to be others than the schedule's.
     """
     peak = replay.timeline.peak_allocated_bytes if peak_bytes is None else peak_bytes
     settings, device, schedule = setting.settings, setting.device, replay.schedule
     if settings is None:
         short = "" if device is None else _short(peak, device, "allocates")
         return DeviceFit(peak_allocated_bytes=peak, wanted_bytes=peak, device=device, out_of_memory=short)
-    figures = reserved_peak(problem, schedule, settings, compiled=compiled)
+    figures = reserved_peak(problem, schedule, settings, compiled=compiled, requests=requests)
     wanted = figures.highest_reserved_bytes
     by_default = None
     if setting.asked:
         plain = as_in(AllocatorSettings(), problem.trace.meta.torch_version)
-        by_default = figures if settings == plain else reserved_peak(problem, schedule, plain)
+        by_default = (
+            figures if settings == plain else reserved_peak(problem, schedule, plain, requests=requests)
+        )
     out_of_memory = ""
     if device is not None and (settings.memory_fraction is not None or wanted > device.usable_bytes):
         try:
@@ -166,6 +171,7 @@ def device_fit(
                 settings,
                 device_memory_bytes=device.usable_bytes,
                 total_memory_bytes=device.memory_bytes,
+                requests=requests,
             )
         except OutOfMemory as error:
             out_of_memory = _short(wanted, device, "reserves") or str(error)

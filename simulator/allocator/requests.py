@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
+from traces.events import replayed, that_stay
 from traces.trace import BACKWARD, FORWARD, OPTIMIZER, OPTIMIZER_STATE, WORKSPACE, Trace
 
 
@@ -33,6 +35,23 @@ class Requests:
     ]  # in the first iteration alone: how many requests come before it, and bytes
     count: int  # of the blocks that one iteration asks for
     phases: tuple[tuple[str, int], ...] = ()  # in order, and how many requests come before each
+
+
+def untouched_requests(trace: Trace) -> Requests | None:
+    """The requests of the untouched loop, as the trace has them; None: it has none."""
+    of = trace.untouched
+    if not of.block:
+        return None
+    steady = [k for k, once in enumerate(of.once) if not once]
+    before = list(accumulate((not once for once in of.once), initial=0))
+    return Requests(
+        residents=Residents.of(trace).first,
+        blocks=tuple(of.block[k] for k in steady),
+        sizes=tuple(of.nbytes[k] for k in steady),
+        once=tuple((before[k], n) for k, n in enumerate(of.nbytes) if of.once[k]),
+        count=sum(1 for k in steady if of.block[k] >= 0),
+        phases=tuple((p, before[of.phase.index(p)]) for p in dict.fromkeys(of.phase)),
+    )
 
 
 def requests_of(problem: Problem, schedule: Schedule) -> Requests:
@@ -94,44 +113,15 @@ def _asked_by(problem: Problem, op: int, taken: int) -> Asked:
         heir = next((s for s in wanted if nbytes[s] == nbytes[taken]), None)
         if heir is not None:
             wanted.remove(heir)
-            if positions := _kept(events).get(nbytes[heir]):
+            if positions := that_stay(events).get(nbytes[heir]):
                 del events[positions[0]]
     asks: list[int] = []
-    made = _replayed(nbytes, events, wanted, asks) if events else _outputs(nbytes, wanted, asks)
+    made = replayed(nbytes, events, wanted, asks)
     return Asked(
         asks=tuple(asks),
         made=(*([] if heir is None else [(heir, TAKEN)]), *made.items()),
         gives_back=taken >= 0 and heir is None,
     )
-
-
-def _outputs(nbytes: Sequence[int], wanted: Sequence[int], asks: list[int]) -> dict[int, int]:
-    made = {}
-    for s in wanted:
-        made[s] = sum(1 for n in asks if n > 0)
-        asks.append(nbytes[s])
-    return made
-
-
-def _replayed(
-    nbytes: Sequence[int], events: Sequence[int], wanted: Sequence[int], asks: list[int]
-) -> dict[int, int]:
-    """Allocate and free as measured; returns the outputs among what stays."""
-    stays = {k for positions in _kept(events).values() for k in positions}
-    temporary: dict[int, list[int]] = {}
-    outputs: dict[int, list[int]] = {}
-    count = 0
-    for k, size in enumerate(events):
-        if size > 0:
-            (outputs if k in stays else temporary).setdefault(size, []).append(count)
-            asks.append(size)
-            count += 1
-        elif temporary.get(-size):
-            asks.append(~temporary[-size].pop())
-    made = {s: outputs[nbytes[s]].pop(0) for s in wanted if outputs.get(nbytes[s])}
-    # An output that was obtained in pieces, or in place of memory freed: one block of its size stands for it.
-    asks += [~block for blocks in outputs.values() for block in blocks]
-    return made | _outputs(nbytes, [s for s in wanted if s not in made], asks)
 
 
 class _Recording:
@@ -241,15 +231,3 @@ def _workspaces(trace: Trace, residents: Sequence[int]) -> dict[int, list[int]]:
         if (sts.category[s] == WORKSPACE and uses) or made_late:
             out.setdefault(min(uses), []).append(s)
     return out
-
-
-def _kept(events: Sequence[int]) -> dict[int, list[int]]:
-    """Positions of the allocations that stay, by size: for each size as many of the first as are not freed."""
-    positions: dict[int, list[int]] = {}
-    freed: dict[int, int] = {}
-    for k, size in enumerate(events):
-        if size > 0:
-            positions.setdefault(size, []).append(k)
-        elif len(positions.get(-size, ())) > freed.get(-size, 0):
-            freed[-size] = freed.get(-size, 0) + 1
-    return {n: ks[: len(ks) - freed.get(n, 0)] for n, ks in positions.items() if len(ks) > freed.get(n, 0)}

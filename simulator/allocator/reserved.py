@@ -68,6 +68,7 @@ def reserved_peak(
     device_memory_bytes: int | None = None,
     total_memory_bytes: int | None = None,
     compiled: bool = False,
+    requests: Requests | None = None,
 ) -> ReservedFigures:
     """Run a schedule several times through one simulated allocator, from the first iteration on.
 
@@ -82,6 +83,7 @@ def reserved_peak(
         total_memory_bytes: what the device has in all, which torch's own limits are counted from; None: the same.
         compiled: get the same figures from machine code where there is enough memory. Worth it for whoever has loaded
             the planners' loops anyway.
+        requests: to be played in place of the schedule's.
 
     Raises:
         OutOfMemory: the device has less than this takes.
@@ -94,7 +96,7 @@ def reserved_peak(
     """
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; one at least must run")
-    requests = requests_of(problem, schedule)
+    requests = requests or requests_of(problem, schedule)
     if compiled and device_memory_bytes is None and total_memory_bytes is None:
         return _compiled(requests, iterations, settings or AllocatorSettings())
     allocator = Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes)

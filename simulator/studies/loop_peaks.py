@@ -86,7 +86,8 @@ def _held(f: RunFigures) -> int | None:
 def untouched_peaks(c: Prediction) -> LoopPeaks:
     """What the step needs when the model runs untouched, in the ordinary loop.
 
-    Counts: the steady peak of allocated bytes as `untouched_peak_bytes` says; all else as in the captured graph whose
+    Counts: of a GPU's trace with the requests of the untouched loop, what the allocator makes of them. Otherwise the
+    steady peak of allocated bytes as `untouched_peak_bytes` says; all else as in the captured graph whose
     ops take over no memory. Where the two peaks of allocated
     bytes differ, the difference is added to allocated bytes and blocks at the peak: of each iteration, and of the
     phase that has the peak; no other phase is higher; reserved memory is no less than blocks. Ignores: how the

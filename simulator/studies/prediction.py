@@ -9,7 +9,7 @@ from typing import Final
 from simulator.allocator.device import CUDA
 from simulator.allocator.device_fit import DeviceFit, Setting, device_fit, kind_of
 from simulator.allocator.placement import Placement, lifetimes, place
-from simulator.allocator.requests import requests_of
+from simulator.allocator.requests import requests_of, untouched_requests
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay, run
 from simulator.core.schedule import Schedule
@@ -161,10 +161,11 @@ def predict(
 def untouched_fit(c: Prediction) -> DeviceFit:
     """What the step needs when the model runs untouched, in the ordinary loop.
 
-    Counts: what `untouched_peak_bytes` counts; for reserved memory, that no op takes over its input's memory. Ignores:
-    there, all else.
+    Counts: what `untouched_peak_bytes` counts; for blocks and reserved memory the requests that the trace has of the
+    untouched loop, and of a trace without them that no op takes over its input's memory. Ignores: there, all else.
     """
-    return device_fit(c.problem, untaken(c), c.setting, peak_bytes=untouched_peak_bytes(c))
+    requests = untouched_requests(c.trace)
+    return device_fit(c.problem, untaken(c), c.setting, peak_bytes=untouched_peak_bytes(c), requests=requests)
 
 
 def untouched_peak_bytes(c: Prediction) -> int:

@@ -23,7 +23,7 @@ from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.planners.squeezing import squeezed
-from simulator.studies.prediction import Prediction, predict, untouched_peak_bytes
+from simulator.studies.prediction import Prediction, predict, untouched_fit, untouched_peak_bytes
 from simulator.studies.reserved_budget import ATTEMPTS, Tried, lower_until_within
 from simulator.studies.warnings import risk_bytes, texts
 from tests.synthetic import resnet
@@ -31,7 +31,7 @@ from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.errors import BudgetError, SpecError
 from traces.plan import RESERVED, Plan
 from traces.store import load, save
-from traces.trace import OPTIMIZER_STATE, Trace, TraceMeta
+from traces.trace import FORWARD, OPTIMIZER_STATE, Trace, TraceMeta, Untouched
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -539,3 +539,34 @@ def test_what_a_device_has_is_said_once() -> None:
         "A100-40: 40.00 GiB, less 512.00 MiB for the CUDA context (assumed), less 819.20 MiB in reserve: "
         "38.70 GiB to use"
     )
+
+
+def test_what_the_untouched_loop_asks_decides_what_it_reserves() -> None:
+    """The graph asks for 50 bytes at a time; the loop, as recorded, for two blocks of 3 MiB, and for 1 MiB for good."""
+    asked = Untouched(
+        block=(0, -1, 1, ~0, ~1),
+        nbytes=(3 * MIB, MIB, 3 * MIB, 0, 0),
+        once=(0, 1, 0, 0, 0),
+        phase=(FORWARD,) * 5,
+    )
+    graph = trace([fwd({"y": 50}, "x"), bwd({"g": 50}, "y")], {"x": 100})
+    step = replace(graph, untouched=asked, meta=replace(graph.meta, device="cuda"))
+    found = untouched_fit(saved(step)).reserved
+    assert found is not None
+    assert found.peak_allocated_bytes == 7 * MIB + 512  # x in a block of 512
+    assert untouched_fit(saved(replace(step, untouched=Untouched()))).reserved != found
+
+
+@pytest.mark.parametrize(
+    ("block", "nbytes", "once"),
+    [
+        ((0, 0), (5, 5), (0, 0)),
+        ((~0,), (0,), (0,)),
+        ((0, ~0, ~0), (5, 0, 0), (0, 0, 0)),
+        ((0,), (0,), (0,)),
+        ((0,), (5,), (1,)),
+    ],
+)
+def test_requests_that_cannot_be(block: Any, nbytes: Any, once: Any) -> None:
+    with pytest.raises(ValueError, match="cannot ask"):
+        Untouched(block=block, nbytes=nbytes, once=once, phase=(FORWARD,) * len(block))

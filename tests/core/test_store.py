@@ -21,8 +21,17 @@ from tests.strategies import traces
 from tests.tiny import chain
 from tracer.cli.main import trace
 from traces.errors import TraceError
-from traces.store import META_KEY, OPS_FILE, STORAGES_FILE, check_fingerprints, find, load, save
-from traces.trace import VIEW, TraceMeta
+from traces.store import (
+    META_KEY,
+    OPS_FILE,
+    STORAGES_FILE,
+    UNTOUCHED_FILE,
+    check_fingerprints,
+    find,
+    load,
+    save,
+)
+from traces.trace import FORWARD, VIEW, TraceMeta, Untouched
 from traces.validate import validate
 
 STORED = chain(3)
@@ -344,3 +353,19 @@ def test_a_changed_trace_is_neither_simulated_nor_shown(stored: Path) -> None:
         done = CliRunner().invoke(*command)
         assert done.exit_code == 2
         assert "were changed after it was recorded" in done.output
+
+
+def test_requests_of_the_untouched_loop_come_back(tmp_path: Path) -> None:
+    of = replace(
+        STORED, untouched=Untouched(block=(0, -1, ~0), nbytes=(7, 9, 0), once=(0, 1, 0), phase=(FORWARD,) * 3)
+    )
+    place = save(of, tmp_path / "t")
+    assert load(place) == of
+    save(of, place, force=True)  # a third file is a trace's own
+    rewrite(place / UNTOUCHED_FILE, lambda t: t.set_column(1, "nbytes", [[7, 9, 1]]))
+    with pytest.raises(TraceError, match="cannot ask for 1 bytes"):
+        load(place)
+    save(of, place, force=True)
+    rewrite(place / UNTOUCHED_FILE, lambda t: with_header(t, model="another"))
+    with pytest.raises(TraceError, match="belong to different traces"):
+        load(place)

@@ -18,7 +18,9 @@ from torch.profiler import record_function  # noqa: E402
 
 from executor.measure import _ITERATION, peaks_of  # noqa: E402
 from simulator.allocator.reserved import reserved_peak  # noqa: E402
+from simulator.api import simulate  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
+from simulator.studies.prediction import untouched_fit  # noqa: E402
 from tests.published.models import naive_attention  # noqa: E402
 from tests.torch.steps import build_of  # noqa: E402
 from tracer.build.loop import run_step  # noqa: E402
@@ -27,13 +29,14 @@ from tracer.costs.calibration import Costs  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.record import untouched  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
-from tracer.record.untouched import untouched_peak_bytes  # noqa: E402
+from tracer.record.untouched import count_untouched  # noqa: E402
 from tracer.recording import (  # noqa: E402
     ProfileUse,
     record_fake,
     record_real,
 )
 from traces.devices import Device, device  # noqa: E402
+from traces.trace import Trace, Untouched  # noqa: E402
 
 CPU = device("cpu")
 Make = Callable[[], tuple[Any, Any, Any, Any]]
@@ -52,7 +55,7 @@ def measured_bytes(build: BuildStep, iteration: int = 2) -> int:
 
 
 def counted(build: BuildStep, target: Device, costs: Costs | None = None) -> int:
-    return untouched_peak_bytes(trace_step(build, target), costs or Costs())
+    return count_untouched(trace_step(build, target), costs or Costs())[0]
 
 
 class Locals(nn.Module):
@@ -238,3 +241,25 @@ def test_what_a_gpu_needs_for_a_formula_s_temporaries() -> None:
     assert (
         Problem(trace).saved.timeline.peak_allocated_bytes < 160_000_000
     )  # the graph has no such temporaries
+
+
+def on_h100(optimizer: Callable[[Any], Any]) -> Trace:
+    def step() -> tuple[Any, ...]:
+        model, *rest = locals_step()[:3]
+        return (model, *rest, optimizer(list(model.parameters())))
+
+    return record_fake(build_of(step), device("h100"), ProfileUse(off=True))
+
+
+def test_requests_add_up_to_the_counted_peak() -> None:
+    """Played through the allocator, what the loop asks of a GPU has the peak that was counted, in every iteration."""
+    trace = on_h100(torch.optim.Adam)
+    found = untouched_fit(simulate(trace)).reserved
+    assert trace.untouched.block
+    assert found is not None
+    assert found.steady
+    assert found.peak_requested_bytes == trace.meta.untouched_peak_bytes
+
+
+def test_blocks_that_outlive_their_iteration_leave_no_requests() -> None:
+    assert on_h100(Replacing).untouched == Untouched()

@@ -17,7 +17,7 @@ from tracer.record.rows import tables_of
 from tracer.torch_api import FakeTensorMode
 from traces.device_profile import LibraryWorkspace
 from traces.devices import Device
-from traces.trace import Trace, TraceMeta, fingerprint
+from traces.trace import Trace, TraceMeta, Untouched, fingerprint
 from traces.validate import validate
 
 
@@ -58,6 +58,7 @@ class Draft:
         self,
         costs: Costs | Sequence[Cost] | None = None,
         workspaces: Iterable[LibraryWorkspace] | None = None,
+        untouched: Untouched = Untouched(),  # noqa: B008
         **header: Any,
     ) -> Trace:
         """The trace.
@@ -65,6 +66,7 @@ class Draft:
         Args:
             costs: whose, or by op id; None: those that the step was recorded with.
             workspaces: what libraries were seen to keep; None: what they keep by rule.
+            untouched: what the untouched loop asks of the allocator.
             header: further fields of the header.
 
         Raises:
@@ -76,4 +78,4 @@ class Draft:
         ops, storages = tables_of(self.rows, (*self.storages, *kept), costs)
         sources = dict(Counter(c.source for c in costs if c.source))
         meta = replace(self.meta, workspace=sources, fingerprint=fingerprint(ops, storages), **header)
-        return validate(Trace(meta=meta, ops=ops, storages=storages))
+        return validate(Trace(meta=meta, ops=ops, storages=storages, untouched=untouched))

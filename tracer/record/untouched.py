@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -34,7 +35,8 @@ from tracer.record.step import fake_mode
 from tracer.torch_api import current_autograd_node, storage_expired, storage_uses
 from traces.devices import Device
 from traces.errors import LowtideError
-from traces.trace import BACKWARD
+from traces.events import replayed
+from traces.trace import BACKWARD, OPTIMIZER, OPTIMIZER_STATE, Untouched
 
 aten = torch.ops.aten
 NO_NODE: Final = -1  # of autograd
@@ -50,8 +52,10 @@ IN_PLACE: Final = {
 MOST_OPS: Final = 20_000  # of a step that is counted: the work grows with the square
 
 
-def untouched_peak_bytes(draft: Draft, costs: Costs) -> int:
-    """Peak of allocated bytes in a steady iteration of the untouched model; 0 if it cannot be counted.
+def count_untouched(draft: Draft, costs: Costs) -> tuple[int, Untouched]:
+    """Peak of allocated bytes in a steady iteration of the untouched model, and for a GPU its requests, in order.
+
+    0 and none if it cannot be counted.
 
     Counts: every storage from the op that makes it until nobody refers to it any more, and what `costs` knows of the
     allocations inside each op. Ignores: what Python keeps in one run and not in another; branches that library code
@@ -63,25 +67,25 @@ def untouched_peak_bytes(draft: Draft, costs: Costs) -> int:
     """
     step, gpu = draft.step, draft.program.captured.target
     if draft.target.kind != "cpu" and gpu is None:
-        return 0
-    peak_bytes = 0
+        return 0, Untouched()
+    peak_bytes, requests = 0, Untouched()
 
     def run() -> None:
-        nonlocal peak_bytes
+        nonlocal peak_bytes, requests
         counter = _Counter(draft, costs)
         with step.autocast.region():  # the model makes what it keeps from step to step
             step.loss_of(step.model(*step.args, **step.kwargs))
         with counter:
             counter.start(step)
             run_step(step, step.model, step.optimizer, counter.begin)
-        peak_bytes = counter.peak_bytes
+        peak_bytes, requests = counter.peak_bytes, counter.requests()
 
     with fake_mode(draft.mode), cuda_words(gpu), _ops_of(gpu):
         try:
             forward_once(step.model, run)
         except LowtideError:
-            return 0
-    return peak_bytes
+            return 0, Untouched()
+    return peak_bytes, requests
 
 
 @contextlib.contextmanager
@@ -109,7 +113,7 @@ class _TooLong(LowtideError):
 class _Counter(EagerRecorder):
     """Adds up storages as ops make them, and takes off those that are gone.
 
-    Whether a storage is gone is only asked when it matters: when there would be a new peak with all of them.
+    Of a CPU, whether a storage is gone is only asked when it matters: when there would be a new peak with all of them.
     """
 
     checks_loss = False  # the recording of this step has
@@ -122,6 +126,16 @@ class _Counter(EagerRecorder):
         self._ops = 0
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._maker: dict[int, int] = {}  # storage -> the node of autograd that was running
+        self._asks: list[tuple[int, int, int, str]] = []  # the rows of Untouched
+        self._residents: frozenset[int] = frozenset()  # storages that are there before the step
+        self._blocks: dict[int, int] = {}  # storage -> its block
+        self._block_count = 0
+        rows = draft.rows
+        self._workspaces = [
+            (rows[w.used_from].target, rows[w.used_from].phase, w.nbytes) for w in draft.libraries
+        ]
+        self._state: dict[int, int] = {}  # storage of the optimizer's state -> bytes
+        self._late_state = any(r.category == OPTIMIZER_STATE and r.used_from >= 0 for r in draft.storages)
 
     def start(self, step: TrainingStep) -> None:
         """The step is complete and nothing of it has run: what is there now stays."""
@@ -134,11 +148,37 @@ class _Counter(EagerRecorder):
         ):
             self._stays(x)
         for x in optimizer_tensors(step.optimizer):
+            before = self._live_bytes
             self._stays(x, elsewhere=self.target.kind == "cuda" and stays_on_cpu(x, step.optimizer))
+            if self._live_bytes > before:
+                self._state[storage_key(x)] = self._live_bytes - before
         self.peak_bytes = self._live_bytes
+        self._residents = frozenset(self._made)
+
+    def begin(self, phase: str) -> None:
+        """As of an EagerRecorder; in the first iteration an optimizer like torch's makes its state when it begins."""
+        super().begin(phase)
+        if phase == OPTIMIZER and not self._late_state:
+            self._ask_for_state(list(self._state))
+
+    def _ask_for_state(self, storages: Iterable[int]) -> None:
+        self._asks += [(-1, self._state.pop(key), 1, OPTIMIZER) for key in storages if key in self._state]
+
+    def requests(self) -> Untouched:
+        """What was asked of the allocator, on a GPU; nothing if a block went from one iteration to the next, as where
+        an optimizer replaces its state: a list of one iteration's requests cannot say so."""
+        if self.target.kind != "cuda" or not self._residents <= self._made.keys():
+            return Untouched()
+        # Gradients and the loss are given back when the next iteration begins, before all else.
+        end = [(~b, 0, 0, OPTIMIZER) for b in self._blocks.values()]
+        rows = [*self._asks, *((-1, n, 1, OPTIMIZER) for _, _, n in self._workspaces), *end]
+        block, nbytes, once, phase = zip(*rows, strict=True) if rows else ((), (), (), ())
+        return Untouched(block=block, nbytes=nbytes, once=once, phase=phase)
 
     def look(self) -> None:
-        """Nothing to note before an op."""
+        """Before an op: what is gone was given back."""
+        if self.target.kind == "cuda":
+            self._release()
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         twin = IN_PLACE.get(func) if self.phase == BACKWARD and not kwargs else None
@@ -166,7 +206,7 @@ class _Counter(EagerRecorder):
             self._stays(x)  # made before the step began, and known to nobody
         self.peak_bytes += self._live_bytes - before
         there = results(func, args, kwargs, out, laptop=self.target.kind == "cuda")
-        created = 0
+        created, made = 0, {}
         for x, y in zip(tensors_in(out), tensors_in(there), strict=True):
             key = storage_key(x)
             if key not in self._made:
@@ -174,7 +214,13 @@ class _Counter(EagerRecorder):
                 self._made[key] = (StorageWeakRef(x.untyped_storage()), nbytes)
                 self._maker[key] = _node() if self.phase == BACKWARD else NO_NODE
                 created += nbytes
-        rise = max(created, self._inside(func, args, kwargs, out, created))
+                made[key] = nbytes
+        if self.phase == OPTIMIZER and self._state:
+            self._ask_for_state(map(storage_key, given_to(func, args, kwargs)))
+        events = self._events(func, args, kwargs, out, created)
+        rise = max(created, *accumulate(events, initial=0))
+        self._ask(events, made)
+        self._ask_for_workspaces(str(func))
         if self._live_bytes + rise > self.peak_bytes:
             self._release()
             self.peak_bytes = max(self.peak_bytes, self._live_bytes + rise)
@@ -184,11 +230,32 @@ class _Counter(EagerRecorder):
         gone = [key for key, (ref, _) in self._made.items() if storage_expired(ref.cdata)]
         for key in gone:
             self._live_bytes -= self._made.pop(key)[1]
+            if key in self._blocks:
+                self._asks.append((~self._blocks.pop(key), 0, 0, self.phase))
 
-    def _inside(self, func: Any, args: Any, kwargs: Any, out: Any, created: int) -> int:
-        """The most that is allocated at once inside an op, its outputs included."""
+    def _ask(self, events: tuple[int, ...], made: dict[int, int]) -> None:
+        """Note an op's requests; `made` are the bytes of the storages that it makes."""
+        asks: list[int] = []
+        blocks = replayed(made, events, [key for key, n in made.items() if n], asks)
+        first = self._block_count
+        for n in asks:
+            if n > 0:
+                self._asks.append((self._block_count, n, 0, self.phase))
+                self._block_count += 1
+            else:
+                self._asks.append((~(first + ~n), 0, 0, self.phase))
+        self._blocks |= {key: first + block for key, block in blocks.items()}
+
+    def _ask_for_workspaces(self, target: str) -> None:
+        """A library asks for what it keeps when the outputs of its first op are there."""
+        for w in [w for w in self._workspaces if w[:2] == (target, self.phase)]:
+            self._workspaces.remove(w)
+            self._asks.append((-1, w[2], 1, self.phase))
+
+    def _events(self, func: Any, args: Any, kwargs: Any, out: Any, created: int) -> tuple[int, ...]:
+        """What an op allocates and frees, as far as that is known."""
         if not created and not func._schema.is_mutable:
-            return 0
+            return ()
         row = OpRow(
             name="",
             target=str(func),
@@ -196,11 +263,7 @@ class _Counter(EagerRecorder):
             dtype=compute_dtype(list(tensors_in((args, kwargs)))),
             signature=of_call(func, args, kwargs, out),
         )
-        most = live = 0
-        for event in self.costs.of(row, created, self.target).events:
-            live += event
-            most = max(most, live)
-        return most
+        return self.costs.of(row, created, self.target).events
 
 
 def _of_autograd() -> bool:
