@@ -90,7 +90,7 @@ def untouched_peaks(c: Prediction) -> LoopPeaks:
     steady peak of allocated bytes as `untouched_peak_bytes` says; all else as in the captured graph whose
     ops take over no memory. Where the two peaks of allocated
     bytes differ, the difference is added to allocated bytes and blocks at the peak: of each iteration, and of the
-    phase that has the peak; no other phase is higher; reserved memory is no less than blocks. Ignores: how the
+    phase that has the peak; no other phase is higher, and no iteration lower than the optimizer's; reserved memory is no less than blocks. Ignores: how the
     difference changes other phases and what is reserved; what only the first iteration allocates besides.
     """
     fit, replay = untouched_fit(c), untaken(c)
@@ -114,13 +114,19 @@ def _peaks(c: Prediction, fit: DeviceFit, replay: Replay, step_bytes: tuple[int,
     found = _on_a_cpu(c, replay, step_bytes) if fit.reserved is None else _on_a_gpu(c, fit, replay)
     peak, simulated = fit.peak_allocated_bytes, found.steady.peak_allocated_bytes or 0
     more = peak - simulated
+    at_end = found.phases.get(OPTIMIZER, RunFigures()).peak_allocated_bytes or 0
+
+    def of_iteration(f: RunFigures) -> RunFigures:
+        # The first may have its peak in the optimizer's step, where the count need not be lower.
+        least = min(at_end, peak) - (f.peak_allocated_bytes or 0)
+        return _raised(f, more if more > 0 else min(0, max(more, least)))
 
     def of_phase(f: RunFigures) -> RunFigures:
         n = f.peak_allocated_bytes or 0
         return _raised(f, more if n == simulated else min(0, peak - n))
 
     return LoopPeaks(
-        iterations=tuple(_raised(f, more) for f in found.iterations),
+        iterations=tuple(of_iteration(f) for f in found.iterations),
         phases={phase: of_phase(f) for phase, f in found.phases.items()},
     )
 
