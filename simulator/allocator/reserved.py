@@ -116,8 +116,7 @@ def reserved_peak(
 
 
 def reserved_by_phase(
-    problem: Problem,
-    schedule: Schedule,
+    requests: Requests,
     settings: AllocatorSettings | None = None,
     *,
     iteration: int = ITERATIONS,
@@ -127,12 +126,12 @@ def reserved_by_phase(
     """By phase of one iteration, what `reserved_peak` says of all of it: the peaks are reset before each phase.
 
     Args:
+        requests: of an iteration.
         iteration: which one, from 1 on. The others are as for `reserved_peak`, which also says what this counts.
 
     Raises:
         OutOfMemory: the device has less than this takes.
     """
-    requests = requests_of(problem, schedule)
     allocator = Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes)
     for size in requests.residents:
         allocator.malloc(size)

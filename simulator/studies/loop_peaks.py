@@ -8,7 +8,7 @@ from typing import Any
 
 from simulator.allocator.caching import AllocatorFigures
 from simulator.allocator.device_fit import DeviceFit
-from simulator.allocator.requests import Residents, phases_of
+from simulator.allocator.requests import Requests, Residents, phases_of, requests_of, untouched_requests
 from simulator.allocator.reserved import reserved_by_phase
 from simulator.core.replay import Replay
 from simulator.studies.prediction import Prediction, untaken, untouched_fit, wider_masks
@@ -87,17 +87,16 @@ def untouched_peaks(c: Prediction) -> LoopPeaks:
     """What the step needs when the model runs untouched, in the ordinary loop.
 
     Counts: of a GPU's trace with the requests of the untouched loop, what the allocator makes of them. Otherwise the
-    steady peak of allocated bytes as `untouched_peak_bytes` says; all else as in the captured graph whose
-    ops take over no memory. Where the two peaks of allocated
-    bytes differ, the difference is added to allocated bytes and blocks at the peak: of each iteration, and of the
-    phase that has the peak; no other phase is higher, and no iteration lower than the optimizer's; reserved memory is no less than blocks. Ignores: how the
-    difference changes other phases and what is reserved; what only the first iteration allocates besides.
+    steady peak of allocated bytes as `untouched_peak_bytes` says; all else as in the captured graph whose ops take over
+    no memory. Where the two peaks of allocated bytes differ, the difference is added to allocated bytes and blocks at
+    the peak: of each iteration, and of the phase that has the peak; no other phase is higher, and no iteration lower
+    than the optimizer's; reserved memory is no less than blocks. Ignores: how the difference changes other phases and
+    what is reserved; what only the first iteration allocates besides.
     """
     fit, replay = untouched_fit(c), untaken(c)
     wider = wider_masks(c.trace, replay.schedule)
-    return _peaks(
-        c, fit, replay, tuple(n + w for n, w in zip(replay.timeline.peak_bytes, wider, strict=True))
-    )
+    step_bytes = tuple(n + w for n, w in zip(replay.timeline.peak_bytes, wider, strict=True))
+    return _peaks(c, fit, replay, step_bytes, untouched_requests(c.trace))
 
 
 def planned_peaks(c: Prediction) -> LoopPeaks:
@@ -109,9 +108,18 @@ def planned_peaks(c: Prediction) -> LoopPeaks:
     return _peaks(c, c.planned_fit, c.planned, c.planned.timeline.peak_bytes)
 
 
-def _peaks(c: Prediction, fit: DeviceFit, replay: Replay, step_bytes: tuple[int, ...]) -> LoopPeaks:
-    """The peaks of a schedule; `fit.peak_allocated_bytes` is what its highest comes to."""
-    found = _on_a_cpu(c, replay, step_bytes) if fit.reserved is None else _on_a_gpu(c, fit, replay)
+def _peaks(
+    c: Prediction,
+    fit: DeviceFit,
+    replay: Replay,
+    step_bytes: tuple[int, ...],
+    requests: Requests | None = None,
+) -> LoopPeaks:
+    """The peaks of a schedule, or of other `requests`; `fit.peak_allocated_bytes` is what its highest comes to."""
+    if fit.reserved is None:
+        found = _on_a_cpu(c, replay, step_bytes)
+    else:
+        found = _on_a_gpu(c, fit, requests or requests_of(c.problem, replay.schedule))
     peak, simulated = fit.peak_allocated_bytes, found.steady.peak_allocated_bytes or 0
     more = peak - simulated
     at_end = found.phases.get(OPTIMIZER, RunFigures()).peak_allocated_bytes or 0
@@ -151,13 +159,12 @@ def _on_a_cpu(c: Prediction, replay: Replay, step_bytes: tuple[int, ...]) -> Loo
     )
 
 
-def _on_a_gpu(c: Prediction, fit: DeviceFit, replay: Replay) -> LoopPeaks:
+def _on_a_gpu(c: Prediction, fit: DeviceFit, requests: Requests) -> LoopPeaks:
     assert fit.reserved is not None
     device = None if fit.out_of_memory else fit.device
     limits = (None, None) if device is None else (device.usable_bytes, device.memory_bytes)
     phases = reserved_by_phase(
-        c.problem,
-        replay.schedule,
+        requests,
         c.setting.settings,
         iteration=len(fit.reserved.iterations),
         device_memory_bytes=limits[0],

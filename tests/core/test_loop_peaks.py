@@ -15,7 +15,7 @@ from simulator.studies.loop_peaks import LoopPeaks, planned_peaks, untouched_pea
 from tests.tiny import bwd, fwd, opt, trace
 from traces.plan import RECOMPUTE, Action, Plan
 from traces.store import save
-from traces.trace import OPTIMIZER_STATE, Trace
+from traces.trace import OPTIMIZER_STATE, Trace, Untouched
 
 MIB = 1 << 20
 
@@ -89,6 +89,28 @@ def test_on_a_gpu_blocks_and_reserved_too() -> None:
         "peak_block_bytes": 130 * MIB,
         "peak_reserved_bytes": 130 * MIB,
         "step_time_ns": None,
+    }
+
+
+def test_what_the_untouched_loop_asks_decides_by_phase_too() -> None:
+    """w 4 stays. Forward asks for 60, and gives it back in backward when that has 30; the step makes m 8 once, and 10.
+
+    In MiB, first iteration: 64, 94 and 4 + 8 + 10 = 22. Steady, with m: 72, 102 and 22. The graph knows of none.
+    """
+    asked = Untouched(
+        block=(0, 1, ~0, ~1, -1, 2, ~2),
+        nbytes=(60 * MIB, 30 * MIB, 0, 0, 8 * MIB, 10 * MIB, 0),
+        once=(0, 0, 0, 0, 1, 0, 0),
+        phase=("forward", *["backward"] * 3, *["optimizer"] * 3),
+    )
+    found = untouched_peaks(
+        simulated(replace(loop(MIB, device="cuda", counted_bytes=102 * MIB), untouched=asked))
+    )
+    assert [f.peak_block_bytes for f in (found.first, found.steady)] == [94 * MIB, 102 * MIB]
+    assert {p: f.peak_block_bytes for p, f in found.phases.items()} == {
+        "forward": 72 * MIB,
+        "backward": 102 * MIB,
+        "optimizer": 22 * MIB,
     }
 
 
