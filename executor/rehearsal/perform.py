@@ -68,6 +68,8 @@ def _step(task: Task, watch: Watch) -> None:
         from executor.apply import apply_plan
 
         model = apply_plan(step.model, Plan.load(task.plan))
+    # The model was built on the GPU, which leaves cached what its initialisers freed; one moved there leaves nothing.
+    torch.cuda.empty_cache()
     watch.begin()
     for _ in range(task.iterations):
         run_step(step, model, step.optimizer)

@@ -23,7 +23,7 @@ from executor.rehearsal.record import ASSUMED, HOST_READ, MISSING, Alive, Iterat
 from traces.trace import BACKWARD, FORWARD, OPTIMIZER
 from traces.warning import PredictionWarning
 
-TORCH: Final = str(Path(torch.__file__).parent)
+TORCH: Final = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 OWN: Final = tuple(str(Path(__file__).parents[2] / room) for room in ("executor", "tracer", "traces"))
 MAX_EVENTS: Final = 10**7
 MOST_LINES: Final = 20  # of those that hold memory at the peak, and of those that read values

@@ -70,6 +70,19 @@ def test_figures_of_a_small_step_are_the_sum_of_its_tensors(step: str) -> None:
     assert any(row.line.startswith("net.py:") for row in found.alive)
 
 
+def test_what_building_the_model_freed_is_not_reserved(step: str, tmp_path: Path) -> None:
+    """A model that is moved to the GPU leaves nothing cached there, whatever its initialisers needed."""
+    wasteful = tmp_path / "wasteful.py"
+    wasteful.write_text(STEP.replace("    net = Net()\n", "    torch.empty(2**27)\n    net = Net()\n"))
+    thrifty, found = (rehearse(m, "h100", iterations=2) for m in (step, f"{wasteful}:build"))
+    assert found.figures.reserved_bytes == thrifty.figures.reserved_bytes
+
+
+def test_lines_of_torchvision_are_named_at_the_peak() -> None:
+    found = rehearse("resnet18", "h100", options={"batch_size": 8}, iterations=2)
+    assert any(a.line.startswith("resnet.py:") for a in found.alive)
+
+
 def test_a_gpu_that_is_too_small_says_so_and_what_it_would_take(tmp_path: Path) -> None:
     path = tmp_path / "net.py"
     path.write_text(STEP)
