@@ -54,6 +54,15 @@ FIGURES = {
 }
 
 
+HEAD = f"""# Predicted beside rehearsed
+
+Peaks in bytes of a steady iteration of the untouched loop, and of plans for a share of the captured graph's peak;
+rehearsed: {PROVENANCE}. Percent: by how much the prediction is higher. Buffers of cuDNN count as empty on both sides.
+Made by `python -m tests.bench.rehearsed`.
+
+"""
+
+
 def row_of(model: str, gpu: str, options: dict[str, Any], *, plans: bool) -> Iterator[dict[str, Any]]:
     """The untouched step of one model, and its planned ones."""
     name = model.rpartition(":")[2]
@@ -126,6 +135,19 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summaries(rows: list[dict[str, Any]]) -> str:
+    """The summary of each way as lines of Markdown."""
+    lines = [""]
+    for way, found in _answer(rows)["summary"].items():
+        for name in FIGURES:
+            f = found[name]
+            lines.append(
+                f"- {way}, {found['rows']} rows, {name}: off by {f['median_percent']} % in the median, by "
+                f"{f['p95_percent']} % at the 95th percentile; lowest {f['lowest_percent']:+} %"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def _asked(models: str, gpus: str, amps: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     names = models.split(",") if models else list(MODELS)
     for gpu in gpus.split(","):
@@ -167,7 +189,7 @@ def main(
         if output:
             output.write_text(json.dumps(_answer(rows), indent=1) + "\n", encoding="utf-8")
     if table:
-        table.write_text(markdown(rows), encoding="utf-8")
+        table.write_text(HEAD + markdown(rows) + summaries(rows), encoding="utf-8")
     click.echo(json.dumps(_answer(rows)) if as_json else markdown(rows) + "\n" + json.dumps(summary(rows)))
 
 
