@@ -63,6 +63,7 @@ USED: Final = {
     "functorch_config": "torch._functorch.config",
     "min_cut_rematerialization_partition": "torch._functorch.partitioners:min_cut_rematerialization_partition",
     # modules in which `replaced` puts something else
+    "bindings": "torch._C",
     "decompositions": "torch._decomp.decompositions",
     "meta_registrations": "torch._meta_registrations",
 }
@@ -70,6 +71,8 @@ USED: Final = {
 USED_WITH_CUDA: Final = {
     "clear_cublas_workspaces": "torch._C:_cuda_clearCublasWorkspaces",
     "cudnn_batch_norm_reserve_bytes": "torch._C:_get_cudnn_batch_norm_reserve_space_size",
+    "cuda_memory_stats": "torch._C:_cuda_memoryStats",
+    "cuda_reset_peak_memory_stats": "torch._C:_cuda_resetPeakMemoryStats",
 }
 # What is replaced, while the body of a `with` runs.
 REPLACED: Final = (

@@ -20,6 +20,14 @@ from typing import Any, Final
 import torch
 
 from executor.rehearsal.record import ASSUMED, HOST_READ, MISSING, Alive, Iteration, Peaks
+from tracer.torch_api import (
+    bindings,
+    cuda_memory_snapshot,
+    cuda_memory_stats,
+    cuda_reset_peak_memory_stats,
+    record_memory_history,
+    replaced,
+)
 from traces.trace import BACKWARD, FORWARD, OPTIMIZER
 from traces.warning import PredictionWarning
 
@@ -52,8 +60,8 @@ class Watch:
         self._optimizer = 0  # the first that stepped, by identity
         self._highest: dict[str, int] = {}  # of what the user's own code sees
         self._reads: Counter[tuple[str, int, int]] = Counter()
-        self._stats = torch._C._cuda_memoryStats
-        self._reset = torch._C._cuda_resetPeakMemoryStats
+        self._stats = cuda_memory_stats
+        self._reset = cuda_reset_peak_memory_stats
         self._driver = null_driver()
 
     # -- what the loop tells ------------------------------------------------------------------------------------------
@@ -100,24 +108,27 @@ class Watch:
             register_optimizer_step_pre_hook(lambda *_: self._enter(OPTIMIZER)),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
-        autograd, c = torch.autograd, torch._C
-        backward, grad = autograd.backward, autograd.grad
-        autograd.backward, autograd.grad = self._around(backward), self._around(grad)
-        c._cuda_memoryStats, c._cuda_resetPeakMemoryStats = self._stats_as_if_alone, self._reset_by_user
+        autograd = torch.autograd
         heard = _READ(self._on_read)
         self._driver.null_on_read(heard)
-        torch.cuda.memory._record_memory_history(
-            "all", context="alloc", stacks="python", max_entries=MAX_EVENTS
-        )
+        record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
         self.begin()
         try:
-            yield
+            with (
+                replaced(
+                    autograd, backward=self._around(autograd.backward), grad=self._around(autograd.grad)
+                ),
+                replaced(
+                    bindings,
+                    _cuda_memoryStats=self._stats_as_if_alone,
+                    _cuda_resetPeakMemoryStats=self._reset_by_user,
+                ),
+            ):
+                yield
         finally:
-            self.snapshot = torch.cuda.memory._snapshot()
-            torch.cuda.memory._record_memory_history(None)
+            self.snapshot = cuda_memory_snapshot()
+            record_memory_history(None)
             self._driver.null_on_read(_READ())
-            autograd.backward, autograd.grad = backward, grad
-            c._cuda_memoryStats, c._cuda_resetPeakMemoryStats = self._stats, self._reset
             for hook in hooks:
                 hook.remove()
 
@@ -240,11 +251,7 @@ def names(text: bytes) -> list[str]:
 def _compiled_for() -> int:
     """For which capability (as 90) the kernels of this torch were compiled that this GPU runs."""
     here = torch.cuda.get_device_capability()
-    known = [
-        f.removeprefix("sm_").rstrip("af")
-        for f in torch._C._cuda_getArchFlags().split()
-        if f.startswith("sm_")
-    ]
+    known = [f.removeprefix("sm_").rstrip("af") for f in torch.cuda.get_arch_list() if f.startswith("sm_")]
     fitting = [int(k) for k in known if int(k) // 10 == here[0] and int(k) % 10 <= here[1]]
     return max(fitting, default=10 * here[0] + here[1])
 
