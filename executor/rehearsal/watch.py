@@ -23,8 +23,6 @@ from executor.rehearsal.record import ASSUMED, HOST_READ, MISSING, Alive, Iterat
 from tracer.torch_api import (
     bindings,
     cuda_memory_snapshot,
-    cuda_memory_stats,
-    cuda_reset_peak_memory_stats,
     record_memory_history,
     replaced,
 )
@@ -60,6 +58,9 @@ class Watch:
         self._optimizer = 0  # the first that stepped, by identity
         self._highest: dict[str, int] = {}  # of what the user's own code sees
         self._reads: Counter[tuple[str, int, int]] = Counter()
+        # Only a CUDA build has them, and only there does anybody watch.
+        from tracer.torch_api import cuda_memory_stats, cuda_reset_peak_memory_stats
+
         self._stats = cuda_memory_stats
         self._reset = cuda_reset_peak_memory_stats
         self._driver = null_driver()
