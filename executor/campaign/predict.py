@@ -100,8 +100,10 @@ class Forecast:
 
     def plan(self, planner: str, budget_bytes: int, budget_of: str = ALLOCATED) -> Prediction:
         """The step with the plan for a budget; raises BudgetError if there is none."""
-        setting = self.setting()
-        return plan_for(self.base, planner, DEFAULTS, setting, budget_bytes=budget_bytes, budget_of=budget_of)
+        here = replace(
+            self.setting(), asked=True
+        )  # no other settings are tried: the runs have the environment's
+        return plan_for(self.base, planner, DEFAULTS, here, budget_bytes=budget_bytes, budget_of=budget_of)
 
     def trial(self, batch_size: int, planner: str, limit_bytes: int) -> tuple[Trial, Plan | None]:
         """Whether the step fits a limit, untouched (planner `none`) or with a plan for it; and the plan that is run."""

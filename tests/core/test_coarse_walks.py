@@ -16,7 +16,7 @@ from simulator.core.problem import Problem
 from simulator.kernels.anneal import BORDER, COARSE_STEP, KINDS, MOVE_BORDER, anneal
 from simulator.kernels.compiled import compiled
 from simulator.kernels.retain import retain
-from simulator.planners.annealing import Annealer, Walk, _state, example
+from simulator.planners.annealing import Annealer, Walk, example, state_of
 from tests.retaining import evictions
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
@@ -55,7 +55,7 @@ def decided(annealer: Annealer, state: State) -> State:
     pairs = np.zeros((2, 4 * len(ev.op_id) + 64), np.int32)
     n = walked(ev.facts, knows, ev.work_space(0), annealer.budget_bytes, state.saved, pairs)
     retained = (knows.storages["may_stay"] & (state.saved == 0)).astype(np.uint8)
-    return _state(state.saved, retained, pairs[:, :n])
+    return state_of(state.saved, retained, pairs[:, :n])
 
 
 def nothing_kept(of: Trace, budget_bytes: int) -> tuple[Annealer, State]:

@@ -32,7 +32,7 @@ def row(target: str = "aten.mm.default", batch: int = 4, *, flags: int = 0) -> O
 def test_rules_are_asked_and_a_rule_that_does_not_fit_is_not_believed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calibration, "rule_events", lambda signature, device: (512, 256, -512))
+    monkeypatch.setattr(calibration, "rule_events", lambda signature, device, release: (512, 256, -512))
     told = Costs().of(row(), 256, GPU)
     assert (told.events, told.source) == ((512, 256, -512), RULES)
     assert told.time_ns > 0

@@ -426,7 +426,6 @@ def test_what_cublas_gets_for_one_call(
     """From torch 2.15 on a matrix product gets a buffer and gives it back: what the wheel does on the null driver."""
     for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLAS_WORKSPACE_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("tracer.costs.rules_cuda.workspaces.release", lambda: release)
     a, b, bias, whole = (torch.empty(shape) for shape in ((256, 512), (512, 384), (384,), (256, 384)))
     out = 4 * 256 * 384
     for func, args, buffer in (
@@ -434,7 +433,7 @@ def test_what_cublas_gets_for_one_call(
         (torch.ops.aten.addmm.default, (bias, a, b), biased),
         (torch.ops.aten.addmm.default, (whole, a, b), summed),
     ):
-        events = rule_events(of_call(func, args, {}, func(*args)), device("h100"))
+        events = rule_events(of_call(func, args, {}, func(*args)), device("h100"), release)
         assert events is not None
         assert tuple(e for e in events if e) == ((out, buffer * MIB, -buffer * MIB) if buffer else (out,))
 

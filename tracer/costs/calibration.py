@@ -15,6 +15,7 @@ from tracer.costs.rows import OpRow
 from tracer.costs.rules_cpu import onednn
 from tracer.costs.rules_cpu.workspaces import cpu_events
 from tracer.costs.rules_cuda.workspaces import rule_events
+from tracer.torch_api import release
 from traces.device_profile import DeviceProfile
 from traces.devices import Device
 from traces.trace import VIEW
@@ -90,8 +91,10 @@ class Costs:
         """What the rules say of an op; None: nothing, or what does not fit this call."""
         if not self.rules or row.signature is None:
             return None
-        ask = cpu_events if device.kind == "cpu" else rule_events
-        events = ask(row.signature, device)
+        if device.kind == "cpu":
+            events = cpu_events(row.signature, device)
+        else:
+            events = rule_events(row.signature, device, release())
         return events if events is not None and _leaves(events, created_bytes) else None
 
 

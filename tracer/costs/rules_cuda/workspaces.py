@@ -20,11 +20,10 @@ from tracer.costs.libraries import bytes_a_call
 from tracer.costs.rules_cuda.reductions import partial_results
 from tracer.costs.signature import Signature, TensorSpec
 from tracer.costs.table import Events, Table, ceil_div, is_pointwise, made
-from tracer.torch_api import release
 from traces.devices import Device
 
 
-def rule_events(signature: Signature, device: Device) -> Events | None:
+def rule_events(signature: Signature, device: Device, release: tuple[int, int]) -> Events | None:
     """What the op allocates (+bytes) and frees (-bytes) on a device, in order; None: no rule says.
 
     The events sum to the bytes of the outputs that the op leaves, as `traces.trace.Ops.events` demands.
@@ -32,6 +31,7 @@ def rule_events(signature: Signature, device: Device) -> Events | None:
     Args:
         signature: the call.
         device: where it runs; the rules are those of CUDA.
+        release: of torch, as (2, 13).
 
     Counts: the allocations that torch's own code makes, each at the size that it asks for. Ignores: what the table
     names as not known.
@@ -44,7 +44,7 @@ def rule_events(signature: Signature, device: Device) -> Events | None:
             sm=10 * device.sm[0] + device.sm[1],
             sms=device.multiprocessors,
             deterministic=_deterministic(),
-            **bytes_a_call(device, release()),
+            **bytes_a_call(device, release),
         )
     # A kernel converts types in registers.
     return made(signature) if is_pointwise(signature.target) else None
