@@ -321,6 +321,11 @@ int ncclCommInitRank(void **comm, int n, UniqueId id, int rank) {
   return OK;
 }
 int ncclCommInitRankConfig(void **comm, int n, UniqueId id, int rank, void *config) { return ncclCommInitRank(comm, n, id, rank); }
+int ncclCommInitRankScalable(void **comm, int n, int rank, int ids, UniqueId *id, void *config) { return ncclCommInitRank(comm, n, *id, rank); }
+int ncclCommRegister(void *comm, void *buffer, size_t size, void **handle) {
+  *handle = null_handle();
+  return OK;
+}
 int ncclCommSplit(void *comm, int color, int key, void **out, void *config) {
   *out = null_handle();
   return OK;
