@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 
 ITERATIONS = 5  # as many as `execute` measures; the last is the one that counts
+PEAKS = ("peak_allocated_bytes", "peak_requested_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class ReservedFigures:
     iterations: tuple[AllocatorFigures, ...]  # up to the first that repeats the one before it
     segment_requests: int  # in all iterations; fragmentation that grows shows as requests after the first
     steady: bool  # whether the last iteration asked for nothing new, so that all later ones are equal to it
+    # Of the last, with the peaks of each phase by itself; the machine code tells none.
+    phases: Mapping[str, AllocatorFigures] = field(default_factory=dict, compare=False)
 
     @property
     def peak_allocated_bytes(self) -> int:
@@ -107,49 +110,11 @@ def reserved_peak(
     steady = False
     while len(figures) < iterations and not steady:
         before = len(events)
-        allocator.reset_peaks()
-        _play(requests, allocator, first=not figures)
+        whole, phases = _play(requests, allocator, first=not figures)
         steady = len(figures) > 0 and len(events) == before
-        figures.append(allocator.figures())
+        figures.append(whole)
     asked = sum(1 for e in events if e.action in ("segment_alloc", "segment_map"))
-    return ReservedFigures(iterations=tuple(figures), segment_requests=asked, steady=steady)
-
-
-def reserved_by_phase(
-    requests: Requests,
-    settings: AllocatorSettings | None = None,
-    *,
-    iteration: int = ITERATIONS,
-    device_memory_bytes: int | None = None,
-    total_memory_bytes: int | None = None,
-) -> dict[str, AllocatorFigures]:
-    """By phase of one iteration, what `reserved_peak` says of all of it: the peaks are reset before each phase.
-
-    Args:
-        requests: of an iteration.
-        iteration: which one, from 1 on. The others are as for `reserved_peak`, which also says what this counts.
-
-    Raises:
-        OutOfMemory: the device has less than this takes.
-    """
-    allocator = Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes)
-    for size in requests.residents:
-        allocator.malloc(size)
-    for before in range(iteration - 1):
-        _play(requests, allocator, first=not before)
-    found: dict[str, AllocatorFigures] = {}
-    running = ""
-
-    def begin(phase: str) -> None:
-        nonlocal running
-        if running:
-            found[running] = allocator.figures()
-        allocator.reset_peaks()
-        running = phase
-
-    _play(requests, allocator, first=iteration == 1, begin=begin)
-    begin("")
-    return found
+    return ReservedFigures(iterations=tuple(figures), segment_requests=asked, steady=steady, phases=phases)
 
 
 def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:
@@ -170,18 +135,24 @@ def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:
 
 
 def _play(
-    requests: Requests,
-    allocator: Allocator,
-    *,
-    first: bool,
-    begin: Callable[[str], None] | None = None,
-) -> None:
-    """One iteration; `begin` is told when a phase begins."""
+    requests: Requests, allocator: Allocator, *, first: bool
+) -> tuple[AllocatorFigures, dict[str, AllocatorFigures]]:
+    """One iteration: what it comes to, and each phase, with the peaks reset before it."""
     once = list(reversed(requests.once)) if first else []
-    phases = [] if begin is None else list(reversed(requests.phases))
+    phases = list(reversed(requests.phases))
+    parts: list[tuple[str, AllocatorFigures]] = []
+    running = ""  # before the first
+
+    def begin(phase: str) -> None:
+        nonlocal running
+        parts.append((running, allocator.figures()))
+        allocator.reset_peaks()
+        running = phase
+
+    allocator.reset_peaks()
     held: dict[int, Block] = {}
     for k, (block, size) in enumerate(zip(requests.blocks, requests.sizes, strict=True)):
-        while phases and begin is not None and phases[-1][1] == k:
+        while phases and phases[-1][1] == k:
             begin(phases.pop()[0])
         while once and once[-1][0] == k:
             allocator.malloc(once.pop()[1])
@@ -189,10 +160,13 @@ def _play(
             held[block] = allocator.malloc(size)
         else:
             allocator.free(held[~block])
-    while phases and begin is not None:
+    while phases:
         begin(phases.pop()[0])
     while once:
         allocator.malloc(once.pop()[1])
+    begin("")
+    peaks = {name: max(getattr(f, name) for _, f in parts) for name in PEAKS}
+    return replace(parts[-1][1], **peaks), {phase: f for phase, f in parts if phase}
 
 
 def _compiled(requests: Requests, iterations: int, settings: AllocatorSettings) -> ReservedFigures:

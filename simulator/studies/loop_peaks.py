@@ -8,8 +8,8 @@ from typing import Any
 
 from simulator.allocator.caching import AllocatorFigures
 from simulator.allocator.device_fit import DeviceFit
-from simulator.allocator.requests import Requests, Residents, phases_of, requests_of, untouched_requests
-from simulator.allocator.reserved import reserved_by_phase
+from simulator.allocator.requests import Residents, phases_of
+from simulator.allocator.reserved import ReservedFigures
 from simulator.core.replay import Replay
 from simulator.studies.prediction import Prediction, untaken, untouched_fit, wider_masks
 from simulator.studies.tables import Table, table
@@ -96,7 +96,7 @@ def untouched_peaks(c: Prediction) -> LoopPeaks:
     fit, replay = untouched_fit(c), untaken(c)
     wider = wider_masks(c.trace, replay.schedule)
     step_bytes = tuple(n + w for n, w in zip(replay.timeline.peak_bytes, wider, strict=True))
-    return _peaks(c, fit, replay, step_bytes, untouched_requests(c.trace))
+    return _peaks(c, fit, replay, step_bytes)
 
 
 def planned_peaks(c: Prediction) -> LoopPeaks:
@@ -108,18 +108,9 @@ def planned_peaks(c: Prediction) -> LoopPeaks:
     return _peaks(c, c.planned_fit, c.planned, c.planned.timeline.peak_bytes)
 
 
-def _peaks(
-    c: Prediction,
-    fit: DeviceFit,
-    replay: Replay,
-    step_bytes: tuple[int, ...],
-    requests: Requests | None = None,
-) -> LoopPeaks:
-    """The peaks of a schedule, or of other `requests`; `fit.peak_allocated_bytes` is what its highest comes to."""
-    if fit.reserved is None:
-        found = _on_a_cpu(c, replay, step_bytes)
-    else:
-        found = _on_a_gpu(c, fit, requests or requests_of(c.problem, replay.schedule))
+def _peaks(c: Prediction, fit: DeviceFit, replay: Replay, step_bytes: tuple[int, ...]) -> LoopPeaks:
+    """The peaks of what `fit` is of; `fit.peak_allocated_bytes` is what its highest comes to."""
+    found = _on_a_cpu(c, replay, step_bytes) if fit.reserved is None else _on_a_gpu(fit.reserved)
     peak, simulated = fit.peak_allocated_bytes, found.steady.peak_allocated_bytes or 0
     more = peak - simulated
     at_end = found.phases.get(OPTIMIZER, RunFigures()).peak_allocated_bytes or 0
@@ -159,20 +150,10 @@ def _on_a_cpu(c: Prediction, replay: Replay, step_bytes: tuple[int, ...]) -> Loo
     )
 
 
-def _on_a_gpu(c: Prediction, fit: DeviceFit, requests: Requests) -> LoopPeaks:
-    assert fit.reserved is not None
-    device = None if fit.out_of_memory else fit.device
-    limits = (None, None) if device is None else (device.usable_bytes, device.memory_bytes)
-    phases = reserved_by_phase(
-        requests,
-        c.setting.settings,
-        iteration=len(fit.reserved.iterations),
-        device_memory_bytes=limits[0],
-        total_memory_bytes=limits[1],
-    )
+def _on_a_gpu(reserved: ReservedFigures) -> LoopPeaks:
     return LoopPeaks(
-        iterations=tuple(_figures(i) for i in fit.reserved.iterations),
-        phases={p: _figures(f) for p, f in phases.items()},
+        iterations=tuple(_figures(i) for i in reserved.iterations),
+        phases={p: _figures(f) for p, f in reserved.phases.items()},
     )
 
 
