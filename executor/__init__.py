@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from executor.apply import PlannedModule, apply_plan
+    from executor.training.module import PlannedModule, apply_plan
 
 __all__ = ["PlannedModule", "apply_plan"]
 
@@ -13,7 +13,7 @@ __all__ = ["PlannedModule", "apply_plan"]
 def __getattr__(name: str) -> Any:
     # torch takes more than a second to import; `execute --help` should not.
     if name in __all__:
-        from executor import apply
+        from executor.training import module
 
-        return getattr(apply, name)
+        return getattr(module, name)
     raise AttributeError(f"module 'executor' has no attribute {name!r}")

@@ -97,7 +97,8 @@ def do(**fields: Any) -> dict[str, Any]:
 
 def perform(job: Job) -> JobResult:
     """Do a job in this process (which should be fresh)."""
-    from executor.apply import Engines, apply_plan, engines_of, planned_otherwise
+    from executor.training.engines import Engines
+    from executor.training.module import apply_plan, engines_of, planned_otherwise
     from executor.verify import verify
     from tracer.build.loop import run_step
     from tracer.build.step import load_spec

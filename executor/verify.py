@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from executor.apply import Engines, apply_plan, capture_now, engines_of
+from executor.training.engines import Engines
+from executor.training.module import apply_plan, capture_now, engines_of
 from executor.verification import Verification
 from tracer.build.loop import TrainingStep, run_step
 from tracer.build.step import BuildStep

@@ -65,7 +65,7 @@ def _step(task: Task, watch: Watch) -> None:
     step = load_spec(task.model, dict(task.options), seed=task.seed)("cuda")
     model: Any = step.model
     if task.plan:
-        from executor.apply import apply_plan
+        from executor.training.module import apply_plan
 
         model = apply_plan(step.model, Plan.load(task.plan))
     # The model was built on the GPU, which leaves cached what its initialisers freed; one moved there leaves nothing.

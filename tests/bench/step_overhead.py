@@ -22,7 +22,7 @@ import click
 @click.option("--json", "as_json", is_flag=True)
 def main(model: str, rounds: int, as_json: bool, **options: Any) -> None:
     """Time MODEL's step both ways, in turns, and print the medians and their ratio."""
-    from executor.apply import apply_plan
+    from executor.training.module import apply_plan
     from tracer.build.loop import run_step
     from tracer.build.step import load_spec
     from tracer.record.step import trace_step

@@ -17,10 +17,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-import executor.apply as apply_module  # noqa: E402
+import executor.training.engines as engines_module  # noqa: E402
 from executor import PlannedModule, apply_plan  # noqa: E402
-from executor.apply import capture_now, engines_of, planned_otherwise  # noqa: E402
 from executor.measure import Job, perform  # noqa: E402
+from executor.training.module import capture_now, engines_of, planned_otherwise  # noqa: E402
 from executor.verify import _compare, _difference, _train, verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
@@ -122,7 +122,7 @@ def test_evaluation_and_no_grad_use_the_model_s_own_forward(
     def refuse(*_: Any) -> None:
         raise AssertionError("captured")
 
-    monkeypatch.setattr(apply_module, "make_engine", refuse)
+    monkeypatch.setattr(engines_module, "make_engine", refuse)
     x, _ = batch()
 
     def without(m: nn.Module) -> torch.Tensor:
@@ -319,7 +319,7 @@ def test_another_plan_on_what_is_captured(plan: Plan, monkeypatch: pytest.Monkey
     def again(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("captured again")
 
-    monkeypatch.setattr(apply_module, "make_engine", again)
+    monkeypatch.setattr(engines_module, "make_engine", again)
     kept = planned_otherwise(planned, replace(plan, actions=()))
     a.zero_grad()
     a.load_state_dict(b.state_dict())
@@ -427,13 +427,13 @@ def test_verification_of_an_honest_plan() -> None:
 def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry for each capture from now on."""
     seen: list[None] = []
-    capture = apply_module.capture
+    capture = engines_module.capture
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         seen.append(None)
         return capture(*args, **kwargs)
 
-    monkeypatch.setattr(apply_module, "capture", counted)
+    monkeypatch.setattr(engines_module, "capture", counted)
     return seen
 
 
@@ -532,7 +532,7 @@ def test_verification_notices_another_dropout_kernel(monkeypatch: pytest.MonkeyP
 
 def test_verification_notices_statistics_that_are_written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     build, plan = fresh()
-    original = apply_module.rewrite
+    original = engines_module.rewrite
 
     def twice(program: Any, schedule: Any) -> Any:
         made = original(program, schedule)
@@ -544,7 +544,7 @@ def test_verification_notices_statistics_that_are_written_twice(monkeypatch: pyt
         made.forward.recompile()
         return made
 
-    monkeypatch.setattr(apply_module, "rewrite", twice)
+    monkeypatch.setattr(engines_module, "rewrite", twice)
     outcome = verify(build, plan, steps=1)
     assert not outcome.equal
     assert outcome.max_abs_difference["buffers"] > 0
@@ -557,7 +557,7 @@ def test_verification_notices_random_numbers_that_eager_does_not_draw(
 ) -> None:
     """All values are right, but the next step's would not be."""
     build, plan = fresh()
-    original = apply_module.rewrite
+    original = engines_module.rewrite
 
     def wasteful(program: Any, schedule: Any) -> Any:
         made = original(program, schedule)
@@ -568,7 +568,7 @@ def test_verification_notices_random_numbers_that_eager_does_not_draw(
         made.forward.recompile()
         return made
 
-    monkeypatch.setattr(apply_module, "rewrite", wasteful)
+    monkeypatch.setattr(engines_module, "rewrite", wasteful)
     outcome = verify(build, plan, steps=1)
     assert not outcome.equal
     assert {k for k, d in outcome.max_abs_difference.items() if d} == {"rng_state"}
@@ -596,7 +596,7 @@ def test_a_graph_whose_kernels_differ_from_eager_s_by_rounding_is_equal_but_not_
 def test_verification_notices_an_overwritten_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     """An op that takes over memory which another op still reads."""
     build, plan = fresh()
-    original = apply_module.rewrite
+    original = engines_module.rewrite
 
     def greedy(program: Any, schedule: Any) -> Any:
         made = original(program, schedule)
@@ -608,13 +608,13 @@ def test_verification_notices_an_overwritten_activation(monkeypatch: pytest.Monk
 
     keep_all = Plan(meta=plan.meta)
     assert verify(build, keep_all, steps=1).bit_equal
-    monkeypatch.setattr(apply_module, "rewrite", greedy)
+    monkeypatch.setattr(engines_module, "rewrite", greedy)
     assert not verify(build, keep_all, steps=1).equal
 
 
 def test_verification_notices_a_gradient_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     build, plan = fresh()
-    original = apply_module.rewrite
+    original = engines_module.rewrite
 
     def forgetful(program: Any, schedule: Any) -> Any:
         made = original(program, schedule)
@@ -624,7 +624,7 @@ def test_verification_notices_a_gradient_that_is_missing(monkeypatch: pytest.Mon
         made.backward.recompile()
         return made
 
-    monkeypatch.setattr(apply_module, "rewrite", forgetful)
+    monkeypatch.setattr(engines_module, "rewrite", forgetful)
     outcome = verify(build, plan, steps=1)
     assert not outcome.equal
     assert outcome.max_abs_difference["gradients"] == float("inf")

@@ -15,9 +15,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from executor.apply import PlanError, apply_plan, engine_of  # noqa: E402
-from executor.apply import _run as run_engine  # noqa: E402
 from executor.plans import Settings, measure_plan  # noqa: E402
+from executor.training.autograd import run as run_engine  # noqa: E402
+from executor.training.engines import engine_of  # noqa: E402
+from executor.training.module import apply_plan  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, step_of  # noqa: E402
@@ -40,6 +41,7 @@ from tracer.record.step import capture_step, trace_step  # noqa: E402
 from tracer.torch_api import release  # noqa: E402
 from traces.device_profile import LibraryWorkspace  # noqa: E402
 from traces.devices import device  # noqa: E402
+from traces.errors import PlanError  # noqa: E402
 from traces.trace import BACKWARD, EFFECT, FORWARD, RANDOM, WORKSPACE, Trace  # noqa: E402
 from traces.validate import validate  # noqa: E402
 

@@ -15,8 +15,8 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 import executor.measure as measuring  # noqa: E402
-from executor.apply import apply_plan  # noqa: E402
 from executor.measure import Job, perform  # noqa: E402
+from executor.training.module import apply_plan  # noqa: E402
 from executor.verify import KINDS, SCALER, verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402

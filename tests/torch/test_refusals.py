@@ -314,7 +314,7 @@ def test_checks_for_errors_stay_in_the_graph_and_run_once() -> None:
     def broken() -> tuple[Any, ...]:
         return Broken(), torch.randn(3, 3), lambda y: y.sum(), None
 
-    from executor.apply import apply_plan
+    from executor.training.module import apply_plan
 
     trace = recorded(build_of(broken)).trace
     step = build_of(broken)("cpu")

@@ -1,0 +1,121 @@
+"""One planned step inside autograd: how the rewritten modules run, and what forward hands to backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor.training.engines import Engine
+from tracer.build.loop import fit_tangent
+from tracer.precision.policy import without_autocast
+from traces.errors import PlanError
+
+
+def run(engine: Engine, module: nn.Module, tensors: list[torch.Tensor]) -> Any:
+    captured = engine.program.captured
+    parameters = dict(module.named_parameters())
+    buffers = dict(module.named_buffers())
+    inputs = [parameters[n] for n in captured.parameters] + [buffers[n] for n in captured.buffers] + tensors
+    passing = _Passing(engine)
+    token = _Model.apply(passing, *inputs)
+    outputs, passing.outputs = passing.outputs, []
+    results = list(_Outputs.apply(passing, token, *outputs))
+    del outputs
+    anchor = results[captured.grad_outputs[0]]
+    for k in captured.other_outputs:
+        results[k] = _Unplanned.apply(results[k], anchor, k)
+    return captured.outputs_from(results)
+
+
+@dataclass(slots=True)
+class _Passing:
+    """What one training step hands from one autograd function to the next, beside autograd's own tensors."""
+
+    engine: Engine
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    saved: list[torch.Tensor] | None = None
+    tangents: list[torch.Tensor] = field(default_factory=list)
+
+
+class _Model(torch.autograd.Function):
+    """Runs the rewritten modules.
+
+    Saved values travel in a list that backward empties as it goes, so that each is freed at its last use: what
+    `save_for_backward` keeps lives until the whole backward has returned, and so do the gradients that autograd
+    passes to a function. Those therefore arrive in a list too, by way of `_Outputs`, and autograd itself only passes
+    an empty token.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, passing: _Passing, *inputs: torch.Tensor) -> torch.Tensor:
+        # The casts are ops of the graph; autocast around this call must not add others.
+        with without_autocast():
+            outputs, saved = passing.engine.rewritten.forward(list(inputs))
+        passing.outputs, passing.saved = list(outputs), list(saved)
+        ctx.passing = passing
+        return inputs[0].new_empty(0) if inputs[0].is_floating_point() else torch.empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _token: torch.Tensor) -> Any:
+        passing: _Passing = ctx.passing
+        values, passing.saved = passing.saved, None
+        if values is None:
+            raise PlanError(
+                "backward ran twice through a planned step, whose saved values are freed as it goes; run the "
+                "model again, or use it without a plan where the graph must be retained."
+            )
+        if torch.is_autocast_enabled(passing.engine.kind):
+            raise PlanError(
+                "backward of a planned step was called under autocast, which would cast in the untouched model's "
+                "backward too; leave the region before loss.backward(), as torch recommends."
+            )
+        values += passing.tangents
+        passing.tangents = []
+        parameter_grads, argument_grads = passing.engine.rewritten.backward(values)
+        buffers = (None,) * len(passing.engine.program.captured.buffers)
+        return (None, *parameter_grads, *buffers, *argument_grads)
+
+
+class _Outputs(torch.autograd.Function):
+    """Makes the model's outputs of what `_Model` computed, and in backward puts their gradients aside for it."""
+
+    @staticmethod
+    def forward(ctx: Any, passing: _Passing, token: torch.Tensor, *outputs: torch.Tensor) -> Any:
+        captured = passing.engine.program.captured
+        ctx.passing = passing
+        ctx.set_materialize_grads(False)
+        out = tuple(x.view_as(x) for x in outputs)
+        ctx.mark_non_differentiable(*(x for k, x in enumerate(out) if k not in captured.grad_outputs))
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *tangents: Any) -> Any:
+        passing: _Passing = ctx.passing
+        captured = passing.engine.program.captured
+        holders = [n for n in captured.placeholders if "tangent_of" in n.meta]
+        passing.tangents = [
+            fit_tangent(tangents[k], n.meta["val"])
+            for k, n in zip(captured.grad_outputs, holders, strict=True)
+        ]
+        return (None, passing.tangents[0].new_empty(0), *(None for _ in captured.outputs))
+
+
+class _Unplanned(torch.autograd.Function):
+    """An output that the plan's loss does not differentiate: readable, but a loss that uses it must not pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.number = number
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise PlanError(
+            f"the loss differentiates output {ctx.number} of the model, and the plan was made for a loss that does "
+            "not; trace the step with this loss and plan again."
+        )
