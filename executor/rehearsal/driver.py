@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -75,45 +76,55 @@ def driver_directory(torch: CudaTorch) -> Path:
     Raises:
         EnvironmentProblem: there is no C compiler, or it fails.
     """
-    sources = [
-        *sorted(SOURCES.glob("*.[ch]")),
-        *(SOURCES.parent / name for name in ("stubs.py", "elf.py", "driver.py")),
-    ]
-    libraries = [torch.libraries / name for name in _CALLERS]
-    known = [f"{p.name} {p.stat().st_size} {p.stat().st_mtime_ns}".encode() for p in libraries]
-    digest = hashlib.sha256(b"".join([*known, *(p.read_bytes() for p in sources)])).hexdigest()
+    imported = (n for name in _CALLERS for n in undefined_symbols(torch.libraries / name))
+    sources, commands = _sources(imported, torch.cuda[0]), _commands(torch.cuda[0])
+    # The very text that is compiled, so that no driver is found under the name of others.
+    digest = hashlib.sha256(repr((sorted(sources.items()), commands)).encode()).hexdigest()
     place = cache_directory() / f"null-driver-{torch.release}-{digest[:16]}"
     if not (place / LIBRARY).is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as name:
-            stubs = stub_source(n for p in libraries for n in undefined_symbols(p))
-            _build(Path(name), stubs, cuda_major=torch.cuda[0])
-            folder = Path(name) / "built"
+            built = _build(Path(name), sources, commands)
             try:
-                os.replace(folder, place)
+                os.replace(built, place)
             except OSError:  # another process was faster
                 if not (place / LIBRARY).is_file():
                     raise
     return place
 
 
-def _build(folder: Path, stubs: str, *, cuda_major: int) -> None:
-    (folder / "stubs.c").write_text(stubs, encoding="utf-8")
+def _sources(imported: Iterable[str], cuda_major: int) -> dict[str, str]:
+    """What is compiled, by file name: the C that is there, and what is written for a torch."""
+    return {
+        **{p.name: p.read_text(encoding="utf-8") for p in SOURCES.glob("*.[ch]")},
+        "stubs.c": stub_source(imported),
+        # torch asks for NVRTC's functions with a version, which is called like the library.
+        "versions": f"{_compiler_library(cuda_major)} {{ global: *; }};\n",
+    }
+
+
+def _commands(cuda_major: int) -> list[list[str]]:
+    """The compiler's arguments for each library, in a folder with the sources and an empty `built`."""
     compiler = _compiler_library(cuda_major)
-    # torch asks for NVRTC's functions with a version, which is called like the library.
-    versions = folder / "versions"
-    versions.write_text(f"{compiler} {{ global: *; }};\n", encoding="utf-8")
-    built = folder / "built"
-    built.mkdir()
-    cuda = [SOURCES / "cuda.c", SOURCES / "libraries.c", folder / "stubs.c"]
-    for name, parts in (
-        (LIBRARY, cuda),
-        (MANAGEMENT, [SOURCES / "nvml.c"]),
-        (compiler, [SOURCES / "nvrtc.c", f"-Wl,--version-script={versions}"]),
-    ):
-        options = f"-shared -fPIC -w -O1 -DCUDA_MAJOR={cuda_major} -Wl,-soname,{name}".split()
-        out = ["-o", str(built / name), "-ldl", "-lpthread"]
-        _run([*_compiler(), *options, f"-I{SOURCES}", *map(str, parts), *out])
+    parts = (
+        (LIBRARY, ["cuda.c", "libraries.c", "stubs.c"]),
+        (MANAGEMENT, ["nvml.c"]),
+        (compiler, ["nvrtc.c", "-Wl,--version-script=versions"]),
+    )
+    options = ["-shared", "-fPIC", "-w", "-O1", f"-DCUDA_MAJOR={cuda_major}"]
+    return [
+        [*options, f"-Wl,-soname,{name}", *words, "-o", f"built/{name}", "-ldl", "-lpthread"]
+        for name, words in parts
+    ]
+
+
+def _build(folder: Path, sources: Mapping[str, str], commands: list[list[str]]) -> Path:
+    for name, text in sources.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "built").mkdir()
+    for command in commands:
+        _run([*_compiler(), *command], folder)
+    return folder / "built"
 
 
 def _compiler_library(cuda_major: int) -> str:
@@ -135,9 +146,9 @@ def _compiler() -> list[str]:
     )
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], folder: Path) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except OSError as error:
         raise EnvironmentProblem(f"the C compiler {command[0]!r} cannot be run: {error}.") from None
     if done.returncode:

@@ -84,8 +84,8 @@ def test_stubs_tell_what_computes_from_what_answers() -> None:
 def test_the_device_is_full_when_its_memory_is_out_and_missing_functions_say_their_names(
     tmp_path: Path,
 ) -> None:
-    driver._build(tmp_path, stub_source(["cudaGraphAddNode", "cudaMalloc"]), cuda_major=13)
-    library = tmp_path / "built" / driver.LIBRARY
+    sources = driver._sources(["cudaGraphAddNode", "cudaMalloc"], 13)
+    library = driver._build(tmp_path, sources, driver._commands(13)) / driver.LIBRARY
     code = f"""
 import ctypes
 d = ctypes.CDLL({str(library)!r})
@@ -116,6 +116,23 @@ assert d.cudaEventQuery(e) == 0
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert ctypes.sizeof(ctypes.c_void_p) == 8
+
+
+@LINUX
+def test_a_driver_is_found_again_by_the_very_text_that_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(driver, "_CALLERS", ())
+    torch = driver.CudaTorch(release="2.15.0", cuda=(13, 0), libraries=tmp_path)
+    place = driver.driver_directory(torch)
+    assert driver.driver_directory(torch) == place
+    built = (place / driver.LIBRARY).stat().st_mtime_ns
+    monkeypatch.setattr(driver, "stub_source", lambda names: stub_source([*names, "cudaGraphAddNode"]))
+    other = driver.driver_directory(torch)
+    assert other != place
+    assert b"cudaGraphAddNode" in (other / driver.LIBRARY).read_bytes()
+    assert (place / driver.LIBRARY).stat().st_mtime_ns == built
 
 
 def test_every_gpu_of_the_table_can_be_rehearsed() -> None:
