@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import click
@@ -63,6 +64,9 @@ def main() -> None:
 
     Exit code: 0 done, 1 the budget cannot be met, 2 the input is wrong.
     """
+    gc.set_threshold(
+        100_000
+    )  # a trace is many small objects that stay: to look through them at every turn takes 0.1 s
 
 
 @click.command("planners")

@@ -13,7 +13,6 @@ from simulator.planners import DEFAULT, plan_with
 from simulator.planners.outcome import Infeasible, figures_of_plan
 from simulator.studies.lowest_peak import with_lowest_peak
 from simulator.studies.prediction import Prediction, predict
-from simulator.studies.reserved_budget import plan_within_reserved
 from simulator.studies.warnings import provenance, texts
 from traces.plan import ALLOCATED, RESERVED
 
@@ -37,6 +36,8 @@ def plan_for(
     """
 
     if budget_bytes is not None and budget_of == RESERVED:
+        from simulator.studies.reserved_budget import plan_within_reserved
+
         settings = (setting,) if setting.asked else settings_to_try(problem.trace.meta, setting)
         within = plan_within_reserved(problem, planner, limits, settings, budget_bytes, progress)
         plan, setting = within.plan, within.setting

@@ -164,8 +164,11 @@ def untouched_fit(c: Prediction) -> DeviceFit:
     Counts: what `untouched_peak_bytes` counts; for blocks and reserved memory the requests that the trace has of the
     untouched loop, and of a trace without them that no op takes over its input's memory. Ignores: there, all else.
     """
-    requests = untouched_requests(c.trace)
-    return device_fit(c.problem, untaken(c), c.setting, peak_bytes=untouched_peak_bytes(c), requests=requests)
+    requests, peak_bytes = untouched_requests(c.trace), untouched_peak_bytes(c)
+    return c.problem.once(
+        ("untouched", c.setting),
+        lambda p: device_fit(p, untaken(c), c.setting, peak_bytes=peak_bytes, requests=requests),
+    )
 
 
 def untouched_peak_bytes(c: Prediction) -> int:
@@ -190,8 +193,12 @@ def untouched_peak_bytes(c: Prediction) -> int:
 
 def untaken(c: Prediction) -> Replay:
     """Everything saved, and no op takes over the memory of its input."""
-    schedule = replace(c.saved.schedule, takes=(-1,) * len(c.saved.schedule))
-    return Replay(schedule=schedule, timeline=run(c.problem, schedule))
+
+    def replayed(problem: Problem) -> Replay:
+        schedule = replace(c.saved.schedule, takes=(-1,) * len(c.saved.schedule))
+        return Replay(schedule=schedule, timeline=run(problem, schedule))
+
+    return c.problem.once("untaken", replayed)
 
 
 def wider_masks(trace: Trace, schedule: Schedule) -> list[int]:
