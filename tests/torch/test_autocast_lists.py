@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -17,7 +18,7 @@ from tracer.build.step import load_spec  # noqa: E402
 from tracer.precision import autocast_lists as lists  # noqa: E402
 from tracer.precision.policy import Autocast, lowered  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
-from tracer.torch_api import release  # noqa: E402
+from tracer.torch_api import release, storage_expired  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.trace import Trace  # noqa: E402
 
@@ -123,6 +124,33 @@ def test_a_weight_used_twice_is_cast_once_outside_a_capture_too() -> None:
     functional.linear(functional.linear(x32.bfloat16(), once), once).float().sum().backward()
     assert by_hand.grad is not None
     assert torch.equal(weight.grad, by_hand.grad)
+
+
+class Casts(TorchDispatchMode):
+    """Watches the storages of copies in another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.made.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+
+def test_the_cast_of_a_weight_goes_when_autocast_ends() -> None:
+    """As in torch: at the end of the outermost region, and not when the lists end."""
+    weight = nn.Parameter(torch.randn(8, 8))
+    with lists.cuda_lists(), Casts() as casts:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                functional.linear(x32, weight)
+            there = [not storage_expired(ref.cdata) for ref in casts.made]
+        gone = [storage_expired(ref.cdata) for ref in casts.made]
+    assert there == [True, False]  # the weight is cast first; what is no leaf goes when its op has run
+    assert gone == [True, True]
 
 
 def types(trace: Trace, target: str) -> set[str]:

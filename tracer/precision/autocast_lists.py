@@ -25,6 +25,7 @@ from tracer.torch_api import (
     all_op_names,
     has_kernel_for_dispatch_key,
     pytree,
+    replaced,
 )
 
 KEY: Final = "AutocastCPU"
@@ -69,8 +70,17 @@ HALF_TO_FLOAT: Final = {"softmax.int": "_softmax", "log_softmax.int": "_log_soft
 
 @contextlib.contextmanager
 def cuda_lists() -> Iterator[None]:
-    """While the body runs, autocast of CPU tensors casts what autocast casts on CUDA."""
+    """While the body runs, autocast of CPU tensors casts what autocast casts on CUDA.
+
+    Its casts of parameters go where torch's own do: when the outermost region of autocast ends.
+    """
     casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        clear()
+        casts.clear()
+
     chosen: dict[str, Callable[..., Any]] = {
         **{name: _cast_to(name, _lower, casts) for name in LOWER},
         **{name: _cast_to(name, _float32, casts) for name in FLOAT32},
@@ -82,7 +92,10 @@ def cuda_lists() -> Iterator[None]:
     on_cuda = set(listed("AutocastCUDA"))
     here = {name: function for name, function in chosen.items() if name in on_cuda}
     only_cpu = [n for n in listed(KEY) if n not in here]
-    with kernels(KEY, {**here, **dict.fromkeys(only_cpu, torch.library.fallthrough_kernel)}):
+    with (
+        replaced(torch, clear_autocast_cache=clear_both),
+        kernels(KEY, {**here, **dict.fromkeys(only_cpu, torch.library.fallthrough_kernel)}),
+    ):
         yield
 
 

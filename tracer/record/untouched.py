@@ -157,6 +157,7 @@ class _Counter(EagerRecorder):
 
     def begin(self, phase: str) -> None:
         """As of an EagerRecorder; in the first iteration an optimizer like torch's makes its state when it begins."""
+        self.look()  # what went with the phase before went in it
         super().begin(phase)
         if phase == OPTIMIZER and not self._late_state:
             self._ask_for_state(list(self._state))
