@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from executor.training.module import PlannedModule, apply_plan
+    from executor.training.module import PlannedModule, apply_plan, remove_plan, unplanned
 
-__all__ = ["PlannedModule", "apply_plan"]
+__all__ = ["PlannedModule", "apply_plan", "remove_plan", "unplanned"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +89,10 @@ class _Outputs(torch.autograd.Function):
         captured = passing.engine.program.captured
         ctx.passing = passing
         ctx.set_materialize_grads(False)
-        out = tuple(x.view_as(x) for x in outputs)
+        # A view's gradient function is rebuilt when it is changed in place, which torch refuses of one from here; what
+        # `detach` returns is none to autograd. Outputs that share memory stay views, whose change would reach others.
+        sharing = _sharing(passing.engine)
+        out = tuple(x.view_as(x) if k in sharing else x.detach() for k, x in enumerate(outputs))
         ctx.mark_non_differentiable(*(x for k, x in enumerate(out) if k not in captured.grad_outputs))
         return out
 
@@ -105,13 +109,20 @@ class _Outputs(torch.autograd.Function):
         return (None, passing.tangents[0].new_empty(0), *(None for _ in captured.outputs))
 
 
+def _sharing(engine: Engine) -> set[int]:
+    """Which outputs share memory with another output, or with a parameter, buffer or argument."""
+    behind = engine.program.output_storages
+    uses = Counter(behind)
+    return {k for k, s in enumerate(behind) if uses[s] > 1 or engine.program.storages[s].producer < 0}
+
+
 class _Unplanned(torch.autograd.Function):
     """An output that the plan's loss does not differentiate: readable, but a loss that uses it must not pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, number: int) -> torch.Tensor:
         ctx.number = number
-        return x.view_as(x)
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -20,6 +21,8 @@ from tracer.torch_api import pytree
 from traces.errors import PlanError
 from traces.plan import Action, Plan
 from traces.trace import TraceMeta
+
+OF_MODULES: Final = frozenset(vars(nn.Module()))  # the attributes that torch gives every module
 
 
 @dataclass(slots=True)
@@ -38,7 +41,6 @@ Engines = dict[Any, Engine]  # by the arguments and the state of the model that 
 def engine_for(
     engines: Engines,
     plan: Plan,
-    original: nn.Module,
     module: nn.Module,
     leaves: Sequence[Any],
     spec: pytree.TreeSpec,
@@ -49,8 +51,7 @@ def engine_for(
 
     Args:
         engines: those made so far, to which a new one is added.
-        original: what is captured.
-        module: what is called, whose parameters and modes count.
+        module: what is called, and captured.
         leaves, spec: the flat arguments.
         cache: whether autocast keeps the casts of parameters, as it does unless told otherwise.
     """
@@ -59,14 +60,15 @@ def engine_for(
         spec,
         tuple((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x)
               for x in leaves),
-        tuple((p.requires_grad, p.dtype) for p in module.parameters()),
+        tuple((name, p.requires_grad, p.dtype) for name, p in module.named_parameters()),
+        tuple(name for name, _ in module.named_buffers()),
         tuple(m.training for m in module.modules()),
         next((p.device for p in module.parameters()), None),
         autocast,
     )  # fmt: skip
     if key not in engines:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        engines[key] = make_engine(original, args, kwargs, plan, autocast)
+        engines[key] = make_engine(module, args, kwargs, plan, autocast)
     return engines[key]
 
 
@@ -111,13 +113,22 @@ def make_engine(
                 flags.append(False)
         return flags
 
-    mode = model.training
-    model.training = True
-    try:
+    with _without_hooks(model):
         program = program_of(capture(model, args, kwargs, gradient_flags, autocast=autocast))
-    finally:
-        model.training = mode
     return engine_of(program, plan, autocast.kind)
+
+
+@contextlib.contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """The model's own hooks run around every planned call, and so must not be captured; those of submodules are."""
+    found = {
+        k: v for k, v in vars(model).items() if k in OF_MODULES and k.startswith(("_forward_", "_backward_"))
+    }
+    vars(model).update({k: type(v)() for k, v in found.items()})
+    try:
+        yield
+    finally:
+        vars(model).update(found)
 
 
 def engine_of(program: Program, plan: Plan, kind: str = "cpu") -> Engine:

@@ -1,0 +1,330 @@
+"""A planned model is the user's object: copied, saved, changed and unplanned as hers, and equal to eager throughout."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.nn.utils import prune  # noqa: E402
+
+import executor.training.engines as engines_module  # noqa: E402
+from executor import PlannedModule, apply_plan, remove_plan, unplanned  # noqa: E402
+from executor.training.module import engines_of  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
+from traces.errors import PlanError  # noqa: E402
+from traces.plan import Plan  # noqa: E402
+
+
+def batch(size: int = 4, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 3, 16, 16, generator=g), torch.randint(5, (size,), generator=g)
+
+
+def planned_for(make: Callable[[], nn.Module], example: Any, loss: Any = None) -> Plan:
+    """A plan that recomputes all that may be, of a model and a batch."""
+    trace = recorded(build_of(lambda: (make(), example, loss, None))).trace
+    return plan_of(trace, *recompute_all(Problem(trace)))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned_for(small_nets.Residual, batch(), functional.cross_entropy)
+
+
+def residual() -> nn.Module:
+    torch.manual_seed(0)
+    return small_nets.Residual()
+
+
+def same_training(
+    eager: nn.Module, planned: nn.Module, steps: int = 3, step: Callable[..., Any] | None = None
+) -> None:
+    """Train both from one random state; losses, parameters, buffers and random states must agree in every bit."""
+
+    def ordinary(model: nn.Module, seed: int) -> torch.Tensor:
+        x, y = batch(seed=seed)
+        return functional.cross_entropy(model(x), y)
+
+    states, losses = [], []
+    for model in (eager, planned):
+        torch.manual_seed(5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        run = []
+        for k in range(steps):
+            loss = (step or ordinary)(model, k)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.append(loss.item())
+        losses.append(run)
+        states.append({**model.state_dict(), "random state": torch.get_rng_state()})
+    assert losses[0] == losses[1]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+
+
+def twins() -> tuple[nn.Module, nn.Module]:
+    return residual(), residual()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The object
+
+
+def test_it_has_the_model_s_name_and_signature(plan: Plan) -> None:
+    model = residual()
+    planned = apply_plan(model, plan)
+    own, made = type(model), type(planned)
+    for mark in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(made, mark) == getattr(own, mark)
+    assert inspect.signature(planned.forward) == inspect.signature(model.forward)
+    assert inspect.signature(made.forward) == inspect.signature(own.forward)
+    assert isinstance(planned, own)
+    assert repr(planned) == repr(model)
+
+
+def test_neither_s_modes_and_attributes_change_with_the_other_s(plan: Plan) -> None:
+    model = residual()
+    planned = apply_plan(model, plan)
+    planned.eval()
+    planned.drop.p = 0.9
+    planned.extra = nn.Linear(1, 1)
+    assert all(m.training for m in model.modules())
+    assert model.drop.p == 0.25
+    assert not hasattr(model, "extra")
+    assert all(p is q for p, q in zip(planned.conv.parameters(), model.conv.parameters(), strict=True))
+    assert all(a is b for a, b in zip(planned.buffers(), model.buffers(), strict=True))
+
+
+def test_modules_that_attributes_name_are_those_of_the_same_tree() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.stages = [(self.first, 2)]
+            self.by_name = {"first": self.first}
+            self.call = self.first.forward
+            self.features: list[Any] = []
+
+    model = Listed()
+    planned = apply_plan(
+        model, planned_for(lambda: nn.Linear(4, 4), (torch.ones(1, 4), torch.ones(1, 4)), functional.mse_loss)
+    )
+    assert planned.first is not model.first
+    assert planned.stages[0][0] is planned.by_name["first"] is planned.call.__self__ is planned.first
+    assert model.stages[0][0] is model.first
+    assert planned.features is model.features
+
+
+def test_what_is_called_is_what_is_captured() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 4), 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.scale
+
+    x = torch.ones(2, 4)
+    planned = apply_plan(Scaled(), planned_for(Scaled, x, lambda y: y.sum()))
+    planned.scale = 0.5
+    assert torch.equal(planned(x), planned.linear(x) * 0.5)
+
+
+def test_in_place_it_is_the_very_object_until_the_plan_is_removed(plan: Plan) -> None:
+    eager, model = twins()
+    keep = type(model)
+    assert apply_plan(model, plan, in_place=True) is model
+    assert isinstance(model, PlannedModule)
+    same_training(eager, model)
+    assert len(engines_of(model)) == 1
+    assert remove_plan(model) is model
+    assert type(model) is keep
+    assert vars(model).keys() == vars(eager).keys()
+    same_training(eager, model)
+    with pytest.raises(PlanError, match="has no plan; apply_plan returns the module"):
+        remove_plan(model)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_second_plan_replaces_the_first(plan: Plan, in_place: bool) -> None:
+    eager, model = twins()
+    planned = apply_plan(model, plan, in_place=in_place)
+    again = apply_plan(planned, plan_of_nothing(plan), in_place=in_place)
+    assert (again is planned) is in_place
+    same_training(eager, again)
+    (engine,) = engines_of(again).values()
+    assert not engine.rewritten.recomputed
+    assert type(remove_plan(again)) is small_nets.Residual
+
+
+def plan_of_nothing(plan: Plan) -> Plan:
+    return Plan(meta=plan.meta)
+
+
+def test_unplanned_runs_the_model_s_own_forward(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, model = twins()
+    planned = apply_plan(model, plan)
+    whole = nn.Sequential(planned)
+    ran: list[Any] = []
+    monkeypatch.setattr(engines_module, "make_engine", lambda *a: ran.append(a) or pytest.fail("captured"))
+    with unplanned(whole), unplanned(planned):
+        same_training(eager, planned)
+    assert not ran
+    with pytest.raises(pytest.fail.Exception), warnings.catch_warnings():
+        planned(batch()[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies
+
+
+COPIES: dict[str, Callable[[nn.Module, Path], Any]] = {
+    "copy": lambda m, _: copy.copy(m),
+    "deepcopy": lambda m, _: copy.deepcopy(m),
+    "pickle": lambda m, _: pickle.loads(pickle.dumps(m)),
+    "torch.save": lambda m, to: (torch.save(m, to / "m.pt"), torch.load(to / "m.pt", weights_only=False))[1],
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("used", [False, True])
+def test_a_copy_trains_by_the_plan(how: str, used: bool, plan: Plan, tmp_path: Path) -> None:
+    eager, model = twins()
+    planned = apply_plan(model, plan)
+    if used:
+        same_training(eager, planned, steps=1)
+    other = COPIES[how](planned, tmp_path)
+    assert isinstance(other, PlannedModule)
+    assert isinstance(other, small_nets.Residual)
+    assert engines_of(other) == {}
+    assert other._lowtide.plan == plan
+    assert {id(p) for p in other.parameters()}.isdisjoint(map(id, planned.parameters())) is (how != "copy")
+    same_training(eager, other)
+    assert len(engines_of(other)) == 1
+    assert type(remove_plan(other)) is small_nets.Residual
+
+
+def test_a_model_with_parametrizations_and_one_with_flat_weights() -> None:
+    """Their modules cannot be copied by `copy.copy`, or hold their weights in a list beside the slots."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+            self.rnn = nn.GRU(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rnn(self.normed(x))[0]
+
+    x = torch.randn(3, 2, 4)
+    planned = apply_plan(Net(), planned_for(Net, x, lambda y: y.sum()))
+    eager = Net()
+    for model in (eager, planned):
+        model(x).sum().backward()
+    for p, q in zip(eager.parameters(), planned.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_pruned_after_a_step_it_is_another_graph_and_said(plan: Plan) -> None:
+    eager, model = twins()
+    planned = apply_plan(model, plan)
+    same_training(eager, planned, steps=1)
+    prune.l1_unstructured(planned.conv, "weight", 0.5)
+    with pytest.raises(PlanError, match="another graph"):
+        planned(batch()[0])
+    prune.remove(planned.conv, "weight")
+    prune.remove(prune.l1_unstructured(eager.conv, "weight", 0.5), "weight")
+    with torch.no_grad():
+        eager.conv.weight.copy_(planned.conv.weight)
+    x, y = batch()
+    for m in (eager, planned):
+        torch.manual_seed(1)
+        functional.cross_entropy(m(x), y).backward()
+    assert torch.equal(eager.stem.weight.grad, planned.stem.weight.grad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hooks and outputs
+
+
+def test_hooks_of_the_model_itself_run_once_a_call_and_not_in_the_graph(plan: Plan) -> None:
+    eager, model = twins()
+    planned = apply_plan(model, plan)
+    seen: dict[int, list[str]] = {id(eager): [], id(planned): []}
+
+    def halve(m: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        seen[id(m)].append("before")
+        return (args[0] / 2,)
+
+    def double(m: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        seen[id(m)].append("after")
+        return out * 2
+
+    for m in (eager, planned):
+        m.register_forward_pre_hook(halve)
+        m.register_forward_hook(double)
+    same_training(eager, planned)
+    assert seen[id(planned)] == seen[id(eager)] == ["before", "after"] * 3
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "div_": lambda x: x.div_(3.0),
+    "in part": lambda x: x[:, 1].mul_(2.0),
+    "masked_fill_": lambda x: x.masked_fill_(x < 0, 0.0),
+    "index": lambda x: x.__setitem__(0, 1.0),
+    "no_grad": lambda x: torch.no_grad()(x.mul_)(0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_output_changes_in_place(change: str, plan: Plan) -> None:
+    eager, model = twins()
+
+    def step(m: nn.Module, seed: int) -> torch.Tensor:
+        x, y = batch(seed=seed)
+        logits = m(x)
+        CHANGES[change](logits)
+        loss = functional.cross_entropy(logits, y)
+        loss /= 2
+        return loss
+
+    same_training(eager, apply_plan(model, plan), step=step)
+
+
+class Views(nn.Module):
+    """Two outputs that share memory, and one that is the argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.linear(x)
+        return y, y[0], x
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_output_that_shares_memory_is_not_changed_in_place(which: int) -> None:
+    """Eager's autograd would see the other change too."""
+    x = torch.randn(3, 4)
+    planned = apply_plan(Views(), planned_for(Views, x, lambda out: out[0].sum() + out[1].sum()))
+    out = planned(x)
+    assert out[0].data_ptr() == out[1].data_ptr()
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        out[which].mul_(2)
+    (out[0].sum() + out[1].sum()).backward()
