@@ -21,7 +21,6 @@ from executor.campaign.record import (
     NOT_EQUAL,
     OUT_OF_MEMORY,
     RETRIED,
-    TRANSFERRED,
     Keys,
     Record,
     Store,
@@ -102,10 +101,8 @@ class Bench:
         """Where the step's traces stand, once they are recorded."""
         return self.store.root / "traces" / self.keys.of_step(step)
 
-    def trace(self, step: Step, *, transfer: bool) -> str:
+    def trace(self, step: Step) -> str:
         """Record the step's traces in a fresh process; returns why there is no calibrated one ("": there is).
-
-        transfer: also from a calibration at half the batch size.
 
         Raises:
             LowtideError: the step cannot be recorded. (That memory runs out while it is calibrated is an answer.)
@@ -120,7 +117,6 @@ class Bench:
             "directory": str(directory),
             "rounds": method.rounds,
             "warmup": method.trace_warmup,
-            "transfer": transfer,
         }
         self.progress("    recording the step")
         call, what = "executor.campaign.record_step:record_step", "recorded the step"
@@ -154,7 +150,7 @@ class Bench:
 
     def _keep_all(self, record: Record) -> Record:
         step = record.case.step
-        uncalibrated = self.trace(step, transfer=self.method.transfer)
+        uncalibrated = self.trace(step)
         forecast = self.forecast(step)
         notes = list(forecast.notes)
         plan_path = forecast.keep_all().save(self.traces(step) / KEEP_ALL_PLAN)
@@ -233,8 +229,7 @@ class Bench:
             return replace(record, status=OUT_OF_MEMORY, message=said)
         record = replace(record, measured=done.figures)
         if CALIBRATED not in record.predicted:
-            known = "half the batch size" if TRANSFERRED in record.predicted else "the table of rules alone"
-            record = record.noted(f"planned and predicted by {known}")
+            record = record.noted("planned and predicted by the table of rules alone")
         if not verify:
             return record
         if not together:
@@ -257,12 +252,9 @@ class Bench:
             return record
         return replace(record, status=NOT_EQUAL, message=f"not equal to eager: {checked.first_difference}")
 
-    def job(
-        self, variant: str, plan_path: Path, limit_bytes: int = 0, *, then_verify: bool = False
-    ) -> JobResult:
+    def job(self, variant: str, plan_path: Path, *, then_verify: bool = False) -> JobResult:
         """Measure or verify in a fresh process; raises as `run_job` does."""
         method = self.method
-        own = parse_budget(method.memory_limit, self.memory_bytes) if method.memory_limit else 0
         job = Job(
             variant=variant,
             plan_path=str(plan_path),
@@ -273,6 +265,6 @@ class Bench:
             runs=method.runs,
             steps=method.verify_steps,
             then_verify=then_verify,
-            limit_bytes=limit_bytes or own,
+            limit_bytes=parse_budget(method.memory_limit, self.memory_bytes) if method.memory_limit else 0,
         )
         return run_job(job, timeout_s=self.timeout_s)

@@ -30,8 +30,7 @@ from traces.json_records import canonical_json, to_json
 from traces.model_spec import short_name, split_reference
 
 PACKAGED: Final = Path(__file__).resolve().parent
-PLAN, BOUNDARY = "plan", "boundary"
-NONE: Final = "none"  # as a budget: everything kept; as a boundary's planner: the untouched model
+NONE: Final = "none"  # as a budget: everything saved
 CALIBRATED, UNCALIBRATED = "calibrated", "uncalibrated"
 COUNTS: Final = ("batch_size", "seq_len", "image_size")
 SHORT: Final = {"batch_size": "b", "seq_len": "s", "image_size": "px"}
@@ -59,22 +58,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One question to the machine: how much does this step need with this plan, or where does it stop to fit."""
+    """One question to the machine: how much does this step need with this plan."""
 
     step: Step
-    kind: str = PLAN
     budget: str = NONE  # `none`, or what `simulate --budget` takes
     planner: str = ""
-    limit: str = ""  # of a boundary: bytes, a size, or a share of the device's memory
-    batch_sizes: tuple[int, ...] = ()  # of a boundary: the sizes that are asked about, ascending
 
     @property
     def label(self) -> str:
         """What `--only` is matched with."""
-        if self.kind == BOUNDARY:
-            sizes = ",".join(str(b) for b in self.batch_sizes)
-            with_plan = "" if self.planner == NONE else f" {self.planner}"
-            return f"{self.step.label} boundary {self.limit} b{sizes}{with_plan}"
         run = "keep-all" if self.budget == NONE else f"{self.budget} {self.planner}"
         return f"{self.step.label} {run}"
 
@@ -88,7 +80,6 @@ class Method:
     plan_from: str = CALIBRATED  # which trace the plans are made from
     rounds: int = 3  # timed rounds of the calibrated trace
     trace_warmup: int = 1
-    transfer: bool = False  # also predict from a calibration at half the batch size
     verify_steps: int = 3  # 0: no verification
     memory_steps: int = 5  # the third to the fifth are the steady ones
     warmup: int = 1
@@ -164,7 +155,7 @@ def _case_keys() -> tuple[str, ...]:
     from tracer.precision.policy import POLICY_OPTIONS
 
     of_steps = dict.fromkeys((*IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *POLICY_OPTIONS))
-    return ("kind", "model", "budget", "planner", "limit", *(k.replace("_", "-") for k in of_steps))
+    return ("model", "budget", "planner", *(k.replace("_", "-") for k in of_steps))
 
 
 def _table(data: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
@@ -208,41 +199,19 @@ def _expand(table: Mapping[str, Any], place: str, root: Path) -> list[Case]:
     for key, values in lists.items():
         if not values:
             raise SpecError(f"{place}: {key} is an empty list; leave it out or give a value.")
-    kinds = lists.pop("kind", [PLAN])
-    if kinds not in ([PLAN], [BOUNDARY]):
-        raise SpecError(f"{place}: kind must be {PLAN} or {BOUNDARY}.")
-    boundary = kinds == [BOUNDARY]
     budgets = [str(b) for b in lists.pop("budget", [NONE])]
-    limits = [str(limit) for limit in lists.pop("limit", [])]
-    planners = lists.pop("planner", [NONE if boundary else DEFAULT])
+    planners = lists.pop("planner", [DEFAULT])
     for planner in planners:
-        if str(planner) not in ((*REGISTRY, NONE) if boundary else REGISTRY):
+        if str(planner) not in REGISTRY:
             raise SpecError(f"{place}: {planner!r} is no planner; there are {', '.join(REGISTRY)}.")
     with _at(place):
-        for text in (*budgets, *limits):
+        for text in budgets:
             if text != NONE:
                 check_budget(text)
-    if not boundary:
-        if limits:
-            raise SpecError(f"{place}: limit belongs to a case of the kind {BOUNDARY}.")
-        return [
-            Case(step=step, budget=budget, planner="save-all" if budget == NONE else planner)
-            for step in _steps(lists, place, root)
-            for budget, planner in itertools.product(budgets, planners)
-        ]
-    if not limits:
-        raise SpecError(
-            f'{place}: a boundary needs a limit, such as "8GiB" or "50%" of the device\'s memory.'
-        )
-    sizes = lists.pop("batch-size", [])
-    for size in sizes:
-        _count("batch-size", size, place)
-    if len(sizes) < 2:
-        raise SpecError(f"{place}: a boundary needs at least two values of batch-size.")
     return [
-        Case(step=step, kind=BOUNDARY, limit=limit, planner=planner, batch_sizes=tuple(sorted(set(sizes))))
+        Case(step=step, budget=budget, planner="save-all" if budget == NONE else planner)
         for step in _steps(lists, place, root)
-        for limit, planner in itertools.product(limits, planners)
+        for budget, planner in itertools.product(budgets, planners)
     ]
 
 

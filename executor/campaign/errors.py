@@ -13,13 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from executor.campaign.cases import BOUNDARY, NONE
+from executor.campaign.cases import NONE
 from executor.campaign.record import (
     CALIBRATED,
     OUT_OF_MEMORY,
     RULES,
     STAGES,
-    TRANSFERRED,
     Predictions,
     Record,
 )
@@ -32,7 +31,6 @@ KEEP_ALL, PLAN, EAGER = "keep-all", "plan", "eager"
 WITHIN: Final = (1.0, 2.0, 5.0)
 STAGE_LABELS: Final = {
     CALIBRATED: "calibrated",
-    TRANSFERRED: "calibrated at half the batch",
     RULES: "uncalibrated",
 }
 
@@ -67,8 +65,7 @@ def error_rows(records: Iterable[Record]) -> list[ErrorRow]:
     """
     out: list[ErrorRow] = []
     told: set[tuple[str, str, str]] = set()
-    cases = (r for r in records if r.case.kind != BOUNDARY)
-    for r in sorted(cases, key=lambda r: r.case.budget != NONE):  # stable: keep-all cases first
+    for r in sorted(records, key=lambda r: r.case.budget != NONE):  # stable: keep-all cases first
         step = (r.case.step.label, r.fingerprint, r.place)
         for stage in (s for s in STAGES if s in r.keep_all_predicted):
             kept, planned = r.keep_all_predicted[stage], r.predicted.get(stage)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from executor.campaign.cases import BOUNDARY, NONE
+from executor.campaign.cases import NONE
 from executor.campaign.errors import (
     ALLOCATED,
     BLOCKS,
@@ -38,7 +38,6 @@ from executor.campaign.record import (
     RULES,
     Book,
     Record,
-    Trial,
 )
 from simulator.report.charts import Point, scatter, signed_errors
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, paragraphs, write_page
@@ -47,7 +46,7 @@ from traces.json_records import to_json
 from traces.measurement import RunFigures
 from traces.units import show_bytes, show_percent
 
-COLOURS: Final = dict(zip(STAGE_LABELS.values(), ("#4c78a8", "#63a375", "#e39c45"), strict=True))
+COLOURS: Final = dict(zip(STAGE_LABELS.values(), ("#4c78a8", "#e39c45"), strict=True))
 # Of each figure: its kind for charts, and its title.
 KINDS: Final = {
     ALLOCATED: ("bytes", "peak allocated"),
@@ -80,8 +79,7 @@ def campaign_page(book: Book, *, analysis: str = "") -> Page:
         "Errors by model": _tables(aggregates(rows, by_model=True)),
         "Predicted against measured": _scatters(rows),
         "Signed errors of each case": _bars(rows),
-        "Every case": _cases([r for r in records if r.case.kind != BOUNDARY and r.peak is not None]),
-        "Where memory ends": _boundaries([(r, t) for r in records for t in r.trials]),
+        "Every case": _cases([r for r in records if r.peak is not None]),
         "Cases without a figure": _others(records),
         "Provenance": _provenance(book),
     }
@@ -203,10 +201,9 @@ def _aggregates(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
         "An error is 100·(predicted − measured)/measured: negative means that the prediction was too low, "
         "which is the dangerous side. A slow-down is the plan's step time over the keep-all step's; its error is "
         "in points. Calibrated predictions know workspaces and times as they were measured on the device, op by "
-        "op, in a process of their own; uncalibrated ones know nothing of the device but a table; transferred ones "
-        "what the step showed at half the batch size. |e|: the error without its sign. Lowest, highest: the worst "
-        "under- and overestimate. Within: the share of the runs whose error is at most so many percent (points). "
-        "Too low: the share that was predicted below what was measured."
+        "op, in a process of their own; uncalibrated ones know nothing of the device but a table. |e|: the error "
+        "without its sign. Lowest, highest: the worst under- and overestimate. Within: the share of the runs whose "
+        "error is at most so many percent (points). Too low: the share that was predicted below what was measured."
     )
     return (text, *_tables(aggregates(rows)), *_tables(aggregates(rows, eager=True)))
 
@@ -385,38 +382,6 @@ def _iterations(cases: Sequence[Record]) -> Table:
         caption=title,
         folded=title,
     )
-
-
-def _boundaries(trials: Sequence[tuple[Record, Trial]]) -> tuple[Block, ...]:
-    """Every batch size of every boundary: predicted, and whether it fitted."""
-    if not trials:
-        return ()
-
-    def verdict(t: Trial) -> Cell:
-        if t.fits is None:
-            return Cell("not tried", tone="quiet")
-        return yes("as predicted") if t.fits == t.predicted_fits else no("NOT as predicted")
-
-    fits = {None: UNKNOWN, True: "fits", False: "does not fit"}
-    columns: list[Column] = [
-        ("step", "", lambda row: one_line(row[0].case.step.label)),
-        ("run", "", lambda row: "untouched" if row[0].case.planner == NONE else row[0].case.planner),
-        ("measured", "", lambda row: one_line(row[0].provenance)),
-        ("limit", "bytes", lambda row: row[0].limit_bytes),
-        ("batch", "count", lambda row: row[1].batch_size),
-        ("allocated, predicted", "bytes", lambda row: row[1].predicted.peak_allocated_bytes),
-        ("reserved, predicted", "bytes", lambda row: row[1].predicted.peak_reserved_bytes),
-        ("predicted", "", lambda row: fits[row[1].predicted_fits]),
-        ("allocated, measured", "bytes", lambda row: row[1].measured.peak_allocated_bytes),
-        ("tried", "", lambda row: fits[row[1].fits]),
-        ("verdict", "", lambda row: verdict(row[1])),
-    ]
-    text = (
-        "The largest batch size that is predicted to fit a limit, and the next larger one, tried. On CUDA the "
-        "process may take no more than the limit from the device, and does not fit if it runs out of memory. On "
-        "the CPU there is no such limit: there the measured peak is compared with it."
-    )
-    return Text(text), table(trials, columns)
 
 
 def _others(records: Sequence[Record]) -> tuple[Block, ...]:

@@ -2,9 +2,8 @@
 
 The stages, each with what the one before it has:
 
-    rules        workspaces by the table of rules, resident ones included: all that a laptop can know (uncalibrated)
-    transferred  workspaces and times interpolated from the same step at half the batch size, measured on the device
-    calibrated   workspaces and times measured on the device, op by op
+    rules       workspaces by the table of rules, resident ones included: all that a laptop can know (uncalibrated)
+    calibrated  workspaces and times measured on the device, op by op
 """
 
 from __future__ import annotations
@@ -14,26 +13,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from executor.campaign.cases import NONE, UNCALIBRATED
-from executor.campaign.record import CALIBRATED, RULES, TRANSFERRED, Predictions, Trial
-from executor.campaign.record_step import CALIBRATED_DIR, TRANSFERRED_DIR, UNCALIBRATED_DIR
-from simulator.allocator.device import CPU, CUDA, DeviceMemory
+from executor.campaign.cases import UNCALIBRATED
+from executor.campaign.record import CALIBRATED, RULES, Predictions
+from executor.campaign.record_step import CALIBRATED_DIR, UNCALIBRATED_DIR
 from simulator.allocator.device_fit import Setting
 from simulator.allocator.settings import as_in, parse_alloc_conf
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.studies.planning import completed, plan_for
-from simulator.studies.prediction import Prediction, predict, untouched_fit
+from simulator.studies.prediction import Prediction, predict
 from simulator.studies.warnings import STANDING, text, warnings
 from traces import store
 from traces.alloc_conf import alloc_conf
-from traces.errors import BudgetError
-from traces.measurement import RunFigures
-from traces.plan import ALLOCATED, RESERVED, Action, Plan
+from traces.plan import Action, Plan
 from traces.trace import Trace
 
 KEEP_ALL_PLAN: Final = "keep-all.json"
-DIRECTORIES: Final = {RULES: UNCALIBRATED_DIR, TRANSFERRED: TRANSFERRED_DIR, CALIBRATED: CALIBRATED_DIR}
+DIRECTORIES: Final = {RULES: UNCALIBRATED_DIR, CALIBRATED: CALIBRATED_DIR}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +60,13 @@ class Forecast:
             "the uncalibrated trace has another graph than the device's, so plans cannot be judged on it",
         )
 
-    def setting(self, memory: DeviceMemory | None = None) -> Setting:
+    def setting(self) -> Setting:
         """The settings of this environment's allocator, in the trace's torch; none on the CPU, which has no such."""
         if not self.device.startswith("cuda"):
-            return Setting(device=memory)
+            return Setting()
         conf = alloc_conf()
         settings = as_in(parse_alloc_conf(conf), self.base.trace.meta.torch_version)
-        return Setting(settings=settings, alloc_conf=conf, device=memory)
+        return Setting(settings=settings, alloc_conf=conf)
 
     def judged(self, problem: Problem, actions: tuple[Action, ...]) -> Prediction:
         """The replays of a stage with everything saved and with these actions."""
@@ -98,39 +94,12 @@ class Forecast:
         """The plan that saves everything, with the prediction that a plan file must carry."""
         return replace(completed(self.judged(self.base, ())).plan, planner="save-all")
 
-    def plan(self, planner: str, budget_bytes: int, budget_of: str = ALLOCATED) -> Prediction:
+    def plan(self, planner: str, budget_bytes: int) -> Prediction:
         """The step with the plan for a budget; raises BudgetError if there is none."""
         here = replace(
             self.setting(), asked=True
         )  # no other settings are tried: the runs have the environment's
-        return plan_for(self.base, planner, DEFAULTS, here, budget_bytes=budget_bytes, budget_of=budget_of)
-
-    def trial(self, batch_size: int, planner: str, limit_bytes: int) -> tuple[Trial, Plan | None]:
-        """Whether the step fits a limit, untouched (planner `none`) or with a plan for it; and the plan that is run."""
-        cuda = self.device.startswith("cuda")
-        plan = self.keep_all()
-        if planner != NONE:
-            try:  # on CUDA the limit is of what the allocator reserves
-                plan = self.plan(planner, limit_bytes, RESERVED if cuda else ALLOCATED).plan
-            except BudgetError as error:
-                refused = Trial(
-                    batch_size=batch_size, predicted=RunFigures(), predicted_fits=False, message=str(error)
-                )
-                return refused, None
-        free = self.judged(self.base, plan.actions)
-        memory = DeviceMemory(name="the limit", kind=CUDA if cuda else CPU, memory_bytes=limit_bytes)
-        limited = replace(free, setting=self.setting(memory))
-        if planner == NONE:  # the graph with everything saved may need less than the untouched model, or more
-            fit, wanted = untouched_fit(limited), untouched_fit(free)
-        else:
-            fit, wanted = limited.planned_fit, free.planned_fit
-        trial = Trial(
-            batch_size=batch_size,
-            predicted=wanted.figures(free.planned.timeline.step_time_ns),
-            predicted_fits=bool(fit.fits),
-            message="" if fit.reserved is None else fit.out_of_memory,
-        )
-        return trial, plan
+        return plan_for(self.base, planner, DEFAULTS, here, budget_bytes=budget_bytes)
 
 
 def same_graph(a: Trace, b: Trace) -> bool:

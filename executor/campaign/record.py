@@ -25,22 +25,10 @@ RETRIED: Final = (NOT_EQUAL, FAILED)  # by --retry-failed; the others are answer
 PROVENANCES: Final = ("measured-cpu", "measured-cuda")
 
 # What a prediction is made from, each with what the one before it has.
-RULES, TRANSFERRED, CALIBRATED = "rules", "transferred", "calibrated"
-STAGES: Final = (RULES, TRANSFERRED, CALIBRATED)
+RULES, CALIBRATED = "rules", "calibrated"
+STAGES: Final = (RULES, CALIBRATED)
 
 Predictions = Mapping[str, RunFigures]  # stage -> figures; a stage that the device does not have is left out
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """One batch size of a boundary: whether it was to fit, and whether it did (None: not tried)."""
-
-    batch_size: int
-    predicted: RunFigures
-    predicted_fits: bool
-    measured: RunFigures = field(default_factory=RunFigures)
-    fits: bool | None = None
-    message: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +64,7 @@ class Record(JsonRecord):
     bit_equal: bool | None = None
     first_difference: str = ""
     steps: int = 0  # that were verified
-    limit_bytes: int | None = None  # of a boundary, and where the measuring processes had one
-    trials: tuple[Trial, ...] = ()
+    limit_bytes: int | None = None  # where the measuring processes had one
     seconds: float = 0.0
     finished: str = ""  # UTC
 

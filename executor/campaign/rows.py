@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from executor.campaign.cases import BOUNDARY
 from executor.campaign.errors import (
     ALLOCATED,
     SLOWDOWN,
@@ -32,21 +31,18 @@ Row = dict[str, str | int | float | bool | None]
 
 
 def flat_rows(records: Sequence[Record]) -> list[Row]:
-    """One row a case, and of a boundary one a batch size; every row has the same columns."""
-    rows = []
-    for r in records:
-        rows += _boundary_rows(r) if r.case.kind == BOUNDARY else [_flat(r)]
+    """One row a case; every row has the same columns."""
+    rows = [_flat(r) for r in records]
     columns = list(dict.fromkeys(c for row in rows for c in row))
     return [{c: row.get(c) for c in columns} for row in rows]
 
 
-def _about(r: Record) -> Row:
+def _flat(r: Record) -> Row:
     options = r.case.step.options
     keys = ("batch_size", "seq_len", "image_size", "dtype", "optimizer")
     rest = {k: v for k, v in options.items() if k not in keys}
-    return {
+    row: Row = {
         "case": r.case.label,
-        "kind": r.case.kind,
         "model": r.case.step.model,
         **{k: options.get(k) for k in keys},
         "other_options": " ".join(f"{k}={v}" for k, v in sorted(rest.items())),
@@ -59,12 +55,6 @@ def _about(r: Record) -> Row:
         "device": r.place,
         "torch": r.environment.get("torch"),
         "fingerprint": r.fingerprint,
-    }
-
-
-def _flat(r: Record) -> Row:
-    row: Row = {
-        **_about(r),
         "budget_bytes": r.budget_bytes,
         "recomputed_ops": r.recomputed_ops,
         "verified": r.verified,
@@ -85,22 +75,6 @@ def _flat(r: Record) -> Row:
         name = f"{e.run.replace('-', '_')}_{e.figure.replace('-', '_')}"
         row[f"error_{name}_{e.stage}_{unit}"] = e.error
     return row
-
-
-def _boundary_rows(r: Record) -> list[Row]:
-    return [
-        {
-            **_about(r),
-            "batch_size": t.batch_size,
-            "limit_bytes": r.limit_bytes,
-            "predicted_fits": t.predicted_fits,
-            "fits": t.fits,
-            **{f"predicted_{k}": v for k, v in t.predicted.headline().items()},
-            **{f"measured_{k}": v for k, v in t.measured.headline().items()},
-            "message": t.message or r.message,
-        }
-        for t in r.trials
-    ] or [_about(r)]
 
 
 def write_rows(directory: Path, rows: Sequence[Row]) -> None:
@@ -184,7 +158,7 @@ def markdown(book: Book) -> str:
     ]
     for r in book.records:
         peak = r.peak
-        if peak is None or r.case.kind == BOUNDARY:
+        if peak is None:
             continue
         predicted = [
             f"{b:,} ({b - peak:+,})" if b is not None else "–"
@@ -209,12 +183,6 @@ def markdown(book: Book) -> str:
 
 
 def _line(r: Record) -> str:
-    if r.case.kind == BOUNDARY:
-        tried = [t for t in r.trials if t.fits is not None]
-        right = sum(1 for t in tried if t.fits == t.predicted_fits)
-        return (
-            f"{right} of {len(tried)} tried batch sizes as predicted" if tried else f"{r.status}: {r.message}"
-        )
     if r.peak is None:
         return f"{r.status}: {r.message}"
     parts = [show_bytes(r.peak)]

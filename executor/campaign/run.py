@@ -8,8 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from executor.campaign.bench import Bench, Progress
-from executor.campaign.boundary import run_boundary
-from executor.campaign.cases import BOUNDARY, NONE, Campaign, Case
+from executor.campaign.cases import NONE, Campaign, Case
 from executor.campaign.record import RETRIED, Book, Record, Store
 from traces.errors import SpecError
 
@@ -70,12 +69,10 @@ def run_campaign(
 
 def _run(case: Case, bench: Bench) -> Record:
     """One case, from the beginning to its record, whatever happens but Ctrl-C."""
-    step = None if case.kind == BOUNDARY else bench.step(case.step)
+    step = bench.step(case.step)
     begin = time.perf_counter()
     try:
-        if step is None:
-            record = run_boundary(case, bench)
-        elif case.budget == NONE:
+        if case.budget == NONE:
             record = replace(step, case=case, key=bench.keys.of_case(case))
         else:
             record = bench.case(case, step)

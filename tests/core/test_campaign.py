@@ -26,7 +26,7 @@ from executor.campaign.errors import (
     ran_out_unforeseen,
 )
 from executor.campaign.predict import Forecast
-from executor.campaign.record import Book, Keys, Record, Store, Trial
+from executor.campaign.record import Book, Keys, Record, Store
 from executor.campaign.rows import answer, flat_rows, summary, write_rows
 from executor.campaign.run import run_campaign
 from executor.cli.main import execute
@@ -66,7 +66,6 @@ class Machine:
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
         self.done: list[str] = []
-        self.transferred: list[bool] = []  # of each step that is traced
         self.measured: list[str] = []
         self.stop_at = -1  # the number of the measurement at which Ctrl-C comes
         self.fails: Callable[[str, str], Exception | None] = lambda what, plan: None
@@ -82,7 +81,6 @@ class Machine:
         assert called == "record_step"
         self.done.append("trace")
         root = Path(task["directory"])
-        self.transferred.append(task["transfer"])
         trace_store.save(CHAIN, root / "uncalibrated", force=True)
         if error := self.fails("trace", task["model"]):
             raise error
@@ -354,109 +352,6 @@ def test_on_cuda_verification_has_a_process_of_its_own_and_may_run_out_of_memory
     assert {e.figure for e in error_rows([record])} == {"allocated", "blocks", "reserved", "time"}
 
 
-BOUNDARY = """
-[[case]]
-kind = "boundary"
-model = "bert-tiny"
-limit = "{limit}"
-batch-size = [1, 2, 4]
-"""
-
-
-@pytest.mark.parametrize(
-    ("limit", "predicted", "tried"),
-    [
-        ("26", [True, True, True], [None, None, True]),  # calibrated: 26 bytes; measured: 25
-        ("25", [False, False, False], [True, None, None]),  # wrongly predicted, and it shows
-        ("24", [False, False, False], [False, None, None]),
-    ],
-)
-def test_a_boundary_tries_both_sides_of_the_predicted_one(
-    tmp_path: Path, machine: Machine, limit: str, predicted: list[bool], tried: list[bool | None]
-) -> None:
-    (record,) = go(tmp_path / "c", BOUNDARY.format(limit=limit)).records
-    assert [t.predicted_fits for t in record.trials] == predicted
-    assert [t.fits for t in record.trials] == tried
-    assert record.limit_bytes == int(limit)
-
-
-@pytest.mark.parametrize(
-    ("limit_bytes", "untouched", "empty_plan"),
-    [(PEAK - 1, False, False), (PEAK, False, True), (22, True, True)],
-)
-def test_without_a_plan_a_limit_is_for_the_untouched_model(
-    tmp_path: Path, limit_bytes: int, untouched: bool, empty_plan: bool
-) -> None:
-    """The graph with everything kept has 20 bytes at its peak, the untouched model's loop 22."""
-    trace = replace(CHAIN, meta=replace(CHAIN.meta, untouched_peak_bytes=22))
-    trace_store.save(trace, tmp_path / "calibrated")
-
-    forecast = Forecast.load(tmp_path, "cpu", "calibrated")
-    alone, _ = forecast.trial(1, "none", limit_bytes)
-    assert (alone.predicted_fits, alone.predicted.peak_allocated_bytes) == (untouched, 22)
-    assert forecast.trial(1, "save-all", limit_bytes)[0].predicted_fits is empty_plan
-
-
-def test_on_cuda_the_untouched_model_takes_over_no_memory(tmp_path: Path) -> None:
-    """`g` takes over `y`'s segment of 20 MiB in the graph; with x's the untouched model reserves three of them."""
-    size = 20 * 2**20
-    trace = tiny.trace([tiny.fwd({"y": size}, "x"), tiny.bwd({"g": size}, "y", overwrites="y")], {"x": size})
-    trace_store.save(replace(trace, meta=replace(trace.meta, device="cuda")), tmp_path / "calibrated")
-
-    def fits(limit_bytes: int) -> bool:
-        trial, _ = Forecast.load(tmp_path, "cuda", "calibrated").trial(1, "none", limit_bytes)
-        assert trial.predicted.peak_reserved_bytes == 3 * size
-        return trial.predicted_fits
-
-    assert fits(3 * size)
-    assert not fits(3 * size - 1)
-
-
-def test_a_boundary_takes_what_a_case_of_its_step_recorded_and_measured(
-    tmp_path: Path, machine: Machine
-) -> None:
-    """And asks for no calibration at half the batch size, which it would not look at."""
-    case = '[campaign]\ntransfer = true\n[[case]]\nmodel = "bert-tiny"\nbatch-size = 4\n'
-    text = case + BOUNDARY.format(limit="26")
-    kept, boundary = go(tmp_path / "c", text).records
-    assert machine.transferred == [True, False, False]  # batch sizes 4, 1 and 2
-    assert machine.measured == ["eager", "keep_all"]
-    assert boundary.trials[2].measured == kept.eager
-    assert boundary.trials[2].fits is True
-    planned = go(tmp_path / "d", text + 'planner = "mu-two"\n').records[1]
-    assert machine.measured == ["eager", "keep_all"] * 2 + ["plan"]  # that is another run
-    assert planned.trials[2].fits is True
-
-
-def test_a_boundary_that_no_plan_meets_is_an_answer(tmp_path: Path, machine: Machine) -> None:
-    """w, x0, x1, x2 and g2 are at least 13 bytes, whatever is recomputed."""
-    text = BOUNDARY.format(limit="9") + 'planner = "mu-two"\n'
-    (record,) = go(tmp_path / "c", text).records
-    assert record.status == "infeasible"
-    assert "No plan can stay" in record.message
-    assert machine.measured == []
-
-
-def test_on_cuda_running_out_of_memory_is_not_fitting(tmp_path: Path, machine: Machine) -> None:
-    machine.device = "cuda"
-    machine.fails = lambda what, plan: OutOfMemoryProblem("full") if what == "eager" else None
-    text = '[campaign]\ndevice = "cuda"\n' + BOUNDARY.format(limit="4MiB")
-    (record,) = go(tmp_path / "c", text).records
-    assert [t.predicted_fits for t in record.trials] == [True, True, True]  # 2 MiB are reserved
-    assert [t.fits for t in record.trials] == [None, None, False]
-    small = '[campaign]\ndevice = "cuda"\n' + BOUNDARY.format(limit="1MiB")
-    (record,) = go(tmp_path / "d", small).records
-    assert [t.predicted_fits for t in record.trials] == [False, False, False]  # the segment alone is larger
-
-
-def test_on_cuda_the_plan_of_a_boundary_is_for_reserved_memory(tmp_path: Path) -> None:
-    """Blocks of 4 MiB lie in segments of 20 MiB: 44 MiB allocated would keep to the limit of 45, and reserve 60."""
-    trace_store.save(tiny.chain(12, size=4 << 20), tmp_path / "calibrated")
-    trial, _ = Forecast.load(tmp_path, "cuda", "calibrated").trial(1, "mu-two", 45 << 20)
-    assert trial.predicted_fits, trial.message
-    assert trial.predicted.peak_reserved_bytes == 40 << 20
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors
 
@@ -585,7 +480,6 @@ def test_an_underestimate_without_a_warning_is_told_from_one_with() -> None:
 
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
     made = record(
-        trials=(Trial(batch_size=4, predicted=figures(9), predicted_fits=True, fits=False, message="full"),),
         notes=("a note",),
         measured=RunFigures(peak_allocated_bytes=5, peaks_bytes=(6, 5), times_ns=(1, 2)),
     )
@@ -662,28 +556,18 @@ def book(*records: Record) -> Book:
 
 
 def many() -> Book:
-    boundary = record(
-        key="b",
-        case=Case(step=Step(model="m"), kind="boundary", limit="1GiB", batch_sizes=(1, 2), planner="none"),
-        limit_bytes=2**30,
-        trials=(
-            Trial(batch_size=1, predicted=figures(9), predicted_fits=True, measured=figures(9), fits=True),
-            Trial(batch_size=2, predicted=figures(2**31), predicted_fits=False, fits=True),
-        ),
-    )
     return book(
         record(),
         record(key="i", status="infeasible", message="<script>too small</script>", measured=RunFigures()),
         record(key="o", status="out of memory", message="killed", measured=RunFigures()),
         record(key="f", status="failed", message="broken", measured=RunFigures(), predicted={}),
         record(key="v", status="verification failed", verified=False, first_difference="step 1", steps=2),
-        boundary,
     )
 
 
 def test_rows_of_all_cases_have_the_same_columns(tmp_path: Path) -> None:
     rows = flat_rows(many().records)
-    assert len(rows) == 7  # the boundary has two
+    assert len(rows) == 5
     assert len({tuple(r) for r in rows}) == 1
     assert {r["prediction"] for r in rows} == {"simulated"}
     assert {r["provenance"] for r in rows} == {"measured-cpu"}
@@ -693,13 +577,13 @@ def test_rows_of_all_cases_have_the_same_columns(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     write_rows(tmp_path, rows)
-    assert pq.ParquetFile(tmp_path / "rows.parquet").read().num_rows == 7
+    assert pq.ParquetFile(tmp_path / "rows.parquet").read().num_rows == 5
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.csv", "rows.parquet"]
 
 
 def test_the_summary_names_every_case_and_what_became_of_it() -> None:
     text = summary(many())
-    for words in ("too small", "killed", "broken", "verification failed", "1 of 2 tried batch sizes"):
+    for words in ("too small", "killed", "broken", "verification failed"):
         assert words in text
     assert answer(many())["statuses"]["out of memory"] == 1
 
@@ -726,7 +610,7 @@ def test_the_page_is_made_from_records_alone_and_without_torch(tmp_path: Path) -
     assert "No figure on this page is a GPU" in page
     assert "GPU (" not in page
     assert "<script>too small" not in page
-    for words in ("NOT as predicted", "out of memory", "infeasible", "broken", "NOT EQUAL"):
+    for words in ("out of memory", "infeasible", "broken", "NOT EQUAL"):
         assert words in page, words
 
 

@@ -105,7 +105,6 @@ INFINITE = float("inf")
         ("book", ("method", "runs"), "5"),
         ("book", ("records", 0, "measured", "times_ns"), ["a"]),
         ("book", ("records", 0, "measured", "keep_all_times_ns"), [0]),
-        ("book", ("records", 0, "case", "batch_sizes"), ["8"]),
         ("book", ("records", 0, "verified"), 1),
     ],
 )

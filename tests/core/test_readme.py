@@ -168,12 +168,12 @@ def test_every_key_of_a_sweep_is_documented() -> None:
 
 def test_every_key_of_a_campaign_is_documented() -> None:
     from executor.campaign.cases import Case, Method, Step
-    from executor.campaign.record import Book, Record, Trial
+    from executor.campaign.record import Book, Record
 
     text = section(FORMATS, "A campaign")
     case = Case(step=Step(model="m"))
     record = Record(case=case, key="k", status="measured", provenance="measured-cpu", environment={})
-    keys = {*record.to_json(), *(f.name for f in fields(Case)), *(f.name for f in fields(Trial))}
+    keys = {*record.to_json(), *(f.name for f in fields(Case))}
     assert keys <= quoted(text)
     assert {*Book(name="n", method=Method(), asked=0).to_json()} <= quoted(text)
 

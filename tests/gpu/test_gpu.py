@@ -73,15 +73,13 @@ def test_a_plan_is_exact_and_its_peak_as_predicted(model: str, tmp_path: Path) -
 
 
 @pytest.mark.gpu
-def test_a_campaign_with_a_limit_on_the_device(tmp_path: Path) -> None:
+def test_a_campaign(tmp_path: Path) -> None:
     (tmp_path / "cases.toml").write_text(
         '[campaign]\ndevice = "cuda"\nrounds = 2\nruns = 3\nverify-steps = 2\n'
         '[[case]]\nmodel = "bert-tiny"\nbatch-size = 16\nseq-len = 128\nbudget = ["none"]\n'
-        '[[case]]\nkind = "boundary"\nmodel = "bert-tiny"\nlimit = "1GiB"\nseq-len = 128\nbatch-size = [8, 64]\n'
     )
     answer = call(tmp_path, "executor", "campaign", "cases.toml", "-o", "out")
-    # Keep-all, and the two batch sizes of the boundary that were tried.
-    assert [r["status"] for r in answer["cases"]] == ["measured"] * 3
+    assert [r["status"] for r in answer["cases"]] == ["measured"]
 
 
 @pytest.mark.gpu
