@@ -32,6 +32,7 @@ class StepOptions(TypedDict, total=False):
     image_size: int | None  # pixels of each side
     dtype: str | None  # of the weights: float32, bfloat16, float16
     dropout: float | None  # instead of the model's own probabilities
+    task: str | None  # of a model from its configuration: causal-lm, image-classification, ...
     attention: str | None  # sdpa or eager
     use_cache: bool | None  # whether decoders copy keys and values for generation
     optimizer_impl: str | None  # foreach, fused or for-loop
@@ -116,7 +117,7 @@ def trace(
         say: told what happens, a line each time.
         on_round: of a measurement, told how many rounds are done.
         options: for a model by its name, and for a function that names them: batch_size (examples), seq_len (tokens),
-            image_size (pixels), dtype, dropout, attention, use_cache, optimizer_impl.
+            image_size (pixels), dtype, dropout, task, attention, use_cache, optimizer_impl.
 
     Returns:
         The trace: all sizes in bytes, all times in ns.

@@ -133,6 +133,7 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--tf32/--no-tf32", default=None,
                          help="Whether float32 is computed as TF32 on CUDA; default: torch's."),
             click.option("--dropout", type=float, help="Instead of the model's own dropout probabilities."),
+            click.option("--task", help="What a model of hf:CONFIG.json is for: causal-lm, image-classification, ..."),
             click.option("--attention", help="sdpa or eager (transformers)."),
             click.option("--use-cache/--no-use-cache", default=None,
                          help="Whether decoders copy keys and values for generation, as transformers does by default."),

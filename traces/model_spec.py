@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 DEFAULT_FUNCTION: Final = "build"
 IN_HAND: Final = "in hand: "  # begins the name of a model that was given as an object; its class follows
+TIMM: Final = "timm:"  # begins a model's own name in timm
+HF: Final = "hf:"  # begins the path of a configuration of transformers
 
 
 def split_reference(model: str) -> tuple[str, str] | None:
-    """File and function of "path/to/file.py:function" or "path/to/file.py"; None for anything else."""
+    """File and function of "path/to/file.py:function" or "path/to/file.py"; None for anything else.
+
+    "package.module:function" stands for the file of that module, below the working directory or installed.
+    """
     if model.endswith(".py"):
         return model, DEFAULT_FUNCTION
     file, _, function = model.rpartition(":")
-    return (file, function) if file.endswith(".py") else None
+    if file.endswith(".py"):
+        return file, function
+    parts = file.split(".")
+    if not all(part.isidentifier() for part in (*parts, function)) or model.startswith((TIMM, HF)):
+        return None
+    return next(((str(place), function) for place in _places(parts) if place.is_file()), None)
+
+
+def _places(parts: list[str]) -> list[Path]:
+    """Where the file of a module may be; nothing is imported to find out."""
+    try:
+        spec = find_spec(parts[0])
+    except (ImportError, ValueError):  # of finders that refuse it, of modules that have no spec
+        spec = None
+    installed = (spec.submodule_search_locations or ()) if spec is not None else ()
+    bases = [Path(*parts), *(Path(place, *parts[1:]) for place in installed)]
+    return [place for base in bases for place in (base.with_suffix(".py"), base / "__init__.py")]
 
 
 def is_build_function(model: str) -> bool:
@@ -30,5 +52,9 @@ def source_file(model: str) -> Path | None:
 
 def short_name(model: str) -> str:
     """What files and labels call a model: a known one's name, that of the user's file without its folder, a class's."""
-    file = source_file(model.removeprefix(IN_HAND))
-    return model.removeprefix(IN_HAND) if file is None else file.stem
+    model = model.removeprefix(IN_HAND)
+    if model.startswith(HF):
+        path = Path(model.removeprefix(HF)).absolute()
+        return path.parent.name if path.name == "config.json" else path.stem
+    file = source_file(model)
+    return model.removeprefix(TIMM) if file is None else file.stem

@@ -8,7 +8,8 @@ optimizer: the step then ends with the backward pass. An optimizer class, or any
 optimizer from parameters, will do as well as an optimizer.
 
 `build()` may name any of these parameters and gets what the command line says, else its own default:
-batch_size, seq_len, image_size, dtype, dropout, attention, use_cache, optimizer, optimizer_impl, device, amp, tf32.
+batch_size, seq_len, image_size, dtype, dropout, task, attention, use_cache, optimizer, optimizer_impl, device, amp,
+tf32.
 
 The dtype policy needs nothing of `build()`: `--amp` puts autocast around the model and the loss whatever the function
 names. A function that wants one of its own returns a mapping with the keys `amp` ("bfloat16" or "float16") and, for
@@ -19,6 +20,7 @@ How the batch is given to the model: see `tracer.build.batch`. The model is used
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 import inspect
@@ -57,6 +59,7 @@ RETURNS: Final = (
 )
 KEYS: Final = ("model", "batch", "loss", "optimizer", "amp", "scaler")
 TUPLES: Final = {4: KEYS[:4], 3: ("model", "batch", "optimizer")}  # what a tuple of so many values holds
+ROOMS: Final = ("traces", "simulator", "tracer", "executor")  # which may stand beside a user's file, and stay
 # Modules beside a user's file that an earlier load imported: name -> directory.
 _siblings: dict[str, str] = {}
 
@@ -67,6 +70,7 @@ class BuildFunction(UserStep):
 
     path: Path
     function: str
+    package: str = ""  # that of its relative imports; "": it has none
 
     @classmethod
     def parse(cls, reference: str) -> BuildFunction:
@@ -78,12 +82,18 @@ class BuildFunction(UserStep):
         if not path.is_file():
             raise SpecError(f"{path_text}: there is no such file (looked in {path.absolute().parent}).")
         try:
-            compile(path.read_bytes(), str(path), "exec")
+            text = path.read_bytes()
+            compile(text, str(path), "exec")
         except (SyntaxError, ValueError) as error:
             line = f" line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
             reason = error.msg if isinstance(error, SyntaxError) else error
             raise SpecError(f"{path_text}{line}: not valid Python: {reason}.") from None
-        return cls(path=path.resolve(), function=function)
+        return cls(path=path.resolve(), function=function, package=_package(path.resolve(), text))
+
+    @property
+    def _root(self) -> Path:
+        """The directory from which the file and what stands beside it are imported."""
+        return self.path.parents[len(self.package.split(".")) if self.package else 0]
 
     @property
     def label(self) -> str:
@@ -96,7 +106,7 @@ class BuildFunction(UserStep):
             SpecError: the file or function fails, or returns something else.
             CaptureError: it needs the values of tensors while nothing may be allocated.
         """
-        with _importable_from(self.path.parent):
+        with _importable_from(self._root):
             build = self._function()
             # Fake CUDA tensors cannot be moved like real ones, so they are made in place.
             place = torch.device(device) if is_fake() and device != "cpu" else torch.device("cpu")
@@ -132,7 +142,7 @@ class BuildFunction(UserStep):
     def _function(self) -> Callable[..., Any]:
         with outside_fake_mode(), self._explained("importing the file failed"):
             _make_torchvision_importable()
-            module = _import_file(self.path)
+            module = _import_file(self.path, self.package)
         function = getattr(module, self.function, None)
         if function is None:
             known = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
@@ -197,7 +207,7 @@ class BuildFunction(UserStep):
 
     def _where(self, error: BaseException) -> str:
         """The last line of the user's own directory on the way to the error."""
-        root = self.path.parent
+        root = self._root
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if _belongs(f.filename, root)]
         exact = [f for f in frames if f.filename == str(self.path)]
@@ -229,9 +239,24 @@ class _FromSource(SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)
 
 
-def _import_file(path: Path) -> ModuleType:
+def _package(path: Path, text: bytes) -> str:
+    """The package that a file is part of, if it imports from it by dots ("from .nets import Net"); else "".
+
+    It reaches up as far as there are `__init__.py`, and as far as the dots do.
+    """
+    dots = max((n.level for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom)), default=0)
+    if not dots:
+        return ""
+    depth = 0
+    while (path.parents[depth] / "__init__.py").is_file():
+        depth += 1
+    depth = max(depth, dots)
+    return ".".join(path.parts[-1 - depth : -1])
+
+
+def _import_file(path: Path, package: str = "") -> ModuleType:
     """Run a Python file as a module of its own, anew each time: as it is, not as bytecode kept from before."""
-    name = f"_lowtide_build_{path.stem}"
+    name = f"{package}." * bool(package) + f"_lowtide_build_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
@@ -261,7 +286,7 @@ def _importable_from(directory: Path) -> Iterator[None]:
             sys.path.remove(place)
         for name in set(sys.modules) - before:
             file = getattr(sys.modules[name], "__file__", None)
-            if file and _belongs(file, directory):
+            if file and _belongs(file, directory) and name.partition(".")[0] not in ROOMS:
                 _siblings[name] = place
 
 

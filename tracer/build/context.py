@@ -9,7 +9,13 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from tracer.torch_api import FakeTensor, detect_fake_mode, replaced, unset_fake_temporarily
+from tracer.torch_api import (
+    DataDependentOutputException,
+    FakeTensor,
+    detect_fake_mode,
+    replaced,
+    unset_fake_temporarily,
+)
 
 MOST_VALUES: Final = 4096  # of a row that keeps them
 
@@ -181,3 +187,18 @@ def make_fake(model: nn.Module, mode: Any, conversions: Conversions) -> None:
         for key, buffer in module._buffers.items():
             if buffer is not None and not isinstance(buffer, FakeTensor):
                 module._buffers[key] = mode.from_tensor(buffer)
+
+
+def made_with_values(make: Callable[[], nn.Module]) -> nn.Module:
+    """What `make` makes; under a fake mode it is fake, and made in memory first only where making it needs values."""
+    with initialisers_without_values(), rows_with_values():
+        try:
+            return make()
+        except DataDependentOutputException:
+            mode = active_fake_mode()
+            if mode is None:
+                raise
+    with outside_fake_mode():
+        model = make()
+    make_fake(model, mode, Conversions())
+    return model

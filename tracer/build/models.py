@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tracer.precision.policy import AMP_DTYPES
 from traces.errors import SpecError
+from traces.model_spec import HF, TIMM
 
 if TYPE_CHECKING:
     from tracer.build.loop import TrainingStep
@@ -140,13 +141,15 @@ class KnownModel:
     """A model that is known by its name."""
 
     name: str
-    family: str  # torchvision, bert, gpt2, llama, t5, vit
+    family: str  # torchvision, bert, gpt2, llama, t5, vit; TIMM or HF: the name begins with it
 
     @property
     def takes(self) -> tuple[str, ...]:
         """The options that have a meaning for this model."""
-        if self.family == TORCHVISION:
+        if self.family in (TORCHVISION, TIMM):
             return tuple(o for o in IMAGE_OPTIONS if o != "attention")
+        if self.family == HF:
+            return (*SEQUENCE_OPTIONS, "image_size", "task")
         if self.family == "vit":
             return IMAGE_OPTIONS
         return tuple(o for o in SEQUENCE_OPTIONS if o != "use_cache" or self.family in DECODERS)
@@ -154,14 +157,21 @@ class KnownModel:
     @property
     def defaults(self) -> dict[str, Any]:
         """The options that decide its step, where nothing is said of them."""
-        if "seq_len" in self.takes:
+        sizes: dict[str, Any]
+        if self.family == HF:  # the file says the rest
+            return {"batch_size": 8, "optimizer": "adamw", "dtype": "float32"}
+        if self.family == TIMM:
+            from tracer.build.timm_models import image_size_of
+
+            sizes = {"batch_size": 32, "image_size": image_size_of(self.name)}
+        elif "seq_len" in self.takes:
             # Sizes for trying things out have short sequences; two of their names are of published models.
             trial = self.name.endswith(("-tiny", "-mini", "-small", "-4l"))
             short = trial and self.name not in ("t5-small", "gpt2-small")
-            sizes: dict[str, Any] = {"batch_size": 8, "seq_len": 128 if short else 512}
+            sizes = {"batch_size": 8, "seq_len": 128 if short else 512}
         else:
             sizes = {"batch_size": 32, "image_size": IMAGE_SIZES.get(self.name, 224)}
-        sizes |= {"optimizer": "sgd" if self.family == TORCHVISION else "adamw", "dtype": "float32"}
+        sizes |= {"optimizer": "sgd" if self.family in (TORCHVISION, TIMM) else "adamw", "dtype": "float32"}
         return {**sizes, "use_cache": False} if self.family in DECODERS else sizes
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,6 +211,14 @@ class KnownModel:
             from tracer.build.vision import image_step
 
             return image_step(self.name, options, device)
+        if self.family == TIMM:
+            from tracer.build.timm_models import timm_step
+
+            return timm_step(self.name, options, device)
+        if self.family == HF:
+            from tracer.build.huggingface_config import config_step
+
+            return config_step(self.name, options, device)
         from tracer.build.huggingface import transformers_step
 
         return transformers_step(
@@ -221,6 +239,13 @@ def find_model(name: str) -> KnownModel:
     Raises:
         SpecError: there is none; names the closest ones.
     """
+    if name.startswith(HF):
+        from tracer.build.huggingface_config import read_config
+
+        read_config(name)
+        return KnownModel(name=name, family=HF)
+    if name.startswith(TIMM):
+        return KnownModel(name=name, family=TIMM)
     models = list_models()
     known = {_key(m.name): m for m in models}
     if _key(name) in known:
@@ -238,7 +263,8 @@ def find_model(name: str) -> KnownModel:
     hint = f"; did you mean {', '.join(close)}?" if close else "."
     raise SpecError(
         f"model {name!r} is unknown{hint} Known are torchvision's classification models by their own names, "
-        f"{', '.join(f'{f}-*' for f in TRANSFORMERS)}, and your own as path/to/file.py:build."
+        f"{', '.join(f'{f}-*' for f in TRANSFORMERS)}, {TIMM}NAME, {HF}CONFIG.json, and your own as "
+        "path/to/file.py:build or package.module:build."
     )
 
 

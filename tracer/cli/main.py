@@ -69,7 +69,8 @@ def run_model(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Record one training step of MODEL: a name from `trace models`, or path/to/file.py:build."""
+    """Record one training step of MODEL: a name from `trace models`, timm:NAME, hf:CONFIG.json, or
+    path/to/file.py:build."""
     import os
     import time
     from inspect import unwrap
