@@ -141,13 +141,13 @@ def trace(
         given = {**options, "optimizer": optimizer, "amp": amp, "tf32": tf32}
         build = load_spec(model, given, seed=seed)
     else:
-        build = _in_hand(model, batch, loss, optimizer, scaler, options, {"amp": amp, "tf32": tf32}, seed)
+        build = in_hand(model, batch, loss, optimizer, scaler, options, {"amp": amp, "tf32": tf32}, seed)
     tell(f"Capturing {build.model} ...")
     with _no_garbage():
         from tracer.recording import ProfileUse, record_fake, record_real
 
     use = ProfileUse(path=Path(profile) if profile else None, off=profile is False, calibrate=calibrate)
-    with _left_as_found(tf32 is not None):
+    with left_as_found(tf32 is not None):
         if device is not None:
             progress = on_round or (lambda done: None)
             return record_real(
@@ -185,7 +185,7 @@ def _entry(
     return entry
 
 
-def _in_hand(
+def in_hand(
     model: Any,
     batch: Any,
     loss: Any,
@@ -235,7 +235,7 @@ def _no_garbage() -> Iterator[None]:
 
 
 @contextmanager
-def _left_as_found(tf32: bool) -> Iterator[None]:
+def left_as_found(tf32: bool) -> Iterator[None]:
     """The body has gradients on and no autocast around it; random states, devices and TF32 are restored after it.
 
     What exists already is not searched for garbage meanwhile.

@@ -27,7 +27,7 @@ from traces.device_profile import DeviceProfile, Identity
 from traces.devices import Device
 from traces.errors import EnvironmentProblem, TraceError
 from traces.files import check_writable
-from traces.trace import Trace
+from traces.trace import Trace, Untouched
 
 NAMED: Final = 4  # kinds of ops that a note names
 
@@ -44,13 +44,28 @@ class ProfileUse:
 def record_fake(
     build: BuildStep, target: Device, use: ProfileUse, say: Callable[[str], None] = lambda text: None
 ) -> Trace:
-    """A trace from fake tensors, its ops' costs from the profile of the target if there is one.
+    """`record_drafted` without the draft, and with what the untouched loop needs."""
+    return record_drafted(build, target, use, say)[1]
+
+
+def record_drafted(
+    build: BuildStep,
+    target: Device,
+    use: ProfileUse,
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    device: str = "cpu",
+    untouched: bool = True,
+) -> tuple[Draft, Trace]:
+    """A trace from fake tensors, its ops' costs from the profile of the target if there is one; and its draft.
 
     Args:
         build: makes the step.
         target: whose costs.
         use: which profile, and whether to add to it.
         say: told what happens, a line each time.
+        device: of the fake tensors; anything but "cpu" needs a build of torch for it.
+        untouched: whether to count what the untouched loop needs, which takes a third of the time.
 
     Raises:
         TraceError: the profile that was named is none, or is of another device.
@@ -63,7 +78,7 @@ def record_fake(
     if found is not None and found.warning:
         say(f"warning: {found.warning}")
     profile = found.profile if found is not None else None
-    draft = trace_step(build, target, costs=Costs(profile=profile))
+    draft = trace_step(build, target, device=device, costs=Costs(profile=profile))
     costs, where = draft.costs, str(found.path) if found is not None else ""
     if use.calibrate:
         if target.kind == "cuda":
@@ -71,15 +86,15 @@ def record_fake(
         profile, where = _calibrated(draft, target, profile, use, say)
         costs = replace(costs, profile=profile)
     kept = profile.workspaces if profile is not None else ()
-    peak_bytes, untouched = count_untouched(draft, costs)
+    peak_bytes, requests = count_untouched(draft, costs) if untouched else (0, Untouched())
     trace = draft.finish(
         costs,
         kept if {w.op for w in kept} & {row.target for row in draft.rows} else None,
-        untouched,
+        requests,
         untouched_peak_bytes=peak_bytes,
     )
     say(sources_text(trace, where))
-    return trace
+    return draft, trace
 
 
 def record_real(

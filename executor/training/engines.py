@@ -46,6 +46,7 @@ def engine_for(
     spec: pytree.TreeSpec,
     *,
     cache: bool = True,
+    program: Program | None = None,
 ) -> Engine:
     """The engine for these arguments, made at their first use, under the plan's autocast.
 
@@ -54,6 +55,7 @@ def engine_for(
         module: what is called, and captured.
         leaves, spec: the flat arguments.
         cache: whether autocast keeps the casts of parameters, as it does unless told otherwise.
+        program: what was captured of this call already.
     """
     autocast = Autocast(dtype=plan.meta.amp, kind=device_kind(module, leaves), cache=cache)
     key = (
@@ -68,7 +70,11 @@ def engine_for(
     )  # fmt: skip
     if key not in engines:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        engines[key] = make_engine(module, args, kwargs, plan, autocast)
+        engines[key] = (
+            make_engine(module, args, kwargs, plan, autocast)
+            if program is None
+            else engine_of(program, plan, autocast.kind)
+        )
     return engines[key]
 
 
@@ -113,13 +119,13 @@ def make_engine(
                 flags.append(False)
         return flags
 
-    with _without_hooks(model):
+    with without_hooks(model):
         program = program_of(capture(model, args, kwargs, gradient_flags, autocast=autocast))
     return engine_of(program, plan, autocast.kind)
 
 
 @contextlib.contextmanager
-def _without_hooks(model: nn.Module) -> Iterator[None]:
+def without_hooks(model: nn.Module) -> Iterator[None]:
     """The model's own hooks run around every planned call, and so must not be captured; those of submodules are."""
     found = {
         k: v for k, v in vars(model).items() if k in OF_MODULES and k.startswith(("_forward_", "_backward_"))

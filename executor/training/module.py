@@ -33,6 +33,7 @@ from executor.training.engines import (
 )
 from tracer.build.context import is_fake
 from tracer.precision.policy import ambient
+from tracer.record.program import Program
 from tracer.torch_api import pytree
 from traces.errors import PlanError
 from traces.plan import Plan
@@ -144,7 +145,7 @@ def apply_plan(model: nn.Module, plan: Plan | str | Path, *, in_place: bool = Fa
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
-    return _planned(model if in_place else _twin(model), _State(plan))
+    return _planned(model if in_place else twin_of(model), _State(plan))
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
@@ -204,18 +205,26 @@ def planned_otherwise(planned: nn.Module, plan: Plan) -> nn.Module:
     return other
 
 
-def capture_now(planned: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Engine:
+def capture_now(
+    planned: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], program: Program | None = None
+) -> Engine:
     """Capture and rewrite for these arguments without running anything, as the first training call would.
+
+    Args:
+        planned: the planned module.
+        args, kwargs: of the call.
+        program: what was captured of this call already.
 
     Raises:
         PlanError, CaptureError: as that call would.
     """
     assert isinstance(planned, PlannedModule)
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
-    return engine_for(planned._lowtide.engines, planned._lowtide.plan, planned, leaves, spec)
+    state = planned._lowtide
+    return engine_for(state.engines, state.plan, planned, leaves, spec, program=program)
 
 
-def _twin(model: nn.Module) -> nn.Module:
+def twin_of(model: nn.Module) -> nn.Module:
     """The same modules once more, without a plan, around the same parameters, buffers and other attributes."""
     twins: dict[int, nn.Module] = {}
     for m in model.modules():

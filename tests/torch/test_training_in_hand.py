@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +22,16 @@ from torch.nn import functional  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
 
 import executor.training.engines as engines_module  # noqa: E402
-from executor import PlannedModule, apply_plan, remove_plan, unplanned  # noqa: E402
+import tracer.capture.capture as capture_module  # noqa: E402
+from executor import PlannedModule, apply_plan, fit, remove_plan, unplanned  # noqa: E402
 from executor.training.module import engines_of  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from traces.errors import PlanError  # noqa: E402
+from traces.errors import BudgetError, PlanError  # noqa: E402
 from traces.plan import Plan  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def batch(size: int = 4, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -328,3 +334,123 @@ def test_an_output_that_shares_memory_is_not_changed_in_place(which: int) -> Non
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
         out[which].mul_(2)
     (out[0].sum() + out[1].sum()).backward()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plans from the model in hand
+
+
+class Deep(nn.Module):
+    """Linear, GELU, batch norm and dropout, five times: what plans can make smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (
+            nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.BatchNorm1d(32), nn.Dropout(0.2)) for _ in range(5)
+        )
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0, bias: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.blocks(x) * scale
+        return x if bias is None else x + bias
+
+
+def rows(size: int = 128, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 32, generator=g), torch.randn(size, 32, generator=g)
+
+
+def on_rows(model: nn.Module, seed: int) -> torch.Tensor:
+    x, y = rows(seed=seed)
+    return functional.mse_loss(model(x), y)
+
+
+def fitted(model: nn.Module, budget: str | int = "75%", **options: Any) -> nn.Module:
+    return fit(model, rows(), functional.mse_loss, budget=budget, **{"say": lambda _: None, **options})
+
+
+def test_fit_captures_once_and_trains_as_eager_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[str] = []
+    inner = capture_module._capture
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        captured.append("once")
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(capture_module, "_capture", counted)
+    eager, model = Deep(), Deep()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    told: list[str] = []
+    planned = fitted(model, optimizer=optimizer, say=told.append)
+    same_training(eager, planned, step=on_rows)
+    assert captured == ["once"]
+    (engine,) = engines_of(planned).values()
+    assert engine.exact
+    assert engine.rewritten.recomputed
+    assert [line.partition(" ")[0] for line in told] == ["captured", "planned:", "ready"]
+    plan = planned._lowtide.plan
+    assert plan.budget_of == "allocated"
+    assert plan.predicted["plan"]["peak_allocated_bytes"] <= plan.budget_bytes
+    assert not optimizer.state
+
+
+def test_fit_makes_room_for_the_optimizer_that_is_given() -> None:
+    peaks = [
+        fitted(Deep(), "100%", optimizer=kind)._lowtide.plan.predicted["baseline"]["peak_allocated_bytes"]
+        for kind in (None, "adamw")
+    ]
+    assert peaks[1] > peaks[0]
+
+
+def test_fit_of_a_model_in_evaluation_mode_and_with_hooks() -> None:
+    eager, model = Deep(), Deep()
+    for m in (eager, model):
+        m.register_forward_hook(lambda m, args, out: out * 2)
+    model.eval()
+    told: list[str] = []
+    assert fitted(model, in_place=True, say=told.append) is model
+    assert "evaluation mode" in told[0]
+    assert all(m.training for m in model.modules())
+    same_training(eager, model, step=on_rows)
+    assert len(engines_of(model)) == 1
+
+
+def test_fit_says_the_least_budget_that_would_do() -> None:
+    model = Deep()
+    with pytest.raises(BudgetError, match=r"Give a budget of \d") as refused:
+        fitted(model, 1000)
+    least = refused.value.figures["lowest_peak_bytes"]
+    assert f"({least} bytes)" in str(refused.value)
+    assert type(model) is Deep
+    fitted(model, least)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from executor import fit
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    def forward(self, x):
+        return self.layers(x)
+
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    model = fit(Net(), torch.ones(64, 32), loss=lambda y: y.float().mean(), optimizer=torch.optim.SGD, budget="85%")
+    loss = model(torch.ones(64, 32)).float().mean()
+loss.backward()
+print(len(model._lowtide.engines), model._lowtide.plan.meta.amp, model.layers[0][0].weight.grad is not None)
+"""
+
+
+def test_fit_of_a_class_that_no_file_has_under_autocast() -> None:
+    done = subprocess.run(
+        [sys.executable, "-"], input=SCRIPT, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout == "1 bfloat16 True\n", done.stderr
+    assert all(line.startswith("lowtide: ") for line in done.stderr.splitlines())
+    assert len(done.stderr.splitlines()) == 3
