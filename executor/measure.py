@@ -3,7 +3,8 @@
 Three variants, each in a process of its own: the untouched model in the ordinary loop (eager), the rewritten graphs
 with an empty plan (keep_all), and the plan, whose steps are timed in turns with keep-all's (see `executor.timing`). On
 the CPU the peak is the running sum of the allocator's events as the profiler records them, from before the model is
-built; on CUDA it is the caching allocator's statistics.
+built; on CUDA it is the caching allocator's statistics. On a GPU that is not there (a rehearsal) all of it runs, and
+there are no times.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from traces.errors import PlanError, SpecError, is_out_of_memory
 from traces.json_records import from_json
 from traces.measurement import RunFigures
 from traces.plan import Plan
+from traces.provenance import REHEARSED, provenance_of
 
 EAGER: Final = "eager"
 KEEP_ALL: Final = "keep_all"
@@ -106,6 +108,9 @@ def perform(job: Job) -> JobResult:
 
     if job.limit_bytes:
         limit_memory(job.device, job.limit_bytes)
+    rehearsed = provenance_of(job.device) == REHEARSED
+    if rehearsed:  # what is timed runs, once
+        job = replace(job, warmup=0, runs=1)
     plan = Plan.load(job.plan_path)
     build = load_spec(job.model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
     cuda = job.device.startswith("cuda")
@@ -137,6 +142,8 @@ def perform(job: Job) -> JobResult:
         return _Ready(once=lambda: run(model), keep_all=beside if job.variant == PLAN else None)
 
     figures, curve = _measure_cuda(prepare, job) if cuda else _measure_cpu(prepare, job)
+    if rehearsed:
+        figures = replace(figures, step_time_ns=None, times_ns=(), keep_all_times_ns=())
     verification = None
     if job.then_verify and job.steps:
         gc.collect()

@@ -22,6 +22,7 @@ from executor.verification import Verification
 from traces.errors import PlanError
 from traces.measurement import Measurement
 from traces.plan import Plan
+from traces.provenance import REHEARSED, provenance_of
 from traces.trace import Trace, TraceMeta
 
 
@@ -65,7 +66,6 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
     check_kind(plan.meta, settings.device)
     check_device(settings.device)
     check_alloc_conf(plan.meta, settings.device)
-    kind = settings.device.partition(":")[0]
     predicted, baseline = predicted_figures(plan, "plan"), predicted_figures(plan, "baseline")
 
     def job(variant: str) -> JobResult:
@@ -73,7 +73,8 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         return run_job(Job(variant=variant, plan_path=str(path), alloc_conf=conf, **asdict(settings)))
 
     verification = None
-    if settings.steps:
+    provenance = provenance_of(settings.device)
+    if settings.steps and provenance != REHEARSED:  # where nothing is computed
         progress(f"Verifying {settings.steps} steps against the untouched model ...")
         verification = job(VERIFY).verification
     results = {}
@@ -96,7 +97,7 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         warnings=tuple(warnings),
         fingerprint=plan.meta.fingerprint,
         device=settings.device,
-        provenance=f"measured-{kind}",
+        provenance=provenance,
         environment={**results[PLAN].environment, "trace": f"{plan.meta.mode}, times of {plan.meta.target}"},
         predicted=predicted,
         measured=results[PLAN].figures,
@@ -105,7 +106,7 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         eager=results[EAGER].figures,
         verified=None if verification is None else verification.equal,
         max_abs_difference={} if verification is None else verification.max_abs_difference,
-        steps=settings.steps,
+        steps=settings.steps if verification is not None else 0,
     )
     return Outcome(
         plan_path=str(path),

@@ -9,8 +9,9 @@ from pathlib import Path
 from executor.measure import EAGER, KEEP_ALL, PLAN
 from executor.plans import Settings, measure_plan
 from simulator.studies.sweep import Sweep
-from traces.errors import TraceError
+from traces.errors import SpecError, TraceError
 from traces.measurement import Measurement, RunFigures
+from traces.provenance import REHEARSED, provenance_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,14 @@ def measure_sweep(directory: Path, settings: Settings, progress: Callable[[str],
     and not written back, so that the same command tries it again.
 
     Raises:
+        SpecError: this is a rehearsal.
         TraceError: there is no sweep, or rows of it were measured on another device.
     """
+    provenance = provenance_of(settings.device)
+    if provenance == REHEARSED:
+        raise SpecError(
+            "a sweep holds what was measured, and on a GPU that is not there nothing is; execute its plans."
+        )
     path = directory / "sweep.json" if directory.is_dir() else directory
     if not path.is_file():
         raise TraceError(
@@ -41,7 +48,7 @@ def measure_sweep(directory: Path, settings: Settings, progress: Callable[[str],
     for row in table.rows:
         if row.measured:
             done = Measurement.load(_file(path, row.batch_size))
-            if done.provenance != f"measured-{settings.device.partition(':')[0]}":
+            if done.provenance != provenance:
                 raise TraceError(
                     f"{path}: batch size {row.batch_size} was measured on {done.place}; measure on "
                     f"{settings.device} in another directory (`simulate sweep ... -o OTHER`), so that the figures of "

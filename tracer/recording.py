@@ -10,6 +10,7 @@ from typing import Final
 
 from tracer.build.step import BuildStep
 from tracer.costs.calibration import ELSEWHERE, INTERPOLATED, MEASURED, NONE, RULES, Costs
+from tracer.costs.calibration import REHEARSED as BY_REHEARSAL
 from tracer.costs.profiles import (
     board_of,
     find,
@@ -25,8 +26,10 @@ from tracer.record.untouched import count_untouched
 from traces import device_profile as store
 from traces.device_profile import DeviceProfile, Identity
 from traces.devices import Device
-from traces.errors import EnvironmentProblem, TraceError
+from traces.devices import device as device_entry
+from traces.errors import EnvironmentProblem, SpecError, TraceError
 from traces.files import check_writable
+from traces.provenance import REHEARSED, provenance_of, rehearsing
 from traces.trace import Trace, Untouched
 
 NAMED: Final = 4  # kinds of ops that a note names
@@ -110,16 +113,26 @@ def record_real(
 ) -> Trace:
     """A trace measured on this machine; what was measured is added to the device's profile.
 
+    On a GPU that is not there (a rehearsal) the allocations are torch's own, the times the roofline's, and no profile
+    learns of them.
+
     Raises:
+        SpecError: a profile is named in a rehearsal.
         TraceError: the real step ran other ops than the captured one; the profile that was named is none, or is of
             another device.
     """
     if device.startswith("cuda"):
         set_tf32(build.policy)  # before anything asks whose measurements these are
     identity = identity_here(device)
-    path = None if use.off else _own_file(use, identity, say)
+    rehearsed = provenance_of(device, identity.device) == REHEARSED
+    if rehearsed and use.path is not None:
+        raise SpecError(
+            f"--profile: nothing is measured on {identity.device}, which is not there; leave it out."
+        )
+    path = None if use.off or rehearsed else _own_file(use, identity, say)
+    target = device_entry(identity.target) if identity.target else target
     draft = trace_step(build, target, device=device, costs=Costs())
-    say(f"Measuring {len(draft.rows)} ops on {device} ...")
+    say(f"{'Rehearsing' if rehearsed else 'Measuring'} {len(draft.rows)} ops on {identity.device} ...")
     measured = measure(draft, build, device, rounds=rounds, warmup=warmup, say=say, progress=progress)
     own = measured.profile(identity, rounds)
     trace = measured.finish(untouched_peak_bytes=count_untouched(draft, Costs(profile=own))[0])
@@ -140,6 +153,10 @@ def _calibrated(
     if device == "cuda":
         import torch
 
+        if rehearsing():
+            raise EnvironmentProblem(
+                "--calibrate measures ops on a GPU, and this one is not there; leave it out."
+            )
         here = board_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
         if here != target.name:
             raise EnvironmentProblem(
@@ -221,6 +238,7 @@ def sources_text(trace: Trace, where: str) -> str:
     counts = trace.meta.workspace
     parts = [
         f"{counts.get(MEASURED, 0)} measured",
+        *([f"{n} rehearsed"] if (n := counts.get(BY_REHEARSAL, 0)) else []),
         f"{counts.get(INTERPOLATED, 0)} interpolated",
         f"{counts.get(RULES, 0) + counts.get(ELSEWHERE, 0)} by rule",
         f"{counts.get(NONE, 0)} unknown",

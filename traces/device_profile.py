@@ -18,11 +18,9 @@ from traces.errors import TraceError
 from traces.files import locked, replacing
 from traces.json_records import Record, from_json, to_json
 from traces.parquet import INT, INTS, TEXT
+from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA
 
 PROFILE_VERSION: Final = 1
-MEASURED_CPU: Final = "measured-cpu"
-MEASURED_CUDA: Final = "measured-cuda"
-PROVENANCES: Final = (MEASURED_CPU, MEASURED_CUDA)
 GALLERY_PROFILES: Final = Path(__file__).parent / "gallery" / "profiles"
 FORM: Final = tables.Format(
     record="profile",
@@ -73,7 +71,7 @@ class Entry:
     events: tuple[int, ...]
     time_ns: int  # median
     samples: int  # timed runs behind it
-    provenance: str  # one of PROVENANCES
+    provenance: str  # measured-cpu or measured-cuda
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +108,10 @@ class DeviceProfile:
         )
 
     def validate(self) -> None:
-        """Raise TraceError if an entry says what cannot be: negative memory or time, no sample, no such provenance."""
+        """Raise TraceError if it says what cannot be: measurements of a GPU that is not there; an entry with negative
+        memory or time, without a sample, of no such provenance."""
+        if self.identity.device.endswith(ABSENT):
+            raise TraceError(f"{self.identity.device} is not there: nothing on it is a measurement.")
         for key, entry in self.entries.items():
             live = 0
             for event in entry.events:
@@ -119,7 +120,7 @@ class DeviceProfile:
                     raise TraceError(f"op {key[:80]!r} frees more than it has allocated.")
             if entry.time_ns < 0 or entry.samples < 1:
                 raise TraceError(f"op {key[:80]!r} has {entry.samples} samples of {entry.time_ns} ns.")
-            if entry.provenance not in PROVENANCES:
+            if entry.provenance not in (MEASURED_CPU, MEASURED_CUDA):
                 raise TraceError(f"op {key[:80]!r} has the unknown provenance {entry.provenance!r}.")
         for workspace in self.workspaces:
             if workspace.nbytes <= 0:

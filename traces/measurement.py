@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from traces.errors import TraceError
 from traces.json_records import Form, JsonRecord
 from traces.plan import ALLOCATED, RESERVED
+from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA, REHEARSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,22 @@ def signed_error_percent(predicted: RunFigures, measured: RunFigures) -> dict[st
     return out
 
 
+def check_rehearsed(
+    provenance: str, environment: Mapping[str, str], verified: bool | None, *runs: RunFigures
+) -> None:
+    """Raise ValueError where figures of a GPU that is not there pass for measured ones, or the other way round.
+
+    Such figures have no times, and nothing is verified there, since nothing is computed.
+    """
+    gpu = environment.get("gpu", "")
+    rehearsed = gpu.endswith(ABSENT)
+    if rehearsed != (provenance == REHEARSED):
+        raise ValueError(f"the provenance is {provenance}, and the GPU {gpu or 'none'}")
+    timed = any(f.step_time_ns is not None or f.times_ns for f in runs)
+    if rehearsed and (timed or verified is not None):
+        raise ValueError(f"{gpu} is not there, and has times or a verification")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement(JsonRecord):
     """One `execute`: the plan's prediction, and what was measured of eager, keep-all and the plan."""
@@ -96,7 +113,7 @@ class Measurement(JsonRecord):
     budget_bytes: int | None
     fingerprint: str
     device: str
-    provenance: str  # measured-cpu or measured-cuda
+    provenance: str  # measured-cpu, measured-cuda or REHEARSED
     environment: Mapping[str, str]
     predicted: RunFigures
     measured: RunFigures
@@ -109,10 +126,15 @@ class Measurement(JsonRecord):
     budget_of: str = ALLOCATED  # what the budget limits
     warnings: tuple[str, ...] = ()  # what the plan said beside its prediction
 
+    def __post_init__(self) -> None:
+        check_rehearsed(
+            self.provenance, self.environment, self.verified, self.eager, self.keep_all, self.measured
+        )
+
     @property
     def place(self) -> str:
         """What the figures were measured on: "CPU", or "GPU (NVIDIA H200)"."""
-        kind = {"measured-cpu": "CPU", "measured-cuda": "GPU"}.get(self.provenance, self.device)
+        kind = {MEASURED_CPU: "CPU", MEASURED_CUDA: "GPU"}.get(self.provenance, self.device)
         gpu = self.environment.get("gpu")
         return f"{kind} ({gpu})" if gpu else kind
 

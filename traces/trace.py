@@ -159,7 +159,9 @@ class TraceMeta:
     amp: str = ""  # the dtype of torch.autocast around forward and loss; "": none
     optimizer: str = ""
     seed: int = 0
-    mode: str = "fake"  # fake: sizes from fake tensors, times from a roofline; real: measured
+    # fake: sizes from fake tensors, times from a roofline; real: measured; rehearsed: allocations by torch's own code
+    # on a GPU that is not there, times from a roofline.
+    mode: str = "fake"
     device: str = "cpu"  # the kind of device whose graph this is
     target: str = ""  # the device-table entry behind the times, or the measured device's name
     torch_version: str = ""

@@ -16,6 +16,7 @@ from executor.campaign.predict import KEEP_ALL_PLAN, Forecast
 from executor.campaign.record import (
     CALIBRATED,
     DONE,
+    DONE_ABSENT,
     FAILED,
     INFEASIBLE,
     NOT_EQUAL,
@@ -32,6 +33,7 @@ from executor.measure import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, run_
 from simulator.core.budget import parse_budget
 from traces.devices import DEVICES
 from traces.errors import BudgetError, OutOfMemoryProblem, SpecError
+from traces.provenance import REHEARSED, provenance_of
 
 Progress = Callable[[str], None]
 
@@ -82,6 +84,10 @@ class Bench:
         return self.method.device.startswith("cuda")
 
     @property
+    def rehearsed(self) -> bool:
+        return provenance_of(self.method.device) == REHEARSED
+
+    @property
     def timeout_s(self) -> float:
         return 60.0 * self.method.timeout_minutes
 
@@ -91,8 +97,8 @@ class Bench:
         return Record(
             case=case,
             key=self.keys.of_case(case),
-            status=DONE,
-            provenance=f"measured-{self.method.device.partition(':')[0]}",
+            status=DONE_ABSENT if self.rehearsed else DONE,
+            provenance=provenance_of(self.method.device),
             environment=self.keys.environment,
             limit_bytes=parse_budget(limit, self.memory_bytes) if limit else None,
         )
@@ -217,7 +223,7 @@ class Bench:
             LowtideError: as `run_job`.
         """
         self.progress(f"    measuring {variant}")
-        verify = self.method.verify_steps > 0
+        verify = self.method.verify_steps > 0 and not self.rehearsed
         said = ""
         for together in (True, False) if verify and not self.cuda else (False,):
             try:

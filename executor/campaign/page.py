@@ -42,8 +42,10 @@ from executor.campaign.record import (
 from simulator.report.charts import Point, scatter, signed_errors
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, paragraphs, write_page
 from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, percent_cell, table, yes
+from traces.errors import SpecError
 from traces.json_records import to_json
 from traces.measurement import RunFigures
+from traces.provenance import REHEARSED
 from traces.units import show_bytes, show_percent
 
 COLOURS: Final = dict(zip(STAGE_LABELS.values(), ("#4c78a8", "#e39c45"), strict=True))
@@ -63,7 +65,12 @@ def write_campaign(path: str | Path, book: Book, *, analysis: str = "") -> Path:
 
     Raises:
         EnvironmentProblem: a package that reports need is not installed.
+        SpecError: they were rehearsed.
     """
+    if any(r.provenance == REHEARSED for r in book.records):
+        raise SpecError(
+            "a page shows what was measured, and this campaign was rehearsed; print it, or --json."
+        )
     return write_page(path, campaign_page(book, analysis=analysis))
 
 

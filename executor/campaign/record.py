@@ -10,19 +10,20 @@ from typing import Any, ClassVar, Final
 from executor.campaign.cases import Case, Method, Step, digest
 from traces.errors import LowtideError, TraceError
 from traces.json_records import Form, JsonRecord, to_json
-from traces.measurement import RunFigures
+from traces.measurement import RunFigures, check_rehearsed
 from traces.model_spec import source_file
 from traces.plan import Plan
+from traces.provenance import MEASURED_CPU, PROVENANCES, REHEARSED
 
 DONE: Final = "measured"
+DONE_ABSENT: Final = "rehearsed"  # on a GPU that is not there: memory alone
 INFEASIBLE: Final = "infeasible"
 OUT_OF_MEMORY: Final = "out of memory"
 NOT_EQUAL: Final = "verification failed"
 FAILED: Final = "failed"
-STATUSES: Final = (DONE, INFEASIBLE, OUT_OF_MEMORY, NOT_EQUAL, FAILED)
+STATUSES: Final = (DONE, DONE_ABSENT, INFEASIBLE, OUT_OF_MEMORY, NOT_EQUAL, FAILED)
 RETRIED: Final = (NOT_EQUAL, FAILED)  # by --retry-failed; the others are answers
 
-PROVENANCES: Final = ("measured-cpu", "measured-cuda")
 
 # What a prediction is made from, each with what the one before it has.
 RULES, CALIBRATED = "rules", "calibrated"
@@ -74,9 +75,13 @@ class Record(JsonRecord):
         if self.provenance not in PROVENANCES:
             raise ValueError(f"the provenance {self.provenance!r} is none of {', '.join(PROVENANCES)}")
         # A figure of a CPU must never pass for a GPU's.
-        if (self.provenance == "measured-cuda") != bool(self.environment.get("gpu")):
+        if (self.provenance != MEASURED_CPU) != bool(self.environment.get("gpu")):
             raise ValueError(f"the provenance is {self.provenance}, and the environment says otherwise")
-        if self.provenance == "measured-cpu" and any(
+        runs = (self.eager, self.keep_all, self.measured)
+        check_rehearsed(self.provenance, self.environment, self.verified, *runs)
+        if self.status in (DONE, DONE_ABSENT) and (self.status == DONE) != (self.provenance != REHEARSED):
+            raise ValueError(f"the status is {self.status}, and the provenance {self.provenance}")
+        if self.provenance == MEASURED_CPU and any(
             f.peak_reserved_bytes is not None or f.peak_block_bytes is not None
             for f in (self.eager, self.keep_all, self.measured)
         ):

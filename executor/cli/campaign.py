@@ -51,7 +51,10 @@ def campaign(
     from executor.campaign.record import FAILED, NOT_EQUAL, Book, Store
     from executor.campaign.rows import answer, flat_rows, summary, write_rows
     from traces.errors import LowtideError, SpecError, VerificationError
+    from traces.provenance import refuse_page
 
+    if report is not None:
+        refuse_page()
     finished = _finished(cases)
     if finished is not None:
         given = {"--output": output, "--device": device, "--only": only, "--retry-failed": retry_failed}

@@ -14,6 +14,7 @@ from executor.cli.rehearse import rehearse, rehearse_plan
 from traces.commands import DefaultGroup, OutputFile, analysis_option, print_json, report_option, say
 from traces.errors import SpecError
 from traces.plan import ALLOCATED
+from traces.provenance import REHEARSED, refuse_page
 from traces.units import show_bytes, show_time
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def run_plan(
             )
         rehearse_plan(plan, settings.model, rehearsed_on, as_json=as_json, quiet=quiet)
         return
+    if report is not None:
+        refuse_page()
     from executor.plans import measure_plan
     from traces.errors import VerificationError
 
@@ -228,12 +231,14 @@ def print_outcome(outcome: Outcome) -> None:
     m = outcome.measurement
     click.echo(f"{m.model} by {m.planner} on {m.device} ({m.provenance})")
     click.echo(f"  {'':22}{'peak allocated':>16}{'peak reserved':>16}{'step time':>14}")
+    rehearsed = m.provenance == REHEARSED
+    found = "rehearsed" if rehearsed else "measured"
     rows = [
-        ("eager, measured", m.eager),
+        (f"eager, {found}", m.eager),
         ("keep-all, predicted", m.keep_all_predicted),
-        ("keep-all, measured", m.keep_all),
+        (f"keep-all, {found}", m.keep_all),
         ("plan, predicted", m.predicted),
-        ("plan, measured", m.measured),
+        (f"plan, {found}", m.measured),
     ]
     for label, f in rows:
         peak, reserved, time_ns = f.peak_allocated_bytes, f.peak_reserved_bytes, f.step_time_ns
@@ -267,7 +272,8 @@ def print_outcome(outcome: Outcome) -> None:
     for text in m.warnings:
         click.echo(f"  warning, beside the prediction: {text}")
     if m.verified is None:
-        click.echo("  not verified (--no-verify)")
+        reason = "nothing is computed on a GPU that is not there" if rehearsed else "--no-verify"
+        click.echo(f"  not verified ({reason})")
     else:
         click.echo(
             f"  {_verdict(outcome)} over {m.steps} steps in "

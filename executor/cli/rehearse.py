@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from traces.commands import OutputFile, print_json, say, step_options
-from traces.errors import OutOfMemoryProblem
+from traces.errors import OutOfMemoryProblem, SpecError
 from traces.units import show_bytes
 
 if TYPE_CHECKING:
@@ -53,18 +54,23 @@ def rehearse(
     """Run torch's own CUDA code without a GPU, and print what memory the training step takes.
 
     MODEL is a name that `trace` knows, FILE.py:FUNCTION as `trace` takes it, or a script with a training loop of its
-    own, whose ARGUMENTS follow after `--`. Needs a CUDA build of torch, and no GPU. Nothing is computed: values are
-    zeros, and there are no times.
+    own, whose ARGUMENTS follow after `--`; or `trace`, `execute` or `python`, which finds the GPU then. Needs a CUDA
+    build of torch, and no GPU. Nothing is computed: values are zeros, and there are no times.
 
     \b
     execute rehearse bert-base --batch-size 16 --seq-len 512 --gpu h100
     execute rehearse my_training.py:build --gpu rtx-4090 --snapshot snapshot.pickle
     execute rehearse train.py --gpu a100-80 -- --epochs 1
+    execute rehearse --gpu h100 -- execute campaign gpu-quick -o rehearsed
 
     Exit code: 0 done, 1 the GPU's memory does not suffice, 2 the input is wrong.
     """
+    from executor.rehearsal.run import COMMANDS, command_on_null_driver
     from executor.rehearsal.run import rehearse as run
 
+    if model in COMMANDS:
+        _refuse_for_commands(model)
+        sys.exit(command_on_null_driver([model, *arguments], gpu, alloc_conf))
     say(f"Rehearsing {model} on {gpu} ...", quiet=quiet)
     found = run(
         model,
@@ -82,6 +88,18 @@ def rehearse(
     else:
         print_rehearsal(found)
     refuse_if_too_large(found)
+
+
+def _refuse_for_commands(command: str) -> None:
+    """Raise SpecError for an option that a command would not hear of."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        name = str(option.name)
+        given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if given and name not in ("model", "arguments", "gpu", "alloc_conf"):
+            raise SpecError(
+                f"{command} takes options of its own, so {option.opts[0]} must follow after `--`, if it knows that."
+            )
 
 
 def rehearse_plan(path: Path, model: str, gpu: str, *, as_json: bool, quiet: bool) -> None:

@@ -23,6 +23,7 @@ from executor.rehearsal.stubs import stub_source
 from traces.device_profile import cache_directory
 from traces.devices import Device, architecture
 from traces.errors import EnvironmentProblem
+from traces.provenance import ABSENT, NAME
 
 SOURCES: Final = Path(__file__).parent / "driver"
 LIBRARY: Final = "libcuda.so.1"  # by this name torch, NVRTC and Triton ask for the driver, and find it loaded
@@ -172,7 +173,6 @@ def driver_environment(
     own = os.pathsep.join(str(place / n) for n in (LIBRARY, MANAGEMENT, _compiler_library(torch.cuda[0])))
     before = os.environ.get("LD_PRELOAD", "")
     values = {
-        "NAME": f"{gpu.name} (rehearsed)",
         "MAJOR": gpu.sm[0],
         "MINOR": gpu.sm[1],
         "MULTIPROCESSORS": gpu.multiprocessors,
@@ -194,5 +194,6 @@ def driver_environment(
         "USE_PYTORCH_KERNEL_CACHE": "0",
         "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"),
         "TRITON_CACHE_DIR": str(place / "triton"),
+        NAME: f"{gpu.name}{ABSENT}",
         **{f"LOWTIDE_NULL_{k}": str(v) for k, v in values.items()},
     }

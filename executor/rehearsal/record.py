@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from traces.json_records import to_json
 from traces.measurement import RunFigures
+from traces.provenance import REHEARSED
 from traces.warning import PredictionWarning
 
-PROVENANCE: Final = "rehearsed (torch's own code, no GPU)"
 # Codes of warnings.
 HOST_READ: Final = "rehearsal-host-read"  # the step read a value of the GPU, and was told something
 ASSUMED: Final = (
@@ -82,7 +82,7 @@ class Rehearsal:
     out_of_memory: str = (
         ""  # torch's message, if the GPU's memory did not suffice; the figures are then of a larger GPU
     )
-    provenance: str = PROVENANCE
+    provenance: str = REHEARSED
 
     @property
     def fits(self) -> bool:

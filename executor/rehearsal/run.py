@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +21,7 @@ from traces.errors import EnvironmentProblem, SpecError
 from traces.json_records import from_json
 from traces.model_spec import DEFAULT_FUNCTION, source_file
 
+COMMANDS: Final = {"trace": ("-m", "tracer"), "execute": ("-m", "executor"), "python": ()}
 LARGE_BYTES: Final = 1 << 42  # a GPU in which everything fits, to say how much that is
 
 
@@ -147,6 +151,30 @@ def run_on_null_driver(
     return run_fresh(
         function, arguments, what=what, environment=environment, overriding=driver, timeout_s=timeout_s
     )
+
+
+def command_on_null_driver(words: Sequence[str], gpu: str, alloc_conf: str = "") -> int:
+    """Run a command as it is where that GPU is found, its output not caught; returns its exit code.
+
+    What it says was measured there is told by the GPU's name, which ends in `traces.provenance.ABSENT`.
+
+    Args:
+        words: one of COMMANDS and its arguments.
+        gpu: of the device table, as "h100".
+        alloc_conf: PYTORCH_ALLOC_CONF, unless the environment sets it.
+
+    Raises:
+        EnvironmentProblem: no CUDA build of torch, no C compiler.
+        SpecError: the GPU means nothing.
+    """
+    driver = driver_environment(find_cuda_torch(), device(gpu), context_bytes=CONTEXT_BYTES)
+    settings = dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else {}
+    # It finds the packages where this process found them.
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    command = [sys.executable, *COMMANDS[words[0]], *words[1:]]
+    done = subprocess.run(command, env={**settings, **os.environ, **driver, "PYTHONPATH": path}, check=False)
+    return done.returncode
 
 
 def _run(task: Task, gpu: Device, alloc_conf: str, context_bytes: int, timeout_s: float | None) -> Rehearsal:

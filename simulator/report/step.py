@@ -40,6 +40,7 @@ PEAKS: Final = (
 # Where what an op allocates inside comes from, by the keys of `TraceMeta.workspace`.
 TOLD: Final = {
     "measured": "measured for the same call",
+    "rehearsed": "by torch's own code on a GPU that is not there",
     "interpolated": "interpolated from other sizes",
     "rules": "by rules",
     "none": "unknown, counted as nothing",

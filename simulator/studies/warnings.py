@@ -19,12 +19,14 @@ from simulator.studies.prediction import Prediction, predict, untouched_peak_byt
 from traces.devices import device
 from traces.errors import SpecError
 from traces.plan import RESERVED
+from traces.provenance import REHEARSED
 from traces.trace import VIEW, Trace, TraceMeta
 from traces.units import show_bytes, show_percent
 from traces.warning import PredictionWarning
 
 UNKNOWN, INTERPOLATED, RULES, ELSEWHERE = "none", "interpolated", "rules", "rules elsewhere"
 FAKE: Final = "fake"
+REHEARSED_MODE: Final = "rehearsed"
 NOTABLE_PERCENT: Final = 2  # an underestimate by more than this is not left without a warning
 UNCONFIRMED: Final = "not confirmed on a GPU"
 UNTOUCHED: Final = "untouched-needs-more"
@@ -35,6 +37,8 @@ STANDING: Final = frozenset({"derived-workspaces", "not-confirmed"})
 def provenance(meta: TraceMeta) -> str:
     """Where the memory figures come from, in a few words."""
     place = meta.target or meta.device
+    if meta.mode == REHEARSED_MODE:
+        return f"simulated for {place} from ops {REHEARSED}"
     if meta.mode != FAKE:
         return f"simulated from ops measured on {place}"
     if kind_of(meta) == CUDA:
@@ -48,7 +52,7 @@ def warnings(c: Prediction) -> tuple[PredictionWarning, ...]:
     """What must be said beside the figures of a prediction, the gravest first; empty if nothing."""
     meta = c.trace.meta
     out = [*_unknown(c.trace, c.planned), *_untouched(c), *_derived(meta)]
-    if meta.mode == FAKE and kind_of(meta) == CUDA:
+    if meta.mode in (FAKE, REHEARSED_MODE) and kind_of(meta) == CUDA:
         out.append(PredictionWarning(code="not-confirmed"))
     elif meta.mode == FAKE and _is_gpu(meta.target):
         out.append(PredictionWarning(code="graph-of-a-cpu", subject=meta.target))

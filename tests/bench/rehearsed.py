@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 from executor.rehearsal import rehearse
-from executor.rehearsal.record import PROVENANCE, Rehearsal
+from executor.rehearsal.record import Rehearsal
 from simulator import api
 from simulator.core.problem import Problem
 from simulator.studies.prediction import untouched_fit
@@ -30,6 +30,7 @@ from tests.bench.architectures import CONFIGS, SEGMENTATION
 from tracer import trace
 from traces.errors import LowtideError
 from traces.measurement import RunFigures
+from traces.provenance import REHEARSED
 
 ARCHITECTURES = Path("tests/bench/architectures.py")
 VISION = {"batch_size": 32}
@@ -57,7 +58,7 @@ FIGURES = {
 HEAD = f"""# Predicted beside rehearsed
 
 Peaks in bytes of a steady iteration of the untouched loop, and of plans for a share of the captured graph's peak;
-rehearsed: {PROVENANCE}. Percent: by how much the prediction is higher. Buffers of cuDNN count as empty on both sides.
+rehearsed: {REHEARSED}. Percent: by how much the prediction is higher. Buffers of cuDNN count as empty on both sides.
 Made by `python -m tests.bench.rehearsed`.
 
 """
@@ -199,7 +200,7 @@ def _answer(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "planned": [r for r in rows if r["way"] != "untouched"],
     }
     return {
-        "provenance": PROVENANCE,
+        "provenance": REHEARSED,
         "summary": {w: summary(found) for w, found in ways.items() if found},
         "rows": rows,
     }

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from tests.torch.steps import build_of  # noqa: E402
+from tracer.build.cuda_words import cuda_words  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
 from traces.devices import device  # noqa: E402
@@ -115,3 +116,15 @@ def test_what_asks_the_gpu_itself_is_refused_with_the_line() -> None:
         CaptureError, match=r"asks the GPU itself.*test_cuda_words\.py:\d+, in forward: torch.cuda.cu"
     ):
         traced(make)
+
+
+def test_torch_itself_may_ask_a_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does to save the generators' states while it captures."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: asked.append("torch"))
+    call = "torch.cuda._lazy_init()"
+    with cuda_words(H100):
+        exec(call, {"__name__": "torch._dynamo.utils", "torch": torch})
+        with pytest.raises(RuntimeError, match="asks the GPU itself"):
+            exec(call, {"__name__": "my_training", "torch": torch})
+    assert asked == ["torch"]

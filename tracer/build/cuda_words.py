@@ -3,7 +3,8 @@
 Counts: `.cuda()`, `.to("cuda")`, `device="cuda"`, `with torch.device("cuda")`, `torch.autocast("cuda")` and what asks
 for it, `x.is_cuda` and `x.device`, and of `torch.cuda` whether there is a GPU and what it is, `synchronize`, NVTX and
 memory statistics, which are 0. torch's own code gets true answers. Refused: all else that would reach the driver
-(streams, events, graphs, generators), by the message of torch or of `_refused`, which the caller gives the user's line.
+(streams, events, graphs, generators), by the message of torch or of `_initialised_by_torch`, which the caller gives the
+user's line.
 Ignores: names that were imported from torch.cuda one by one, which then are refused.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -67,7 +68,7 @@ def cuda_words(target: Device | None) -> Iterator[None]:
     }
     own = {name: _answer(getattr(cuda, name), value) for name, value in answers.items()}
     with (
-        replaced(cuda, **own, _lazy_init=_refused),
+        replaced(cuda, **own, _lazy_init=_initialised_by_torch(cuda._lazy_init)),
         replaced(cuda.nvtx, **{name: _answer(getattr(cuda.nvtx, name), None) for name in MARKS.split()}),
         replaced(autocast, __init__=autocast_of),
         replaced(DeviceContext, __init__=lambda self, device: enter_device(self, _place(device))),
@@ -101,7 +102,7 @@ def _torch_asks() -> bool:
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back  # of a mode above
-    return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "tracer")
+    return _module(frame).partition(".")[0] in ("torch", "tracer")
 
 
 def _place(value: Any) -> Any:
@@ -124,8 +125,22 @@ def _answer(original: Callable[..., Any], value: Any) -> Callable[..., Any]:
     return ask
 
 
-def _refused() -> None:
-    raise RuntimeError(
-        "this asks the GPU itself, and the trace is made on fake tensors that stand for one; leave it out of the "
-        "step, or trace with --device cuda where the GPU is"
-    )
+def _initialised_by_torch(original: Callable[[], None]) -> Callable[[], None]:
+    """torch.cuda's initialisation, which torch may ask for itself where a GPU is (it saves the generators' states)."""
+
+    def initialise() -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and _module(frame).startswith(("torch.cuda", __name__)):
+            frame = frame.f_back
+        if frame is None or _module(frame).partition(".")[0] != "torch":
+            raise RuntimeError(
+                "this asks the GPU itself, and the trace is made on fake tensors that stand for one; leave it out of "
+                "the step, or trace with --device cuda where the GPU is"
+            )
+        original()
+
+    return initialise
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

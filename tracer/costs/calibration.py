@@ -21,11 +21,12 @@ from traces.devices import Device
 from traces.trace import VIEW
 
 MEASURED: Final = "measured"
+REHEARSED: Final = "rehearsed"  # torch's own code on a GPU that is not there
 INTERPOLATED: Final = "interpolated"
 RULES: Final = "rules"
 ELSEWHERE: Final = "rules elsewhere"  # of another kind of processor than the one that they were read from
 NONE: Final = "none"
-SOURCES: Final = (MEASURED, INTERPOLATED, RULES, ELSEWHERE, NONE)
+SOURCES: Final = (MEASURED, REHEARSED, INTERPOLATED, RULES, ELSEWHERE, NONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

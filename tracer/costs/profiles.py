@@ -14,8 +14,6 @@ from tracer.costs.rows import OpRow
 from tracer.costs.signature import Signature, TensorSpec
 from traces import device_profile as store
 from traces.device_profile import (
-    MEASURED_CPU,
-    MEASURED_CUDA,
     DeviceProfile,
     Entry,
     Identity,
@@ -23,6 +21,7 @@ from traces.device_profile import (
 )
 from traces.devices import DEVICES, GIB, Device
 from traces.errors import TraceError
+from traces.provenance import provenance_of
 from traces.trace import VIEW
 
 # Words in a GPU's name that make it another board than the one of the plain name.
@@ -222,7 +221,7 @@ def entry_of(
         events=events,
         time_ns=time_ns,
         samples=samples,
-        provenance=MEASURED_CUDA if identity.kind == "cuda" else MEASURED_CPU,
+        provenance=provenance_of(identity.kind, identity.device),
     )
 
 

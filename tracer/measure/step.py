@@ -8,6 +8,9 @@ watches run in between; what they take beside all ops is shared by the ops outsi
 
 On CUDA the first round also shows what libraries allocate once and keep (cuBLAS): these become storages of the category
 "workspace" that are there throughout the step.
+
+On a GPU that is not there (a rehearsal) the same rounds run, the allocations are those of torch's own code, and the
+times are the roofline's.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 
 from tracer.build.step import BuildStep
-from tracer.costs.calibration import MEASURED, Cost
+from tracer.costs.calibration import MEASURED, REHEARSED, Cost
 from tracer.costs.profiles import profile_of
 from tracer.measure.cuda_history import History
 from tracer.measure.probes import (
@@ -40,6 +43,7 @@ from tracer.record.draft import Draft
 from traces.alloc_conf import alloc_conf
 from traces.device_profile import DeviceProfile, Identity, LibraryWorkspace
 from traces.errors import TraceError
+from traces.provenance import rehearsing
 from traces.trace import EAGER, VIEW, Trace
 from traces.units import show_time
 
@@ -80,7 +84,7 @@ def measure(
         draft: the same step on fake tensors of the same device.
         build: makes the step; here it makes it for real.
         device: "cpu" or "cuda".
-        rounds: timed rounds; see `typical`.
+        rounds: timed rounds; see `typical`. In a rehearsal nothing is timed.
         warmup: rounds before the first timed one.
         say: told what makes the times doubtful.
         progress: told how many timed rounds are done.
@@ -110,7 +114,8 @@ def measure(
         wholes.append(_whole_ns(runner, silent, wait))
         progress(k + 1)
     totals = [sum(s) for s in samples]
-    if max(totals) > SPREAD * min(totals):
+    rehearsed = cuda and rehearsing()
+    if not rehearsed and max(totals) > SPREAD * min(totals):
         say(
             f"warning: the rounds took between {show_time(min(totals))} and {show_time(max(totals))}; the machine is "
             "busy, and the times of this trace are not reliable (its sizes are)."
@@ -122,18 +127,22 @@ def measure(
 
     events = _cuda_round(watched).events if cuda else cpu_allocations(watched, len(expected))
     flags = [row.flags for row in draft.rows]
-    times = with_the_rest(typical(samples), flags, int(statistics.median(wholes)))
+    if rehearsed:
+        times = [cost.time_ns for cost in draft.priced(draft.costs)]
+    else:
+        times = with_the_rest(typical(samples), flags, int(statistics.median(wholes)))
+    source = REHEARSED if rehearsed else MEASURED
     costs = tuple(
-        Cost(time_ns=t, events=settle(e, created), source="" if f & VIEW else MEASURED)
+        Cost(time_ns=t, events=settle(e, created), source="" if f & VIEW else source)
         for t, e, created, f in zip(times, events, draft.created_bytes, flags, strict=True)
     )
     header: dict[str, Any] = {
-        "mode": "real",
+        "mode": "rehearsed" if rehearsed else "real",
         "device": device.partition(":")[0],
         "alloc_conf": alloc_conf() if cuda else "",
         "rates": {},
         "threads": 0 if cuda else torch.get_num_threads(),
-        "target": torch.cuda.get_device_name() if cuda else "cpu",
+        "target": draft.target.name if rehearsed else torch.cuda.get_device_name() if cuda else "cpu",
     }
     return Measured(draft=draft, costs=costs, workspaces=kept, header=header)
 

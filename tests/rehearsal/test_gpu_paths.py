@@ -1,0 +1,76 @@
+"""The paths that wait for a GPU run on the null driver: the tests marked `gpu`, and what they ask of values."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from executor.rehearsal import run_on_null_driver
+from traces.devices import device
+from traces.provenance import MEASURED_CUDA, REHEARSED
+
+pytestmark = pytest.mark.rehearsal
+ROOT = Path(__file__).resolve().parents[2]
+STEP = """
+import torch
+from torch import nn
+
+def build(batch_size=8192):
+    net = nn.Sequential(nn.Linear(1024, 4096), nn.Dropout(), nn.GELU(), nn.Linear(4096, 1024))
+    return net, torch.randn(batch_size, 1024), lambda y: y.pow(2).mean(), torch.optim.AdamW(net.parameters())
+"""
+
+
+def on_h100(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "executor", "rehearse", "--gpu", "h100", "--", *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_tests_that_want_a_gpu_pass_there() -> None:
+    done = on_h100(ROOT, "python", "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "-p", "no:cacheprovider")
+    assert done.returncode == 0, done.stdout[-3000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 8
+    assert "skipped" not in done.stdout
+
+
+def test_a_verification_runs_to_its_end_and_a_measurement_gives_no_times(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(STEP)
+    given = on_h100(tmp_path, "trace", "net.py:build", "--device", "cuda", "-o", "t", "-q")
+    assert given.returncode == 0, given.stderr
+    assert not list(tmp_path.rglob("*torch*.parquet"))  # a device profile
+    subprocess.run(
+        [sys.executable, "-m", "simulator", "t", "--budget", "90%", "-o", "plan.json", "-q"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True,
+    )  # fmt: skip
+    job = {
+        "plan_path": str(tmp_path / "plan.json"), "model": f"{tmp_path}/net.py:build", "device": "cuda",
+        "memory_steps": 3, "warmup": 1, "runs": 2, "steps": 2,
+    }  # fmt: skip
+    verified, planned = (
+        run_on_null_driver("executor.measure:do", {**job, "variant": v}, device("h100"), what=v)
+        for v in ("verify", "plan")
+    )
+    assert verified["verification"]["steps"] == 2
+    assert planned["environment"]["gpu"] == "H100 (rehearsed)"
+    assert planned["figures"]["step_time_ns"] is None
+    assert not planned["figures"]["times_ns"]
+    done = on_h100(tmp_path, "execute", "plan.json", "--device", "cuda", "-q")
+    assert done.returncode == 0, done.stderr
+    assert REHEARSED in done.stdout
+    assert "measured" not in done.stdout.lower().replace(MEASURED_CUDA, "")
+    for words in (
+        ("execute", "plan.json", "--report", "x.html"),
+        ("execute", "sweep", "t"),
+        ("trace", "net.py:build", "--device", "cuda", "--profile", "p"),
+    ):
+        refused = on_h100(tmp_path, *words, *(("--device", "cuda") if words[0] == "execute" else ()))
+        assert refused.returncode == 2, refused.stdout
+        assert "not there" in refused.stderr

@@ -1,0 +1,35 @@
+"""Where figures were taken: on a CPU, on a GPU, or by torch's own code on a GPU that is not there (a rehearsal)."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from traces.errors import SpecError
+
+MEASURED_CPU: Final = "measured-cpu"
+MEASURED_CUDA: Final = "measured-cuda"
+REHEARSED: Final = "rehearsed (torch's own code, no GPU)"
+PROVENANCES: Final = (MEASURED_CPU, MEASURED_CUDA, REHEARSED)
+ABSENT: Final = " (rehearsed)"  # ends the name of a GPU that is not there
+NAME: Final = "LOWTIDE_NULL_NAME"  # the variable from which the null driver has that name
+
+
+def rehearsing() -> bool:
+    """Whether this process and those that it starts run on the null driver, where nothing can be measured."""
+    return NAME in os.environ
+
+
+def refuse_page() -> None:
+    """Raise SpecError in a rehearsal, since pages show what was measured."""
+    if rehearsing():
+        raise SpecError(
+            "--report shows what was measured, and on a GPU that is not there nothing is; leave it out."
+        )
+
+
+def provenance_of(device: str, gpu: str = "") -> str:
+    """The provenance of figures taken on a device ("cpu", "cuda", "cuda:1"); of a GPU with the name `gpu`, if given."""
+    if not device.startswith("cuda"):
+        return MEASURED_CPU
+    return REHEARSED if gpu.endswith(ABSENT) or (not gpu and rehearsing()) else MEASURED_CUDA
