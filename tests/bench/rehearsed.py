@@ -1,12 +1,14 @@
 """What `trace` and `simulate` predict for a GPU, beside what torch's own CUDA code allocates on the null driver.
 
-python -m tests.bench.rehearsed [--models a,b] [--gpu h100,t4] [--amp none,bfloat16] [--plans] [-o FILE.json] [--json]
+python -m tests.bench.rehearsed [--models a,b] [--gpu h100,t4] [--amp none,bfloat16] [-o FILE.json] [--table FILE.md] [--json]
 
-Needs a CUDA build of torch, and no GPU; trace and rehearsal use the same torch. A row is one model, GPU and type:
-predicted and rehearsed peaks of a steady iteration, requested (sums of tensors) and allocated (in blocks), and of
-reserved memory; with `--plans` also of plans at 70 and 50 % of the step's own peak. Every row is added to FILE as soon
-as it is there, and rows that FILE has are not made again. Buffers that cuDNN asks for count as empty on both sides: the
-null driver takes none, and no rule predicts them. Provenance of what is rehearsed: torch's own code, no GPU.
+Needs a CUDA build of torch, and no GPU; trace and rehearsal use the same torch. A row is one model, GPU, type and way:
+the peaks of a steady iteration, predicted and rehearsed, requested (sums of tensors) and allocated (in blocks), and of
+reserved memory; untouched, and with plans for 70 and 50 % of the captured graph's peak. Where no plan is so small, the
+budget is the lowest peak that the planner reaches, and the row says so. Without `--gpu` each model is taken in float32
+for one of three GPUs and under autocast for the next. Every row is added to FILE as soon as it is there, and rows that
+FILE has are not made again, failures included. Buffers that cuDNN asks for count as empty on both sides: the null
+driver takes none, and no rule predicts them. Provenance of what is rehearsed: torch's own code, no GPU.
 """
 
 from __future__ import annotations
@@ -15,85 +17,105 @@ import json
 import math
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 import click
 
-from executor.rehearsal import rehearse
-from executor.rehearsal.record import Rehearsal
+from executor.rehearsal.record import ASSUMED, PROVENANCE, Rehearsal
 from simulator import api
 from simulator.core.problem import Problem
+from simulator.planners.outcome import Infeasible
 from simulator.studies.prediction import untouched_fit
-from tests.bench.architectures import CONFIGS, SEGMENTATION
+from simulator.studies.warnings import STANDING, warnings
+from tests.bench.architectures import CONFIGS, DIFFUSERS, SEGMENTATION, TIMM
+from tests.bench.forked import Forked
 from tracer import trace
 from traces.errors import LowtideError
 from traces.measurement import RunFigures
-from traces.provenance import REHEARSED
+from traces.plan import Plan
 
 ARCHITECTURES = Path("tests/bench/architectures.py")
 VISION = {"batch_size": 32}
 LANGUAGE = {"batch_size": 8, "seq_len": 256}
-MODELS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("resnet18", "resnet50", "mobilenet_v2", "vit-small"), VISION),
-    **dict.fromkeys(("bert-small", "gpt2-small", "t5-small", "llama-small"), LANGUAGE),
-    **dict.fromkeys(
-        ("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "googlenet", "inception_v3", "maxvit_t",
-         "mnasnet1_0", "mobilenet_v3_large", "regnet_y_400mf", "resnet152", "resnext50_32x4d", "shufflenet_v2_x1_0",
-         "squeezenet1_1", "swin_t", "swin_v2_t", "vgg16_bn", "vit_b_16"),
-        VISION,
-    ),
-    **{f"{ARCHITECTURES}:{name}": {} for name in (*CONFIGS, *SEGMENTATION)},
-    **dict.fromkeys(("bert-base", "gpt2", "t5-base"), LANGUAGE),
-}  # fmt: skip
+VISION_NAMES = (
+    "resnet18", "resnet50", "mobilenet_v2", "vit-small", "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0",
+    "googlenet", "inception_v3", "maxvit_t", "mnasnet1_0", "mobilenet_v3_large", "regnet_y_400mf",
+    "resnext50_32x4d", "shufflenet_v2_x1_0", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg16_bn", "vit_b_16", "resnet152",
+)  # fmt: skip
+LANGUAGE_NAMES = ("bert-small", "gpt2-small", "t5-small", "llama-small", "bert-base", "gpt2", "t5-base")
+FAMILIES: tuple[dict[str, dict[str, Any]], ...] = (
+    dict.fromkeys(VISION_NAMES, VISION),
+    {f"{ARCHITECTURES}:{name}": {} for name in CONFIGS},
+    {f"{ARCHITECTURES}:{name}": {} for name in TIMM},
+    dict.fromkeys(LANGUAGE_NAMES, LANGUAGE),
+    {f"{ARCHITECTURES}:{name}": {} for name in (*SEGMENTATION, *DIFFUSERS)},
+)
+# One of each family after the other, so that a run that is cut short has seen all.
+MODELS = {
+    name: options
+    for name, options in chain.from_iterable(zip_longest(*(f.items() for f in FAMILIES), fillvalue=("", {})))
+    if name
+}
+HALF = {"t4": "float16", "a100-80": "bfloat16", "h100": "bfloat16"}  # each GPU's own half type
 BUDGETS = ("70%", "50%")
+UNTOUCHED = "untouched"
 FIGURES = {
     "requested": "peak_allocated_bytes",
     "allocated": "peak_block_bytes",
     "reserved": "peak_reserved_bytes",
 }
-
-
+KEYS = ("model", "gpu", "amp")
 HEAD = f"""# Predicted beside rehearsed
 
-Peaks in bytes of a steady iteration of the untouched loop, and of plans for a share of the captured graph's peak;
-rehearsed: {REHEARSED}. Percent: by how much the prediction is higher. Buffers of cuDNN count as empty on both sides.
-Made by `python -m tests.bench.rehearsed`.
+Peaks of a steady iteration, of the untouched loop and of plans for a share of the captured graph's peak; rehearsed:
+{PROVENANCE}. Bytes are rehearsed ones; percent: by how much the prediction is higher. Buffers of cuDNN count as empty
+on both sides. `*`: no plan is so small, so the plan is the smallest that the planner finds. Made by
+`python -m tests.bench.rehearsed`.
 
 """
 
 
-def row_of(model: str, gpu: str, options: dict[str, Any], *, plans: bool) -> Iterator[dict[str, Any]]:
+def rows_of(forked: Forked, model: str, gpu: str, amp: str) -> Iterator[dict[str, Any]]:
     """The untouched step of one model, and its planned ones."""
-    name = model.rpartition(":")[2]
-    key = {
-        "model": name,
-        "gpu": gpu,
-        "amp": options.get("amp", ""),
-        "optimizer": options.get("optimizer", ""),
-    }
+    options = {**MODELS.get(model, {}), **({"amp": amp} if amp else {})}
+    key = {"model": model.rpartition(":")[2], "gpu": gpu, "amp": amp}
     recorded = trace(model, target=gpu, profile=False, **options)
     problem = Problem(recorded)
-    untouched = untouched_fit(api.simulate(problem)).figures()
-    found = rehearse(model, gpu, options=options, script=False)
-    yield {
-        **key,
-        "way": "untouched",
-        "counted": bool(recorded.meta.untouched_peak_bytes),
-        **beside(untouched, found),
-    }
-    for budget in BUDGETS if plans else ():
-        plan = api.plan(problem, budget, seconds=1)
+    predicted = api.simulate(problem)
+    said = [w.code for w in warnings(predicted) if w.code not in STANDING]
+    counted = {"counted": bool(recorded.meta.untouched_peak_bytes), "warnings": said}
+    found = forked.rehearse(model, gpu, options)
+    yield {**key, "way": UNTOUCHED, **counted, **beside(untouched_fit(predicted).figures(), found)}
+    whole = predicted.saved_figures.peak_allocated_bytes
+    for budget in BUDGETS:
+        plan, moved = plan_near(problem, budget)
         with tempfile.TemporaryDirectory() as folder:
             path = plan.save(Path(folder) / "plan.json")
-            found = rehearse(model, gpu, options=options, script=False, plan=path)
-        yield {**key, "way": budget, **beside(api.simulate(problem, plan).planned_figures, found)}
+            found = forked.rehearse(model, gpu, options, plan=str(path.absolute()))
+        figures = api.simulate(problem, plan).planned_figures
+        share = round(100 * figures.peak_allocated_bytes / whole, 1)
+        within = found.figures.peak_allocated_bytes <= (plan.budget_bytes or 0)
+        asked = {"budget_bytes": plan.budget_bytes, "moved": moved, "percent": share, "within_budget": within}
+        yield {**key, "way": budget, **asked, **beside(figures, found)}
+
+
+def plan_near(problem: Problem, budget: str) -> tuple[Plan, bool]:
+    """The plan for a budget, or for the lowest peak that the planner reaches, and whether it is that."""
+    try:
+        return api.plan(problem, budget, seconds=1), False
+    except Infeasible as refusal:
+        return api.plan(problem, refusal.figures["lowest_peak_bytes"], seconds=1), True
 
 
 def beside(predicted: RunFigures, found: Rehearsal) -> dict[str, Any]:
     """Predicted and rehearsed bytes, their difference in bytes and in percent of what was rehearsed."""
     out: dict[str, Any] = {"torch": found.environment["torch"]}
+    if told := sorted({f"{w.code} {w.subject}" for w in found.warnings if w.code != ASSUMED}):
+        out["told"] = told
     for name, key in FIGURES.items():
         ours, theirs = getattr(predicted, key), getattr(found.figures, key)
         out[f"{name}_predicted_bytes"], out[f"{name}_rehearsed_bytes"] = ours, theirs
@@ -103,107 +125,130 @@ def beside(predicted: RunFigures, found: Rehearsal) -> dict[str, Any]:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Of the absolute differences in percent: their median and 95th percentile; and the lowest prediction."""
-    out: dict[str, Any] = {"rows": len(rows)}
+    out: dict[str, Any] = {"rows": len(rows), "models": len({r["model"] for r in rows})}
     for name in FIGURES:
         off = [r[f"{name}_off_percent"] for r in rows]
         sizes = sorted(map(abs, off))
         out[name] = {
-            "median_percent": statistics.median(sizes),
+            "median_percent": round(statistics.median(sizes), 4),
             "p95_percent": sizes[max(0, math.ceil(0.95 * len(sizes)) - 1)],
             "lowest_percent": min(off),
+            "highest_percent": max(off),
         }
     return out
 
 
+def ways(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows by what they are of: the untouched step or a plan, in float32 or under autocast."""
+    out: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "failed" not in row:
+            step = "untouched" if row["way"] == UNTOUCHED else "planned"
+            out.setdefault(f"{step}, {'autocast' if row['amp'] else 'float32'}", []).append(row)
+    return out
+
+
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of all rows, the untouched first."""
-    head = (
-        "model",
-        "GPU",
-        "autocast",
-        "step",
-        "allocated, rehearsed",
-        "predicted",
-        "reserved, rehearsed",
-        "predicted",
-    )
-    lines = ["| " + " | ".join(head) + " |", "|---|---|---|---|--:|--:|--:|--:|"]
-    for r in sorted(rows, key=lambda r: (r["way"] != "untouched", r["way"], r["model"], r["gpu"], r["amp"])):
-        cells = [r["model"], r["gpu"], r["amp"] or "-", r["way"]]
+    """A line for each model, GPU and type: what it takes, and how far off the untouched and the planned steps are."""
+    head = ["model", "GPU", "autocast", "allocated", "off", "reserved", "off"]
+    head += [f"{budget}: {name}" for budget in BUDGETS for name in ("allocated", "reserved")]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|---|" + "--:|" * (len(head) - 3)]
+    steps: dict[tuple[str, ...], dict[str, Any]] = {}
+    for r in rows:
+        if "failed" not in r:
+            steps.setdefault(tuple(r[k] for k in KEYS), {})[r["way"]] = r
+    for (model, gpu, amp), of in sorted(steps.items()):
+        cells = [model, gpu, amp or "-"]
         for name in ("allocated", "reserved"):
-            cells += [f"{r[f'{name}_rehearsed_bytes']:,}", f"{r[f'{name}_off_percent']:+.3f} %"]
+            cells += [f"{of[UNTOUCHED][f'{name}_rehearsed_bytes']:,}", off(of.get(UNTOUCHED), name)]
+        cells += [off(of.get(budget), name) for budget in BUDGETS for name in ("allocated", "reserved")]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
+def off(row: dict[str, Any] | None, name: str) -> str:
+    """By how many percent a prediction is off; marked where the budget was moved."""
+    if row is None:
+        return "-"
+    return f"{row[f'{name}_off_percent']:+.3f} %{'*' if row.get('moved') and name == 'allocated' else ''}"
+
+
 def summaries(rows: list[dict[str, Any]]) -> str:
-    """The summary of each way as lines of Markdown."""
-    lines = [""]
-    for way, found in _answer(rows)["summary"].items():
+    """The summary of each way as a table, and what could not be compared."""
+    head = "| rows of | rows, models | figure | median | 95 % within | lowest | highest |"
+    lines = [head, "|---|---|---|--:|--:|--:|--:|"]
+    for way, of in ways(rows).items():
+        found = summary(of)
         for name in FIGURES:
             f = found[name]
-            lines.append(
-                f"- {way}, {found['rows']} rows, {name}: off by {f['median_percent']} % in the median, by "
-                f"{f['p95_percent']} % at the 95th percentile; lowest {f['lowest_percent']:+} %"
-            )
+            cells = [f"{f[f'{k}_percent']:.4f} %" for k in ("median", "p95")]
+            cells += [f"{f[f'{k}_percent']:+.3f} %" for k in ("lowest", "highest")]
+            lines.append(f"| {way} | {found['rows']}, {found['models']} | {name} | {' | '.join(cells)} |")
+    failed = [r for r in rows if "failed" in r]
+    if failed:
+        lines += ["", "Not compared:", ""]
+        causes = Counter((r["failed"], r["model"]) for r in failed)
+        lines += [f"- {model}: {text}" for text, model in sorted(causes, key=lambda c: c[1])]
     return "\n".join(lines) + "\n"
 
 
-def _asked(models: str, gpus: str, amps: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    names = models.split(",") if models else list(MODELS)
-    for gpu in gpus.split(","):
-        for amp in amps.split(","):
-            for name in names:
-                model = name if name in MODELS else f"{ARCHITECTURES}:{name}"
-                yield model, gpu, {**MODELS.get(model, {}), **({} if amp == "none" else {"amp": amp})}
+def _asked(models: str, gpus: str, amps: str) -> Iterator[tuple[str, str, str]]:
+    names = [n if n in MODELS else f"{ARCHITECTURES}:{n}" for n in models.split(",")] if models else [*MODELS]
+    targets = [*HALF]
+    for name in names:
+        if gpus:
+            for gpu in gpus.split(","):
+                for amp in amps.split(","):
+                    yield name, gpu, "" if amp == "none" else amp
+        else:
+            k = [*MODELS].index(name)
+            second = targets[(k + 1) % len(targets)]
+            yield name, targets[k % len(targets)], ""
+            yield name, second, HALF[second]
 
 
 @click.command()
 @click.option("--models", default="", help="Names of MODELS; without it all of them.")
-@click.option("--gpu", "gpus", default="h100", show_default=True)
-@click.option("--amp", "amps", default="none", show_default=True, help="none, bfloat16, float16.")
-@click.option("--plans", is_flag=True, help="Plans at two budgets too.")
+@click.option("--gpu", "gpus", default="", help="Without it, two of three for each model.")
+@click.option("--amp", "amps", default="none", show_default=True, help="Of --gpu: none, bfloat16, float16.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Rows that are there, and to which to add."
 )
 @click.option("--table", type=click.Path(path_type=Path), help="Write all rows as a Markdown table.")
 @click.option("--json", "as_json", is_flag=True)
-def main(
-    models: str, gpus: str, amps: str, plans: bool, output: Path | None, table: Path | None, as_json: bool
-) -> None:
+def main(models: str, gpus: str, amps: str, output: Path | None, table: Path | None, as_json: bool) -> None:
     """Predict and rehearse, and set both side by side."""
     rows: list[dict[str, Any]] = []
     if output and output.exists():
         rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    there = {(r["model"], r["gpu"], r["amp"], r["way"]) for r in rows}
-    for model, gpu, options in _asked(models, gpus, amps):
-        key = (model.rpartition(":")[2], gpu, options.get("amp", ""))
-        if (*key, BUDGETS[-1] if plans else "untouched") in there:
+    done = {tuple(r[k] for k in KEYS) for r in rows if r["way"] in (BUDGETS[-1], "failed")}
+    forked = Forked()
+    for model, gpu, amp in _asked(models, gpus, amps):
+        key = (model.rpartition(":")[2], gpu, amp)
+        if key in done:
             continue
+        rows = [r for r in rows if tuple(r[k] for k in KEYS) != key]
         try:
-            for row in row_of(model, gpu, options, plans=plans):
-                if (*key, row["way"]) not in there:
-                    rows.append(row)
-                    click.echo(json.dumps(row), err=True)
-        except LowtideError as error:
-            click.echo(f"{' '.join(key)}: {error}", err=True)
+            for row in rows_of(forked, model, gpu, amp):
+                rows.append(row)
+                click.echo(json.dumps(row), err=True)
+        except (LowtideError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            rows.append({**dict(zip(KEYS, key, strict=True)), "way": "failed", "failed": text})
+            click.echo(f"{' '.join(key)}: {text}", err=True)
         if output:
-            output.write_text(json.dumps(_answer(rows), indent=1) + "\n", encoding="utf-8")
+            output.write_text(_written(rows), encoding="utf-8")
+    forked.close()
     if table:
-        table.write_text(HEAD + markdown(rows) + summaries(rows), encoding="utf-8")
-    click.echo(json.dumps(_answer(rows)) if as_json else markdown(rows) + "\n" + json.dumps(summary(rows)))
+        table.write_text(HEAD + summaries(rows) + "\n" + markdown(rows), encoding="utf-8")
+    click.echo(_written(rows) if as_json else summaries(rows) + "\n" + markdown(rows))
 
 
-def _answer(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    ways = {
-        "untouched": [r for r in rows if r["way"] == "untouched"],
-        "planned": [r for r in rows if r["way"] != "untouched"],
-    }
-    return {
-        "provenance": REHEARSED,
-        "summary": {w: summary(found) for w, found in ways.items() if found},
-        "rows": rows,
-    }
+def _written(rows: list[dict[str, Any]]) -> str:
+    """JSON with a line for each row."""
+    head = {"provenance": PROVENANCE, "summary": {w: summary(of) for w, of in ways(rows).items()}}
+    lines = ",\n  ".join(map(json.dumps, rows))
+    return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
 
 
 if __name__ == "__main__":
