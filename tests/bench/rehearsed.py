@@ -1,12 +1,12 @@
 """What `trace` and `simulate` predict for a GPU, beside what torch's own CUDA code allocates on the null driver.
 
-python -m tests.bench.rehearsed [--models a,b] [--gpu h100,t4] [--amp none,bfloat16] [-o FILE.json] [--table FILE.md] [--json]
+python -m tests.bench.rehearsed [--models a,b] [--gpu h100,t4] [--amp none,bfloat16] [-o FILE.json] [--table FILE.md]
 
 Needs a CUDA build of torch, and no GPU; trace and rehearsal use the same torch. A row is one model, GPU, type and way:
 the peaks of a steady iteration, predicted and rehearsed, requested (sums of tensors) and allocated (in blocks), and of
 reserved memory; untouched, and with plans for 70 and 50 % of the captured graph's peak. Where no plan is so small, the
-budget is the lowest peak that the planner reaches, and the row says so. Without `--gpu` each model is taken in float32
-for one of three GPUs and under autocast for the next. Every row is added to FILE as soon as it is there, and rows that
+budget is the lowest peak that the planner reaches, and the row says so. Without `--gpu` each model is taken for two of
+three GPUs in turn, in float32 and under autocast. Every row is added to FILE as soon as it is there, and rows that
 FILE has are not made again, failures included. Buffers that cuDNN asks for count as empty on both sides: the null
 driver takes none, and no rule predicts them. Provenance of what is rehearsed: torch's own code, no GPU.
 """
@@ -44,7 +44,8 @@ LANGUAGE = {"batch_size": 8, "seq_len": 256}
 VISION_NAMES = (
     "resnet18", "resnet50", "mobilenet_v2", "vit-small", "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0",
     "googlenet", "inception_v3", "maxvit_t", "mnasnet1_0", "mobilenet_v3_large", "regnet_y_400mf",
-    "resnext50_32x4d", "shufflenet_v2_x1_0", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg16_bn", "vit_b_16", "resnet152",
+    "resnext50_32x4d", "shufflenet_v2_x1_0", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg16_bn", "vit_b_16",
+    "resnet152",
 )  # fmt: skip
 LANGUAGE_NAMES = ("bert-small", "gpt2-small", "t5-small", "llama-small", "bert-base", "gpt2", "t5-base")
 FAMILIES: tuple[dict[str, dict[str, Any]], ...] = (
@@ -194,17 +195,17 @@ def summaries(rows: list[dict[str, Any]]) -> str:
 
 def _asked(models: str, gpus: str, amps: str) -> Iterator[tuple[str, str, str]]:
     names = [n if n in MODELS else f"{ARCHITECTURES}:{n}" for n in models.split(",")] if models else [*MODELS]
-    targets = [*HALF]
-    for name in names:
-        if gpus:
-            for gpu in gpus.split(","):
-                for amp in amps.split(","):
-                    yield name, gpu, "" if amp == "none" else amp
-        else:
-            k = [*MODELS].index(name)
-            second = targets[(k + 1) % len(targets)]
-            yield name, targets[k % len(targets)], ""
-            yield name, second, HALF[second]
+    if gpus:
+        yield from (
+            (n, g, "" if a == "none" else a) for n in names for g in gpus.split(",") for a in amps.split(",")
+        )
+        return
+    targets, order = [*HALF], [*MODELS]
+    for turn in (0, 1):
+        for name in names:
+            k = order.index(name)
+            gpu = targets[(k + turn) % len(targets)]
+            yield name, gpu, HALF[gpu] if (k + turn) % 2 else ""
 
 
 @click.command()
