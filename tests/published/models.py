@@ -24,7 +24,7 @@ VOCABULARY = 10_000
 class Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs).normal_(std=0.02))
+        self.weight = nn.Parameter(nn.init.normal_(torch.empty(outputs, inputs), std=0.02))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.einsum("...i,oi->...o", x, self.weight)
@@ -33,7 +33,7 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width).normal_())
+        self.weight = nn.Parameter(nn.init.normal_(torch.empty(rows, width)))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight[ids, :]

@@ -1,0 +1,282 @@
+"""What others measured on GPUs, beside what torch's own CUDA code takes without one, and what Lowtide predicts.
+
+python -m tests.bench.published [ROW ...] [-o FILE.json] [--table FILE.md] [--report FILE.html] [--again] [--json]
+
+The rows are tests/published/rows.toml, the steps its build functions, and the loops tests/published/loops.py. Needs a
+CUDA build of torch; rows for another release than the one that is here stay as FILE has them, unless they are named.
+Every row is added to FILE as soon as it is there, and rows that FILE has are made again only if they are named or with
+`--again`. A row of torch's activation_memory_budget also has the replay of what torch saves, and the time that it and
+our plan with the same peak add.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import click
+
+from executor.rehearsal import rehearse
+from executor.rehearsal.driver import find_cuda_torch
+from executor.rehearsal.record import PROVENANCE, Peaks, Rehearsal
+from simulator import api
+from simulator.core.problem import Problem
+from simulator.planners.outcome import Infeasible
+from simulator.studies.loop_peaks import LoopPeaks, untouched_peaks
+from simulator.studies.torch_budget import TorchPlan, ask_torch, plans
+from tracer import trace
+from traces.errors import LowtideError
+from traces.measurement import RunFigures
+
+FOLDER = Path("tests/published")
+ROWS = FOLDER / "rows.toml"
+LOOPS = FOLDER / "loops.py"
+FIGURES = ("requested", "allocated", "reserved")
+FIRST = "first"
+BUDGET = "torch_budget"
+
+
+def rows() -> dict[str, dict[str, Any]]:
+    """The table, by name."""
+    table: dict[str, dict[str, Any]] = tomllib.loads(ROWS.read_text(encoding="utf-8"))
+    return table
+
+
+def made(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """One row: measured by others, rehearsed, predicted, and by how much the two are off."""
+    measured = {f: row[f] for f in FIGURES if f in row}
+    out: dict[str, Any] = {"name": name, **{k: row[k] for k in ("source", "config", "figure", "gpu")}}
+    out["measured"] = measured
+    with environment(row.get("environment", {})):
+        out["torch"] = find_cuda_torch().release
+        out["rehearsed"] = compared(rehearsed(row), row)
+        found = budgeted(row) if BUDGET in row else {"predicted": predicted(row)}
+        out["predicted"] = compared(found.pop("predicted"), row, sum(n for n, _ in row.get("held", ())))
+        out |= found
+    return out
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These variables set while the body runs."""
+    before = {k: os.environ.get(k) for k in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for k, old in before.items():
+            os.environ.pop(k) if old is None else os.environ.update({k: old})
+
+
+def rehearsed(row: Mapping[str, Any]) -> dict[str, int]:
+    """The loop as it was measured, on the null driver."""
+    arguments = (row.get("loop_build", row["build"]), row["loop"], *row.get("arguments", ()))
+    iterations = row["iterations"]
+    found = _rehearsal(row["gpu"], iterations, arguments)
+    phases = found.iterations[iterations - 1].phases
+    peaks = Peaks(requested_bytes=0, allocated_bytes=0, reserved_bytes=0)
+    for phase, figures in phases.items():
+        if phase in row.get("phases", phases):
+            peaks = peaks | figures
+    return {f: getattr(peaks, f"{f}_bytes") - row.get("resident", 0) for f in FIGURES}
+
+
+@lru_cache(maxsize=2)  # neighbours in the table
+def _rehearsal(gpu: str, iterations: int, arguments: tuple[str, ...]) -> Rehearsal:
+    return rehearse(str(LOOPS), gpu, script=True, arguments=arguments, iterations=iterations)
+
+
+@lru_cache(maxsize=2)
+def step_of(build: str, gpu: str) -> Problem:
+    """The step that a build function describes, traced for a GPU."""
+    return Problem(trace(spec_of(build), target=gpu, profile=False))
+
+
+@lru_cache(maxsize=2)
+def torchs(build: str, gpu: str) -> dict[float, TorchPlan]:
+    """What torch saves of that step under each budget that the table names."""
+    budgets = tuple(r[BUDGET] for r in rows().values() if r["build"] == build and BUDGET in r)
+    problem = step_of(build, gpu)
+    found = plans(problem, ask_torch(problem.trace, budgets, ("dp",)))
+    return {float(p.choice.settings["budget"]): p for p in found}
+
+
+def spec_of(build: str) -> str:
+    """Where a build function is."""
+    from tests.published import models
+
+    return f"{FOLDER / ('models.py' if hasattr(models, build) else 'variants.py')}:{build}"
+
+
+def predicted(row: Mapping[str, Any]) -> dict[str, int]:
+    """Of the untouched loop, its first or its steady iteration, or phases of that."""
+    loop = untouched_peaks(api.simulate(step_of(row["build"], row["gpu"])))
+    if "phases" in row:
+        return _highest(loop.phases[p] for p in row["phases"] if p in loop.phases)
+    return _highest([_iteration(loop, row)])
+
+
+def _iteration(loop: LoopPeaks, row: Mapping[str, Any]) -> RunFigures:
+    return loop.first if row["iterations"] == 1 else loop.steady
+
+
+def _highest(found: Any) -> dict[str, int]:
+    keys = ("peak_allocated_bytes", "peak_block_bytes", "peak_reserved_bytes")
+    of = list(found)
+    return {f: max(getattr(x, key) for x in of) for f, key in zip(FIGURES, keys, strict=True)}
+
+
+def budgeted(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What torch saves under its activation_memory_budget, replayed; and our plan with the same peak.
+
+    Counts and ignores: as `simulator.studies.torch_budget`. Of both plans the peak less what is resident; the gradients
+    of the step before, which lie there in their loop, are resident too.
+    """
+    problem = step_of(row["build"], row["gpu"])
+    resident = problem.trace.resident_bytes
+    theirs = torchs(row["build"], row["gpu"])[row[BUDGET]]
+    figures = api.simulate(problem, theirs.plan)
+    peak = figures.planned_figures
+    out: dict[str, Any] = {
+        "predicted": {"allocated": (peak.peak_block_bytes or 0) - resident},
+        "torch_adds_percent": round(figures.overhead_percent, 3),
+        "saves": len(theirs.choice.saved),
+    }
+    try:
+        plan = api.plan(problem, peak.peak_allocated_bytes, seconds=2)
+    except Infeasible as refusal:
+        return {**out, "ours": str(refusal)}
+    ours = api.simulate(problem, plan)
+    return {
+        **out,
+        "ours_peak_bytes": (ours.planned_figures.peak_block_bytes or 0) - resident,
+        "ours_adds_percent": round(ours.overhead_percent, 3),
+    }
+
+
+def compared(found: Mapping[str, int], row: Mapping[str, Any], held: int = 0) -> dict[str, Any]:
+    """Bytes beside what was measured, with what is known to be missing added to requested and allocated memory.
+
+    A figure that was rounded down is met anywhere within its rounding.
+    """
+    out: dict[str, Any] = {}
+    for f in FIGURES:
+        if f in found and f in row:
+            bytes_ = found[f] + (held if f != "reserved" else 0)
+            more = bytes_ - row[f]
+            within = row.get("rounded_bytes", 0)
+            more = 0 if 0 <= more < within else more - within + 1 if within and more > 0 else more
+            out[f] = {"bytes": bytes_, "off_bytes": more, "off_percent": round(100 * more / row[f], 4)}
+    return out
+
+
+def markdown(of: list[dict[str, Any]]) -> str:
+    """A line for each figure of each row."""
+    lines = [
+        "| step, as it was measured | figure | measured | rehearsed | predicted |",
+        "|---|---|--:|--:|--:|",
+    ]
+    for r in of:
+        for k, (f, n) in enumerate(r["measured"].items()):
+            cells = ["" if k else f"{r['name']}: {r['config']}; {r['gpu']}", f, f"{n:,}"]
+            cells += [_off(r[way].get(f)) for way in ("rehearsed", "predicted")]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _off(figure: Mapping[str, Any] | None) -> str:
+    if figure is None:
+        return "-"
+    return f"{figure['off_bytes']:+,} ({figure['off_percent']:+.3f} %)" if figure["off_bytes"] else "0"
+
+
+def _written(of: list[dict[str, Any]]) -> str:
+    """JSON with a line for each row."""
+    lines = ",\n  ".join(map(json.dumps, of))
+    return f'{{"rehearsed": {json.dumps(PROVENANCE)}, "rows": [\n  {lines}\n ]}}\n'
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Rows that are there, and to which to add."
+)
+@click.option("--table", type=click.Path(path_type=Path), help="Write the rows as a Markdown table.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write the rows as a page (HTML).")
+@click.option("--again", is_flag=True, help="Make rows again that are there.")
+@click.option("--json", "as_json", is_flag=True)
+def main(
+    names: tuple[str, ...],
+    output: Path | None,
+    table: Path | None,
+    report: Path | None,
+    again: bool,
+    as_json: bool,
+) -> None:
+    """Set side by side what was measured, rehearsed and predicted, for all rows or for NAMES."""
+    there: dict[str, dict[str, Any]] = {}
+    if output and output.exists():
+        there = {r["name"]: r for r in json.loads(output.read_text(encoding="utf-8"))["rows"]}
+    table_rows = rows()
+    for name, row in table_rows.items():
+        wanted = name in names if names else find_cuda_torch().release.startswith(row["torch"])
+        if not wanted or (name in there and not names and not again):
+            continue
+        try:
+            there[name] = made(name, row)
+            click.echo(json.dumps(there[name]), err=True)
+        except LowtideError as error:
+            click.echo(f"{name}: {error}", err=True)
+        if output:
+            output.write_text(_written([there[n] for n in table_rows if n in there]), encoding="utf-8")
+    found = [there[n] for n in table_rows if n in there]
+    if table:
+        table.write_text(HEAD + markdown(found) + torch_budgets(found), encoding="utf-8")
+    if report:
+        from tests.bench import published_page
+
+        published_page.write(report, found)
+    click.echo(_written(found) if as_json else markdown(found))
+
+
+HEAD = f"""# Measured by others, rehearsed, predicted
+
+Bytes; rehearsed: {PROVENANCE}; by how much the rehearsal and the prediction are above what was measured. Predictions
+include what the measured loop holds beside the step (`held` in rows.toml), but for reserved memory. Made by
+`python -m tests.bench.published`, sources in rows.toml.
+
+"""
+
+
+def torch_budgets(of: list[dict[str, Any]]) -> str:
+    """torch's activation_memory_budget for what it is: what it costs at the peak that it reaches, and what we do."""
+    found = [r for r in of if "torch_adds_percent" in r]
+    if not found:
+        return ""
+    lines = [
+        "",
+        "## torch's activation_memory_budget",
+        "",
+        "Peak less what is resident; added time by the roofline of a T4, of torch's choice and of our plan that stays",
+        "within its peak. Measured on a GTX 1650: ackaudit (pytorch#197838).",
+        "",
+        "| budget | measured | rehearsed | replayed | torch adds | ours, peak | ours adds |",
+        "|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for r in found:
+        ours = "ours_peak_bytes" in r
+        cells = [r["name"].rpartition("_")[2], f"{r['measured']['allocated']:,}"]
+        cells += [f"{r[w]['allocated']['bytes']:,}" for w in ("rehearsed", "predicted")]
+        cells += [f"{r['torch_adds_percent']:+.2f} %", f"{r['ours_peak_bytes']:,}" if ours else "none"]
+        lines.append("| " + " | ".join([*cells, f"{r['ours_adds_percent']:+.2f} %" if ours else "-"]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The page of figures that others measured, beside rehearsals and predictions, made of the blocks of every report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from executor.rehearsal.record import PROVENANCE
+from simulator.report.charts import Point, scatter, signed_errors
+from simulator.report.page import Chart, Page, Section, Text, write_page
+from simulator.studies.tables import NUMBER, table
+
+WAYS = {"rehearsed": "#63a375", "predicted": "#4c78a8"}
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the page of rows as `tests.bench.published` makes them.
+
+    Raises:
+        EnvironmentProblem: a package that pages need is not installed.
+    """
+    sections = []
+    for figure in ("allocated", "reserved", "requested"):
+        of = [
+            (r["name"], way, r["measured"][figure], r[way][figure])
+            for r in rows
+            for way in WAYS
+            if figure in r["measured"] and figure in r[way]
+        ]
+        points = [
+            Point(case=name, model=name, series=way, predicted=f["bytes"], measured=n, error=f["off_percent"])
+            for name, way, n, f in of
+        ]
+        errors = [(name, way, f["off_percent"]) for name, way, _, f in of if f["off_bytes"]]
+        blocks = [
+            Chart(
+                scatter(points, WAYS, title=f"peak {figure}", kind="bytes"),
+                "Across: measured by others on a GPU. On the dashed line it is met.",
+            ),
+            Text(f"{len(of) - len(errors)} of {len(of)} figures are 0 bytes off."),
+        ]
+        if errors:
+            blocks.append(Chart(signed_errors(errors, WAYS, unit="%"), "Those that are off."))
+        sections.append(Section(f"Peak {figure}", tuple(blocks)))
+    sections.append(Section("All figures", (_table(rows),)))
+    subtitle = (
+        f"Steps that others measured on GPUs; rehearsed: {PROVENANCE}; Lowtide has measured none of them."
+    )
+    write_page(path, Page("Measured by others, rehearsed, predicted", subtitle, sections))
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Any:
+    lines = [(r, figure) for r in rows for figure in r["measured"]]
+
+    def off(way: str) -> Any:
+        return lambda line: line[0][way].get(line[1], {}).get("off_percent")
+
+    return table(
+        lines,
+        (
+            ("step", "code", lambda line: line[0]["name"]),
+            ("what it is", "", lambda line: line[0]["config"]),
+            ("figure", "", lambda line: line[1]),
+            ("measured by others", NUMBER, lambda line: f"{line[0]['measured'][line[1]]:,}"),
+            ("rehearsed, off", "+percent", off("rehearsed")),
+            ("predicted, off", "+percent", off("predicted")),
+            ("source", "", lambda line: line[0]["source"]),
+        ),
+    )
