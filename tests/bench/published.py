@@ -5,8 +5,8 @@ python -m tests.bench.published [ROW ...] [-o FILE.json] [--table FILE.md] [--re
 The rows are tests/published/rows.toml, the steps its build functions, and the loops tests/published/loops.py. Needs a
 CUDA build of torch; rows for another release than the one that is here stay as FILE has them, unless they are named.
 Every row is added to FILE as soon as it is there, and rows that FILE has are made again only if they are named or with
-`--again`. A row of torch's activation_memory_budget also has the replay of what torch saves, and the time that it and
-our plan with the same peak add.
+`--again`, so that table and page need no torch. A row of torch's activation_memory_budget also has the replay of what
+torch saves, and the time that it and our plan with the same peak add.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 
-from executor.rehearsal import rehearse
+from executor.rehearsal import run
 from executor.rehearsal.driver import find_cuda_torch
 from executor.rehearsal.record import PROVENANCE, Peaks, Rehearsal
 from simulator import api
@@ -31,7 +31,7 @@ from simulator.planners.outcome import Infeasible
 from simulator.studies.loop_peaks import LoopPeaks, untouched_peaks
 from simulator.studies.torch_budget import TorchPlan, ask_torch, plans
 from tracer import trace
-from traces.errors import LowtideError
+from traces.errors import EnvironmentProblem, LowtideError
 from traces.measurement import RunFigures
 
 FOLDER = Path("tests/published")
@@ -48,14 +48,14 @@ def rows() -> dict[str, dict[str, Any]]:
     return table
 
 
-def made(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """One row: measured by others, rehearsed, predicted, and by how much the two are off."""
+def made(name: str, row: Mapping[str, Any], *, rehearse: bool = True) -> dict[str, Any]:
+    """One row: measured by others, rehearsed (if asked for), predicted, and by how much the two are off."""
     measured = {f: row[f] for f in FIGURES if f in row}
     out: dict[str, Any] = {"name": name, **{k: row[k] for k in ("source", "config", "figure", "gpu")}}
     out["measured"] = measured
     with environment(row.get("environment", {})):
         out["torch"] = find_cuda_torch().release
-        out["rehearsed"] = compared(rehearsed(row), row)
+        out["rehearsed"] = compared(rehearsed(row) if rehearse else {}, row)
         found = budgeted(row) if BUDGET in row else {"predicted": predicted(row)}
         out["predicted"] = compared(found.pop("predicted"), row, sum(n for n, _ in row.get("held", ())))
         out |= found
@@ -89,7 +89,7 @@ def rehearsed(row: Mapping[str, Any]) -> dict[str, int]:
 
 @lru_cache(maxsize=2)  # neighbours in the table
 def _rehearsal(gpu: str, iterations: int, arguments: tuple[str, ...]) -> Rehearsal:
-    return rehearse(str(LOOPS), gpu, script=True, arguments=arguments, iterations=iterations)
+    return run.rehearse(str(LOOPS), gpu, script=True, arguments=arguments, iterations=iterations)
 
 
 @lru_cache(maxsize=2)
@@ -202,6 +202,16 @@ def _written(of: list[dict[str, Any]]) -> str:
     return f'{{"rehearsed": {json.dumps(PROVENANCE)}, "rows": [\n  {lines}\n ]}}\n'
 
 
+def release(*, needed: bool) -> str:
+    """Of the CUDA build of torch that is here; none, where the rows that are there suffice."""
+    try:
+        return find_cuda_torch().release
+    except EnvironmentProblem:
+        if needed:
+            raise
+        return "none"
+
+
 @click.command()
 @click.argument("names", nargs=-1)
 @click.option(
@@ -210,6 +220,7 @@ def _written(of: list[dict[str, Any]]) -> str:
 @click.option("--table", type=click.Path(path_type=Path), help="Write the rows as a Markdown table.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write the rows as a page (HTML).")
 @click.option("--again", is_flag=True, help="Make rows again that are there.")
+@click.option("--predict", is_flag=True, help="Predictions alone; what was rehearsed stays.")
 @click.option("--json", "as_json", is_flag=True)
 def main(
     names: tuple[str, ...],
@@ -217,6 +228,7 @@ def main(
     table: Path | None,
     report: Path | None,
     again: bool,
+    predict: bool,
     as_json: bool,
 ) -> None:
     """Set side by side what was measured, rehearsed and predicted, for all rows or for NAMES."""
@@ -224,12 +236,15 @@ def main(
     if output and output.exists():
         there = {r["name"]: r for r in json.loads(output.read_text(encoding="utf-8"))["rows"]}
     table_rows = rows()
+    here = release(needed=bool(names))
     for name, row in table_rows.items():
-        wanted = name in names if names else find_cuda_torch().release.startswith(row["torch"])
+        wanted = name in names if names else here.startswith(row["torch"])
         if not wanted or (name in there and not names and not again):
             continue
         try:
-            there[name] = made(name, row)
+            old = there.get(name, {}).get("rehearsed", {})
+            there[name] = made(name, row, rehearse=not predict)
+            there[name]["rehearsed"] = there[name]["rehearsed"] or old
             click.echo(json.dumps(there[name]), err=True)
         except LowtideError as error:
             click.echo(f"{name}: {error}", err=True)
@@ -237,7 +252,7 @@ def main(
             output.write_text(_written([there[n] for n in table_rows if n in there]), encoding="utf-8")
     found = [there[n] for n in table_rows if n in there]
     if table:
-        table.write_text(HEAD + markdown(found) + torch_budgets(found), encoding="utf-8")
+        table.write_text(page_of(found), encoding="utf-8")
     if report:
         from tests.bench import published_page
 
@@ -252,6 +267,32 @@ include what the measured loop holds beside the step (`held` in rows.toml), but 
 `python -m tests.bench.published`, sources in rows.toml.
 
 """
+
+
+def page_of(of: list[dict[str, Any]]) -> str:
+    """All tables in Markdown."""
+    return HEAD + markdown(of) + torch_budgets(of)
+
+
+def readme(of: list[dict[str, Any]]) -> str:
+    """The README's table: by source, how far the worst row is off, and how many figures are met to the byte."""
+    lines = [
+        "| measured by others | figures | rehearsed: 0 bytes off, worst | predicted: 0 bytes off, worst |",
+        "|---|--:|--:|--:|",
+    ]
+    sources: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {}
+    for r in of:
+        for f in r["measured"]:
+            sources.setdefault((r["source"].split("@")[0].split(" ")[0], f), []).append((r, f))
+    for (source, figure), found in sources.items():
+        cells = [f"{source}, {figure}", str(len(found))]
+        for way in ("rehearsed", "predicted"):
+            off = [r[way][f] for r, f in found if f in r[way]]
+            worst = max((f["off_percent"] for f in off), key=abs, default=None)
+            met = sum(not f["off_bytes"] for f in off)
+            cells.append("-" if worst is None else f"{met} of {len(off)}, {worst:+.2f} %")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def torch_budgets(of: list[dict[str, Any]]) -> str:

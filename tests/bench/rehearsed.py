@@ -167,6 +167,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def page_of(rows: list[dict[str, Any]]) -> str:
+    """The summaries and the table in Markdown."""
+    return HEAD + summaries(rows) + "\n" + markdown(rows)
+
+
 def off(row: dict[str, Any] | None, name: str) -> str:
     """By how many percent a prediction is off; marked where the budget was moved."""
     if row is None:
@@ -241,7 +246,7 @@ def main(models: str, gpus: str, amps: str, output: Path | None, table: Path | N
             output.write_text(_written(rows), encoding="utf-8")
     forked.close()
     if table:
-        table.write_text(HEAD + summaries(rows) + "\n" + markdown(rows), encoding="utf-8")
+        table.write_text(page_of(rows), encoding="utf-8")
     click.echo(_written(rows) if as_json else summaries(rows) + "\n" + markdown(rows))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -89,11 +90,10 @@ def clipped(made: dict[str, Any]) -> None:
         assert norm is not None
 
 
-def trainer(made: tuple[Any, ...]) -> None:
+def trainer(made: dict[str, Any]) -> None:
     """As transformers' Trainer: the next batch is on the GPU already, gradients are clipped at norm 1."""
-    model, batch, optimizer = made
-    host = {name: x.cpu() for name, x in batch.items()}
-    del batch, made
+    model, optimizer = made["model"], made["optimizer"]
+    host = {name: x.cpu() for name, x in made.pop("batch").items()}
     torch.cuda.empty_cache()
     following = {name: x.cuda() for name, x in host.items()}
     while True:
@@ -152,11 +152,17 @@ def _autocast(made: dict[str, Any]) -> Any:
 
 
 def main(function: str, loop: str, *arguments: str) -> None:
-    """Build on the GPU, and run the loop."""
-    source = models if hasattr(models, function) else variants
-    with torch.device("cuda"):
-        made = getattr(source, function)()
+    """Build on the host, move model and batch to the GPU, and run the loop."""
+    made = getattr(models if hasattr(models, function) else variants, function)()
+    if isinstance(made, tuple):
+        made = dict(zip(("model", "batch", "optimizer"), made, strict=True))
+    made["model"].to("cuda")
+    made["batch"] = pytree.tree_map(_moved, made["batch"])
     globals()[loop](made, *arguments)
+
+
+def _moved(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().cuda().requires_grad_(x.requires_grad)
 
 
 if __name__ == "__main__":
