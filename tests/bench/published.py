@@ -24,7 +24,7 @@ import click
 
 from executor.rehearsal import run
 from executor.rehearsal.driver import find_cuda_torch
-from executor.rehearsal.record import PROVENANCE, Peaks, Rehearsal
+from executor.rehearsal.record import Peaks, Rehearsal
 from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
@@ -33,6 +33,7 @@ from simulator.studies.torch_budget import TorchPlan, ask_torch, plans
 from tracer import trace
 from traces.errors import EnvironmentProblem, LowtideError
 from traces.measurement import RunFigures
+from traces.provenance import REHEARSED
 
 FOLDER = Path("tests/published")
 ROWS = FOLDER / "rows.toml"
@@ -199,7 +200,7 @@ def _off(figure: Mapping[str, Any] | None) -> str:
 def _written(of: list[dict[str, Any]]) -> str:
     """JSON with a line for each row."""
     lines = ",\n  ".join(map(json.dumps, of))
-    return f'{{"rehearsed": {json.dumps(PROVENANCE)}, "rows": [\n  {lines}\n ]}}\n'
+    return f'{{"rehearsed": {json.dumps(REHEARSED)}, "rows": [\n  {lines}\n ]}}\n'
 
 
 def release(*, needed: bool) -> str:
@@ -262,7 +263,7 @@ def main(
 
 HEAD = f"""# Measured by others, rehearsed, predicted
 
-Bytes; rehearsed: {PROVENANCE}; by how much the rehearsal and the prediction are above what was measured. Predictions
+Bytes; rehearsed: {REHEARSED}; by how much the rehearsal and the prediction are above what was measured. Predictions
 include what the measured loop holds beside the step (`held` in rows.toml), but for reserved memory. Made by
 `python -m tests.bench.published`, sources in rows.toml.
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from executor.rehearsal.record import PROVENANCE
 from simulator.report.charts import Point, scatter, signed_errors
 from simulator.report.page import Chart, Page, Section, Text, write_page
 from simulator.studies.tables import NUMBER, table
+from traces.provenance import REHEARSED
 
 WAYS = {"rehearsed": "#63a375", "predicted": "#4c78a8"}
 
@@ -45,7 +45,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         sections.append(Section(f"Peak {figure}", tuple(blocks)))
     sections.append(Section("All figures", (_table(rows),)))
     subtitle = (
-        f"Steps that others measured on GPUs; rehearsed: {PROVENANCE}; Lowtide has measured none of them."
+        f"Steps that others measured on GPUs; rehearsed: {REHEARSED}; Lowtide has measured none of them."
     )
     write_page(path, Page("Measured by others, rehearsed, predicted", subtitle, sections))
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 
-from executor.rehearsal.record import ASSUMED, PROVENANCE, Rehearsal
+from executor.rehearsal.record import ASSUMED, Rehearsal
 from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
@@ -37,6 +37,7 @@ from tracer import trace
 from traces.errors import LowtideError
 from traces.measurement import RunFigures
 from traces.plan import Plan
+from traces.provenance import REHEARSED
 
 ARCHITECTURES = Path("tests/bench/architectures.py")
 VISION = {"batch_size": 32}
@@ -73,7 +74,7 @@ KEYS = ("model", "gpu", "amp")
 HEAD = f"""# Predicted beside rehearsed
 
 Peaks of a steady iteration, of the untouched loop and of plans for a share of the captured graph's peak; rehearsed:
-{PROVENANCE}. Bytes are rehearsed ones; percent: by how much the prediction is higher. Buffers of cuDNN count as empty
+{REHEARSED}. Bytes are rehearsed ones; percent: by how much the prediction is higher. Buffers of cuDNN count as empty
 on both sides. `*`: no plan is so small, so the plan is the smallest that the planner finds. Made by
 `python -m tests.bench.rehearsed`.
 
@@ -252,7 +253,7 @@ def main(models: str, gpus: str, amps: str, output: Path | None, table: Path | N
 
 def _written(rows: list[dict[str, Any]]) -> str:
     """JSON with a line for each row."""
-    head = {"provenance": PROVENANCE, "summary": {w: summary(of) for w, of in ways(rows).items()}}
+    head = {"provenance": REHEARSED, "summary": {w: summary(of) for w, of in ways(rows).items()}}
     lines = ",\n  ".join(map(json.dumps, rows))
     return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
 
