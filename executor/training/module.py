@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from executor.training import bypass
 from executor.training.autograd import run
 from executor.training.engines import (
     OF_MODULES,
@@ -32,6 +34,7 @@ from executor.training.engines import (
     engine_of,
 )
 from tracer.build.context import is_fake
+from tracer.capture.refusals import check_capturable
 from tracer.precision.policy import ambient
 from tracer.record.program import Program
 from tracer.torch_api import pytree
@@ -49,6 +52,8 @@ class _State:
     plan: Plan
     engines: Engines = field(default_factory=dict)
     unplanned: int = 0  # how many `with unplanned(...)` are open
+    entered: int = 0  # how often the planned forward was reached
+    inside: bool = False  # the instance's own forward runs, which may lead back to the planned one
 
     def fresh(self) -> _State:
         """The same plan for another object, for which nothing was captured yet."""
@@ -72,16 +77,38 @@ class PlannedModule(nn.Module):
 
     _lowtide: _State
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "forward" not in vars(self) or not bypass.trains(self):
+            return super().__call__(*args, **kwargs)
+        before = self._lowtide.entered
+        outputs = super().__call__(*args, **kwargs)
+        bypass.check_bypassed(self, self._lowtide.entered > before)
+        return outputs
+
+    @torch._disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._lowtide
-        if state.unplanned or not (self.training and torch.is_grad_enabled()) or is_fake():
-            return super().forward(*args, **kwargs)
+        state.entered += 1
+        if state.unplanned or not bypass.trains(self) or is_fake():
+            return self._as_written(*args, **kwargs)
+        bypass.check_replica(self)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         kind = device_kind(self, leaves)
         check_autocast(state.plan, ambient(kind), kind)
         cache = torch.is_autocast_cache_enabled()
         engine = engine_for(state.engines, state.plan, self, leaves, spec, cache=cache)
         return run(engine, self, [x for x in leaves if isinstance(x, torch.Tensor)])
+
+    def _as_written(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward without the plan: the instance's own, if it had one, else the class's."""
+        state, own = self._lowtide, vars(self).get(bypass.FORWARD)
+        if own is None or state.inside:
+            return super().forward(*args, **kwargs)
+        state.inside = True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            state.inside = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The model's own way to be copied and pickled, and the plan; what was captured stays behind."""
@@ -107,13 +134,19 @@ def _planned_class(kind: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if STATE not in vars(self):  # what wraps this stayed behind when the plan was removed
+            return kind.forward(self, *args, **kwargs)
         return PlannedModule.forward(self, *args, **kwargs)
 
+    # Who unwraps a forward, as Accelerate does, would find the model's own, which has no plan.
+    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    del forward.__wrapped__
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (PlannedModule, kind), {**names, "forward": forward})
 
 
 def _planned(model: nn.Module, state: _State) -> nn.Module:
+    bypass.take_forward(model)
     model.__class__ = _planned_class(own_class(type(model)))
     object.__setattr__(model, STATE, state)
     return model
@@ -121,6 +154,7 @@ def _planned(model: nn.Module, state: _State) -> nn.Module:
 
 def _bare(model: nn.Module) -> nn.Module:
     model.__class__ = own_class(type(model))
+    bypass.give_back_forward(model)
     vars(model).pop(STATE, None)
     return model
 
@@ -139,12 +173,15 @@ def apply_plan(model: nn.Module, plan: Plan | str | Path, *, in_place: bool = Fa
             its own around the model's tensors, so that neither's modes and attributes change with the other's.
 
     Raises:
-        PlanError: the file is no plan; at the first training call, the plan belongs to another model; at any, it
-            was made under another state of autocast.
-        CaptureError: at the first training call, the model cannot be captured.
+        PlanError: the file is no plan, or the model a wrapper that plans go inside of; at the first training call, the
+            plan belongs to another model; at any, it was made under another state of autocast.
+        CaptureError: the model, or a part of it, is compiled or scripted; at the first training call, it cannot be
+            captured.
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
+    bypass.check_wrapped(model)
+    check_capturable(model)
     return _planned(model if in_place else twin_of(model), _State(plan))
 
 

@@ -1,0 +1,224 @@
+"""A forward of the instance's own, and wrappers around or below a plan: they work, or it is said; none trains without
+the plan unseen."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from executor import apply_plan, remove_plan, unplanned  # noqa: E402
+from executor.training.module import engines_of  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from tests.torch.small_nets import Residual, spec  # noqa: E402
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from traces.errors import CaptureError, PlanError  # noqa: E402
+from traces.plan import Plan  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    trace = recorded(load_spec(spec("residual"))).trace
+    return plan_of(trace, *recompute_all(Problem(trace)))
+
+
+def net() -> Residual:
+    torch.manual_seed(0)
+    return Residual()
+
+
+def train(model: Callable[..., Any], inner: nn.Module) -> list[torch.Tensor]:
+    """Three steps; returns the losses, then all parameters and buffers."""
+    torch.manual_seed(5)
+    optimizer = torch.optim.AdamW(inner.parameters(), lr=1e-2)
+    out = []
+    for k in range(3):
+        g = torch.Generator().manual_seed(k)
+        x, y = torch.randn(4, 3, 16, 16, generator=g), torch.randint(5, (4,), generator=g)
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(loss.detach())
+    return [*out, *inner.state_dict().values()]
+
+
+def as_eager(model: Callable[..., Any], planned: nn.Module, eager: nn.Module | None = None) -> None:
+    """Trained through `model`, the planned module does what the untouched net does, and by its plan."""
+    eager = eager or net()
+    for a, b in zip(train(eager, eager), train(model, planned), strict=True):
+        assert torch.equal(a, b)
+    assert len(engines_of(planned)) == 1
+
+
+def doubled(self: Residual, x: torch.Tensor) -> torch.Tensor:
+    """A forward that goes around the class's and changes what it computes."""
+    return 2 * Residual.forward(self, x)
+
+
+def plan_of_doubled() -> Plan:
+    def make() -> Any:
+        model = net()
+        model.forward = types.MethodType(doubled, model)  # type: ignore[method-assign]
+        batch = torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
+        return model, batch, functional.cross_entropy, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    trace = recorded(build_of(make)).trace
+    return plan_of(trace, *recompute_all(Problem(trace)))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_forward_of_the_instance_that_was_there_before_is_what_is_captured(in_place: bool) -> None:
+    eager, model = net(), net()
+    for m in (eager, model):
+        m.forward = types.MethodType(doubled, m)  # type: ignore[method-assign]
+    planned = apply_plan(model, plan_of_doubled(), in_place=in_place)
+    assert "forward" not in vars(planned)
+    x = torch.randn(4, 3, 16, 16)
+    planned.eval(), eager.eval()
+    assert torch.equal(planned(x), eager(x))
+    planned.train(), eager.train()
+    as_eager(planned, planned, eager)
+    assert "forward" in vars(remove_plan(planned))
+    assert ("forward" in vars(model)) is True
+
+
+def test_a_plan_of_the_class_s_forward_is_not_for_another(plan: Plan) -> None:
+    model = net()
+    model.forward = types.MethodType(doubled, model)  # type: ignore[method-assign]
+    with pytest.raises(PlanError):
+        train(apply_plan(model, plan), model)
+
+
+def test_a_forward_that_wraps_the_planned_one_later_works(plan: Plan) -> None:
+    planned = apply_plan(net(), plan)
+    inner = planned.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any) -> Any:
+        return inner(*args)
+
+    planned.forward = forward  # type: ignore[method-assign]
+    as_eager(planned, planned)
+
+
+def test_one_that_replaces_it_is_found_at_the_first_training_call(plan: Plan) -> None:
+    planned = apply_plan(net(), plan)
+    planned.forward = types.MethodType(doubled, planned)  # type: ignore[method-assign]
+    planned.eval()(torch.randn(4, 3, 16, 16))  # not a training step, so nothing goes unplanned
+    planned.train()
+    with pytest.raises(
+        PlanError, match=r"got another forward \(.*doubled\).*without the plan; apply the plan after"
+    ):
+        train(planned, planned)
+    planned = apply_plan(net(), plan)
+    planned.forward = types.MethodType(doubled, planned)  # type: ignore[method-assign]
+    del planned.forward
+    as_eager(planned, planned)
+
+
+def test_one_that_replaces_it_between_steps_is_found_too(plan: Plan) -> None:
+    planned = apply_plan(net(), plan)
+    train(planned, planned)
+    planned.forward = types.MethodType(Residual.forward, planned)  # type: ignore[method-assign]
+    with pytest.raises(PlanError, match="without the plan"):
+        train(planned, planned)
+
+
+def test_unwrapping_a_planned_forward_leads_to_no_other(plan: Plan) -> None:
+    """Accelerate follows `__wrapped__` down and puts what it finds on the instance."""
+    planned = apply_plan(net(), plan)
+    assert inspect.unwrap(planned.forward).__func__ is type(planned).forward  # type: ignore[attr-defined]
+    assert inspect.signature(planned.forward) == inspect.signature(net().forward)
+    planned.forward = types.MethodType(inspect.unwrap(type(planned).forward), planned)  # type: ignore[method-assign]
+    as_eager(planned, planned)
+
+
+def test_a_second_plan_sees_the_forward_that_wraps_the_first() -> None:
+    model = net()
+    model.forward = types.MethodType(doubled, model)  # type: ignore[method-assign]
+    both = plan_of_doubled()
+    planned = apply_plan(apply_plan(model, both, in_place=True), both, in_place=True)
+    eager = net()
+    eager.forward = types.MethodType(doubled, eager)  # type: ignore[method-assign]
+    as_eager(planned, planned, eager)
+
+
+def test_a_wrapper_of_the_planned_forward_outlives_the_plan(plan: Plan) -> None:
+    planned = apply_plan(net(), plan)
+    planned.forward = types.MethodType(type(planned).forward, planned)  # type: ignore[method-assign]
+    bare = remove_plan(planned)
+    x = torch.randn(4, 3, 16, 16)
+    bare.eval()
+    assert torch.equal(bare(x), net().eval()(x))
+
+
+def test_copies_and_pickles_have_the_instance_s_forward() -> None:
+    model = net()
+    model.forward = types.MethodType(doubled, model)  # type: ignore[method-assign]
+    planned = apply_plan(model, plan_of_doubled())
+    x = torch.randn(4, 3, 16, 16)
+    for other in (copy.deepcopy(planned), copy.copy(planned)):
+        other.eval()
+        assert torch.equal(other(x), 2 * net().eval()(x))
+    with unplanned(planned):
+        planned.eval()
+        assert torch.equal(planned(x), 2 * net().eval()(x))
+
+
+def test_a_planned_module_pickles(plan: Plan) -> None:
+    planned = pickle.loads(pickle.dumps(apply_plan(net(), plan)))
+    as_eager(planned, planned)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (nn.DataParallel, "DataParallel copies the model to every device"),
+        (
+            lambda m: torch.compile(m, backend="eager"),
+            r"compiled by torch.compile.*apply the plan to the Residual",
+        ),
+        (
+            lambda m: nn.Sequential(nn.DataParallel(m)),
+            r"holds a DataParallel \(0\).* apply a plan to 0.module",
+        ),
+    ],
+)
+def test_a_wrapper_that_a_plan_goes_inside_of_is_refused_at_once(
+    plan: Plan, wrap: Callable[[nn.Module], nn.Module], said: str
+) -> None:
+    with pytest.raises(PlanError, match=said):
+        apply_plan(wrap(net()), plan)
+
+
+def test_a_compiled_part_is_refused_at_once(plan: Plan) -> None:
+    model = net()
+    model.conv = torch.compile(model.conv, backend="eager")  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match="its module conv was compiled"):
+        apply_plan(model, plan)
+
+
+def test_wrappers_around_a_plan_train_by_it(plan: Plan) -> None:
+    planned = apply_plan(net(), plan)
+    as_eager(torch.compile(planned, backend="eager"), planned)
+    planned = apply_plan(net(), plan)
+    as_eager(nn.DataParallel(planned), planned)
+
+
+def test_the_copies_that_data_parallel_makes_are_refused(plan: Plan) -> None:
+    replica = apply_plan(net(), plan)._replicate_for_data_parallel()
+    with pytest.raises(PlanError, match="DataParallel copies the planned model to every device"):
+        replica(torch.randn(4, 3, 16, 16))
