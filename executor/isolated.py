@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from traces.errors import EnvironmentProblem, LowtideError, OutOfMemoryProblem, is_out_of_memory
+from traces.processes import ending_with_this
 
 ANSWER: Final = "lowtide answer: "  # begins the line with the result
 KILLED: Final = (-9, 137)  # what Linux does to a process when memory runs out
@@ -66,6 +67,7 @@ def run_fresh(
             env=env,
             timeout=timeout_s,
             check=False,
+            **ending_with_this(),
         )
     except subprocess.TimeoutExpired:
         raise EnvironmentProblem(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypedDict, TypeVar, Unpack
 
 from tracer.build.step import SEEDS, BuildStep, check_device, load_spec
-from tracer.torch_api import require_torch
+from tracer.torch_api import one_at_a_time, require_torch
 from traces.devices import Device
 from traces.devices import device as device_entry
 from traces.errors import LowtideError, SpecError
@@ -63,6 +63,7 @@ GPU_UNKNOWN: Final = "h200"  # whose table entry a GPU has whose name is not kno
 
 
 @_names_arguments
+@one_at_a_time
 def trace(
     model: nn.Module | str,
     batch: Any = None,

@@ -6,15 +6,33 @@ installed torch lacks is said by name, and `missing()` lists them all.
 
 from __future__ import annotations
 
+import functools
 import pkgutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 from traces.errors import EnvironmentProblem
 
 OLDEST: Final = (2, 11)
 NEWEST: Final = (2, 15)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_CAPTURING: Final = threading.RLock()
+
+
+def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
+    """Let threads take turns in all functions that carry this: a capture changes what torch does in all of them."""
+
+    @functools.wraps(function)
+    def taking_turns(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _CAPTURING:
+            return function(*args, **kwargs)
+
+    return taking_turns
+
 
 # Name here -> where torch has it.
 USED: Final = {

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -21,12 +25,27 @@ PAGE_NEEDS: Final = {
 }  # module -> package
 
 
+# What a terminal obeys instead of showing it. Names in a foreign file may hold such characters.
+CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """A text on stdout or stderr; characters that the terminal would obey, or cannot show, stand there as escapes."""
+    stream = sys.stderr if err else sys.stdout
+    shown = CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    code = getattr(stream, "encoding", None) or "utf-8"
+    click.echo(shown.encode(code, "backslashreplace").decode(code), err=err)
+
+
 class Refused(click.ClickException):
     """A LowtideError on its way to stderr, with its own exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code  # type: ignore[misc]  # click declares it on the class
+
+    def show(self, file: Any = None) -> None:
+        echo(f"Error: {self.format_message()}", err=True)
 
 
 class DefaultGroup(click.Group):
@@ -41,6 +60,11 @@ class DefaultGroup(click.Group):
         self.default = default
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for word in args:
+            try:
+                word.encode()
+            except UnicodeEncodeError:
+                raise click.UsageError(f"{word!a} is no text in UTF-8, and no file could hold it.") from None
         own = {name for p in self.get_params(ctx) for name in p.opts}
         if args and args[0] not in self.commands and args[0] not in own:
             args = [self.default, *args]
@@ -146,12 +170,33 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
 def say(text: str, *, quiet: bool = False) -> None:
     """A line of progress, on stderr."""
     if not quiet:
-        click.echo(text, err=True)
+        echo(text, err=True)
 
 
 def print_json(data: dict[str, Any]) -> None:
     """The one object that `--json` prints on stdout; a number that JSON does not have is null."""
-    click.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
+    echo(json.dumps(_finite(data), indent=1, allow_nan=False))
+
+
+@contextlib.contextmanager
+def stdout_free(as_json: bool) -> Iterator[None]:
+    """What the user's code prints in the body, that of its child processes included, goes to stderr with `as_json`.
+
+    So stdout holds the one JSON object and nothing else.
+    """
+    if not as_json:
+        yield
+        return
+    with contextlib.redirect_stdout(sys.stderr):
+        if sys.__stdout__ is not None:
+            sys.__stdout__.flush()
+        kept = os.dup(1)
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def _finite(data: Any) -> Any:

@@ -6,14 +6,13 @@ import contextlib
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from traces import parquet as tables
 from traces.errors import TraceError
-from traces.files import check_writable, umask
+from traces.files import check_writable, directory_beside, umask
 from traces.parquet import ID as _ID
 from traces.parquet import IDS as _IDS
 from traces.parquet import INT as _INT
@@ -88,9 +87,7 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
     directory = Path(directory)
     check_place(directory, force=force)
     place = Path(os.path.realpath(directory))  # a link stays, and leads to the new trace
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
-    try:
+    with directory_beside(place) as temporary:
         header = trace.meta.to_json()
         for file, table, columns in (
             (OPS_FILE, trace.ops, OPS_COLUMNS),
@@ -103,9 +100,6 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
             tables.write(temporary / file, _form(columns), header, values)
         temporary.chmod(0o777 & ~umask())
         _put(temporary, place, lambda: check_place(directory, force=force))
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return directory
 
 

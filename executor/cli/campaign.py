@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from traces.commands import analysis_option, print_json, report_option, say
+from traces.commands import analysis_option, echo, print_json, report_option, say
 
 
 @click.command()
@@ -84,9 +84,9 @@ def campaign(
     if as_json:
         print_json(answer(book))
     elif markdown:
-        click.echo(rows.markdown(book))
+        echo(rows.markdown(book))
     else:
-        click.echo(summary(book))
+        echo(summary(book))
     wrong = [r.case.label for r in book.records if r.status == NOT_EQUAL]
     if wrong:
         raise VerificationError(

@@ -11,7 +11,16 @@ import click
 
 from executor.cli.campaign import campaign
 from executor.cli.rehearse import rehearse, rehearse_plan
-from traces.commands import DefaultGroup, OutputFile, analysis_option, print_json, report_option, say
+from traces.commands import (
+    DefaultGroup,
+    OutputFile,
+    analysis_option,
+    echo,
+    print_json,
+    report_option,
+    say,
+    stdout_free,
+)
 from traces.errors import SpecError
 from traces.plan import ALLOCATED
 from traces.provenance import REHEARSED, refuse_page
@@ -130,7 +139,8 @@ def run_plan(
                 quiet=quiet,
             )
         say("Writing the report ...", quiet=quiet)
-        recorded = trace_of(outcome.plan, settings.model, settings.device, trace_name)
+        with stdout_free(as_json):
+            recorded = trace_of(outcome.plan, settings.model, settings.device, trace_name)
         write_measurement(report, measurement, recorded, outcome.plan, measured_curve=outcome.curve or None)
     if measurement.verified is False:
         raise VerificationError(
@@ -181,7 +191,7 @@ def sweep(
             )
             over = plan_peak is not None and plan_peak > row.budget_bytes
             note = f"; budget {show_bytes(row.budget_bytes)} EXCEEDED" if over else ""
-            click.echo(f"batch size {row.batch_size:5}: {measured or row.message or 'not measured'}{note}")
+            echo(f"batch size {row.batch_size:5}: {measured or row.message or 'not measured'}{note}")
     if done.failures:
         raise VerificationError("; ".join(done.failures))
 
@@ -229,8 +239,8 @@ def _note(outcome: Outcome) -> str:
 def print_outcome(outcome: Outcome) -> None:
     """A measurement for people."""
     m = outcome.measurement
-    click.echo(f"{m.model} by {m.planner} on {m.device} ({m.provenance})")
-    click.echo(f"  {'':22}{'peak allocated':>16}{'peak reserved':>16}{'step time':>14}")
+    echo(f"{m.model} by {m.planner} on {m.device} ({m.provenance})")
+    echo(f"  {'':22}{'peak allocated':>16}{'peak reserved':>16}{'step time':>14}")
     rehearsed = m.provenance == REHEARSED
     found = "rehearsed" if rehearsed else "measured"
     rows = [
@@ -242,7 +252,7 @@ def print_outcome(outcome: Outcome) -> None:
     ]
     for label, f in rows:
         peak, reserved, time_ns = f.peak_allocated_bytes, f.peak_reserved_bytes, f.step_time_ns
-        click.echo(
+        echo(
             f"  {label:22}{show_bytes(peak) if peak is not None else '-':>16}"
             f"{show_bytes(reserved) if reserved is not None else '-':>16}"
             f"{show_time(time_ns) if time_ns is not None else '-':>14}"
@@ -255,10 +265,10 @@ def print_outcome(outcome: Outcome) -> None:
         for k, v in errors.items()
         if v is not None
     ]
-    click.echo("  error of the plan's prediction: " + ", ".join(parts))
+    echo("  error of the plan's prediction: " + ", ".join(parts))
     if m.slowdown_percent is not None:
         said = m.predicted_slowdown_percent
-        click.echo(
+        echo(
             f"  slow-down by the plan: measured {m.slowdown_percent:+.2f} %"
             + (
                 f", predicted {said:+.2f} % ({said - m.slowdown_percent:+.2f} points)"
@@ -268,14 +278,14 @@ def print_outcome(outcome: Outcome) -> None:
         )
     if m.within_budget is not None:
         of = " of reserved memory" if m.budget_of != ALLOCATED else ""
-        click.echo(f"  budget {show_bytes(m.budget_bytes)}{of}: {'kept' if m.within_budget else 'EXCEEDED'}")
+        echo(f"  budget {show_bytes(m.budget_bytes)}{of}: {'kept' if m.within_budget else 'EXCEEDED'}")
     for text in m.warnings:
-        click.echo(f"  warning, beside the prediction: {text}")
+        echo(f"  warning, beside the prediction: {text}")
     if m.verified is None:
         reason = "nothing is computed on a GPU that is not there" if rehearsed else "--no-verify"
-        click.echo(f"  not verified ({reason})")
+        echo(f"  not verified ({reason})")
     else:
-        click.echo(
+        echo(
             f"  {_verdict(outcome)} over {m.steps} steps in "
             + ", ".join(k.replace("_", " ") for k in m.max_abs_difference)
         )

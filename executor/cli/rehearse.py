@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from traces.commands import OutputFile, print_json, say, step_options
+from traces.commands import OutputFile, echo, print_json, say, step_options
 from traces.errors import OutOfMemoryProblem, SpecError
 from traces.units import show_bytes
 
@@ -161,30 +161,28 @@ def print_rehearsal(found: Rehearsal) -> None:
     """A rehearsal for people."""
     env = found.environment
     conf = f", {env['alloc_conf']}" if env.get("alloc_conf") else ""
-    click.echo(f"{found.model} on {found.gpu}, torch {env.get('torch', '?')}{conf}: {found.provenance}")
-    click.echo(f"  {'':24}{'requested':>14}{'allocated':>14}{'reserved':>14}")
+    echo(f"{found.model} on {found.gpu}, torch {env.get('torch', '?')}{conf}: {found.provenance}")
+    echo(f"  {'':24}{'requested':>14}{'allocated':>14}{'reserved':>14}")
     for number, iteration in enumerate(found.iterations, 1):
         for phase, peaks in iteration.phases.items():
-            click.echo(
+            echo(
                 f"  {f'iteration {number}, {phase}':24}{show_bytes(peaks.requested_bytes):>14}"
                 f"{show_bytes(peaks.allocated_bytes):>14}{show_bytes(peaks.reserved_bytes):>14}"
             )
     steady, room = found.steady, found.memory_bytes - found.context_bytes
-    click.echo(
-        f"  peak {steady.allocated_bytes:,} bytes allocated, {found.figures.peak_reserved_bytes:,} reserved"
-    )
+    echo(f"  peak {steady.allocated_bytes:,} bytes allocated, {found.figures.peak_reserved_bytes:,} reserved")
     fits = "fits" if found.fits else "DOES NOT FIT"
-    click.echo(
+    echo(
         f"  {fits}: {show_bytes(found.figures.peak_reserved_bytes)} of {show_bytes(room)} "
         f"({found.gpu}, less {show_bytes(found.context_bytes)} for the CUDA context, assumed)"
     )
     if found.alive:
-        click.echo("  alive at the peak, by the line that asked for it:")
+        echo("  alive at the peak, by the line that asked for it:")
     for row in found.alive[:MOST_LINES]:
         line = row.line or "(torch itself)"
-        click.echo(f"    {show_bytes(row.requested_bytes):>12}  {row.blocks:5} x  {row.phase:10} {line}")
+        echo(f"    {show_bytes(row.requested_bytes):>12}  {row.blocks:5} x  {row.phase:10} {line}")
     for text in dict.fromkeys(describe(w) for w in found.warnings):
-        click.echo(f"  warning {text}")
+        echo(f"  warning {text}")
 
 
 def describe(warning: PredictionWarning) -> str:
@@ -212,8 +210,8 @@ def _print_beside(plan: Plan, found: dict[str, Rehearsal]) -> None:
     from executor.measure import predicted_figures
 
     rehearsed = found["plan"]
-    click.echo(f"{rehearsed.model} by {plan.planner} on {rehearsed.gpu}: {rehearsed.provenance}")
-    click.echo(f"  {'':22}{'requested':>18}{'allocated':>18}{'reserved':>18}")
+    echo(f"{rehearsed.model} by {plan.planner} on {rehearsed.gpu}: {rehearsed.provenance}")
+    echo(f"  {'':22}{'requested':>18}{'allocated':>18}{'reserved':>18}")
     rows = (
         ("eager, rehearsed", found["eager"].figures),
         ("keep-all, predicted", predicted_figures(plan, "baseline")),
@@ -222,10 +220,10 @@ def _print_beside(plan: Plan, found: dict[str, Rehearsal]) -> None:
     )
     for label, figures in rows:
         cells = (figures.peak_allocated_bytes, figures.peak_block_bytes, figures.peak_reserved_bytes)
-        click.echo(f"  {label:22}" + "".join(f"{'-' if n is None else f'{n:,}':>18}" for n in cells))
+        echo(f"  {label:22}" + "".join(f"{'-' if n is None else f'{n:,}':>18}" for n in cells))
     kept = _within(plan, rehearsed)
     if kept is not None:
         of = " of reserved memory" if plan.budget_of == "reserved" else ""
-        click.echo(f"  budget {plan.budget_bytes:,}{of}: {'kept' if kept else 'EXCEEDED'}")
+        echo(f"  budget {plan.budget_bytes:,}{of}: {'kept' if kept else 'EXCEEDED'}")
     for text in dict.fromkeys(describe(w) for w in rehearsed.warnings):
-        click.echo(f"  warning {text}")
+        echo(f"  warning {text}")

@@ -13,7 +13,7 @@ from msgspec import Meta
 from simulator.allocator.settings import LOWEST_ADDRESS, OLDER_SEGMENT
 
 _SERIALS: Final = count()
-Natural = Annotated[int, Meta(ge=0)]
+Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Pool:

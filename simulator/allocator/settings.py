@@ -19,6 +19,7 @@ UNLIMITED: Final = 1 << 63  # no max_split_size: larger than any request
 LOWEST_ADDRESS: Final = "lowest address"
 OLDER_BLOCK: Final = "older block"
 OLDER_SEGMENT: Final = "older segment"
+MAX_TEXT: Final = 4096
 INTERVALS: Final = 16  # sizes of 1 MiB, 2 MiB, ... 32 GiB and more may be rounded differently
 
 # Options that change how memory is asked for, but not how much of it, nor where. They are accepted and do nothing.
@@ -70,6 +71,10 @@ def parse_alloc_conf(text: str) -> AllocatorSettings:
     Raises:
         SpecError: an option that does not exist, or a value that it cannot have.
     """
+    if len(text) > MAX_TEXT:
+        raise SpecError(
+            f"allocator settings: {len(text):,} characters are none; torch's options take some hundred."
+        )
     out = AllocatorSettings()
     pairs = _pairs(text)
     for key, value in pairs:

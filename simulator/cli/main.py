@@ -13,7 +13,7 @@ from simulator.cli.pareto import pareto_command
 from simulator.cli.plan import plan_command
 from simulator.cli.replay import replay_command
 from simulator.cli.sweep import sweep_command
-from traces.commands import DefaultGroup, Refused
+from traces.commands import DefaultGroup, Refused, echo
 
 DEFAULT_COMMAND = ""  # a name that no trace can have
 FORMER = {"torch-budget": "`simulate compare TRACE --budget BUDGET --with-torch-budget`"}
@@ -77,7 +77,7 @@ def planners_command(as_json: bool) -> None:
     from simulator.studies.tables import aligned
 
     about = {name: summary for name, (_, summary) in REGISTRY.items()}
-    click.echo(json.dumps(about) if as_json else "\n".join(aligned(list(about.items()), left=(0, 1))))
+    echo(json.dumps(about) if as_json else "\n".join(aligned(list(about.items()), left=(0, 1))))
 
 
 main.add_command(plan_command, DEFAULT_COMMAND)

@@ -19,7 +19,7 @@ import click
 
 from simulator.core.limits import DEFAULTS, Constraints
 from simulator.core.selectors import check_selectors
-from traces.commands import report_option
+from traces.commands import echo, report_option
 from traces.errors import SpecError
 from traces.plan import ALLOCATED, RESERVED
 
@@ -198,11 +198,11 @@ class Output:
     def say(self, line: str) -> None:
         """A line of progress, on stderr."""
         if not self.quiet:
-            click.echo(line, err=True)
+            echo(line, err=True)
 
     def show(self, data: Callable[[], dict[str, Any]], text: Callable[[], str]) -> None:
         """The answer on stdout: one JSON object, or text to read."""
-        click.echo(json.dumps(data()) if self.as_json else text())
+        echo(json.dumps(data()) if self.as_json else text())
 
 
 def _output(report: Path | None, as_json: bool, quiet: bool) -> Output:
@@ -219,4 +219,4 @@ output_options: Final = gathered("out", _output, *OUTPUT)
 
 class _Told(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(record.getMessage(), err=True)
+        echo(record.getMessage(), err=True)

@@ -90,7 +90,11 @@ def plan_command(
     seconds = time.perf_counter() - start
     c = api.simulate(problem, plan, **memory)
     if output is not None:
-        plan.save(output)
+        try:
+            plan.save(output, new=not force)
+        except FileExistsError:
+            refuse_to_replace(output, force)
+            raise
     if out.report is not None:
         from simulator.report.step import write_step
 

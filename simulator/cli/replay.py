@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from traces.commands import Refused, say
+from traces.commands import Refused, echo, say
 from traces.errors import SpecError
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ def replay_command(
         rows["as_recorded_from_scratch"] = replay(source, from_scratch=True)
         rows["what_if"] = replay(source, settings, memory_bytes, from_scratch=True)
     if as_json:
-        click.echo(json.dumps(_answer(source, same, rows, alloc_conf, memory_bytes)))
+        echo(json.dumps(_answer(source, same, rows, alloc_conf, memory_bytes)))
     else:
-        click.echo(_table(source, same, rows))
+        echo(_table(source, same, rows))
     if "what_if" in rows and (reason := rows["what_if"].out_of_memory) is not None:
         raise Refused(reason, 1)
 

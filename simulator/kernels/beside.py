@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from simulator.kernels.compiled import on_disk
+from traces.processes import ending_with_this
 
 _running: list[subprocess.Popen[bytes]] = []
 
@@ -36,6 +37,7 @@ def begin(kernel: Any, module: str, function: str) -> None:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                **ending_with_this(),
             )
         )
 

@@ -177,7 +177,8 @@ def pareto(
             it as long as there is time: the same for each, so that equal seeds make equal fronts.
         setting: the allocator settings and the device to ask about.
 
-    A budget for which the planner does not end in time is said to be so, and the others stand.
+    A budget for which the planner does not end in time is said to be so, and the others stand. Budgets that the time
+    does not reach are left out, every second one first; the two ends are always there.
 
     Raises:
         SpecError: the planner cannot plan this trace at all.
@@ -189,8 +190,14 @@ def pareto(
     clock = limits.clock()
     made: dict[int, Pick | Infeasible | UnfinishedError] = {}
     seconds: dict[int, float] = {}
-    # From the largest budget down: should the time run out, then at those that are hardest to meet.
-    for k, budget in enumerate(reversed(budgets)):
+    # The ends first, then ever finer between them: should the time run out, the front is coarse and not cut off.
+    for k, budget in enumerate(_coarse_to_fine(budgets)):
+        if k > 1 and clock.over:
+            progress(
+                f"{k} of {len(budgets)} budgets were planned in {limits.seconds:g} s; the others are left out"
+            )
+            budgets = sorted(made)
+            break
         progress(f"budget {k + 1} of {len(budgets)}: {budget} bytes")
         began = time.perf_counter()
         share = min(2 * limits.seconds / len(budgets), clock.left_seconds)
@@ -234,6 +241,16 @@ def pareto(
         solve_seconds=time.perf_counter() - start,
         plans=tuple(None if pick is None else pick.plan for pick in chosen),
     )
+
+
+def _coarse_to_fine(budgets: Sequence[int]) -> list[int]:
+    """The largest and the smallest, then the middle, the middles of the halves, and so on."""
+    out, gaps = [budgets[-1], budgets[0]], [(0, len(budgets) - 1)]
+    while gaps:
+        middles = [(low, (low + high) // 2, high) for low, high in gaps if high - low > 1]
+        out += [budgets[middle] for _, middle, _ in reversed(middles)]
+        gaps = [gap for low, middle, high in middles for gap in ((low, middle), (middle, high))]
+    return list(dict.fromkeys(out))
 
 
 def pick_of(problem: Problem, plan: Plan, made_for_bytes: int) -> Pick:

@@ -19,6 +19,7 @@ from traces.errors import LowtideError, TraceError
 from traces.files import write_text
 from traces.json_records import canonical_json, read_json
 from traces.model_spec import source_file
+from traces.processes import ending_with_this
 from traces.store import load
 from traces.trace import Trace
 
@@ -41,7 +42,7 @@ def traces_in(
 def run_tracer(words: Sequence[str]) -> str:
     """Run `trace` in a process of its own; what it said if it failed, else nothing."""
     command = [sys.executable, "-m", "tracer", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **ending_with_this())
     said = done.stderr.strip().removeprefix("Error: ")
     return (said or f"`trace` ended with exit code {done.returncode}") if done.returncode else ""
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from click.testing import CliRunner, Result
 torch = pytest.importorskip("torch")
 
 import executor.plans as plans  # noqa: E402
+import tracer.api  # noqa: E402
 from executor.cli.main import execute  # noqa: E402
 from executor.measure import Job, JobResult, perform, run_job  # noqa: E402
 from executor.verification import Verification  # noqa: E402
@@ -434,3 +436,46 @@ def test_what_cannot_be_written_or_read_in_the_end_is_refused_before_the_work(
     assert "no such trace" not in result.stderr
     assert "no such plan" not in result.stderr
     assert sorted(folder.rglob("*")) == before
+
+
+NOISY = """
+import os
+import torch
+from torch import nn
+
+print("at import")
+class Noisy(nn.Linear):
+    def forward(self, x):
+        print("in forward")
+        os.write(1, b"below Python")
+        return super().forward(x)
+def build():
+    os.system("echo a child")
+    model = nn.Sequential(Noisy(8, 8), nn.ReLU(), Noisy(8, 8))
+    return model, (torch.randn(4, 8), torch.randn(4, 8)), nn.functional.mse_loss, torch.optim.SGD
+"""
+
+
+def test_what_the_users_code_prints_does_not_break_the_answer(tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY)
+    words = [sys.executable, "-m", "tracer", "noisy.py:build", "-o", "t", "--no-profile", "--json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["trace"] == "t"
+    for word in ("at import", "in forward", "below Python", "a child"):
+        assert word in done.stderr
+
+
+def test_threads_take_turns_in_capturing() -> None:
+    def step(width: int) -> Any:
+        batch = torch.randn(4, 8), torch.randn(4, width)
+        net = torch.nn.Sequential(
+            torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Dropout(), torch.nn.Linear(width, width)
+        )
+        return tracer.api.trace(
+            net, batch, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.SGD, profile=False
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(step, range(3, 7)))
+    assert [t.meta.fingerprint for t in made] == [step(width).meta.fingerprint for width in range(3, 7)]

@@ -45,7 +45,13 @@ from tracer.capture.torch_fixes.caches import emptied_caches, holds_kept_tensor
 from tracer.capture.torch_fixes.grouped import grouped_products
 from tracer.precision.cast_cache import cached_casts
 from tracer.precision.policy import OFF, Autocast, without_autocast
-from tracer.torch_api import FakeTensorMode, OpOverload, aot_export_joint_with_descriptors, pytree
+from tracer.torch_api import (
+    FakeTensorMode,
+    OpOverload,
+    aot_export_joint_with_descriptors,
+    one_at_a_time,
+    pytree,
+)
 from traces.devices import Device
 from traces.errors import CaptureError
 
@@ -89,6 +95,7 @@ class Captured:
         return tuple(n for n in self.graph_module.graph.nodes if n.op == "placeholder")
 
 
+@one_at_a_time
 def capture(
     model: nn.Module,
     args: Sequence[Any],

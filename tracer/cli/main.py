@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from tracer.cli.torch_budget import torch_budget
-from traces.commands import DefaultGroup, print_json, say, step_options
+from traces.commands import DefaultGroup, echo, print_json, say, stdout_free, step_options
 from traces.model_spec import short_name
 from traces.units import show_bytes, show_time
 
@@ -93,14 +93,15 @@ def run_model(
             text = f"measuring: round {done} of {rounds}" if done < rounds else ""
             click.echo(f"\r{text:40}\r", nl=False, err=True)
 
-    record = unwrap(api.trace)(
-        model,
-        rounds=rounds,
-        profile=False if no_profile else profile,
-        say=lambda text: say(text, quiet=quiet),
-        on_round=round_done,
-        **options,
-    )
+    with stdout_free(as_json):
+        record = unwrap(api.trace)(
+            model,
+            rounds=rounds,
+            profile=False if no_profile else profile,
+            say=lambda text: say(text, quiet=quiet),
+            on_round=round_done,
+            **options,
+        )
     store.save(record, where, force=force)
     seconds = time.perf_counter() - begin
     if as_json:
@@ -144,7 +145,7 @@ def models(as_json: bool) -> None:
     if as_json:
         print_json({"models": names})
     else:
-        click.echo("\n".join(names))
+        echo("\n".join(names))
 
 
 @trace.command()
@@ -153,7 +154,7 @@ def targets() -> None:
     from traces.devices import DEVICES
 
     for d in DEVICES:
-        click.echo(
+        echo(
             f"{d.name:12} {show_bytes(d.memory_bytes):>11} {d.bandwidth_bytes_per_s / 1e9:8.0f} GB/s  {d.source}"
         )
 
@@ -166,20 +167,18 @@ def print_summary(name: str, record: Any, *, top: int) -> None:
     from traces.trace import FLAG_NAMES
 
     ops, sts = record.ops, record.storages
-    click.echo(record.text(name))
+    echo(record.text(name))
     if not top:
         return
-        click.echo(
-            "\n  largest storages that backward reads: size, op, module, last forward and first backward use"
-        )
+    echo("\n  largest storages that backward reads: size, op, module, last forward and first backward use")
     for s in sorted(record.saved, key=lambda s: -sts.nbytes[s])[:top]:
         p = sts.producer[s]
-        click.echo(f"  {show_bytes(sts.nbytes[s]):>11}  {ops.name[p]:32} {ops.module[p]:36} "
+        echo(f"  {show_bytes(sts.nbytes[s]):>11}  {ops.name[p]:32} {ops.module[p]:36} "
                    f"{sts.last_forward_use[s]:6} {sts.first_backward_use[s]:6}")  # fmt: skip
-    click.echo("\n  slowest ops: time, op, module, flags")
+    echo("\n  slowest ops: time, op, module, flags")
     for i in sorted(range(len(ops)), key=lambda i: -ops.time_ns[i])[:top]:
         marks = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b)
-        click.echo(f"  {show_time(ops.time_ns[i]):>11}  {ops.name[i]:32} {ops.module[i]:36} {marks}")
+        echo(f"  {show_time(ops.time_ns[i]):>11}  {ops.name[i]:32} {ops.module[i]:36} {marks}")
 
 
 def main() -> None:

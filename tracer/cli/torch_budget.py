@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from traces.commands import print_json, say
+from traces.commands import echo, print_json, say, stdout_free
 from traces.units import show_bytes
 
 EVERY_TENTH = ",".join(f"{k / 10}" for k in range(11))
@@ -61,17 +61,18 @@ def torch_budget(
     settings = [Setting(budget=b, solver=s, runtime=runtime) for s in names for b in shares]
     for setting in settings:
         setting.check()
-    sets = saved_sets(record, settings, lambda text: say(text, quiet=quiet))
+    with stdout_free(as_json):
+        sets = saved_sets(record, settings, lambda text: say(text, quiet=quiet))
     if output is not None:
         sets.save(output)
     sizes = record.storages.nbytes
     if as_json:
         print_json({"output": None if output is None else str(output), **sets.to_json()})
         return
-    click.echo(f"{directory}: {sets.source}; graph captured in {sets.capture_seconds:.1f} s")
+    echo(f"{directory}: {sets.source}; graph captured in {sets.capture_seconds:.1f} s")
     for s in sets.sets:
         wrong = "" if s.valid else f", WRONG GRADIENTS: {len(s.random_again)} random ops run again"
-        click.echo(
+        echo(
             f"  {s.label:20} saves {show_bytes(sum(sizes[k] for k in s.saved)):>11} in {len(s.saved)} storages, runs "
             f"{s.recomputed_ops} ops again{wrong}; solved in {s.solve_seconds:.2f} s"
         )

@@ -172,7 +172,7 @@ def _settings(data: Any, notes: list[str]) -> AllocatorSettings:
     divisions = data.get("roundup_power2_divisions")
     if isinstance(divisions, dict):
         table = [divisions.get(str(1 << k), 0) for k in range(INTERVALS)]
-        if all(isinstance(d, int) and d >= 0 for d in table):
+        if all(isinstance(d, int) and 0 <= d < 1 << 32 for d in table):
             out = replace(out, roundup_divisions=tuple(table))
     return out
 
@@ -203,6 +203,11 @@ def _final_segments(rows: Sequence[_Segment], lanes: _Lanes, source: str) -> tup
                     BlockState(address=here, size_bytes=b.size, requested_bytes=requested, pending=waits)
                 )
             here += b.size
+        if sum(b.size for b in row.blocks) != row.total_size:
+            raise TraceError(
+                f"{source}: the blocks of the segment at {row.address} do not fill its {row.total_size} bytes; the "
+                "file is damaged or foreign."
+            )
         segments.append(
             SegmentState(
                 address=row.address,

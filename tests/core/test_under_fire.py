@@ -1,0 +1,198 @@
+"""Commands that are killed, run beside one another, or given what somebody made to harm them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from simulator.allocator.settings import MAX_TEXT, parse_alloc_conf
+from simulator.cli.main import main
+from simulator.studies.pareto import _coarse_to_fine
+from traces.commands import echo
+from traces.errors import SpecError
+from traces.files import ABANDONED_S, directory_beside, replacing, write_text
+
+SEGMENT = {"action": "segment_alloc", "addr": 0, "size": 1 << 21, "stream": 0}
+
+
+def snapshot(path: Path, segments: object = (), events: object = (SEGMENT,), settings: object = None) -> Path:
+    data = {"segments": segments, "device_traces": [list(events)], "allocator_settings": settings or {}}  # type: ignore[call-overload]
+    path.write_bytes(pickle.dumps(data))
+    return path
+
+
+def doubled(times: int) -> list[object]:
+    """A list that is as large as 2 to the `times` if its shared parts are walked, and small in memory."""
+    out: list[object] = []
+    for _ in range(times):
+        out = [out, out]
+    return out
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"events": [{**SEGMENT, "addr": 10**4000, "size": 10**4000}]},
+        {"events": [{**SEGMENT, "size": 1 << 63}]},
+        {"segments": doubled(60)},
+        {
+            "segments": [
+                {"address": 0, "total_size": 1 << 40, "blocks": [{"size": 1, "state": "inactive"}] * 9}
+            ]
+        },
+    ],
+    ids=("huge address", "huge size", "shared nesting", "blocks that do not fill a segment"),
+)
+def test_a_hostile_snapshot_is_refused(hostile: dict[str, object], tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["replay", str(snapshot(tmp_path / "x.pickle", **hostile))])
+    assert result.exit_code == 2
+    assert "damaged" in result.output
+
+
+def test_endless_settings_are_not_read(tmp_path: Path) -> None:
+    text = "roundup_power2_divisions:[" + ",".join(f"{1 << k % 16}:4" for k in range(200_000)) + "]"
+    path = snapshot(tmp_path / "x.pickle", settings={"PYTORCH_CUDA_ALLOC_CONF": text, "x": doubled(60)})
+    result = CliRunner().invoke(main, ["replay", str(path), "--json"])
+    assert result.exit_code == 0
+    assert len(result.output) < 4000
+    with pytest.raises(SpecError, match="characters are none"):
+        parse_alloc_conf("a:1," * MAX_TEXT)
+
+
+def test_the_terminal_obeys_nothing_that_a_file_says(capsys: pytest.CaptureFixture[str]) -> None:
+    echo("a\x1b[31mb\x07\x9bc\tµ\n")
+    assert capsys.readouterr().out == "a\\x1b[31mb\\x07\\x9bc\tµ\n\n"
+
+
+def test_text_that_a_terminal_cannot_show_does_not_end_the_command() -> None:
+    code = "from traces.commands import echo; echo('5 µs')"
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "5 \\xb5s\n"
+
+
+def test_a_word_that_is_no_text_is_refused_before_the_work() -> None:
+    result = CliRunner().invoke(main, ["some\udcfftrace"])
+    assert result.exit_code == 2
+    assert "is no text in UTF-8" in result.output
+
+
+def test_of_two_writers_of_a_new_file_the_second_replaces_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with replacing(path, new=True) as mine:
+        mine.write_text("mine")
+        write_text(path, "theirs", new=True)  # another process, in between
+        with pytest.raises(FileExistsError):
+            write_text(path, "third", new=True)
+        with pytest.raises(FileExistsError), replacing(path, new=True):
+            pass
+        path.unlink()
+    assert path.read_text() == "mine"
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_simulate_does_not_replace_a_plan_that_came_while_it_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    import simulator.api
+
+    made = simulator.api.plan
+
+    def slow(*args: object, **kwargs: object) -> object:
+        path.write_text("theirs")
+        return made(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simulator.api, "plan", slow)
+    result = CliRunner().invoke(main, ["resnet152-cpu/trace-b4", "--planner", "save-all", "-o", str(path)])
+    assert result.exit_code == 2
+    assert "exists; give --force" in result.output
+    assert path.read_text() == "theirs"
+
+
+def test_what_a_killed_command_left_is_cleared(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from traces.files import directory_beside, replacing
+with replacing({str(tmp_path / "a.json")!r}) as f, directory_beside(Path({str(tmp_path / "trace")!r})) as d:
+    f.write_text("half"); (d / "ops.parquet").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = sorted(tmp_path.iterdir())
+    assert len(left) == 2
+    write_text(tmp_path / "a.json", "{}")
+    assert (
+        sorted(tmp_path.iterdir())[1:] == [*left, tmp_path / "a.json"][1:]
+    )  # too young to be told from one in use
+    for path in left:
+        os.utime(path, (0, time.time() - 2 * ABANDONED_S))
+    with replacing(tmp_path / "b.json"):
+        os.utime(next(tmp_path.glob(".b.json.*")), (0, 0))
+        write_text(tmp_path / "a.json", "{}")
+        with directory_beside(tmp_path / "trace"):
+            pass
+        write_text(tmp_path / "b.json", "{}")  # the one that is open is old, and claimed
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "b.json"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_killed_command_ends_its_workers(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    child = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = (
+        "import subprocess, sys; from traces.processes import ending_with_this; "
+        f"subprocess.run([sys.executable, '-c', {child!r}], **ending_with_this())"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    while not note.exists() or not note.read_text():
+        time.sleep(0.02)
+    worker = int(note.read_text())
+    parent.kill()
+    parent.wait()
+    for _ in range(500):
+        if not Path(f"/proc/{worker}").exists() or " Z " in Path(f"/proc/{worker}/stat").read_text():
+            return
+        time.sleep(0.02)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker outlived the command")
+
+
+def test_budgets_are_asked_from_coarse_to_fine() -> None:
+    assert _coarse_to_fine(list(range(9))) == [8, 0, 4, 6, 2, 7, 5, 3, 1]
+    assert _coarse_to_fine([3]) == [3]
+    for n in range(1, 40):
+        assert sorted(_coarse_to_fine(list(range(n)))) == list(range(n))
+
+
+def test_points_obey_seconds() -> None:
+    words = [
+        "pareto",
+        "resnet152-cpu/trace-b4",
+        "--points",
+        "400",
+        "--seconds",
+        "0.2",
+        "--planner",
+        "recompute-all",
+    ]
+    result = CliRunner().invoke(main, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert 2 <= len(answer["points"]) < 400
+    assert "the others are left out" in result.stderr
+    budgets = [p["budget_bytes"] for p in answer["points"]]
+    assert budgets == sorted(budgets)
+    assert budgets[0] == answer["floor_bytes"]
+    assert budgets[-1] == answer["baseline"]["peak_allocated_bytes"]
