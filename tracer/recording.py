@@ -27,7 +27,7 @@ from traces import device_profile as store
 from traces.device_profile import DeviceProfile, Identity
 from traces.devices import Device
 from traces.devices import device as device_entry
-from traces.errors import EnvironmentProblem, SpecError, TraceError
+from traces.errors import EnvironmentProblem, LowtideError, SpecError, TraceError
 from traces.files import check_writable
 from traces.provenance import REHEARSED, provenance_of, rehearsing
 from traces.trace import Trace, Untouched
@@ -110,11 +110,15 @@ def record_real(
     rounds: int = 5,
     warmup: int = 2,
     progress: Callable[[int], None] = lambda done: None,
+    fake: Draft | None = None,
 ) -> Trace:
     """A trace measured on this machine; what was measured is added to the device's profile.
 
     On a GPU that is not there (a rehearsal) the allocations are torch's own, the times the roofline's, and no profile
-    learns of them.
+    learns of them. What the untouched loop needs is counted on a laptop's fake tensors, for a GPU of the device table.
+
+    Args:
+        fake: the same step on such, if it is recorded already. For the others see `measure`.
 
     Raises:
         SpecError: a profile is named in a rehearsal.
@@ -131,14 +135,33 @@ def record_real(
         )
     path = None if use.off or rehearsed else _own_file(use, identity, say)
     target = device_entry(identity.target) if identity.target else target
-    draft = trace_step(build, target, device=device, costs=Costs())
+    if device != "cpu":
+        draft = trace_step(build, target, device=device, costs=Costs())
+        if fake is None and identity.target:
+            fake = _on_fakes(build, target, say)
+    else:
+        draft = fake or trace_step(build, target, costs=Costs())
     say(f"{'Rehearsing' if rehearsed else 'Measuring'} {len(draft.rows)} ops on {identity.device} ...")
     measured = measure(draft, build, device, rounds=rounds, warmup=warmup, say=say, progress=progress)
     own = measured.profile(identity, rounds)
-    trace = measured.finish(untouched_peak_bytes=count_untouched(draft, Costs(profile=own))[0])
+    same = fake is not None and fake.meta.graph_fingerprint == draft.meta.graph_fingerprint
+    counted = fake if fake is not None and same else draft
+    peak_bytes, requests = count_untouched(counted, Costs(profile=own))
+    trace = measured.finish(untouched=requests, untouched_peak_bytes=peak_bytes)
     if path is not None and (merged := _added(path, own, use, say)) is not None:
         say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
     return trace
+
+
+def _on_fakes(build: BuildStep, target: Device, say: Callable[[str], None]) -> Draft | None:
+    """The step as a laptop records it; None where it cannot."""
+    try:
+        return trace_step(build, target, costs=Costs())
+    except LowtideError as error:
+        say(
+            f"warning: the untouched loop is not counted, since the step cannot be recorded without its GPU: {error}"
+        )
+        return None
 
 
 def _calibrated(

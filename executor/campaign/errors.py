@@ -70,7 +70,7 @@ def error_rows(records: Iterable[Record]) -> list[ErrorRow]:
         for stage in (s for s in STAGES if s in r.keep_all_predicted):
             kept, planned = r.keep_all_predicted[stage], r.predicted.get(stage)
             if step not in told:
-                out += _rows(r, EAGER, stage, kept, r.eager)
+                out += _rows(r, EAGER, stage, r.eager_predicted.get(stage, kept), r.eager)
                 out += _rows(r, KEEP_ALL, stage, kept, r.keep_all)
             if r.case.budget != NONE and planned is not None:
                 slow = slowdown_percent(planned, kept), measured_slowdown_percent(r.measured, r.keep_all)

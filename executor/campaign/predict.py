@@ -21,7 +21,7 @@ from simulator.allocator.settings import as_in, parse_alloc_conf
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.studies.planning import completed, plan_for
-from simulator.studies.prediction import Prediction, predict
+from simulator.studies.prediction import Prediction, predict, untouched_fit
 from simulator.studies.warnings import STANDING, text, warnings
 from traces import store
 from traces.alloc_conf import alloc_conf
@@ -88,6 +88,13 @@ class Forecast:
         }
         return {stage: p.planned_figures for stage, p in made.items()}, {
             stage: tuple(text(w) for w in warnings(p) if w.code not in STANDING) for stage, p in made.items()
+        }
+
+    def untouched(self) -> Predictions:
+        """By stage, the figures of the untouched loop."""
+        return {
+            stage: untouched_fit(self.judged(problem, ())).figures(problem.trace.time_ns)
+            for stage, problem in self.stages.items()
         }
 
     def keep_all(self) -> Plan:

@@ -52,6 +52,7 @@ class Record(JsonRecord):
     notes: tuple[str, ...] = ()
     fingerprint: str = ""
     keep_all_predicted: Predictions = field(default_factory=dict)
+    eager_predicted: Predictions = field(default_factory=dict)  # the untouched loop
     predicted: Predictions = field(default_factory=dict)  # with the plan; of a keep-all case the same again
     # What `simulate` says beside each of the two predictions that it can make: rules (uncalibrated) and calibrated.
     keep_all_warnings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

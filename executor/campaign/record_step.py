@@ -48,10 +48,8 @@ def record_step(
         LowtideError: as `trace` would; OutOfMemoryError of torch, from what runs.
     """
     from tracer.build.step import load_spec
-    from tracer.costs.calibration import Costs
     from tracer.costs.machine import probed_cpu
-    from tracer.measure.step import measure
-    from tracer.record.step import trace_step
+    from tracer.recording import ProfileUse, record_drafted, record_real
     from traces import store
     from traces.devices import device as device_entry
 
@@ -59,11 +57,9 @@ def record_step(
     # The rates of a CPU stand in no datasheet: the machine itself tells them, in a second and without the model.
     entry = probed_cpu() if target == device == "cpu" else device_entry(target)
     # Rules alone: what a machine that never saw this device can know.
-    recorded = trace_step(build, entry, device="cpu", costs=Costs())
-    root = Path(directory)
-    store.save(recorded.trace, root / UNCALIBRATED_DIR, force=True)
-    if device != "cpu":
-        recorded = trace_step(build, entry, device=device, costs=Costs())
-    real = measure(recorded, build, device, rounds=rounds, warmup=warmup)
-    store.save(real.finish(), root / CALIBRATED_DIR, force=True)
-    return {"fingerprint": recorded.trace.meta.fingerprint}
+    off, root = ProfileUse(off=True), Path(directory)
+    fake, trace = record_drafted(build, entry, off)
+    store.save(trace, root / UNCALIBRATED_DIR, force=True)
+    trace = record_real(build, entry, device, off, rounds=rounds, warmup=warmup, fake=fake)
+    store.save(trace, root / CALIBRATED_DIR, force=True)
+    return {"fingerprint": trace.meta.fingerprint}

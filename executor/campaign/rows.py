@@ -66,7 +66,8 @@ def _flat(r: Record) -> Row:
         row[f"{name}_steady"] = figures.steady if figures.peaks_bytes else None
         row[f"{name}_fragmentation_percent"] = fragmentation_percent(figures)
     for stage in STAGES:
-        for name, found in (("keep_all_predicted", r.keep_all_predicted), ("predicted", r.predicted)):
+        for name in ("eager_predicted", "keep_all_predicted", "predicted"):
+            found = getattr(r, name)
             if stage in found:
                 row |= {f"{name}_{stage}_{k}": v for k, v in found[stage].headline().items()}
                 row[f"{name}_{stage}_fragmentation_percent"] = fragmentation_percent(found[stage])
