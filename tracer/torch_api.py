@@ -52,6 +52,7 @@ USED: Final = {
     "DataDependentOutputException": "torch._subclasses.fake_tensor:DataDependentOutputException",
     "DynamicOutputShapeException": "torch._subclasses.fake_tensor:DynamicOutputShapeException",
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
+    "FunctionalTensor": "torch._subclasses.functional_tensor:FunctionalTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "detect_fake_mode": "torch._guards:detect_fake_mode",
     "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",

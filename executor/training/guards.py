@@ -1,0 +1,470 @@
+"""What a capture depends on beside tensors: read off the model before it, and looked at again at every call.
+
+Python code decides which ops a forward runs. A `State` holds what it may decide by: of every module its class, scalars,
+containers, hooks, submodules and the layout of its parameters and buffers; what hangs on a module as a configuration
+does; functions, numbers and flags of its classes, and the globals and closures that their `forward` names; torch's own
+settings. Two models in equal states run the same ops on equal arguments.
+
+Reading a state takes milliseconds, so it is read once and then only watched: while every container holds the very same
+objects as before, the state is the same.
+
+Counts: the above. Ignores: globals read by helper functions, files, environment variables, the clock, objects in C.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+PLAIN: Final = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis),
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+)  # fmt: skip
+# Objects of these are a model's surroundings, which change at every step and are no part of it.
+FOREIGN: Final = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed", "logging")
+DEEPEST: Final = 5  # how far containers and objects are followed from a module's attribute
+LONGEST: Final = 4_096  # elements of a container that are looked at
+OWN: Final = "_lowtide"  # attributes that Lowtide adds
+TENSORS: Final = ("_parameters", "_buffers")
+
+Key = Hashable
+Path = tuple[str, str]  # (of what, attribute): ("encoder.layer.3.dropout", "p")
+
+
+class Same:
+    """An object that is compared by identity; once it is freed, it equals nothing."""
+
+    __slots__ = ("_hash", "_label", "_of")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        self._label = label(value)
+        try:
+            self._of: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._of = lambda: value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and (mine := self._of()) is not None and mine is other._of()
+
+    def __repr__(self) -> str:
+        return self._label
+
+
+class State:
+    """The state of a model as a key: what it consists of, by what it is the state of."""
+
+    __slots__ = ("_hash", "parts")
+
+    def __init__(self, parts: Mapping[Path, Key], unread: frozenset[Path]) -> None:
+        self.parts = {path: x for path, x in parts.items() if path not in unread}
+        self._hash = hash(frozenset(self.parts.items()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, State) and self._hash == other._hash and self.parts == other.parts
+        )
+
+    def changes(self, before: State) -> list[str]:
+        """What differs from an earlier state, in words: "dropout.p of encoder changed from 0.1 to 0.5"."""
+        paths = [p for p in {**before.parts, **self.parts} if before.parts.get(p) != self.parts.get(p)]
+        return [_words(p, before.parts.get(p, ABSENT), self.parts.get(p, ABSENT)) for p in paths]
+
+    def changed(self, before: State) -> frozenset[Path]:
+        return frozenset(
+            p for p in {**before.parts, **self.parts} if before.parts.get(p) != self.parts.get(p)
+        )
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+ABSENT: Final = _Absent()
+
+
+def _words(path: Path, before: Any, after: Any) -> str:
+    owner, name = path
+    where = f"{name} of {owner}" if owner else name
+    shown = [text if len(text := repr(x)) < 60 else f"{text[:56]} ..." for x in (before, after)]
+    return f"{where} changed" if shown[0] == shown[1] else f"{where} changed from {shown[0]} to {shown[1]}"
+
+
+def label(value: Any) -> str:
+    """A name for people of a function, class or object."""
+    name = getattr(value, "__qualname__", None)
+    return name if isinstance(name, str) else f"a {type(value).__qualname__}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Watching
+
+
+class Watch:
+    """The state of one model, which is read again only when something that it was read from has changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.unread: frozenset[Path] = frozenset()  # what forward was seen not to read
+        self._read: _Reading | None = None
+        self._state: State | None = None
+
+    def state(self) -> State:
+        """The state of the model at this moment."""
+        if self._state is None or self._read is None or not self._read.unchanged():
+            self._read = _Reading(self.model)
+            state = State(self._read.parts, self.unread)
+            if state != self._state:  # an equal one stays, whose hash and identity are known
+                self._state = state
+        assert self._state is not None
+        return self._state
+
+    def leave_out(self, paths: Iterable[Path]) -> None:
+        """From now on these, which forward does not read, are no part of the state."""
+        self.unread = frozenset(paths)
+        self._state = None
+
+    def owners(self, paths: Iterable[Path]) -> Iterator[tuple[Any, Path]]:
+        """The objects whose attributes these are; without those that are no object's attributes."""
+        assert self._read is not None
+        for path in paths:
+            owner = self._read.owners.get(path[0])
+            if owner is not None:
+                yield owner, path
+
+    def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Parameters and buffers by name, as `named_parameters` and `named_buffers` give them, without a walk."""
+        assert self._read is not None
+        return self._read.tensors("_parameters"), self._read.tensors("_buffers")
+
+
+class _Reading:
+    """One walk over a model: the parts of its state, and the containers that they were read from."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parts: dict[Path, Key] = {}
+        self.owners: dict[str, Any] = {}
+        self._dicts: list[Mapping[Any, Any]] = []
+        self._lists: list[Any] = []
+        self._sets: list[tuple[Any, frozenset[Any]]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors that are no parameters or buffers
+        self._arrays: list[tuple[Any, bytes]] = []
+        self._slots: dict[str, list[tuple[str, dict[str, Any], str]]] = {k: [] for k in TENSORS}
+        self._seen: set[int] = set()
+        self._modules = {id(m): path for path, m in model.named_modules()}
+        for path, module in model.named_modules():
+            self._module(path, module)
+        classes = {c for m in model.modules() for c in type(m).__mro__ if c is not object}
+        for kind in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
+            self._class(kind)
+        hooks = vars(nn.modules.module)
+        for name in sorted(k for k in hooks if k.startswith("_global_") and isinstance(hooks[k], dict)):
+            self._attribute("torch", name, hooks[name], 0)
+        self._values = self._flat()
+        self._layout = self._tensor_layout()
+        self._settings = settings()
+        self.parts["", "the layout of its parameters and buffers"] = self._layout
+        self.parts.update((("torch", name), x) for name, x in zip(SETTINGS, self._settings, strict=True))
+
+    def unchanged(self) -> bool:
+        """Whether all that was read still holds the very same objects."""
+        dicts, lists, sizes, keys, values = *self._groups(), *self._values
+        return (
+            tuple(map(len, dicts)) + tuple(map(len, lists)) == sizes
+            and all(map(operator.is_, chain(_values(dicts), _items(lists)), values))
+            and all(map(operator.is_, chain.from_iterable(dicts), keys))
+            and self._tensor_layout() == self._layout
+            and settings() == self._settings
+            and all(x._version == version for x, version in self._versions)
+            and all(x == copy for x, copy in self._sets)
+            and all(_bytes(x) == data for x, data in self._arrays)
+        )
+
+    def _groups(self) -> tuple[list[Mapping[Any, Any]], list[Any]]:
+        return self._dicts, self._lists
+
+    def _flat(self) -> tuple[tuple[int, ...], list[Any], list[Any]]:
+        dicts, lists = self._groups()
+        sizes = tuple(map(len, dicts)) + tuple(map(len, lists))
+        return sizes, list(chain.from_iterable(dicts)), [*_values(dicts), *_items(lists)]
+
+    def tensors(self, kind: str) -> dict[str, torch.Tensor]:
+        named: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for path, slots, name in self._slots[kind]:
+            x = slots.get(name)
+            if x is not None and id(x) not in seen:
+                seen.add(id(x))
+                named[path] = x
+        return named
+
+    def _tensor_layout(self) -> Key:
+        """What a graph depends on of parameters and buffers: layouts, and which are one tensor."""
+        first: dict[int, int] = {}
+        out: list[Any] = []
+        for slots in self._slots.values():
+            for k, (_, owner, name) in enumerate(slots):
+                x = owner.get(name)
+                if x is None:
+                    out.append(None)
+                else:
+                    out.append((first.setdefault(id(x), k), x.dtype, x.requires_grad, x.shape, x.stride(), x.device))
+        return tuple(out)
+
+    # --- reading
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        self.owners[path] = module
+        self.parts[path, "class"] = Same(own_class(type(module)))
+        self._dicts.append(vars(module))
+        self._seen.add(id(vars(module)))
+        for name, value in vars(module).items():
+            if name in TENSORS:
+                self._slots[name] += [(f"{path}.{n}" if path else n, value, n) for n in value]
+                self._lists.append(_Keys(value))
+                self.parts[path, name] = tuple((n, x is None) for n, x in value.items())
+            elif not name.startswith(OWN):
+                self._attribute(path, name, value, 0)
+
+    def _class(self, kind: type) -> None:
+        if own_class(kind) is not kind or kind.__name__ == "PlannedModule":
+            return
+        owner = f"class {kind.__qualname__}"
+        self._dicts.append(vars(kind))
+        for name, value in vars(kind).items():
+            if name.startswith("__"):
+                continue
+            function = getattr(value, "__func__", value)
+            if isinstance(function, types.FunctionType):
+                self.parts[owner, name] = Same(function)
+                if not kind.__module__.startswith("torch."):
+                    self._function(f"{owner}.{name}", function)
+            elif isinstance(value, PLAIN):
+                self.parts[owner, name] = plain(value)
+
+    def _function(self, owner: str, function: types.FunctionType) -> None:
+        """The numbers and flags among the globals and closures that a function names, and its defaults."""
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            if name != "__class__":
+                self._lists.append(_Cell(cell))
+                self._attribute(owner, name, next(iter(_Cell(cell)), None), DEEPEST - 2)
+        names = [n for n in function.__code__.co_names if isinstance(function.__globals__.get(n, self), PLAIN)]
+        if names:
+            self._lists.append(_Globals(function.__globals__, names))
+            for n in names:
+                self.parts[f"{owner}, global", n] = plain(function.__globals__[n])
+
+    def _attribute(self, owner: str, name: str, value: Any, depth: int) -> None:
+        self.parts[owner, name] = self._key(f"{owner}.{name}" if owner else name, value, depth)
+
+    def _key(self, path: str, value: Any, depth: int) -> Key:
+        """A value as a key; containers and configurations are read to their ends, and watched."""
+        if isinstance(value, PLAIN):
+            return plain(value)
+        if isinstance(value, nn.Module) and id(value) in self._modules:
+            return ("module", self._modules[id(value)])
+        if isinstance(value, torch.Tensor):
+            self._versions.append((value, value._version))
+            return Same(value), value._version, value.requires_grad
+        if isinstance(value, enum.Enum):
+            return Same(value)
+        if isinstance(value, types.FunctionType):
+            return Same(value)
+        if isinstance(value, types.MethodType):
+            return ("method", Same(value.__func__), self._key(path, value.__self__, DEEPEST))
+        if is_array(value):
+            self._arrays.append((value, _bytes(value)))
+            return "array", value.shape, str(value.dtype), _bytes(value)
+        if isinstance(value, tuple | list | deque | dict | set | frozenset):
+            return self._container(path, value, depth)
+        if depth < DEEPEST and isinstance(value, nn.Module):
+            return self._loose(path, value)
+        if depth < DEEPEST and followed(value):
+            return self._object(path, value, depth)
+        return Same(value)
+
+    def _container(self, path: str, value: Any, depth: int) -> Key:
+        kind = type(value).__name__
+        if depth >= DEEPEST or len(value) > LONGEST or id(value) in self._seen:
+            self._lists.append(_Length(value))
+            return kind, Same(value) if depth >= DEEPEST else len(value)
+        if isinstance(value, set | frozenset):
+            copy = frozenset(value)
+            self._sets.append((value, copy))
+            return kind, frozenset(self._key(path, x, DEEPEST) for x in copy)
+        self._seen.add(id(value))
+        try:
+            if isinstance(value, dict):
+                self._dicts.append(value)
+                items = tuple(
+                    (self._key(path, k, DEEPEST), self._key(f"{path}[{k!r}]", x, depth + 1)) for k, x in value.items()
+                )
+                return kind, items
+            self._lists.append(value)
+            return kind, tuple(self._key(f"{path}[{k}]", x, depth + 1) for k, x in enumerate(value))
+        finally:
+            self._seen.discard(id(value))
+
+    def _object(self, path: str, value: Any, depth: int) -> Key:
+        if id(vars(value)) in self._seen:
+            return Same(type(value))
+        self._seen.add(id(vars(value)))
+        self._dicts.append(vars(value))
+        self.owners[path] = value
+        for name, x in vars(value).items():
+            self._attribute(path, name, x, depth + 1)
+        return Same(type(value))
+
+    def _loose(self, path: str, module: nn.Module) -> Key:
+        """A module that is reached through a list or another object, whose tensors are constants to the graph."""
+        for name, m in module.named_modules():
+            if id(m) not in self._modules:
+                where = f"{path}.{name}" if name else path
+                self._modules[id(m)] = where
+                self._module(where, m)
+        for x in (*module.parameters(), *module.buffers()):
+            self._versions.append((x, x._version))
+        return "module", path
+
+
+class _Keys:
+    """The keys of a dict, to watch when its values may change."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: dict[Any, Any]) -> None:
+        self.of = of
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.of)
+
+
+class _Length(_Keys):
+    """How long a container is, of which nothing else is watched."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class _Cell:
+    """What a closure's variable holds."""
+
+    __slots__ = ("cell",)
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.cell = cell
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield self.cell.cell_contents
+        except ValueError:  # not yet set
+            yield None
+
+
+class _Globals:
+    """Some of a file's globals."""
+
+    __slots__ = ("names", "space")
+
+    def __init__(self, space: dict[str, Any], names: list[str]) -> None:
+        self.space, self.names = space, names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.space.get, self.names)
+
+
+def _values(dicts: Iterable[Mapping[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(operator.methodcaller("values"), dicts))
+
+
+def _items(lists: Iterable[Any]) -> Iterator[Any]:
+    return chain.from_iterable(lists)
+
+
+def own_class(kind: type) -> type:
+    """The model's own class behind the one that a planned module has; any other class as it is."""
+    bases = kind.__bases__
+    return bases[1] if len(bases) == 2 and bases[0].__name__ == "PlannedModule" else kind
+
+
+def followed(value: Any) -> bool:
+    """Whether an object is read as a configuration is: by its attributes."""
+    kind = type(value)
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, type | types.ModuleType | types.BuiltinFunctionType | torch.optim.Optimizer)
+        and kind.__module__.partition(".")[0] not in FOREIGN
+    )
+
+
+def plain(value: Any) -> Key:
+    """A scalar as a key that tells 1, 1.0 and True apart, and 0.0 from -0.0, and knows NaN again."""
+    return value if isinstance(value, str) or value is None else (type(value).__name__, repr(value))
+
+
+def is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
+def _bytes(value: Any) -> bytes:
+    data: bytes = value.tobytes()
+    return data
+
+
+def argument(value: Any) -> Key:
+    """An argument that is no tensor as a key: by its value, through all that it contains.
+
+    Raises:
+        PlanError: it is an object that holds a tensor, which a graph would take for a constant.
+    """
+    raise NotImplementedError
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings of torch that a capture reads
+
+_ASKED: Final[dict[str, Callable[[], Any]]] = {
+    "the default dtype": torch.get_default_dtype,
+    "the default device": torch.get_default_device,
+    "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    "its warn_only": torch.is_deterministic_algorithms_warn_only_enabled,
+    "flash attention": torch.backends.cuda.flash_sdp_enabled,
+    "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "plain attention": torch.backends.cuda.math_sdp_enabled,
+    "cuDNN's attention": torch.backends.cuda.cudnn_sdp_enabled,
+    "cuDNN": torch._C._get_cudnn_enabled,
+}
+SETTINGS: Final = tuple(_ASKED)
+_ASK: Final = tuple(_ASKED.values())
+
+
+def settings() -> tuple[Any, ...]:
+    return tuple([ask() for ask in _ASK])
