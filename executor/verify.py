@@ -179,7 +179,8 @@ def _side(build: BuildStep, plan: Plan | None, device: str, engines: Engines | N
     if plan is None:
         return _Side(step, step.model, device)
     planned = apply_plan(step.model, plan)
-    engines_of(planned).update(engines or {})
+    if engines is not None:
+        engines_of(planned).adopt(engines)
     capture_now(planned, step.args, step.kwargs)
     return _Side(step, planned, device)
 

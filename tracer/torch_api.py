@@ -99,6 +99,7 @@ REPLACED: Final = (
     "torch._decomp.decompositions:one_layer_lstm",
     "torch._decomp.decompositions:select_one_layer_lstm_function",
     "torch._meta_registrations:_meta_grouped_mm_common",
+    "torch._C:_get_deterministic_algorithms",
     "torch.compiler:_is_compiling_flag",
     "torch.cuda:_lazy_init",
     "torch.distributions:Distribution._validate_args",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from executor.training.engines import Engine
 from tracer.build.loop import fit_tangent
@@ -15,11 +14,9 @@ from tracer.precision.policy import without_autocast
 from traces.errors import PlanError
 
 
-def run(engine: Engine, module: nn.Module, tensors: list[torch.Tensor]) -> Any:
+def run(engine: Engine, inputs: list[torch.Tensor]) -> Any:
+    """The model's outputs by an engine, from its parameters, buffers and tensor arguments."""
     captured = engine.program.captured
-    parameters = dict(module.named_parameters())
-    buffers = dict(module.named_buffers())
-    inputs = [parameters[n] for n in captured.parameters] + [buffers[n] for n in captured.buffers] + tensors
     passing = _Passing(engine)
     token = _Model.apply(passing, *inputs)
     outputs, passing.outputs = passing.outputs, []

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -12,6 +16,7 @@ from torch import nn
 
 from executor.matching import check_kind
 from executor.rewrite import Rewritten, rewrite
+from executor.training.guards import Path, State, Watch, argument, unread_of
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from tracer.capture.capture import capture
@@ -22,6 +27,11 @@ from traces.errors import PlanError
 from traces.plan import Action, Plan
 from traces.trace import TraceMeta
 
+CAPTURING: Final = (
+    threading.RLock()
+)  # a capture puts fake tensors into the model, and replaces functions of torch
+MOST: Final = 64  # engines of one model, of which each takes megabytes
+OFTEN: Final = 4  # captures after which it is said what causes them
 OF_MODULES: Final = frozenset(vars(nn.Module()))  # the attributes that torch gives every module
 
 
@@ -35,7 +45,38 @@ class Engine:
     kind: str = "cpu"  # the type of the device that it runs on
 
 
-Engines = dict[Any, Engine]  # by the arguments and the state of the model that they are for
+class Engines(dict[Any, Engine]):
+    """The engines of one model, by the state of the model and the arguments that each is for.
+
+    They are what was captured; which state the model is in now is the watch's to say.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watch: Watch | None = None
+        self.unread: frozenset[Path] = frozenset()  # what forward was seen not to read
+        self.last: dict[
+            Any, State
+        ] = {}  # by the arguments: the state of the model at the last capture for them
+        self.causes: Counter[Path] = Counter()  # what had changed when it was captured again
+
+    def tensors(self, engine: Engine) -> list[torch.Tensor]:
+        """The model's parameters and buffers at this moment, in the order in which an engine takes them."""
+        assert self.watch is not None
+        with CAPTURING:
+            parameters, buffers = self.watch.tensors()
+        captured = engine.program.captured
+        return [parameters[n] for n in captured.parameters] + [buffers[n] for n in captured.buffers]
+
+    def watching(self, module: nn.Module) -> Watch:
+        if self.watch is None or self.watch.model is not module:
+            self.watch = Watch(module, self.unread)
+        return self.watch
+
+    def adopt(self, other: Engines, made: Callable[[Engine], Engine] = lambda engine: engine) -> None:
+        """Take over what was captured for another module of the same model."""
+        self.unread = other.unread
+        self.update((key, made(engine)) for key, engine in other.items())
 
 
 def engine_for(
@@ -48,7 +89,7 @@ def engine_for(
     cache: bool = True,
     program: Program | None = None,
 ) -> Engine:
-    """The engine for these arguments, made at their first use, under the plan's autocast.
+    """The engine for these arguments and the model's state, made at their first use, under the plan's autocast.
 
     Args:
         engines: those made so far, to which a new one is added.
@@ -56,32 +97,87 @@ def engine_for(
         leaves, spec: the flat arguments.
         cache: whether autocast keeps the casts of parameters, as it does unless told otherwise.
         program: what was captured of this call already.
+
+    Raises:
+        PlanError: the plan is for another graph; if it was for this one before something changed, says what did.
+        CaptureError: the model cannot be captured.
     """
-    autocast = Autocast(dtype=plan.meta.amp, kind=device_kind(module, leaves), cache=cache)
-    key = (
+    call = (
         spec,
-        tuple((x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else repr(x)
-              for x in leaves),
-        tuple((name, p.requires_grad, p.dtype) for name, p in module.named_parameters()),
-        tuple(name for name, _ in module.named_buffers()),
-        tuple(m.training for m in module.modules()),
-        next((p.device for p in module.parameters()), None),
-        autocast,
+        tuple([(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor)
+               else argument(x, f"argument {k}") for k, x in enumerate(leaves)]),
+        Autocast(dtype=plan.meta.amp, kind=device_kind(module, leaves), cache=cache),
     )  # fmt: skip
-    if key not in engines:
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        engines[key] = (
-            make_engine(module, args, kwargs, plan, autocast)
-            if program is None
-            else engine_of(program, plan, autocast.kind)
-        )
-    return engines[key]
+    with CAPTURING:
+        state = engines.watching(module).state()
+        engine = engines.get((state, call))
+        if engine is None:
+            engine = _made(engines, plan, module, leaves, call, state, program)
+        return engine
+
+
+def _made(
+    engines: Engines,
+    plan: Plan,
+    module: nn.Module,
+    leaves: Sequence[Any],
+    call: Any,
+    state: State,
+    program: Program | None,
+) -> Engine:
+    """A new engine for a call in this state; learns which of the attributes that changed forward does not read."""
+    spec, _, autocast = call
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    watch, before = engines.watching(module), engines.last.get(call)
+    changed = state.changed(before) if before is not None else frozenset()
+    try:
+        with unread_of(watch, changed | engines.unread) as left:
+            if program is None:
+                engine = make_engine(module, args, kwargs, plan, autocast)
+            else:
+                engine = engine_of(program, plan, autocast.kind)
+    except PlanError as error:
+        if before is None or not changed:
+            raise
+        raise PlanError(f"{error} Since the last planned step {_few(state.changes(before))}.") from error
+    unread = (
+        frozenset(left) if program is None else engines.unread
+    )  # nothing was read here for a given program
+    if unread != engines.unread:
+        engines.unread = unread
+        watch.leave_out(unread)
+        engines.last.clear()
+        state = watch.state()
+    _warn(engines, changed - unread)
+    engines.last[call] = state
+    while len(engines) >= MOST:
+        del engines[next(iter(engines))]
+    engines[state, call] = engine
+    return engine
+
+
+def _few(changes: list[str]) -> str:
+    return "; ".join(changes[:3]) + (f"; and {len(changes) - 3} more" if len(changes) > 3 else "")
+
+
+def _warn(engines: Engines, changed: Iterable[Path]) -> None:
+    """Say once of each attribute that it makes the model be captured again and again."""
+    for path in changed:
+        engines.causes[path] += 1
+        if engines.causes[path] == OFTEN:
+            owner, name = path
+            warnings.warn(
+                f"{name} of {owner or 'the model'} has changed {OFTEN} times, and forward may read it: for each value "
+                "the model is captured again, which takes seconds.",
+                stacklevel=2,
+            )
 
 
 def device_kind(module: nn.Module, leaves: Sequence[Any]) -> str:
     """The type of the device that a model runs on: that of its arguments, or without any, of its parameters."""
-    tensors = (x for x in (*leaves, *module.parameters()) if isinstance(x, torch.Tensor))
-    return next((x.device.type for x in tensors), "cpu")
+    return next(
+        (x.device.type for x in chain(leaves, module.parameters()) if isinstance(x, torch.Tensor)), "cpu"
+    )
 
 
 def check_autocast(plan: Plan, now: Autocast, kind: str) -> None:

@@ -15,26 +15,44 @@ from __future__ import annotations
 
 import enum
 import operator
+import sys
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from tracer.torch_api import replaced
+from traces.errors import PlanError
+
 PLAIN: Final = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis),
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 # Objects of these are a model's surroundings, which change at every step and are no part of it.
-FOREIGN: Final = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed", "logging")
+FOREIGN: Final = (
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "accelerate",
+    "deepspeed",
+    "logging",
+)
+CALLED: Final = (types.FunctionType, types.BuiltinFunctionType)
 DEEPEST: Final = 5  # how far containers and objects are followed from a module's attribute
 LONGEST: Final = 4_096  # elements of a container that are looked at
 OWN: Final = "_lowtide"  # attributes that Lowtide adds
 TENSORS: Final = ("_parameters", "_buffers")
+# Attributes of torch's own that no forward reads; the root's hooks run around a planned call and are not captured.
+UNREAD: Final = ("_state_dict_", "_load_state_dict_", "_non_persistent_buffers_set", OWN)
+ROOT_HOOKS: Final = ("_forward_", "_backward_")
 
 Key = Hashable
 Path = tuple[str, str]  # (of what, attribute): ("encoder.layer.3.dropout", "p")
@@ -102,8 +120,13 @@ ABSENT: Final = _Absent()
 def _words(path: Path, before: Any, after: Any) -> str:
     owner, name = path
     where = f"{name} of {owner}" if owner else name
-    shown = [text if len(text := repr(x)) < 60 else f"{text[:56]} ..." for x in (before, after)]
+    shown = [text if len(text := _shown(x)) < 60 else f"{text[:56]} ..." for x in (before, after)]
     return f"{where} changed" if shown[0] == shown[1] else f"{where} changed from {shown[0]} to {shown[1]}"
+
+
+def _shown(key: Any) -> str:
+    scalar = isinstance(key, tuple) and len(key) == 2 and all(isinstance(x, str) for x in key)
+    return str(key[1]) if scalar else repr(key)
 
 
 def label(value: Any) -> str:
@@ -119,9 +142,8 @@ def label(value: Any) -> str:
 class Watch:
     """The state of one model, which is read again only when something that it was read from has changed."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.unread: frozenset[Path] = frozenset()  # what forward was seen not to read
+    def __init__(self, model: nn.Module, unread: frozenset[Path] = frozenset()) -> None:
+        self.model, self.unread = model, unread
         self._read: _Reading | None = None
         self._state: State | None = None
 
@@ -135,10 +157,9 @@ class Watch:
         assert self._state is not None
         return self._state
 
-    def leave_out(self, paths: Iterable[Path]) -> None:
+    def leave_out(self, unread: frozenset[Path]) -> None:
         """From now on these, which forward does not read, are no part of the state."""
-        self.unread = frozenset(paths)
-        self._state = None
+        self.unread, self._state = unread, None
 
     def owners(self, paths: Iterable[Path]) -> Iterator[tuple[Any, Path]]:
         """The objects whose attributes these are; without those that are no object's attributes."""
@@ -158,20 +179,11 @@ class _Reading:
     """One walk over a model: the parts of its state, and the containers that they were read from."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parts: dict[Path, Key] = {}
-        self.owners: dict[str, Any] = {}
-        self._dicts: list[Mapping[Any, Any]] = []
-        self._lists: list[Any] = []
-        self._sets: list[tuple[Any, frozenset[Any]]] = []
-        self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors that are no parameters or buffers
-        self._arrays: list[tuple[Any, bytes]] = []
-        self._slots: dict[str, list[tuple[str, dict[str, Any], str]]] = {k: [] for k in TENSORS}
-        self._seen: set[int] = set()
-        self._modules = {id(m): path for path, m in model.named_modules()}
+        self._start()
+        self._modules |= {id(m): path for path, m in model.named_modules()}
         for path, module in model.named_modules():
             self._module(path, module)
-        classes = {c for m in model.modules() for c in type(m).__mro__ if c is not object}
-        for kind in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
+        for kind in dict.fromkeys(c for m in model.modules() for c in type(m).__mro__ if c is not object):
             self._class(kind)
         hooks = vars(nn.modules.module)
         for name in sorted(k for k in hooks if k.startswith("_global_") and isinstance(hooks[k], dict)):
@@ -182,11 +194,26 @@ class _Reading:
         self.parts["", "the layout of its parameters and buffers"] = self._layout
         self.parts.update((("torch", name), x) for name, x in zip(SETTINGS, self._settings, strict=True))
 
+    def _start(self) -> None:
+        self.parts: dict[Path, Key] = {}
+        self._modules: dict[int, str] = {}
+        self._classes: dict[str, list[type]] = {}
+        self.owners: dict[str, Any] = {}
+        self._dicts: list[Mapping[Any, Any]] = []
+        self._lists: list[Any] = []
+        self._empty: list[Any] = []  # containers, whose first element is a change
+        self._sets: list[tuple[Any, frozenset[Any]]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors that are no parameters or buffers
+        self._arrays: list[tuple[Any, bytes]] = []
+        self._slots: dict[str, list[tuple[str, dict[str, Any], str]]] = {k: [] for k in TENSORS}
+        self._seen: set[int] = set()
+
     def unchanged(self) -> bool:
         """Whether all that was read still holds the very same objects."""
-        dicts, lists, sizes, keys, values = *self._groups(), *self._values
+        dicts, lists, (sizes, keys, values) = self._dicts, self._lists, self._values
         return (
-            tuple(map(len, dicts)) + tuple(map(len, lists)) == sizes
+            not any(self._empty)
+            and tuple(map(len, dicts)) + tuple(map(len, lists)) == sizes
             and all(map(operator.is_, chain(_values(dicts), _items(lists)), values))
             and all(map(operator.is_, chain.from_iterable(dicts), keys))
             and self._tensor_layout() == self._layout
@@ -196,11 +223,8 @@ class _Reading:
             and all(_bytes(x) == data for x, data in self._arrays)
         )
 
-    def _groups(self) -> tuple[list[Mapping[Any, Any]], list[Any]]:
-        return self._dicts, self._lists
-
     def _flat(self) -> tuple[tuple[int, ...], list[Any], list[Any]]:
-        dicts, lists = self._groups()
+        dicts, lists = self._dicts, self._lists
         sizes = tuple(map(len, dicts)) + tuple(map(len, lists))
         return sizes, list(chain.from_iterable(dicts)), [*_values(dicts), *_items(lists)]
 
@@ -224,14 +248,16 @@ class _Reading:
                 if x is None:
                     out.append(None)
                 else:
-                    out.append((first.setdefault(id(x), k), x.dtype, x.requires_grad, x.shape, x.stride(), x.device))
+                    out.append(
+                        (first.setdefault(id(x), k), x.dtype, x.requires_grad, x.shape, x.stride(), x.device)
+                    )
         return tuple(out)
 
     # --- reading
 
     def _module(self, path: str, module: nn.Module) -> None:
         self.owners[path] = module
-        self.parts[path, "class"] = Same(own_class(type(module)))
+        self.parts[path, "class"] = self._class_name(own_class(type(module)))
         self._dicts.append(vars(module))
         self._seen.add(id(vars(module)))
         for name, value in vars(module).items():
@@ -239,33 +265,51 @@ class _Reading:
                 self._slots[name] += [(f"{path}.{n}" if path else n, value, n) for n in value]
                 self._lists.append(_Keys(value))
                 self.parts[path, name] = tuple((n, x is None) for n, x in value.items())
-            elif not name.startswith(OWN):
+            elif name == "_modules" or name.startswith(UNREAD) or (not path and name.startswith(ROOT_HOOKS)):
+                pass
+            elif isinstance(value, dict | list) and not value:
+                self._empty.append(value)
+            else:
                 self._attribute(path, name, value, 0)
+        self._dicts.append(module._modules)
+        self.parts[path, "its modules"] = tuple(
+            (n, None if m is None else self._modules[id(m)]) for n, m in module._modules.items()
+        )
 
     def _class(self, kind: type) -> None:
         if own_class(kind) is not kind or kind.__name__ == "PlannedModule":
             return
-        owner = f"class {kind.__qualname__}"
+        owner = self._class_name(kind)
         self._dicts.append(vars(kind))
         for name, value in vars(kind).items():
             if name.startswith("__"):
                 continue
             function = getattr(value, "__func__", value)
             if isinstance(function, types.FunctionType):
-                self.parts[owner, name] = Same(function)
+                self.parts[owner, name] = _code(function)
                 if not kind.__module__.startswith("torch."):
                     self._function(f"{owner}.{name}", function)
             elif isinstance(value, PLAIN):
                 self.parts[owner, name] = plain(value)
 
+    def _class_name(self, kind: type) -> str:
+        """A class by its name, and by its number if the model has several of that name."""
+        of_name = self._classes.setdefault(kind.__qualname__, [])
+        if kind not in of_name:
+            of_name.append(kind)
+        number = of_name.index(kind)
+        return f"class {kind.__qualname__}" + (f" ({number + 1})" if number else "")
+
     def _function(self, owner: str, function: types.FunctionType) -> None:
-        """The numbers and flags among the globals and closures that a function names, and its defaults."""
+        """The numbers, flags and functions among the globals that a function names, and what its closure holds."""
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             if name != "__class__":
                 self._lists.append(_Cell(cell))
                 self._attribute(owner, name, next(iter(_Cell(cell)), None), DEEPEST - 2)
-        names = [n for n in function.__code__.co_names if isinstance(function.__globals__.get(n, self), PLAIN)]
+        names = [
+            n for n in function.__code__.co_names if isinstance(function.__globals__.get(n, self), PLAIN)
+        ]
         if names:
             self._lists.append(_Globals(function.__globals__, names))
             for n in names:
@@ -281,8 +325,7 @@ class _Reading:
         if isinstance(value, nn.Module) and id(value) in self._modules:
             return ("module", self._modules[id(value)])
         if isinstance(value, torch.Tensor):
-            self._versions.append((value, value._version))
-            return Same(value), value._version, value.requires_grad
+            return self._tensor(path, value)
         if isinstance(value, enum.Enum):
             return Same(value)
         if isinstance(value, types.FunctionType):
@@ -300,11 +343,18 @@ class _Reading:
             return self._object(path, value, depth)
         return Same(value)
 
+    def _tensor(self, path: str, value: torch.Tensor) -> Key:
+        self._versions.append((value, value._version))
+        return Same(value), value._version, value.requires_grad
+
     def _container(self, path: str, value: Any, depth: int) -> Key:
         kind = type(value).__name__
+        if not value:
+            self._empty.append(value)
+            return kind, ()
         if depth >= DEEPEST or len(value) > LONGEST or id(value) in self._seen:
             self._lists.append(_Length(value))
-            return kind, Same(value) if depth >= DEEPEST else len(value)
+            return kind, len(value)
         if isinstance(value, set | frozenset):
             copy = frozenset(value)
             self._sets.append((value, copy))
@@ -314,7 +364,8 @@ class _Reading:
             if isinstance(value, dict):
                 self._dicts.append(value)
                 items = tuple(
-                    (self._key(path, k, DEEPEST), self._key(f"{path}[{k!r}]", x, depth + 1)) for k, x in value.items()
+                    (self._key(path, k, DEEPEST), self._key(f"{path}[{k!r}]", x, depth + 1))
+                    for k, x in value.items()
                 )
                 return kind, items
             self._lists.append(value)
@@ -409,6 +460,69 @@ def _items(lists: Iterable[Any]) -> Iterator[Any]:
     return chain.from_iterable(lists)
 
 
+@contextmanager
+def unread_of(watch: Watch, paths: frozenset[Path]) -> Iterator[set[Path]]:
+    """Which of these attributes the body (a capture) does not read, or whether torch is to be deterministic.
+
+    A descriptor on the owner's class sees every read, of any instance; an attribute that the class has too, or whose
+    owner is no object of Python's, counts as read. What is yielded is complete when the body has ended.
+    """
+    unread: set[Path] = set(DETERMINISTIC)
+    named: dict[tuple[type, str], list[Path]] = {}
+    for owner, path in watch.owners(paths):
+        kind, name = type(owner), path[1]
+        if not any(name in vars(c) for c in kind.__mro__):
+            named.setdefault((kind, name), []).append(path)
+    asked = torch._C._get_deterministic_algorithms
+
+    def noted() -> bool:
+        asking = sys._getframe(2).f_globals.get("__name__", "")
+        if not asking.startswith("torch._functorch."):  # the export only makes a note of it
+            unread.difference_update(DETERMINISTIC)
+        return asked()
+
+    with replaced(torch._C, _get_deterministic_algorithms=noted), ExitStack() as stack:
+        for (kind, name), those in named.items():
+            with suppress(TypeError):  # a class whose attributes cannot be set
+                setattr(kind, name, _Seen(name, partial(unread.difference_update, those)))
+                stack.callback(delattr, kind, name)
+                unread.update(those)
+        yield unread
+
+
+class _Seen:
+    """Stands for an attribute in its class, and says when it is read."""
+
+    def __init__(self, name: str, told: Callable[[], object]) -> None:
+        self.name, self.told = name, told
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        self.told()
+        try:
+            return vars(owner)[self.name]
+        except (KeyError, TypeError):
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}") from None
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        vars(owner)[self.name] = value
+
+    def __delete__(self, owner: Any) -> None:
+        del vars(owner)[self.name]
+
+
+def _code(function: types.FunctionType) -> Key:
+    """A function by what it does: the same file, loaded twice, has equal ones."""
+    code = function.__code__
+    return _Code((code.co_filename, code, repr(function.__defaults__)))
+
+
+class _Code(tuple[Any, ...]):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"{self[1].co_name} at line {self[1].co_firstlineno}"
+
+
 def own_class(kind: type) -> type:
     """The model's own class behind the one that a planned module has; any other class as it is."""
     bases = kind.__bases__
@@ -439,13 +553,30 @@ def _bytes(value: Any) -> bytes:
     return data
 
 
-def argument(value: Any) -> Key:
+def argument(value: Any, what: str) -> Key:
     """An argument that is no tensor as a key: by its value, through all that it contains.
 
     Raises:
         PlanError: it is an object that holds a tensor, which a graph would take for a constant.
     """
-    raise NotImplementedError
+    if isinstance(value, PLAIN):
+        return plain(value)
+    parts = _Contents(what, value).parts
+    return tuple(parts.items())
+
+
+class _Contents(_Reading):
+    """One walk over an object that is not watched: an argument, which every call brings anew."""
+
+    def __init__(self, what: str, value: Any) -> None:
+        self._start()
+        self._attribute("", what, value, 0)
+
+    def _tensor(self, path: str, value: torch.Tensor) -> Key:
+        raise PlanError(
+            f"{path} is a tensor inside of an object that is passed to the model, and would become a constant of the "
+            "step; pass it as an argument of its own, or in a list or dict."
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -463,6 +594,7 @@ _ASKED: Final[dict[str, Callable[[], Any]]] = {
     "cuDNN": torch._C._get_cudnn_enabled,
 }
 SETTINGS: Final = tuple(_ASKED)
+DETERMINISTIC: Final = frozenset(("torch", name) for name in SETTINGS if "determin" in name or "warn" in name)
 _ASK: Final = tuple(_ASKED.values())
 
 

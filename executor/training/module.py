@@ -50,7 +50,7 @@ class _State:
     """What a planned module knows beside the model: its plan, and what was captured for it."""
 
     plan: Plan
-    engines: Engines = field(default_factory=dict)
+    engines: Engines = field(default_factory=Engines)
     unplanned: int = 0  # how many `with unplanned(...)` are open
     entered: int = 0  # how often the planned forward was reached
     inside: bool = False  # the instance's own forward runs, which may lead back to the planned one
@@ -97,7 +97,8 @@ class PlannedModule(nn.Module):
         check_autocast(state.plan, ambient(kind), kind)
         cache = torch.is_autocast_cache_enabled()
         engine = engine_for(state.engines, state.plan, self, leaves, spec, cache=cache)
-        return run(engine, self, [x for x in leaves if isinstance(x, torch.Tensor)])
+        given = [x for x in leaves if isinstance(x, torch.Tensor)]
+        return run(engine, state.engines.tensors(engine) + given)
 
     def _as_written(self, *args: Any, **kwargs: Any) -> Any:
         """The forward without the plan: the instance's own, if it had one, else the class's."""
@@ -238,7 +239,7 @@ def planned_otherwise(planned: nn.Module, plan: Plan) -> nn.Module:
     """
     engines = engines_of(planned)
     other = apply_plan(planned, plan)
-    engines_of(other).update((key, engine_of(e.program, plan, e.kind)) for key, e in engines.items())
+    engines_of(other).adopt(engines, lambda engine: engine_of(engine.program, plan, engine.kind))
     return other
 
 
