@@ -136,7 +136,7 @@ class Bench:
 
     def forecast(self, step: Step) -> Forecast:
         """What can be predicted from the step's traces."""
-        return Forecast.load(self.traces(step), self.method.device, self.method.plan_from)
+        return Forecast.load(self.traces(step), self.method.device)
 
     def step(self, step: Step) -> Record:
         """The step's record with everything saved, made unless an earlier case or run did."""

@@ -31,7 +31,6 @@ from traces.model_spec import short_name, split_reference
 
 PACKAGED: Final = Path(__file__).resolve().parent
 NONE: Final = "none"  # as a budget: everything saved
-CALIBRATED, UNCALIBRATED = "calibrated", "uncalibrated"
 COUNTS: Final = ("batch_size", "seq_len", "image_size")
 SHORT: Final = {"batch_size": "b", "seq_len": "s", "image_size": "px"}
 
@@ -77,7 +76,6 @@ class Method:
 
     device: str = "cpu"  # unless --device says otherwise
     target: str = ""  # of the uncalibrated trace; empty: the device that the campaign runs on
-    plan_from: str = CALIBRATED  # which trace the plans are made from
     rounds: int = 3  # timed rounds of the calibrated trace
     trace_warmup: int = 1
     verify_steps: int = 3  # 0: no verification
@@ -182,8 +180,6 @@ def _method(table: Mapping[str, Any], place: str) -> Method:
         if type(value) is int and key != "seed" and value < least:
             raise SpecError(f"{place}: {key} = {value} must be at least {least}.")
     method = Method(**{k.replace("-", "_"): v for k, v in table.items()})
-    if method.plan_from not in (CALIBRATED, UNCALIBRATED):
-        raise SpecError(f"{place}: plan-from must be {CALIBRATED} or {UNCALIBRATED}.")
     with _at(place):
         if method.target:
             device(method.target)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from executor.campaign.cases import NONE
 from executor.campaign.errors import (
     ALLOCATED,
     BLOCKS,
@@ -39,7 +38,7 @@ from executor.campaign.record import (
     Book,
     Record,
 )
-from simulator.report.charts import Point, scatter, signed_errors
+from simulator.report.charts import Point, scatter
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, paragraphs, write_page
 from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, percent_cell, table, yes
 from traces.errors import SpecError
@@ -83,9 +82,7 @@ def campaign_page(book: Book, *, analysis: str = "") -> Page:
         "Analysis": paragraphs(analysis),
         "Headline": (_headline(book, rows), _warning(where, records)),
         "Errors in aggregate": _aggregates(rows),
-        "Errors by model": _tables(aggregates(rows, by_model=True)),
         "Predicted against measured": _scatters(rows),
-        "Signed errors of each case": _bars(rows),
         "Every case": _cases([r for r in records if r.peak is not None]),
         "Cases without a figure": _others(records),
         "Provenance": _provenance(book),
@@ -173,13 +170,11 @@ def _tables(found: dict[Group, Aggregate]) -> tuple[Block, ...]:
             return cell
 
         chosen = [(g, a) for g, a in found.items() if g.figure == figure]
-        model: list[Column] = [("model", "", lambda row: one_line(row[0].model))]
         limits = "/".join(f"{limit:g}" for limit in WITHIN)
         eager = ", the untouched model in eager" if any(g.eager for g in found) else ""
         return table(
             chosen,
             [
-                *(model if any(g.model for g in found) else []),
                 ("measured", "", lambda row: one_line(row[0].provenance)),
                 ("prediction", "", lambda row: STAGE_LABELS[row[0].stage]),
                 ("runs", "count", lambda row: row[1].rows),
@@ -242,21 +237,6 @@ def _scatters(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
         )
         for (provenance, figure), points in _points(rows).items()
     )
-
-
-def _bars(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
-    blocks: list[Block] = []
-    for (provenance, figure), points in _points(rows).items():
-        if figure not in (ALLOCATED, RESERVED, SLOWDOWN):
-            continue
-        title = f"{KINDS[figure][1].capitalize()}, {provenance}"
-        if any(p.error for p in points):
-            unit = "points" if figure == SLOWDOWN else "%"
-            spec = signed_errors([(p.case, p.series, p.error) for p in points], COLOURS, unit=unit)
-            blocks.append(Chart(spec, title=title))
-        else:
-            blocks.append(Text(f"{title}: every one of the {len(points)} errors is exactly 0."))
-    return tuple(blocks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -360,35 +340,7 @@ def _cases(cases: Sequence[Record]) -> tuple[Block, ...]:
         ],
         caption="Step time, and the slow-down by the plan: its step over the keep-all step, less one",
     )
-    return (memory, *([reserved] if reserved.rows else []), times, _iterations(cases))
-
-
-def _iterations(cases: Sequence[Record]) -> Table:
-    runs: list[tuple[str, Record, RunFigures]] = []
-    for r in cases:
-        # Eager and keep-all are shared by the cases of a step, and told with its keep-all case.
-        shared = (("eager", r.eager), ("keep-all", r.keep_all)) if r.case.budget == NONE else ()
-        runs += [(f"{r.case.step.label} {name}", r, f) for name, f in shared]
-        runs += [] if shared else [(r.case.label, r, r.measured)]
-    title = "The first iteration and the steady ones"
-    return table(
-        [run for run in runs if run[2].peaks_bytes],
-        [
-            ("run", "", lambda run: one_line(run[0])),
-            ("measured", "", lambda run: one_line(run[1].provenance)),
-            ("allocated, iteration 1", "bytes", lambda run: run[2].peaks_bytes[0]),
-            ("allocated, steady", "bytes", lambda run: run[2].peak_allocated_bytes),
-            ("reserved, iteration 1", "bytes", lambda run: next(iter(run[2].reserved_bytes), None)),
-            ("reserved, last iteration", "bytes", lambda run: run[2].peak_reserved_bytes),
-            (
-                "iterations from the third on",
-                "",
-                lambda run: yes("steady") if run[2].steady else no("NOT STEADY"),
-            ),
-        ],
-        caption=title,
-        folded=title,
-    )
+    return (memory, *([reserved] if reserved.rows else []), times)
 
 
 def _others(records: Sequence[Record]) -> tuple[Block, ...]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from executor.campaign.cases import UNCALIBRATED
 from executor.campaign.record import CALIBRATED, RULES, Predictions
 from executor.campaign.record_step import CALIBRATED_DIR, UNCALIBRATED_DIR
 from simulator.allocator.device_fit import Setting
@@ -34,22 +33,21 @@ DIRECTORIES: Final = {RULES: UNCALIBRATED_DIR, CALIBRATED: CALIBRATED_DIR}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A step's traces by stage, and the one that plans are made from: of those that may be, the one that knows most."""
+    """A step's traces by stage, and the one that plans are made from, which knows most."""
 
     stages: Mapping[str, Problem]
     base: Problem
     device: str
 
     @classmethod
-    def load(cls, directory: Path, device: str, plan_from: str) -> Forecast:
+    def load(cls, directory: Path, device: str) -> Forecast:
         """From the traces that stand below the directory, in so far as they do."""
         stages = {
             stage: Problem(store.load(str(directory / name)))
             for stage, name in DIRECTORIES.items()
             if (directory / name).is_dir()
         }
-        base = stages[RULES] if plan_from == UNCALIBRATED else list(stages.values())[-1]
-        return cls(stages=stages, base=base, device=device)
+        return cls(stages=stages, base=list(stages.values())[-1], device=device)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -1,13 +1,10 @@
-"""A campaign as flat rows, one a case, for CSV and Parquet, and as the lines that are printed."""
+"""A campaign as flat rows, one a case, and as the lines that are printed."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from executor.campaign.errors import (
@@ -23,7 +20,6 @@ from executor.campaign.errors import (
     row_of,
 )
 from executor.campaign.record import CALIBRATED, RULES, STAGES, Book, Record
-from traces.files import replacing, write_text
 from traces.measurement import RunFigures
 from traces.units import show_bytes, show_percent
 
@@ -76,22 +72,6 @@ def _flat(r: Record) -> Row:
         name = f"{e.run.replace('-', '_')}_{e.figure.replace('-', '_')}"
         row[f"error_{name}_{e.stage}_{unit}"] = e.error
     return row
-
-
-def write_rows(directory: Path, rows: Sequence[Row]) -> None:
-    """Write `rows.csv` and `rows.parquet`, each whole or not at all."""
-    if not rows:
-        return
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(directory / "rows.csv", text.getvalue())
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with replacing(directory / "rows.parquet") as temporary:
-        pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

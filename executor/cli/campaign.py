@@ -49,7 +49,7 @@ def campaign(
     from executor.campaign import rows
     from executor.campaign.cases import find_cases, load_cases
     from executor.campaign.record import FAILED, NOT_EQUAL, Book, Store
-    from executor.campaign.rows import answer, flat_rows, summary, write_rows
+    from executor.campaign.rows import answer, summary
     from traces.errors import LowtideError, SpecError, VerificationError
     from traces.provenance import refuse_page
 
@@ -71,12 +71,10 @@ def campaign(
         asked = load_cases(find_cases(cases))
         if device is not None:
             asked = replace(asked, method=replace(asked.method, device=device))
-        root = output or Path(f"campaign-{asked.name}")
-        store = Store.open(root)
+        store = Store.open(output or Path(f"campaign-{asked.name}"))
         book = run_campaign(
             asked, store, lambda text: say(text, quiet=quiet), only=only, retry_failed=retry_failed
         )
-        write_rows(root, flat_rows(book.records))
     if report is not None:
         from executor.campaign.page import write_campaign
 

@@ -128,13 +128,11 @@ def by_name(
     colours: Mapping[str, str],
     title: str,
     *,
-    apart: bool = False,
     limit: float | None = None,
 ) -> dict[str, Any]:
     """Horizontal bars by name, in the order given: (name, series, value, what the pointer shows) rows.
 
-    The series of one name are stacked in the order of `colours`, or stand apart, one below the other. `limit`: a value
-    to draw as a line.
+    The series of one name are stacked in the order of `colours`. `limit`: a value to draw as a line.
     """
     alt = altair()
     order = list(dict.fromkeys(r[0] for r in rows))
@@ -144,22 +142,20 @@ def by_name(
         drawn("name:N series:N value:Q note:N rank:Q", [(*r, rank(r[1])) for r in rows])
         .mark_bar(height={"band": 0.8})
         .encode(
-            alt.X("value:Q").title(title).axis(tickCount=10).stack(None if apart else "zero"),
+            alt.X("value:Q").title(title).axis(tickCount=10).stack("zero"),
             named("name", order),
             colour("series", shown),
             alt.Order("rank:Q"),
-            *([alt.YOffset("series:N").sort(list(shown))] if apart else []),
             tooltip=["name:N", "series:N", "note:N"],
         )
     )
     layers = [chart]
     if limit is not None:
-        look = {"color": BUDGET_COLOUR, "strokeDash": [6, 4]} if limit else {"color": QUIET}
+        look = {"color": BUDGET_COLOUR, "strokeDash": [6, 4]}
         layers.append(
             drawn("limit:Q", [(limit,)]).mark_rule(strokeWidth=1.5, **look).encode(alt.X("limit:Q"))
         )
-    each = 10 * len(shown) + 6 if apart else 22
-    return finish(alt.layer(*layers), height=max(60, each * len(order)))
+    return finish(alt.layer(*layers), height=max(60, 22 * len(order)))
 
 
 def peak_by_category(
@@ -407,14 +403,6 @@ def scatter(points: Sequence[Point], colours: Mapping[str, str], *, title: str, 
     look = {"color": "#94a3b8", "strokeDash": [5, 4], "strokeWidth": 1.2, "clip": True}
     line = drawn("x:Q y:Q", [(d, d) for d in domain]).mark_line(**look).encode(x, y)
     return dots(rows, colours, x, y, under=[line], height=340)
-
-
-def signed_errors(
-    rows: Sequence[tuple[str, str, float]], colours: Mapping[str, str], *, unit: str
-) -> dict[str, Any]:
-    """Horizontal bars of signed errors, one a case and series: (case, series, error). Left of zero: too low."""
-    made = [(case, series, error, f"{error:+,.4f} {unit}") for case, series, error in rows]
-    return by_name(made, colours, f"error, {unit} (negative: predicted too low)", apart=True, limit=0)
 
 
 # Memory over the step

@@ -95,7 +95,6 @@ def test_a_models_file_is_looked_for_beside_the_cases(tmp_path: Path) -> None:
         ('[[case]]\nmodel = "resnet18"\nplanner = [["search"]]\n', "is no planner"),
         ('[defaults]\nmodels = 1\n[[case]]\nmodel = "resnet18"\n', r"\[defaults\]: unknown key"),
         ('[campaign]\nruns = "5"\n[[case]]\nmodel = "resnet18"\n', "runs = '5' must be a whole number"),
-        ('[campaign]\nplan-from = "guess"\n[[case]]\nmodel = "resnet18"\n', "plan-from"),
         ('[campaign]\ntarget = "h9000"\n[[case]]\nmodel = "resnet18"\n', "h9000"),
         ('[other]\n[[case]]\nmodel = "resnet18"\n', "unknown key 'other'"),
         ("case = 3\n", "no cases"),
