@@ -137,7 +137,6 @@ def device_fit(
     setting: Setting,
     *,
     peak_bytes: int | None = None,
-    compiled: bool = False,
     requests: Requests | None = None,
 ) -> DeviceFit:
     """What a schedule needs under a setting, and whether that fits the setting's device.
@@ -146,7 +145,6 @@ def device_fit(
         problem, replay: the step, and the schedule with its timeline.
         setting: as `setting_of` makes it.
         peak_bytes: of allocated memory, where it is known to be another than the replay's.
-        compiled: work it out in machine code where that can be; see `reserved_peak`.
         requests: of the allocator, where they are known to be others than the schedule's.
     """
     peak = replay.timeline.peak_allocated_bytes if peak_bytes is None else peak_bytes
@@ -154,7 +152,7 @@ def device_fit(
     if settings is None:
         short = "" if device is None else _short(peak, device, "allocates")
         return DeviceFit(peak_allocated_bytes=peak, wanted_bytes=peak, device=device, out_of_memory=short)
-    figures = reserved_peak(problem, schedule, settings, compiled=compiled, requests=requests)
+    figures = reserved_peak(problem, schedule, settings, requests=requests)
     wanted = figures.highest_reserved_bytes
     by_default = None
     if setting.asked:

@@ -26,7 +26,7 @@ class ReservedFigures:
     iterations: tuple[AllocatorFigures, ...]  # up to the first that repeats the one before it
     segment_requests: int  # in all iterations; fragmentation that grows shows as requests after the first
     steady: bool  # whether the last iteration asked for nothing new, so that all later ones are equal to it
-    # Of the last, with the peaks of each phase by itself; the machine code tells none.
+    # Of the last, with the peaks of each phase by itself.
     phases: Mapping[str, AllocatorFigures] = field(default_factory=dict, compare=False)
 
     @property
@@ -70,7 +70,6 @@ def reserved_peak(
     iterations: int = ITERATIONS,
     device_memory_bytes: int | None = None,
     total_memory_bytes: int | None = None,
-    compiled: bool = False,
     requests: Requests | None = None,
 ) -> ReservedFigures:
     """Run a schedule several times through one simulated allocator, from the first iteration on.
@@ -84,8 +83,6 @@ def reserved_peak(
         iterations: how many to run at most. When one asked for no new memory, the next would be the same, so it ends.
         device_memory_bytes: what the device has for the allocator; None: enough.
         total_memory_bytes: what the device has in all, which torch's own limits are counted from; None: the same.
-        compiled: get the same figures from machine code where there is enough memory. Worth it for whoever has loaded
-            the planners' loops anyway.
         requests: to be played in place of the schedule's.
 
     Raises:
@@ -100,8 +97,6 @@ def reserved_peak(
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; one at least must run")
     requests = requests or requests_of(problem, schedule)
-    if compiled and device_memory_bytes is None and total_memory_bytes is None:
-        return _compiled(requests, iterations, settings or AllocatorSettings())
     allocator = Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes)
     events = allocator.segment_events
     for size in requests.residents:
@@ -167,38 +162,3 @@ def _play(
     begin("")
     peaks = {name: max(getattr(f, name) for _, f in parts) for name in PEAKS}
     return replace(parts[-1][1], **peaks), {phase: f for phase, f in parts if phase}
-
-
-def _compiled(requests: Requests, iterations: int, settings: AllocatorSettings) -> ReservedFigures:
-    """The same in machine code."""
-    from simulator.kernels.best_fit import SUMS, best_fit, memory
-
-    rows = np.zeros(iterations, SUMS)
-    # What is never given back stays.
-    in_all = len(requests.residents) + len(requests.once) + iterations * requests.count
-    ran, steady = best_fit(
-        np.array(requests.residents, np.int64),
-        np.array(requests.blocks, np.int64),
-        np.array(requests.sizes, np.int64),
-        np.array(requests.once, np.int64).reshape(-1, 2),
-        rows,
-        memory(in_all, requests.count, *rules_of(settings)),
-    )
-    figures = tuple(
-        AllocatorFigures(
-            allocated_bytes=row[0],
-            requested_bytes=row[1],
-            active_bytes=row[0],
-            reserved_bytes=row[2],
-            peak_allocated_bytes=row[3],
-            peak_requested_bytes=row[4],
-            peak_active_bytes=row[3],
-            peak_reserved_bytes=row[5],
-            num_alloc_retries=0,
-            num_ooms=0,
-        )
-        for row in rows[:ran].tolist()
-    )
-    return ReservedFigures(
-        iterations=figures, segment_requests=int(rows["segments"][ran - 1]), steady=bool(steady)
-    )

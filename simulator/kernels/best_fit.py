@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from simulator.kernels.compiled import compiled, inner
+from simulator.kernels.compiled import inner
 from simulator.kernels.records import long, table
 
 MIB: Final = 1 << 20
@@ -323,7 +323,13 @@ def free(m: Any, p: int, b: int) -> None:
 def play(
     residents: Any, blocks: Any, sizes: Any, n: int, once: Any, rows: Any, most_bytes: int, m: Any
 ) -> Any:
-    """`best_fit` for other kernels, of the first n requests; it ends when more than that is reserved."""
+    """(iterations, whether the last one asked for no new segment) of the first n of `allocator.requests.Requests`.
+
+    Args:
+        once: [k, 2].
+        rows: out, [iteration] of SUMS.
+        most_bytes: it ends when more is reserved.
+    """
     sums = m.sums[0]
     _clear(m)
     for k in range(residents.shape[0]):
@@ -358,16 +364,3 @@ def play(
         rows[ran] = sums
         ran += 1
     return ran, steady
-
-
-@compiled
-def best_fit(
-    residents: Any,
-    blocks: Any,
-    sizes: Any,
-    once: Any,  # [k, 2]
-    rows: Any,  # out, [iteration] of SUMS
-    m: Any,
-) -> Any:
-    """(iterations, whether the last one asked for no new segment) of `allocator.requests.Requests`."""
-    return play(residents, blocks, sizes, blocks.shape[0], once, rows, MOST, m)

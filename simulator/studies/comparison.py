@@ -57,8 +57,8 @@ def asked_of(problem: Problem, setting: Setting) -> dict[str, Any]:
 
 
 def fit_of(problem: Problem, replay: Replay, setting: Setting) -> DeviceFit:
-    """What a plan needs of the device, plan after plan: in machine code, and without a look at torch's defaults."""
-    return device_fit(problem, replay, replace(setting, asked=False), compiled=True)
+    """What a plan needs of the device, without a look at torch's defaults."""
+    return device_fit(problem, replay, replace(setting, asked=False))
 
 
 def figures_of(problem: Problem, replay: Replay, setting: Setting) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def plan_within_reserved(
 
 def _reserved_bytes(problem: Problem, plan: Plan, setting: Setting) -> int:
     free = problem.unconstrained
-    fit = device_fit(free, free.replay(plan.actions), replace(setting, asked=False), compiled=True)
+    fit = device_fit(free, free.replay(plan.actions), replace(setting, asked=False))
     assert fit.reserved is not None
     # On the device, where the allocator may have given memory back at first.
     settled = not fit.out_of_memory and fit.reserved.steady
