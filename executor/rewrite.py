@@ -11,8 +11,9 @@ FX's generated code frees each value after its last use, which is when the sched
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import fx
 
@@ -38,6 +39,9 @@ class Rewritten:
     saved: tuple[str, ...]  # names of the values that cross from forward to backward
     saved_storages: tuple[int, ...]  # the storages behind them that are not placeholders'
     recomputed: tuple[str, ...]  # names of the ops that run again, in order, views included
+    held: tuple[
+        tuple[int, str], ...
+    ] = ()  # positions in `saved` whose memory the caller has, too, and in words whose
 
 
 def rewrite(program: Program, schedule: Schedule) -> Rewritten:
@@ -140,7 +144,25 @@ class _Writing:
             saved=tuple(n.name for n in saved),
             saved_storages=tuple(crossing),
             recomputed=tuple(self.recomputed),
+            held=tuple(self._held()),
         )
+
+    def _held(self) -> Iterator[tuple[int, str]]:
+        """What backward reads of the caller's own tensors, which may change before it runs."""
+        captured, storage_of = self.captured, self.program.storage_of
+        names = [
+            *(f"the parameter {name}" for name in captured.parameters),
+            *(f"the buffer {name}" for name in captured.buffers),
+            *(f"the argument {k}" for k in range(captured.arguments)),
+        ]
+        whose = {
+            storage_of[n][0]: f"an output of the model (number {k})" for k, n in enumerate(captured.outputs)
+        }
+        given = [n for n in captured.placeholders if "tangent_of" not in n.meta]
+        whose |= {storage_of[n][0]: name for n, name in zip(given, names, strict=True)}
+        for k, (copy, n) in enumerate(self.crossing_of.items()):
+            if storage_of[n][0] in whose and not _statistics(self.crossing[copy]):
+                yield k, whose[storage_of[n][0]]
 
     def _put(self, node: fx.Node, copy: fx.Node, graph: fx.Graph) -> None:
         self.current[node], self.side[copy] = copy, graph
@@ -175,6 +197,35 @@ class _Writing:
             self.crossing[copy], self.crossing_of[copy] = twin, n
             self.side[twin] = self.backward
         return self.crossing[copy]
+
+
+# Batch norms, by where they say that they train: then what they make does not depend on arguments 3 and 4, the running
+# statistics, which the next forward may change.
+_TRAINING: Final = {
+    "native_batch_norm_backward": 7,
+    "batch_norm_backward": 7,
+    "cudnn_batch_norm_backward": None,
+    "native_batch_norm": 5,
+    "_native_batch_norm_legit": 5,
+    "_native_batch_norm_legit_functional": 5,
+    "cudnn_batch_norm": 5,
+    "_batch_norm_with_update": None,
+    "_batch_norm_with_update_functional": None,
+}
+
+
+def _statistics(value: fx.Node) -> bool:
+    """Whether backward takes a value only as running statistics that it does not read."""
+
+    def unread(user: fx.Node) -> bool:
+        name = getattr(user.target, "_opname", "")
+        if name not in _TRAINING:
+            return False
+        flag = _TRAINING[name]
+        trains = flag is None or (len(user.args) > flag and user.args[flag] is True)
+        return trains and all(a is not value for k, a in enumerate(user.args) if k not in (3, 4))
+
+    return bool(value.users) and all(map(unread, value.users))
 
 
 def _check_crossing(program: Program, schedule: Schedule, crossing: list[int]) -> None:

@@ -35,7 +35,30 @@ class _Passing:
     engine: Engine
     outputs: list[torch.Tensor] = field(default_factory=list)
     saved: list[torch.Tensor] | None = None
-    tangents: list[torch.Tensor] = field(default_factory=list)
+    tangents: list[torch.Tensor | None] = field(default_factory=list)
+    versions: tuple[int, ...] = ()  # of the caller's own tensors among the saved ones, when forward ended
+
+
+def _versions(passing: _Passing) -> tuple[int, ...]:
+    """How often each of the caller's own tensors that backward reads has been changed in place."""
+    assert passing.saved is not None
+    found = (passing.saved[k] for k, _ in passing.engine.rewritten.held)
+    return tuple([-1 if x.is_inference() else x._version for x in found])
+
+
+def _check_unchanged(passing: _Passing, values: list[torch.Tensor]) -> None:
+    """Raise PlanError, as autograd does, if what backward reads is no longer what forward read.
+
+    Autograd checks what the untouched model saves. A recomputation reads more: the arguments, say, which a loader may
+    refill in between. They are not copied, which the plan's memory does not provide for.
+    """
+    for (k, name), before in zip(passing.engine.rewritten.held, passing.versions, strict=True):
+        x = values[k]
+        if not x.is_inference() and x._version != before:
+            raise PlanError(
+                f"{name} was changed in place between forward and backward, and the backward of a planned step reads "
+                f"it (version {x._version} instead of {before}): change it after backward, or give the model a clone."
+            )
 
 
 class _Model(torch.autograd.Function):
@@ -53,6 +76,7 @@ class _Model(torch.autograd.Function):
         with without_autocast():
             outputs, saved = passing.engine.rewritten.forward(list(inputs))
         passing.outputs, passing.saved = list(outputs), list(saved)
+        passing.versions = _versions(passing)
         ctx.passing = passing
         return inputs[0].new_empty(0) if inputs[0].is_floating_point() else torch.empty(0)
 
@@ -71,9 +95,12 @@ class _Model(torch.autograd.Function):
                 "backward of a planned step was called under autocast, which would cast in the untouched model's "
                 "backward too; leave the region before loss.backward(), as torch recommends."
             )
-        values += passing.tangents
-        passing.tangents = []
-        parameter_grads, argument_grads = passing.engine.rewritten.backward(values)
+        _check_unchanged(passing, values)
+        tangents, passing.tangents = passing.tangents, []
+        backward = passing.engine.backward(tuple(x is None for x in tangents))
+        values += tangents
+        del tangents
+        parameter_grads, argument_grads = backward(values)
         buffers = (None,) * len(passing.engine.program.captured.buffers)
         return (None, *parameter_grads, *buffers, *argument_grads)
 
@@ -94,16 +121,24 @@ class _Outputs(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *tangents: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise PlanError(
+                "backward of a planned step was called with create_graph=True, and no gradient of its gradients was "
+                "planned; use the model without a plan for that loss."
+            )
         passing: _Passing = ctx.passing
         captured = passing.engine.program.captured
         holders = [n for n in captured.placeholders if "tangent_of" in n.meta]
         passing.tangents = [
-            fit_tangent(tangents[k], n.meta["val"])
+            None if tangents[k] is None else fit_tangent(tangents[k], n.meta["val"])
             for k, n in zip(captured.grad_outputs, holders, strict=True)
         ]
-        return (None, passing.tangents[0].new_empty(0), *(None for _ in captured.outputs))
+        return (
+            None,
+            next(x.new_empty(0) for x in passing.tangents if x is not None),
+            *(None for _ in captured.outputs),
+        )
 
 
 def _sharing(engine: Engine) -> set[int]:

@@ -7,16 +7,18 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from executor.matching import check_kind
 from executor.rewrite import Rewritten, rewrite
 from executor.training.guards import Path, State, Watch, argument, unread_of
+from executor.training.unreached import without
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from tracer.capture.capture import capture
@@ -43,6 +45,17 @@ class Engine:
     rewritten: Rewritten
     exact: bool  # the graph is the plan's to the byte, not only in structure
     kind: str = "cpu"  # the type of the device that it runs on
+    partial: dict[tuple[bool, ...], GraphModule] = field(default_factory=dict)  # backwards by what is missing
+
+    def backward(self, missing: tuple[bool, ...]) -> GraphModule:
+        """The backward for a loss that leaves out these of the outputs that the plan's loss uses."""
+        if not any(missing):
+            return self.rewritten.backward
+        if missing not in self.partial:
+            holders = [n.name for n in self.program.captured.placeholders if "tangent_of" in n.meta]
+            absent = frozenset(n for n, gone in zip(holders, missing, strict=True) if gone)
+            self.partial[missing] = without(self.rewritten.backward, absent)
+        return self.partial[missing]
 
 
 class Engines(dict[Any, Engine]):
