@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from itertools import permutations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.allocator import placement
 from simulator.allocator.placement import ALIGN_BYTES, Lifetimes, Placement, lifetimes, place
 from simulator.allocator.requests import Requests, requests_of
 from simulator.core.problem import Problem
@@ -127,3 +130,14 @@ def test_a_step_by_hand() -> None:
     of = trace([fwd({"x": 3 * B}, "w"), bwd({"g": 3 * B}, "x")], {"w": B})
     found = place(lifetimes(requests_of(Problem(of), build(Problem(of)))))
     assert (found.pool_bytes, found.blocks.peak_bytes) == (7 * B, 7 * B)
+
+
+def test_what_lies_too_high_is_placed_again_before_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(2)
+    rows = [(B * draw.randint(1, 40), b := draw.randint(0, 60), b + draw.randint(1, 25)) for _ in range(40)]
+    sizes, begins, ends = zip(*rows, strict=True)
+    of = Lifetimes(sizes=sizes, begins=begins, ends=ends)
+    found = place(of)
+    check(found)
+    monkeypatch.setattr(placement, "ROUNDS", 0)
+    assert found.fragmentation < 0.06 < 0.09 < place(of).fragmentation
