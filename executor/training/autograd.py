@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from executor.training.engines import Engine
+from executor.training.hand_over import Pool
 from tracer.build.loop import fit_tangent
 from tracer.precision.policy import without_autocast
 from traces.errors import PlanError
 
 
-def run(engine: Engine, inputs: list[torch.Tensor]) -> Any:
-    """The model's outputs by an engine, from its parameters, buffers and tensor arguments."""
+def run(engine: Engine, inputs: list[torch.Tensor], pool: Pool | None = None) -> Any:
+    """The model's outputs by an engine, from its parameters, buffers and tensor arguments.
+
+    With a pool, parameters get their gradients from it and not through autograd's graph.
+    """
     captured = engine.program.captured
     passing = _Passing(engine)
-    token = _Model.apply(passing, *inputs)
+    anchor = None
+    if pool is not None:
+        n = len(captured.parameters)
+        passing.pool, passing.parameters = pool, inputs[:n]
+        inputs = [p.detach() for p in inputs[:n]] + inputs[n:]
+        anchor = torch.empty(0, requires_grad=True)  # what makes autograd call backward
+        pool.pending.add(passing)
+    token = _Model.apply(passing, anchor, *inputs)
     outputs, passing.outputs = passing.outputs, []
     results = list(_Outputs.apply(passing, token, *outputs))
     del outputs
-    anchor = results[captured.grad_outputs[0]]
+    differentiated = results[captured.grad_outputs[0]]
     for k in captured.other_outputs:
-        results[k] = _Unplanned.apply(results[k], anchor, k)
+        results[k] = _Unplanned.apply(results[k], differentiated, k)
     return captured.outputs_from(results)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Passing:
     """What one training step hands from one autograd function to the next, beside autograd's own tensors."""
 
@@ -37,6 +49,8 @@ class _Passing:
     saved: list[torch.Tensor] | None = None
     tangents: list[torch.Tensor | None] = field(default_factory=list)
     versions: tuple[int, ...] = ()  # of the caller's own tensors among the saved ones, when forward ended
+    pool: Pool | None = None  # hands the parameters their gradients
+    parameters: Sequence[Any] = ()  # whose gradients it hands over
 
 
 def _versions(passing: _Passing) -> tuple[int, ...]:
@@ -71,7 +85,7 @@ class _Model(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, passing: _Passing, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, passing: _Passing, _anchor: Any, *inputs: torch.Tensor) -> torch.Tensor:
         # The casts are ops of the graph; autocast around this call must not add others.
         with without_autocast():
             outputs, saved = passing.engine.rewritten.forward(list(inputs))
@@ -100,9 +114,13 @@ class _Model(torch.autograd.Function):
         backward = passing.engine.backward(tuple(x is None for x in tangents))
         values += tangents
         del tangents
-        parameter_grads, argument_grads = backward(values)
+        pool = passing.pool
         buffers = (None,) * len(passing.engine.program.captured.buffers)
-        return (None, *parameter_grads, *buffers, *argument_grads)
+        if pool is not None:
+            argument_grads = pool.backward(passing, backward, passing.parameters, values)
+            return (None, None, *(None for _ in passing.parameters), *buffers, *argument_grads)
+        parameter_grads, argument_grads = backward(values)
+        return (None, None, *parameter_grads, *buffers, *argument_grads)
 
 
 class _Outputs(torch.autograd.Function):

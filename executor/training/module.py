@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from executor.training import bypass
+from executor.training import bypass, hand_over
 from executor.training.autograd import run
 from executor.training.engines import (
     OF_MODULES,
@@ -53,6 +53,7 @@ class _State:
     engines: Engines = field(default_factory=Engines)
     unplanned: int = 0  # how many `with unplanned(...)` are open
     entered: int = 0  # how often the planned forward was reached
+    pool: hand_over.Pool = field(default_factory=hand_over.Pool)  # of a module inside DistributedDataParallel
     inside: bool = False  # the instance's own forward runs, which may lead back to the planned one
 
     def fresh(self) -> _State:
@@ -98,7 +99,8 @@ class PlannedModule(nn.Module):
         cache = torch.is_autocast_cache_enabled()
         engine = engine_for(state.engines, state.plan, self, leaves, spec, cache=cache)
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
-        return run(engine, state.engines.tensors(engine) + given)
+        pool = state.pool if hand_over.wanted(self) else None
+        return run(engine, state.engines.tensors(engine) + given, pool)
 
     def _as_written(self, *args: Any, **kwargs: Any) -> Any:
         """The forward without the plan: the instance's own, if it had one, else the class's."""

@@ -1,0 +1,133 @@
+"""Gradients that reach their parameters one by one while a planned backward runs, as DistributedDataParallel needs.
+
+To autograd a planned backward is one function, whose gradients all appear when it ends; the buckets of a
+DistributedDataParallel would then be summed up one after another with nothing left to compute meanwhile. Here autograd
+is called from inside that function for each parameter as soon as its gradient exists (reentrant backward), so that
+what hangs on the parameter runs: accumulation, hooks, and the reduction of a bucket that is full. Each parameter is
+handed its gradient once for a backward, however often the module was called before it, as the reducer expects.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
+
+Backward = Callable[[list[Any]], Any]
+_variants: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
+
+
+def wanted(module: nn.Module) -> bool:
+    """Whether a module is being called by a DistributedDataParallel that reduces gradients as they come.
+
+    One that looks for unused parameters walks autograd's graph to them, and one with a static graph learns the order in
+    which a whole backward brings them; both get them at the end.
+    """
+    around = DistributedDataParallel._active_ddp_module
+    return (
+        around is not None
+        and around.module is module
+        and not around.find_unused_parameters
+        and not around.static_graph
+    )
+
+
+@dataclass(eq=False)
+class Pool:
+    """The calls of one module whose backward is to come, and what those that ran have left for the last of them."""
+
+    pending: WeakSet[Any] = field(default_factory=WeakSet)
+    sums: dict[int, tuple[nn.Parameter, torch.Tensor]] = field(default_factory=dict)  # by the parameter's id
+
+    def backward(
+        self, call: Any, module: fx.GraphModule, parameters: Sequence[nn.Parameter], values: list[Any]
+    ) -> Sequence[torch.Tensor | None]:
+        """Run a call's backward and hand its parameters their gradients.
+
+        Args:
+            call: the one, which is pending.
+            module: its backward, as in `executor.rewrite.Rewritten`.
+            parameters: in the order of its gradients.
+            values: what it takes, in a list that it empties.
+
+        Returns:
+            the gradients of the arguments.
+        """
+        self.pending.discard(call)
+        if self.pending:  # maybe in this same backward: nobody knows before its end
+            gradients, rest = module(values)
+            for p, g in zip(parameters, gradients, strict=True):
+                if g is not None:
+                    self._add(p, g)
+            torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+            return rest
+
+        def put(k: int, gradient: torch.Tensor) -> None:
+            self._add(parameters[k], gradient)
+
+        def go(k: int) -> None:
+            self._hand(id(parameters[k]))
+
+        values[:0] = [put, go]  # not a second list, which would hold the values until the end
+        rest = _handing(module)(values)
+        self.flush()
+        return rest
+
+    def _add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        known = self.sums.get(id(parameter))
+        self.sums[id(parameter)] = parameter, gradient if known is None else known[1] + gradient
+
+    def _hand(self, key: int) -> None:
+        parameter, box = self.sums[key][0], [self.sums.pop(key)[1]]
+        with torch.enable_grad():
+            token = _Gradient.apply(box, parameter)
+        torch.autograd.backward(token, token.new_empty(0))
+
+    def flush(self) -> None:
+        """Hand over what is left."""
+        for key in list(self.sums):
+            self._hand(key)
+
+
+class _Gradient(torch.autograd.Function):
+    """Its backward gives a parameter the gradient in the box, which then is autograd's alone: it takes it uncopied."""
+
+    @staticmethod
+    def forward(ctx: Any, box: list[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:
+        ctx.box = box
+        return parameter.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _token: torch.Tensor) -> Any:
+        return None, ctx.box.pop()
+
+
+def _handing(module: fx.GraphModule) -> Backward:
+    """The same backward, which takes `put` and `go` first and calls them for each parameter's gradient once it exists.
+
+    Between the two the value's name in the generated code is freed. Returns the gradients of the arguments.
+    """
+    made = _variants.get(module)
+    if made is None:
+        graph = fx.Graph()
+        put, go = graph.placeholder("lowtide_put"), graph.placeholder("lowtide_go")
+        copies: dict[fx.Node, fx.Node] = {}
+        gradients, rest = graph.graph_copy(module.graph, copies)
+        last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]
+        for k, g in enumerate(gradients):
+            if g is not None:
+                with graph.inserting_after(last_input if g.op == "placeholder" else g):
+                    there = graph.call_function(operator.call, (put, k, g))
+                with graph.inserting_after(there):
+                    graph.call_function(operator.call, (go, k))
+        graph.output(rest)
+        graph.set_codegen(fx.graph._BoxedCodeGen())
+        graph.lint()
+        made = _variants[module] = fx.GraphModule(module, graph, class_name="LowtideBackwardHandingOver")
+    return made

@@ -1,0 +1,246 @@
+"""DistributedDataParallel around a plan: two processes train as without the plan, and buckets overlap with backward."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from executor import apply_plan  # noqa: E402
+from executor.training.hand_over import Pool  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
+from traces.errors import PlanError  # noqa: E402
+from traces.plan import Plan  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH = 48
+
+
+def net() -> nn.Module:
+    """Wide enough for several buckets of 10 kB; the batch norm has buffers, which are broadcast."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, *(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, 5))
+
+
+def batch(rank: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(100 * k + rank)
+    return torch.randn(8, WIDTH, generator=g), torch.randint(5, (8,), generator=g)
+
+
+def the_plan() -> Plan:
+    def make() -> Any:
+        model = net()
+        return model, batch(0, 0), functional.cross_entropy, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    trace = recorded(build_of(make)).trace
+    return plan_of(trace, *recompute_all(Problem(trace)))
+
+
+def once_a_step(ddp: nn.Module, rank: int, k: int) -> torch.Tensor:
+    x, y = batch(rank, k)
+    loss = functional.cross_entropy(ddp(x), y)
+    loss.backward()
+    return loss
+
+
+def accumulated(ddp: nn.Module, rank: int, k: int) -> torch.Tensor:
+    with ddp.no_sync():
+        once_a_step(ddp, rank, 2 * k)
+    return once_a_step(ddp, rank, 2 * k + 1)
+
+
+def two_forwards(ddp: nn.Module, rank: int, k: int) -> torch.Tensor:
+    """As a discriminator's step does: real, then fake, then one backward."""
+    pairs = [batch(rank, 2 * k), batch(rank, 2 * k + 1)]
+    losses = [functional.cross_entropy(ddp(x), y) for x, y in pairs]
+    loss = losses[0] + 0.5 * losses[1]
+    loss.backward()
+    return loss
+
+
+def one_forward_too_many(ddp: nn.Module, rank: int, k: int) -> torch.Tensor:
+    """The graph of a forward without a backward is still there when the other's backward runs."""
+    idle = ddp(batch(rank, 50 + k)[0])
+    loss = once_a_step(ddp, rank, k)
+    return loss + 0 * idle.sum().detach()
+
+
+LOOPS: dict[str, Callable[[nn.Module, int, int], torch.Tensor]] = {
+    "once": once_a_step,
+    "accumulated": accumulated,
+    "two_forwards": two_forwards,
+    "one_forward_too_many": one_forward_too_many,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+def train(model: nn.Module, rank: int, loop: str, settings: str) -> list[torch.Tensor]:
+    """Ten steps; returns the losses, then all gradients, parameters, buffers and the random state."""
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, **SETTINGS[settings])
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    torch.manual_seed(7 + rank)
+    losses = []
+    for k in range(10):
+        optimizer.zero_grad()
+        losses.append(LOOPS[loop](ddp, rank, k).detach())
+        optimizer.step()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*losses, *gradients, *model.state_dict().values(), torch.get_rng_state()]
+
+
+class Ops(TorchDispatchMode):
+    """Notes the products of matrices and the buckets in the order in which they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.seen.append("mm")
+        return func(*args, **(kwargs or {}))
+
+
+def order(model: nn.Module, rank: int, settings: str = "") -> str:
+    """The products and buckets of the third backward: "mm mm bucket mm ..."."""
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01, **SETTINGS[settings])
+    ops = Ops()
+
+    def hook(_state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations
+        ops.seen.append("bucket")
+        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda f: f.value()[0])  # type: ignore[union-attr]
+
+    ddp.register_comm_hook(None, hook)
+    for k in range(3):
+        x, y = batch(rank, k)
+        loss = functional.cross_entropy(ddp(x), y)
+        ops.seen.clear()
+        with ops if k == 2 else contextlib.nullcontext():
+            loss.backward()
+    return " ".join(ops.seen)
+
+
+def values_left(model: nn.Module, rank: int) -> list[int]:
+    """How many of the values that each backward was given its caller still holds."""
+    left: list[int] = []
+    original = Pool.backward
+
+    def backward(self: Pool, call: Any, module: Any, parameters: Any, values: list[Any]) -> Any:
+        rest = original(self, call, module, parameters, values)
+        left.append(len(values))
+        return rest
+
+    ddp = DistributedDataParallel(model)
+    Pool.backward = backward  # type: ignore[method-assign]
+    try:
+        for k in range(2):
+            once_a_step(ddp, rank, k)
+    finally:
+        Pool.backward = original  # type: ignore[method-assign]
+    return left
+
+
+def worker(rank: int, port: int) -> None:
+    """What each of the two processes does; the first prints what it found."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    plan = the_plan()
+    found: dict[str, Any] = {}
+    for loop, settings in [*((loop, "") for loop in LOOPS), *(("once", s) for s in SETTINGS if s)]:
+        eager = train(net(), rank, loop, settings)
+        planned = train(apply_plan(net(), plan), rank, loop, settings)
+        equal = len(eager) == len(planned) and all(map(torch.equal, eager, planned))
+        found[f"{loop} {settings}".strip()] = equal
+    found["order"] = order(apply_plan(net(), plan), rank)
+    found["order at the end"] = order(apply_plan(net(), plan), rank, "unused")
+    found["left"] = values_left(apply_plan(net(), plan), rank)
+    found["order of eager"] = order(net(), rank)
+    try:
+        apply_plan(DistributedDataParallel(net()), plan)
+    except PlanError as error:
+        found["around"] = str(error)
+    ddp = DistributedDataParallel(net())
+    apply_plan(ddp.module, plan, in_place=True)
+    found["in place"] = float(once_a_step(ddp, rank, 0)) > 0
+    dist.barrier()
+    if rank == 0:
+        sys.stdout.write(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    port = 29500 + os.getpid() % 2000
+    code = "import sys; from tests.torch.test_distributed import worker; worker(int(sys.argv[1]), int(sys.argv[2]))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(port)],
+            env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [p.communicate(timeout=300) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert processes[0].returncode == 0, outputs[0][1][-3000:]
+    answer: dict[str, Any] = json.loads(outputs[0][0])
+    return answer
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="no gloo"),
+]
+ROWS = [*LOOPS, *(f"once {s}" for s in SETTINGS if s)]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_ten_steps_of_two_processes_are_those_without_a_plan(found: dict[str, Any], row: str) -> None:
+    assert found[row] is True
+
+
+def test_buckets_are_reduced_while_backward_still_computes(found: dict[str, Any]) -> None:
+    words = found["order"].split()
+    assert words.count("bucket") >= 3
+    first = words.index("bucket")
+    assert "mm" in words[first:], "all gradients came at the end"
+    assert first <= found["order of eager"].split().index("bucket")
+    # Without handing over they do come at the end, which the words above would show.
+    last = found["order at the end"].split()
+    assert "mm" not in last[last.index("bucket") :]
+
+
+def test_saved_values_are_not_held_beside_the_backward(found: dict[str, Any]) -> None:
+    assert found["left"] == [0, 0]
+
+
+def test_a_plan_around_it_is_refused_and_one_put_inside_later_works(found: dict[str, Any]) -> None:
+    assert "a plan goes inside of DistributedDataParallel" in found["around"]
+    assert found["in place"] is True
