@@ -72,6 +72,7 @@ _ARCHITECTURES: Final = {
     (8, 6): Architecture(threads=1536, blocks=16, shared_bytes=102_400, block_shared_bytes=101_376),
     (8, 9): Architecture(threads=1536, blocks=24, shared_bytes=102_400, block_shared_bytes=101_376),
     (9, 0): Architecture(threads=2048, blocks=32, shared_bytes=233_472, block_shared_bytes=232_448),
+    (10, 0): Architecture(threads=2048, blocks=32, shared_bytes=233_472, block_shared_bytes=232_448),
 }
 
 GPU_LAUNCH_NS: Final = 4_000  # an eager kernel launch; small kernels of a stream start about this far apart
@@ -110,12 +111,17 @@ DEVICES: Final = (
          "NVIDIA H200 datasheet (SXM), sparse rates halved"),
     _gpu("H100", 81_559, 3_350, HOPPER, (9, 0), 132, 50,
          "NVIDIA H100 datasheet (SXM5 80 GB), sparse rates halved"),
+    _gpu("B200", 183_359, 8_000, _rates(40, 80, 1_100, 2_250, 2_250), (10, 0), 148, 126,
+         "NVIDIA Blackwell architecture technical brief, table on HGX B200 (1,000 W), sparse rates halved; 74 "
+         "multiprocessors a die: chipsandcheese.com on B200"),
     _gpu("A100-80", 81_920, 2_039, AMPERE, (8, 0), 108, 40,
          "NVIDIA A100 datasheet (80 GB SXM)"),
     _gpu("A100-40", 40_960, 1_555, AMPERE, (8, 0), 108, 40,
          "NVIDIA A100 datasheet (40 GB)"),
     _gpu("L40S", 46_068, 864, _rates(1.43, 91.6, 183, 362, 362), (8, 9), 142, 96,
          "NVIDIA L40S datasheet; float64 is 1/64 of float32; memory with ECC on"),
+    _gpu("L4", 23_034, 300, _rates(0.473, 30.3, 60, 121, 121), (8, 9), 58, 48,
+         "NVIDIA L4 datasheet, sparse rates halved; float64 is 1/64 of float32; 7,424 CUDA cores; memory with ECC on"),
     _gpu("RTX-4090", 24_564, 1_008, _rates(1.29, 82.6, 82.6, 165.2, 165.2), (8, 9), 128, 72,
          "NVIDIA Ada GPU architecture whitepaper, appendix on the GeForce RTX 4090"),
     _gpu("RTX-3090", 24_576, 936, _rates(0.556, 35.6, 35.6, 71.2, 71.2), (8, 6), 82, 6,

@@ -28,6 +28,9 @@ def events(target: str, args: tuple[Any, ...], outputs: tuple[Any, ...], on: Any
     return rule_events(Signature(target=target, args=args, outputs=outputs), on, (2, 13))
 
 
+MADE = {"out", *(f"o{k}" for k in range(9))}
+
+
 def test_every_row_says_where_it_comes_from() -> None:
     names = [rule.name for rule in TABLE.rules]
     assert len(names) == len(set(names)) >= 20
@@ -36,9 +39,18 @@ def test_every_row_says_where_it_comes_from() -> None:
         assert len(rule.source) > 20
         known = {name for name, _ in rule.let}
         for event in rule.events:
-            given = event.removeprefix("-")
-            assert event == "out" or given in {*known, "cublas", "cublaslt"}, (rule.name, event)
-        assert not known & {*FUNCTIONS, "sm", "sms", "deterministic", "arg", "cublas", "cublaslt"}, rule.name
+            given = event.lstrip("-=")
+            assert event in MADE or given in {*known, "cublas", "cublaslt"}, (rule.name, event)
+        assert not known & {
+            *FUNCTIONS,
+            "sm",
+            "sms",
+            "deterministic",
+            "arg",
+            "release",
+            "cublas",
+            "cublaslt",
+        }, rule.name
 
 
 def test_flash_backward() -> None:
@@ -93,14 +105,15 @@ def test_efficient_backward() -> None:
     def found(dtype: str, head: int, on: Any = A100) -> Any:
         q = spec(2, 4, 100, head, dtype=dtype)
         args = (q, q, q, q, None, q, spec(2, 4, 128), None, None, 0.0, (True, True, True, False), False)
-        return q.nbytes, events(target, args, (q, q, q, None), on)
+        inner = spec(2, 4, 100, head, dtype=dtype, stride=(400 * head, head, 4 * head, 1))
+        return q.nbytes, events(target, (inner, *args[1:]), (q, q, q, None), on)
 
     rows = 4 * 2 * 4 * 100  # a float32 for each row
     # float32, head 64: gradient times output as float32, its row sums, their copy; then 2 * 4 buffers of
     # ceil(100 / 64) * ceil(64 / 64) tiles of 64 * 64 numbers and 16 bytes of locks.
     n, out = found("float32", 64)
     tiles = 2 * 4 * 2 * (16 + 4 * 64 * 64)
-    assert out == (n, n, n, n, rows, rows, -n, -rows, tiles, -tiles, -rows)
+    assert out == (n, n, n, n, rows, rows, -rows, -n, tiles, -tiles, -rows)
     # Half precision computes the row sums in the kernel.
     n, out = found("float16", 64)
     assert out == (n, n, n, rows, tiles, -tiles, -rows)
@@ -108,10 +121,14 @@ def test_efficient_backward() -> None:
     n, out = found("float16", 128)
     large = 2 * 4 * (16 + 4 * 128 * 128)
     assert out == (n, n, n, rows, large, -large, -rows)
-    # ... and else 2 * 2 tiles, with keys and values of 2 splits of 64 * 128 beside them.
+    # ... on T4 2 of 128 * 64, and on L4 2 * 2 of 64 * 64 if there is dropout, with keys and values of 2 splits of
+    # 64 * 128 beside them; here there is none.
     n, out = found("float16", 128, T4)
-    small = 2 * 4 * (4 * (16 + 4 * 64 * 64) + 2 * 4 * 2 * 64 * 128)
+    small = 2 * 4 * 2 * (16 + 4 * 128 * 64)
     assert out == (n, n, n, rows, small, -small, -rows)
+    n, out = found("float16", 128, device("l4"))
+    spilled = 2 * 4 * (4 * (16 + 4 * 64 * 64) + 2 * 4 * 2 * 64 * 128)
+    assert out == (n, n, n, rows, spilled, -spilled, -rows)
 
 
 def test_embedding_backward_sorts_above_3072_indices() -> None:
@@ -119,13 +136,14 @@ def test_embedding_backward_sorts_above_3072_indices() -> None:
     small, weight = spec(2, 1024, 8), spec(100, 8)
     index = spec(2, 1024, dtype="int64")
     assert events(target, (small, index, 100, -1, False), (weight,)) == (3200,)
-    # 4096 indices, 100 rows of 8: sorted, original and range of 32 KiB each and 64 KiB of scratch; 100 segments,
-    # 409 + 100 partial sums of 8 float32.
+    # 4096 indices, 100 rows of 8: sorted, original and range of 32 KiB each; scratch of 8 passes of 256 bins of 8
+    # bytes, 2 tiles of 3840 with 256 counters of 4 bytes, and 64 KiB; 100 segments, 409 + 100 partial sums, which are
+    # added up where they belong, since 100 blocks leave 108 multiprocessors idle.
     grad, index = spec(4, 1024, 8), spec(4, 1024, dtype="int64")
-    n = 8 * 4096
+    n, scratch = 8 * 4096, 8 * 2048 + 2 * 1024 + 2 * 8 * 4096 + 256 + 255
     assert events(target, (grad, index, 100, -1, False), (weight,)) == (
-        n, n, n, 2 * n, -n, -2 * n, 3200, n, 800, 800, 8 * 509, 4 * 509 * 8,
-        -4 * 509 * 8, -8 * 509, -800, -800, -n, -n, -n,
+        n, n, n, scratch, -scratch, -n, 3200, n, 8, n, 1279, -1279, -n, 800, 800, 1279, -1279, 8, 8 * 509, 8 * 509,
+        -8 * 509, -8 * 509, -8, -800, -800, -8, -n, -n, -n,
     )  # fmt: skip
 
 
@@ -151,7 +169,7 @@ def test_layer_norm_backward_has_partial_sums_for_many_short_rows_only() -> None
     # 65600 rows of 64: 2 columns of blocks, min(16384, 2050) rows of them, 64 float32 each, twice.
     n, out = found(65600, 64)
     part = 2050 * 64 * 4
-    assert out == (n, 256, 256, part, part, -part, -part)
+    assert out == (n, 256, 256, part, part, 256, -256, 256, -256, -part, -part)
     n, out = found(65600, 2048)  # 64 columns are more than half of 108 multiprocessors
     assert out == (n, 8192, 8192)
 
@@ -274,7 +292,7 @@ def test_adding_up_by_indices_sorts_them() -> None:
     target = "aten.index_put.default"
     assert events(target, (x, (index,), values), (x,)) == (160,)
     assert events(target, (x, (index,), values, True), (x,)) == (
-        160, 48, 48, 48, 48, 96, -96, -48, -48, -48, -48
+        160, 8, 8, 1, -1, -8, -8, 48, 48, -48, 48, 48, 48, 1, -1, -48, -48, -48, -48
     )  # fmt: skip
 
 

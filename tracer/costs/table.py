@@ -11,7 +11,7 @@ A table is a TOML file with one [[rule]] a kind of op; the first row that names 
     let         names for values, in order
     events      what is allocated, in order: "out" for the op's outputs (nothing for an op that writes in place), a name
                 of `let` for memory that the op frees before it returns, at the end or where "-name" stands, "=name"
-                for memory that it leaves in place of an output
+                for memory that it leaves in place of an output, "o0" for one of the outputs
 
 A value is a number of bytes, several in a tuple (freed in the opposite order), or None: no rule says anything.
 
@@ -133,6 +133,10 @@ def _events(rule: Rule, signature: Signature, names: dict[str, Any]) -> Events |
         name = event.lstrip("-=")
         if event == OUT:
             out += made(signature)
+            continue
+        if name[0] == "o" and name[1:].isdigit():
+            made_here = values.get(name)
+            out += [made_here.span_bytes] if isinstance(made_here, TensorSpec) else []
             continue
         if values[name] is None:
             return None

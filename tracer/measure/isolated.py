@@ -43,6 +43,10 @@ from traces.trace import VIEW
 RUNS: Final = 3  # timed runs of each op, after one that warms up
 LONG_NS: Final = 5_000_000  # of an op that takes as long, only the run that shows its allocations is timed
 TOGETHER: Final = 32  # ops under one profiler
+# Arguments that an op reads on the host.
+HOST: Final = {
+    "aten._scaled_dot_product_efficient_attention_backward.default": ("philox_seed", "philox_offset"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +236,8 @@ def _arguments(op: Any, signature: Signature, pool: _Pool) -> tuple[tuple[Any, .
     below = _index_limit(signature)
 
     def made(value: Any, name: str, kind: str) -> Any:
+        if isinstance(value, TensorSpec) and name in HOST.get(signature.target, ()):
+            return torch.zeros(value.shape, dtype=getattr(torch, value.dtype))
         if isinstance(value, TensorSpec):
             return pool.tensor(value, below.get(name, 1))
         if isinstance(value, tuple):

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from tracer.costs import table
 from tracer.costs.libraries import bytes_a_call
+from tracer.costs.rules_cuda.cub import radix_sort, scan, unique_by_key
 from tracer.costs.rules_cuda.reductions import partial_results
 from tracer.costs.signature import Signature, TensorSpec
 from tracer.costs.table import Events, Table, ceil_div, is_pointwise, made
@@ -44,6 +45,7 @@ def rule_events(signature: Signature, device: Device, release: tuple[int, int]) 
             sm=10 * device.sm[0] + device.sm[1],
             sms=device.multiprocessors,
             deterministic=_deterministic(),
+            release=release,
             **bytes_a_call(device, release),
         )
     # A kernel converts types in registers.
@@ -66,15 +68,21 @@ def converted(x: TensorSpec, y: TensorSpec) -> TensorSpec:
     """
     if x.dtype == y.dtype or (x.dtype in ("float16", "bfloat16") and y.dtype == "float32"):
         return x
-    stride = x.stride
-    if x.span_bytes != x.nbytes:
-        stride = tuple(math.prod(x.shape[k + 1 :]) for k in range(len(x.shape)))
-    return replace(x, dtype=y.dtype, stride=stride)
+    return replace(dense(x), dtype=y.dtype)
+
+
+def _contiguous(x: TensorSpec) -> tuple[int, ...]:
+    return tuple(math.prod(x.shape[k + 1 :]) for k in range(len(x.shape)))
 
 
 def largest(specs: Any) -> int:
     """The most elements that a tensor of a list has."""
     return max((x.elements for x in specs if isinstance(x, TensorSpec)), default=0)
+
+
+def chunks(specs: Any) -> tuple[int, ...]:
+    """Into how many pieces the kernels for lists of tensors cut each of them (MultiTensorApply.cuh: kChunkSize)."""
+    return tuple(ceil_div(x.elements, 65536) for x in specs)
 
 
 def flash_splits(blocks: int, slots: int, key_blocks: int, most: int = 128) -> int:
@@ -93,6 +101,60 @@ def flash_splits(blocks: int, slots: int, key_blocks: int, most: int = 128) -> i
     return next((k for k in fits if share[k] >= 0.85 * best), 1)
 
 
+def efficient_tile(sm: int, half: bool, widest: int, dropout: bool) -> tuple[int, int]:
+    """Queries and keys of a tile of efficient attention's backward (mem_eff_attention/kernels/cutlassB.h).
+
+    Args:
+        sm: as 90. half: whether the type has 16 bits. widest: head size. dropout: whether there is some.
+    """
+    large = sm in (80, 90, 100, 103)
+    if widest <= 64:
+        return 64, 64
+    if large:
+        return (128, 128) if half and widest <= 128 else (128, 64)
+    if not half:
+        return 64, 64
+    if sm < 80 or widest > 128 or (widest <= 96 and not dropout):
+        return 128, 64
+    return 64, 64
+
+
+def blas(x: TensorSpec) -> int:
+    """Bytes of the copy of a matrix, a batch of them or a vector that lies otherwise than cuBLAS takes it."""
+    if len(x.shape) == 1:
+        return 0 if x.stride[0] else x.nbytes
+    (rows, columns), (down, along) = x.shape[-2:], x.stride[-2:]
+    fits = (along == 1 and down >= max(1, columns)) or (down == 1 and along >= max(1, rows))
+    return 0 if fits else x.nbytes
+
+
+def copied_like(x: TensorSpec, like: TensorSpec) -> int:
+    """Bytes of `x` made contiguous in the memory format of `like`, 0 if that is no copy."""
+    last = len(like.shape) == 4 and like.stride[1] == 1 and table.copied(like)
+    return table.copied(x, 0, 2, 3, 1) if last else table.copied(x)
+
+
+def dense(x: TensorSpec) -> TensorSpec:
+    """A result of the same shape: with the same strides if they leave no gaps, else contiguous."""
+    return x if x.span_bytes == x.nbytes else replace(x, stride=_contiguous(x))
+
+
+def padded(x: TensorSpec | None) -> int:
+    """Bytes of the memory whose first columns are `x`, 0 for none."""
+    return math.prod(x.shape[:-1]) * x.stride[-2] * x.item_bytes if x is not None else 0
+
+
+def indexed(x: TensorSpec, indices: Any) -> int:
+    """The largest place that index tensors for the leading dimensions may name, counted in slices."""
+    return (x.elements - 1) // max(1, math.prod(x.shape[len(indices) :]))
+
+
+def several_blocks(rows: int, length: int) -> bool:
+    """Whether topk gives a row to several blocks (TensorTopK.cu: should_use_multiblock)."""
+    least = ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
+    return length >= next((n for most, n in least if rows <= most), 400)
+
+
 def staging(x: TensorSpec, gone: Any, each_bytes: int, sm: int, processors: int) -> tuple[int, ...]:
     """Bytes of a reduction's partial results and of the counters that belong to them; see `rules_cuda.reductions`.
 
@@ -106,7 +168,18 @@ FUNCTIONS: Final[Mapping[str, Any]] = {
     **table.FUNCTIONS,
     "converted": converted,
     "largest": largest,
+    "chunks": chunks,
     "flash_splits": flash_splits,
+    "efficient_tile": efficient_tile,
+    "blas": blas,
+    "copied_like": copied_like,
+    "dense": dense,
+    "padded": padded,
+    "indexed": indexed,
+    "several_blocks": several_blocks,
+    "radix_sort": radix_sort,
+    "scan": scan,
+    "unique_by_key": unique_by_key,
     "staging": staging,
 }
 TABLE: Final = Table(path=Path(__file__).with_name("workspaces.toml"), functions=FUNCTIONS)
