@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from tracer.capture.capture import capture
 from tracer.precision.policy import Autocast
 from tracer.record.program import Program, program_of
 from tracer.torch_api import pytree
-from traces.errors import PlanError
+from traces.errors import CaptureError, PlanError
 from traces.plan import Action, Plan
 from traces.trace import TraceMeta
 
@@ -45,6 +46,10 @@ class Engine:
     rewritten: Rewritten
     exact: bool  # the graph is the plan's to the byte, not only in structure
     kind: str = "cpu"  # the type of the device that it runs on
+    replanned: bool = False  # by a plan of its own, since the model's was for another graph
+    why: str = ""  # it was captured
+    seconds: float = 0.0  # that making it took
+    steps: int = 0  # that it served
     partial: dict[tuple[bool, ...], GraphModule] = field(default_factory=dict)  # backwards by what is missing
 
     def backward(self, missing: tuple[bool, ...]) -> GraphModule:
@@ -71,6 +76,7 @@ class Engines(dict[Any, Engine]):
         self.last: dict[
             Any, State
         ] = {}  # by the arguments: the state of the model at the last capture for them
+        self.refused: dict[Any, PlanError | CaptureError] = {}  # calls in a state that no engine can serve
         self.causes: Counter[Path] = Counter()  # what had changed when it was captured again
 
     def tensors(self, engine: Engine) -> list[torch.Tensor]:
@@ -89,7 +95,7 @@ class Engines(dict[Any, Engine]):
     def adopt(self, other: Engines, made: Callable[[Engine], Engine] = lambda engine: engine) -> None:
         """Take over what was captured for another module of the same model."""
         self.unread = other.unread
-        self.update((key, made(engine)) for key, engine in other.items())
+        self.update((key, made(engine)) for key, engine in other.items() if not engine.replanned)
 
 
 def engine_for(
@@ -98,8 +104,7 @@ def engine_for(
     module: nn.Module,
     leaves: Sequence[Any],
     spec: pytree.TreeSpec,
-    *,
-    cache: bool = True,
+    autocast: Autocast,
     program: Program | None = None,
 ) -> Engine:
     """The engine for these arguments and the model's state, made at their first use, under the plan's autocast.
@@ -108,25 +113,33 @@ def engine_for(
         engines: those made so far, to which a new one is added.
         module: what is called, and captured.
         leaves, spec: the flat arguments.
-        cache: whether autocast keeps the casts of parameters, as it does unless told otherwise.
+        autocast: under which the model is called.
         program: what was captured of this call already.
 
     Raises:
-        PlanError: the plan is for another graph; if it was for this one before something changed, says what did.
+        PlanError: the plan is for another graph, or a step under another autocast; if it was for this one before
+            something changed, says what did.
         CaptureError: the model cannot be captured.
     """
     call = (
         spec,
         tuple([(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor)
                else argument(x, f"argument {k}") for k, x in enumerate(leaves)]),
-        Autocast(dtype=plan.meta.amp, kind=device_kind(module, leaves), cache=cache),
+        autocast,
     )  # fmt: skip
     with CAPTURING:
         state = engines.watching(module).state()
-        engine = engines.get((state, call))
-        if engine is None:
-            engine = _made(engines, plan, module, leaves, call, state, program)
-        return engine
+        engine, refusal = engines.get((state, call)), engines.refused.get((state, call))
+        if engine is not None:
+            return engine
+        if refusal is not None and program is None:
+            raise refusal.with_traceback(None)
+        try:
+            return _made(engines, plan, module, leaves, call, state, program)
+        except (PlanError, CaptureError) as error:
+            _make_room(engines.refused)
+            engines.refused[state, call] = error
+            raise
 
 
 def _made(
@@ -143,7 +156,9 @@ def _made(
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     watch, before = engines.watching(module), engines.last.get(call)
     changed = state.changed(before) if before is not None else frozenset()
+    began = time.monotonic()
     try:
+        check_autocast(plan, autocast)
         with unread_of(watch, changed | engines.unread) as left:
             if program is None:
                 engine = make_engine(module, args, kwargs, plan, autocast)
@@ -163,10 +178,18 @@ def _made(
         state = watch.state()
     _warn(engines, changed - unread)
     engines.last[call] = state
-    while len(engines) >= MOST:
-        del engines[next(iter(engines))]
+    engine.why = why_captured(next(iter(engines), None), (state, call))
+    engine.seconds = time.monotonic() - began
+    _make_room(engines)
     engines[state, call] = engine
+    engines.refused.pop((state, call), None)
     return engine
+
+
+def _make_room(known: dict[Any, Any]) -> None:
+    """Forget the oldest of what would be too many."""
+    while len(known) >= MOST:
+        del known[next(iter(known))]
 
 
 def _few(changes: list[str]) -> str:
@@ -186,6 +209,27 @@ def _warn(engines: Engines, changed: Iterable[Path]) -> None:
             )
 
 
+def why_captured(first: Any, now: Any) -> str:
+    """In what a call and the state of the model differ from those of the first engine, if there is one."""
+    if first is None:
+        return "first call"
+    (state, (spec, known, autocast)), (state_now, (spec_now, known_now, autocast_now)) = first, now
+    if spec != spec_now:
+        return "another set of arguments"
+    changed = [
+        f"argument {k} {_seen(b)}" for k, (a, b) in enumerate(zip(known, known_now, strict=True)) if a != b
+    ]
+    changed += [f"under {autocast_now}"] if autocast != autocast_now else []
+    return _few(changed + state_now.changes(state))
+
+
+def _seen(argument: Any) -> str:
+    if not isinstance(argument, tuple):
+        return f"is {argument}"
+    shape, _, dtype, _, wants = argument
+    return f"is {str(dtype).removeprefix('torch.')}{list(shape)}{' with a gradient' if wants else ''}"
+
+
 def device_kind(module: nn.Module, leaves: Sequence[Any]) -> str:
     """The type of the device that a model runs on: that of its arguments, or without any, of its parameters."""
     return next(
@@ -193,11 +237,11 @@ def device_kind(module: nn.Module, leaves: Sequence[Any]) -> str:
     )
 
 
-def check_autocast(plan: Plan, now: Autocast, kind: str) -> None:
+def check_autocast(plan: Plan, now: Autocast) -> None:
     """Raise PlanError if a model is called under another autocast than the plan's step."""
     if now.dtype == plan.meta.amp:
         return
-    made = Autocast(dtype=plan.meta.amp, kind=kind)
+    made = Autocast(dtype=plan.meta.amp, kind=now.kind)
     call = f"call the model inside `with {made}:`" if made.dtype else "call the model outside of autocast"
     record = f"with --amp {now.dtype}" if now.dtype else "without --amp"
     raise PlanError(

@@ -9,62 +9,144 @@ for x, y in data:                                 # the loop stays as it was
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
+import time
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MethodType
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from executor.training import bypass, hand_over
 from executor.training.autograd import run
-from executor.training.engines import (
-    OF_MODULES,
-    Engine,
-    Engines,
-    check_autocast,
-    device_kind,
-    engine_for,
-    engine_of,
-)
+from executor.training.engines import Engine, Engines, device_kind, engine_for, engine_of
+from executor.training.planning import Wanted, plan_call, wanted_of
+from executor.training.receipt import EXACT, REPLANNED, RESIZED, CaptureNote, Receipt
+from executor.training.twin import OWN_CLASS, STATE, own_class, twin_of
 from tracer.build.context import is_fake
 from tracer.capture.refusals import check_capturable
-from tracer.precision.policy import ambient
+from tracer.precision.policy import Autocast, ambient
 from tracer.record.program import Program
 from tracer.torch_api import pytree
-from traces.errors import PlanError
+from traces.errors import CaptureError, LowtideError, PlanError, SpecError
 from traces.plan import Plan
 
-STATE: Final = "_lowtide"  # the attribute of a planned module that holds its `_State`
-DEEPEST: Final = 4  # how many containers deep a module's attributes are searched for modules
+ERROR: Final = "error"  # what to do with a call that the plan is not for: raise,
+EAGER: Final = "eager"  # run the model's own forward,
+REPLAN: Final = "replan"  # or plan it within the same budget, and run its own forward if that is impossible
+MOST_REPLANS: Final = 8  # of one model; each takes seconds
+MOST_WARNINGS: Final = 8
+UNPLANNED: Final = "inside `with unplanned`"
 
 
 @dataclass(slots=True)
 class _State:
-    """What a planned module knows beside the model: its plan, and what was captured for it."""
+    """What a planned module knows beside the model: its plan, what was captured for it, what was done."""
 
     plan: Plan
+    on_mismatch: str = ERROR
     engines: Engines = field(default_factory=Engines)
     unplanned: int = 0  # how many `with unplanned(...)` are open
+    wanted: Wanted | None = None  # of plans to come; None: what the plan says
+    without: Counter[str] = field(default_factory=Counter)  # training calls without a plan, by the reason
+    tried: WeakSet[LowtideError] = field(default_factory=WeakSet)  # refusals that planning anew did not help
+    warned: int = 0
     entered: int = 0  # how often the planned forward was reached
     pool: hand_over.Pool = field(default_factory=hand_over.Pool)  # of a module inside DistributedDataParallel
     inside: bool = False  # the instance's own forward runs, which may lead back to the planned one
 
     def fresh(self) -> _State:
         """The same plan for another object, for which nothing was captured yet."""
-        return _State(self.plan)
+        return _State(self.plan, self.on_mismatch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
         return self.fresh()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _State, (self.plan,)
+        return _State, (self.plan, self.on_mismatch)
+
+    def engine(self, module: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> Engine | None:
+        """What serves a training call; None: the model's own forward.
+
+        Raises:
+            PlanError, CaptureError: nothing does, and that is to be an error.
+        """
+        now = replace(ambient(device_kind(module, leaves)), cache=torch.is_autocast_cache_enabled())
+        try:
+            return engine_for(self.engines, self.plan, module, leaves, spec, now)
+        except (PlanError, CaptureError) as error:
+            if self.on_mismatch == ERROR:
+                raise
+            refusal = error
+        if refusal not in self.tried:
+            self.tried.add(refusal)
+            engine, why_not = None, ""
+            if self.on_mismatch == REPLAN:
+                try:
+                    engine = self._replanned(module, leaves, spec, now)
+                except LowtideError as error:
+                    why_not = f" No plan could be made for it: {error}"
+            self._warn(f"{refusal}{why_not}", engine)
+            if engine is not None:
+                return engine
+        self.without[str(refusal)] += 1
+        return None
+
+    def _replanned(
+        self, module: nn.Module, leaves: list[Any], spec: pytree.TreeSpec, now: Autocast
+    ) -> Engine:
+        """An engine by a plan for this call alone; LowtideError if there is none."""
+        if sum(e.replanned for e in self.engines.values()) >= MOST_REPLANS:
+            raise PlanError(f"there are {MOST_REPLANS} such plans already, each of which takes seconds.")
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        began, wanted = time.monotonic(), self.wanted or wanted_of(self.plan)
+        plan, program = plan_call(module, args, kwargs, self.plan, wanted, now.dtype)
+        engine = engine_for(self.engines, plan, module, leaves, spec, now, program)
+        engine.replanned, engine.seconds = True, time.monotonic() - began
+        return engine
+
+    def _warn(self, why: str, engine: Engine | None) -> None:
+        """Say once of a refusal what is done instead."""
+        self.warned += 1
+        if self.warned > MOST_WARNINGS:
+            return
+        done = (
+            "without the plan" if engine is None else f"by a plan of its own, made in {engine.seconds:.1f} s"
+        )
+        last = " What follows is only counted: see receipt()." if self.warned == MOST_WARNINGS else ""
+        warnings.warn(f"a training call runs {done}: {why}{last}", stacklevel=7)
+
+    def receipt(self) -> Receipt:
+        captures = [
+            CaptureNote(
+                why=e.why,
+                fit=REPLANNED if e.replanned else EXACT if e.exact else RESIZED,
+                steps=e.steps,
+                seconds=e.seconds,
+            )
+            for e in self.engines.values()
+        ]
+        peaks = (
+            (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+            if any(e.kind == "cuda" for e in self.engines.values())
+            else (None, None)
+        )
+        return Receipt(
+            plan=self.plan,
+            planned_steps=sum(e.steps for e in self.engines.values()),
+            unplanned_steps=self.without.total(),
+            unplanned_because=dict(self.without),
+            captures=tuple(captures),
+            peak_allocated_bytes=peaks[0],
+            peak_reserved_bytes=peaks[1],
+        )
 
 
 class PlannedModule(nn.Module):
@@ -90,14 +172,17 @@ class PlannedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._lowtide
         state.entered += 1
-        if state.unplanned or not bypass.trains(self) or is_fake():
+        if not bypass.trains(self) or is_fake():
+            return self._as_written(*args, **kwargs)
+        if state.unplanned:
+            state.without[UNPLANNED] += 1
             return self._as_written(*args, **kwargs)
         bypass.check_replica(self)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        kind = device_kind(self, leaves)
-        check_autocast(state.plan, ambient(kind), kind)
-        cache = torch.is_autocast_cache_enabled()
-        engine = engine_for(state.engines, state.plan, self, leaves, spec, cache=cache)
+        engine = state.engine(self, leaves, spec)
+        if engine is None:
+            return self._as_written(*args, **kwargs)
+        engine.steps += 1
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
         pool = state.pool if hand_over.wanted(self) else None
         return run(engine, state.engines.tensors(engine) + given, pool)
@@ -113,6 +198,10 @@ class PlannedModule(nn.Module):
         finally:
             state.inside = False
 
+    def receipt(self) -> Receipt:
+        """What was done so far."""
+        return self._lowtide.receipt()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The model's own way to be copied and pickled, and the plan; what was captured stays behind."""
         make, args, *rest = super().__reduce_ex__(protocol)
@@ -124,11 +213,6 @@ class PlannedModule(nn.Module):
 
 def _made_again(state: _State, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
     return _planned(make(*args), state)
-
-
-def own_class(kind: type) -> type:
-    """The class of the model behind a planned module's; any other class as it is."""
-    return kind.__bases__[1] if PlannedModule in kind.__bases__ else kind
 
 
 @functools.lru_cache(maxsize=64)
@@ -145,7 +229,7 @@ def _planned_class(kind: type[nn.Module]) -> type[nn.Module]:
     forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
     del forward.__wrapped__
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (PlannedModule, kind), {**names, "forward": forward})
+    return type(kind.__name__, (PlannedModule, kind), {**names, OWN_CLASS: kind, "forward": forward})
 
 
 def _planned(model: nn.Module, state: _State) -> nn.Module:
@@ -162,7 +246,9 @@ def _bare(model: nn.Module) -> nn.Module:
     return model
 
 
-def apply_plan(model: nn.Module, plan: Plan | str | Path, *, in_place: bool = False) -> nn.Module:
+def apply_plan(
+    model: nn.Module, plan: Plan | str | Path, *, in_place: bool = False, on_mismatch: str = ERROR
+) -> nn.Module:
     """A module that has the model's parameters and buffers and trains by `plan`.
 
     The result is an instance of the model's class, with its name, signature and `state_dict` keys, and returns what
@@ -174,8 +260,13 @@ def apply_plan(model: nn.Module, plan: Plan | str | Path, *, in_place: bool = Fa
         plan: a Plan or the path of one.
         in_place: make this very object train by the plan, until `remove_plan`. Otherwise the result has submodules of
             its own around the model's tensors, so that neither's modes and attributes change with the other's.
+        on_mismatch: of a training call that the plan is not for (another set of arguments, a block that was frozen
+            since, another autocast, a model that cannot be captured so): "error" raises; "eager" runs the model's own
+            forward; "replan" makes a plan for that call within the same budget, or does as "eager" if there is none.
+            Both say so once, in a warning, and count it (`receipt`).
 
     Raises:
+        SpecError: no such `on_mismatch`.
         PlanError: the file is no plan, or the model a wrapper that plans go inside of; at the first training call, the
             plan belongs to another model; at any, it was made under another state of autocast.
         CaptureError: the model, or a part of it, is compiled or scripted; at the first training call, it cannot be
@@ -185,7 +276,9 @@ def apply_plan(model: nn.Module, plan: Plan | str | Path, *, in_place: bool = Fa
         plan = Plan.load(plan)
     bypass.check_wrapped(model)
     check_capturable(model)
-    return _planned(model if in_place else twin_of(model), _State(plan))
+    if on_mismatch not in (ERROR, EAGER, REPLAN):
+        raise SpecError(f"on_mismatch {on_mismatch!r}: give {ERROR}, {EAGER} or {REPLAN}.")
+    return _planned(model if in_place else twin_of(model), _State(plan, on_mismatch))
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
@@ -261,48 +354,5 @@ def capture_now(
     assert isinstance(planned, PlannedModule)
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     state = planned._lowtide
-    return engine_for(state.engines, state.plan, planned, leaves, spec, program=program)
-
-
-def twin_of(model: nn.Module) -> nn.Module:
-    """The same modules once more, without a plan, around the same parameters, buffers and other attributes."""
-    twins: dict[int, nn.Module] = {}
-    for m in model.modules():
-        twin = twins[id(m)] = object.__new__(type(m))
-        vars(twin).update((k, copy.copy(v) if k in OF_MODULES else v) for k, v in vars(m).items())
-    for twin in twins.values():
-        vars(twin).update((k, _with_twins(v, twins)) for k, v in list(vars(twin).items()))
-        if isinstance(twin, PlannedModule):
-            object.__setattr__(twin, STATE, twin._lowtide.fresh())
-    return _bare(twins[id(model)])
-
-
-def _with_twins(value: Any, twins: dict[int, nn.Module], depth: int = 0) -> Any:
-    """A value with the modules in it replaced by their twins; one without any is not copied."""
-    if isinstance(value, nn.Module):
-        return twins.get(id(value), value)
-    if isinstance(value, MethodType):
-        return MethodType(value.__func__, _with_twins(value.__self__, twins, DEEPEST))
-    if depth == DEEPEST:
-        return value
-
-    def inside(x: Any) -> Any:
-        return _with_twins(x, twins, depth + 1)
-
-    made = value
-    if type(value) is functools.partial:
-        made = functools.partial(inside(value.func), *map(inside, value.args), **inside(value.keywords))
-        return made if _differ((made.func, *made.args), (value.func, *value.args)) else value
-    if type(value) in (list, tuple):
-        made = type(value)(map(inside, value))
-        return made if _differ(made, value) else value
-    if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
-        found = [inside(x) for x in value.values()]
-        if _differ(found, value.values()):
-            made = copy.copy(value)
-            made.update(zip(value, found, strict=True))
-    return made
-
-
-def _differ(new: Any, old: Any) -> bool:
-    return any(a is not b for a, b in zip(new, old, strict=True))
+    autocast = Autocast(dtype=state.plan.meta.amp, kind=device_kind(planned, leaves))
+    return engine_for(state.engines, state.plan, planned, leaves, spec, autocast, program)

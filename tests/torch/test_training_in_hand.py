@@ -22,13 +22,14 @@ from torch.nn import functional  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
 
 import executor.training.engines as engines_module  # noqa: E402
+import executor.training.module as module_module  # noqa: E402
 import tracer.capture.capture as capture_module  # noqa: E402
 from executor import PlannedModule, apply_plan, fit, remove_plan, unplanned  # noqa: E402
 from executor.training.module import engines_of  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from traces.errors import BudgetError, PlanError  # noqa: E402
+from traces.errors import BudgetError, PlanError, SpecError  # noqa: E402
 from traces.plan import Plan  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -454,3 +455,119 @@ def test_fit_of_a_class_that_no_file_has_under_autocast() -> None:
     assert done.stdout == "1 bfloat16 True\n", done.stderr
     assert all(line.startswith("lowtide: ") for line in done.stderr.splitlines())
     assert len(done.stderr.splitlines()) == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls that the plan is not for
+
+
+def odd(model: nn.Module, k: int) -> torch.Tensor:
+    """Ordinary steps, and one with another argument, one whose input wants a gradient, two with a frozen block."""
+    x, y = rows(seed=k)
+    model.blocks[0].requires_grad_(k not in (4, 5))
+    if k == 1:
+        return functional.mse_loss(model(x, bias=torch.ones(32)), y)
+    if k == 2:
+        x.requires_grad_()
+    loss = functional.mse_loss(model(x), y)
+    if k == 2:  # as a gradient penalty's first call, and a second call
+        return model(x).mean() + loss.detach() + torch.autograd.grad(loss, x)[0].abs().sum()
+    return loss
+
+
+def odd_twice(model: nn.Module, k: int) -> torch.Tensor:
+    return odd(model, k % 6)
+
+
+@pytest.mark.parametrize("how", ["eager", "replan"])
+def test_a_long_run_survives_odd_calls(how: str) -> None:
+    eager, planned = Deep(), fitted(Deep(), on_mismatch=how)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        same_training(eager, planned, steps=12, step=odd_twice)
+    told = [str(w.message) for w in said if "training call" in str(w.message)]
+    receipt = planned.receipt()
+    assert len(told) == 3
+    if how == "eager":
+        assert all(text.startswith("a training call runs without the plan: ") for text in told)
+        # one with the bias, two whose input wants a gradient, two with a frozen block; each came twice
+        assert receipt.unplanned_steps == sum(receipt.unplanned_because.values()) == 2 * (1 + 2 + 2)
+        assert [c.fit for c in receipt.captures] == ["exact"]
+        assert receipt.planned_steps == 2 * 2
+    else:
+        assert all("by a plan of its own, made in" in text for text in told)
+        assert receipt.unplanned_steps == 0
+        assert [(c.fit, c.steps) for c in receipt.captures] == [
+            ("exact", 4), ("replanned", 2), ("replanned", 4), ("replanned", 4),
+        ]  # fmt: skip
+        assert receipt.planned_steps == 14
+        assert receipt.captures[1].why == "another set of arguments"
+        assert "gradient" in receipt.captures[2].why
+        engines = list(engines_of(planned).values())
+        assert all(e.rewritten.recomputed for e in engines)
+    assert receipt.peak_allocated_bytes is None
+    assert "not counted on a CPU" in str(receipt)
+
+
+def test_by_default_an_odd_call_is_an_error(plan: Plan) -> None:
+    planned = apply_plan(Deep(), fitted(Deep())._lowtide.plan)
+    for _ in range(2):
+        with pytest.raises(PlanError, match="made for another graph"):
+            planned(rows()[0], bias=torch.ones(32))
+    with pytest.raises(SpecError, match="give error, eager or replan"):
+        apply_plan(Deep(), plan, on_mismatch="shrug")
+
+
+def test_a_call_that_cannot_be_captured_runs_without_the_plan() -> None:
+    class Picky(Deep):
+        def forward(self, x: torch.Tensor, check: bool = False) -> torch.Tensor:  # type: ignore[override]
+            if check and float(x.sum()) > 1e9:
+                raise ValueError
+            return super().forward(x)
+
+    eager, planned = Picky(), fitted(Picky())
+
+    def step(model: nn.Module, k: int) -> torch.Tensor:
+        x, y = rows(seed=k)
+        return functional.mse_loss(model(x, check=k > 0), y)
+
+    with pytest.warns(UserWarning, match="runs without the plan"):
+        same_training(eager, planned, step=step)
+    assert planned.receipt().unplanned_steps == 2
+    assert planned.receipt().planned_steps == 1
+
+
+def test_another_autocast_is_planned_too() -> None:
+    eager, planned = Deep(), fitted(Deep())
+
+    def step(model: nn.Module, k: int) -> torch.Tensor:
+        x, y = rows(seed=k)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=k % 2 == 1):
+            return functional.mse_loss(model(x).float(), y)
+
+    with pytest.warns(UserWarning, match="under no autocast, and this call is under"):
+        same_training(eager, planned, steps=4, step=step)
+    assert [(c.fit, c.steps) for c in planned.receipt().captures] == [("exact", 2), ("replanned", 2)]
+
+
+def test_steps_inside_unplanned_are_counted() -> None:
+    planned = fitted(Deep())
+    with unplanned(planned):
+        planned(rows()[0])
+    planned.eval()
+    planned(rows()[0])
+    receipt = planned.receipt()
+    assert (receipt.planned_steps, receipt.unplanned_steps) == (0, 1)
+    assert receipt.unplanned_because == {"inside `with unplanned`": 1}
+
+
+def test_plans_for_odd_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_module, "MOST_REPLANS", 1)
+    planned = fitted(Deep())
+    x, _ = rows()
+    with pytest.warns(UserWarning, match="by a plan of its own"):
+        planned(x, bias=torch.ones(32))
+    with pytest.warns(UserWarning, match="there are 1 such plans already"):
+        planned(x.clone().requires_grad_())
+    assert [c.fit for c in planned.receipt().captures] == ["exact", "replanned"]
+    assert planned.receipt().unplanned_steps == 1

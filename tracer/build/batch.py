@@ -37,8 +37,15 @@ class SplitBatch:
     loss_inputs: tuple[Any, ...]
 
 
+pytree.register_pytree_node(
+    SplitBatch,
+    lambda b: ([b.args, b.kwargs, b.loss_inputs], b.loss),
+    lambda parts, loss: SplitBatch(args=parts[0], kwargs=parts[1], loss=loss, loss_inputs=parts[2]),
+)
+
+
 def split_batch(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> SplitBatch:
-    """Divide a batch between the model and the loss, as the module's docstring says.
+    """Divide a batch between the model and the loss, as the module's docstring says; a divided one stays as it is.
 
     Raises:
         SpecError: the batch is of an unknown kind, or the loss takes more than there is.
@@ -50,7 +57,7 @@ def split_batch(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -
                 f"the batch holds a {name}, in which nobody finds its tensors; return them in a tuple or a dict, or, "
                 f"if it is a dataclass, make it known with torch.export.register_dataclass({name})."
             )
-    split = _divided(model, batch, loss)
+    split = batch if isinstance(batch, SplitBatch) else _divided(model, batch, loss)
     try:
         inspect.signature(model.forward).bind(*split.args, **split.kwargs)
     except TypeError as error:

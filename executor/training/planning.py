@@ -1,0 +1,173 @@
+"""Plan the training of a model in hand, whole or of one call of it, from what is captured of it now."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from executor.training.engines import without_hooks
+from executor.training.twin import twin_of
+from simulator import api as simulator
+from simulator.core.limits import DEFAULTS
+from simulator.planners.outcome import Infeasible
+from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
+from tracer.build.batch import SplitBatch, loss_in_outputs, split_batch
+from tracer.costs.profiles import board_of
+from tracer.precision.policy import ambient
+from tracer.record.program import Program
+from tracer.recording import ProfileUse, record_drafted
+from tracer.torch_api import pytree
+from traces.alloc_conf import alloc_conf
+from traces.devices import device as device_entry
+from traces.errors import SpecError
+from traces.plan import ALLOCATED, RESERVED, Plan
+from traces.trace import Trace
+from traces.units import show_bytes, show_percent
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What plans are to hold, and what the loop does beside calling the model."""
+
+    budget: str | int
+    budget_of: str | None = None
+    optimizer: Any = None
+    scaler: torch.amp.GradScaler | None = None
+    planner: str | None = None
+    seconds: float = DEFAULTS.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A training step of a model in hand: its trace, what was captured of the model, and the call that it was of."""
+
+    trace: Trace
+    program: Program
+    given: SplitBatch
+    on_gpu: bool
+
+
+def record(
+    model: nn.Module, batch: Any, loss: Callable[..., Any] | None, wanted: Wanted, amp: str | None = None
+) -> Recorded:
+    """Record a step on fake tensors of the model's device; the model stays as it is.
+
+    Args:
+        model, batch, loss: as `tracer.trace` takes them.
+        amp: the type of autocast, "" for none; None: that which is on.
+
+    Raises:
+        SpecError, CaptureError: as `tracer.trace`.
+    """
+    where = next((p.device for p in model.parameters()), torch.device("cpu"))
+    bare = twin_of(model)
+    if not bare.training:
+        bare.train()
+    if amp is None:
+        amp = ambient(where.type).dtype
+    step = in_hand(bare, batch, loss, wanted.optimizer, wanted.scaler, {}, {"amp": amp or None}, 0)
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
+    target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
+    with left_as_found(False), without_hooks(bare):
+        draft, trace = record_drafted(step, target, ProfileUse(), device=str(where), untouched=False)
+    given = split_batch(bare, pytree.tree_map_only(torch.Tensor, lambda x: x.to(where), batch), loss)
+    return Recorded(trace=trace, program=draft.program, given=given, on_gpu=bool(name))
+
+
+def plan_within(step: Recorded, wanted: Wanted) -> Plan:
+    """The plan for a recorded step; on CUDA under the allocator's settings of this process.
+
+    Raises:
+        BudgetError: no plan was found within the budget.
+        SpecError: no such budget or planner.
+    """
+    return simulator.plan(
+        step.trace,
+        wanted.budget,
+        planner=wanted.planner,
+        budget_of=wanted.budget_of or (RESERVED if step.on_gpu else ALLOCATED),
+        seconds=wanted.seconds,
+        alloc_conf=alloc_conf() if step.on_gpu else None,
+    )
+
+
+def wanted_of(plan: Plan) -> Wanted:
+    """What a plan was made to hold, as far as it says."""
+    peak = plan.predicted.get("plan", {}).get("peak_allocated_bytes")
+    budget, of = (plan.budget_bytes, plan.budget_of) if plan.budget_bytes else (peak, ALLOCATED)
+    kind = plan.meta.optimizer.partition("(")[0]
+    momentum = re.search(r"momentum=([\d.]+)", plan.meta.optimizer)
+    settings = {"momentum": float(momentum[1])} if momentum else {}
+    make = getattr(torch.optim, kind, None)
+    return Wanted(
+        budget=budget or "100%", budget_of=of, optimizer=make and (lambda ps: make(ps, lr=1e-3, **settings))
+    )
+
+
+def plan_call(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, wanted: Wanted, amp: str
+) -> tuple[Plan, Program]:
+    """A plan for one call of a model whose own plan is for another graph, and what was captured of it.
+
+    Counts: the model, and the optimizer. Ignores: the loss code, which is not known here but where the model has its
+    own. If no plan is within the budget, the one of the lowest peak is taken.
+
+    Raises:
+        BudgetError, SpecError, CaptureError: there is none.
+    """
+    call = SplitBatch(args=tuple(args), kwargs=dict(kwargs), loss=_loss_like(plan), loss_inputs=())
+    step = record(model, call, None, wanted, amp)
+    try:
+        return plan_within(step, wanted), step.program
+    except Infeasible as error:
+        least = replace(wanted, budget=error.figures["lowest_peak_bytes"], budget_of=ALLOCATED)
+        return plan_within(step, least), step.program
+
+
+def _loss_like(plan: Plan) -> Callable[[Any], torch.Tensor]:
+    """A loss that differentiates what the plan's does: the model's own loss, else the sum of those outputs."""
+
+    def loss(outputs: Any) -> torch.Tensor:
+        with suppress(SpecError):
+            return cast(torch.Tensor, loss_in_outputs(outputs))
+        tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
+        could = {k: x for k, x in enumerate(tensors) if x.requires_grad}
+        chosen = [could[k] for k in plan.meta.grad_outputs if k in could] or list(could.values())
+        if not chosen:
+            raise SpecError("no output of the model requires a gradient.")
+        return torch.stack(
+            [x.abs().sum().float() if x.is_complex() else x.sum().float() for x in chosen]
+        ).sum()
+
+    return loss
+
+
+def in_words(plan: Plan) -> str:
+    """What a plan costs and brings."""
+    before, after, of = plan.predicted["baseline"], plan.predicted["plan"], plan.budget_of
+    key = f"peak_{of}_bytes"
+    return (
+        f"{len(plan.actions)} values are recomputed; {of} peak {show_bytes(before[key])} -> {show_bytes(after[key])} "
+        f"of {show_bytes(plan.budget_bytes or 0)}, step time {show_percent(after['overhead_percent'], signed=True)}"
+    )
+
+
+class Clock:
+    """Says what was done, and how long it took."""
+
+    def __init__(self, say: Say) -> None:
+        self.say, self.began = say, time.monotonic()
+
+    def done(self, what: str) -> None:
+        now = time.monotonic()
+        self.say(f"{what} ({now - self.began:.1f} s)")
+        self.began = now
