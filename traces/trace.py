@@ -184,6 +184,9 @@ class TraceMeta:
     graph_fingerprint: str = ""  # of the captured model graph, sizes included
     structure_fingerprint: str = ""  # of the captured model graph, sizes left out
     fingerprint: str = ""  # of the whole trace, times and workspaces left out
+    # What the captured call was like, for telling why another graph is another: `tracer.record.sketch`. Empty in traces
+    # older than this field, and left out of their JSON.
+    sketch: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -191,7 +194,7 @@ class TraceMeta:
             raise ValueError("rerun_workspaces holds something else than bytes")
 
     def to_json(self) -> dict[str, Any]:
-        return dict(to_json(self))
+        return {k: v for k, v in to_json(self).items() if k != "sketch" or v}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TraceMeta:

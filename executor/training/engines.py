@@ -19,12 +19,14 @@ from torch.fx import GraphModule
 from executor.matching import check_kind
 from executor.rewrite import Rewritten, rewrite
 from executor.training.guards import Path, State, Watch, argument, unread_of
+from executor.training.mismatch import another_graph
 from executor.training.unreached import without
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from tracer.capture.capture import capture
 from tracer.precision.policy import Autocast
 from tracer.record.program import Program, program_of
+from tracer.record.sketch import sketch
 from tracer.torch_api import pytree
 from traces.errors import CaptureError, PlanError
 from traces.plan import Action, Plan
@@ -50,6 +52,7 @@ class Engine:
     why: str = ""  # it was captured
     seconds: float = 0.0  # that making it took
     steps: int = 0  # that it served
+    writes_arguments: bool = False  # so that it matters which of them share a storage
     partial: dict[tuple[bool, ...], GraphModule] = field(default_factory=dict)  # backwards by what is missing
 
     def backward(self, missing: tuple[bool, ...]) -> GraphModule:
@@ -131,7 +134,7 @@ def engine_for(
         state = engines.watching(module).state()
         engine, refusal = engines.get((state, call)), engines.refused.get((state, call))
         if engine is not None:
-            return engine
+            return _sharing_alike(engine, leaves)
         if refusal is not None and program is None:
             raise refusal.with_traceback(None)
         try:
@@ -224,8 +227,8 @@ def why_captured(first: Any, now: Any) -> str:
 
 
 def _seen(argument: Any) -> str:
-    if not isinstance(argument, tuple):
-        return f"is {argument}"
+    if not isinstance(argument, tuple) or not isinstance(argument[0], torch.Size):
+        return f"is {argument[-1] if isinstance(argument, tuple) else argument}"
     shape, _, dtype, _, wants = argument
     return f"is {str(dtype).removeprefix('torch.')}{list(shape)}{' with a gradient' if wants else ''}"
 
@@ -274,7 +277,7 @@ def make_engine(
 
     with without_hooks(model):
         program = program_of(capture(model, args, kwargs, gradient_flags, autocast=autocast))
-    return engine_of(program, plan, autocast.kind)
+    return engine_of(program, plan, autocast.kind, lambda p: sketch(p, model, args, kwargs))
 
 
 @contextlib.contextmanager
@@ -290,17 +293,62 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
         vars(model).update(found)
 
 
-def engine_of(program: Program, plan: Plan, kind: str = "cpu") -> Engine:
-    """Rewrite a program by a plan; raises PlanError if the plan is for a graph of another structure."""
-    exact = program.fingerprint() == plan.meta.graph_fingerprint
-    if not exact and program.fingerprint(sizes=False) != plan.meta.structure_fingerprint:
-        raise PlanError(
-            f"the plan was made for another graph: {describe(plan.meta)}, structure {plan.meta.structure_fingerprint}; "
-            f"this model's has {len(program.ops)} ops and structure {program.fingerprint(sizes=False)}. Trace this "
-            "model with this version of torch and this device, and plan again."
-        )
+def engine_of(
+    program: Program, plan: Plan, kind: str = "cpu", now: Callable[[Program], dict[str, Any]] | None = None
+) -> Engine:
+    """Rewrite a program by a plan.
+
+    Which arguments share a storage is taken from the plan where it decides nothing: nobody writes into them.
+
+    Args:
+        program: the captured model.
+        plan: for a graph of this structure.
+        kind: the type of the device that it runs on.
+        now: makes the sketch of the call, for the message.
+
+    Raises:
+        PlanError: the plan is for a graph of another structure; says what differs.
+    """
+    meta = plan.meta
+    shares = tuple(map(tuple, meta.sketch.get("shares", ())))
+    if not _fits(program, meta) and program.shares != shares and not _writes_arguments(program):
+        program = program_of(program.captured, shares)
+    if not _fits(program, meta):
+        sketch = now(program) if now is not None else {}
+        raise another_graph(meta, sketch, program.fingerprint(sizes=False), kind)
+    exact = program.fingerprint() == meta.graph_fingerprint
     schedule = build(Problem(program.trace()), program_actions(plan, program))
-    return Engine(program=program, rewritten=rewrite(program, schedule), exact=exact, kind=kind)
+    return Engine(
+        program=program,
+        rewritten=rewrite(program, schedule),
+        exact=exact,
+        kind=kind,
+        writes_arguments=_writes_arguments(program),
+    )
+
+
+def _fits(program: Program, meta: TraceMeta) -> bool:
+    return program.fingerprint(sizes=False) == meta.structure_fingerprint
+
+
+def _sharing_alike(engine: Engine, leaves: Sequence[Any]) -> Engine:
+    """The engine; PlanError if forward writes into arguments, of which now others share memory than did."""
+    if not engine.writes_arguments:
+        return engine
+    storages = [x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor)]
+    groups = {s: tuple(k for k, t in enumerate(storages) if t == s) for s in storages}
+    if tuple(g for g in groups.values() if len(g) > 1) != engine.program.shares:
+        raise PlanError(
+            "forward writes into its arguments, and in this call others of them share memory than when it was "
+            "captured; pass copies (x.clone())."
+        )
+    return engine
+
+
+def _writes_arguments(program: Program) -> bool:
+    arguments = {s for n in program.captured.placeholders if type(n.meta["desc"]).__name__ == "PlainAOTInput"
+                 for s in program.storage_of[n]}  # fmt: skip
+    return any(not arguments.isdisjoint(row.writes) for row in program.rows)
 
 
 def program_actions(plan: Plan, program: Program) -> tuple[Action, ...]:
@@ -318,11 +366,3 @@ def program_actions(plan: Plan, program: Program) -> tuple[Action, ...]:
         return tuple(sorted({c for o in a.evict_after if (c := local(o)) < len(program.ops)}))
 
     return tuple(replace(a, evict_after=locals_of(a)) for a in plan.actions)
-
-
-def describe(meta: TraceMeta) -> str:
-    """A trace in a few words, for messages."""
-    amp = f", autocast {meta.amp}" if meta.amp else ""
-    return (
-        f"{meta.model}, batch size {meta.batch_size}{amp}, torch {meta.torch_version}, device {meta.device}"
-    )

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from torch import nn
 from executor.training import bypass, hand_over
 from executor.training.autograd import run
 from executor.training.engines import Engine, Engines, device_kind, engine_for, engine_of
+from executor.training.mismatch import check_parameters
 from executor.training.planning import Wanted, plan_call, wanted_of
 from executor.training.receipt import EXACT, REPLANNED, RESIZED, CaptureNote, Receipt
 from executor.training.twin import OWN_CLASS, STATE, own_class, twin_of
@@ -43,6 +43,7 @@ EAGER: Final = "eager"  # run the model's own forward,
 REPLAN: Final = "replan"  # or plan it within the same budget, and run its own forward if that is impossible
 MOST_REPLANS: Final = 8  # of one model; each takes seconds
 MOST_WARNINGS: Final = 8
+MOST_REASONS: Final = 64  # why calls ran without the plan, that are told apart
 UNPLANNED: Final = "inside `with unplanned`"
 
 
@@ -56,7 +57,6 @@ class _State:
     unplanned: int = 0  # how many `with unplanned(...)` are open
     wanted: Wanted | None = None  # of plans to come; None: what the plan says
     without: Counter[str] = field(default_factory=Counter)  # training calls without a plan, by the reason
-    tried: WeakSet[LowtideError] = field(default_factory=WeakSet)  # refusals that planning anew did not help
     warned: int = 0
     entered: int = 0  # how often the planned forward was reached
     pool: hand_over.Pool = field(default_factory=hand_over.Pool)  # of a module inside DistributedDataParallel
@@ -84,9 +84,8 @@ class _State:
         except (PlanError, CaptureError) as error:
             if self.on_mismatch == ERROR:
                 raise
-            refusal = error
-        if refusal not in self.tried:
-            self.tried.add(refusal)
+            refusal = str(error)
+        if refusal not in self.without:
             engine, why_not = None, ""
             if self.on_mismatch == REPLAN:
                 try:
@@ -96,7 +95,7 @@ class _State:
             self._warn(f"{refusal}{why_not}", engine)
             if engine is not None:
                 return engine
-        self.without[str(refusal)] += 1
+        self.without[refusal if len(self.without) < MOST_REASONS else "further reasons"] += 1
         return None
 
     def _replanned(
@@ -267,8 +266,8 @@ def apply_plan(
 
     Raises:
         SpecError: no such `on_mismatch`.
-        PlanError: the file is no plan, or the model a wrapper that plans go inside of; at the first training call, the
-            plan belongs to another model; at any, it was made under another state of autocast.
+        PlanError: the file is no plan, the model a wrapper that plans go inside of, or one with other parameters than
+            the plan's; at a training call, its graph is not the plan's, or the autocast around it: says what differs.
         CaptureError: the model, or a part of it, is compiled or scripted; at the first training call, it cannot be
             captured.
     """
@@ -278,6 +277,8 @@ def apply_plan(
     check_capturable(model)
     if on_mismatch not in (ERROR, EAGER, REPLAN):
         raise SpecError(f"on_mismatch {on_mismatch!r}: give {ERROR}, {EAGER} or {REPLAN}.")
+    if on_mismatch == ERROR:
+        check_parameters(model, plan)
     return _planned(model if in_place else twin_of(model), _State(plan, on_mismatch))
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import json
 import os
 import pickle
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -571,3 +574,133 @@ def test_plans_for_odd_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         planned(x.clone().requires_grad_())
     assert [c.fit for c in planned.receipt().captures] == ["exact", "replanned"]
     assert planned.receipt().unplanned_steps == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Why a plan is not for a call
+
+
+class Heads(nn.Module):
+    """An embedding, a dropout, a norm and a head; two inputs that may be one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, 8)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.ReLU())
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, weight: Any = None, scale: float = 1.0) -> Any:
+        logits = self.head(self.body(self.embed(ids))) * scale
+        loss = functional.cross_entropy(logits, labels)
+        return {"loss": loss if weight is None else (loss * weight).sum(), "logits": logits}
+
+
+def tokens(size: int = 12, seed: int = 0) -> torch.Tensor:
+    return torch.randint(16, (size,), generator=torch.Generator().manual_seed(seed))
+
+
+@functools.cache
+def plan_of_heads(shared: bool = False) -> Plan:
+    ids = tokens()
+    batch = {"ids": ids, "labels": ids if shared else ids.clone()}
+    return planned_for(Heads, batch)
+
+
+def call_with(**more: Any) -> Callable[[nn.Module], Any]:
+    return lambda m: m(ids=tokens(), labels=tokens(), **more)
+
+
+def ordinary(m: nn.Module) -> Any:
+    return m(ids=tokens(), labels=tokens(seed=1))
+
+
+MISMATCHES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], str]] = {
+    "an argument more": (lambda m: m, call_with(weight=torch.ones(3)), r"the argument weight is new \(float32\[3\]\)"),
+    "another type": (
+        lambda m: m,
+        lambda m: m(ids=tokens().int(), labels=tokens()),
+        r"the argument ids was int64\[12\] and is int32\[12\].*Call the model with the plan's arguments",
+    ),
+    "frozen": (
+        lambda m: m.embed.requires_grad_(False),
+        ordinary,
+        r"embed is frozen \(requires_grad is off\), and was not.*Freeze the same parameters",
+    ),
+    "a module in evaluation mode": (
+        lambda m: m.body.eval(),
+        ordinary,
+        "body is in evaluation mode, and was not.*Bring the modules into the plan's modes",
+    ),
+    "a dtype": (lambda m: m.double(), ordinary, "parameters were float32 and are float64.*Trace the model in float64"),
+    "an op": (
+        lambda m: m.body.__setitem__(3, nn.GELU()),
+        ordinary,
+        r"the plan's graph has \d+ ops and this one \d+; the first that differs is op \d+, "
+        r"aten.gelu.default in body.3 where the plan has aten.relu.default in body.3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_mismatch_names_its_cause(name: str) -> None:
+    change, call, says = MISMATCHES[name]
+    planned = apply_plan(Heads(), plan_of_heads())
+    change(planned)
+    with pytest.raises(PlanError, match=f"made for another graph.*{says}"):
+        call(planned)
+
+
+def test_another_model_is_refused_when_the_plan_is_applied() -> None:
+    with pytest.raises(PlanError, match=r"another model: .* has 7 parameters, and this Linear has 2"):
+        apply_plan(nn.Linear(2, 2), plan_of_heads())
+    other = apply_plan(nn.Linear(2, 2), plan_of_heads(), on_mismatch="eager")
+    with pytest.warns(UserWarning, match=r"argument ids is missing \(int64\[12\]\).*argument input is new"):
+        other(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("traced_shared", [False, True])
+@pytest.mark.parametrize("called_shared", [False, True])
+def test_whether_two_arguments_share_memory_does_not_matter(traced_shared: bool, called_shared: bool) -> None:
+    plan = plan_of_heads(traced_shared)
+    assert plan.meta.sketch["shares"] == ([[0, 1]] if traced_shared else [])
+    eager, planned = Heads(), apply_plan(Heads(), plan)
+
+    def step(model: nn.Module, k: int) -> torch.Tensor:
+        ids = tokens(seed=k)
+        return model(ids=ids, labels=ids if called_shared else ids.clone())["loss"]
+
+    same_training(eager, planned, step=step)
+    (engine,) = engines_of(planned).values()
+    assert engine.exact
+
+
+def test_arguments_that_forward_writes_share_memory_as_they_do() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return self.linear(y).sum() + x.sum()
+
+    plan = planned_for(Writes, (torch.ones(2, 4), torch.ones(2, 4)))
+    planned = apply_plan(Writes(), plan)
+    planned(torch.ones(2, 4), torch.ones(2, 4))
+    x = torch.ones(2, 4)
+    with pytest.raises(
+        PlanError, match="writes into its arguments, and in this call others of them share memory"
+    ):
+        planned(x, x)
+    assert torch.equal(x, torch.ones(2, 4))
+
+
+def test_a_plan_without_a_sketch_says_less() -> None:
+    plan = plan_of_heads()
+    old = Plan.from_json(json.loads(json.dumps(replace(plan, meta=replace(plan.meta, sketch={})).to_json())))
+    assert "sketch" not in old.to_json()["trace"]
+    assert plan.to_json()["trace"]["sketch"]["parameters"][0] == 7
+    planned = apply_plan(Heads(), old)
+    with pytest.raises(PlanError, match=r"made for another graph.*its structure is"):
+        call_with(weight=torch.ones(3))(planned)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +75,7 @@ class Program:
     output_storages: tuple[int, ...]  # of the model's tensor outputs
     tangent_storages: tuple[int, ...]
     gradient_storages: tuple[int, ...]  # of parameters and arguments
+    shares: tuple[tuple[int, ...], ...]  # numbers of tensor arguments that share a storage
 
     def trace(self) -> Trace:
         """The program alone as a trace: tangents are inputs, and there is no loss code and no optimizer."""
@@ -88,9 +90,15 @@ class Program:
         return fingerprint(ops, storages, sizes=sizes, eager=False)
 
 
-def program_of(captured: Captured) -> Program:
-    """Run the graph on fake tensors and note what it does to storages."""
-    run = _Run(captured)
+def program_of(captured: Captured, shares: Iterable[Iterable[int]] | None = None) -> Program:
+    """Run the graph on fake tensors and note what it does to storages.
+
+    Args:
+        captured: the graph.
+        shares: which tensor arguments are to count as sharing a storage, by their numbers; None: those that did when
+            it was captured. Which do decides no op of the graph, but what storages there are.
+    """
+    run = _Run(captured, shares)
     run.placeholders()
     run.constants()
     written = _overwritten_inputs(captured)
@@ -118,14 +126,19 @@ def program_of(captured: Captured) -> Program:
         output_storages=outputs,
         tangent_storages=tuple(run.tangents),
         gradient_storages=tuple(dict.fromkeys(storage_of[g][0] for g in grads)),
+        shares=run.sharing(),
     )
 
 
 class _Run:
     """One run of a captured graph on fake tensors: the value of every node, and the rows of ops and storages."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, shares: Iterable[Iterable[int]] | None) -> None:
         self.captured = captured
+        # By the number of a tensor argument: the first that shares its storage.
+        self.first_of = (
+            None if shares is None else {k: min(group) for group in map(list, shares) for k in group}
+        )
         nodes = captured.graph_module.graph.nodes
         vals = (n.meta.get("val") for n in nodes)
         known = next((x.fake_mode for x in vals if isinstance(x, FakeTensor)), None)
@@ -135,6 +148,7 @@ class _Run:
         self.rows: list[OpRow] = []
         self.storages: list[StorageRow] = []
         self.tangents: list[int] = []
+        self.arguments: dict[int, int] = {}  # number of a tensor argument -> its storage
         self._ids: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # keeps every fake storage, so that no address is used twice
         self._op_of: dict[fx.Node, int] = {}
@@ -160,9 +174,35 @@ class _Run:
                 row = storage_row(x, f"argument {desc.idx}", category)
             else:
                 row = storage_row(x, desc.target.removeprefix("model."), category)
+            if category == INPUT and not tangent and self.first_of is not None:
+                x = self._apart(x)
+                row = storage_row(x, row.name, category)
+                first = self.first_of.get(desc.idx, desc.idx)
+                if first in self.arguments:
+                    self._ids[storage_key(x)] = self.arguments[first]
             self.env[n] = x
             self.storage_of[n] = (self._id(x, row),)
+            if category == INPUT and not tangent:
+                self.arguments[desc.idx] = self.storage_of[n][0]
             self.tangents += self.storage_of[n] if tangent else ()
+
+    def _apart(self, x: torch.Tensor) -> torch.Tensor:
+        """An argument with a storage that no other shares."""
+        if self._ids.get(storage_key(x)) not in self.arguments.values():
+            return x
+        with self.mode:
+            x = torch.empty_strided(
+                x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad
+            )
+        self._alive.append(x)
+        return x
+
+    def sharing(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of tensor arguments that share a storage, in groups."""
+        groups: dict[int, list[int]] = {}
+        for k, s in sorted(self.arguments.items()):
+            groups.setdefault(s, []).append(k)
+        return tuple(tuple(g) for g in groups.values() if len(g) > 1)
 
     def constants(self) -> None:
         for n in self.captured.graph_module.graph.nodes:

@@ -37,6 +37,7 @@ from tracer.costs.machine import rates_of
 from tracer.record.assemble import assemble
 from tracer.record.draft import Draft
 from tracer.record.program import Program, program_of
+from tracer.record.sketch import sketch
 from tracer.torch_api import FakeTensorMode, pytree
 from traces.devices import Device
 from traces.errors import CaptureError
@@ -213,6 +214,7 @@ def header(
         grad_outputs=program.captured.grad_outputs,
         graph_fingerprint=program.fingerprint(),
         structure_fingerprint=program.fingerprint(sizes=False),
+        sketch=sketch(program, step.model, step.args, step.kwargs),
     )
 
 

@@ -1,0 +1,140 @@
+"""Why a plan is not for the graph of a call: what differs in the call, the model and the ops, and what helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from tracer.record.sketch import names_digest, ops_of
+from traces.errors import PlanError
+from traces.plan import Plan
+from traces.trace import TraceMeta
+
+FEW: Final = 4  # differences of one kind that are named
+
+
+def check_parameters(model: nn.Module, plan: Plan) -> None:
+    """Raise PlanError if a plan is for a model with other parameters, as far as the plan says."""
+    told = plan.meta.sketch.get("parameters")
+    names = [name for name, _ in model.named_parameters()]
+    if not told or told == [len(names), names_digest(names)]:
+        return
+    raise PlanError(
+        f"the plan was made for another model: {describe(plan.meta)}, has {told[0]} parameters, and this "
+        f"{type(model).__name__} has {len(names)}{' of other names' if len(names) == told[0] else ''}; trace this "
+        "model and plan again."
+    )
+
+
+def describe(meta: TraceMeta) -> str:
+    """A trace in a few words, for messages."""
+    amp = f", autocast {meta.amp}" if meta.amp else ""
+    return (
+        f"{meta.model}, batch size {meta.batch_size}{amp}, torch {meta.torch_version}, device {meta.device}"
+    )
+
+
+def another_graph(meta: TraceMeta, now: dict[str, Any], structure: str, device: str) -> PlanError:
+    """The error for a call whose graph is not the plan's.
+
+    Args:
+        meta: of the plan.
+        now: the sketch of this call (`tracer.record.sketch`).
+        structure: the fingerprint of this graph.
+        device: of the model, its kind.
+    """
+    causes = list(_causes(meta, now, device))
+    told = (
+        "; ".join(cause for cause, _ in causes)
+        or f"its structure is {meta.structure_fingerprint}, and here {structure}"
+    )
+    advice = next((a for _, a in causes if a), "trace this model as it is now and plan again")
+    return PlanError(
+        f"the plan was made for another graph ({describe(meta)}): {told}. {advice[0].upper()}{advice[1:]}, or apply "
+        'the plan with on_mismatch="replan" or "eager".'
+    )
+
+
+def _causes(meta: TraceMeta, now: dict[str, Any], device: str) -> Iterator[tuple[str, str]]:
+    """What differs, the likeliest cause first: in words, and what to do about it."""
+    if meta.device.partition(":")[0] != device:
+        yield f"it is for {meta.device}, and the model is on {device}", f"trace with --device {device}"
+    then = meta.sketch
+    if then.keys() < now.keys() or not now:
+        return  # a plan that does not say, or nothing to compare it with
+    yield from _arguments(dict(then["arguments"]), dict(now["arguments"]))
+    yield from _sets(
+        then["frozen"], now["frozen"], "frozen (requires_grad is off)", "trainable",
+        "freeze the same parameters, or trace the model with these frozen and plan again",
+    )  # fmt: skip
+    yield from _sets(
+        then["evaluated"], now["evaluated"], "in evaluation mode", "in training mode",
+        "bring the modules into the plan's modes, or trace the model in these and plan again",
+    )  # fmt: skip
+    if then["dtypes"] != now["dtypes"]:
+        a, b = (" and ".join(x["dtypes"]) for x in (then, now))
+        yield f"its parameters were {a} and are {b}", f"trace the model in {b} and plan again"
+    if meta.torch_version != torch.__version__:
+        yield (
+            f"torch was {meta.torch_version} and is {torch.__version__}",
+            "trace with this torch and plan again",
+        )
+    yield from _ops(ops_of(then), ops_of(now))
+    if then["shares"] != now["shares"] and ops_of(then) == ops_of(now):
+        yield (
+            "the same ops, on arguments that share memory otherwise",
+            "pass arguments that share memory likewise",
+        )
+
+
+def _arguments(then: dict[str, str], now: dict[str, str]) -> Iterator[tuple[str, str]]:
+    again = "call the model with the plan's arguments, or trace it with these and plan again"
+    for word, names in (("is missing", then.keys() - now.keys()), ("is new", now.keys() - then.keys())):
+        for name in _few(sorted(names)):
+            yield f"the argument {name} {word} ({(then | now)[name]})", again
+    for name in then.keys() & now.keys():
+        if _kind(then[name]) != _kind(now[name]):
+            yield f"the argument {name} was {then[name]} and is {now[name]}", again
+        elif _ones(then[name]) != _ones(now[name]):
+            yield (
+                f"the argument {name} was {then[name]} and is {now[name]}, where a size of one makes other ops",
+                "give more than one of each",
+            )
+
+
+def _kind(shown: str) -> tuple[str, int, bool]:
+    """What the structure of a graph depends on: the type, how many dimensions, whether a gradient is wanted."""
+    head, bracket, sizes = shown.partition("[")
+    return head, sizes.count(",") if bracket else -1, shown.endswith("with a gradient")
+
+
+def _ones(shown: str) -> list[bool]:
+    return [n.strip() == "1" for n in shown.partition("[")[2].partition("]")[0].split(",")]
+
+
+def _sets(then: list[str], now: list[str], word: str, other: str, advice: str) -> Iterator[tuple[str, str]]:
+    for verb, names in (
+        (f"{word}, and was not", set(now) - set(then)),
+        (f"{other}, and was not", set(then) - set(now)),
+    ):
+        if names:
+            yield f"{', '.join(_few([n or 'the whole model' for n in sorted(names)]))} is {verb}", advice
+
+
+def _ops(then: list[tuple[str, str]], now: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    if then == now or not then:
+        return
+    counts = f"the plan's graph has {len(then)} ops and this one {len(now)}"
+    pairs = zip(then, now, strict=False)
+    k = next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(then), len(now)))
+    shown = [
+        f"{ops[k][0]} in {ops[k][1] or 'the model itself'}" if k < len(ops) else "none" for ops in (then, now)
+    ]
+    yield f"{counts}; the first that differs is op {k}, {shown[1]} where the plan has {shown[0]}", ""
+
+
+def _few(names: list[str]) -> list[str]:
+    return names if len(names) <= FEW else [*names[: FEW - 1], f"{len(names) - FEW + 1} more"]

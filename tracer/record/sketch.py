@@ -1,0 +1,103 @@
+"""What a captured call of a model was like, small enough to travel in a plan: so that a mismatch can be explained."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from tracer.record.program import Program
+from tracer.torch_api import pytree
+
+LONGEST: Final = 40  # characters of an argument that is no tensor
+
+
+def sketch(program: Program, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The sketch of a program.
+
+    Returns:
+        `arguments`: of each leaf its name and what it is ("int64[8, 128]"); `shares`: groups of tensor arguments, by
+        their number, that share a storage; `frozen`, `evaluated`: parameters without a gradient and modules in
+        evaluation mode, of whole modules only the path; `dtypes`: of the parameters; `parameters`: how many, and a
+        digest of their names; `ops`: a line for each, packed (`ops_of`).
+    """
+    parameters = dict(model.named_parameters())
+    frozen = {name for name, p in parameters.items() if not p.requires_grad}
+    return {
+        "arguments": [list(x) for x in _arguments(model, args, kwargs)],
+        "shares": [list(group) for group in program.shares],
+        "frozen": _whole(frozen, parameters),
+        "evaluated": _whole(
+            {n for n, m in model.named_modules() if not m.training}, dict(model.named_modules())
+        ),
+        "dtypes": sorted({_dtype(p) for p in parameters.values()}),
+        "parameters": [len(parameters), names_digest(parameters)],
+        "ops": _packed(f"{row.target} {row.module}" for row in program.rows),
+    }
+
+
+def names_digest(names: Iterable[str]) -> str:
+    """A digest of the names of parameters."""
+    return hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:12]
+
+
+def ops_of(sketch: dict[str, Any]) -> list[tuple[str, str]]:
+    """The ops of a sketch in their order: target and module; none if it is malformed."""
+    try:
+        text = zlib.decompress(base64.b85decode(sketch.get("ops", ""))).decode()
+    except (ValueError, zlib.error):
+        return []
+    return [(target, module) for target, _, module in (line.partition(" ") for line in text.splitlines())]
+
+
+def _packed(lines: Iterable[str]) -> str:
+    return base64.b85encode(zlib.compress("\n".join(lines).encode(), 9)).decode()
+
+
+def _arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    try:
+        names = list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        names = []
+    leaves, _ = pytree.tree_flatten_with_path((tuple(args), kwargs))
+    for path, x in leaves:
+        first, rest = path[1], path[2:]
+        name = getattr(first, "key", None)
+        if name is None:
+            k = getattr(first, "idx", 0)
+            name = names[k] if k < len(names) else f"argument {k}"
+        yield f"{name}{pytree.keystr(rest)}", _shown(x)
+
+
+def _shown(x: Any) -> str:
+    if not isinstance(x, torch.Tensor):
+        text = repr(x)
+        return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
+    return f"{_dtype(x)}{list(x.shape)}{' with a gradient' if x.requires_grad else ''}"
+
+
+def _dtype(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _whole(chosen: set[str], known: dict[str, Any]) -> list[str]:
+    """Names, where all that is below a path is chosen only the path: "encoder" for its parameters; "" for all."""
+    left = {name: [p for p in known if p not in chosen] for name in [""]}
+    out: set[str] = set()
+    for name in sorted(chosen):
+        parts = name.split(".") if name else []
+        paths = ["", *(".".join(parts[: k + 1]) for k in range(len(parts)))]
+        for path in paths:
+            if path not in left:
+                above = path.rpartition(".")[0]
+                left[path] = [p for p in left[above] if p == path or p.startswith(f"{path}.")]
+            if not left[path]:
+                out.add(path)
+                break
+    return sorted(out)
