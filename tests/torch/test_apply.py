@@ -292,10 +292,18 @@ def test_another_dtype_is_another_graph(plan: Plan) -> None:
 
 
 def test_a_plan_for_another_model_is_refused_before_anything_ran(plan: Plan) -> None:
-    planned = apply_plan(nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)), plan)
+    with pytest.raises(PlanError, match="made for another model"):
+        apply_plan(nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5)), plan)
+    _, twin = twins()
+    twin.head = nn.Sequential(twin.head, nn.ReLU())[:1]  # the same parameters under other names
+    with pytest.raises(PlanError, match="of other names"):
+        apply_plan(twin, plan)
+    _, twin = twins()
+    twin.drop = nn.Softsign()
+    planned = apply_plan(twin, plan)
     with pytest.raises(PlanError, match="made for another graph"):
         planned(batch()[0])
-    assert int(planned[1].num_batches_tracked) == 0
+    assert int(planned.norm.num_batches_tracked) == 0
     with pytest.raises(PlanError, match="made for another graph"):
         capture_now(planned, batch()[:1], {})
 
