@@ -181,8 +181,10 @@ def loss_in_outputs(outputs: Any) -> Any:
     if found is None and isinstance(outputs, Mapping):
         found = outputs.get("loss")
     if found is None and isinstance(outputs, (tuple, list)) and outputs:
-        first = outputs[0]
-        found = first if isinstance(first, torch.Tensor) and first.dim() == 0 else None
+        # The first of them, as transformers returns it, or the only scalar that backward can begin at.
+        scalars = [x for x in outputs if isinstance(x, torch.Tensor) and x.dim() == 0]
+        able = [x for x in scalars if x.requires_grad]
+        found = outputs[0] if scalars and scalars[0] is outputs[0] else able[0] if len(able) == 1 else None
     if found is None:
         shape = f" of shape {tuple(outputs.shape)}" if isinstance(outputs, torch.Tensor) else ""
         raise SpecError(

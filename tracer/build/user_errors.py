@@ -29,6 +29,11 @@ _LAYERS: Final = f"{Path(torch.__file__).resolve().parent / 'nn' / 'modules'}{os
 _DISTRIBUTIONS: Final = f"{Path(torch.__file__).resolve().parent / 'distributions'}{os.sep}"
 
 
+def is_foreign(file: str) -> bool:
+    """Whether a frame of this file is not of the user's code: torch's, Lowtide's, or of no file."""
+    return file.startswith(("<", *_FOREIGN))
+
+
 def is_data_dependent(error: BaseException) -> bool:
     return isinstance(error, DataDependentOutputException) or "data-dependent" in str(error).lower()
 
@@ -130,7 +135,7 @@ def blame(error: BaseException) -> str:
     """ " at file:line, in function" for the innermost frame outside torch and Lowtide, or else in torch's layers; "" if
     there is neither."""
     frames = list(reversed(traceback.extract_tb(error.__traceback__)))
-    own = [f for f in frames if not f.filename.startswith(("<", *_FOREIGN))]
+    own = [f for f in frames if not is_foreign(f.filename)]
     for frame in (*own, *(f for f in frames if f.filename.startswith(_LAYERS))):
         return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
     return ""

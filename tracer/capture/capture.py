@@ -27,6 +27,7 @@ from torch.fx import traceback as fx_traceback
 
 from tracer.build.user_errors import explain, is_data_dependent, without_torch_log
 from tracer.capture.cuda.gpu import gpu_kernels
+from tracer.capture.looks import looking, refuse_values, settle
 from tracer.capture.passes.batch_norm import put_cudnn
 from tracer.capture.passes.dropout import split_dropout
 from tracer.capture.passes.effects import checks_kept, is_token, without_tokens
@@ -130,6 +131,13 @@ def capture(
         # alone, when it believes that it is being compiled.
         return _capture(model, args, kwargs, wants_gradient, fake_mode, target, autocast, compiled=True)
     except Exception as error:
+        if not is_data_dependent(error):
+            raise explain(error, model) from error
+    try:
+        return _capture(
+            model, args, kwargs, wants_gradient, fake_mode, target, autocast, compiled=True, looks=True
+        )
+    except Exception as error:
         raise explain(error, model) from error
 
 
@@ -143,6 +151,7 @@ def _capture(
     autocast: Autocast,
     *,
     compiled: bool,
+    looks: bool = False,  # which of the model's looks at data are no branches is to be settled first
 ) -> Captured:
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     where = [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
@@ -165,20 +174,25 @@ def _capture(
         def named_buffers(self, prefix="", recurse=True, remove_duplicate=True):  # type: ignore[no-untyped-def]
             return super().named_buffers(prefix, recurse, True)
 
-        def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def outputs(self, *tensors: torch.Tensor) -> Any:
             full = list(leaves)
             for k, x in zip(where, tensors, strict=True):
                 full[k] = x
             a, kw = pytree.tree_unflatten(full, in_spec)
-            given = (*self.parameters(), *tensors)
             with (
                 retied(self._ties),
                 gpu_kernels(target) if on_gpu else contextlib.nullcontext(),
                 autocast.captured_region(),
-                cached_casts(autocast.kind, given),
+                cached_casts(autocast.kind, (*self.parameters(), *tensors)),
+                looking(model),
             ):
-                outputs = self.model(*a, **kw)
+                return self.model(*a, **kw)
+
+        def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            given = (*self.parameters(), *tensors)
+            outputs = self.outputs(*tensors)
             flat, notes["spec"] = pytree.tree_flatten(outputs)
+            refuse_values(flat)
             wanted = list(wants_gradient(outputs))
             notes["template"] = tuple(TENSOR if isinstance(x, torch.Tensor) else x for x in flat)
             # An output that is itself an argument or a parameter still needs a node of its own.
@@ -209,6 +223,8 @@ def _capture(
             stack.enter_context(context)
         if compiled:
             stack.enter_context(as_compiled())
+        if looks:
+            settle(model, lambda: flat_model.outputs(*fakes))
         joint = aot_export_joint_with_descriptors(stack, flat_model, fakes)
     return replace(_normalise(joint.graph_module, notes, on_gpu=on_gpu), target=target)
 
@@ -216,13 +232,13 @@ def _capture(
 def forward_once(model: nn.Module, run: Callable[[], None]) -> None:
     """Call `run`, which runs the model eagerly on fake tensors, under what the capture would use around it."""
     try:
-        with without_torch_log(), emptied_caches(model), grouped_products(), library_code():
+        with without_torch_log(), emptied_caches(model), grouped_products(), library_code(), looking(model):
             run()
     except Exception as error:
         if not is_data_dependent(error):
             raise explain(error, model) from error
         try:
-            with without_torch_log(), grouped_products(), library_code(), as_compiled():
+            with without_torch_log(), grouped_products(), library_code(), as_compiled(), looking(model):
                 run()
         except Exception as again:
             raise explain(again, model) from again

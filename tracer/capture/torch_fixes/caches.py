@@ -43,7 +43,10 @@ def _caches(model: nn.Module) -> Iterator[Any]:
         if space is object or getattr(space, "__name__", "") in sys.builtin_module_names:
             continue
         for value in vars(space).values():
-            function = getattr(value, "__func__", value)  # of a static or a class method
+            try:
+                function = getattr(value, "__func__", value)  # of a static or a class method
+            except Exception:  # a lazy import that says what to install
+                continue
             cells = getattr(function, "__closure__", None) or ()
             inside = [c.cell_contents for c in cells if c != type(c)()]  # an empty cell has no contents
             for candidate in (function, *inside):
