@@ -9,7 +9,6 @@ Counts: answers that are True or False, one for a line. Ignores: what a print wo
 
 from __future__ import annotations
 
-import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -54,7 +53,7 @@ class _Value:
         self.x, self.error, self.looks, self.line = x, error, looks, _line()
 
     def __bool__(self) -> bool:
-        return self.looks.answer(self.x)
+        return self.looks.answer(self.x, self.error)
 
     def __float__(self) -> float:
         raise self.error
@@ -96,11 +95,12 @@ class Looks(TorchFunctionMode):
 
     Args:
         answers: by line; a line that is not in it goes on with True.
+        refused: a line whose look raises, as it does without this mode.
     """
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: Answers, refused: Line | None = None) -> None:
         super().__init__()
-        self.answers = answers
+        self.answers, self.refused = answers, refused
         self.asked: list[Line] = []  # in order, each once
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,9 +112,11 @@ class Looks(TorchFunctionMode):
             value = _Value(args[0].detach(), error, self)
             return value if func is torch.Tensor.item else bool(value)
 
-    def answer(self, x: torch.Tensor) -> bool:
-        """Whether `x` is true on the way that the capture takes."""
+    def answer(self, x: torch.Tensor, error: Exception) -> bool:
+        """Whether `x` is true on the way that the capture takes; `error` is what asking it raised."""
         line = _line()
+        if line == self.refused:
+            raise error
         if line not in self.asked:
             self.asked.append(line)
         expected = self.answers.get(line, True)
@@ -179,8 +181,8 @@ def settle(model: nn.Module, run: Callable[[], object]) -> None:
         run: the forward pass, on fake tensors.
 
     Raises:
-        CaptureError: a line is a branch: its two ways run different ops, or one of them needs data that is not there.
-        Exception: what forward raises whichever way it goes.
+        Exception: a line is a branch: its two ways run different ops, or one of them needs data that is not there; the
+            error is that of its look. Or what forward raises whichever way it goes.
     """
     answers: dict[Line, bool | None] = {}
     while True:
@@ -198,18 +200,18 @@ def settle(model: nn.Module, run: Callable[[], object]) -> None:
             continue
         _, others, error = _tried(run, {**answers, line: False})
         if (error is None and others != ops) or (error is not None and is_data_dependent(error)):
-            raise CaptureError(
-                f"{type(model).__name__} cannot be captured: it looks at the data of a tensor to choose between ops "
-                f"(at {line[0]}:{line[1]}: {linecache.getline(*line).strip()}). Only one fixed sequence of ops can be "
-                "planned; replace the branch by torch.where or by a Python value that is known beforehand."
-            )
+            _, _, asking = _tried(run, answers, refused=line)
+            assert asking is not None
+            raise asking
         if error is None:
             answers[line] = None
     _SETTLED[model] = answers
 
 
-def _tried(run: Callable[[], object], answers: Answers) -> tuple[Looks, list[str], Exception | None]:
-    looks, ops = Looks(answers), _Ops()
+def _tried(
+    run: Callable[[], object], answers: Answers, refused: Line | None = None
+) -> tuple[Looks, list[str], Exception | None]:
+    looks, ops = Looks(answers, refused), _Ops()
     try:
         with looks, ops:
             out = run()
