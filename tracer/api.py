@@ -12,6 +12,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypedDict, TypeVar, Unpack
 
+from tracer.build.loop_options import LOOP_OPTIONS
 from tracer.build.step import SEEDS, BuildStep, check_device, load_spec
 from tracer.torch_api import one_at_a_time, require_torch
 from traces.devices import Device
@@ -38,13 +39,25 @@ class StepOptions(TypedDict, total=False):
     optimizer_impl: str | None  # foreach, fused or for-loop
 
 
+class LoopOptions(TypedDict, total=False):
+    """What the loop does around model, loss and optimizer; None: not given."""
+
+    zero_grad: str | None  # before, after, keep (set to zero, and stay) or none
+    clip_grad_norm: float | None  # the most that the norm of all gradients may be
+    accumulate: int | None  # how often forward and backward run before the optimizer's step
+
+
+class AllOptions(StepOptions, LoopOptions, total=False):
+    """Options of the step and of its loop."""
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def _names_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """The same for Python: what it refuses names arguments where the command would name flags (`inspect.unwrap`)."""
-    arguments = (*signature(function).parameters, *StepOptions.__annotations__)
+    arguments = (*signature(function).parameters, *AllOptions.__annotations__)
     names = "|".join(sorted(arguments, reverse=True)).replace("_", "-")  # batch-size before batch
 
     @wraps(function)
@@ -83,7 +96,7 @@ def trace(
     warmup: int = 2,
     say: Callable[[str], None] | None = None,
     on_round: Callable[[int], None] | None = None,
-    **options: Unpack[StepOptions],
+    **options: Unpack[AllOptions],
 ) -> Trace:
     """Record one training step: `optimizer.zero_grad(); loss(model(x), y).backward(); optimizer.step()`.
 
@@ -118,7 +131,10 @@ def trace(
         say: told what happens, a line each time.
         on_round: of a measurement, told how many rounds are done.
         options: for a model by its name, and for a function that names them: batch_size (examples), seq_len (tokens),
-            image_size (pixels), dtype, dropout, task, attention, use_cache, optimizer_impl.
+        options: for a model by its name, and for a function that names them: batch_size (examples), seq_len (tokens),
+            image_size (pixels), dtype, dropout, task, attention, use_cache, optimizer_impl. For every step, of its
+            loop: zero_grad ("before" forward, "after" the optimizer's step, "keep": to zero, "none"), clip_grad_norm,
+            accumulate (how often forward and backward run before the optimizer's step).
 
     Returns:
         The trace: all sizes in bytes, all times in ns.
@@ -142,7 +158,8 @@ def trace(
         given = {**options, "optimizer": optimizer, "amp": amp, "tf32": tf32}
         build = load_spec(model, given, seed=seed)
     else:
-        build = in_hand(model, batch, loss, optimizer, scaler, options, {"amp": amp, "tf32": tf32}, seed)
+        around = {"amp": amp, "tf32": tf32, **{k: v for k, v in options.items() if k in LOOP_OPTIONS}}
+        build = in_hand(model, batch, loss, optimizer, scaler, options, around, seed)
     tell(f"Capturing {build.model} ...")
     with _no_garbage():
         from tracer.recording import ProfileUse, record_fake, record_real
@@ -192,24 +209,24 @@ def in_hand(
     loss: Any,
     optimizer: Any,
     scaler: Any,
-    options: StepOptions,
-    policy: dict[str, Any],
+    options: AllOptions,
+    around: dict[str, Any],
     seed: int,
 ) -> BuildStep:
     """What builds the step of a model in hand."""
     from torch import nn
 
     from tracer.build.in_hand import InHand
+    from tracer.build.loop_options import parse_around
     from tracer.build.optimizers import check_optimizer
     from tracer.capture.refusals import check_capturable
-    from tracer.precision.policy import parse_policy
 
     if not isinstance(model, nn.Module):
         raise SpecError(
             f"a {type(model).__name__} is no model; give a torch.nn.Module, a name from `trace models`, or "
             '"path/to/file.py:build".'
         )
-    if unknown := [k for k, v in options.items() if v is not None]:
+    if unknown := [k for k, v in options.items() if v is not None and k not in around]:
         raise SpecError(f"{unknown[0]} is for a model by its name; one in hand and its batch have theirs.")
     if batch is None:
         raise SpecError("a model in hand needs an example batch: trace(model, (inputs, targets), loss=...).")
@@ -219,7 +236,7 @@ def in_hand(
         raise SpecError(f"seed {seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}.")
     check_capturable(model)
     held = InHand(model=model, batch=batch, loss=loss, optimizer=optimizer, scaler=scaler)
-    chosen = parse_policy(policy)
+    chosen = parse_around(around)
     return BuildStep(model=held.label, options=chosen, seed=seed, make=held.step, policy=chosen)
 
 

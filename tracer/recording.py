@@ -121,10 +121,15 @@ def record_real(
         fake: the same step on such, if it is recorded already. For the others see `measure`.
 
     Raises:
-        SpecError: a profile is named in a rehearsal.
+        SpecError: the loop accumulates gradients; a profile is named in a rehearsal.
         TraceError: the real step ran other ops than the captured one; the profile that was named is none, or is of
             another device.
     """
+    if (parts := build.policy.get("accumulate", 1)) > 1:
+        raise SpecError(
+            f"--accumulate {parts}: --device measures the ops of a loop of one part. Measure without --accumulate, and "
+            "trace with --target and --accumulate; the measurements are in the device's profile by then."
+        )
     if device.startswith("cuda"):
         set_tf32(build.policy)  # before anything asks whose measurements these are
     identity = identity_here(device)

@@ -156,6 +156,11 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--amp", help="Autocast of forward and loss: bfloat16 or float16; the weights stay float32."),
             click.option("--tf32/--no-tf32", default=None,
                          help="Whether float32 is computed as TF32 on CUDA; default: torch's."),
+            click.option("--zero-grad", help="When gradients go: before (forward; the default), after (the optimizer), "
+                         "keep (they are set to zero and stay) or none (they add up)."),
+            click.option("--clip-grad-norm", type=float, help="Clip the norm of all gradients before the optimizer."),
+            click.option("--accumulate", type=click.IntRange(min=1),
+                         help="Forward and backward so many times, a batch each, before the optimizer."),
             click.option("--dropout", type=float, help="Instead of the model's own dropout probabilities."),
             click.option("--task", help="What a model of hf:CONFIG.json is for: causal-lm, image-classification, ..."),
             click.option("--attention", help="sdpa or eager (transformers)."),

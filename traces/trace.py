@@ -20,6 +20,7 @@ temporaries for a Python reference to go away.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Final
@@ -68,6 +69,8 @@ FLAG_NAMES: Final = {
     VIEW: "view",
     EAGER: "eager",
 }
+FIRST: Final = 1  # in `Untouched.once`
+LATER: Final = 2
 MOST: Final = 1 << 61  # of all sizes, and of all times, together: plans are reckoned with in 64 bits
 FORBIDS_RECOMPUTE: Final = RANDOM | MUTATES | COLLECTIVE | EFFECT | EAGER
 
@@ -122,30 +125,36 @@ class Storages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Untouched:
-    """What one iteration of the untouched loop asks of a GPU's allocator, in order: one row a request."""
+    """What iterations of the untouched loop ask of a GPU's allocator, in order: one row a request.
 
-    block: tuple[int, ...] = ()  # numbers of new blocks, from 0; ~number: that block is given back
+    A block may be given back in the iteration after the one that made it: of two with one number, the older.
+    """
+
+    block: tuple[int, ...] = ()  # numbers of new blocks; ~number: that block is given back
     nbytes: tuple[int, ...] = ()  # of a new block; 0 where one is given back
-    once: tuple[int, ...] = ()  # 1: in the first iteration alone, for good, and without a number (-1)
+    # 0: in every iteration; FIRST: in the first alone, and where it is for good without a number (-1); LATER: in all
+    # others.
+    once: tuple[int, ...] = ()
     phase: tuple[str, ...] = ()  # in which it is asked
 
     def __post_init__(self) -> None:
         if len(self.phase) != len(self.block) or not {*self.phase} <= {*PHASES}:
             raise ValueError("the untouched loop cannot ask in phases that are none")
-        there: set[int] = set()
-        count = 0
-        for block, n, once in zip(self.block, self.nbytes, self.once, strict=True):
-            if once:
-                right = once == 1 and block == -1 and n > 0
-            elif block >= 0:
-                right = block == count and n > 0
-                there.add(block)
-                count += 1
-            else:
-                right = ~block in there and n == 0
-                there.discard(~block)
-            if not right:
-                raise ValueError(f"the untouched loop cannot ask for {n} bytes as block {block}")
+        if not {*self.once} <= {0, FIRST, LATER}:
+            raise ValueError("the untouched loop has first and later iterations, and no others")
+        there: Counter[int] = Counter()
+        for other in (LATER, FIRST, FIRST):  # the first iteration and two later ones
+            for block, n, once in zip(self.block, self.nbytes, self.once, strict=True):
+                if once == other:
+                    continue
+                if n > 0:
+                    right = there[block] < 2 and (block >= 0 or (block == -1 and once == FIRST))
+                    there[block] += block >= 0
+                else:
+                    right = n == 0 and there[~block] > 0
+                    there[~block] -= 1
+                if not right:
+                    raise ValueError(f"the untouched loop cannot ask for {n} bytes as block {block}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +166,7 @@ class TraceMeta:
     batch_size: int = 0
     dtype: str = "float32"
     amp: str = ""  # the dtype of torch.autocast around forward and loss; "": none
+    loop: str = ""  # what the loop does otherwise than the ordinary one, in words; "step()": the user's own
     optimizer: str = ""
     seed: int = 0
     # fake: sizes from fake tensors, times from a roofline; real: measured; rehearsed: allocations by torch's own code

@@ -149,10 +149,10 @@ def parse_cases(data: Mapping[str, Any], *, where: str, root: Path, name: str) -
 
 
 def _case_keys() -> tuple[str, ...]:
+    from tracer.build.loop_options import AROUND_OPTIONS
     from tracer.build.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
-    from tracer.precision.policy import POLICY_OPTIONS
 
-    of_steps = dict.fromkeys((*IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *POLICY_OPTIONS))
+    of_steps = dict.fromkeys((*IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *AROUND_OPTIONS))
     return ("model", "budget", "planner", *(k.replace("_", "-") for k in of_steps))
 
 
@@ -212,7 +212,7 @@ def _expand(table: Mapping[str, Any], place: str, root: Path) -> list[Case]:
 
 
 def _steps(lists: dict[str, list[Any]], place: str, root: Path) -> list[Step]:
-    from tracer.precision.policy import parse_policy
+    from tracer.build.loop_options import parse_around
 
     keys = [k for k in lists if k != "model"]
     steps = []
@@ -229,15 +229,15 @@ def _steps(lists: dict[str, list[Any]], place: str, root: Path) -> list[Step]:
                     flags = ", ".join(t.replace("_", "-") for t in takes)
                     raise SpecError(f"{place}: model {name} takes no {key}; it takes {flags}.")
             with _at(place):  # which `trace` would refuse only after a process has been started
-                parse_policy(dict(options))
+                parse_around(dict(options))
             steps.append(Step(model=name, options=options))
     return steps
 
 
 def _model(model: Any, place: str, root: Path) -> tuple[str, tuple[str, ...] | None]:
     """The model's full name or path, and the options that it takes (None: its own function says)."""
+    from tracer.build.loop_options import AROUND_OPTIONS
     from tracer.build.models import find_model
-    from tracer.precision.policy import POLICY_OPTIONS
 
     if not isinstance(model, str):
         raise SpecError(f"{place}: model = {model!r} must be text.")
@@ -249,7 +249,7 @@ def _model(model: Any, place: str, root: Path) -> tuple[str, tuple[str, ...] | N
         return f"{path}:{function}", None
     with _at(place):
         known = find_model(model)
-    return known.name, (*known.takes, *POLICY_OPTIONS)
+    return known.name, (*known.takes, *AROUND_OPTIONS)
 
 
 def _count(key: str, value: Any, place: str) -> None:

@@ -26,7 +26,7 @@ from tracer.torch_api import (
     record_memory_history,
     replaced,
 )
-from traces.trace import BACKWARD, FORWARD, OPTIMIZER
+from traces.trace import BACKWARD, FORWARD, OPTIMIZER, PHASES
 from traces.warning import PredictionWarning
 
 TORCH: Final = str(Path(torch.__file__).parent) + os.sep  # not torchvision
@@ -68,8 +68,8 @@ class Watch:
     # -- what the loop tells ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """An iteration begins."""
-        self._enter(FORWARD)
+        """An iteration begins. Until a module is called it goes on as the one before it ended, with its gradients."""
+        self._enter(OPTIMIZER if self.iterations else FORWARD)
         self._phases = {}
         self._this_us = _now_us()
 
@@ -77,7 +77,8 @@ class Watch:
         """It ends; the next begins."""
         torch.cuda.synchronize()
         self._take()
-        self.iterations.append(Iteration(phases=dict(self._phases)))
+        phases: dict[str, Peaks] = {p: self._phases[p] for p in PHASES if p in self._phases}
+        self.iterations.append(Iteration(phases=phases))
         self._began_us = self._this_us
         self.begin()
 

@@ -11,14 +11,24 @@ Counts and ignores: of the requests, what `simulator.allocator.reserved` counts 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
 
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 from traces.events import replayed, that_stay
-from traces.trace import BACKWARD, FORWARD, OPTIMIZER, OPTIMIZER_STATE, WORKSPACE, Trace
+from traces.trace import (
+    BACKWARD,
+    FIRST,
+    FORWARD,
+    GRADIENT,
+    LATER,
+    OPTIMIZER,
+    OPTIMIZER_STATE,
+    WORKSPACE,
+    Trace,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +45,9 @@ class Requests:
     ]  # in the first iteration alone: how many requests come before it, and bytes
     count: int  # of the blocks that one iteration asks for
     phases: tuple[tuple[str, int], ...] = ()  # in order, and how many requests come before each
+    # What the first iteration asks in place of that; None: the same. Blocks of one iteration may be given back in the
+    # next.
+    first: Requests | None = None
 
 
 def untouched_requests(trace: Trace) -> Requests | None:
@@ -42,15 +55,27 @@ def untouched_requests(trace: Trace) -> Requests | None:
     of = trace.untouched
     if not of.block:
         return None
-    steady = [k for k, once in enumerate(of.once) if not once]
-    before = list(accumulate((not once for once in of.once), initial=0))
+    residents = Residents.of(trace, gradients=False).first
+    rows = list(zip(of.block, of.nbytes, of.once, of.phase, strict=True))
+    if LATER not in of.once:
+        return _requests_in(rows, residents)
+    first = _requests_in([row for row in rows if row[2] != LATER], residents)
+    return replace(_requests_in([row for row in rows if row[2] != FIRST], residents), first=first)
+
+
+def _requests_in(rows: Sequence[tuple[int, int, int, str]], residents: tuple[int, ...]) -> Requests:
+    """The requests of some rows of Untouched."""
+    for_good = [n > 0 and block < 0 for block, n, _, _ in rows]
+    before = list(accumulate((not f for f in for_good), initial=0))
+    asked = [(block, n) for (block, n, _, _), f in zip(rows, for_good, strict=True) if not f]
+    turns = [k for k, row in enumerate(rows) if not k or rows[k - 1][3] != row[3]]
     return Requests(
-        residents=Residents.of(trace).first,
-        blocks=tuple(of.block[k] for k in steady),
-        sizes=tuple(of.nbytes[k] for k in steady),
-        once=tuple((before[k], n) for k, n in enumerate(of.nbytes) if of.once[k]),
-        count=sum(1 for k in steady if of.block[k] >= 0),
-        phases=tuple((p, before[of.phase.index(p)]) for p in dict.fromkeys(of.phase)),
+        residents=residents,
+        blocks=tuple(block for block, _ in asked),
+        sizes=tuple(n for _, n in asked),
+        once=tuple((before[k], rows[k][1]) for k, f in enumerate(for_good) if f),
+        count=sum(1 for _, n in asked if n),
+        phases=tuple((rows[k][3], before[k]) for k in turns),
     )
 
 
@@ -206,9 +231,11 @@ class Residents:
     ]  # of libraries, and state made later: in the first op that uses them
 
     @classmethod
-    def of(cls, trace: Trace) -> Residents:
+    def of(cls, trace: Trace, *, gradients: bool = True) -> Residents:
+        """Those of a trace; without `gradients`, none that an earlier part of the iteration left or one before it."""
         sts = trace.storages
         residents = [s for s, producer in enumerate(sts.producer) if producer < 0 and sts.nbytes[s]]
+        residents = [s for s in residents if gradients or sts.category[s] != GRADIENT]
         workspaces = _workspaces(trace, residents)
         late = {s for made in workspaces.values() for s in made}
         state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE and s not in late]

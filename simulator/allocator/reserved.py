@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,14 +102,16 @@ def reserved_peak(
     for size in requests.residents:
         allocator.malloc(size)
     figures: list[AllocatorFigures] = []
+    held: dict[int, list[Block]] = {}
     steady = False
     while len(figures) < iterations and not steady:
         before = len(events)
-        whole, phases = _play(requests, allocator, first=not figures)
+        asked = requests if figures or requests.first is None else requests.first
+        whole, phases = _play(asked, allocator, held, first=not figures)
         steady = len(figures) > 0 and len(events) == before
         figures.append(whole)
-    asked = sum(1 for e in events if e.action in ("segment_alloc", "segment_map"))
-    return ReservedFigures(iterations=tuple(figures), segment_requests=asked, steady=steady, phases=phases)
+    grown = sum(1 for e in events if e.action in ("segment_alloc", "segment_map"))
+    return ReservedFigures(iterations=tuple(figures), segment_requests=grown, steady=steady, phases=phases)
 
 
 def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:
@@ -130,9 +132,12 @@ def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:
 
 
 def _play(
-    requests: Requests, allocator: Allocator, *, first: bool
+    requests: Requests, allocator: Allocator, held: dict[int, list[Block]], *, first: bool
 ) -> tuple[AllocatorFigures, dict[str, AllocatorFigures]]:
-    """One iteration: what it comes to, and each phase, with the peaks reset before it."""
+    """One iteration: what it comes to, and each phase, with the peaks reset before it.
+
+    `held` are the blocks by number, the older first: one may be of the iteration before.
+    """
     once = list(reversed(requests.once)) if first else []
     phases = list(reversed(requests.phases))
     parts: list[tuple[str, AllocatorFigures]] = []
@@ -145,20 +150,25 @@ def _play(
         running = phase
 
     allocator.reset_peaks()
-    held: dict[int, Block] = {}
     for k, (block, size) in enumerate(zip(requests.blocks, requests.sizes, strict=True)):
         while phases and phases[-1][1] == k:
             begin(phases.pop()[0])
         while once and once[-1][0] == k:
             allocator.malloc(once.pop()[1])
         if block >= 0:
-            held[block] = allocator.malloc(size)
+            held.setdefault(block, []).append(allocator.malloc(size))
         else:
-            allocator.free(held[~block])
+            allocator.free(held[~block].pop(0))
     while phases:
         begin(phases.pop()[0])
     while once:
         allocator.malloc(once.pop()[1])
     begin("")
+    phases_in_order = dict.fromkeys(phase for phase, _ in parts if phase)
+    return _highest(parts), {p: _highest([part for part in parts if part[0] == p]) for p in phases_in_order}
+
+
+def _highest(parts: Sequence[tuple[str, AllocatorFigures]]) -> AllocatorFigures:
+    """The figures at the end of some stretches of an iteration, with the highest peaks of all of them."""
     peaks = {name: max(getattr(f, name) for _, f in parts) for name in PEAKS}
-    return replace(parts[-1][1], **peaks), {phase: f for phase, f in parts if phase}
+    return replace(parts[-1][1], **peaks)

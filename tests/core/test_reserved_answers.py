@@ -564,7 +564,7 @@ def test_what_the_untouched_loop_asks_decides_what_it_reserves() -> None:
         ((~0,), (0,), (0,)),
         ((0, ~0, ~0), (5, 0, 0), (0, 0, 0)),
         ((0,), (0,), (0,)),
-        ((0,), (5,), (1,)),
+        ((-1,), (5,), (2,)),  # for good, in every later iteration
     ],
 )
 def test_requests_that_cannot_be(block: Any, nbytes: Any, once: Any) -> None:

@@ -36,7 +36,7 @@ from tracer.recording import (  # noqa: E402
     record_real,
 )
 from traces.devices import Device, device  # noqa: E402
-from traces.trace import Trace, Untouched  # noqa: E402
+from traces.trace import FIRST, LATER, Trace, Untouched  # noqa: E402
 
 CPU = device("cpu")
 Make = Callable[[], tuple[Any, Any, Any, Any]]
@@ -261,5 +261,23 @@ def test_requests_add_up_to_the_counted_peak() -> None:
     assert found.peak_requested_bytes == trace.meta.untouched_peak_bytes
 
 
-def test_blocks_that_outlive_their_iteration_leave_no_requests() -> None:
+class Rolling(Replacing):
+    """Puts new tensors in the place of its moments alone."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["m"] = 0.9 * self.state[p].get("m", torch.zeros_like(p)) + 0.1 * p.grad
+            p.data.sub_(self.state[p]["m"])
+
+
+def test_blocks_that_outlive_their_iteration_are_given_back_in_the_next() -> None:
+    trace = on_h100(Rolling)
+    assert {*trace.untouched.once} == {FIRST, LATER}
+    found = untouched_fit(simulate(trace)).reserved
+    assert found is not None
+    assert found.steady
+    assert found.peak_requested_bytes == trace.meta.untouched_peak_bytes
+
+
+def test_what_was_there_before_and_is_replaced_leaves_no_requests() -> None:
     assert on_h100(Replacing).untouched == Untouched()

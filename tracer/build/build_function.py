@@ -48,8 +48,9 @@ from tracer.build.context import (
     rows_with_values,
 )
 from tracer.build.loop import TrainingStep
+from tracer.build.loop_options import AROUND_OPTIONS
 from tracer.build.user_step import UserStep
-from tracer.precision.policy import POLICY_OPTIONS, Autocast, parse_amp
+from tracer.precision.policy import Autocast, parse_amp
 from traces.errors import SpecError
 from traces.model_spec import DEFAULT_FUNCTION, split_reference
 
@@ -162,7 +163,7 @@ class BuildFunction(UserStep):
         anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         named = {n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         # The policy is applied around the function, which need not know of it.
-        options = {k: v for k, v in options.items() if anything or k in named or k not in POLICY_OPTIONS}
+        options = {k: v for k, v in options.items() if anything or k in named or k not in AROUND_OPTIONS}
         refused = [] if anything else [k for k in options if k not in named]
         if refused:
             flag = "--" + refused[0].replace("_", "-")

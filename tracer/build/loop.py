@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from tracer.build.loop_options import AFTER, BEFORE, KEEP, ORDINARY, Loop
 from tracer.precision.policy import OFF, Autocast
 from tracer.torch_api import pytree
 from traces.errors import SpecError
@@ -20,7 +21,7 @@ class TrainingStep:
     """One training iteration, ready to run: `loss_of(model(*args, **kwargs)).backward(); optimizer.step()`.
 
     With `autocast` the model and the loss run under it; with a `scaler` the loss is scaled and the optimizer stepped by
-    it: see `run_step`.
+    it; `loop` says what else happens: see `run_step`.
     """
 
     model: nn.Module
@@ -35,6 +36,7 @@ class TrainingStep:
     autocast: Autocast = OFF
     scaler: torch.amp.GradScaler | None = None
     loss_parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # of a loss that has some, by name
+    loop: Loop = ORDINARY
 
     def loss_of(self, outputs: Any) -> torch.Tensor:
         """The scalar loss for what `model(*args, **kwargs)` returned; SpecError if it is not a scalar."""
@@ -64,7 +66,9 @@ def run_step(
     optimizer: torch.optim.Optimizer | None,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> torch.Tensor:
-    """One iteration of the ordinary loop, under the step's autocast and with its scaler; returns the loss.
+    """One iteration of the step's loop, under its autocast and with its scaler; returns the last loss.
+
+    Each of several parts that accumulate gradients runs on the same batch, and its loss is divided by their number.
 
     Args:
         step: what to run.
@@ -72,24 +76,40 @@ def run_step(
         optimizer: None leaves the parameters as they are.
         on_phase: told when forward, backward and the optimizer begin.
     """
-    for p in (*step.model.parameters(), *step.loss_parameters.values(), *step.tensors()):
-        p.grad = None  # a tensor of the batch may want one too; the next batch comes without
-    on_phase(FORWARD)
-    with step.autocast.region():
-        loss = step.loss_of(model(*step.args, **step.kwargs))
-    on_phase(BACKWARD)
-    if step.scaler is None:
-        loss.backward()
-    else:
-        step.scaler.scale(loss).backward()
+    loop, scaler = step.loop, step.scaler
+    trained = (*step.model.parameters(), *step.loss_parameters.values())
+    # A tensor of the batch may want a gradient too; the next batch comes without.
+    forget_gradients((*trained, *step.tensors()) if loop.zero_grad == BEFORE else step.tensors())
+    for _ in range(loop.accumulate):
+        on_phase(FORWARD)
+        with step.autocast.region():
+            loss = step.loss_of(model(*step.args, **step.kwargs))
+        if loop.accumulate > 1:
+            loss = loss / loop.accumulate
+        on_phase(BACKWARD)
+        (loss if scaler is None else scaler.scale(loss)).backward()
     on_phase(OPTIMIZER)
+    if loop.clip_grad_norm is not None:
+        if scaler is not None and optimizer is not None:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(trained, loop.clip_grad_norm)
     if optimizer is not None:
-        if step.scaler is None:
+        if scaler is None:
             optimizer.step()
         else:
-            step.scaler.step(optimizer)
-            step.scaler.update()
+            scaler.step(optimizer)
+            scaler.update()
+    if loop.zero_grad == AFTER:
+        forget_gradients(trained)
+    elif loop.zero_grad == KEEP:
+        torch._foreach_zero_([p.grad for p in trained if p.grad is not None])
     return loss
+
+
+def forget_gradients(tensors: Iterable[torch.Tensor]) -> None:
+    """What `zero_grad(set_to_none=True)` does."""
+    for x in tensors:
+        x.grad = None
 
 
 def fit_tangent(given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

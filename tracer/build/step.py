@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from tracer.precision.policy import FLOAT16, Autocast, parse_policy, set_tf32
+from tracer.build.loop_options import loop_of, parse_around
+from tracer.precision.policy import FLOAT16, Autocast, set_tf32
 from traces.errors import SpecError
 from traces.model_spec import IN_HAND, is_build_function
 
@@ -33,7 +34,7 @@ class BuildStep:
     options: dict[str, Any]
     seed: int
     make: Callable[[str], TrainingStep]  # device -> step
-    policy: dict[str, Any] = field(default_factory=dict)  # of `options`, those of `tracer.precision.policy`
+    policy: dict[str, Any] = field(default_factory=dict)  # of `options`, those of `tracer.build.loop_options`
 
     def __call__(self, device: str = "cpu", *, optimizer_as_on: str = "") -> TrainingStep:
         """Build the step on `device`, from the same seed every time.
@@ -83,7 +84,8 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
         model: a name that `tracer.build.models.list_models` lists, or "path/to/file.py:function" (without ":function"
             the function is `build`).
         options: batch_size, seq_len, image_size, optimizer, optimizer_impl, dtype, dropout, task, attention, use_cache,
-            amp, tf32; None as a value means "not given". A user's function gets those that its signature names.
+            amp, tf32, zero_grad, clip_grad_norm, accumulate; None as a value means "not given". A user's function gets
+            those that its signature names.
         seed: of torch's and Python's random generators, set before each build.
 
     Raises:
@@ -100,7 +102,7 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     if not SEEDS[0] <= seed <= SEEDS[1]:
         raise SpecError(f"--seed {seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}.")
     given = {k: v for k, v in (options or {}).items() if v is not None}
-    policy = parse_policy(given)
+    policy = parse_around(given)
     given |= policy
     if is_build_function(model):
         from tracer.build.build_function import BuildFunction
@@ -120,7 +122,7 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
 
     Args:
         step: as it was built.
-        policy: what `parse_policy` returned.
+        policy: what `parse_around` returned.
         device: where the step's tensors are.
         as_on: "cuda" if CPU tensors stand for those of a GPU.
     """
@@ -141,6 +143,7 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
         autocast=Autocast(dtype=dtype, kind=kind, lists=lists),
         scaler=scaler,
         options={**step.options, **policy},
+        loop=loop_of(policy),
     )
 
 

@@ -128,6 +128,8 @@ def result_bytes(func: Any, args: Sequence[Any], result: torch.Tensor) -> int:
 
     nbytes = int(result.untyped_storage().nbytes())
     name = str(func)
+    if name == EFFICIENT_ATTENTION and result.dtype is torch.int64 and len(args) > 5 and args[5] > 0:
+        return 0
     if name in RESIZED_INPUT:
         nbytes = max(nbytes, args[0].numel() * result.element_size())
     if name in RESIZED and (len(args) <= RESIZED[name] or args[RESIZED[name]] != 0):  # 0: not reduced
@@ -140,6 +142,9 @@ def result_bytes(func: Any, args: Sequence[Any], result: torch.Tensor) -> int:
             nbytes = nbytes // result.element_size() * given[0].element_size()
     return nbytes
 
+
+# With dropout its seed and its offset are on the CPU, outside of a CUDA graph (transformers/cuda/attention.cu).
+EFFICIENT_ATTENTION: Final = "aten._scaled_dot_product_efficient_attention.default"
 
 # Ops that read only as much of their (first) input as they write.
 GATHERS: Final = frozenset({"embedding", "index", "gather", "index_select"})

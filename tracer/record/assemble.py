@@ -1,12 +1,14 @@
 """Record the loss code and the optimizer around a captured model, and put all ops of the step in order.
 
-The ordinary loop runs twice on fake tensors with a stand-in for the model that returns outputs and gradients of the
-right layout; the second round is recorded, when the optimizer has its state.
+The loop runs twice on fake tensors with a stand-in for the model that returns outputs and gradients of the right
+layout; the second round is recorded, when the optimizer has its state, from the last call of the model on. Gradients
+that are there by then, of earlier calls or iterations, exist throughout the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,10 +57,18 @@ def assemble(
     parameters = dict(step.model.named_parameters())
     recorder = EagerRecorder(storages, next(iter(parameters.values())).device.type)
     stub = _Stub(program, recorder, parameters)
+    gradients: set[int] = set()
+
+    def begin(phase: str) -> None:
+        if phase == OPTIMIZER and recorder.active:
+            gradients.update(_gradients(step, recorder))
+        recorder.begin(phase)
+
     with mode, explained(step.name), cuda_words(captured.target):
         first_update = _FirstUpdate(step)
         with recorder, recorder.paused(), first_update:
             run_step(step, stub, step.optimizer, recorder.begin)
+        calls, stub.calls = stub.calls, 0
         buffers = dict(step.model.named_buffers())
         for k, name in enumerate(captured.parameters):
             recorder.know(parameters[name], k)
@@ -78,11 +88,20 @@ def assemble(
             recorder.id_of(x, replace(row, nbytes=0) if elsewhere else row)
         for number, x in enumerate(scaler_tensors(step.scaler)):
             recorder.id_of(x, recorder.row(x, f"gradient scaler state {number}", OPTIMIZER_STATE))
-        with recorder:
-            run_step(step, stub, step.optimizer, recorder.begin)
+        with recorder, contextlib.ExitStack() as until_last:
+            until_last.enter_context(recorder.paused())
+
+            def last_call() -> None:
+                for name, p in _parameters(step).items():
+                    if p.grad is not None:  # from an earlier part, or an earlier iteration
+                        recorder.id_of(p.grad, recorder.row(p.grad, f"gradient of {name}", GRADIENT))
+                until_last.close()
+
+            stub.told = {calls: last_call}
+            run_step(step, stub, step.optimizer, begin)
             recorder.look()
     recorder.late_state = 0 <= first_update.held < len(optimizer_tensors(step.optimizer))
-    return _arrange(step, mode, program, recorder, stub, target, meta, costs)
+    return _arrange(step, mode, program, recorder, stub, gradients, target, meta, costs)
 
 
 class _FirstUpdate(TorchDispatchMode):
@@ -123,6 +142,8 @@ class _Stub:
         self.parameters = [parameters[n] for n in captured.parameters]
         self.tangents: list[int] = []  # storages that the model's backward reads as its tangents
         self.rows_before_backward = 0  # eager rows recorded before the model's backward begins
+        self.calls = 0
+        self.told: dict[int, Callable[[], None]] = {}  # at which call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         captured, program, recorder = self.program.captured, self.program, self.recorder
@@ -162,6 +183,8 @@ class _Stub:
                         recorder.know(x, program.storage_of[g][0], watch=True)
                 return tuple(grads)
 
+        self.calls += 1
+        self.told.get(self.calls, lambda: None)()
         self.tangents = []
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         return captured.outputs_from(Model.apply(*self.parameters, *given))
@@ -192,6 +215,7 @@ def _arrange(
     program: Program,
     recorder: EagerRecorder,
     stub: _Stub,
+    gradients: set[int],
     target: Device,
     meta: TraceMeta,
     costs: Costs,
@@ -218,7 +242,7 @@ def _arrange(
 
     last_forward_graph = n_forward - 1
     stay = {s for s in recorder._watched if storages[s].producer >= 0}
-    replaced = _replacements(recorder, stay - _gradients(step, recorder))
+    replaced = _replacements(recorder, stay - gradients)
     for s, k in recorder.died_after.items():
         if storages[s].producer < 0:
             continue
@@ -287,7 +311,11 @@ def _replacements(recorder: EagerRecorder, stay: set[int]) -> dict[int, tuple[in
     """
     storages = recorder.storages
     found: dict[int, tuple[int, int]] = {}
-    gone = [(k, s) for s, k in recorder.died_after.items() if storages[s].producer < 0]
+    gone = [
+        (k, s)
+        for s, k in recorder.died_after.items()
+        if storages[s].producer < 0 and storages[s].category != GRADIENT
+    ]
     for k, s in sorted(gone):
         heir = min((t for t in stay - found.keys() if storages[t].nbytes == storages[s].nbytes), default=None)
         if heir is not None:

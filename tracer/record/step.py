@@ -38,7 +38,7 @@ from tracer.record.assemble import assemble
 from tracer.record.draft import Draft
 from tracer.record.program import Program, program_of
 from tracer.record.sketch import sketch
-from tracer.torch_api import FakeTensorMode, pytree
+from tracer.torch_api import FakeTensorMode, pytree, replaced
 from traces.devices import Device
 from traces.errors import CaptureError
 from traces.trace import TraceMeta
@@ -173,14 +173,17 @@ def trace_step(
 
 @contextlib.contextmanager
 def fake_mode(again: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
-    """A fake mode that survives `copy.deepcopy` of its tensors (torch's own transformer stacks copy their layers).
+    """A fake mode that survives `copy.deepcopy` of its tensors (torch's own transformer stacks copy their layers), and
+    in which gradients are clipped as lists, as real ones are on a CPU and on a GPU.
 
     Args:
         again: the mode of an earlier call, to go on with its tensors.
     """
     mode: Any = again or FakeTensorMode(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda memo: mode
-    with mode, copies_of_constants(), warnings.catch_warnings():
+    clips = torch.nn.utils.clip_grad
+    lists = replaced(clips, _has_foreach_support=lambda tensors, device: True)
+    with mode, copies_of_constants(), lists, warnings.catch_warnings():
         # The copy looks at a data pointer, which fake tensors answer with a warning.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield mode
@@ -202,6 +205,7 @@ def header(
         batch_size=step.batch_size,
         dtype=_dtype(step),
         amp=step.autocast.dtype,
+        loop=str(step.loop),
         optimizer=describe_optimizer(step.optimizer),
         seed=build.seed,
         mode="fake",

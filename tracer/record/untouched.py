@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tracer.build.cuda_words import cuda_words
-from tracer.build.loop import TrainingStep, run_step
+from tracer.build.loop import TrainingStep, forget_gradients, run_step
 from tracer.capture.capture import forward_once
 from tracer.capture.cuda.gpu import gpu_kernels, results
 from tracer.costs.calibration import Costs
@@ -36,10 +37,11 @@ from tracer.torch_api import current_autograd_node, storage_expired, storage_use
 from traces.devices import Device
 from traces.errors import LowtideError
 from traces.events import replayed
-from traces.trace import BACKWARD, OPTIMIZER, OPTIMIZER_STATE, Untouched
+from traces.trace import BACKWARD, FIRST, LATER, OPTIMIZER, OPTIMIZER_STATE, Untouched
 
 aten = torch.ops.aten
 NO_NODE: Final = -1  # of autograd
+Ask = tuple[int, int, int, str]  # a row of Untouched
 # What autograd's own code writes in place, but not where tensors are fake (at::isTensorSubclassLike): its sums of
 # gradients (torch/csrc/autograd/input_buffer.cpp, accumulate), formulas (FunctionsManual.cpp, gather_backward).
 IN_PLACE: Final = {
@@ -50,6 +52,8 @@ IN_PLACE: Final = {
 }
 
 MOST_OPS: Final = 20_000  # of a step that is counted: the work grows with the square
+MOST_PARTS: Final = 3  # of those that accumulate gradients: the third and all further ones ask the same
+ITERATIONS: Final = 3  # what the second gives back is the first's; the third and all further ones are alike
 
 
 def count_untouched(draft: Draft, costs: Costs) -> tuple[int, Untouched]:
@@ -72,12 +76,13 @@ def count_untouched(draft: Draft, costs: Costs) -> tuple[int, Untouched]:
 
     def run() -> None:
         nonlocal peak_bytes, requests
+        shortened = replace(step, loop=replace(step.loop, accumulate=min(step.loop.accumulate, MOST_PARTS)))
         counter = _Counter(draft, costs)
-        with step.autocast.region():  # the model makes what it keeps from step to step
-            step.loss_of(step.model(*step.args, **step.kwargs))
-        with counter:
-            counter.start(step)
-            run_step(step, step.model, step.optimizer, counter.begin)
+        if not step.loop.gradients_stay:
+            _one_iteration(shortened, counter)
+        if step.loop.gradients_stay or not counter.complete:
+            counter = _Counter(draft, costs)
+            _from_the_first(shortened, counter)
         peak_bytes, requests = counter.peak_bytes, counter.requests()
 
     with fake_mode(draft.mode), cuda_words(gpu), _ops_of(gpu):
@@ -86,6 +91,31 @@ def count_untouched(draft: Draft, costs: Costs) -> tuple[int, Untouched]:
         except LowtideError:
             return 0, Untouched()
     return peak_bytes, requests
+
+
+def _one_iteration(step: TrainingStep, counter: _Counter) -> None:
+    """Count a steady iteration that leaves nothing to the next but gradients and the loss, which go first there. The
+    first differs from it in what comes to stay: the optimizer's state, libraries' workspaces."""
+    with step.autocast.region():  # the model makes what it keeps from step to step
+        step.loss_of(step.model(*step.args, **step.kwargs))
+    forget_gradients((*step.model.parameters(), *step.loss_parameters.values()))
+    with counter:
+        counter.start(step)
+        run_step(step, step.model, step.optimizer, counter.begin)
+        counter.end()
+
+
+def _from_the_first(step: TrainingStep, counter: _Counter) -> None:
+    """Count iterations from the first on, until one is as the one before it was."""
+    forget_gradients((*step.model.parameters(), *step.loss_parameters.values()))
+    if step.optimizer is not None:
+        step.optimizer.state.clear()
+    with counter:
+        counter.start(step)
+        for _ in range(ITERATIONS):
+            counter.begin_iteration()
+            run_step(step, step.model, step.optimizer, counter.begin)
+            counter.end_iteration(step.optimizer)
 
 
 @contextlib.contextmanager
@@ -126,7 +156,7 @@ class _Counter(EagerRecorder):
         self._ops = 0
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._maker: dict[int, int] = {}  # storage -> the node of autograd that was running
-        self._asks: list[tuple[int, int, int, str]] = []  # the rows of Untouched
+        self._asks: list[Ask] = []
         self._residents: frozenset[int] = frozenset()  # storages that are there before the step
         self._blocks: dict[int, int] = {}  # storage -> its block
         self._block_count = 0
@@ -136,6 +166,7 @@ class _Counter(EagerRecorder):
         ]
         self._state: dict[int, int] = {}  # storage of the optimizer's state -> bytes
         self._late_state = any(r.category == OPTIMIZER_STATE and r.used_from >= 0 for r in draft.storages)
+        self._marks: list[tuple[int, int]] = []  # where iterations begin: so many rows and blocks come before
 
     def start(self, step: TrainingStep) -> None:
         """The step is complete and nothing of it has run: what is there now stays."""
@@ -165,14 +196,40 @@ class _Counter(EagerRecorder):
     def _ask_for_state(self, storages: Iterable[int]) -> None:
         self._asks += [(-1, self._state.pop(key), 1, OPTIMIZER) for key in storages if key in self._state]
 
+    @property
+    def complete(self) -> bool:
+        """Whether all that was there before the iteration is there still; not so where an optimizer replaces its
+        state, and a block goes from one iteration to the next."""
+        return self._residents <= self._made.keys()
+
+    def end(self) -> None:
+        """The only iteration has ended. Gradients and the loss are given back when the next begins, before all else."""
+        self._ask_for_the_rest()
+        self._asks += [(~b, 0, 0, OPTIMIZER) for b in self._blocks.values()]
+
+    def begin_iteration(self) -> None:
+        """One of several begins."""
+        self._release()
+        self._marks.append((len(self._asks), self._block_count))
+        self._ops, self.peak_bytes = 0, self._live_bytes
+
+    def end_iteration(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """It ends; what the optimizer made on the CPU is none of the GPU's."""
+        self.look()
+        self._ask_for_the_rest()
+        for x in optimizer_tensors(optimizer) if self.target.kind == "cuda" else ():
+            block = self._blocks.pop(storage_key(x), None) if stays_on_cpu(x, optimizer) else None
+            if block is not None:
+                self._asks = [a for a in self._asks if a[0] != block]
+                self._live_bytes -= self._made[storage_key(x)][1]
+                self._made[storage_key(x)] = (self._made[storage_key(x)][0], 0)
+
     def requests(self) -> Untouched:
-        """What was asked of the allocator, on a GPU; nothing if a block went from one iteration to the next, as where
-        an optimizer replaces its state: a list of one iteration's requests cannot say so."""
-        if self.target.kind != "cuda" or not self._residents <= self._made.keys():
+        """What was asked of the allocator, on a GPU; nothing if the last of several iterations was not as the one
+        before it, or one gave back what was there before all of them, as parameters."""
+        if self.target.kind != "cuda" or not self.complete:
             return Untouched()
-        # Gradients and the loss are given back when the next iteration begins, before all else.
-        end = [(~b, 0, 0, OPTIMIZER) for b in self._blocks.values()]
-        rows = [*self._asks, *((-1, n, 1, OPTIMIZER) for _, _, n in self._workspaces), *end]
+        rows = self._asks if not self._marks else _repeating(self._asks, self._marks)
         block, nbytes, once, phase = zip(*rows, strict=True) if rows else ((), (), (), ())
         return Untouched(block=block, nbytes=nbytes, once=once, phase=phase)
 
@@ -253,6 +310,11 @@ class _Counter(EagerRecorder):
             self._workspaces.remove(w)
             self._asks.append((-1, w[2], 1, self.phase))
 
+    def _ask_for_the_rest(self) -> None:
+        """What a library keeps whose first op did not run comes in the end."""
+        self._asks += [(-1, w[2], 1, OPTIMIZER) for w in self._workspaces]
+        self._workspaces = []
+
     def _events(self, func: Any, args: Any, kwargs: Any, out: Any, created: int) -> tuple[int, ...]:
         """What an op allocates and frees, as far as that is known."""
         if not created and not func._schema.is_mutable:
@@ -265,6 +327,45 @@ class _Counter(EagerRecorder):
             signature=of_call(func, args, kwargs, out),
         )
         return self.costs.of(row, created, self.target).events
+
+
+def _repeating(asks: list[Ask], marks: list[tuple[int, int]]) -> list[Ask]:
+    """The rows of Untouched of three iterations: those of the first, and those of the third for all later ones.
+
+    A block of the third has its number by the order there. What an iteration gives back of the one before it has, in
+    the one before it, the number that it has in that order; so the first's blocks get theirs from what the second gives
+    back of them where the third gives back the second's.
+
+    Returns:
+        None at all if the second and the third do not ask alike.
+    """
+    (one, _), (two, second), (three, third) = marks
+    count = third - second
+    later, last = asks[two:three], asks[three:]
+    number: dict[int, int] = {}  # of the first's blocks
+    rows = []
+    for (old, old_bytes, *_), (new, new_bytes, _, phase) in zip(later, last, strict=False):
+        if old_bytes or new_bytes:
+            same = old_bytes == new_bytes and old - second == new - third
+            block = new - third
+        else:
+            old, new = ~old, ~new
+            same = new >= second and (old - second == new - third or (old < second and new < third))
+            block = new - third if new >= third else new - second
+            if new < third:
+                number[old] = block
+            block = ~block
+        if not same:
+            return []
+        rows.append((block, new_bytes, LATER, phase))
+    if len(later) != len(last):
+        return []
+    first = []
+    for block, n, _, phase in asks[one:two]:
+        of = block if n else ~block
+        named = -1 if n and block < 0 else number.get(of, count + of)
+        first.append((named if n else ~named, n, FIRST, phase))
+    return [*first, *rows]
 
 
 def _of_autograd() -> bool:

@@ -1,0 +1,57 @@
+"""What is predicted of loops is what torch's own code takes on the null driver, to the byte, in every iteration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from executor.rehearsal.run import rehearse
+from simulator import api
+from simulator.studies.loop_peaks import untouched_peaks
+from tracer import trace
+
+pytestmark = pytest.mark.rehearsal
+GPU = "h100"
+LANGUAGE = {"batch_size": 2, "seq_len": 64, "optimizer": "adamw"}
+MODELS: dict[str, dict[str, Any]] = {
+    "resnet18": {"batch_size": 8},
+    "gpt2-tiny": LANGUAGE,
+    "bert-tiny": LANGUAGE,
+}
+LOOPS: dict[str, dict[str, Any]] = {
+    "before": {},
+    "after": {"zero_grad": "after"},
+    "keep": {"zero_grad": "keep"},
+    "none": {"zero_grad": "none", "clip_grad_norm": 1.0},
+    "accumulate": {"accumulate": 2},
+    "accumulate and clip": {"accumulate": 4, "clip_grad_norm": 1.0, "zero_grad": "after"},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_predicted_is_rehearsed(model: str, loop: str) -> None:
+    """Requested, in blocks and reserved."""
+    check(model, {**MODELS[model], **LOOPS[loop]})
+
+
+@pytest.mark.parametrize("model", ["resnet18", "bert-tiny"])
+def test_predicted_is_rehearsed_in_bfloat16(model: str) -> None:
+    """The casts of weights go when autocast ends."""
+    check(model, {**MODELS[model], "amp": "bfloat16"})
+
+
+def check(model: str, options: dict[str, Any]) -> None:
+    predicted = untouched_peaks(api.simulate(trace(model, target=GPU, profile=False, **options)))
+    found = rehearse(model, GPU, options=options, script=False, iterations=4)
+    for k, iteration in enumerate(found.iterations):
+        ours, theirs = predicted.iterations[min(k, len(predicted.iterations) - 1)], iteration.peaks
+        assert ours.peak_allocated_bytes == theirs.requested_bytes
+        assert ours.peak_block_bytes == theirs.allocated_bytes
+        assert ours.peak_reserved_bytes == theirs.reserved_bytes
+    for phase, theirs in found.iterations[-1].phases.items():
+        assert predicted.phases[phase].peak_allocated_bytes == theirs.requested_bytes, phase

@@ -1,0 +1,208 @@
+"""Loops that differ from the ordinary one: their peaks on the CPU are the predicted ones, to the byte."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.profiler import record_function  # noqa: E402
+
+from executor import apply_plan  # noqa: E402
+from executor.measure import _ITERATION, peaks_of  # noqa: E402
+from executor.verify import verify  # noqa: E402
+from simulator.api import simulate  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from tests.torch.steps import plan_of, recompute_all, step_of  # noqa: E402
+from tracer import trace  # noqa: E402
+from tracer.build.loop import run_step  # noqa: E402
+from tracer.build.loop_options import parse_around  # noqa: E402
+from tracer.build.step import BuildStep, load_spec  # noqa: E402
+from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
+from traces.devices import device  # noqa: E402
+from traces.errors import SpecError  # noqa: E402
+from traces.plan import Plan  # noqa: E402
+from traces.trace import FIRST, GRADIENT, Trace  # noqa: E402
+
+CPU = device("cpu")
+ITERATIONS = 4
+LOOPS: dict[str, dict[str, Any]] = {
+    "before": {},
+    "after": {"zero_grad": "after"},
+    "keep": {"zero_grad": "keep"},
+    "none": {"zero_grad": "none"},
+    "clip": {"clip_grad_norm": 1.0},
+    "accumulate": {"accumulate": 3},
+    "all at once": {"accumulate": 2, "clip_grad_norm": 0.5, "zero_grad": "keep"},
+}
+
+
+class Wide(nn.Module):
+    """Its weights outweigh what forward saves, so that gradients decide the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.c(self.b(self.a(x).relu()).relu())
+        return y
+
+
+class Tall(nn.Module):
+    """What forward saves outweighs its weights; one of them is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.a(self.norm(self.a(x).relu())).square()
+        return y
+
+
+def wide() -> tuple[Any, ...]:
+    model = Wide()
+    batch = (torch.randn(8, 64), torch.randn(8, 64))
+    return model, batch, functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def tall() -> tuple[Any, ...]:
+    model = Tall()
+    batch = (torch.randn(512, 32), torch.randn(512, 32))
+    return model, batch, functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def looped(make: Callable[[], tuple[Any, ...]], options: dict[str, Any]) -> BuildStep:
+    around = parse_around(options)
+    return BuildStep(
+        model="test", options=around, seed=0, make=lambda _device: step_of(*make()), policy=around
+    )
+
+
+def measured_peaks(build: BuildStep, plan: Plan | None = None) -> list[int]:
+    """Of each iteration, by the CPU allocator's own account."""
+    gc.collect()
+    with memory_profiler() as prof:
+        step = build("cpu")
+        model = step.model if plan is None else apply_plan(step.model, plan)
+        for k in range(ITERATIONS):
+            with record_function(f"{_ITERATION} {k}"):
+                run_step(step, model, step.optimizer)
+    assert prof.profiler is not None
+    return peaks_of(prof.profiler.kineto_results.experimental_event_tree(), ITERATIONS)[0]
+
+
+def recorded(build: BuildStep) -> Trace:
+    return record_fake(build, CPU, ProfileUse(off=True))
+
+
+@pytest.mark.parametrize("make", [wide, tall])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_peaks_are_those_that_were_predicted(make: Any, loop: str) -> None:
+    """Of the untouched step as it is counted, of the planned one as it is replayed."""
+    build = looped(make, LOOPS[loop])
+    found = recorded(build)
+    assert found.meta.untouched_peak_bytes == measured_peaks(build)[-1]
+    problem = Problem(found)
+    plan = plan_of(found, *recompute_all(problem))
+    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == measured_peaks(build, plan)[-1]
+
+
+def test_gradients_of_earlier_parts_are_there_in_forward() -> None:
+    build = looped(wide, {"accumulate": 2})
+    found = recorded(build)
+    weights = sum(4 * p.numel() for p in Wide().parameters())
+    resident = found.summary()["resident_bytes"]
+    assert resident[GRADIENT] == weights
+    assert resident.keys() - recorded(looped(wide, {})).summary()["resident_bytes"].keys() == {GRADIENT}
+    forward = Problem(found).saved.timeline.peak_bytes[0]
+    assert forward >= found.resident_bytes
+
+
+def test_the_loop_is_in_the_header() -> None:
+    assert recorded(looped(tall, {})).meta.loop == ""
+    said = recorded(looped(tall, {"accumulate": 2, "clip_grad_norm": 1.0}))
+    assert said.meta.loop == "clip_grad_norm 1.0, accumulate 2"
+    assert said.meta.options == {"accumulate": 2, "clip_grad_norm": 1.0}
+
+
+def test_a_plan_trains_in_the_loop_that_it_was_made_for() -> None:
+    """The loop comes with the plan's options, and both sides run it: bit for bit."""
+    build = looped(wide, LOOPS["all at once"])
+    found = recorded(build)
+    plan = plan_of(found, *recompute_all(Problem(found)))
+    outcome = verify(build, plan, "cpu", 3)
+    assert outcome.bit_equal
+    assert outcome.losses != verify(looped(wide, {}), plan, "cpu", 3).losses
+
+
+def test_a_loop_of_one_part_is_measured_op_by_op() -> None:
+    build = looped(wide, {"clip_grad_norm": 1.0, "zero_grad": "keep"})
+    found = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    assert found.meta.untouched_peak_bytes == measured_peaks(build)[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"zero_grad": "later"}, "--zero-grad 'later' is unknown"),
+        ({"clip_grad_norm": 0.0}, "--clip-grad-norm 0.0 must be"),
+        ({"accumulate": 0}, "--accumulate 0 must be"),
+    ],
+)
+def test_what_is_no_loop_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        load_spec("resnet18", options)
+
+
+def test_parts_are_not_measured_op_by_op() -> None:
+    with pytest.raises(SpecError, match="--accumulate"):
+        record_real(looped(wide, {"accumulate": 2}), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+
+
+def test_a_loop_around_a_model_in_hand() -> None:
+    model, batch, loss, optimizer = tall()
+    found = trace(model, batch, loss, optimizer, accumulate=2, profile=False)
+    assert found.meta.loop == "accumulate 2"
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100"])
+def test_what_clips_gradients_takes_lists_of_them(target: str) -> None:
+    found = record_fake(looped(wide, {"clip_grad_norm": 1.0}), device(target), ProfileUse(off=True))
+    assert "aten._foreach_norm.Scalar" in found.ops.target
+
+
+def test_requests_of_the_first_and_of_later_iterations(tmp_path: Path) -> None:
+    """Where gradients stay, the first iteration makes them, and later ones add to them."""
+    from traces import store
+
+    found = record_fake(looped(wide, {"zero_grad": "keep"}), device("h100"), ProfileUse(off=True))
+    assert {*found.untouched.once} == {1, 2}
+    reserved = untouched_reserved(found)
+    assert reserved.steady
+    assert reserved.peak_requested_bytes == found.meta.untouched_peak_bytes
+    left = dict[int, int]()
+    for block, n, once in zip(
+        found.untouched.block, found.untouched.nbytes, found.untouched.once, strict=True
+    ):
+        if once == FIRST and block != -1:
+            left |= {block: n} if n else {~block: 0}
+    weights = sum(4 * p.numel() for p in Wide().parameters())
+    assert sum(left.values()) == 2 * weights  # gradients and momentum; the loss has gone
+    store.save(found, tmp_path / "t")
+    assert store.load(tmp_path / "t").untouched == found.untouched
+
+
+def untouched_reserved(found: Trace) -> Any:
+    from simulator.studies.prediction import untouched_fit
+
+    return untouched_fit(simulate(found)).reserved
