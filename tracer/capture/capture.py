@@ -291,8 +291,7 @@ def _normalise(gm: fx.GraphModule, notes: dict[str, Any], *, on_gpu: bool) -> Ca
         mutations = put_cudnn(graph, mutations)
     _write_buffers(graph, mutations)
     _drop_unused(graph)
-    graph.lint()
-    gm.recompile()
+    graph.lint()  # nobody calls the module, so its code is not written anew
     forward, backward = _phases(graph)
     out_nodes, param_grads, input_grads = result.args[0]
     return Captured(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -56,10 +57,20 @@ def storage_row(x: torch.Tensor, name: str, category: str, producer: int = -1) -
 
 def overwritten(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments of a call (tensors, or nodes that stand for them) that the op overwrites, by its schema."""
+    written = _written(func)
+    return (
+        pytree.tree_leaves([args[k] if k < len(args) else kwargs.get(name) for k, name in written])
+        if written
+        else []
+    )
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an op overwrites."""
     schema = getattr(func, "_schema", None)
     arguments = enumerate(schema.arguments if schema is not None else ())
-    written = ((k, a) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    return pytree.tree_leaves([args[k] if k < len(args) else kwargs.get(a.name) for k, a in written])
+    return tuple((k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def storage_key(x: torch.Tensor) -> int:
@@ -68,8 +79,15 @@ def storage_key(x: torch.Tensor) -> int:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors anywhere in a value."""
-    return (x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+    """The tensors in what an op takes or returns, in order: alone, or in tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for x in value:
+            yield from tensors_in(x)
+    elif isinstance(value, dict):
+        for x in value.values():
+            yield from tensors_in(x)
 
 
 def tables_of(
