@@ -20,7 +20,6 @@ import click
 from simulator.core.limits import DEFAULTS, Constraints
 from simulator.core.selectors import check_selectors
 from traces.commands import echo, report_option
-from traces.errors import SpecError
 from traces.plan import ALLOCATED, RESERVED
 
 Command = Callable[..., None]
@@ -39,9 +38,6 @@ class FiniteSeconds(click.FloatRange):
 
 
 SECONDS_HELP: Final = "After so much processor time a planner that searches stops improving its plan."
-CONSTRAINTS_HELP: Final = (
-    "A file with a line for each constraint, such as `never layers.*.attn :: aten.mm.default`."
-)
 SEARCH: Final = (
     click.option(
         "--seconds", type=FiniteSeconds(min=0), default=DEFAULTS.seconds, show_default=True, help=SECONDS_HELP
@@ -58,7 +54,6 @@ SEARCH: Final = (
         metavar="SELECTOR",
         help="Ops whose values must be saved; may be repeated.",
     ),
-    click.option("--constraints", type=click.Path(path_type=Path), metavar="FILE", help=CONSTRAINTS_HELP),
 )
 PLANNER: Final = click.option("--planner", help="Which planner (default: search; see `simulate planners`).")
 ALLOC_CONF: Final = click.option(
@@ -114,14 +109,9 @@ def _planner(planner: str | None) -> str | None:
     return planner
 
 
-def _planning(
-    seconds: float, seed: int, never: tuple[str, ...], always_keep: tuple[str, ...], constraints: Path | None
-) -> Words:
-    given = Constraints(never=never, always_keep=always_keep)
-    if constraints is not None:
-        given = read_constraints(constraints, given)
-    check_selectors(given)
-    return {"seconds": seconds, "seed": seed, "never": given.never, "always_keep": given.always_keep}
+def _planning(seconds: float, seed: int, never: tuple[str, ...], always_keep: tuple[str, ...]) -> Words:
+    check_selectors(Constraints(never=never, always_keep=always_keep))
+    return {"seconds": seconds, "seed": seed, "never": never, "always_keep": always_keep}
 
 
 def _memory(alloc_conf: str | None, gpu: str | None, device_memory: str | None, context: str | None) -> Words:
@@ -142,31 +132,6 @@ device_options: Final = gathered("memory", _memory, *DEVICE)
 def planning_options(command: Command) -> Command:
     """Give a command the options of planning: `planner` and `planning`, checked."""
     return gathered("planner", _planner, PLANNER)(search_options(command))
-
-
-def read_constraints(path: Path, given: Constraints) -> Constraints:
-    """The constraints of a file, behind those already given.
-
-    One a line: `never SELECTOR` or `always-keep SELECTOR`. Empty lines and what follows a `#` do not count.
-
-    Raises:
-        SpecError: no such file, or a line that is no constraint; names file and line.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"--constraints {path}: cannot be read ({error}).") from None
-    never, keep = list(given.never), list(given.always_keep)
-    for number, line in enumerate(text.splitlines(), 1):
-        word, _, rest = line.partition("#")[0].strip().partition(" ")
-        rest = rest.strip()
-        if word in ("never", "always-keep") and rest:
-            (never if word == "never" else keep).append(rest)
-        elif word:
-            raise SpecError(
-                f"{path}:{number}: {line.strip()!r} is no constraint; write `never SELECTOR` or `always-keep SELECTOR`."
-            )
-    return Constraints(never=tuple(never), always_keep=tuple(keep))
 
 
 def check_alloc_conf(text: str | None) -> None:

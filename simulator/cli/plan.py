@@ -63,12 +63,15 @@ def plan_command(
         refuse_to_replace(output, force)
 
     from simulator.bounds.bound import bound_answer
+    from simulator.planners.annealing import begin_compiling
     from simulator.planners.outcome import Infeasible
     from simulator.studies.answer import answer, refusal
 
     problem = api.problem_of(trace_name, planning["never"], planning["always_keep"])
     saved = api.simulate(problem, **memory)
     budget_bytes, budget_of = api.budget_in_bytes(problem, budget, budget_of, saved.setting)
+    if planner == DEFAULT and budget_bytes is not None:
+        begin_compiling()  # before the bound, whose loops this process compiles meanwhile
     bound = None if budget_bytes is None else bound_answer(problem, budget_bytes)
     out.say(f"planning with {planner}")
     start = time.perf_counter()

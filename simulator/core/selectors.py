@@ -10,11 +10,10 @@ A selector is `module glob :: op glob`; either side may be left out (`layers.0 :
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from fnmatch import fnmatchcase
 
 from simulator.core.limits import Constraints
 from traces.errors import SpecError
@@ -59,62 +58,27 @@ def parse_selector(text: str) -> Selector:
 def check_selectors(constraints: Constraints) -> None:
     """Raise SpecError before any work if a selector cannot mean anything in any trace."""
     for text in (*constraints.never, *constraints.always_keep):
-        selector = parse_selector(text)
-        if selector.module is not None:
-            _module_pattern(selector.module)
-        if selector.op is not None:
-            _op_pattern(selector.op)
-
-
-def _translate(glob: str, any_char: str) -> str:
-    """A glob as a regular expression; `*` and `?` stand for what `any_char` matches."""
-    out, k = [], 0
-    while k < len(glob):
-        end = glob.find("]", k + 2)
-        if glob[k] == "*":
-            out.append(f"{any_char}*")
-        elif glob[k] == "?":
-            out.append(any_char)
-        elif glob[k] == "[" and end > 0:
-            inside = glob[k + 1 : end].replace("\\", r"\\").replace("[", r"\[").replace("^", r"\^")
-            out.append(f"[{'^' + inside[1:] if inside[0] == '!' else inside}]")
-            k = end
-        else:
-            out.append(re.escape(glob[k]))
-        k += 1
-    return "".join(out)
-
-
-@cache
-def _module_pattern(glob: str) -> re.Pattern[str]:
-    parts = [
-        r"(?:[^.]+\.)*" if part == "**" else _translate(part, "[^.]") + r"\." for part in glob.split(".")
-    ]
-    return _compiled("".join(parts), glob)
-
-
-@cache
-def _op_pattern(glob: str) -> re.Pattern[str]:
-    return _compiled(_translate(glob, "."), glob)
-
-
-def _compiled(pattern: str, glob: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise SpecError(f"selector {glob!r} is no glob ({error}); {SYNTAX}.") from None
+        parse_selector(text)
 
 
 def module_matches(glob: str, path: str) -> bool:
     """Whether the path is that of a matching module, or of one inside it."""
-    return bool(path) and _module_pattern(glob).match(path + ".") is not None
+    return bool(path) and _covers(glob.split("."), path.split("."))
+
+
+def _covers(globs: Sequence[str], parts: Sequence[str]) -> bool:
+    if not globs:
+        return True
+    if globs[0] == "**":
+        return any(_covers(globs[1:], parts[k:]) for k in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], globs[0]) and _covers(globs[1:], parts[1:])
 
 
 def op_matches(glob: str, target: str) -> bool:
     """Whether the op glob matches `aten.mm.default`, `aten.mm` or `mm`."""
     parts = target.split(".")
     names = {target, ".".join(parts[:2]), parts[1] if len(parts) > 1 else target}
-    return any(_op_pattern(glob).fullmatch(name) is not None for name in names)
+    return any(fnmatchcase(name, glob) for name in names)
 
 
 def matching_ops(trace: Trace, text: str, option: str) -> tuple[int, ...]:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from simulator.bounds.bound import lower_bound
 from simulator.cli.main import main
-from simulator.cli.options import read_constraints
 from simulator.core.breaches import breach
-from simulator.core.limits import NONE, Constraints
+from simulator.core.limits import Constraints
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
@@ -128,7 +127,6 @@ def test_what_selectors_mean(selector: str, names: set[str]) -> None:
         ("g0", "matches no op of forward"),  # a backward op cannot run again anyway
         ("a :: b :: c", "module glob :: op glob"),
         (" :: ", "not both"),
-        ("layers.[z-a] ::", "no glob"),
     ],
 )
 @pytest.mark.parametrize("field", ["never", "always_keep"])
@@ -282,20 +280,6 @@ def test_the_constrained_bound_is_tighter() -> None:
     assert lower_bound(Problem(of), 458).added_time_ns == 1
     assert lower_bound(Problem(of, Constraints(never=("relu",))), 458).added_time_ns == 10
     assert not lower_bound(Problem(of, Constraints(always_keep=("layers.* ::",))), 458).feasible
-
-
-def test_constraints_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "constraints.txt"
-    path.write_text("# ours\nnever a :: b  # twice\n\nalways-keep c\n", encoding="utf-8")
-    assert read_constraints(path, Constraints(never=("x",))) == Constraints(
-        never=("x", "a :: b"), always_keep=("c",)
-    )
-    for text in ("nevr a", "never", "always-keep ", "whole-modules"):
-        path.write_text(text, encoding="utf-8")
-        with pytest.raises(SpecError, match=r"constraints.txt:1"):
-            read_constraints(path, NONE)
-    with pytest.raises(SpecError, match="cannot be read"):
-        read_constraints(tmp_path / "none", NONE)
 
 
 def test_the_command_line_records_constraints_and_refuses_wrong_ones(tmp_path: Path) -> None:
