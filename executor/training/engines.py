@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 import warnings
@@ -89,6 +90,14 @@ class Engines(dict[Any, Engine]):
             parameters, buffers = self.watch.tensors()
         captured = engine.program.captured
         return [parameters[n] for n in captured.parameters] + [buffers[n] for n in captured.buffers]
+
+    def set_attributes(self, engine: Engine) -> None:
+        """Set the attributes of the model that its forward sets, where they have another value."""
+        assert self.watch is not None
+        for path, name, value in engine.program.captured.writes:
+            module = self.watch.model.get_submodule(path)
+            if name not in vars(module) or vars(module)[name] != value:
+                setattr(module, name, copy.deepcopy(value))
 
     def watching(self, module: nn.Module) -> Watch:
         if self.watch is None or self.watch.model is not module:

@@ -184,7 +184,9 @@ class PlannedModule(nn.Module):
         engine.steps += 1
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
         pool = state.pool if hand_over.wanted(self) else None
-        return run(engine, state.engines.tensors(engine) + given, pool)
+        outputs = run(engine, state.engines.tensors(engine) + given, pool)
+        state.engines.set_attributes(engine)
+        return outputs
 
     def _as_written(self, *args: Any, **kwargs: Any) -> Any:
         """The forward without the plan: the instance's own, if it had one, else the class's."""

@@ -132,10 +132,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def blame(error: BaseException) -> str:
+    """ " at file:line, in function" of what raised an error: see `user_line`."""
+    return user_line(traceback.extract_tb(error.__traceback__))
+
+
+def user_line(frames: traceback.StackSummary) -> str:
     """ " at file:line, in function" for the innermost frame outside torch and Lowtide, or else in torch's layers; "" if
     there is neither."""
-    frames = list(reversed(traceback.extract_tb(error.__traceback__)))
-    own = [f for f in frames if not is_foreign(f.filename)]
-    for frame in (*own, *(f for f in frames if f.filename.startswith(_LAYERS))):
+    own = [f for f in reversed(frames) if not is_foreign(f.filename)]
+    for frame in (*own, *(f for f in reversed(frames) if f.filename.startswith(_LAYERS))):
         return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
     return ""

@@ -42,6 +42,7 @@ from tracer.capture.scopes import (
     retied,
     tied_slots,
 )
+from tracer.capture.state import Effects, check_effects, nothing_changed, plain_tensors, run_watched
 from tracer.capture.torch_fixes.caches import emptied_caches, holds_kept_tensor
 from tracer.capture.torch_fixes.grouped import grouped_products
 from tracer.precision.cast_cache import cached_casts
@@ -83,6 +84,7 @@ class Captured:
     argument_grads: tuple[fx.Node | None, ...]
     output_spec: pytree.TreeSpec
     output_template: tuple[Any, ...]  # flat outputs: TENSOR where a tensor stands, else the constant
+    writes: tuple[tuple[str, str, Any], ...] = ()  # attributes that forward sets: module, name, value
     target: Device | None = None  # the GPU whose ops these are, if the capture's tensors are on the CPU
 
     def outputs_from(self, tensors: Iterable[Any]) -> Any:
@@ -131,6 +133,12 @@ def capture(
         # alone, when it believes that it is being compiled.
         return _capture(model, args, kwargs, wants_gradient, fake_mode, target, autocast, compiled=True)
     except Exception as error:
+        if holds_kept_tensor(error) and (names := plain_tensors(model)):
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured: it holds tensors that are neither parameters nor "
+                f"buffers ({', '.join(names[:5])}), which a graph would take for constants. Register them: "
+                "self.register_buffer(name, tensor, persistent=False), or nn.Parameter(tensor) if they are trained."
+            ) from error
         if not is_data_dependent(error):
             raise explain(error, model) from error
     try:
@@ -156,6 +164,7 @@ def _capture(
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     where = [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     notes: dict[str, Any] = {}
+    effects = Effects()
     on_gpu = target is not None or any(p.device.type == "cuda" for p in model.parameters())
 
     class Flat(nn.Module):
@@ -186,7 +195,7 @@ def _capture(
                 cached_casts(autocast.kind, (*self.parameters(), *tensors)),
                 looking(model),
             ):
-                return self.model(*a, **kw)
+                return run_watched(model, lambda: self.model(*a, **kw), effects)
 
         def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given = (*self.parameters(), *tensors)
@@ -208,6 +217,7 @@ def _capture(
     flat_model.training = model.training  # not train(), which would switch frozen batch norms on again
     tensors = tuple(leaves[k] for k in where)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(nothing_changed(model))
         swapped = stack.enter_context(fake_parameters(flat_model, fake_mode))
         fakes = tuple(swapped(x) for x in tensors)
         for context in (
@@ -226,7 +236,9 @@ def _capture(
         if looks:
             settle(model, lambda: flat_model.outputs(*fakes))
         joint = aot_export_joint_with_descriptors(stack, flat_model, fakes)
-    return replace(_normalise(joint.graph_module, notes, on_gpu=on_gpu), target=target)
+    check_effects(model, effects)
+    captured = _normalise(joint.graph_module, notes, on_gpu=on_gpu)
+    return replace(captured, target=target, writes=effects.writes)
 
 
 def forward_once(model: nn.Module, run: Callable[[], None]) -> None:

@@ -37,7 +37,8 @@ def fake_parameters(
             x.constant = None  # a value from the time of building, which training may change
             return x
         if id(x) not in converted:
-            y = mode.from_tensor(x, static_shapes=True)
+            leaf = x if x.is_leaf else x.detach().requires_grad_(x.requires_grad)  # of another, torch warns
+            y = mode.from_tensor(leaf, static_shapes=True)
             if isinstance(x, nn.Parameter) and not isinstance(y, nn.Parameter):
                 y = nn.Parameter(y, requires_grad=x.requires_grad)
             converted[id(x)] = y
@@ -105,6 +106,7 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
         def leave(_module: nn.Module, _args: Any, _outputs: Any) -> None:
             open_scopes.pop().__exit__(None, None, None)
 
+        enter._lowtide_scope = leave._lowtide_scope = True  # type: ignore[attr-defined]  # no hooks of the user's
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave))
     try:

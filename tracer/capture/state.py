@@ -1,0 +1,475 @@
+"""What a forward does beside computing its outputs: state that it changes, seeds, Python's randomness, hooks.
+
+A captured step runs the graph and nothing else. So what else the Python code did is found while it is captured, and
+undone, so that every pass of a capture starts from the same state and leaves nothing in the user's objects:
+
+- a buffer that forward puts another tensor in becomes a write into the buffer, an op of the graph;
+- an attribute that forward sets to what does not depend on what it was (a shape, say) is noted in `Effects.writes`, for
+  whoever runs the graph to set it again;
+- anything else is refused, with the line.
+
+Counts: attributes of the modules and of their classes, containers and configurations that hang on them, what the hooks
+of modules and tensors hold, the generators of torch, Python and NumPy. Ignores: other globals, files, prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import sysconfig
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from tracer.build.user_errors import user_line
+from tracer.torch_api import replaced
+from traces.errors import CaptureError
+
+SEED: Final = 0x10_71DE  # what torch's generator is seeded with while a model is captured
+CONTAINERS: Final = (list, dict, set, deque)
+LONGEST: Final = 4_096  # elements of a container that is copied
+REFERENCES: Final = ("_flat_weights", "_flat_weight_refs")  # what torch's recurrent layers hold of their parameters
+SLOTS: Final = ("_parameters", "_buffers", "_modules")
+HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_LIBRARIES: Final = tuple(
+    {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")}
+)
+
+Write = tuple[str, str, Any]  # (module, attribute, value)
+
+
+@dataclass(slots=True)
+class Effects:
+    """What the passes of one capture found."""
+
+    writes: tuple[Write, ...] = ()
+    read: set[tuple[int, str]] = field(default_factory=set)  # attributes that were read before they were set
+    numbers: dict[tuple[int, str], str] = field(default_factory=dict)  # numbers that changed, and where
+
+
+@contextlib.contextmanager
+def nothing_changed(model: nn.Module) -> Iterator[None]:
+    """Around a capture: torch's generator is seeded in it, and the model's own hooks, which run around every call, are
+    away; both are as they were at its end."""
+    generator = torch.default_generator
+    state = generator.get_state()
+    own = {k: v for k, v in vars(model).items() if k.startswith(("_forward_", "_backward_")) and "hooks" in k}
+    vars(model).update({k: type(v)() for k, v in own.items()})
+    try:
+        yield
+    finally:
+        vars(model).update(own)
+        generator.set_state(state)
+
+
+def run_watched(model: nn.Module, run: Callable[[], Any], effects: Effects) -> Any:
+    """Run a model's forward in a capture, and undo and note what it does to the objects around it.
+
+    Raises:
+        CaptureError: it does what a graph cannot hold; names the attribute or the function, and the line.
+    """
+    before = _Before(model)
+    lines: dict[tuple[int, str], str] = {}
+    torch.default_generator.manual_seed(SEED)
+    drawn = _python_state()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_lines_noted(lines))
+            stack.enter_context(_hooks_watched(model))
+            for key in effects.numbers:
+                before.watch(key, effects, stack)
+            outputs = run()
+        before.write_buffers(lines)
+        effects.writes = before.writes(lines, effects)
+    finally:
+        before.put_back()
+    if torch.default_generator.initial_seed() != SEED:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be captured: its forward seeds torch's generator (torch.manual_seed, "
+            f"torch.seed or torch.set_rng_state){_where(run, torch.default_generator.initial_seed)}, and a planned "
+            "step does not. Seed outside of forward."
+        )
+    for name, state in drawn.items():
+        if state() != state.at_first:
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured: its forward draws from the randomness of {name}"
+                f"{_where(run, state)}, as LayerDrop does, so every step may be another graph. Leave it out "
+                "(layerdrop=0), or draw with torch and choose with torch.where."
+            )
+    return outputs
+
+
+def plain_tensors(model: nn.Module) -> list[str]:
+    """The names of tensors that hang on a model's modules and are neither parameters nor buffers."""
+
+    def holds(value: Any) -> bool:
+        values = value.values() if isinstance(value, dict) else value
+        return isinstance(value, torch.Tensor) or (
+            isinstance(value, (*CONTAINERS, tuple)) and any(map(holds, values))
+        )
+
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in (*SLOTS, *REFERENCES) and holds(value)
+    ]
+
+
+def check_effects(model: nn.Module, effects: Effects) -> None:
+    """Raise CaptureError, at the end of a capture, for numbers that forward counts in its attributes."""
+    for key, where in effects.numbers.items():
+        if key in effects.read:
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured: its forward counts in {where}, and a planned step does "
+                "not run that code again. Count outside of forward, or in a buffer of torch (register_buffer)."
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attributes
+
+
+class _Before:
+    """The state of a model's objects before its forward ran: what to compare with, and to put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paths = {id(m): path for path, m in model.named_modules()}
+        self.modules = dict(model.named_modules())
+        self.own = {path: dict(vars(m)) for path, m in self.modules.items()}
+        self.slots = {path: {k: dict(vars(m)[k]) for k in SLOTS} for path, m in self.modules.items()}
+        self.containers: dict[int, tuple[str, Any, Any]] = {}
+        for path, attributes in self.own.items():
+            for name, value in attributes.items():
+                if name not in (*SLOTS, *REFERENCES) and not name.endswith("_hooks"):
+                    self._copy(f"self.{name}" + (f" of {path}" if path else ""), value, 0)
+        self.classes = {
+            c: dict(vars(c))
+            for m in self.modules.values()
+            for c in type(m).__mro__
+            if not c.__module__.startswith(("torch.", "builtins"))
+        }
+
+    def _copy(self, name: str, value: Any, depth: int) -> None:
+        if isinstance(value, nn.Module | torch.Tensor | type) or id(value) in self.containers or depth > 2:
+            return
+        if isinstance(value, CONTAINERS) and len(value) <= LONGEST:
+            self.containers[id(value)] = name, value, _shallow(value)
+            for x in list(value.values()) if isinstance(value, dict) else list(value):
+                self._copy(name, x, depth + 1)
+        elif _configuration(value):
+            self.containers[id(vars(value))] = name, vars(value), dict(vars(value))
+            for k, x in list(vars(value).items()):
+                self._copy(f"{name}.{k}", x, depth + 1)
+
+    def write_buffers(self, lines: dict[tuple[int, str], str]) -> None:
+        """Make writes into buffers of what forward put in their places."""
+        for path, module in self.modules.items():
+            for kind, before in self.slots[path].items():
+                for name, now in vars(module)[kind].items():
+                    if now is before.get(name):
+                        continue
+                    what = f"self.{name}" + (f" of {path}" if path else "")
+                    line = lines.get((id(module), name), "")
+                    old = before.get(name)
+                    if kind != "_buffers" or old is None:
+                        noun = {"_buffers": "buffer", "_parameters": "parameter", "_modules": "module"}[kind]
+                        raise self._refused(
+                            f"makes or replaces the {noun} {what}{line} (by self.register_{noun} or by setting it), "
+                            "which a graph cannot. Call the model once before it is traced, or make it in __init__"
+                        )
+                    if not isinstance(now, torch.Tensor) or now.shape != old.shape or now.dtype != old.dtype:
+                        raise self._refused(
+                            f"puts something of another shape or type in the buffer {what}{line}"
+                        )
+                    if now.requires_grad:
+                        raise self._refused(
+                            f"puts a tensor with its gradient's graph in the buffer {what}{line}, which would grow "
+                            "from step to step; detach it"
+                        )
+                    with torch.no_grad():
+                        old.copy_(now)
+
+    def writes(self, lines: dict[tuple[int, str], str], effects: Effects) -> tuple[Write, ...]:
+        """The attributes that forward set and that can be set again without it."""
+        found: list[Write] = []
+        for path, module in self.modules.items():
+            before, now = self.own[path], vars(module)
+            for name in {**before, **now}:
+                old, new = before.get(name, _NONE), now.get(name, _NONE)
+                if new is old or name in REFERENCES or _equal(old, new):
+                    continue
+                what = f"self.{name}" + (f" of {path}" if path else "") + lines.get((id(module), name), "")
+                if not _settable(new):
+                    raise self._refused(
+                        f"leaves what it computed, or another object of its own, in {what}. A planned step does not "
+                        "set it; return it from forward, or keep it in a local variable"
+                    )
+                if _number(old) and _number(new):
+                    effects.numbers.setdefault((id(module), name), what)
+                found.append((path, name, new))
+        for name, container, copy in self.containers.values():
+            if not _same_items(container, copy):
+                raise self._refused(
+                    f"changes what {name} holds. A planned step does not run that code again; return it from forward"
+                )
+        for kind, attributes in self.classes.items():
+            for name, value in vars(kind).items():
+                if name in attributes and value is not attributes[name] and _settable(value):
+                    raise self._refused(
+                        f"changes the attribute {name} of the class {kind.__name__}; keep it out of forward"
+                    )
+        return tuple(found)
+
+    def watch(self, key: tuple[int, str], effects: Effects, stack: contextlib.ExitStack) -> None:
+        """Note whether forward reads an attribute before it sets it."""
+        module = next(m for m in self.modules.values() if id(m) == key[0])
+        kind, name = type(module), key[1]
+        if any(name in vars(c) for c in kind.__mro__):
+            effects.read.add(key)  # or so it must be taken
+            return
+        setattr(kind, name, _Reads(name, module, lambda: effects.read.add(key)))
+        stack.callback(delattr, kind, name)
+
+    def put_back(self) -> None:
+        for path, module in self.modules.items():
+            for kind, before in self.slots[path].items():
+                slots = self.own[path][kind]
+                if any(slots.get(k) is not x for k, x in before.items()) or len(slots) != len(before):
+                    slots.clear()
+                    slots.update(before)
+            then = self.own[path]
+            now: dict[str, Any] = module.__dict__
+            if len(now) != len(then) or any(now.get(k, _NONE) is not x for k, x in then.items()):
+                now.clear()
+                now.update(then)
+        for _, container, copy in self.containers.values():
+            if not _same_items(container, copy):
+                _refill(container, copy)
+
+    def _refused(self, what: str) -> CaptureError:
+        return CaptureError(f"{type(self.model).__name__} cannot be captured: its forward {what}.")
+
+
+class _Nothing:
+    pass
+
+
+_NONE: Final = _Nothing()
+
+
+class _Reads:
+    """Stands for an attribute of one module in its class, until it is set."""
+
+    def __init__(self, name: str, module: nn.Module, told: Callable[[], object]) -> None:
+        self.name, self.module, self.told = name, module, told
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        if owner is self.module:
+            self.told()
+        if owner is None or self.name not in vars(owner):
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
+        return vars(owner)[self.name]
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        vars(owner)[self.name] = value
+        if owner is self.module:
+            self.told = lambda: None  # what is read from here on is what was set
+
+
+def _configuration(value: Any) -> bool:
+    """Whether an object is read by its attributes, as a configuration is."""
+    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in (
+        "torch", "builtins", "functools", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate",
+    )  # fmt: skip
+
+
+def _shallow(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
+
+
+def _same_items(container: Any, copy: Any) -> bool:
+    if len(container) != len(copy):
+        return False
+    if isinstance(container, set):
+        return bool(container == copy)
+    if isinstance(container, dict):
+        return all(k in container and (container[k] is x or _equal(container[k], x)) for k, x in copy.items())
+    return all(a is b or _equal(a, b) for a, b in zip(container, copy, strict=True))
+
+
+def _refill(container: Any, copy: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(copy)
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(
+        value, bool | int | float | complex | str | bytes | torch.Size | torch.dtype | torch.device
+    )
+
+
+def _settable(value: Any) -> bool:
+    """Whether a value is data that says all of itself: a scalar, or a tuple, list or dict of such."""
+    if isinstance(value, tuple | list):
+        return all(map(_settable, value))
+    if isinstance(value, dict):
+        return all(map(_settable, value.values()))
+    return _plain(value)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and _settable(a) and _settable(b) and bool(a == b)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@contextlib.contextmanager
+def _lines_noted(lines: dict[tuple[int, str], str]) -> Iterator[None]:
+    """Note the line at which a module's attribute is set last."""
+    put = nn.Module.__setattr__
+
+    def noted(self: nn.Module, name: str, value: Any) -> None:
+        lines[id(self), name] = user_line(traceback.extract_stack())
+        put(self, name, value)
+
+    with replaced(nn.Module, __setattr__=noted):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Randomness
+
+
+class _Python:
+    """The state of a generator of Python's or NumPy's."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self.ask = ask
+        self.at_first = self()
+
+    def __call__(self) -> Any:
+        return repr(self.ask()) if self.ask is not random.getstate else self.ask()
+
+
+def _python_state() -> dict[str, _Python]:
+    found = {"Python (the module random)": _Python(random.getstate)}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found["NumPy (numpy.random)"] = _Python(lambda: numpy.random.get_state()[1:3])
+    return found
+
+
+def _where(run: Callable[[], Any], asked: Callable[[], Any]) -> str:
+    """The line of a forward that changes what `asked` tells, by running it again; "" where none is found."""
+    torch.default_generator.manual_seed(SEED)
+    before = asked()
+    lines: list[str] = []
+
+    def look(frame: Any, _event: str, _arg: Any) -> None:
+        if not lines and asked() != before:
+            sys.setprofile(None)
+            lines.append(
+                user_line(traceback.StackSummary.extract(reversed(list(traceback.walk_stack(frame)))))
+            )
+
+    profile = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        with contextlib.suppress(Exception):
+            run()
+    finally:
+        sys.setprofile(profile)
+    return lines[0] if lines else ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hooks
+
+
+@contextlib.contextmanager
+def _hooks_watched(model: nn.Module) -> Iterator[None]:
+    """Hooks run in the body, and those that do something beside changing what passes through are refused."""
+    owners = [(f"the module {path}" if path else "the model", vars(m)) for path, m in model.named_modules()]
+    registry = vars(nn.modules.module)
+    owners.append(("every module", {k: registry[f"_global{k}"] for k in HOOKS if f"_global{k}" in registry}))
+    put: list[tuple[dict[Any, Any], Any, Any]] = []
+    register = torch.Tensor.register_hook
+
+    def registered(x: torch.Tensor, hook: Any) -> Any:
+        return register(x, hook if _library(hook) else _watched(hook, "a tensor in forward"))
+
+    try:
+        for owner, attributes in owners:
+            for hooks in (attributes[k] for k in HOOKS if k in attributes):
+                for number, hook in list(hooks.items()):
+                    if not _library(hook) and not getattr(hook, "_lowtide_scope", False):
+                        put.append((hooks, number, hook))
+                        hooks[number] = _watched(hook, owner)
+        with replaced(torch.Tensor, register_hook=registered):
+            yield
+    finally:
+        for hooks, number, hook in put:
+            if number in hooks:
+                hooks[number] = hook
+
+
+def _watched(hook: Any, owner: str) -> Callable[..., Any]:
+    @functools.wraps(hook, assigned=(), updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        held = [(x, _shallow(x)) for x in _held(hook)]
+        out = hook(*args, **kwargs)
+        changed = any(not _same_items(x, copy) for x, copy in held)
+        for x, copy in held:
+            if not _same_items(x, copy):
+                _refill(x, copy)
+        if out is None or changed:
+            code = getattr(hook, "__code__", None)
+            line = f" (at {code.co_filename}:{code.co_firstlineno})" if code else ""
+            does = (
+                "changes what it holds" if changed else "returns nothing, so it is there for something else"
+            )
+            raise CaptureError(
+                f"the hook {getattr(hook, '__qualname__', hook)} of {owner}{line} {does}, and in a planned step no "
+                "hook of a part of the model runs. Remove it while the plan trains, return from forward what it "
+                "stores, or register it on the whole model, where it runs at every call."
+            )
+        return out
+
+    return run
+
+
+def _held(hook: Any) -> Iterator[Any]:
+    """The containers that a hook has in its hands: what its closure, its object or its arguments hold."""
+    if isinstance(hook, functools.partial):
+        yield from _held(hook.func)
+        values: Iterable[Any] = (*hook.args, *hook.keywords.values())
+    else:
+        cells = getattr(hook, "__closure__", None) or ()
+        values = [c.cell_contents for c in cells if c != type(c)()]
+        values += [getattr(hook, "__self__", None), *(getattr(hook, "__defaults__", None) or ())]
+    for value in values:
+        if isinstance(value, CONTAINERS):
+            yield value
+        elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | torch.Tensor | type):
+            yield vars(value)
+            yield from (x for x in vars(value).values() if isinstance(x, CONTAINERS))
+
+
+def _library(hook: Any) -> bool:
+    """Whether a hook is of an installed library, which takes care of its own within one call."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    function = getattr(hook, "__func__", hook)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code is not None and code.co_filename.startswith(_LIBRARIES)
