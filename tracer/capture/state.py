@@ -9,7 +9,8 @@ undone, so that every pass of a capture starts from the same state and leaves no
 - anything else is refused, with the line.
 
 Counts: attributes of the modules and of their classes, containers and configurations that hang on them, what the hooks
-of modules and tensors hold, the generators of torch, Python and NumPy. Ignores: other globals, files, prints.
+of modules and tensors hold, the generators of torch, Python and NumPy. Ignores: other globals, files, prints; weights
+that torch's own hooks derive from others at every call, which a planned step leaves as they were.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -35,7 +37,13 @@ from traces.errors import CaptureError
 SEED: Final = 0x10_71DE  # what torch's generator is seeded with while a model is captured
 CONTAINERS: Final = (list, dict, set, deque)
 LONGEST: Final = 4_096  # elements of a container that is copied
-REFERENCES: Final = ("_flat_weights", "_flat_weight_refs")  # what torch's recurrent layers hold of their parameters
+REFERENCES: Final = (
+    "_flat_weights",
+    "_flat_weight_refs",
+)  # what torch's recurrent layers hold of their parameters
+# A weight that torch's hooks (weight norm, spectral norm, pruning) make of others right before it is used.
+DERIVED: Final = "derived"
+_UTILITIES: Final = str(Path(nn.utils.__file__).parent)
 SLOTS: Final = ("_parameters", "_buffers", "_modules")
 HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LIBRARIES: Final = tuple(
@@ -207,6 +215,8 @@ class _Before:
                 old, new = before.get(name, _NONE), now.get(name, _NONE)
                 if new is old or name in REFERENCES or _equal(old, new):
                     continue
+                if lines.get((id(module), name)) is DERIVED:
+                    continue
                 what = f"self.{name}" + (f" of {path}" if path else "") + lines.get((id(module), name), "")
                 if not _settable(new):
                     raise self._refused(
@@ -340,7 +350,8 @@ def _lines_noted(lines: dict[tuple[int, str], str]) -> Iterator[None]:
     put = nn.Module.__setattr__
 
     def noted(self: nn.Module, name: str, value: Any) -> None:
-        lines[id(self), name] = user_line(traceback.extract_stack())
+        derived = sys._getframe(1).f_code.co_filename.startswith(_UTILITIES)
+        lines[id(self), name] = DERIVED if derived else user_line(traceback.extract_stack())
         put(self, name, value)
 
     with replaced(nn.Module, __setattr__=noted):
