@@ -1,4 +1,4 @@
-"""Build functions of architectures by others that `trace` does not know by name, small enough to be rehearsed quickly.
+"""Build functions of architectures by others that `trace` does not know by name, with few layers, to be rehearsed quickly.
 
 `FILE.py:NAME` builds transformers' model of the configuration in `CONFIGS`, torchvision's or timm's model of that name,
 or diffusers' class with the values in `DIFFUSERS`. No weights are read.
@@ -11,34 +11,34 @@ from typing import Any
 import torch
 from torch import nn
 
-SMALL = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 1536}
+SMALL = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 1536}
 LLAMA_LIKE = {**SMALL, "num_key_value_heads": 4, "vocab_size": 16_000}
 # Name -> (configuration, model, what differs from the configuration's own values).
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "albert": ("AlbertConfig", "AlbertForMaskedLM", SMALL),
-    "bart": ("BartConfig", "BartForConditionalGeneration", {"d_model": 512, "encoder_layers": 4, "decoder_layers": 4}),
-    "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 512, "n_layer": 6, "n_head": 8}),
+    "bart": ("BartConfig", "BartForConditionalGeneration", {"d_model": 512, "encoder_layers": 2, "decoder_layers": 2}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 512, "n_layer": 2, "n_head": 8}),
     "convbert": ("ConvBertConfig", "ConvBertForMaskedLM", SMALL),
     "deberta": ("DebertaV2Config", "DebertaV2ForMaskedLM", {**SMALL, "vocab_size": 16_000}),
-    "distilbert": ("DistilBertConfig", "DistilBertForMaskedLM", {}),
+    "distilbert": ("DistilBertConfig", "DistilBertForMaskedLM", {"n_layers": 2}),
     "electra": ("ElectraConfig", "ElectraForMaskedLM", SMALL),
     "ernie": ("ErnieConfig", "ErnieForMaskedLM", SMALL),
     "falcon": ("FalconConfig", "FalconForCausalLM", {**SMALL, "vocab_size": 16_000}),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {**LLAMA_LIKE, "head_dim": 64}),
     "gptj": ("GPTJConfig", "GPTJForCausalLM",
-             {"n_embd": 512, "n_layer": 6, "n_head": 8, "rotary_dim": 32, "vocab_size": 16_000}),
+             {"n_embd": 512, "n_layer": 2, "n_head": 8, "rotary_dim": 32, "vocab_size": 16_000}),
     "granite": ("GraniteConfig", "GraniteForCausalLM", LLAMA_LIKE),
     "gpt_neo": ("GPTNeoConfig", "GPTNeoForCausalLM",
-                {"hidden_size": 512, "num_layers": 6, "num_heads": 8, "attention_types": [[["global", "local"], 3]]}),
+                {"hidden_size": 512, "num_layers": 2, "num_heads": 8, "attention_types": [[["global", "local"], 1]]}),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {**SMALL, "vocab_size": 16_000}),
     "mbart": ("MBartConfig", "MBartForConditionalGeneration",
-              {"d_model": 512, "encoder_layers": 4, "decoder_layers": 4, "vocab_size": 16_000}),
+              {"d_model": 512, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 16_000}),
     "mistral": ("MistralConfig", "MistralForCausalLM", LLAMA_LIKE),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**LLAMA_LIKE, "num_hidden_layers": 2, "num_local_experts": 4}),
     "mpnet": ("MPNetConfig", "MPNetForMaskedLM", SMALL),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", LLAMA_LIKE),
     "opt": ("OPTConfig", "OPTForCausalLM",
-            {"hidden_size": 512, "ffn_dim": 2048, "num_hidden_layers": 6, "num_attention_heads": 8,
+            {"hidden_size": 512, "ffn_dim": 2048, "num_hidden_layers": 2, "num_attention_heads": 8,
              "word_embed_proj_dim": 512}),
     "phi": ("PhiConfig", "PhiForCausalLM", {**SMALL, "vocab_size": 16_000}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", LLAMA_LIKE),

@@ -43,10 +43,9 @@ ARCHITECTURES = Path("tests/bench/architectures.py")
 VISION = {"batch_size": 32}
 LANGUAGE = {"batch_size": 8, "seq_len": 256}
 VISION_NAMES = (
-    "resnet18", "resnet50", "mobilenet_v2", "vit-small", "alexnet", "convnext_tiny", "densenet121", "efficientnet_b0",
-    "googlenet", "inception_v3", "maxvit_t", "mnasnet1_0", "mobilenet_v3_large", "regnet_y_400mf",
-    "resnext50_32x4d", "shufflenet_v2_x1_0", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg16_bn", "vit_b_16",
-    "resnet152",
+    "alexnet", "squeezenet1_1", "resnet18", "vgg16_bn", "mnasnet1_0", "mobilenet_v2", "vit-small", "shufflenet_v2_x1_0",
+    "resnet50", "mobilenet_v3_large", "convnext_tiny", "vit_b_16", "googlenet", "regnet_y_400mf", "efficientnet_b0",
+    "inception_v3", "resnext50_32x4d", "densenet121", "swin_t", "swin_v2_t", "maxvit_t", "resnet152",
 )  # fmt: skip
 LANGUAGE_NAMES = ("bert-small", "gpt2-small", "t5-small", "llama-small", "bert-base", "gpt2", "t5-base")
 FAMILIES: tuple[dict[str, dict[str, Any]], ...] = (
@@ -64,6 +63,7 @@ MODELS = {
 }
 HALF = {"t4": "float16", "a100-80": "bfloat16", "h100": "bfloat16"}  # each GPU's own half type
 BUDGETS = ("70%", "50%")
+SECONDS = 0.3  # for each plan: what is compared is memory
 UNTOUCHED = "untouched"
 FIGURES = {
     "requested": "peak_allocated_bytes",
@@ -108,9 +108,9 @@ def rows_of(forked: Forked, model: str, gpu: str, amp: str) -> Iterator[dict[str
 def plan_near(problem: Problem, budget: str) -> tuple[Plan, bool]:
     """The plan for a budget, or for the lowest peak that the planner reaches, and whether it is that."""
     try:
-        return api.plan(problem, budget, seconds=1), False
+        return api.plan(problem, budget, seconds=SECONDS), False
     except Infeasible as refusal:
-        return api.plan(problem, refusal.figures["lowest_peak_bytes"], seconds=1), True
+        return api.plan(problem, refusal.figures["lowest_peak_bytes"], seconds=SECONDS), True
 
 
 def beside(predicted: RunFigures, found: Rehearsal) -> dict[str, Any]:
