@@ -1,4 +1,4 @@
-"""Build functions of architectures by others that `trace` does not know by name, with few layers, to be rehearsed quickly.
+"""Build functions of architectures by others that `trace` does not know by name, with few layers, to rehearse quickly.
 
 `FILE.py:NAME` builds transformers' model of the configuration in `CONFIGS`, torchvision's or timm's model of that name,
 or diffusers' class with the values in `DIFFUSERS`. No weights are read.
