@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,20 @@ def rows() -> dict[str, dict[str, Any]]:
     return table
 
 
-def made(name: str, row: Mapping[str, Any], *, rehearse: bool = True) -> dict[str, Any]:
-    """One row: measured by others, rehearsed (if asked for), predicted, and by how much the two are off."""
+WAYS = ("rehearsed", "predicted")
+
+
+def made(name: str, row: Mapping[str, Any], ways: Sequence[str] = WAYS) -> dict[str, Any]:
+    """One row: measured by others, rehearsed, predicted, and by how much the two are off; empty: not asked for."""
     measured = {f: row[f] for f in FIGURES if f in row}
     out: dict[str, Any] = {"name": name, **{k: row[k] for k in ("source", "config", "figure", "gpu")}}
     out["measured"] = measured
     with environment(row.get("environment", {})):
         out["torch"] = find_cuda_torch().release
-        out["rehearsed"] = compared(rehearsed(row) if rehearse else {}, row)
-        found = budgeted(row) if BUDGET in row else {"predicted": predicted(row)}
+        out["rehearsed"] = compared(rehearsed(row) if "rehearsed" in ways else {}, row)
+        found: dict[str, Any] = {"predicted": {}}
+        if "predicted" in ways:
+            found = budgeted(row) if BUDGET in row else {"predicted": predicted(row)}
         out["predicted"] = compared(found.pop("predicted"), row, sum(n for n, _ in row.get("held", ())))
         out |= found
     return out
@@ -221,7 +226,7 @@ def release(*, needed: bool) -> str:
 @click.option("--table", type=click.Path(path_type=Path), help="Write the rows as a Markdown table.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write the rows as a page (HTML).")
 @click.option("--again", is_flag=True, help="Make rows again that are there.")
-@click.option("--predict", is_flag=True, help="Predictions alone; what was rehearsed stays.")
+@click.option("--only", type=click.Choice(WAYS), help="Make this alone; the other stays as it is.")
 @click.option("--json", "as_json", is_flag=True)
 def main(
     names: tuple[str, ...],
@@ -229,7 +234,7 @@ def main(
     table: Path | None,
     report: Path | None,
     again: bool,
-    predict: bool,
+    only: str | None,
     as_json: bool,
 ) -> None:
     """Set side by side what was measured, rehearsed and predicted, for all rows or for NAMES."""
@@ -240,12 +245,14 @@ def main(
     here = release(needed=bool(names))
     for name, row in table_rows.items():
         wanted = name in names if names else here.startswith(row["torch"])
-        if not wanted or (name in there and not names and not again):
+        if not wanted or (there.get(name, {}).get(only or WAYS[1]) and not names and not again):
             continue
         try:
-            old = there.get(name, {}).get("rehearsed", {})
-            there[name] = made(name, row, rehearse=not predict)
-            there[name]["rehearsed"] = there[name]["rehearsed"] or old
+            now = made(name, row, [only] if only else WAYS)
+            there[name] = {
+                **there.get(name, {}),
+                **{k: v for k, v in now.items() if v or k not in there.get(name, {})},
+            }
             click.echo(json.dumps(there[name]), err=True)
         except LowtideError as error:
             click.echo(f"{name}: {error}", err=True)
