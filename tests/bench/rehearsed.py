@@ -6,7 +6,7 @@ Needs a CUDA build of torch, and no GPU; trace and rehearsal use the same torch.
 the peaks of a steady iteration, predicted and rehearsed, requested (sums of tensors) and allocated (in blocks), and of
 reserved memory; untouched, and with plans for 70 and 50 % of the captured graph's peak. Where no plan is so small, the
 budget is the lowest peak that the planner reaches, and the row says so. Without `--gpu` each model is taken for two of
-three GPUs in turn, in float32 and under autocast. Every row is added to FILE as soon as it is there, and rows that
+three GPUs in turn, in float32 and under autocast, with one of the two plans. Every row is added to FILE as soon as it is there, and rows that
 FILE has are not made again, failures included. Buffers that cuDNN asks for count as empty on both sides: the null
 driver takes none, and no rule predicts them. Provenance of what is rehearsed: torch's own code, no GPU.
 """
@@ -18,7 +18,7 @@ import math
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,9 @@ on both sides. `*`: no plan is so small, so the plan is the smallest that the pl
 """
 
 
-def rows_of(forked: Forked, model: str, gpu: str, amp: str) -> Iterator[dict[str, Any]]:
+def rows_of(
+    forked: Forked, model: str, gpu: str, amp: str, budgets: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """The untouched step of one model, and its planned ones."""
     options = {**MODELS.get(model, {}), **({"amp": amp} if amp else {})}
     key = {"model": model.rpartition(":")[2], "gpu": gpu, "amp": amp}
@@ -93,7 +95,7 @@ def rows_of(forked: Forked, model: str, gpu: str, amp: str) -> Iterator[dict[str
     found = forked.rehearse(model, gpu, options)
     yield {**key, "way": UNTOUCHED, **counted, **beside(untouched_fit(predicted).figures(), found)}
     whole = predicted.saved_figures.peak_allocated_bytes
-    for budget in BUDGETS:
+    for budget in budgets:
         plan, moved = plan_near(problem, budget)
         with tempfile.TemporaryDirectory() as folder:
             path = plan.save(Path(folder) / "plan.json")
@@ -199,7 +201,7 @@ def summaries(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _asked(models: str, gpus: str, amps: str) -> Iterator[tuple[str, str, str]]:
+def _asked(models: str, gpus: str, amps: str) -> Iterator[tuple[str, str, str, Sequence[str]]]:
     names = [n if n in MODELS else f"{ARCHITECTURES}:{n}" for n in models.split(",")] if models else [*MODELS]
     if gpus:
         yield from (
@@ -211,7 +213,7 @@ def _asked(models: str, gpus: str, amps: str) -> Iterator[tuple[str, str, str]]:
         for name in names:
             k = order.index(name)
             gpu = targets[(k + turn) % len(targets)]
-            yield name, gpu, HALF[gpu] if (k + turn) % 2 else ""
+            yield name, gpu, HALF[gpu] if (k + turn) % 2 else "", BUDGETS[k // 2 % 2 :][:1]
 
 
 @click.command()
@@ -228,15 +230,15 @@ def main(models: str, gpus: str, amps: str, output: Path | None, table: Path | N
     rows: list[dict[str, Any]] = []
     if output and output.exists():
         rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    done = {tuple(r[k] for k in KEYS) for r in rows if r["way"] in (BUDGETS[-1], "failed")}
+    done = {tuple(r[k] for k in KEYS) for r in rows if r["way"] != UNTOUCHED}
     forked = Forked()
-    for model, gpu, amp in _asked(models, gpus, amps):
+    for model, gpu, amp, budgets in _asked(models, gpus, amps):
         key = (model.rpartition(":")[2], gpu, amp)
         if key in done:
             continue
         rows = [r for r in rows if tuple(r[k] for k in KEYS) != key]
         try:
-            for row in rows_of(forked, model, gpu, amp):
+            for row in rows_of(forked, model, gpu, amp, budgets):
                 rows.append(row)
                 click.echo(json.dumps(row), err=True)
         except (LowtideError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:

@@ -157,7 +157,9 @@ def main(function: str, loop: str, *arguments: str) -> None:
     if isinstance(made, tuple):
         made = dict(zip(("model", "batch", "optimizer"), made, strict=True))
     made["model"].to("cuda")
-    made["batch"] = pytree.tree_map(_moved, made["batch"])
+    there: dict[int, torch.Tensor] = {}  # a tensor that stands twice in a batch is moved once
+    made["batch"] = pytree.tree_map(lambda x: there.setdefault(id(x), _moved(x)), made["batch"])
+    del there
     globals()[loop](made, *arguments)
 
 
