@@ -159,7 +159,7 @@ def main(function: str, loop: str, *arguments: str) -> None:
     made["model"].to("cuda")
     there: dict[int, torch.Tensor] = {}  # a tensor that stands twice in a batch is moved once
     made["batch"] = pytree.tree_map(lambda x: there.setdefault(id(x), _moved(x)), made["batch"])
-    del there
+    there.clear()
     globals()[loop](made, *arguments)
 
 

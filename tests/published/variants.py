@@ -247,7 +247,6 @@ def gollem(
 
 
 GOLLEM: dict[str, dict[str, Any]] = {
-    "gol_h100_fp32": {"batch_size": 1, "length": 1024},
     "gol_h100_bf16": {"batch_size": 1, "length": 1024, "amp": "bfloat16"},
     "gol_h100_bf16_flash": {"batch_size": 1, "length": 1024, "amp": "bfloat16", "flash": True},
     **{
