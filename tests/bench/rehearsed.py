@@ -225,13 +225,16 @@ def _asked(models: str, gpus: str, amps: str) -> Iterator[tuple[str, str, str, S
     "-o", "--output", type=click.Path(path_type=Path), help="Rows that are there, and to which to add."
 )
 @click.option("--table", type=click.Path(path_type=Path), help="Write all rows as a Markdown table.")
+@click.option("--untouched", is_flag=True, help="No plans.")
 @click.option("--json", "as_json", is_flag=True)
-def main(models: str, gpus: str, amps: str, output: Path | None, table: Path | None, as_json: bool) -> None:
+def main(
+    models: str, gpus: str, amps: str, output: Path | None, table: Path | None, untouched: bool, as_json: bool
+) -> None:
     """Predict and rehearse, and set both side by side."""
     rows: list[dict[str, Any]] = []
     if output and output.exists():
         rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    done = {tuple(r[k] for k in KEYS) for r in rows if r["way"] != UNTOUCHED}
+    done = {tuple(r[k] for k in KEYS) for r in rows if untouched or r["way"] != UNTOUCHED}
     forked = Forked()
     for model, gpu, amp, budgets in _asked(models, gpus, amps):
         key = (model.rpartition(":")[2], gpu, amp)
@@ -239,7 +242,7 @@ def main(models: str, gpus: str, amps: str, output: Path | None, table: Path | N
             continue
         rows = [r for r in rows if tuple(r[k] for k in KEYS) != key]
         try:
-            for row in rows_of(forked, model, gpu, amp, budgets):
+            for row in rows_of(forked, model, gpu, amp, () if untouched else budgets):
                 rows.append(row)
                 click.echo(json.dumps(row), err=True)
         except (LowtideError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
