@@ -99,9 +99,10 @@ def _rehearsal(gpu: str, iterations: int, arguments: tuple[str, ...]) -> Rehears
 
 
 @lru_cache(maxsize=2)
-def step_of(build: str, gpu: str) -> Problem:
-    """The step that a build function describes, traced for a GPU."""
-    return Problem(trace(spec_of(build), target=gpu, profile=False))
+def step_of(build: str, gpu: str, options: tuple[tuple[str, Any], ...] = ()) -> Problem:
+    """The step that a build function describes, with these options of its loop, traced for a GPU."""
+    given: dict[str, Any] = dict(options)
+    return Problem(trace(spec_of(build), target=gpu, profile=False, **given))
 
 
 @lru_cache(maxsize=2)
@@ -122,7 +123,8 @@ def spec_of(build: str) -> str:
 
 def predicted(row: Mapping[str, Any]) -> dict[str, int]:
     """Of the untouched loop, its first or its steady iteration, or phases of that."""
-    loop = untouched_peaks(api.simulate(step_of(row["build"], row["gpu"])))
+    options = tuple(row.get("options", {}).items())
+    loop = untouched_peaks(api.simulate(step_of(row["build"], row["gpu"], options)))
     if "phases" in row:
         return _highest(loop.phases[p] for p in row["phases"] if p in loop.phases)
     return _highest([_iteration(loop, row)])
