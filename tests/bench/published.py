@@ -54,9 +54,7 @@ WAYS = ("rehearsed", "predicted")
 
 def made(name: str, row: Mapping[str, Any], ways: Sequence[str] = WAYS) -> dict[str, Any]:
     """One row: measured by others, rehearsed, predicted, and by how much the two are off; empty: not asked for."""
-    measured = {f: row[f] for f in FIGURES if f in row}
-    out: dict[str, Any] = {"name": name, **{k: row[k] for k in ("source", "config", "figure", "gpu")}}
-    out["measured"] = measured
+    out = told(name, row)
     with environment(row.get("environment", {})):
         out["torch"] = find_cuda_torch().release
         out["rehearsed"] = compared(rehearsed(row) if "rehearsed" in ways else {}, row)
@@ -66,6 +64,12 @@ def made(name: str, row: Mapping[str, Any], ways: Sequence[str] = WAYS) -> dict[
         out["predicted"] = compared(found.pop("predicted"), row, sum(n for n, _ in row.get("held", ())))
         out |= found
     return out
+
+
+def told(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """What the table says of a row."""
+    out: dict[str, Any] = {"name": name, **{k: row[k] for k in ("source", "config", "figure", "gpu")}}
+    return {**out, "measured": {f: row[f] for f in FIGURES if f in row}}
 
 
 @contextlib.contextmanager
@@ -260,7 +264,9 @@ def main(
             click.echo(f"{name}: {error}", err=True)
         if output:
             output.write_text(_written([there[n] for n in table_rows if n in there]), encoding="utf-8")
-    found = [there[n] for n in table_rows if n in there]
+    found = [{**there[n], **told(n, row)} for n, row in table_rows.items() if n in there]
+    if output:
+        output.write_text(_written(found), encoding="utf-8")
     if table:
         table.write_text(page_of(found), encoding="utf-8")
     if report:
@@ -272,9 +278,9 @@ def main(
 
 HEAD = f"""# Measured by others, rehearsed, predicted
 
-Bytes; rehearsed: {REHEARSED}; by how much the rehearsal and the prediction are above what was measured. Predictions
-include what the measured loop holds beside the step (`held` in rows.toml), but for reserved memory. Made by
-`python -m tests.bench.published`, sources in rows.toml.
+Bytes; by how much the rehearsal and the prediction are above what was measured. Rehearsed: {REHEARSED}.
+Predictions include what the measured loop holds beside the step (`held` in rows.toml), but for reserved memory. Made by
+`python -m tests.bench.published`; sources in rows.toml.
 
 """
 
