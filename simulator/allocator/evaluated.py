@@ -85,8 +85,8 @@ def _asks(ev: Evaluator) -> Asks:
     of_op["frees_at"], frees = pack_rows(goes)
     of_op["workspaces_at"], wanted = _rows64([workspaces.get(k, ()) for k in range(n_op)])
     of_op["takes"][:-1] = takes
-    of_op["keeps"][:-1] = [ops.target[i] in trace.meta.rerun_workspaces for i in ev.op_id]
-    of_op["rerun_bytes"][:-1] = [trace.meta.rerun_workspaces.get(ops.target[i], 0) for i in ev.op_id]
+    of_op["keeps"][:-1] = [problem.asks_again[i] for i in ev.op_id]
+    of_op["rerun_bytes"][:-1] = [problem.rerun_bytes[i] for i in ev.op_id]
     backward = sorted({ev.before[i] for i in residents.workspaces if ops.phase[i] == BACKWARD})
     first = next((k for k, i in enumerate(ev.op_id) if ops.phase[i] == OPTIMIZER), n_op)
     return Asks(

@@ -164,7 +164,7 @@ class _Recording:
         residents = Residents.of(trace)
         self.residents, self.state = residents.first, residents.state
         self.workspaces = {op: list(sizes) for op, sizes in residents.workspaces.items()}
-        self.rerun_bytes = trace.meta.rerun_workspaces
+        self.has_rerun = False  # the library that allocates for good has done so
 
     def free(self, block: int) -> None:
         self.blocks.append(~block)
@@ -178,13 +178,12 @@ class _Recording:
     def ask_for_workspaces(self, op: int, again: bool) -> None:
         """A library asks for its workspace when an op's outputs are there; in backward's thread also for a rerun."""
         sizes = self.workspaces.pop(op, []) if not again else []
-        target = self.trace.ops.target[op]
-        if again and target in self.rerun_bytes:
+        if again and self.problem.asks_again[op]:
             first = min((o for o in self.workspaces if self.trace.ops.phase[o] == BACKWARD), default=-1)
             sizes += self.workspaces.pop(first, [])
-        if again and self.rerun_bytes.get(target):
-            sizes.append(self.rerun_bytes[target])
-            self.rerun_bytes = dict.fromkeys(self.rerun_bytes, 0)
+        if again and self.problem.rerun_bytes[op] and not self.has_rerun:
+            sizes.append(self.problem.rerun_bytes[op])
+            self.has_rerun = True
         self.once += ((len(self.blocks), n) for n in sizes)
 
     def step(self, schedule: Schedule, step: int) -> None:

@@ -36,6 +36,7 @@ class Facts:
         candidates: storages that a plan may recompute, in order of their production.
         transient_bytes: op -> bytes that its own run adds at most, outputs and workspace.
         created_bytes: op -> bytes of all that it creates.
+        asks_again: op -> whether a library serves it that asks for a workspace in each thread: in backward's once more.
         rerun_bytes: op -> bytes that a library allocates for good once it has run again in backward's thread, beside
             what it holds in any case; of all such ops only the most counts. A view runs nothing, so asks for nothing.
     """
@@ -115,9 +116,8 @@ class Facts:
             r and not w and not p for r, w, p in zip(rebuildable, saved_by_default, pinned, strict=True)
         )
         asked = trace.meta.rerun_workspaces
-        self.rerun_bytes = tuple(
-            0 if view else asked.get(target, 0) for view, target in zip(is_view, ops.target, strict=True)
-        )
+        again = [None if view else asked.get(x) for view, x in zip(is_view, ops.target, strict=True)]
+        self.asks_again, self.rerun_bytes = tuple(n is not None for n in again), tuple(n or 0 for n in again)
         self.transient_bytes, self.created_bytes = tuple(transient_bytes), created_bytes
 
     def once(self, key: Hashable, make: Callable[[Self], T]) -> T:
