@@ -261,6 +261,9 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
     import torch
 
     ready = prepare()
+    gc.collect()
+    # The model was built on the GPU, which leaves cached what its initialisers freed; one moved there leaves nothing.
+    torch.cuda.empty_cache()
     peaks, blocks, reserved = [], [], []
 
     def iterate(_k: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 def build(batch_size=8192):
+    torch.empty(2**27)  # which a model that is moved to the GPU would not leave there
     net = nn.Sequential(nn.Linear(1024, 4096), nn.Dropout(), nn.GELU(), nn.Linear(4096, 1024))
     return net, torch.randn(batch_size, 1024), lambda y: y.pow(2).mean(), torch.optim.AdamW(net.parameters())
 """
@@ -62,6 +64,9 @@ def test_a_verification_runs_to_its_end_and_a_measurement_gives_no_times(tmp_pat
     assert planned["environment"]["gpu"] == "H100 (rehearsed)"
     assert planned["figures"]["step_time_ns"] is None
     assert not planned["figures"]["times_ns"]
+    told = json.loads((tmp_path / "plan.json").read_text())["predicted"]["plan"]
+    for key in ("peak_allocated_bytes", "peak_block_bytes", "peak_reserved_bytes"):
+        assert told[key] == pytest.approx(planned["figures"][key], rel=0.005), key
     done = on_h100(tmp_path, "execute", "plan.json", "--device", "cuda", "-q")
     assert done.returncode == 0, done.stderr
     assert REHEARSED in done.stdout
