@@ -57,12 +57,13 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
     """Verify and measure one plan.
 
     Raises:
-        PlanError: the file is no plan, or it belongs to another graph than the model's (a plan from a laptop's trace
-            applies on a GPU as long as the model's graph has the same structure there, and a plan for a GPU's graph
-            does not run on the CPU).
+        PlanError: the file is no plan, its actions do not give its figures, or it belongs to another graph than the
+            model's (a plan from a laptop's trace applies on a GPU as long as the model's graph has the same structure
+            there, and a plan for a GPU's graph does not run on the CPU).
         EnvironmentProblem: no such device, the environment sets the allocator otherwise, or a process died.
     """
     plan = Plan.load(path)
+    plan.check_seal(path)
     check_kind(plan.meta, settings.device)
     check_device(settings.device)
     check_alloc_conf(plan.meta, settings.device)

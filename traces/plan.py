@@ -29,13 +29,14 @@ it says that it is.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 from traces.errors import PlanError
-from traces.json_records import Form, JsonRecord, from_json
+from traces.json_records import Form, JsonRecord, canonical_json, from_json
 from traces.trace import Trace, TraceMeta
 from traces.units import show_bytes, show_percent
 
@@ -86,6 +87,7 @@ class Plan(JsonRecord):
     exactness: str = EXACT  # exact: gradients equal those of the unplanned step
     predicted: Mapping[str, Any] = field(default_factory=dict)
     constraints: Mapping[str, Any] = field(default_factory=dict)  # what the user forbade; empty: nothing
+    seal: str = ""  # a digest of the actions and the figures that they gave; "": none was made
 
     def __post_init__(self) -> None:
         if self.budget_of not in (ALLOCATED, RESERVED):
@@ -121,8 +123,27 @@ class Plan(JsonRecord):
             "exactness": self.exactness,
             "predicted": dict(self.predicted),
             "constraints": dict(self.constraints),
+            "seal": self.seal,
             "actions": [a.to_json() for a in self.actions],
         }
+
+    def sealed(self) -> Plan:
+        """The plan with the digest by which a later change of its actions or figures is found."""
+        return replace(self, seal=self._digest())
+
+    def check_seal(self, path: object) -> None:
+        """Raise PlanError if the actions, the budget or the figures are not those that were made together."""
+        if self.seal and self.seal != self._digest():
+            raise PlanError(
+                f"{path}: the plan's actions do not give its figures: one of them was changed after the plan was made. "
+                "Plan again (`simulate TRACE --budget ... -o plan.json`)."
+            )
+
+    def _digest(self) -> str:
+        data = self.to_json()
+        figures = {k: self.predicted.get(k) for k in ("baseline", "plan")}
+        parts = [self.meta.fingerprint, self.budget_bytes, self.budget_of, figures, data["actions"]]
+        return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:16]
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:

@@ -28,6 +28,7 @@ from traces.units import show_bytes, show_time
 
 if TYPE_CHECKING:
     from executor.plans import Outcome, Settings
+    from simulator.studies.sweep import SweepRow
 
 
 def _measuring(command: Any) -> Any:
@@ -107,7 +108,8 @@ def run_plan(
 ) -> None:
     """Execute PLAN (made by `simulate ... -o plan.json`), each variant in a fresh process.
 
-    Exit code 1: the planned step did not compute what the untouched model computes, or (--rehearse) does not fit.
+    Exit code 1: the planned step did not compute what the untouched model computes, its measured peak is over the
+    budget, or (--rehearse) it does not fit.
     """
     if rehearsed_on is not None:
         if output is not None or report is not None:
@@ -119,7 +121,7 @@ def run_plan(
     if report is not None:
         refuse_page()
     from executor.plans import measure_plan
-    from traces.errors import VerificationError
+    from traces.errors import BudgetError, VerificationError
 
     outcome = measure_plan(plan, settings, lambda text: say(text, quiet=quiet))
     measurement = outcome.measurement
@@ -147,6 +149,11 @@ def run_plan(
             f"the planned step does not compute what the untouched model computes: {outcome.first_difference}"
             + (f" ({note})." if (note := _note(outcome)) else ".")
         )
+    if measurement.within_budget is False:
+        raise BudgetError(
+            f"the planned step's peak is {show_bytes(measurement.limited_bytes)}, over the budget of "
+            f"{show_bytes(measurement.budget_bytes)}; plan for less, or trace again as it runs here."
+        )
 
 
 @execute.command()
@@ -167,7 +174,7 @@ def sweep(
     the figures are written back after every row, so that an interrupted sweep goes on where it stopped.
     """
     from executor.sweeps import measure_sweep
-    from traces.errors import VerificationError
+    from traces.errors import BudgetError, VerificationError
 
     done = measure_sweep(directory, settings, lambda text: say(text, quiet=quiet))
     table = done.sweep
@@ -184,16 +191,21 @@ def sweep(
                 f"{k} {show_bytes(f.peak_allocated_bytes or 0)} {show_time(f.step_time_ns or 0)}"
                 for k, f in row.measured.items()
             )
-            plan_peak = (
-                row.measured["plan"].headline()[f"peak_{row.budget_of}_bytes"]
-                if "plan" in row.measured
-                else None
+            note = (
+                f"; budget {show_bytes(row.budget_bytes)} EXCEEDED" if _peak(row) > row.budget_bytes else ""
             )
-            over = plan_peak is not None and plan_peak > row.budget_bytes
-            note = f"; budget {show_bytes(row.budget_bytes)} EXCEEDED" if over else ""
             echo(f"batch size {row.batch_size:5}: {measured or row.message or 'not measured'}{note}")
     if done.failures:
         raise VerificationError("; ".join(done.failures))
+    over = [row.batch_size for row in table.rows if _peak(row) > row.budget_bytes]
+    if over:
+        raise BudgetError(f"measured peaks are over the budget at batch size {', '.join(map(str, over))}.")
+
+
+def _peak(row: SweepRow) -> int:
+    """The measured peak of a row's plan, in the memory that its budget is of; 0 if none was measured."""
+    figures = row.measured.get("plan")
+    return 0 if figures is None else figures.headline()[f"peak_{row.budget_of}_bytes"] or 0
 
 
 def answer(outcome: Outcome) -> dict[str, Any]:

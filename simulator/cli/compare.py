@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     "--with-torch-budget", is_flag=True, help="Also torch's activation_memory_budget (runs `trace`)."
 )
 @click.option(
+    "--trust", is_flag=True, help="With it: run the Python file that the trace names, which builds its model."
+)
+@click.option(
     "--saved",
     type=click.Path(path_type=Path),
     help="The same from what `trace torch-budget` wrote, without running torch.",
@@ -46,6 +49,7 @@ def compare_command(
     planning: Words,
     memory: Words,
     with_torch_budget: bool,
+    trust: bool,
     saved: Path | None,
     out: Output,
 ) -> None:
@@ -58,6 +62,10 @@ def compare_command(
 
     check_budget_text(budget)
     names = chosen_planners(planners)
+    if with_torch_budget and saved is None and not trust:
+        from simulator.studies.tracing import refuse_foreign_code
+
+        refuse_foreign_code(trace_name)
     found = api.compare(trace_name, budget, names, progress=out.say, name=trace_name, **planning, **memory)
     if with_torch_budget or saved is not None:
         from simulator.studies.torch_budget import BUDGETS, ask_torch, entrants

@@ -62,4 +62,4 @@ def completed(c: Prediction) -> Prediction:
     )
     conf = c.setting.alloc_conf
     meta = c.plan.meta if conf is None else replace(c.plan.meta, alloc_conf=conf)
-    return replace(c, plan=replace(c.plan, meta=meta, predicted={**predicted, **told}))
+    return replace(c, plan=replace(c.plan, meta=meta, predicted={**predicted, **told}).sealed())

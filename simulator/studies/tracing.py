@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from traces.device_profile import GALLERY_PROFILES, cache_directory, load_identity
 from traces.devices import device
-from traces.errors import LowtideError, TraceError
+from traces.errors import LowtideError, SpecError, TraceError
 from traces.files import write_text
 from traces.json_records import canonical_json, read_json
 from traces.model_spec import source_file
@@ -37,6 +37,17 @@ def traces_in(
         return load(place)
 
     return get
+
+
+def refuse_foreign_code(trace_name: str) -> None:
+    """Raise SpecError if a trace names a Python file, which building its model would run."""
+    model = load(Path(trace_name)).meta.model
+    file = source_file(model)
+    if file is not None:
+        raise SpecError(
+            f"{trace_name} names {file} as what builds its model, and a trace may be somebody else's: look at the "
+            "file, and give --trust if it may run."
+        )
 
 
 def run_tracer(words: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ from tracer.cli.main import trace  # noqa: E402
 from traces import store  # noqa: E402
 from traces.errors import EnvironmentProblem  # noqa: E402
 from traces.measurement import RunFigures  # noqa: E402
-from traces.plan import Plan  # noqa: E402
+from traces.plan import Action, Plan  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 MLP = small_nets.spec("mlp")
@@ -276,7 +276,8 @@ def test_a_plan_that_was_edited_is_refused_or_read_but_never_crashes(
         place[path[-1]] = wrong
         Path("plan.json").write_text(json.dumps(data))
         result = call(execute, "plan.json", "--no-verify", "--json", "-q")
-        if result.exit_code not in (0, 2) or (
+        over = path == ("budget_bytes",) and wrong == -1 and "over the budget of" in result.output
+        if result.exit_code not in ((1,) if over else (0, 2)) or (
             result.exception is not None and not isinstance(result.exception, SystemExit)
         ):
             crashes.append((".".join(map(str, path)), wrong, repr(result.exception)))
@@ -331,6 +332,37 @@ def test_a_failed_verification_is_exit_code_1(
     assert answer["verified"] is False
     assert result.stderr.splitlines()[-1].startswith("Error: the planned step does not compute")
     assert "Traceback" not in result.output
+
+
+def test_a_measured_peak_over_the_budget_is_exit_code_1(
+    folder: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = RunFigures(peak_allocated_bytes=1 << 20, step_time_ns=1)
+    monkeypatch.setattr(plans, "run_job", lambda _: JobResult(figures=figures, environment={}))
+    for budget, code in ((1 << 20, 0), ((1 << 20) - 1, 1)):
+        replace(plan, budget_bytes=budget).save("plan.json")
+        result = call(execute, "plan.json", "--no-verify", "--json")
+        assert result.exit_code == code
+        assert json.loads(result.stdout)["within_budget"] is (code == 0)
+    assert "over the budget of" in result.stderr
+
+
+def test_actions_that_do_not_give_the_figures_are_refused(folder: Path, plan: Plan) -> None:
+    sealed = replace(plan, actions=(Action(storage=3),)).sealed()
+    replace(sealed, actions=()).save("plan.json")  # as does whoever edits the file
+    refused(call(execute, "plan.json"), "do not give its figures")
+    assert sealed.predicted["plan"]["peak_allocated_bytes"] is not None
+    figures = {**sealed.predicted["plan"], "peak_allocated_bytes": 1}
+    replace(sealed, predicted={**sealed.predicted, "plan": figures}).save("plan.json")
+    refused(call(execute, "plan.json"), "do not give its figures")
+    Plan.load(sealed.save("plan.json")).check_seal("plan.json")
+
+
+def test_simulate_does_not_run_the_file_that_a_trace_names(folder: Path) -> None:
+    assert call(trace, MLP, "-o", "out").exit_code == 0
+    refused(
+        call(simulate, "compare", "out", "--budget", "90%", "--with-torch-budget"), "small_nets.py", "--trust"
+    )
 
 
 def test_a_process_that_dies_is_explained(
