@@ -15,8 +15,8 @@ import numpy as np
 
 from simulator.kernels.compiled import inner
 from simulator.kernels.records import long, table
+from simulator.kernels.walk import NEVER
 
-NEVER: Final = -2  # in `first_end`: the instance that forward made is the only one
 FULL: Final = -1  # more requests than the arrays hold
 
 # Two rows an op: what it asks if it takes over no input's memory, and if it does.
@@ -54,17 +54,11 @@ class Asks(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """The requests of one state, and work space."""
+    """The requests of one state, and work space beside the walk's (`Work`), which is used again."""
 
     blocks: Any  # [request], out: a block, by a number of its own; ~number: given back
     sizes: Any  # [request], out: bytes
     once: Any  # [any, 2], out: how many requests come before, and bytes; in the first iteration alone
-    saved: Any  # [storage]: whether it may be read now
-    last: Any  # [storage]: the step that last read the instance that is there
-    first_end: Any  # [storage]: that last read what forward made, once it has come back; NEVER
-    demanded: Any  # [storage]: the op whose chain needs it
-    step_of: Any  # [op]
-    rebuilt: Any  # [storage]: what came back for the op at hand
     oldest: Any  # [storage]: its blocks, the older first
     newest: Any
     following: Any  # [request]: the block after each of a storage's
@@ -73,7 +67,6 @@ class Stream(NamedTuple):
     going: Any  # [step]: the last note of what goes with it; -1
     gone: Any  # [2, any]: notes: a storage, and the note before it
     taken: Any  # [step]: whether its op takes over memory that is another's in some plans
-    asked_for: Any  # [op]: whether its libraries have asked
 
 
 def stream(facts: Any, asks: Asks, room: int) -> Stream:
@@ -85,12 +78,6 @@ def stream(facts: Any, asks: Asks, room: int) -> Stream:
         blocks=np.empty(requests, np.int64),
         sizes=np.empty(requests, np.int64),
         once=np.empty((once, 2), np.int64),
-        saved=np.empty(n_st, np.uint8),
-        last=np.empty(n_st, np.int32),
-        first_end=np.empty(n_st, np.int32),
-        demanded=np.empty(n_st, np.int32),
-        step_of=np.empty(n_op, np.int32),
-        rebuilt=np.empty(n_st, np.int32),
         oldest=np.empty(n_st, np.int64),
         newest=np.empty(n_st, np.int64),
         following=np.empty(requests, np.int64),
@@ -99,7 +86,6 @@ def stream(facts: Any, asks: Asks, room: int) -> Stream:
         going=np.empty(room, np.int32),
         gone=np.empty((2, requests), np.int32),
         taken=np.empty(room, np.uint8),
-        asked_for=np.empty(n_op, np.uint8),
     )
 
 
@@ -117,17 +103,18 @@ def _goes(s: int, end: int, takes: int, op: Any, facts: Any, x: Any, notes: int)
 
 
 @inner
-def _lifetimes(facts: Any, choice: Any, op: Any, n: int, x: Any) -> Any:
-    """Fill `bound` and `gone` for n steps; False if there is no room."""
-    ops, storages, ids = facts.ops, facts.storages, facts.ids
-    forward, last, first_end, saved = facts.forward, x.last, x.first_end, x.saved
+def _lifetimes(facts: Any, choice: Any, work: Any, n: int, x: Any) -> Any:
+    """Fill `bound` and `gone` for n walked steps; False if there is no room."""
+    ops, storages, ids, op, rebuilt = facts.ops, facts.storages, facts.ids, work.op, work.stack
+    forward, last, first_end = facts.forward, work.last, work.first_end
+    saved, demanded = work.present, work.demanded  # whether it may be read now; the op whose chain needs it
     evict_at, evicted = choice.evict_at, choice.evicted
     notes = n_bound = eviction = long(0)
     for s in range(saved.shape[0]):
         saved[s] = choice.saved[s]
         last[s] = -1
         first_end[s] = NEVER
-        x.demanded[s] = -1
+        demanded[s] = -1
     for k in range(n):
         x.going[k] = -1
         x.taken[k] = 0
@@ -148,7 +135,7 @@ def _lifetimes(facts: Any, choice: Any, op: Any, n: int, x: Any) -> Any:
                 b = op[j] if op[j] >= 0 else ~op[j]
                 for i in range(ops[b].needs_at, ops[b + 1].needs_at):
                     if not saved[ids[i]]:
-                        x.demanded[ids[i]] = op[end]
+                        demanded[ids[i]] = op[end]
             n_rebuilt = long(0)
             c = op[end]
         b = op[k] if op[k] >= 0 else ~op[k]
@@ -158,7 +145,7 @@ def _lifetimes(facts: Any, choice: Any, op: Any, n: int, x: Any) -> Any:
             for i in range(ops[b].creates_at, ops[b + 1].creates_at):
                 s = ids[i]
                 stays = choice.retained[s] and storages[s].last_backward > ops[c].id
-                if saved[s] or not (x.demanded[s] == c or stays):
+                if saved[s] or not (demanded[s] == c or stays):
                     continue
                 if first_end[s] == NEVER:
                     first_end[s] = last[s]
@@ -166,15 +153,14 @@ def _lifetimes(facts: Any, choice: Any, op: Any, n: int, x: Any) -> Any:
                     notes = _goes(long(s), long(last[s]), 1, op, facts, x, notes)
                 last[s] = k
                 saved[s] = 1
-                x.rebuilt[n_rebuilt] = s
+                rebuilt[n_rebuilt] = s
                 n_rebuilt += 1
                 x.bound[n_bound] = s
                 n_bound += 1
         else:
-            x.step_of[b] = k
             for j in range(n_rebuilt):
-                if not choice.retained[x.rebuilt[j]]:
-                    saved[x.rebuilt[j]] = 0
+                if not choice.retained[rebuilt[j]]:
+                    saved[rebuilt[j]] = 0
             while eviction < evict_at.shape[0] and evict_at[eviction] == b:
                 saved[evicted[eviction]] = 0
                 eviction += 1
@@ -186,10 +172,10 @@ def _lifetimes(facts: Any, choice: Any, op: Any, n: int, x: Any) -> Any:
             notes = _goes(s, end, 1, op, facts, x, notes)
             end = long(first_end[s])
         hold = storages[s].hold
-        if hold >= 0 and storages[s].hold_after and x.step_of[hold] >= end:
-            notes = _goes(s, long(x.step_of[hold]), 0, op, facts, x, notes)
+        if hold >= 0 and storages[s].hold_after and work.step_of[hold] >= end:
+            notes = _goes(s, long(work.step_of[hold]), 0, op, facts, x, notes)
         elif hold >= 0 or end >= 0:
-            notes = _goes(s, long(max(end, x.step_of[hold])) if hold >= 0 else end, 1, op, facts, x, notes)
+            notes = _goes(s, long(max(end, work.step_of[hold])) if hold >= 0 else end, 1, op, facts, x, notes)
         else:
             end = long(storages[s].last_forward)
             notes = _goes(s, end, 1 if storages[s].forward_take == end else 0, op, facts, x, notes)
@@ -223,37 +209,38 @@ def _give_back(block: int, at: int, x: Any) -> Any:
 
 
 @inner
-def _frees(k: int, b: int, again: bool, taken: int, asks: Any, x: Any) -> Any:
-    """The storages that go with a step, but for the one taken over, in order, in `rebuilt`; how many."""
+def _frees(k: int, b: int, again: bool, taken: int, asks: Any, x: Any, into: Any) -> Any:
+    """The storages that go with a step, but for the one taken over, in order; how many."""
     n = long(0)
     note = x.going[k]
     while note >= 0:
-        x.rebuilt[n] = x.gone[0, note]
+        into[n] = x.gone[0, note]
         n += 1
         note = x.gone[1, note]
     if not again:
         for j in range(asks.of_op[b].frees_at, asks.of_op[b + 1].frees_at):
-            x.rebuilt[n] = asks.frees[j]
+            into[n] = asks.frees[j]
             n += 1
     left = long(0)
     for j in range(n):
-        s = x.rebuilt[j]
+        s = into[j]
         if s == taken:
             taken = long(-1)
             continue
         at = left
-        while at > 0 and x.rebuilt[at - 1] > s:
-            x.rebuilt[at] = x.rebuilt[at - 1]
+        while at > 0 and into[at - 1] > s:
+            into[at] = into[at - 1]
             at -= 1
-        x.rebuilt[at] = s
+        into[at] = s
         left += 1
     return left
 
 
 @inner
-def requests(facts: Any, choice: Any, op: Any, n: int, asks: Any, x: Any) -> Any:
+def requests(facts: Any, choice: Any, work: Any, n: int, asks: Any, x: Any) -> Any:
     """(requests, those asked once, blocks) of n steps, which stand in `blocks`, `sizes`, `once`; FULL: no room."""
-    if not _lifetimes(facts, choice, op, n, x):
+    op, going, asked_for = work.op, work.stack, work.visited  # and [op]: whether its libraries have asked
+    if not _lifetimes(facts, choice, work, n, x):
         return long(FULL), long(0), long(0)
     n_once = count = at = long(0)
     begun = asks.state.shape[0] == 0
@@ -261,8 +248,8 @@ def requests(facts: Any, choice: Any, op: Any, n: int, asks: Any, x: Any) -> Any
     waiting = long(0)
     for s in range(x.oldest.shape[0]):
         x.oldest[s] = x.newest[s] = -1
-    for b in range(x.asked_for.shape[0]):
-        x.asked_for[b] = 0
+    for b in range(asked_for.shape[0]):
+        asked_for[b] = 0
     for k in range(n):
         again = op[k] < 0
         b = long(~op[k]) if again else long(op[k])
@@ -288,19 +275,19 @@ def requests(facts: Any, choice: Any, op: Any, n: int, asks: Any, x: Any) -> Any
                 at += 1
             else:
                 at = _give_back(base + long(~asks.asks[j]), at, x)
-        if not again and not x.asked_for[b]:
-            x.asked_for[b] = 1
+        if not again and not asked_for[b]:
+            asked_for[b] = 1
             for j in range(of.workspaces_at, asks.of_op[b + 1].workspaces_at):
                 x.once[n_once, 0], x.once[n_once, 1] = at, asks.workspaces[j]
                 n_once += 1
         if again and of.keeps:
             while (
-                waiting < asks.backward_workspaces.shape[0] and x.asked_for[asks.backward_workspaces[waiting]]
+                waiting < asks.backward_workspaces.shape[0] and asked_for[asks.backward_workspaces[waiting]]
             ):
                 waiting += 1
             if waiting < asks.backward_workspaces.shape[0]:
                 w = asks.backward_workspaces[waiting]
-                x.asked_for[w] = 1
+                asked_for[w] = 1
                 for j in range(asks.of_op[w].workspaces_at, asks.of_op[w + 1].workspaces_at):
                     x.once[n_once, 0], x.once[n_once, 1] = at, asks.workspaces[j]
                     n_once += 1
@@ -320,8 +307,8 @@ def requests(facts: Any, choice: Any, op: Any, n: int, asks: Any, x: Any) -> Any
                 _bind(s, block, x)
             else:
                 at = _give_back(block, at, x)
-        for j in range(_frees(long(k), b, again, taken, asks, x)):
-            at = _give_back(_unbind(long(x.rebuilt[j]), x), at, x)
+        for j in range(_frees(long(k), b, again, taken, asks, x, going)):
+            at = _give_back(_unbind(long(going[j]), x), at, x)
     if not begun:
         for j in range(asks.state.shape[0]):
             x.once[n_once, 0], x.once[n_once, 1] = at, asks.state[j]

@@ -18,7 +18,7 @@ def reserved(
     facts: Any, choice: Any, work: Any, n: int, asks: Any, x: Any, rows: Any, m: Any, most: int
 ) -> Any:
     """Bytes that n walked steps reserve in the last iteration; above `most`, so many at least; below 0: no room."""
-    at, n_once, count = requests(facts, choice, work.op, n, asks, x)
+    at, n_once, count = requests(facts, choice, work, n, asks, x)
     if at < 0 or count > m.held.shape[0]:
         return long(-1)
     ran, _ = play(asks.residents, x.blocks, x.sizes, at, x.once[:n_once], rows, most, m)
