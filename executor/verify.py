@@ -43,7 +43,7 @@ class _Side:
             states.append(torch.cuda.get_rng_state())
         return states
 
-    def run(self) -> torch.Tensor:
+    def run(self) -> torch.Tensor | None:
         torch.set_rng_state(self.rng[0])
         if len(self.rng) > 1:
             torch.cuda.set_rng_state(self.rng[1])
@@ -181,7 +181,8 @@ def _side(build: BuildStep, plan: Plan | None, device: str, engines: Engines | N
     planned = apply_plan(step.model, plan)
     if engines is not None:
         engines_of(planned).adopt(engines)
-    capture_now(planned, step.args, step.kwargs)
+    if step.own is None:  # whose first call captures
+        capture_now(planned, step.args, step.kwargs)
     return _Side(step, planned, device)
 
 
@@ -193,8 +194,10 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
     losses = []
     for k in range(steps):
         left, right = a.run(), b.run()
-        losses.append(float(left.detach()))
-        pairs = [("loss", "", left.detach(), right.detach())]
+        pairs = []
+        if left is not None and right is not None:
+            losses.append(float(left.detach()))
+            pairs = [("loss", "", left.detach(), right.detach())]
         mine, theirs = a.tensors(), b.tensors()
         # What only one side has, such as the optimizer's state of a parameter, is a difference too.
         pairs += [(*key, mine.get(key), theirs.get(key)) for key in {**mine, **theirs}]

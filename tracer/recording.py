@@ -146,6 +146,11 @@ def record_real(
             fake = _on_fakes(build, target, say)
     else:
         draft = fake or trace_step(build, target, costs=Costs())
+    if draft.step.own is not None:
+        raise SpecError(
+            f"{draft.step.name}: --device measures the ops of a loop that Lowtide runs, and this step runs its own; "
+            "trace it with --target, and measure whole steps with `execute`."
+        )
     say(f"{'Rehearsing' if rehearsed else 'Measuring'} {len(draft.rows)} ops on {identity.device} ...")
     measured = measure(draft, build, device, rounds=rounds, warmup=warmup, say=say, progress=progress)
     own = measured.profile(identity, rounds)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -20,13 +20,14 @@ from typing import Any, Final
 import torch
 
 from executor.rehearsal.record import ASSUMED, HOST_READ, MISSING, Alive, Iteration, Peaks
+from tracer.build.loop import Enough, Phases
 from tracer.torch_api import (
     bindings,
     cuda_memory_snapshot,
     record_memory_history,
     replaced,
 )
-from traces.trace import BACKWARD, FORWARD, OPTIMIZER, PHASES
+from traces.trace import FORWARD, OPTIMIZER, PHASES
 from traces.warning import PredictionWarning
 
 TORCH: Final = str(Path(torch.__file__).parent) + os.sep  # not torchvision
@@ -38,10 +39,6 @@ _DOUBTS: Final = ("isnan", "isinf", ".any(", "torch.any")
 _FIGURES: Final = ("requested_bytes", "allocated_bytes", "reserved_bytes")
 
 
-class Enough(BaseException):
-    """As many iterations were seen as were asked for. Not an Exception, which the loop itself might catch."""
-
-
 class Watch:
     """Figures by iteration and phase. `begin` and `end` an iteration, or let the first optimizer's steps end them."""
 
@@ -51,6 +48,7 @@ class Watch:
         self.snapshot: dict[str, Any] = {}  # torch's own, once `watching` has ended
         self._most = most_iterations
         self._phase = FORWARD
+        self._loop = Phases(self._enter)
         self._phases: dict[str, Peaks] = {}
         self._marks: list[tuple[int, str]] = []  # (microseconds of Unix time, phase that begins)
         self._began_us = 0  # the last whole iteration
@@ -69,7 +67,7 @@ class Watch:
 
     def begin(self) -> None:
         """An iteration begins. Until a module is called it goes on as the one before it ended, with its gradients."""
-        self._enter(OPTIMIZER if self.iterations else FORWARD)
+        self._loop.enter(OPTIMIZER if self.iterations else FORWARD)
         self._phases = {}
         self._this_us = _now_us()
 
@@ -102,24 +100,16 @@ class Watch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Be told by torch while the body runs."""
-        from torch.nn.modules.module import register_module_forward_pre_hook
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        hooks = [
-            register_module_forward_pre_hook(self._before_module),
-            register_optimizer_step_pre_hook(lambda *_: self._enter(OPTIMIZER)),
-            register_optimizer_step_post_hook(self._after_optimizer),
-        ]
-        autograd = torch.autograd
+        stepped = register_optimizer_step_post_hook(self._after_optimizer)
         heard = _READ(self._on_read)
         self._driver.null_on_read(heard)
         record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
         self.begin()
         try:
             with (
-                replaced(
-                    autograd, backward=self._around(autograd.backward), grad=self._around(autograd.grad)
-                ),
+                self._loop.telling(),
                 replaced(
                     bindings,
                     _cuda_memoryStats=self._stats_as_if_alone,
@@ -131,14 +121,7 @@ class Watch:
             self.snapshot = cuda_memory_snapshot()
             record_memory_history(None)
             self._driver.null_on_read(_READ())
-            for hook in hooks:
-                hook.remove()
-
-    def _before_module(self, *_: Any) -> None:
-        if (
-            self._phase == OPTIMIZER and torch.is_grad_enabled()
-        ):  # the next micro-batch of an accumulated step
-            self._enter(FORWARD)
+            stepped.remove()
 
     def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
         if not self._most:
@@ -148,16 +131,6 @@ class Watch:
             self.end()
             if len(self.iterations) >= self._most:
                 raise Enough
-
-    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._enter(BACKWARD)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._enter(OPTIMIZER)
-
-        return call
 
     # -- what the user's own code is told -----------------------------------------------------------------------------
 

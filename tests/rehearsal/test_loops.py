@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +56,41 @@ def check(model: str, options: dict[str, Any]) -> None:
         assert ours.peak_reserved_bytes == theirs.reserved_bytes
     for phase, theirs in found.iterations[-1].phases.items():
         assert predicted.phases[phase].peak_allocated_bytes == theirs.requested_bytes, phase
+
+
+OWN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+    def forward(self, x):
+        return self.b(F.gelu(self.a(x)))
+
+def build():
+    model = Net()
+    batch = [(torch.randn(512, 1024), torch.randn(512, 1024)) for _ in range(2)]
+    scaler = torch.amp.GradScaler("cuda")
+    def step(model, batch, optimizer):
+        for x, y in batch:
+            with torch.autocast("cuda", dtype=torch.float16):
+                out = model(x)
+                loss = F.mse_loss(out, y) + 0.1 * F.l1_loss(out, y)
+            scaler.scale(loss / len(batch)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": model, "batch": batch, "optimizer": optimizer, "step": step, "scaler": scaler}
+"""
+
+
+def test_a_loop_of_the_user_s_own_is_rehearsed(tmp_path: Path) -> None:
+    """Parts, autocast, a gradient scaler, several losses, clipping, gradients that stay."""
+    (tmp_path / "mine.py").write_text(OWN)
+    check(f"{tmp_path / 'mine.py'}:build", {})

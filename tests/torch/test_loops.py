@@ -28,7 +28,7 @@ from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
 from traces.devices import device  # noqa: E402
-from traces.errors import SpecError  # noqa: E402
+from traces.errors import LowtideError, SpecError  # noqa: E402
 from traces.plan import Plan  # noqa: E402
 from traces.trace import FIRST, GRADIENT, Trace  # noqa: E402
 
@@ -206,3 +206,101 @@ def untouched_reserved(found: Trace) -> Any:
     from simulator.studies.prediction import untouched_fit
 
     return untouched_fit(simulate(found)).reserved
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A loop of the user's own
+
+OWN = """
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return self.c(self.b(self.a(x).relu()).relu())
+
+def build():
+    model = Net()
+    batch = [(torch.randn(8, 64), torch.randn(8, 64)) for _ in range(3)]
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    def step(model, batch, optimizer):
+        for x, y in batch:
+            out = model(x)
+            loss = (functional.mse_loss(out, y) + 0.1 * functional.l1_loss(out, y)) / len(batch)
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update_parameters(model)
+        return loss
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return {"model": model, "batch": batch, "optimizer": optimizer, "step": step}
+"""
+
+
+def own(folder: Path, text: str = OWN, **options: Any) -> BuildStep:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return load_spec(f"{path}:build", options)
+
+
+def test_a_loop_of_the_user_s_own_has_the_predicted_peaks(tmp_path: Path) -> None:
+    build = own(tmp_path)
+    found = recorded(build)
+    assert found.meta.loop == "step()"
+    assert found.meta.untouched_peak_bytes == measured_peaks(build)[-1]
+    plan = plan_of(found, *recompute_all(Problem(found)))
+    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == measured_peaks(build, plan)[-1]
+
+
+def test_a_loop_of_the_user_s_own_trains_with_a_plan(tmp_path: Path) -> None:
+    build = own(tmp_path)
+    found = recorded(build)
+    outcome = verify(build, plan_of(found, *recompute_all(Problem(found))), "cpu", 3)
+    assert outcome.bit_equal
+    assert len(outcome.losses) == 3
+    silent = own(tmp_path, OWN.replace("        return loss\n", ""))
+    assert verify(silent, plan_of(found, *recompute_all(Problem(found))), "cpu", 2).losses == ()
+
+
+def test_the_autocast_of_a_loop_of_the_user_s_own_is_the_plan_s(tmp_path: Path) -> None:
+    cast = "with torch.autocast('cpu', dtype=torch.bfloat16):\n                out = model(x)"
+    build = own(
+        tmp_path, OWN.replace("out = model(x)", cast).replace("mse_loss(out,", "mse_loss(out.float(),")
+    )
+    found = recorded(build)
+    assert found.meta.amp == "bfloat16"
+    assert verify(build, plan_of(found, *recompute_all(Problem(found))), "cpu", 2).bit_equal
+
+
+def test_which_outputs_a_loop_of_the_user_s_own_differentiates(tmp_path: Path) -> None:
+    text = OWN.replace("return self.c(self.b(self.a(x).relu()).relu())",
+                       "h = self.b(self.a(x).relu()).relu(); return h, self.c(h)")  # fmt: skip
+    assert recorded(own(tmp_path, text.replace("model(x)\n", "model(x)[1]\n"))).meta.grad_outputs == (1,)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "options", "said"),
+    [
+        ("def step(model, batch", "def step(_model, batch", {}, "does not call the model that it is given"),
+        ("out = model(x)", "out = model(x) + model(x)", {}, "called again before backward"),
+        ("out = model(x)", "out = model(y.nope)", {}, "mine.py line .*nope"),
+        ("x, y in batch", "x, y in batch", {"accumulate": 2}, "--accumulate was given"),
+        ('"step": step', '"step": step, "loss": step', {}, "without `loss`"),
+    ],
+)
+def test_loops_of_the_user_s_own_that_are_refused(
+    tmp_path: Path, old: str, new: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(LowtideError, match=said):
+        recorded(own(tmp_path, OWN.replace(old, new), **options))
+
+
+def test_a_loop_of_the_user_s_own_is_not_measured_op_by_op(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="runs its own"):
+        record_real(own(tmp_path), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)

@@ -15,6 +15,10 @@ The dtype policy needs nothing of `build()`: `--amp` puts autocast around the mo
 names. A function that wants one of its own returns a mapping with the keys `amp` ("bfloat16" or "float16") and, for
 other settings than torch's, `scaler` (a `torch.amp.GradScaler`); `--amp` goes before `amp`.
 
+A function that has a loop of its own returns a mapping with `step`, a function of (model, batch, optimizer) that makes
+one iteration as the loop does: it calls the model that it is given, on what it likes, calls backward and steps the
+optimizer. It may return its loss. Its scaler, if it has one, stands under `scaler`.
+
 How the batch is given to the model: see `tracer.build.batch`. The model is used in the mode that `build()` left it in.
 """
 
@@ -58,7 +62,7 @@ RETURNS: Final = (
     "return (model, batch, loss, optimizer), (model, batch, optimizer) with the loss inside the model, or a "
     "dict with these keys"
 )
-KEYS: Final = ("model", "batch", "loss", "optimizer", "amp", "scaler")
+KEYS: Final = ("model", "batch", "loss", "optimizer", "amp", "scaler", "step")
 TUPLES: Final = {4: KEYS[:4], 3: ("model", "batch", "optimizer")}  # what a tuple of so many values holds
 ROOMS: Final = ("traces", "simulator", "tracer", "executor")  # which may stand beside a user's file, and stay
 # Modules beside a user's file that an earlier load imported: name -> directory.
@@ -124,7 +128,9 @@ class BuildFunction(UserStep):
             if isinstance(optimizer, torch.optim.Optimizer):
                 for group in optimizer.param_groups:
                     group["params"] = [conversions.latest(p) for p in group["params"]]
-            step = self._assemble(model, made["batch"], loss, optimizer, options, device)
+            step = self._assemble(model, made["batch"], loss, optimizer, options, device, made["step"])
+            if step.own is not None:
+                return replace(step, scaler=made["scaler"])
             return replace(step, autocast=Autocast(dtype=made["amp"]), scaler=made["scaler"])
 
     def _returned(self, build: Callable[..., Any], accepted: dict[str, Any]) -> tuple[Any, Conversions]:
@@ -200,6 +206,11 @@ class BuildFunction(UserStep):
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise SpecError(
                 f"{self.label}: the scaler is a {type(scaler).__name__}, not a torch.amp.GradScaler."
+            )
+        if given["step"] is not None and (given["loss"] is not None or amp or not callable(given["step"])):
+            raise SpecError(
+                f"{self.label}: step is a function step(model, batch, optimizer) that makes one iteration, with its "
+                "own loss and its own autocast; return it without `loss` and `amp`."
             )
         try:
             return {**given, "amp": parse_amp(amp) if amp else ""}

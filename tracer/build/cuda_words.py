@@ -1,10 +1,10 @@
 """Let code that says "cuda" mean the GPU that a laptop's fake tensors on the CPU stand for.
 
 Counts: `.cuda()`, `.to("cuda")`, `device="cuda"`, `with torch.device("cuda")`, `torch.autocast("cuda")` and what asks
-for it, `x.is_cuda` and `x.device`, and of `torch.cuda` whether there is a GPU and what it is, `synchronize`, NVTX and
-memory statistics, which are 0. torch's own code gets true answers. Refused: all else that would reach the driver
-(streams, events, graphs, generators), by the message of torch or of `_initialised_by_torch`, which the caller gives the
-user's line.
+for it, `torch.amp.GradScaler`, `x.is_cuda` and `x.device`, and of `torch.cuda` whether there is a GPU and what it is,
+`synchronize`, NVTX and memory statistics, which are 0. torch's own code gets true answers. Refused: all else that would
+reach the driver (streams, events, graphs, generators), by the message of torch or of `_initialised_by_torch`, which the
+caller gives the user's line.
 Ignores: names that were imported from torch.cuda one by one, which then are refused.
 """
 
@@ -41,11 +41,15 @@ def cuda_words(target: Device | None) -> Iterator[None]:
         return
     cuda, autocast = torch.cuda, torch.amp.autocast_mode.autocast
     enter_autocast, enter_device = autocast.__init__, DeviceContext.__init__
+    init_scaler = torch.amp.GradScaler.__init__
 
     def autocast_of(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda" and dtype is None:
             dtype = default("cuda")
         enter_autocast(self, _kind(device_type), dtype, *args, **kwargs)
+
+    def scaler_for(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        init_scaler(self, _kind(device), *args, **kwargs)
 
     known = SimpleNamespace(
         name=target.name,
@@ -71,6 +75,7 @@ def cuda_words(target: Device | None) -> Iterator[None]:
         replaced(cuda, **own, _lazy_init=_initialised_by_torch(cuda._lazy_init)),
         replaced(cuda.nvtx, **{name: _answer(getattr(cuda.nvtx, name), None) for name in MARKS.split()}),
         replaced(autocast, __init__=autocast_of),
+        replaced(torch.amp.GradScaler, __init__=scaler_for),
         replaced(DeviceContext, __init__=lambda self, device: enter_device(self, _place(device))),
         replaced(
             torch,

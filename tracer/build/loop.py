@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from tracer.build.loop_options import AFTER, BEFORE, KEEP, ORDINARY, Loop
-from tracer.precision.policy import OFF, Autocast
-from tracer.torch_api import pytree
+from tracer.precision.policy import OFF, Autocast, ambient
+from tracer.torch_api import pytree, replaced
 from traces.errors import SpecError
 from traces.trace import BACKWARD, FORWARD, OPTIMIZER
 
@@ -21,7 +23,8 @@ class TrainingStep:
     """One training iteration, ready to run: `loss_of(model(*args, **kwargs)).backward(); optimizer.step()`.
 
     With `autocast` the model and the loss run under it; with a `scaler` the loss is scaled and the optimizer stepped by
-    it; `loop` says what else happens: see `run_step`.
+    it; `loop` says what else happens: see `run_step`. With `own`, the user's own iteration takes the place of all
+    that; `args`, `kwargs` and `autocast` are then those of its first call of the model.
     """
 
     model: nn.Module
@@ -37,6 +40,8 @@ class TrainingStep:
     scaler: torch.amp.GradScaler | None = None
     loss_parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # of a loss that has some, by name
     loop: Loop = ORDINARY
+    own: Callable[[Any, Any, Any], Any] | None = None  # step(model, batch, optimizer)
+    batch: Any = None  # of `own`, whose tensors are `loss_inputs` too
 
     def loss_of(self, outputs: Any) -> torch.Tensor:
         """The scalar loss for what `model(*args, **kwargs)` returned; SpecError if it is not a scalar."""
@@ -64,9 +69,10 @@ def run_step(
     step: TrainingStep,
     model: Callable[..., Any],
     optimizer: torch.optim.Optimizer | None,
-    on_phase: Callable[[str], None] = lambda phase: None,
-) -> torch.Tensor:
-    """One iteration of the step's loop, under its autocast and with its scaler; returns the last loss.
+    on_phase: Callable[[str], None] | None = None,
+) -> torch.Tensor | None:
+    """One iteration of the step's loop, under its autocast and with its scaler; returns the last loss (of the user's
+    own iteration what it returns, if that is a tensor).
 
     Each of several parts that accumulate gradients runs on the same batch, and its loss is divided by their number.
 
@@ -74,21 +80,24 @@ def run_step(
         step: what to run.
         model: `step.model`, or what stands in for it.
         optimizer: None leaves the parameters as they are.
-        on_phase: told when forward, backward and the optimizer begin.
+        on_phase: told when forward, backward and the optimizer begin; None: nobody is.
     """
+    if step.own is not None:
+        return _run_own(step, model, optimizer, on_phase)
+    tell = on_phase or (lambda phase: None)
     loop, scaler = step.loop, step.scaler
     trained = (*step.model.parameters(), *step.loss_parameters.values())
     # A tensor of the batch may want a gradient too; the next batch comes without.
     forget_gradients((*trained, *step.tensors()) if loop.zero_grad == BEFORE else step.tensors())
     for _ in range(loop.accumulate):
-        on_phase(FORWARD)
+        tell(FORWARD)
         with step.autocast.region():
             loss = step.loss_of(model(*step.args, **step.kwargs))
         if loop.accumulate > 1:
             loss = loss / loop.accumulate
-        on_phase(BACKWARD)
+        tell(BACKWARD)
         (loss if scaler is None else scaler.scale(loss)).backward()
-    on_phase(OPTIMIZER)
+    tell(OPTIMIZER)
     if loop.clip_grad_norm is not None:
         if scaler is not None and optimizer is not None:
             scaler.unscale_(optimizer)
@@ -104,6 +113,111 @@ def run_step(
     elif loop.zero_grad == KEEP:
         torch._foreach_zero_([p.grad for p in trained if p.grad is not None])
     return loss
+
+
+def _run_own(
+    step: TrainingStep,
+    model: Callable[..., Any],
+    optimizer: torch.optim.Optimizer | None,
+    on_phase: Callable[[str], None] | None,
+) -> torch.Tensor | None:
+    assert step.own is not None
+    given = model if isinstance(model, nn.Module) else stand_in(step.model, model)
+    with contextlib.ExitStack() as around:
+        around.enter_context(replace(step.autocast, dtype="").region())
+        if on_phase is not None:
+            phases = Phases(on_phase)
+            phases.enter(FORWARD)
+            around.enter_context(phases.telling())
+        returned = step.own(given, step.batch, optimizer)
+    return returned if isinstance(returned, torch.Tensor) else None
+
+
+def stand_in(model: nn.Module, call: Callable[..., Any]) -> nn.Module:
+    """The model, with its parameters and modules, but for what runs when it is called."""
+    other = copy.copy(model)
+    vars(other)["forward"] = call
+    return other
+
+
+class Phases:
+    """Where an iteration of anybody's loop is: backward is what runs in `torch.autograd.backward` (or `grad`), the
+    optimizer's phase goes on from there until a module is called with gradients on, the rest is forward."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """tell: called with the phase that begins."""
+        self._tell = tell
+        self._now = FORWARD
+
+    def enter(self, phase: str) -> None:
+        """It begins."""
+        self._now = phase
+        self._tell(phase)
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell while the body runs."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        hooks = [
+            register_module_forward_pre_hook(self._before_module),
+            register_optimizer_step_pre_hook(lambda *_: self.enter(OPTIMIZER)),
+        ]
+        autograd = torch.autograd
+        try:
+            with replaced(
+                autograd, backward=self._around(autograd.backward), grad=self._around(autograd.grad)
+            ):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before_module(self, *_: Any) -> None:
+        if self._now == OPTIMIZER and torch.is_grad_enabled():  # the next part of an accumulated step
+            self.enter(FORWARD)
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.enter(BACKWARD)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.enter(OPTIMIZER)
+
+        return call
+
+
+class Enough(BaseException):
+    """As much was seen as was asked for. Not an Exception, which the user's code might catch."""
+
+
+def with_first_call(step: TrainingStep) -> TrainingStep:
+    """A step of the user's own with the arguments and the autocast of its first call of the model. The iteration is
+    begun for that, and ended there.
+
+    Raises:
+        SpecError: it does not call the model that it is given.
+    """
+    found: list[tuple[Any, Any, Autocast]] = []
+    kind = next((p.device.type for p in step.model.parameters()), "cpu")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return step.model(*args, **kwargs)
+        found.append((args, kwargs, ambient(kind)))
+        raise Enough
+
+    with contextlib.suppress(Enough):
+        run_step(step, call, step.optimizer)
+    if not found:
+        raise SpecError(
+            f"{step.name}: step(model, batch, optimizer) does not call the model that it is given (with gradients on); "
+            "a plan is applied to that one, so call it, and not another name of it."
+        )
+    ((args, kwargs, autocast),) = found
+    return replace(step, args=args, kwargs=kwargs, autocast=autocast)
 
 
 def forget_gradients(tensors: Iterable[torch.Tensor]) -> None:

@@ -131,7 +131,7 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
     kind = device.partition(":")[0]
     dtype = policy.get("amp") or step.autocast.dtype
     scaler = step.scaler
-    if dtype == FLOAT16 and scaler is None:
+    if dtype == FLOAT16 and scaler is None and step.own is None:
         scaler = torch.amp.GradScaler(kind)
     if scaler is not None and not scaler.is_enabled():
         # A scaler for "cuda" switches itself off where there is no CUDA; the GPU that the tensors stand for has it.

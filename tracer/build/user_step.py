@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from tracer.build.batch import example_count, split_batch, to_device
 from tracer.build.context import active_fake_mode
-from tracer.build.loop import TrainingStep
+from tracer.build.loop import TrainingStep, with_first_call
+from tracer.build.loop_options import LOOP_OPTIONS
 from tracer.build.user_errors import blame
 from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException
 from traces.errors import CaptureError, LowtideError, SpecError
@@ -52,7 +54,14 @@ class UserStep(ABC):
             raise SpecError(f"{self.label}: no parameter of the model is trainable (requires_grad).")
 
     def _assemble(
-        self, model: nn.Module, batch: Any, loss: Any, optimizer: Any, options: dict[str, Any], device: str
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Any,
+        optimizer: Any,
+        options: dict[str, Any],
+        device: str,
+        own: Any = None,
     ) -> TrainingStep:
         mode = active_fake_mode()
         if mode is None:
@@ -62,6 +71,8 @@ class UserStep(ABC):
         with self._explained("the batch could not be prepared"):
             batch = to_device(batch, device, mode)
         made = self._optimizer(model, loss, optimizer)
+        if own is not None:
+            return self._own_step(model, batch, own, made, options, fake=mode is not None)
         try:
             given = split_batch(model, batch, loss)
         except SpecError as error:
@@ -80,6 +91,33 @@ class UserStep(ABC):
             if isinstance(loss, nn.Module)
             else {},
         )
+
+    def _own_step(
+        self, model: nn.Module, batch: Any, own: Any, optimizer: Any, options: dict[str, Any], *, fake: bool
+    ) -> TrainingStep:
+        """The user's own iteration around the model; on real memory nothing of its first call is held."""
+        refused = [k for k in (*LOOP_OPTIONS, "amp") if options.get(k) is not None]
+        if refused:
+            raise SpecError(
+                f"{self.label}: --{refused[0].replace('_', '-')} was given, and the function returned a step of its "
+                "own, which does that itself; leave the option out."
+            )
+        step = TrainingStep(
+            model=model,
+            args=(),
+            kwargs={},
+            loss=lambda outputs: outputs,
+            loss_inputs=(batch,),
+            optimizer=optimizer,
+            batch_size=int(options.get("batch_size") or example_count(batch)),
+            name=self.label,
+            options=dict(options),
+            own=own,
+            batch=batch,
+        )
+        with self._explained("step(model, batch, optimizer) failed"):
+            seen = with_first_call(step)
+        return seen if fake else replace(seen, args=(), kwargs={})
 
     def _optimizer(self, model: nn.Module, loss: Any, optimizer: Any) -> torch.optim.Optimizer | None:
         if optimizer is None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import TrainingStep, fit_tangent, run_step
@@ -27,6 +28,7 @@ from tracer.record.program import Program
 from tracer.record.rows import overwritten, storage_key, tensors_in
 from tracer.torch_api import FakeTensorMode, TorchDispatchMode, pytree, release
 from traces.devices import Device
+from traces.errors import CaptureError
 from traces.trace import (
     ACTIVATION,
     FORWARD,
@@ -35,6 +37,7 @@ from traces.trace import (
     OPTIMIZER,
     OPTIMIZER_STATE,
     PARAMETER,
+    PHASES,
     TraceMeta,
 )
 
@@ -56,12 +59,15 @@ def assemble(
     captured = program.captured
     parameters = dict(step.model.named_parameters())
     recorder = EagerRecorder(storages, next(iter(parameters.values())).device.type)
-    stub = _Stub(program, recorder, parameters)
+    stub = _Stub(program, recorder, parameters, step.model)
     gradients: set[int] = set()
 
     def begin(phase: str) -> None:
-        if phase == OPTIMIZER and recorder.active:
-            gradients.update(_gradients(step, recorder))
+        if recorder.active:
+            if any(PHASES.index(row.phase) > PHASES.index(phase) for row in recorder.rows[-1:]):
+                phase = recorder.phase  # after the last backward nothing is forward or backward of a plan
+            if phase == OPTIMIZER:
+                gradients.update(_gradients(step, recorder))
         recorder.begin(phase)
 
     with mode, explained(step.name), cuda_words(captured.target):
@@ -69,32 +75,12 @@ def assemble(
         with recorder, recorder.paused(), first_update:
             run_step(step, stub, step.optimizer, recorder.begin)
         calls, stub.calls = stub.calls, 0
-        buffers = dict(step.model.named_buffers())
-        for k, name in enumerate(captured.parameters):
-            recorder.know(parameters[name], k)
-        for k, name in enumerate(captured.buffers):
-            recorder.know(buffers[name], len(captured.parameters) + k)
-        first_argument = len(captured.parameters) + len(captured.buffers)
-        arguments = [x for x in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(x, torch.Tensor)]
-        for k, x in enumerate(arguments):
-            recorder.know(x, program.storage_of[captured.placeholders[first_argument + k]][0])
-        for x in step.tensors():
-            recorder.id_of(x, recorder.row(x, "batch", INPUT))
-        for name, p in _parameters(step).items():
-            recorder.id_of(p, recorder.row(p, name, PARAMETER))
-        for number, x in enumerate(optimizer_tensors(step.optimizer)):
-            row = recorder.row(x, f"optimizer state {number}", OPTIMIZER_STATE)
-            elsewhere = captured.target is not None and stays_on_cpu(x, step.optimizer)
-            recorder.id_of(x, replace(row, nbytes=0) if elsewhere else row)
-        for number, x in enumerate(scaler_tensors(step.scaler)):
-            recorder.id_of(x, recorder.row(x, f"gradient scaler state {number}", OPTIMIZER_STATE))
+        _know_residents(step, program, recorder)
         with recorder, contextlib.ExitStack() as until_last:
             until_last.enter_context(recorder.paused())
 
-            def last_call() -> None:
-                for name, p in _parameters(step).items():
-                    if p.grad is not None:  # from an earlier part, or an earlier iteration
-                        recorder.id_of(p.grad, recorder.row(p.grad, f"gradient of {name}", GRADIENT))
+            def last_call(given: Sequence[torch.Tensor]) -> None:
+                _know_what_is_given(step, program, recorder, given)
                 until_last.close()
 
             stub.told = {calls: last_call}
@@ -102,6 +88,46 @@ def assemble(
             recorder.look()
     recorder.late_state = 0 <= first_update.held < len(optimizer_tensors(step.optimizer))
     return _arrange(step, mode, program, recorder, stub, gradients, target, meta, costs)
+
+
+def _know_residents(step: TrainingStep, program: Program, recorder: EagerRecorder) -> None:
+    """Tell the recorder what is there before the step."""
+    captured, parameters = program.captured, dict(step.model.named_parameters())
+    buffers = dict(step.model.named_buffers())
+    for k, name in enumerate(captured.parameters):
+        recorder.know(parameters[name], k)
+    for k, name in enumerate(captured.buffers):
+        recorder.know(buffers[name], len(captured.parameters) + k)
+    first_argument = len(captured.parameters) + len(captured.buffers)
+    arguments = [x for x in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(x, torch.Tensor)]
+    for k, x in enumerate(arguments):
+        recorder.know(x, program.storage_of[captured.placeholders[first_argument + k]][0])
+    for x in step.tensors():
+        recorder.id_of(x, recorder.row(x, "batch", INPUT))
+    for name, p in _parameters(step).items():
+        recorder.id_of(p, recorder.row(p, name, PARAMETER))
+    for number, x in enumerate(optimizer_tensors(step.optimizer)):
+        row = recorder.row(x, f"optimizer state {number}", OPTIMIZER_STATE)
+        elsewhere = captured.target is not None and stays_on_cpu(x, step.optimizer)
+        recorder.id_of(x, replace(row, nbytes=0) if elsewhere else row)
+    for number, x in enumerate(scaler_tensors(step.scaler)):
+        recorder.id_of(x, recorder.row(x, f"gradient scaler state {number}", OPTIMIZER_STATE))
+
+
+def _know_what_is_given(
+    step: TrainingStep, program: Program, recorder: EagerRecorder, given: Sequence[torch.Tensor]
+) -> None:
+    """Tell it what is there when the model is called for the last time: gradients of an earlier part or iteration, and
+    what a loop of the user's own makes for the model."""
+    captured = program.captured
+    first = len(captured.parameters) + len(captured.buffers)
+    for k, x in enumerate(given if step.own is not None else ()):
+        row = program.storage_of[captured.placeholders[first + k]][0]
+        recorder.know(x, row)
+        recorder.storages[row].nbytes = max(recorder.storages[row].nbytes, x.untyped_storage().nbytes())
+    for name, p in _parameters(step).items():
+        if p.grad is not None:
+            recorder.id_of(p.grad, recorder.row(p.grad, f"gradient of {name}", GRADIENT))
 
 
 class _FirstUpdate(TorchDispatchMode):
@@ -134,7 +160,7 @@ class _Stub:
     """Stands for the captured model: outputs and gradients with the right layout, and no ops of its own."""
 
     def __init__(
-        self, program: Program, recorder: EagerRecorder, parameters: dict[str, torch.Tensor]
+        self, program: Program, recorder: EagerRecorder, parameters: dict[str, torch.Tensor], model: nn.Module
     ) -> None:
         self.program = program
         self.recorder = recorder
@@ -143,7 +169,9 @@ class _Stub:
         self.tangents: list[int] = []  # storages that the model's backward reads as its tangents
         self.rows_before_backward = 0  # eager rows recorded before the model's backward begins
         self.calls = 0
-        self.told: dict[int, Callable[[], None]] = {}  # at which call
+        self.told: dict[int, Callable[[Sequence[torch.Tensor]], None]] = {}  # at which call
+        self.model = model
+        self._open = False  # a call whose backward has not run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         captured, program, recorder = self.program.captured, self.program, self.recorder
@@ -164,6 +192,7 @@ class _Stub:
 
             @staticmethod
             def backward(ctx: Any, *tangents: Any) -> Any:
+                outer._open = False
                 recorder.look()
                 holders = [n for n in captured.placeholders if "tangent_of" in n.meta]
                 for k, n in zip(captured.grad_outputs, holders, strict=True):
@@ -183,10 +212,18 @@ class _Stub:
                         recorder.know(x, program.storage_of[g][0], watch=True)
                 return tuple(grads)
 
+        if not torch.is_grad_enabled():
+            return self.model(*args, **kwargs)
+        if self._open:
+            raise CaptureError(
+                "the model is called again before backward of the call before; a plan is of one call and its backward, "
+                "so call backward after each (gradients add up), or put what is done with both into one module."
+            )
+        self._open = True
         self.calls += 1
-        self.told.get(self.calls, lambda: None)()
         self.tangents = []
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        self.told.get(self.calls, lambda given: None)(given)
         return captured.outputs_from(Model.apply(*self.parameters, *given))
 
 

@@ -28,7 +28,7 @@ import torch
 from tracer.build.batch import hidden_tensors, loss_in_outputs
 from tracer.build.context import copies_of_constants
 from tracer.build.cuda_words import cuda_words
-from tracer.build.loop import TrainingStep
+from tracer.build.loop import Enough, TrainingStep, run_step
 from tracer.build.step import BuildStep
 from tracer.capture.capture import Captured, capture
 from tracer.capture.refusals import check_step
@@ -41,7 +41,7 @@ from tracer.record.sketch import sketch
 from tracer.torch_api import FakeTensorMode, pytree, replaced
 from traces.devices import Device
 from traces.errors import CaptureError
-from traces.trace import TraceMeta
+from traces.trace import OPTIMIZER, TraceMeta
 
 
 def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:
@@ -69,7 +69,28 @@ def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:
             raise _NeedsRun
         return answer[0]
 
+    def run_own() -> None:
+        apart: list[Any] = []
+        could: list[bool] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(step.model(*args, **kwargs))
+            could[:] = differentiable(leaves)
+            apart[:] = [x.detach().requires_grad_() if c else x for x, c in zip(leaves, could, strict=True)]
+            return pytree.tree_unflatten(apart, spec)
+
+        def until_backward(phase: str) -> None:
+            if phase == OPTIMIZER and apart:
+                raise Enough
+
+        with contextlib.suppress(Enough):
+            run_step(step, call, step.optimizer, until_backward)
+        answer.append([c and x.grad is not None for x, c in zip(apart, could, strict=True)])
+
     def run() -> None:
+        if step.own is not None:
+            run_own()
+            return
         with step.autocast.region():
             outputs = step.model(*step.args, **step.kwargs)
             leaves, spec = pytree.tree_flatten(outputs)
@@ -205,7 +226,7 @@ def header(
         batch_size=step.batch_size,
         dtype=_dtype(step),
         amp=step.autocast.dtype,
-        loop=str(step.loop),
+        loop="step()" if step.own is not None else str(step.loop),
         optimizer=describe_optimizer(step.optimizer),
         seed=build.seed,
         mode="fake",

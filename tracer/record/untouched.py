@@ -76,11 +76,12 @@ def count_untouched(draft: Draft, costs: Costs) -> tuple[int, Untouched]:
 
     def run() -> None:
         nonlocal peak_bytes, requests
+        from_the_first = step.loop.gradients_stay or step.own is not None
         shortened = replace(step, loop=replace(step.loop, accumulate=min(step.loop.accumulate, MOST_PARTS)))
         counter = _Counter(draft, costs)
-        if not step.loop.gradients_stay:
+        if not from_the_first:
             _one_iteration(shortened, counter)
-        if step.loop.gradients_stay or not counter.complete:
+        if from_the_first or not counter.complete:
             counter = _Counter(draft, costs)
             _from_the_first(shortened, counter)
         peak_bytes, requests = counter.peak_bytes, counter.requests()
@@ -110,6 +111,8 @@ def _from_the_first(step: TrainingStep, counter: _Counter) -> None:
     forget_gradients((*step.model.parameters(), *step.loss_parameters.values()))
     if step.optimizer is not None:
         step.optimizer.state.clear()
+    if step.own is not None:  # what it gives the model it makes, or takes of the batch
+        step = replace(step, args=(), kwargs={})
     with counter:
         counter.start(step)
         for _ in range(ITERATIONS):
@@ -165,6 +168,9 @@ class _Counter(EagerRecorder):
             (rows[w.used_from].target, rows[w.used_from].phase, w.nbytes) for w in draft.libraries
         ]
         self._state: dict[int, int] = {}  # storage of the optimizer's state -> bytes
+        self._scaler: list[
+            int
+        ] = []  # bytes of a gradient scaler's state, which it makes when it first scales a loss
         self._late_state = any(r.category == OPTIMIZER_STATE and r.used_from >= 0 for r in draft.storages)
         self._marks: list[tuple[int, int]] = []  # where iterations begin: so many rows and blocks come before
 
@@ -178,6 +184,7 @@ class _Counter(EagerRecorder):
             *scaler_tensors(step.scaler),
         ):
             self._stays(x)
+        self._scaler = [x.untyped_storage().nbytes() for x in scaler_tensors(step.scaler)]
         for x in optimizer_tensors(step.optimizer):
             before = self._live_bytes
             self._stays(x, elsewhere=self.target.kind == "cuda" and stays_on_cpu(x, step.optimizer))
@@ -190,6 +197,9 @@ class _Counter(EagerRecorder):
         """As of an EagerRecorder; in the first iteration an optimizer like torch's makes its state when it begins."""
         self.look()  # what went with the phase before went in it
         super().begin(phase)
+        if phase == BACKWARD:
+            self._asks += [(-1, n, 1, BACKWARD) for n in self._scaler]
+            self._scaler = []
         if phase == OPTIMIZER and not self._late_state:
             self._ask_for_state(list(self._state))
 
