@@ -351,40 +351,47 @@ def heads_of(b: int, n: int, heads: int, d: int, dtype: torch.dtype, turned: boo
     return torch.empty(b, heads, n, d, dtype=dtype, device=GPU, requires_grad=True)
 
 
+def draw_attention(r: random.Random) -> tuple[Any, ...]:
+    """Query, key, value, mask, dropout, whether it is causal, and how many queries share a head of keys."""
+    dtype = r.choice(FLOATS)
+    b, h, s, d = (
+        r.choice((1, 2, 8, 16)),
+        r.choice((1, 4, 12, 16)),
+        r.choice((1, 17, 64, 128, 200, 512, 1024)),
+        r.choice((8, 16, 32, 64, 72, 80, 96, 128, 160, 192, 256)),
+    )
+    k = s if r.random() < 0.7 else r.choice((1, 77, 128, 1000))
+    turned = r.random() < 0.7
+
+    groups = r.choice((1, 1, 1, 2, 4)) if h % 4 == 0 else 1
+    q, key, value = (
+        heads_of(b, x, heads, d, dtype, turned) for x, heads in ((s, h), (k, h // groups), (k, h // groups))
+    )
+    masked = r.choice(("", "", "bool", "add", "wide"))
+    mask = (
+        {
+            "": None,
+            "bool": torch.ones(s, k, dtype=torch.bool, device=GPU),
+            "add": torch.empty(b, 1, s, k, dtype=dtype, device=GPU),
+            "wide": torch.empty(b, h, s, k, dtype=dtype, device=GPU, requires_grad=r.random() < 0.3),
+        }[masked]
+        if groups == 1
+        else None
+    )
+    p = r.choice((0.0, 0.0, 0.1, 0.25))
+    causal = mask is None and r.random() < 0.4
+    return q, key, value, mask, p, causal, groups
+
+
 @family
 def attention(r: random.Random) -> Draw:
     for _ in range(420):
-        dtype = r.choice(FLOATS)
-        b, h, s, d = (
-            r.choice((1, 2, 8, 16)),
-            r.choice((1, 4, 12, 16)),
-            r.choice((1, 17, 64, 128, 200, 512, 1024)),
-            r.choice((8, 16, 32, 64, 72, 80, 96, 128, 160, 192, 256)),
-        )
-        k = s if r.random() < 0.7 else r.choice((1, 77, 128, 1000))
-        turned = r.random() < 0.7
+        drawn = draw_attention(r)
+        yield lambda drawn=drawn: train(attend(*drawn), r)
 
-        groups = r.choice((1, 1, 1, 2, 4)) if h % 4 == 0 else 1
-        q, key, value = (
-            heads_of(b, x, heads, d, dtype, turned)
-            for x, heads in ((s, h), (k, h // groups), (k, h // groups))
-        )
-        masked = r.choice(("", "", "bool", "add", "wide"))
-        mask = (
-            {
-                "": None,
-                "bool": torch.ones(s, k, dtype=torch.bool, device=GPU),
-                "add": torch.empty(b, 1, s, k, dtype=dtype, device=GPU),
-                "wide": torch.empty(b, h, s, k, dtype=dtype, device=GPU, requires_grad=r.random() < 0.3),
-            }[masked]
-            if groups == 1
-            else None
-        )
-        p = r.choice((0.0, 0.0, 0.1, 0.25))
-        causal = mask is None and r.random() < 0.4
-        yield lambda q=q, key=key, value=value, mask=mask, p=p, causal=causal, groups=groups: train(
-            functional.scaled_dot_product_attention(q, key, value, mask, p, causal, enable_gqa=groups > 1), r
-        )
+
+def attend(q: Any, key: Any, value: Any, mask: Any, p: float, causal: bool, groups: int) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(q, key, value, mask, p, causal, enable_gqa=groups > 1)
 
 
 def matrix(r: random.Random, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:

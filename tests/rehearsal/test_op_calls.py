@@ -30,6 +30,10 @@ KNOWN = {
         BOTH_FORMATS,
     ),
     **dict.fromkeys(("aten.any.dim", "aten.all.dim"), "a byte, of a tensor of one element"),
+    "aten.any.default": "a byte, of a tensor of one element",
+    "aten.all.default": "a byte, of a tensor of one element",
+    "aten.amax.default": "of a dimension that is expanded and reduced",
+    "aten.amin.default": "of a dimension that is expanded and reduced",
     "aten.argmax.default": "what can be seen as one row without a copy is not told apart",
     "aten._fused_rms_norm_backward.default": "torch 2.11 adds up short rows in another way",
 }  # fmt: skip

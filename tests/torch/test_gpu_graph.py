@@ -598,3 +598,21 @@ def test_a_norm_that_torch_s_own_code_normalises_by_is_cudnn_s_too() -> None:
     written = [s for s in row.writes if p.storages[s].producer < p.rows.index(row)]
     assert [p.storages[s].shape for s in written] == [(12,), (12,)]
     assert all(p.storages[s].producer >= 0 for s in written)
+
+
+@pytest.mark.parametrize("asked", [torch.float32, torch.float16])
+@pytest.mark.parametrize("where", [torch, functional, torch.Tensor])
+def test_a_softmax_of_halves_to_float32_is_one_kernel(where: Any, asked: torch.dtype) -> None:
+    """What models write for their scores in float16: torch's CUDA kernel reads halves and writes float32."""
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(64, 64, dtype=torch.float16)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return where.softmax(self.proj(x), dim=-1, dtype=asked)
+
+    p = program(Scores(), torch.empty(32, 64, dtype=torch.float16))
+    assert "aten._to_copy.default" not in [r.target for r in p.rows if r.phase == FORWARD]
+    assert created(p, "aten._softmax.default") == [(str(asked).removeprefix("torch."), (32, 64))]

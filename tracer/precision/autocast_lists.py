@@ -64,7 +64,8 @@ WIDEST: Final = tuple(
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()  # noqa: SIM905
 )
 REFUSED: Final = "binary_cross_entropy"
-# Fused on CUDA: float16 in, float32 out, and no float32 copy of the input between.
+# Fused on CUDA: float16 in, float32 out, and no float32 copy of the input between. (Outside of autocast:
+# `tracer.capture.cuda.gpu`.)
 HALF_TO_FLOAT: Final = {"softmax.int": "_softmax", "log_softmax.int": "_log_softmax"}
 
 
@@ -184,10 +185,10 @@ def _float32_result(name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("dtype") if by_name or len(args) <= place else args[place]
         with _below():
+            if name in HALF_TO_FLOAT and args[0].dtype == torch.float16 and given in (None, torch.float32):
+                return getattr(torch.ops.aten, HALF_TO_FLOAT[name]).default(args[0], args[1], True)
             if not _eligible(args[0]) or given is not None:
                 return op(*args, **kwargs)
-            if name in HALF_TO_FLOAT and args[0].dtype == torch.float16:
-                return getattr(torch.ops.aten, HALF_TO_FLOAT[name]).default(args[0], args[1], True)
             return op(*args[:place], **{**kwargs, "dtype": torch.float32})
 
     return call

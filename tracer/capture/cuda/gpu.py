@@ -38,6 +38,23 @@ DIFFERENT_RESULTS: Final = frozenset(
 )
 
 
+# Of float16 to float32 these are one kernel on CUDA, without a float32 copy of the input (aten's SoftMax.cpp).
+HALF_TO_FLOAT: Final = {
+    **dict.fromkeys((torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax), aten._softmax),
+    **dict.fromkeys(
+        (torch.log_softmax, torch.nn.functional.log_softmax, torch.Tensor.log_softmax), aten._log_softmax
+    ),
+}
+
+
+def _widens(args: Any, kwargs: Any) -> bool:
+    """Whether a call of softmax is one of float16 that asks for float32, along a dimension that it names."""
+    dtype = kwargs.get("dtype", args[-1] if len(args) > 2 else None)
+    named = isinstance(kwargs.get("dim", args[1] if len(args) > 1 else None), int)
+    given = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float16
+    return given and named and dtype is torch.float32
+
+
 @contextlib.contextmanager
 def gpu_kernels(target: Device | None) -> Iterator[None]:
     """While it is active, attention is captured as the ops that a GPU runs, and batch norms with inputs as it has them.
@@ -68,6 +85,9 @@ def gpu_kernels(target: Device | None) -> Iterator[None]:
 
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if target is not None and func in HALF_TO_FLOAT and _widens(args, kwargs or {}):
+                dim = (kwargs or {}).get("dim", args[1] if len(args) > 1 else None)
+                return HALF_TO_FLOAT[func](args[0], dim, True)
             if func == attention:
                 func = run_attention
             elif func == norm:

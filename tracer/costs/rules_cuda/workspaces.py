@@ -121,6 +121,8 @@ def efficient_tile(sm: int, half: bool, widest: int, dropout: bool) -> tuple[int
 
 def blas(x: TensorSpec) -> int:
     """Bytes of the copy of a matrix, a batch of them or a vector that lies otherwise than cuBLAS takes it."""
+    if x.elements <= 1:
+        return 0
     if len(x.shape) == 1:
         return 0 if x.stride[0] else x.nbytes
     (rows, columns), (down, along) = x.shape[-2:], x.stride[-2:]
@@ -137,6 +139,11 @@ def copied_like(x: TensorSpec, like: TensorSpec) -> int:
 def dense(x: TensorSpec) -> TensorSpec:
     """A result of the same shape: with the same strides if they leave no gaps, else contiguous."""
     return x if x.span_bytes == x.nbytes else replace(x, stride=_contiguous(x))
+
+
+def rows_of(rows: int, columns: int, x: TensorSpec) -> TensorSpec:
+    """A matrix of the type of `x`."""
+    return TensorSpec(shape=(rows, columns), stride=(columns, 1), dtype=x.dtype)
 
 
 def padded(x: TensorSpec | None) -> int:
@@ -175,6 +182,7 @@ FUNCTIONS: Final[Mapping[str, Any]] = {
     "copied_like": copied_like,
     "dense": dense,
     "padded": padded,
+    "rows_of": rows_of,
     "indexed": indexed,
     "several_blocks": several_blocks,
     "radix_sort": radix_sort,
