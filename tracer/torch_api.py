@@ -47,6 +47,7 @@ USED: Final = {
     "pytree": "torch.utils._pytree",
     "scaled_dot_product_attention": "torch._C._nn:scaled_dot_product_attention",
     "sdp_priority_order": "torch._C:_get_sdp_priority_order",
+    "generated_code": "torch.fx.graph_module:_loader",
     "top_saved_tensors_default_hooks": "torch._C:_autograd._top_saved_tensors_default_hooks",
     # fake tensors
     "DataDependentOutputException": "torch._subclasses.fake_tensor:DataDependentOutputException",

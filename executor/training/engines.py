@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import linecache
 import threading
 import time
 import warnings
@@ -28,7 +29,7 @@ from tracer.capture.capture import capture
 from tracer.precision.policy import Autocast
 from tracer.record.program import Program, program_of
 from tracer.record.sketch import sketch
-from tracer.torch_api import pytree
+from tracer.torch_api import generated_code, pytree
 from traces.errors import CaptureError, PlanError
 from traces.plan import Action, Plan
 from traces.trace import TraceMeta
@@ -50,6 +51,7 @@ class Engine:
     exact: bool  # the graph is the plan's to the byte, not only in structure
     kind: str = "cpu"  # the type of the device that it runs on
     replanned: bool = False  # by a plan of its own, since the model's was for another graph
+    number: int = 0  # of this model's
     why: str = ""  # it was captured
     seconds: float = 0.0  # that making it took
     steps: int = 0  # that it served
@@ -81,6 +83,8 @@ class Engines(dict[Any, Engine]):
             Any, State
         ] = {}  # by the arguments: the state of the model at the last capture for them
         self.refused: dict[Any, PlanError | CaptureError] = {}  # calls in a state that no engine can serve
+        self.first: Any = None  # the key of the first
+        self.made = 0  # how many there were
         self.causes: Counter[Path] = Counter()  # what had changed when it was captured again
 
     def tensors(self, engine: Engine) -> list[torch.Tensor]:
@@ -141,16 +145,18 @@ def engine_for(
     )  # fmt: skip
     with CAPTURING:
         state = engines.watching(module).state()
-        engine, refusal = engines.get((state, call)), engines.refused.get((state, call))
-        if engine is not None:
+        key = (state, call)
+        if (engine := engines.get(key)) is not None:
+            if len(engines) > 1:
+                engines[key] = engines.pop(key)  # the last used is the last to go
             return _sharing_alike(engine, leaves)
-        if refusal is not None and program is None:
+        if program is None and (refusal := engines.refused.get(key)) is not None:
             raise refusal.with_traceback(None)
         try:
             return _made(engines, plan, module, leaves, call, state, program)
         except (PlanError, CaptureError) as error:
             _make_room(engines.refused)
-            engines.refused[state, call] = error
+            engines.refused[key] = error
             raise
 
 
@@ -190,7 +196,9 @@ def _made(
         state = watch.state()
     _warn(engines, changed - unread)
     engines.last[call] = state
-    engine.why = why_captured(next(iter(engines), None), (state, call))
+    engine.why = why_captured(engines.first, (state, call))
+    engines.first = engines.first or (state, call)
+    engine.number = engines.made = engines.made + 1
     engine.seconds = time.monotonic() - began
     _make_room(engines)
     engines[state, call] = engine
@@ -199,9 +207,18 @@ def _made(
 
 
 def _make_room(known: dict[Any, Any]) -> None:
-    """Forget the oldest of what would be too many."""
+    """Forget what was used longest ago of what would be too many."""
     while len(known) >= MOST:
-        del known[next(iter(known))]
+        gone = known.pop(next(iter(known)))
+        if isinstance(gone, Engine):
+            for module in (gone.rewritten.forward, gone.rewritten.backward, *gone.partial.values()):
+                _forget_code(type(module).forward.__code__.co_filename)
+
+
+def _forget_code(file: str) -> None:
+    """Take generated code out of what torch keeps for tracebacks, for ever otherwise."""
+    generated_code.eval_cache.pop(file, None)
+    linecache.cache.pop(file, None)
 
 
 def _few(changes: list[str]) -> str:
@@ -284,8 +301,11 @@ def make_engine(
                 flags.append(False)
         return flags
 
+    known = set(generated_code.eval_cache)
     with without_hooks(model):
         program = program_of(capture(model, args, kwargs, gradient_flags, autocast=autocast))
+    for file in generated_code.eval_cache.keys() - known:
+        _forget_code(file)  # of graphs that were steps on the way
     return engine_of(program, plan, autocast.kind, lambda p: sketch(p, model, args, kwargs))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.training.module import REPLAN, PlannedModule, apply_plan, capture_now
+from executor.training.module import REPLAN, PlannedModule, apply_plan, capture_now, engines_of
 from executor.training.planning import Clock, Say, Wanted, in_words, plan_within, record
 from simulator.core.limits import DEFAULTS
 
@@ -77,6 +77,7 @@ def fit(
     planned = apply_plan(model, plan, in_place=in_place, on_mismatch=on_mismatch)
     assert isinstance(planned, PlannedModule)
     planned._lowtide.wanted = wanted
+    engines_of(planned).unread = step.unread
     if not planned.training:
         planned.train()
     capture_now(planned, step.given.args, step.given.kwargs, step.program)

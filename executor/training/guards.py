@@ -469,7 +469,7 @@ def unread_of(watch: Watch, paths: frozenset[Path]) -> Iterator[set[Path]]:
     """
     unread: set[Path] = set(DETERMINISTIC)
     named: dict[tuple[type, str], list[Path]] = {}
-    for owner, path in watch.owners(paths):
+    for owner, path in watch.owners(paths) if paths else ():
         kind, name = type(owner), path[1]
         if not any(name in vars(c) for c in kind.__mro__):
             named.setdefault((kind, name), []).append(path)
@@ -477,7 +477,8 @@ def unread_of(watch: Watch, paths: frozenset[Path]) -> Iterator[set[Path]]:
 
     def noted() -> bool:
         asking = sys._getframe(2).f_globals.get("__name__", "")
-        if not asking.startswith("torch._functorch."):  # the export only makes a note of it
+        # The export only makes a note of it, and a trace of whose measurements would do.
+        if not asking.startswith(("torch._functorch.", "tracer.")):
             unread.difference_update(DETERMINISTIC)
         return asked()
 

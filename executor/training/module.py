@@ -130,7 +130,7 @@ class _State:
                 steps=e.steps,
                 seconds=e.seconds,
             )
-            for e in self.engines.values()
+            for e in sorted(self.engines.values(), key=lambda e: e.number)
         ]
         peaks = (
             (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from executor.training.engines import without_hooks
+from executor.training.guards import Path, Watch, unread_of
 from executor.training.twin import twin_of
 from simulator import api as simulator
 from simulator.core.limits import DEFAULTS
@@ -54,6 +55,7 @@ class Recorded:
     program: Program
     given: SplitBatch
     on_gpu: bool
+    unread: frozenset[Path]  # settings of torch's that it was seen not to read
 
 
 def record(
@@ -77,10 +79,12 @@ def record(
     step = in_hand(bare, batch, loss, wanted.optimizer, wanted.scaler, {}, {"amp": amp or None}, 0)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
-    with left_as_found(False), without_hooks(bare):
+    with left_as_found(False), without_hooks(bare), unread_of(Watch(bare), frozenset()) as unread:
         draft, trace = record_drafted(step, target, ProfileUse(), device=str(where), untouched=False)
     given = split_batch(bare, pytree.tree_map_only(torch.Tensor, lambda x: x.to(where), batch), loss)
-    return Recorded(trace=trace, program=draft.program, given=given, on_gpu=bool(name))
+    return Recorded(
+        trace=trace, program=draft.program, given=given, on_gpu=bool(name), unread=frozenset(unread)
+    )
 
 
 def plan_within(step: Recorded, wanted: Wanted) -> Plan:

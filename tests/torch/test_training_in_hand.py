@@ -703,3 +703,34 @@ def test_a_plan_without_a_sketch_says_less() -> None:
     planned = apply_plan(Heads(), old)
     with pytest.raises(PlanError, match=r"made for another graph.*its structure is"):
         call_with(weight=torch.ones(3))(planned)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many shapes
+
+
+def test_the_captures_that_were_used_last_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tracer.torch_api import generated_code
+
+    planned = fitted(Deep())
+    monkeypatch.setattr(engines_module, "MOST", 2)
+    code = len(generated_code.eval_cache)
+
+    def call(size: int) -> int:
+        x, y = rows(size)
+        functional.mse_loss(planned(x), y).backward()
+        return id(list(engines_of(planned).values())[-1])
+
+    first = call(128)
+    call(64)
+    assert call(128) == first
+    call(32)  # in place of 64
+    assert call(128) == first
+    assert [e.steps for e in engines_of(planned).values()] == [1, 3]
+    call(64)
+    assert [c.fit for c in planned.receipt().captures] == ["exact", "resized"]
+    assert planned.receipt().captures[-1].why.startswith("argument 0 is float32[64, 32]")
+    grown = len(generated_code.eval_cache) - code
+    for size in (33, 34, 35):
+        call(size)
+    assert len(generated_code.eval_cache) - code <= grown + 1
