@@ -104,11 +104,11 @@ def run_watched(model: nn.Module, run: Callable[[], Any], effects: Effects) -> A
             f"torch.seed or torch.set_rng_state){_where(run, torch.default_generator.initial_seed)}, and a planned "
             "step does not. Seed outside of forward."
         )
-    for name, state in drawn.items():
-        if state() != state.at_first:
+    for name, (ask, before_forward) in drawn.items():
+        if ask() != before_forward:
             raise CaptureError(
                 f"{type(model).__name__} cannot be captured: its forward draws from the randomness of {name}"
-                f"{_where(run, state)}, as LayerDrop does, so every step may be another graph. Leave it out "
+                f"{_where(run, ask)}, as LayerDrop does, so every step may be another graph. Leave it out "
                 "(layerdrop=0), or draw with torch and choose with torch.where."
             )
     return outputs
@@ -362,23 +362,14 @@ def _lines_noted(lines: dict[tuple[int, str], str]) -> Iterator[None]:
 # Randomness
 
 
-class _Python:
-    """The state of a generator of Python's or NumPy's."""
-
-    def __init__(self, ask: Callable[[], Any]) -> None:
-        self.ask = ask
-        self.at_first = self()
-
-    def __call__(self) -> Any:
-        return repr(self.ask()) if self.ask is not random.getstate else self.ask()
-
-
-def _python_state() -> dict[str, _Python]:
-    found = {"Python (the module random)": _Python(random.getstate)}
+def _python_state() -> dict[str, tuple[Callable[[], Any], Any]]:
+    """The generators of Python and NumPy: how to ask for their states, and these now."""
+    asked: dict[str, Callable[[], Any]] = {"Python (the module random)": random.getstate}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        found["NumPy (numpy.random)"] = _Python(lambda: numpy.random.get_state()[1:3])
-    return found
+        state = numpy.random.get_state
+        asked["NumPy (numpy.random)"] = lambda: (state()[2], state()[1].tobytes())
+    return {name: (ask, ask()) for name, ask in asked.items()}
 
 
 def _where(run: Callable[[], Any], asked: Callable[[], Any]) -> str:
