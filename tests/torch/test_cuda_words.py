@@ -128,3 +128,28 @@ def test_torch_itself_may_ask_a_gpu_that_is_there(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(RuntimeError, match="asks the GPU itself"):
             exec(call, {"__name__": "my_training", "torch": torch})
     assert asked == ["torch"]
+
+
+def test_names_imported_one_by_one_mean_the_target_too() -> None:
+    """And torch's own functions again afterwards, also by a name that was imported meanwhile."""
+    from torch.cuda import get_device_name, is_available, synchronize
+    from torch.cuda.nvtx import range_push
+
+    here = torch.cuda.is_available()
+    with cuda_words(H100):
+        from torch.cuda import device_count
+
+        assert is_available()
+        assert get_device_name(0) == "H100"
+        assert device_count() == 1
+        synchronize()
+        range_push("mine")
+    assert is_available() == here
+    assert device_count() == torch.cuda.device_count()
+
+
+def test_a_scaler_for_cuda_scales_where_a_gpu_is_meant() -> None:
+    with cuda_words(H100):
+        scaler = torch.amp.GradScaler("cuda")
+        assert scaler.is_enabled()
+        assert torch.amp.GradScaler().is_enabled()

@@ -5,7 +5,7 @@ for it, `torch.amp.GradScaler`, `x.is_cuda` and `x.device`, and of `torch.cuda` 
 `synchronize`, NVTX and memory statistics, which are 0. torch's own code gets true answers. Refused: all else that would
 reach the driver (streams, events, graphs, generators), by the message of torch or of `_initialised_by_torch`, which the
 caller gives the user's line.
-Ignores: names that were imported from torch.cuda one by one, which then are refused.
+A name that was imported from torch.cuda one by one (`from torch.cuda import synchronize`) means the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -70,10 +70,10 @@ def cuda_words(target: Device | None) -> Iterator[None]:
         **dict.fromkeys(DONE.split()),
         **dict.fromkeys(COUNTED.split(), 0),
     }
-    own = {name: _answer(getattr(cuda, name), value) for name, value in answers.items()}
+    asked = {getattr(cuda, name): value for name, value in answers.items()}
     with (
-        replaced(cuda, **own, _lazy_init=_initialised_by_torch(cuda._lazy_init)),
-        replaced(cuda.nvtx, **{name: _answer(getattr(cuda.nvtx, name), None) for name in MARKS.split()}),
+        _answering(asked | {getattr(cuda.nvtx, name): None for name in MARKS.split()}),
+        replaced(cuda, _lazy_init=_initialised_by_torch(cuda._lazy_init)),
         replaced(autocast, __init__=autocast_of),
         replaced(torch.amp.GradScaler, __init__=scaler_for),
         replaced(DeviceContext, __init__=lambda self, device: enter_device(self, _place(device))),
@@ -102,9 +102,12 @@ class _Devices(TorchFunctionMode):
         return func(*(_place(a) for a in args), **given)
 
 
-def _torch_asks() -> bool:
-    """Whether what called our caller is code of torch or of this package, which is to know where a tensor is."""
-    frame = sys._getframe(2)
+def _torch_asks(frames: int = 2) -> bool:
+    """Whether what called our caller is code of torch or of this package, which is to know where a tensor is.
+
+    frames: how many calls ago that was.
+    """
+    frame = sys._getframe(frames)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back  # of a mode above
     return _module(frame).partition(".")[0] in ("torch", "tracer")
@@ -121,13 +124,41 @@ def _kind(device_type: str) -> str:
     return "cpu" if device_type == "cuda" else device_type
 
 
-def _answer(original: Callable[..., Any], value: Any) -> Callable[..., Any]:
-    """A function of torch.cuda that says `value` to everybody but torch."""
+ANSWERS: Final[dict[str, Callable[..., Any]]] = {}  # by the function's name
 
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if _torch_asks() else value
 
-    return ask
+def _asked(*args: Any, **kwargs: Any) -> Any:
+    """What a function of torch.cuda does in the meantime: its code, with its name in place of the ?."""
+    import sys
+
+    return sys.modules["tracer.build.cuda_words"].ANSWERS["?"](*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _answering(values: dict[Any, Any]) -> Iterator[None]:
+    """In the body, functions say their value to everybody but torch, under whatever name somebody has imported them:
+    it is their code that is another."""
+    with contextlib.ExitStack() as back:
+        for function, value in values.items():
+            if (
+                function.__code__.co_freevars
+            ):  # wrapped, as what is deprecated: what it calls in the end answers
+                continue
+            ANSWERS[function.__name__] = _answer(function, value)
+            back.callback(setattr, function, "__code__", function.__code__)
+            consts = tuple(function.__name__ if c == "?" else c for c in _asked.__code__.co_consts)
+            function.__code__ = _asked.__code__.replace(co_consts=consts)
+        yield
+
+
+def _answer(function: Any, value: Any) -> Callable[..., Any]:
+    original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if _torch_asks(3) else value
+
+    return answer
 
 
 def _initialised_by_torch(original: Callable[[], None]) -> Callable[[], None]:
