@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from executor.matching import check_alloc_conf, check_kind, times_apply
 from executor.measure import (
@@ -19,11 +20,13 @@ from executor.measure import (
     run_job,
 )
 from executor.verification import Verification
-from traces.errors import PlanError
-from traces.measurement import Measurement
+from traces.errors import OutOfMemoryProblem, PlanError
+from traces.measurement import Measurement, RunFigures
 from traces.plan import Plan
 from traces.provenance import REHEARSED, provenance_of
 from traces.trace import Trace, TraceMeta
+
+UNVERIFIED: Final = "the verification"  # begins a warning of one that was to be and is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,7 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
             model's (a plan from a laptop's trace applies on a GPU as long as the model's graph has the same structure
             there, and a plan for a GPU's graph does not run on the CPU).
         EnvironmentProblem: no such device, the environment sets the allocator otherwise, or a process died.
+        OutOfMemoryProblem: the plan ran out of memory. (That eager, keep-all or the verification did is a warning.)
     """
     plan = Plan.load(path)
     plan.check_seal(path)
@@ -73,16 +77,27 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         conf = plan.meta.alloc_conf
         return run_job(Job(variant=variant, plan_path=str(path), alloc_conf=conf, **asdict(settings)))
 
+    warnings = [str(text) for text in plan.predicted.get("warnings", ())]
+
+    def if_it_fits(variant: str, what: str) -> JobResult:
+        """What is beside the plan: often a plan is made because that does not fit."""
+        try:
+            return job(variant)
+        except OutOfMemoryProblem as error:
+            warnings.append(f"{what} ran out of memory: {error}")
+            return JobResult(figures=RunFigures(), environment={})
+
     verification = None
     provenance = provenance_of(settings.device)
     if settings.steps and provenance != REHEARSED:  # where nothing is computed
         progress(f"Verifying {settings.steps} steps against the untouched model ...")
-        verification = job(VERIFY).verification
+        verification = if_it_fits(VERIFY, f"{UNVERIFIED}, which takes two models at once,").verification
     results = {}
-    for variant, label in ((EAGER, "eager"), (KEEP_ALL, "keep-all"), (PLAN, "the plan")):
+    for variant, label in ((EAGER, "eager"), (KEEP_ALL, "keep-all")):
         progress(f"Measuring {label} on {settings.device} ...")
-        results[variant] = job(variant)
-    warnings = [str(text) for text in plan.predicted.get("warnings", ())]
+        results[variant] = if_it_fits(variant, f"{label}, which is not measured,")
+    progress(f"Measuring the plan on {settings.device} ...")
+    results[PLAN] = job(PLAN)
     told = other_threads(plan.meta, results[PLAN].environment)
     if told:
         warnings.append(told)

@@ -294,8 +294,11 @@ def print_outcome(outcome: Outcome) -> None:
     for text in m.warnings:
         echo(f"  warning, beside the prediction: {text}")
     if m.verified is None:
+        from executor.plans import UNVERIFIED
+
         reason = "nothing is computed on a GPU that is not there" if rehearsed else "--no-verify"
-        echo(f"  not verified ({reason})")
+        failed = any(text.startswith(UNVERIFIED) for text in m.warnings)
+        echo(f"  not verified ({'see the warning' if failed else reason})")
     else:
         echo(
             f"  {_verdict(outcome)} over {m.steps} steps in "

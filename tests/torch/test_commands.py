@@ -28,7 +28,7 @@ from tests.torch.steps import recompute_all, recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.cli.main import trace  # noqa: E402
 from traces import store  # noqa: E402
-from traces.errors import EnvironmentProblem  # noqa: E402
+from traces.errors import EnvironmentProblem, OutOfMemoryProblem  # noqa: E402
 from traces.measurement import RunFigures  # noqa: E402
 from traces.plan import Action, Plan  # noqa: E402
 
@@ -363,6 +363,26 @@ def test_simulate_does_not_run_the_file_that_a_trace_names(folder: Path) -> None
     refused(
         call(simulate, "compare", "out", "--budget", "90%", "--with-torch-budget"), "small_nets.py", "--trust"
     )
+
+
+def test_a_plan_is_measured_where_nothing_else_fits(
+    folder: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(given: Job) -> JobResult:
+        if given.variant != "plan":
+            raise OutOfMemoryProblem("out of memory: 9 GiB")
+        return JobResult(figures=RunFigures(peak_allocated_bytes=1, step_time_ns=1), environment={})
+
+    monkeypatch.setattr(plans, "run_job", job)
+    plan.save("plan.json")
+    result = call(execute, "plan.json", "--report", "r.html")
+    assert result.exit_code == 0, result.output
+    assert "not verified (see the warning)" in result.output
+    answer = json.loads(call(execute, "plan.json", "--json").stdout)
+    assert answer["measured"]["peak_allocated_bytes"] == 1
+    assert (answer["verified"], answer["eager"]["peak_allocated_bytes"]) == (None, None)
+    assert answer["slowdown_percent"]["measured"] is None
+    assert sum("ran out of memory" in text for text in answer["warnings"]) == 3
 
 
 def test_a_process_that_dies_is_explained(
