@@ -16,7 +16,7 @@ GPUS = ["t4", "a100-80", "h100"]
 REFUSED = ("AdamW, capturable", "ASGD", "Adafactor")
 
 # On a GPU one kernel each, which torch takes apart on fake tensors of the CPU: more is saved than there.
-COMPOSITE = ("rms norm", "lstm cell")
+COMPOSITE = ("lstm cell",)
 
 
 def chosen(what: str, gpu: str, **arguments: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -616,3 +617,22 @@ def test_a_softmax_of_halves_to_float32_is_one_kernel(where: Any, asked: torch.d
     p = program(Scores(), torch.empty(32, 64, dtype=torch.float16))
     assert "aten._to_copy.default" not in [r.target for r in p.rows if r.phase == FORWARD]
     assert created(p, "aten._softmax.default") == [(str(asked).removeprefix("torch."), (32, 64))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_rms_norm_is_one_kernel_as_on_a_gpu(dtype: torch.dtype) -> None:
+    """What the wheels dispatch on the null driver; of CPU tensors torch takes it apart, and saves more."""
+    p = program(
+        nn.Sequential(nn.RMSNorm(64, dtype=dtype)), torch.empty(32, 64, dtype=dtype, requires_grad=True)
+    )
+    targets = [r.target for r in p.rows]
+    assert targets.count("aten._fused_rms_norm.default") == 1
+    assert targets.count("aten._fused_rms_norm_backward.default") == 1
+    assert "aten.rsqrt.default" not in targets
+    name = str(dtype).removeprefix("torch.")
+    assert created(p, "aten._fused_rms_norm.default") == [(name, (32, 64)), ("float32", (32, 1))]
+    # A weight of another type is torch's reason to take it apart on a GPU too.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says so, once
+        mixed = program(nn.Sequential(nn.RMSNorm(64, dtype=torch.float64)), torch.empty(32, 64, dtype=dtype))
+    assert "aten.rsqrt.default" in [r.target for r in mixed.rows]

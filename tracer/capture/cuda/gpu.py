@@ -1,6 +1,6 @@
 """Capture the ops that a GPU would run in place of those that torch takes on the CPU.
 
-Counts: attention (`tracer.capture.cuda.attention`), batch norm (`tracer.capture.passes.batch_norm`), and ops
+Counts: attention (`tracer.capture.cuda.attention`), RMS norm, batch norm (`tracer.capture.passes.batch_norm`), and ops
 whose results have another data type
 on CUDA (`results`). Ignores: what torch decides below its ops (which convolution algorithm, which memory format a
 convolution returns).
@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tracer.capture.cuda.attention import attend
+from tracer.capture.cuda.rms_norm import fused_rms_norm
 from tracer.capture.passes.batch_norm import dense, meta, takes_cudnn
 from tracer.precision.policy import lowered, without_autocast
 from tracer.torch_api import DisableTorchFunction, FakeTensor, pytree, replaced, scaled_dot_product_attention
@@ -98,6 +99,7 @@ def gpu_kernels(target: Device | None) -> Iterator[None]:
     with (
         replaced(functional, scaled_dot_product_attention=run_attention),
         replaced(torch, batch_norm=run_norm),
+        fused_rms_norm() if target is not None else contextlib.nullcontext(),
         Mode(),
     ):
         yield
