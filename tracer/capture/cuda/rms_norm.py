@@ -50,7 +50,7 @@ class _Fused(torch.autograd.Function):
         return out, rstd
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any, _: Any) -> Any:
         x, rstd, weight = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         gradients = aten._fused_rms_norm_backward.default(gradient, x, ctx.shape, rstd, weight, wanted)
