@@ -13,14 +13,18 @@ from tests.published.models import SIZES, VOCABULARY, Embedding, softmax
 
 
 class Linear(nn.Module):
-    """The weight is the first operand, so the result comes transposed."""
+    """The weight is the first operand. `transposed`: as torch 2.6 lays the result out, which torch 2.11 does not."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.empty(outputs, inputs)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.transposed:
+            return torch.bmm(self.weight[None], x.flatten(0, -2).T[None])[0].T.unflatten(0, x.shape[:-1])
         return torch.einsum("oi,...i->...o", self.weight, x)
+
+    transposed = False
 
 
 class RMSNorm(nn.Module):
@@ -159,6 +163,18 @@ def kk512() -> dict[str, Any]:
         "loss": cross_entropy,
         "optimizer": AdamW(model.parameters()),
     }
+
+
+def kk512_transposed() -> dict[str, Any]:
+    made = kk512()
+    for layer in made["model"].modules():
+        if isinstance(layer, Linear):
+            layer.transposed = True
+    return made
+
+
+def kk512_transposed_no_optimizer() -> dict[str, Any]:
+    return {**kk512_transposed(), "optimizer": None}
 
 
 def kk512_no_optimizer() -> dict[str, Any]:
