@@ -202,6 +202,9 @@ class _Reading:
         self._dicts: list[Mapping[Any, Any]] = []
         self._lists: list[Any] = []
         self._empty: list[Any] = []  # containers, whose first element is a change
+        self._named: list[
+            dict[str, Any]
+        ] = []  # whose keys are watched, and of the values only what a graph sees
         self._sets: list[tuple[Any, frozenset[Any]]] = []
         self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors that are no parameters or buffers
         self._arrays: list[tuple[Any, bytes]] = []
@@ -213,9 +216,9 @@ class _Reading:
         dicts, lists, (sizes, keys, values) = self._dicts, self._lists, self._values
         return (
             not any(self._empty)
-            and tuple(map(len, dicts)) + tuple(map(len, lists)) == sizes
+            and list(map(len, chain(dicts, lists, self._named))) == sizes
             and all(map(operator.is_, chain(_values(dicts), _items(lists)), values))
-            and all(map(operator.is_, chain.from_iterable(dicts), keys))
+            and all(map(operator.is_, chain.from_iterable(chain(dicts, self._named)), keys))
             and self._tensor_layout() == self._layout
             and settings() == self._settings
             and all(x._version == version for x, version in self._versions)
@@ -223,10 +226,10 @@ class _Reading:
             and all(_bytes(x) == data for x, data in self._arrays)
         )
 
-    def _flat(self) -> tuple[tuple[int, ...], list[Any], list[Any]]:
-        dicts, lists = self._dicts, self._lists
-        sizes = tuple(map(len, dicts)) + tuple(map(len, lists))
-        return sizes, list(chain.from_iterable(dicts)), [*_values(dicts), *_items(lists)]
+    def _flat(self) -> tuple[list[int], list[Any], list[Any]]:
+        dicts, lists, named = self._dicts, self._lists, self._named
+        keys = list(chain.from_iterable(chain(dicts, named)))
+        return list(map(len, chain(dicts, lists, named))), keys, [*_values(dicts), *_items(lists)]
 
     def tensors(self, kind: str) -> dict[str, torch.Tensor]:
         named: dict[str, torch.Tensor] = {}
@@ -263,7 +266,7 @@ class _Reading:
         for name, value in vars(module).items():
             if name in TENSORS:
                 self._slots[name] += [(f"{path}.{n}" if path else n, value, n) for n in value]
-                self._lists.append(_Keys(value))
+                (self._named if value else self._empty).append(value)
                 self.parts[path, name] = tuple((n, x is None) for n, x in value.items())
             elif name == "_modules" or name.startswith(UNREAD) or (not path and name.startswith(ROOT_HOOKS)):
                 pass
@@ -395,25 +398,16 @@ class _Reading:
         return "module", path
 
 
-class _Keys:
-    """The keys of a dict, to watch when its values may change."""
+class _Length:
+    """How long a container is, of which nothing else is watched."""
 
     __slots__ = ("of",)
 
-    def __init__(self, of: dict[Any, Any]) -> None:
+    def __init__(self, of: Any) -> None:
         self.of = of
 
     def __len__(self) -> int:
         return len(self.of)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.of)
-
-
-class _Length(_Keys):
-    """How long a container is, of which nothing else is watched."""
-
-    __slots__ = ()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())

@@ -19,7 +19,6 @@ import contextlib
 import functools
 import random
 import sys
-import sysconfig
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -46,8 +45,15 @@ DERIVED: Final = "derived"
 _UTILITIES: Final = str(Path(nn.utils.__file__).parent)
 SLOTS: Final = ("_parameters", "_buffers", "_modules")
 HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_LIBRARIES: Final = tuple(
-    {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")}
+# Whose hooks do what they do within one call of the model, as long as they hold nothing afterwards.
+FRAMEWORKS: Final = (
+    "transformers",
+    "diffusers",
+    "timm",
+    "peft",
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
 )
 
 Write = tuple[str, str, Any]  # (module, attribute, value)
@@ -409,13 +415,13 @@ def _hooks_watched(model: nn.Module) -> Iterator[None]:
     register = torch.Tensor.register_hook
 
     def registered(x: torch.Tensor, hook: Any) -> Any:
-        return register(x, hook if _library(hook) else _watched(hook, "a tensor in forward"))
+        return register(x, hook if _package(hook) == "torch" else _watched(hook, "a tensor in forward"))
 
     try:
         for owner, attributes in owners:
             for hooks in (attributes[k] for k in HOOKS if k in attributes):
                 for number, hook in list(hooks.items()):
-                    if not _library(hook) and not getattr(hook, "_lowtide_scope", False):
+                    if _package(hook) != "torch" and not getattr(hook, "_lowtide_scope", False):
                         put.append((hooks, number, hook))
                         hooks[number] = _watched(hook, owner)
         with replaced(torch.Tensor, register_hook=registered):
@@ -435,7 +441,7 @@ def _watched(hook: Any, owner: str) -> Callable[..., Any]:
         for x, copy in held:
             if not _same_items(x, copy):
                 _refill(x, copy)
-        if out is None or changed:
+        if changed or (out is None and _package(hook) not in FRAMEWORKS):
             code = getattr(hook, "__code__", None)
             line = f" (at {code.co_filename}:{code.co_firstlineno})" if code else ""
             does = (
@@ -468,10 +474,10 @@ def _held(hook: Any) -> Iterator[Any]:
             yield from (x for x in vars(value).values() if isinstance(x, CONTAINERS))
 
 
-def _library(hook: Any) -> bool:
-    """Whether a hook is of an installed library, which takes care of its own within one call."""
+def _package(hook: Any) -> str:
+    """The package that a hook is of."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return code is not None and code.co_filename.startswith(_LIBRARIES)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return str(module).partition(".")[0]
