@@ -13,6 +13,7 @@ from traces.errors import PlanError
 from traces.plan import Plan
 from traces.trace import TraceMeta
 
+HINT: Final = ', or apply the plan with on_mismatch="replan" or "eager".'
 FEW: Final = 4  # differences of one kind that are named
 
 
@@ -53,8 +54,7 @@ def another_graph(meta: TraceMeta, now: dict[str, Any], structure: str, device: 
     )
     advice = next((a for _, a in causes if a), "trace this model as it is now and plan again")
     return PlanError(
-        f"the plan was made for another graph ({describe(meta)}): {told}. {advice[0].upper()}{advice[1:]}, or apply "
-        'the plan with on_mismatch="replan" or "eager".'
+        f"the plan was made for another graph ({describe(meta)}): {told}. {advice[0].upper()}{advice[1:]}{HINT}"
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import time
 import warnings
 from collections import Counter
@@ -26,7 +27,7 @@ from torch import nn
 from executor.training import bypass, hand_over
 from executor.training.autograd import run
 from executor.training.engines import Engine, Engines, device_kind, engine_for, engine_of
-from executor.training.mismatch import check_parameters
+from executor.training.mismatch import HINT, check_parameters
 from executor.training.planning import Wanted, plan_call, wanted_of
 from executor.training.receipt import EXACT, REPLANNED, RESIZED, CaptureNote, Receipt
 from executor.training.twin import OWN_CLASS, STATE, own_class, twin_of
@@ -120,7 +121,9 @@ class _State:
             "without the plan" if engine is None else f"by a plan of its own, made in {engine.seconds:.1f} s"
         )
         last = " What follows is only counted: see receipt()." if self.warned == MOST_WARNINGS else ""
-        warnings.warn(f"a training call runs {done}: {why}{last}", stacklevel=7)
+        warnings.warn(
+            f"a training call runs {done}: {why.replace(HINT, '.')}{last}", stacklevel=_callers_level()
+        )
 
     def receipt(self) -> Receipt:
         captures = [
@@ -146,6 +149,17 @@ class _State:
             peak_allocated_bytes=peaks[0],
             peak_reserved_bytes=peaks[1],
         )
+
+
+def _callers_level() -> int:
+    """The `stacklevel` at which `_warn` warns of the line that called the model."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "torch",
+        "executor",
+    ):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class PlannedModule(nn.Module):

@@ -487,7 +487,10 @@ def test_a_long_run_survives_odd_calls(how: str) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         same_training(eager, planned, steps=12, step=odd_twice)
-    told = [str(w.message) for w in said if "training call" in str(w.message)]
+    said = [w for w in said if "training call" in str(w.message)]
+    assert {w.filename for w in said} == {__file__}  # where the model is called
+    told = [str(w.message) for w in said]
+    assert not any("on_mismatch" in text for text in told)
     receipt = planned.receipt()
     assert len(told) == 3
     if how == "eager":
