@@ -94,3 +94,16 @@ def test_a_loop_of_the_user_s_own_is_rehearsed(tmp_path: Path) -> None:
     """Parts, autocast, a gradient scaler, several losses, clipping, gradients that stay."""
     (tmp_path / "mine.py").write_text(OWN)
     check(f"{tmp_path / 'mine.py'}:build", {})
+
+
+def test_a_plan_in_a_loop_that_accumulates(tmp_path: Path) -> None:
+    """Allocated to the byte; reserved memory only roughly (the manual says why)."""
+    options = {"batch_size": 16, "accumulate": 2}
+    found = trace("resnet18", target=GPU, profile=False, **options)
+    plan = api.plan(found, "85%", seconds=1)
+    path = plan.save(tmp_path / "plan.json")
+    rehearsed = rehearse("resnet18", GPU, options=options, script=False, plan=path, iterations=3).figures
+    ours = api.simulate(found, plan).planned_figures
+    assert plan.actions
+    assert ours.peak_allocated_bytes == rehearsed.peak_allocated_bytes
+    assert ours.peak_reserved_bytes == pytest.approx(rehearsed.peak_reserved_bytes, rel=0.06)

@@ -11,6 +11,7 @@ A name that was imported from torch.cuda one by one (`from torch.cuda import syn
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType, SimpleNamespace
@@ -139,11 +140,8 @@ def _answering(values: dict[Any, Any]) -> Iterator[None]:
     """In the body, functions say their value to everybody but torch, under whatever name somebody has imported them:
     it is their code that is another."""
     with contextlib.ExitStack() as back:
-        for function, value in values.items():
-            if (
-                function.__code__.co_freevars
-            ):  # wrapped, as what is deprecated: what it calls in the end answers
-                continue
+        for wrapped, value in values.items():
+            function: Any = inspect.unwrap(wrapped)  # as what is deprecated is
             ANSWERS[function.__name__] = _answer(function, value)
             back.callback(setattr, function, "__code__", function.__code__)
             consts = tuple(function.__name__ if c == "?" else c for c in _asked.__code__.co_consts)

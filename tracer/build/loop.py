@@ -160,8 +160,13 @@ class Phases:
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+        def called(*_: Any) -> None:
+            if self._now == OPTIMIZER and torch.is_grad_enabled():  # the next part of an accumulated step
+                self.enter(FORWARD)
+
+        called._lowtide_scope = True  # type: ignore[attr-defined]  # no hook of the user's
         hooks = [
-            register_module_forward_pre_hook(self._before_module),
+            register_module_forward_pre_hook(called),
             register_optimizer_step_pre_hook(lambda *_: self.enter(OPTIMIZER)),
         ]
         autograd = torch.autograd
@@ -173,10 +178,6 @@ class Phases:
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _before_module(self, *_: Any) -> None:
-        if self._now == OPTIMIZER and torch.is_grad_enabled():  # the next part of an accumulated step
-            self.enter(FORWARD)
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
