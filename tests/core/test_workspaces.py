@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tracer.costs.rules_cuda.cub import radix_sort, scan, unique_by_key
 from tracer.costs.rules_cuda.reductions import partial_results
 from tracer.costs.rules_cuda.workspaces import FUNCTIONS, TABLE, flash_splits, rule_events
 from tracer.costs.signature import Signature, TensorSpec
@@ -312,3 +313,15 @@ def test_what_a_contiguous_copy_takes() -> None:
 
 def test_a_more_capable_gpu_splits_by_its_multiprocessors() -> None:
     assert (H200.multiprocessors, A100.multiprocessors, T4.multiprocessors) == (132, 108, 40)
+
+
+def test_the_scratch_of_sorts_and_scans() -> None:
+    """What torch 2.15 asks for on the null driver."""
+    n = 2**22
+    assert [radix_sort(n, 8, 8, sm) for sm in (75, 80, 90)] == [1_528_319, 1_121_791, 935_423]
+    assert [radix_sort(n, 4, 8, sm) for sm in (75, 80, 90)] == [368_127, 660_991, 660_991]
+    assert radix_sort(4096, 8, 16, 90) == 71_167  # two passes: keys and values a second time
+    assert radix_sort(2304, 8, 64, 90) == 1
+    assert [scan(n, size) for size in (2, 4, 8)] == [9_727, 18_431, 76_031]
+    assert [unique_by_key(n, 8, sm) for sm in (75, 80, 90)] == [210_943, 51_199, 14_847]
+    assert unique_by_key(17_408, 8, 89) == 2_047

@@ -37,7 +37,7 @@ KNOWN = {
     "aten.argmax.default": "what can be seen as one row without a copy is not told apart",
     "aten._fused_rms_norm_backward.default": "torch 2.11 adds up short rows in another way",
 }  # fmt: skip
-MOST_KNOWN = 25
+MOST_KNOWN = 15
 
 
 def peak(events: Iterable[int]) -> int:
