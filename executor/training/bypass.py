@@ -9,6 +9,8 @@ all is well; one that replaces it would train without the plan, which is found a
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -75,6 +77,18 @@ def give_back_forward(model: nn.Module) -> None:
     own = vars(model).pop(FORWARD, None)
     if own is not None:
         vars(model).setdefault("forward", own)
+
+
+@contextmanager
+def later_forward_off(model: nn.Module) -> Iterator[None]:
+    """In the body a planned module has no forward that came after the plan: it runs around the planned one, and so
+    must not be captured."""
+    later = vars(model).pop("forward", None)
+    try:
+        yield
+    finally:
+        if later is not None:
+            vars(model)["forward"] = later
 
 
 def check_bypassed(module: nn.Module, entered: bool) -> None:

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from executor.matching import check_kind
 from executor.rewrite import Rewritten, rewrite
+from executor.training.bypass import later_forward_off
 from executor.training.guards import Path, State, Watch, argument, unread_of
 from executor.training.mismatch import another_graph
 from executor.training.unreached import without
@@ -200,6 +201,8 @@ def _made(
     engines.first = engines.first or (state, call)
     engine.number = engines.made = engines.made + 1
     engine.seconds = time.monotonic() - began
+    if (same := engines.get((state, call))) is not None:  # but for what is known now not to be read
+        engine.steps, engine.why = same.steps, same.why
     _make_room(engines)
     engines[state, call] = engine
     engines.refused.pop((state, call), None)
@@ -302,7 +305,7 @@ def make_engine(
         return flags
 
     known = set(generated_code.eval_cache)
-    with without_hooks(model):
+    with without_hooks(model), later_forward_off(model):
         program = program_of(capture(model, args, kwargs, gradient_flags, autocast=autocast))
     for file in generated_code.eval_cache.keys() - known:
         _forget_code(file)  # of graphs that were steps on the way

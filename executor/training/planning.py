@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from executor.training.bypass import later_forward_off
 from executor.training.engines import without_hooks
 from executor.training.guards import Path, Watch, unread_of
-from executor.training.twin import twin_of
+from executor.training.twin import STATE, twin_of
 from simulator import api as simulator
 from simulator.core.limits import DEFAULTS
 from simulator.planners.outcome import Infeasible
@@ -45,6 +46,7 @@ class Wanted:
     scaler: torch.amp.GradScaler | None = None
     planner: str | None = None
     seconds: float = DEFAULTS.seconds
+    loop: Mapping[str, Any] = field(default_factory=dict)  # `tracer.build.loop_options`, such as accumulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +73,15 @@ def record(
         SpecError, CaptureError: as `tracer.trace`.
     """
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
-    bare = twin_of(model)
+    with later_forward_off(model) if STATE in vars(model) else nullcontext():
+        bare = twin_of(model)
     if not bare.training:
         bare.train()
     if amp is None:
         amp = ambient(where.type).dtype
-    step = in_hand(bare, batch, loss, wanted.optimizer, wanted.scaler, {}, {"amp": amp or None}, 0)
+    step = in_hand(
+        bare, batch, loss, wanted.optimizer, wanted.scaler, {}, {**wanted.loop, "amp": amp or None}, 0
+    )
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
     with left_as_found(False), without_hooks(bare), unread_of(Watch(bare), frozenset()) as unread:

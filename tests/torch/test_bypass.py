@@ -114,6 +114,26 @@ def test_a_forward_that_wraps_the_planned_one_later_works(plan: Plan) -> None:
     as_eager(planned, planned)
 
 
+def test_one_that_wraps_it_is_no_part_of_the_capture(plan: Plan) -> None:
+    """As Accelerate's, which is one object of autocast that must not be entered twice."""
+    planned = apply_plan(net(), plan)
+    inner, eager = planned.forward, net()
+    depth: list[int] = []
+
+    def forward(*args: Any) -> Any:
+        assert not depth, "entered twice"
+        depth.append(1)
+        try:
+            return 3 * inner(*args)
+        finally:
+            depth.clear()
+
+    planned.forward = forward  # type: ignore[method-assign]
+    of_eager = eager.forward
+    eager.forward = lambda *args: 3 * of_eager(*args)  # type: ignore[method-assign]
+    as_eager(planned, planned, eager)
+
+
 def test_one_that_replaces_it_is_found_at_the_first_training_call(plan: Plan) -> None:
     planned = apply_plan(net(), plan)
     planned.forward = types.MethodType(doubled, planned)  # type: ignore[method-assign]

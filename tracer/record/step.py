@@ -140,8 +140,9 @@ def _captured(step: TrainingStep, target: Device | None) -> Captured:
     try:
         return capture(step.model, step.args, step.kwargs, ask, target, step.autocast)
     except (_NeedsRun, CaptureError) as error:
-        cause = error.__cause__
-        if not isinstance(error, _NeedsRun) and not isinstance(cause, _NeedsRun):
+        # No name for the cause: it would hold the frames of all callers, with what is in them, until garbage is
+        # searched for; a training loop's outputs, where its first call is planned.
+        if not isinstance(error, _NeedsRun) and not isinstance(error.__cause__, _NeedsRun):
             raise
     from tracer.capture.capture import forward_once
 

@@ -1,0 +1,133 @@
+"""Plan a module at its first training call, from the arguments that it then gets.
+
+A framework's loop owns the batches: what the model really gets is known when it is called. Until then nothing is
+planned, and evaluation runs as ever; the first training call is planned before it runs, so it holds the budget too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from executor.training import bypass
+from executor.training.module import PlannedModule, apply_plan, capture_now, engines_of
+from executor.training.planning import Wanted, plan_within, record
+from tracer.build.batch import SplitBatch, loss_in_outputs
+from tracer.build.context import is_fake
+from tracer.torch_api import pytree
+from traces.errors import PlanError, SpecError
+from traces.plan import Plan
+
+AWAITED: Final = "_lowtide_awaited"  # the attribute of a module that waits for its first training call
+Say = Callable[[str], None]
+
+
+def on_stderr(text: str) -> None:
+    sys.stderr.write(f"lowtide: {text}\n")
+    sys.stderr.flush()
+
+
+@dataclass(kw_only=True)
+class FirstBatch:
+    """How a module is to be planned once its first training call comes."""
+
+    wanted: Wanted | None = None  # plan within this,
+    plan: Plan | None = None  # or apply that
+    loss: Callable[[Any], Any] | None = None  # of what the module returns; None: `loss_of`
+    on_mismatch: str = "error"
+    say: Say = field(default=on_stderr)
+
+    def settle(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Apply the plan to a module in place, for this call and those that follow.
+
+        Raises:
+            BudgetError, SpecError, CaptureError, PlanError: as `executor.fit` and `apply_plan`.
+        """
+        plan, step = self.plan, None
+        if self.wanted is not None:
+            call = SplitBatch(args=tuple(args), kwargs=kwargs, loss=self.loss or loss_of, loss_inputs=())
+            step = record(module, call, None, self.wanted)
+            plan = plan_within(step, self.wanted)
+            self.say(f"planned {type(module).__name__} from its first batch: {plan}")
+        assert plan is not None
+        planned = apply_plan(module, plan, in_place=True, on_mismatch=self.on_mismatch)
+        assert isinstance(planned, PlannedModule)
+        planned._lowtide.wanted = self.wanted
+        if step is not None:
+            engines_of(planned).unread = step.unread
+            if torch.is_autocast_cache_enabled():  # which it was captured with
+                capture_now(planned, args, kwargs, step.program)
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss that the module computes, if it does; else a sum that differentiates all its outputs, as the loss code
+    around it may."""
+    try:
+        return loss_in_outputs(outputs)
+    except SpecError:
+        parts = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not parts:
+            raise
+        total = parts[0].float().mean()
+        for x in parts[1:]:
+            total = total + x.float().mean()
+        return total
+
+
+class Awaiting(nn.Module):
+    """Mixed in before the class of a module that waits for its first training call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().__call__(*args, **kwargs)
+        if isinstance(self, Awaiting) and "forward" in vars(self) and bypass.trains(self):
+            bypass.check_bypassed(self, entered=False)
+        return outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not bypass.trains(self) or is_fake():
+            own = vars(self).get(bypass.FORWARD)
+            return super().forward(*args, **kwargs) if own is None else own(*args, **kwargs)
+        first = stop_awaiting(self)
+        first.settle(self, args, kwargs)
+        return type(self).forward(self, *args, **kwargs)
+
+
+def await_first_batch(module: nn.Module, first: FirstBatch) -> None:
+    """Plan a module in place at its first training call.
+
+    Raises:
+        PlanError: it is a wrapper that plans go inside of.
+    """
+    bypass.check_wrapped(module)
+    kind = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return Awaiting.forward(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    bypass.take_forward(module)
+    object.__setattr__(module, AWAITED, first)
+    module.__class__ = type(kind.__name__, (Awaiting, kind), {**names, "forward": forward})
+
+
+def awaits(module: nn.Module) -> bool:
+    """Whether a module still waits for its first training call."""
+    return isinstance(module, Awaiting)
+
+
+def stop_awaiting(module: nn.Module) -> FirstBatch:
+    """The module as it was before `await_first_batch`; returns what it waited for."""
+    if not isinstance(module, Awaiting):
+        raise PlanError(f"this {type(module).__name__} does not wait for a first batch.")
+    module.__class__ = type(module).__bases__[1]
+    bypass.give_back_forward(module)
+    first: FirstBatch = vars(module)[AWAITED]
+    delattr(module, AWAITED)
+    return first
