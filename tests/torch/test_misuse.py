@@ -30,8 +30,9 @@ from executor.training import engines  # noqa: E402
 from executor.training.guards import Watch  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
+from tracer.capture.capture import capture  # noqa: E402
 from tracer.torch_api import FakeTensor, FunctionalTensor, pytree  # noqa: E402
-from traces.errors import LowtideError, PlanError  # noqa: E402
+from traces.errors import CaptureError, LowtideError, PlanError  # noqa: E402
 from traces.plan import Plan  # noqa: E402
 
 EQUAL = "equal"  # how a row may end; otherwise a part of the error's words
@@ -1233,10 +1234,33 @@ def test_a_plain_tensor_is_part_of_the_state() -> None:
     assert states[1].changes(states[0])[0].startswith("plain changed")
 
 
+def test_a_parameter_in_a_list_is_refused() -> None:
+    """A model in hand would be captured with it as a constant, and it would get no gradient."""
+    m = Tensors()
+    m.several[0].requires_grad_()
+    with pytest.raises(CaptureError, match=r"shape \(8,\) that requires a gradient"):
+        capture(m, (batch(),), {}, lambda out: [True])
+    m.several[0].requires_grad_(False)
+    assert capture(m, (batch(),), {}, lambda out: [True]).forward
+
+
+class Numbered(WithGlobals):
+    made = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Numbered.made += 1
+        return super().forward(x)
+
+
+def test_a_counter_of_the_class_is_refused_and_as_it_was() -> None:
+    with pytest.raises(CaptureError, match="the attribute made of the class Numbered"):
+        capture(Numbered(), (batch(),), {}, lambda out: [True])
+    assert Numbered.made == 0
+
+
 def test_what_forward_does_not_read_is_learnt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A counter of the loop's causes one more capture, not one at every step; what forward reads always does."""
     captures = []
-    capture = engines.capture
     monkeypatch.setattr(engines, "capture", lambda *a, **k: captures.append(1) or capture(*a, **k))
     m = apply_plan(WithGlobals(), plan_for(WithGlobals, total))
     counts = []

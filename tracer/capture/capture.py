@@ -42,7 +42,14 @@ from tracer.capture.scopes import (
     retied,
     tied_slots,
 )
-from tracer.capture.state import Effects, check_effects, nothing_changed, plain_tensors, run_watched
+from tracer.capture.state import (
+    Effects,
+    check_constants,
+    check_effects,
+    nothing_changed,
+    plain_tensors,
+    run_watched,
+)
 from tracer.capture.torch_fixes.caches import emptied_caches, holds_kept_tensor
 from tracer.capture.torch_fixes.grouped import grouped_products
 from tracer.precision.cast_cache import cached_casts
@@ -237,6 +244,7 @@ def _capture(
             settle(model, lambda: flat_model.outputs(*fakes))
         joint = aot_export_joint_with_descriptors(stack, flat_model, fakes)
     check_effects(model, effects)
+    check_constants(model, joint.graph_module)
     captured = _normalise(joint.graph_module, notes, on_gpu=on_gpu)
     return replace(captured, target=target, writes=effects.writes)
 

@@ -137,6 +137,18 @@ def plain_tensors(model: nn.Module) -> list[str]:
     ]
 
 
+def check_constants(model: nn.Module, graph_module: torch.fx.GraphModule) -> None:
+    """Raise CaptureError for a tensor that should be trained and is a constant to the graph."""
+    for n in graph_module.graph.find_nodes(op="get_attr"):
+        x = getattr(graph_module, str(n.target), None)
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured: its forward uses a tensor of the shape {tuple(x.shape)} "
+                "that requires a gradient and is no parameter of the model (a parameter or module in a list, say), so "
+                "it would get none. Register it (nn.Parameter, nn.ModuleList), or give it requires_grad_(False)."
+            )
+
+
 def check_effects(model: nn.Module, effects: Effects) -> None:
     """Raise CaptureError, at the end of a capture, for numbers that forward counts in its attributes."""
     for key, where in effects.numbers.items():
@@ -270,6 +282,10 @@ class _Before:
         for _, container, copy in self.containers.values():
             if not _same_items(container, copy):
                 _refill(container, copy)
+        for owner, attributes in self.classes.items():
+            for name, value in vars(owner).copy().items():
+                if _settable(value) and attributes.get(name, value) is not value:
+                    setattr(owner, name, attributes[name])
 
     def _refused(self, what: str) -> CaptureError:
         return CaptureError(f"{type(self.model).__name__} cannot be captured: its forward {what}.")
