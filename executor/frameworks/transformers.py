@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.frameworks.first_batch import FirstBatch, await_first_batch, awaits, on_stderr, stop_awaiting
+from executor.frameworks.first_batch import (
+    FirstBatch,
+    await_first_batch,
+    awaits,
+    loss_of,
+    on_stderr,
+    stop_awaiting,
+)
 from executor.frameworks.surroundings import bare_optimizer, loop_around
 from executor.training.module import PlannedModule, remove_plan
 from executor.training.planning import Wanted
@@ -90,7 +97,11 @@ class PlanCallback(TrainerCallback):
         await_first_batch(
             model,
             FirstBatch(
-                wanted=wanted, plan=self.plan, loss=self.loss, on_mismatch=self.on_mismatch, say=self.say
+                wanted=wanted,
+                plan=self.plan,
+                loss=self.loss or _loss,
+                on_mismatch=self.on_mismatch,
+                say=self.say,
             ),
         )
 
@@ -105,6 +116,16 @@ class PlanCallback(TrainerCallback):
             remove_plan(model)
         if self._checkpointed:
             model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+
+
+def _loss(outputs: Any) -> torch.Tensor:
+    """What the trainer differentiates: the model's own loss; of TRL's fused outputs, of which it makes the loss itself,
+    the log-probabilities of tokens and what a mixture of experts adds."""
+    fused = getattr(outputs, "log_probs", None)
+    if not isinstance(fused, torch.Tensor):
+        return loss_of(outputs)
+    more = getattr(outputs, "aux_loss", None)
+    return -fused.sum() if more is None else more - fused.sum()
 
 
 def _counted_by_tensor(
