@@ -245,7 +245,7 @@ class _Before:
                     effects.numbers.setdefault((id(module), name), what)
                 found.append((path, name, new))
         for name, container, copy in self.containers.values():
-            if not _same_items(container, copy):
+            if not _same_items(container, copy) and not _filled_in(container, copy):
                 raise self._refused(
                     f"changes what {name} holds. A planned step does not run that code again; return it from forward"
                 )
@@ -336,6 +336,17 @@ def _same_items(container: Any, copy: Any) -> bool:
     if isinstance(container, dict):
         return all(k in container and (container[k] is x or _equal(container[k], x)) for k, x in copy.items())
     return all(a is b or _equal(a, b) for a, b in zip(container, copy, strict=True))
+
+
+def _filled_in(container: Any, copy: Any) -> bool:
+    """Whether words stand now where nothing stood, and all else is as it was: transformers' losses note in the model's
+    configuration, once, which kind of problem it is (`problem_type` in loss/loss_utils.py)."""
+    if not isinstance(container, dict) or container.keys() != copy.keys():
+        return False
+    return all(
+        container[k] is x or _equal(container[k], x) or (x is None and isinstance(container[k], str))
+        for k, x in copy.items()
+    )
 
 
 def _refill(container: Any, copy: Any) -> None:
