@@ -163,6 +163,50 @@ def values_left(model: nn.Module, rank: int) -> list[int]:
     return left
 
 
+class Block(nn.Module):
+    """One of the blocks that FSDP2 shards one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.dropout(torch.relu(self.up(x)), 0.1))
+
+
+def sharded(rank: int, order: str, plan: Plan) -> list[torch.Tensor]:
+    """Five steps of three blocks under `fully_shard`, each with a plan from before it or after it, or without one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model, mesh = nn.Sequential(*(Block() for _ in range(3))), init_device_mesh("cpu", (2,))
+    for block in model:
+        for step in order.split():
+            fully_shard(block, mesh=mesh) if step == "shard" else apply_plan(block, plan, in_place=True)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(7 + rank)
+    losses = []
+    for k in range(5):
+        loss = model(batch(rank, k)[0].requires_grad_()).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    if "plan" in order:
+        assert [block.receipt().planned_steps for block in model] == [5] * 3
+    return [*losses, *(p.full_tensor().detach() for p in model.parameters()), torch.get_rng_state()]
+
+
+def plan_of_block() -> Plan:
+    def make() -> Any:
+        return Block(), (batch(0, 0)[0].requires_grad_(),), lambda y: y.pow(2).mean(), None
+
+    trace = recorded(build_of(make)).trace
+    return plan_of(trace, *recompute_all(Problem(trace)))
+
+
 def worker(rank: int, port: int) -> None:
     """What each of the two processes does; the first prints what it found."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -179,6 +223,10 @@ def worker(rank: int, port: int) -> None:
     found["order at the end"] = order(apply_plan(net(), plan), rank, "unused")
     found["left"] = values_left(apply_plan(net(), plan), rank)
     found["order of eager"] = order(net(), rank)
+    plan_b = plan_of_block()
+    eager = sharded(rank, "shard", plan_b)
+    for order_of in ("plan shard", "shard plan"):
+        found[order_of] = all(map(torch.equal, eager, sharded(rank, order_of, plan_b)))
     try:
         apply_plan(DistributedDataParallel(net()), plan)
     except PlanError as error:
@@ -235,6 +283,11 @@ def test_buckets_are_reduced_while_backward_still_computes(found: dict[str, Any]
     # Without handing over they do come at the end, which the words above would show.
     last = found["order at the end"].split()
     assert "mm" not in last[last.index("bucket") :]
+
+
+@pytest.mark.parametrize("order_of", ["plan shard", "shard plan"])
+def test_blocks_under_fully_shard_train_as_without_plans(found: dict[str, Any], order_of: str) -> None:
+    assert found[order_of] is True
 
 
 def test_saved_values_are_not_held_beside_the_backward(found: dict[str, Any]) -> None:
