@@ -28,7 +28,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from tracer.torch_api import replaced
+from tracer.torch_api import bindings, cudnn_enabled, replaced
 from traces.errors import PlanError
 
 PLAIN: Final = (
@@ -467,7 +467,7 @@ def unread_of(watch: Watch, paths: frozenset[Path]) -> Iterator[set[Path]]:
         kind, name = type(owner), path[1]
         if not any(name in vars(c) for c in kind.__mro__):
             named.setdefault((kind, name), []).append(path)
-    asked = torch._C._get_deterministic_algorithms
+    asked = bindings._get_deterministic_algorithms
 
     def noted() -> bool:
         asking = sys._getframe(2).f_globals.get("__name__", "")
@@ -476,7 +476,7 @@ def unread_of(watch: Watch, paths: frozenset[Path]) -> Iterator[set[Path]]:
             unread.difference_update(DETERMINISTIC)
         return asked()
 
-    with replaced(torch._C, _get_deterministic_algorithms=noted), ExitStack() as stack:
+    with replaced(bindings, _get_deterministic_algorithms=noted), ExitStack() as stack:
         for (kind, name), those in named.items():
             with suppress(TypeError):  # a class whose attributes cannot be set
                 setattr(kind, name, _Seen(name, partial(unread.difference_update, those)))
@@ -586,7 +586,7 @@ _ASKED: Final[dict[str, Callable[[], Any]]] = {
     "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled,
     "plain attention": torch.backends.cuda.math_sdp_enabled,
     "cuDNN's attention": torch.backends.cuda.cudnn_sdp_enabled,
-    "cuDNN": torch._C._get_cudnn_enabled,
+    "cuDNN": cudnn_enabled,
 }
 SETTINGS: Final = tuple(_ASKED)
 DETERMINISTIC: Final = frozenset(("torch", name) for name in SETTINGS if "determin" in name or "warn" in name)

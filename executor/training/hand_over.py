@@ -19,6 +19,8 @@ import torch
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tracer.torch_api import execution_engine
+
 Backward = Callable[[list[Any]], Any]
 _variants: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
 
@@ -65,7 +67,7 @@ class Pool:
             for p, g in zip(parameters, gradients, strict=True):
                 if g is not None:
                     self._add(p, g)
-            torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+            execution_engine.queue_callback(self.flush)
             return rest
 
         def put(k: int, gradient: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ from tracer.build.context import is_fake
 from tracer.capture.refusals import check_capturable
 from tracer.precision.policy import Autocast, ambient
 from tracer.record.program import Program
-from tracer.torch_api import pytree
+from tracer.torch_api import disable_dynamo, pytree
 from traces.errors import CaptureError, LowtideError, PlanError, SpecError
 from traces.plan import Plan
 
@@ -181,7 +181,7 @@ class PlannedModule(nn.Module):
         bypass.check_bypassed(self, self._lowtide.entered > before)
         return outputs
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._lowtide
         state.entered += 1

@@ -13,7 +13,7 @@ from torch import nn
 
 from tracer.build.loop_options import AFTER, BEFORE, KEEP, ORDINARY, Loop
 from tracer.precision.policy import OFF, Autocast, ambient
-from tracer.torch_api import pytree, replaced
+from tracer.torch_api import foreach_zero_, pytree, replaced
 from traces.errors import SpecError
 from traces.trace import BACKWARD, FORWARD, OPTIMIZER
 
@@ -111,7 +111,7 @@ def run_step(
     if loop.zero_grad == AFTER:
         forget_gradients(trained)
     elif loop.zero_grad == KEEP:
-        torch._foreach_zero_([p.grad for p in trained if p.grad is not None])
+        foreach_zero_([p.grad for p in trained if p.grad is not None])
     return loss
 
 

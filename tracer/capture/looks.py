@@ -18,10 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracer.build.user_errors import is_data_dependent, is_foreign
-from tracer.torch_api import EffectType, pytree, register_effectful_op
+from tracer.torch_api import EffectType, TorchDispatchMode, pytree, register_effectful_op
 from traces.errors import CaptureError, PlanError
 
 MOST: Final = 64  # lines that look; more are no checks
