@@ -112,7 +112,13 @@ def test_a_run_that_is_resumed(tmp_path: Path) -> None:
         return training(tmp_path / "second", callback(), resume=str(tmp_path / "first" / "checkpoint-5"))
 
     planned = trained(resumed)
-    assert [x for x in eager.losses if x[0] > 5] == [x for x in planned.losses if x[0] > 5]
+
+    def late(
+        ended: Ended,
+    ) -> list[Any]:  # train_loss is a mean over all steps of this run, of which there are fewer
+        return [x for x in ended.losses if x[0] > 5 and x[1] != "train_loss"]
+
+    assert late(eager) == late(planned)
     for name, x in eager.state.items():
         assert torch.equal(x, planned.state[name]), name
     config = json.loads((tmp_path / "first" / "checkpoint-5" / "config.json").read_text())
@@ -137,7 +143,7 @@ def test_lengths_that_vary_and_a_smaller_last_batch(tmp_path: Path) -> None:
         trainer.train()
         return trainer.model, losses.seen
 
-    chosen = callback()
+    chosen = callback(budget="95%")
     same(trained(lambda: run(None)), trained(lambda: run(chosen)))
     assert chosen.receipt.planned_steps + chosen.receipt.unplanned_steps == 3
     assert chosen.receipt.planned_steps >= 2
