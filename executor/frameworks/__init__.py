@@ -1,1 +1,1 @@
-"""Plans in loops that others wrote: what Lowtide gives to transformers, Lightning, DDP and Inductor."""
+"""Plans in loops that others wrote: what Lowtide gives to transformers and Lightning."""

@@ -42,8 +42,7 @@ def check_wrapped(model: nn.Module) -> None:
     if isinstance(inner := vars(model).get("_modules", {}).get("_orig_mod"), nn.Module):
         raise PlanError(
             f"the model was compiled by torch.compile, whose graphs no plan reaches into; apply the plan to the "
-            f"{type(inner).__name__} itself (model._orig_mod), which torch.compile then leaves as it is, or let "
-            "Inductor compile by the plan (executor.frameworks.inductor)."
+            f"{type(inner).__name__} itself (model._orig_mod), which torch.compile then leaves as it is."
         )
     for path, module in model.named_modules():
         if path and isinstance(module, (DataParallel, DistributedDataParallel, *sharded)):
