@@ -1180,6 +1180,18 @@ def an_average_of_the_weights_by_hand(m: Any) -> Any:
     return step(m)
 
 
+class AsksForItsGradient(Net):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x.requires_grad_())
+
+
+@row("forward sets requires_grad", net=AsksForItsGradient)
+def an_argument_is_asked_for_its_gradient(m: Any) -> Any:
+    x = batch()
+    step(m, x)
+    return x.grad
+
+
 @row("another graph")  # that of an input that requires a gradient
 def used_twice_in_one_loss(m: Any) -> Any:
     total(m(m(batch()))).backward()

@@ -207,6 +207,13 @@ def _capture(
         def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given = (*self.parameters(), *tensors)
             outputs = self.outputs(*tensors)
+            for k, x in zip(where, tensors, strict=True):
+                if x.requires_grad and not leaves[k].requires_grad:
+                    raise CaptureError(
+                        f"{type(model).__name__} cannot be captured: forward sets requires_grad on a tensor of shape "
+                        f"{tuple(x.shape)} that it is given, which the caller's own tensor would not have afterwards. "
+                        "Set it before the call, or in forward on x.detach()."
+                    )
             flat, notes["spec"] = pytree.tree_flatten(outputs)
             refuse_values(flat)
             wanted = list(wants_gradient(outputs))
