@@ -339,7 +339,10 @@ def test_recomputed_batch_norms_update_their_statistics_once(seed: int, cudnn_on
     actions = recompute_all(Problem(trace)) if seed == 0 else random_actions(trace, random.Random(seed))
     engine = engine_of(p, plan_of_program(trace, p, *actions))
     for _ in range(2):
-        run_engine(engine, model, [x]).sum().backward()
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        captured = engine.program.captured
+        given = [parameters[n] for n in captured.parameters] + [buffers[n] for n in captured.buffers]
+        run_engine(engine, [*given, x]).sum().backward()
         twin(x).sum().backward()
     for (name, a), (_, b) in zip(model.state_dict().items(), twin.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
