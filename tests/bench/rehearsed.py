@@ -206,13 +206,16 @@ def _asked(models: str, gpus: str, amps: str) -> Iterator[tuple[str, str, str, S
     names = [n if n in MODELS else f"{ARCHITECTURES}:{n}" for n in models.split(",")] if models else [*MODELS]
     if gpus:
         yield from (
-            (n, g, "" if a == "none" else a) for n in names for g in gpus.split(",") for a in amps.split(",")
+            (n, g, "" if a == "none" else a, BUDGETS)
+            for n in names
+            for g in gpus.split(",")
+            for a in amps.split(",")
         )
         return
     targets, order = [*HALF], [*MODELS]
     for turn in (0, 1):
-        for name in names:
-            k = order.index(name)
+        for place, name in enumerate(names):
+            k = order.index(name) if name in MODELS else place
             gpu = targets[(k + turn) % len(targets)]
             yield name, gpu, HALF[gpu] if (k + turn) % 2 else "", BUDGETS[k // 2 % 2 :][:1]
 
