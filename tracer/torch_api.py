@@ -20,7 +20,8 @@ NEWEST: Final = (2, 15)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_CAPTURING: Final = threading.RLock()
+# Held while torch's functions are replaced and fake tensors stand in a model.
+CAPTURING: Final = threading.RLock()
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
@@ -28,7 +29,7 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def taking_turns(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _CAPTURING:
+        with CAPTURING:
             return function(*args, **kwargs)
 
     return taking_turns

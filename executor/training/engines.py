@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import linecache
-import threading
 import time
 import warnings
 from collections import Counter
@@ -30,14 +29,11 @@ from tracer.capture.capture import capture
 from tracer.precision.policy import Autocast
 from tracer.record.program import Program, program_of
 from tracer.record.sketch import sketch
-from tracer.torch_api import generated_code, pytree
+from tracer.torch_api import CAPTURING, generated_code, pytree
 from traces.errors import CaptureError, PlanError
 from traces.plan import Action, Plan
 from traces.trace import TraceMeta
 
-CAPTURING: Final = (
-    threading.RLock()
-)  # a capture puts fake tensors into the model, and replaces functions of torch
 MOST: Final = 64  # engines of one model, of which each takes megabytes
 OFTEN: Final = 4  # captures after which it is said what causes them
 OF_MODULES: Final = frozenset(vars(nn.Module()))  # the attributes that torch gives every module
