@@ -294,7 +294,7 @@ def test_a_plan_for_another_model(folder: Path, plan: Plan) -> None:
     other = small_nets.spec("residual")
     refused(
         call(execute, "plan.json", "--model", other, "--report", "r.html", "-o", "m.json"),
-        "made for another graph",
+        "made for another model",
     )
     assert litter(folder) == ["plan.json"]
 
