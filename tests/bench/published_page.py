@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from simulator.report.charts import Point, scatter, signed_errors
+from simulator.report.charts import Point, by_name, scatter
 from simulator.report.page import Chart, Page, Section, Text, write_page
 from simulator.studies.tables import NUMBER, table
 from traces.provenance import REHEARSED
@@ -32,7 +32,11 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             Point(case=name, model=name, series=way, predicted=f["bytes"], measured=n, error=f["off_percent"])
             for name, way, n, f in of
         ]
-        errors = [(name, way, f["off_percent"]) for name, way, _, f in of if f["off_bytes"]]
+        errors = [
+            (f"{name}, {way}", way, f["off_percent"], f"{f['off_percent']:+,.4f} %")
+            for name, way, _, f in of
+            if f["off_bytes"]
+        ]
         blocks = [
             Chart(
                 scatter(points, WAYS, title=f"peak {figure}", kind="bytes"),
@@ -41,7 +45,8 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             Text(f"{len(of) - len(errors)} of {len(of)} figures are 0 bytes off."),
         ]
         if errors:
-            blocks.append(Chart(signed_errors(errors, WAYS, unit="%"), "Those that are off."))
+            bars = by_name(errors, WAYS, "off, % (negative: too low)", limit=0)
+            blocks.append(Chart(bars, "Those that are off."))
         sections.append(Section(f"Peak {figure}", tuple(blocks)))
     sections.append(Section("All figures", (_table(rows),)))
     subtitle = (
