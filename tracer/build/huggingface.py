@@ -142,6 +142,11 @@ def transformers_step(
             # Its class name does not tell transformers which loss is meant, which it remarks upon.
             model.loss_type = "ForCausalLM"
         batch = _random_batch(family, settings, options)
+    return step_of(name, model, batch, options)
+
+
+def step_of(name: str, model: Any, batch: dict[str, Any], options: dict[str, Any]) -> TrainingStep:
+    """The step of a model that returns its loss, under the options that every model by name takes."""
     return TrainingStep(
         model=model,
         args=(),

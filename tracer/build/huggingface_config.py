@@ -11,11 +11,15 @@ from typing import Any, Final
 
 import torch
 
-from tracer.build.batch import loss_in_outputs
 from tracer.build.context import made_on, made_with_values, outside_fake_mode
-from tracer.build.huggingface import MASKED_EVERY, NO_LABEL, import_transformers, quiet_transformers
+from tracer.build.huggingface import (
+    MASKED_EVERY,
+    NO_LABEL,
+    import_transformers,
+    quiet_transformers,
+    step_of,
+)
 from tracer.build.loop import TrainingStep
-from tracer.build.optimizers import make_optimizer
 from tracer.build.vision import set_dropout
 from traces.errors import LowtideError, SpecError
 from traces.model_spec import HF
@@ -97,17 +101,7 @@ def config_step(reference: str, options: dict[str, Any], device: str) -> Trainin
         if getattr(model, "loss_type", "") is None and task == "causal-lm":
             model.loss_type = "ForCausalLM"  # which not every class's name tells
         batch = _Batch(reference, config, options).of(model, task)
-    return TrainingStep(
-        model=model,
-        args=(),
-        kwargs=batch,
-        loss=loss_in_outputs,
-        loss_inputs=(),
-        optimizer=make_optimizer(options["optimizer"], model.parameters(), options.get("optimizer_impl")),
-        batch_size=options["batch_size"],
-        name=reference,
-        options=dict(options),
-    )
+    return step_of(reference, model, batch, options)
 
 
 def _config(transformers: Any, reference: str, data: dict[str, Any], options: dict[str, Any]) -> Any:
