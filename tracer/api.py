@@ -131,7 +131,6 @@ def trace(
         say: told what happens, a line each time.
         on_round: of a measurement, told how many rounds are done.
         options: for a model by its name, and for a function that names them: batch_size (examples), seq_len (tokens),
-        options: for a model by its name, and for a function that names them: batch_size (examples), seq_len (tokens),
             image_size (pixels), dtype, dropout, task, attention, use_cache, optimizer_impl. For every step, of its
             loop: zero_grad ("before" forward, "after" the optimizer's step, "keep": to zero, "none"), clip_grad_norm,
             accumulate (how often forward and backward run before the optimizer's step).
