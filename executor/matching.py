@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from traces.alloc_conf import alloc_conf
 from traces.errors import EnvironmentProblem, PlanError
-from traces.trace import TraceMeta
+from traces.records.trace import TraceMeta
 
 
 def check_alloc_conf(meta: TraceMeta, device: str) -> None:

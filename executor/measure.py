@@ -22,10 +22,10 @@ from executor.verification import Verification
 from traces.alloc_conf import NAMES as ALLOC_CONF
 from traces.alloc_conf import alloc_conf
 from traces.errors import PlanError, SpecError, is_out_of_memory
-from traces.json_records import from_json
-from traces.measurement import RunFigures
-from traces.plan import Plan
+from traces.files.json_records import from_json
 from traces.provenance import REHEARSED, provenance_of
+from traces.records.measurement import RunFigures
+from traces.records.plan import Plan
 
 EAGER: Final = "eager"
 KEEP_ALL: Final = "keep_all"

@@ -21,10 +21,10 @@ from executor.measure import (
 )
 from executor.verification import Verification
 from traces.errors import OutOfMemoryProblem, PlanError
-from traces.measurement import Measurement, RunFigures
-from traces.plan import Plan
 from traces.provenance import REHEARSED, provenance_of
-from traces.trace import Trace, TraceMeta
+from traces.records.measurement import Measurement, RunFigures
+from traces.records.plan import Plan
+from traces.records.trace import Trace, TraceMeta
 
 UNVERIFIED: Final = "the verification"  # begins a warning of one that was to be and is not
 
@@ -158,7 +158,7 @@ def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Tr
         PlanError: the trace in the directory is another one.
     """
     if name is not None:
-        from traces.store import load
+        from traces.records.store import load
 
         trace = load(name)
         if trace.meta.fingerprint != plan.meta.fingerprint:

@@ -12,9 +12,9 @@ from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, 
 from simulator.report.step import describe, simulation_sections
 from simulator.studies.prediction import predict
 from simulator.studies.tables import Cell, Table, bytes_cell, percent_cell, time_cell
-from traces.measurement import Measurement, RunFigures, signed_error_percent
-from traces.plan import ALLOCATED, Plan
-from traces.trace import Trace, TraceMeta
+from traces.records.measurement import Measurement, RunFigures, signed_error_percent
+from traces.records.plan import ALLOCATED, Plan
+from traces.records.trace import Trace, TraceMeta
 from traces.units import show_bytes, show_percent, show_time
 
 

@@ -21,8 +21,8 @@ from executor.emit import Call, emitter
 from simulator.core.schedule import Schedule
 from tracer.record.program import Program, inplace_twin
 from traces.errors import PlanError
-from traces.plan import RECOMPUTE
-from traces.trace import VIEW
+from traces.records.plan import RECOMPUTE
+from traces.records.trace import VIEW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from executor.measure import EAGER, KEEP_ALL, PLAN
 from executor.plans import Settings, measure_plan
 from simulator.studies.sweep import Sweep
 from traces.errors import SpecError, TraceError
-from traces.measurement import Measurement, RunFigures
 from traces.provenance import REHEARSED, provenance_of
+from traces.records.measurement import Measurement, RunFigures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from tracer.build.loop import TrainingStep, run_step
 from tracer.build.step import BuildStep
 from tracer.precision.policy import scaler_tensors
 from tracer.torch_api import pytree
-from traces.plan import Plan
+from traces.records.plan import Plan
 
 NOISE_FACTOR = 10.0
 ROUNDING = 1e-5  # relative; float32 carries 6e-8, and a gradient sums many rounded terms

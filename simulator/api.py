@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from simulator.core.limits import DEFAULTS, Constraints, Limits
 from simulator.core.problem import Problem
 from traces.errors import SpecError
-from traces.plan import ALLOCATED, RESERVED, Plan
-from traces.trace import Trace
+from traces.records.plan import ALLOCATED, RESERVED, Plan
+from traces.records.trace import Trace
 
 if TYPE_CHECKING:
     from simulator.allocator.device import DeviceMemory
@@ -58,7 +58,7 @@ def problem_of(trace: Source, never: Sequence[str] = (), always_keep: Sequence[s
     if isinstance(trace, Problem):
         return trace
     if not isinstance(trace, Trace):
-        from traces.store import check_fingerprints, load
+        from traces.records.store import check_fingerprints, load
 
         name, trace = str(trace), load(str(trace))
         check_fingerprints(trace, name)

@@ -34,7 +34,7 @@ from simulator.planners.greedy import Search
 from simulator.planners.mu_two import cheapest
 from simulator.planners.outcome import finish, refuse
 from traces.errors import PlanError, SpecError, UnfinishedError
-from traces.plan import SAVE, Action, Plan
+from traces.records.plan import SAVE, Action, Plan
 
 NAME: Final = "exact"
 MOST_VALUES: Final = 24

@@ -1,8 +1,8 @@
 """Every plan for a tiny trace, and the least time that one within each budget adds: an oracle of planners and bounds.
 
 Nothing here uses `simulator`: which values may come back, what a plan makes run again and what is then allocated when
-is read off the trace's tables here, after the definitions in `traces.plan` and `traces.trace`. So a value that the
-simulator takes for fixed, and a plan that it refuses by mistake, still count.
+is read off the trace's tables here, after the definitions in `traces.records.plan` and `traces.records.trace`. So a
+value that the simulator takes for fixed, and a plan that it refuses by mistake, still count.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from itertools import combinations, pairwise, product
 from math import prod
 
 from tests.tiny import Op, trace
-from traces.plan import RECOMPUTE, SAVE, Action
-from traces.trace import BACKWARD, EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, RANDOM, VIEW, Trace
+from traces.records.plan import RECOMPUTE, SAVE, Action
+from traces.records.trace import BACKWARD, EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, RANDOM, VIEW, Trace
 
 Choice = Action | None
 

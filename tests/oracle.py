@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from simulator.core.schedule import Schedule
-from traces.plan import SAVE, Action
-from traces.trace import BACKWARD, EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
+from traces.records.plan import SAVE, Action
+from traces.records.trace import BACKWARD, EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.exhaust import Facts
 from tests.tiny import Op, trace
-from traces.plan import RECOMPUTE, SAVE, Action
-from traces.trace import BACKWARD, EAGER, FORWARD, GRADIENT, OPTIMIZER, RANDOM, Trace
+from traces.records.plan import RECOMPUTE, SAVE, Action
+from traces.records.trace import BACKWARD, EAGER, FORWARD, GRADIENT, OPTIMIZER, RANDOM, Trace
 
 SIZES = st.sampled_from([0, 4, 8, 12, 16, 20, 64])
 

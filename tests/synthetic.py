@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.tiny import Op, bwd, fwd, trace
-from traces.trace import ACTIVATION, BACKWARD, EAGER, FORWARD, GRADIENT, OPTIMIZER, PARAMETER, Trace
+from traces.records.trace import ACTIVATION, BACKWARD, EAGER, FORWARD, GRADIENT, OPTIMIZER, PARAMETER, Trace
 
 FLOPS_PER_NS = 40_000  # 40 TFLOP/s
 BYTES_PER_NS = 3_500  # 3.5 TB/s

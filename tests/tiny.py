@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from traces.trace import (
+from traces.records.trace import (
     ACTIVATION,
     BACKWARD,
     FORWARD,
@@ -17,7 +17,7 @@ from traces.trace import (
     TraceMeta,
     fingerprint,
 )
-from traces.validate import validate
+from traces.records.validate import validate
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tracer.torch_api import one_at_a_time, require_torch
 from traces.devices import Device
 from traces.devices import device as device_entry
 from traces.errors import LowtideError, SpecError
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 if TYPE_CHECKING:
     import torch

@@ -23,14 +23,14 @@ from tracer.precision.policy import set_tf32
 from tracer.record.draft import Draft
 from tracer.record.step import trace_step
 from tracer.record.untouched import count_untouched
-from traces import device_profile as store
-from traces.device_profile import DeviceProfile, Identity
 from traces.devices import Device
 from traces.devices import device as device_entry
 from traces.errors import EnvironmentProblem, LowtideError, SpecError, TraceError
-from traces.files import check_writable
+from traces.files.whole import check_writable
 from traces.provenance import REHEARSED, provenance_of, rehearsing
-from traces.trace import Trace, Untouched
+from traces.records import device_profile as store
+from traces.records.device_profile import DeviceProfile, Identity
+from traces.records.trace import Trace, Untouched
 
 NAMED: Final = 4  # kinds of ops that a note names
 

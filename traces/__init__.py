@@ -10,9 +10,9 @@ from traces.errors import (
     TraceError,
     VerificationError,
 )
-from traces.measurement import Measurement, RunFigures
-from traces.plan import Action, Plan
-from traces.trace import Ops, Storages, Trace, TraceMeta
+from traces.records.measurement import Measurement, RunFigures
+from traces.records.plan import Action, Plan
+from traces.records.trace import Ops, Storages, Trace, TraceMeta
 
 __all__ = [
     "Action",

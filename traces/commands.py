@@ -16,7 +16,7 @@ from typing import Any, Final
 import click
 
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
-from traces.files import check_writable
+from traces.files.whole import check_writable
 
 PAGE_NEEDS: Final = {
     "altair": "altair",

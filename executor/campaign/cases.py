@@ -26,7 +26,7 @@ from simulator.core.budget import check_budget
 from simulator.planners import DEFAULT, REGISTRY
 from traces.devices import device
 from traces.errors import LowtideError, SpecError
-from traces.json_records import canonical_json, to_json
+from traces.files.json_records import canonical_json, to_json
 from traces.model_spec import short_name, split_reference
 
 PACKAGED: Final = Path(__file__).resolve().parent
@@ -150,7 +150,7 @@ def parse_cases(data: Mapping[str, Any], *, where: str, root: Path, name: str) -
 
 def _case_keys() -> tuple[str, ...]:
     from tracer.build.loop_options import AROUND_OPTIONS
-    from tracer.build.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
+    from tracer.build.named.models import IMAGE_OPTIONS, SEQUENCE_OPTIONS
 
     of_steps = dict.fromkeys((*IMAGE_OPTIONS, *SEQUENCE_OPTIONS, *AROUND_OPTIONS))
     return ("model", "budget", "planner", *(k.replace("_", "-") for k in of_steps))
@@ -237,7 +237,7 @@ def _steps(lists: dict[str, list[Any]], place: str, root: Path) -> list[Step]:
 def _model(model: Any, place: str, root: Path) -> tuple[str, tuple[str, ...] | None]:
     """The model's full name or path, and the options that it takes (None: its own function says)."""
     from tracer.build.loop_options import AROUND_OPTIONS
-    from tracer.build.models import find_model
+    from tracer.build.named.models import find_model
 
     if not isinstance(model, str):
         raise SpecError(f"{place}: model = {model!r} must be text.")

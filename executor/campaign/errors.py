@@ -22,7 +22,7 @@ from executor.campaign.record import (
     Predictions,
     Record,
 )
-from traces.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
+from traces.records.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
 
 # Allocated is what was asked for; blocks is the same as CUDA's allocator hands it out, rounded up.
 ALLOCATED, BLOCKS, RESERVED, TIME, SLOWDOWN = "allocated", "blocks", "reserved", "time", "slow-down"

@@ -42,9 +42,9 @@ from simulator.report.charts import Point, scatter
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, paragraphs, write_page
 from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, percent_cell, table, yes
 from traces.errors import SpecError
-from traces.json_records import to_json
-from traces.measurement import RunFigures
+from traces.files.json_records import to_json
 from traces.provenance import REHEARSED
+from traces.records.measurement import RunFigures
 from traces.units import show_bytes, show_percent
 
 COLOURS: Final = dict(zip(STAGE_LABELS.values(), ("#4c78a8", "#e39c45"), strict=True))

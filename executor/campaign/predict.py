@@ -22,10 +22,10 @@ from simulator.core.problem import Problem
 from simulator.studies.planning import completed, plan_for
 from simulator.studies.prediction import Prediction, predict, untouched_fit
 from simulator.studies.warnings import STANDING, text, warnings
-from traces import store
 from traces.alloc_conf import alloc_conf
-from traces.plan import Action, Plan
-from traces.trace import Trace
+from traces.records import store
+from traces.records.plan import Action, Plan
+from traces.records.trace import Trace
 
 KEEP_ALL_PLAN: Final = "keep-all.json"
 DIRECTORIES: Final = {RULES: UNCALIBRATED_DIR, CALIBRATED: CALIBRATED_DIR}

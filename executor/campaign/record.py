@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Final
 
 from executor.campaign.cases import Case, Method, Step, digest
 from traces.errors import LowtideError, TraceError
-from traces.json_records import Form, JsonRecord, to_json
-from traces.measurement import RunFigures, check_rehearsed
+from traces.files.json_records import Form, JsonRecord, to_json
 from traces.model_spec import source_file
-from traces.plan import Plan
 from traces.provenance import MEASURED_CPU, PROVENANCES, REHEARSED
+from traces.records.measurement import RunFigures, check_rehearsed
+from traces.records.plan import Plan
 
 DONE: Final = "measured"
 DONE_ABSENT: Final = "rehearsed"  # on a GPU that is not there: memory alone

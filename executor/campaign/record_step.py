@@ -50,8 +50,8 @@ def record_step(
     from tracer.build.step import load_spec
     from tracer.costs.machine import probed_cpu
     from tracer.recording import ProfileUse, record_drafted, record_real
-    from traces import store
     from traces.devices import device as device_entry
+    from traces.records import store
 
     build = load_spec(model, dict(options), seed=seed)
     # The rates of a CPU stand in no datasheet: the machine itself tells them, in a second and without the model.

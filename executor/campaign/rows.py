@@ -20,7 +20,7 @@ from executor.campaign.errors import (
     row_of,
 )
 from executor.campaign.record import CALIBRATED, RULES, STAGES, Book, Record
-from traces.measurement import RunFigures
+from traces.records.measurement import RunFigures
 from traces.units import show_bytes, show_percent
 
 Row = dict[str, str | int | float | bool | None]

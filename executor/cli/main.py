@@ -22,8 +22,8 @@ from traces.commands import (
     stdout_free,
 )
 from traces.errors import SpecError
-from traces.plan import ALLOCATED
 from traces.provenance import REHEARSED, refuse_page
+from traces.records.plan import ALLOCATED
 from traces.units import show_bytes, show_time
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _peak(row: SweepRow) -> int:
 
 def answer(outcome: Outcome) -> dict[str, Any]:
     """The object that `execute --json` prints."""
-    from traces.measurement import signed_error_percent
+    from traces.records.measurement import signed_error_percent
 
     m, checked = outcome.measurement, outcome.verification
     return {
@@ -269,7 +269,7 @@ def print_outcome(outcome: Outcome) -> None:
             f"{show_bytes(reserved) if reserved is not None else '-':>16}"
             f"{show_time(time_ns) if time_ns is not None else '-':>14}"
         )
-    from traces.measurement import signed_error_percent
+    from traces.records.measurement import signed_error_percent
 
     errors = signed_error_percent(m.predicted, m.measured)
     parts = [

@@ -14,8 +14,8 @@ from traces.units import show_bytes
 
 if TYPE_CHECKING:
     from executor.rehearsal.record import Rehearsal
-    from traces.plan import Plan
-    from traces.warning import PredictionWarning
+    from traces.records.plan import Plan
+    from traces.records.warning import PredictionWarning
 
 MOST_LINES = 8
 
@@ -107,8 +107,8 @@ def rehearse_plan(path: Path, model: str, gpu: str, *, as_json: bool, quiet: boo
     from executor.matching import check_alloc_conf
     from executor.measure import predicted_figures
     from executor.rehearsal.run import rehearse as run
-    from traces.measurement import signed_error_percent
-    from traces.plan import Plan
+    from traces.records.measurement import signed_error_percent
+    from traces.records.plan import Plan
 
     plan = Plan.load(path)
     check_alloc_conf(plan.meta, "cuda")

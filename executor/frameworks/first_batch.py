@@ -22,7 +22,7 @@ from tracer.build.batch import SplitBatch, loss_in_outputs
 from tracer.build.context import is_fake
 from tracer.torch_api import pytree
 from traces.errors import PlanError, SpecError
-from traces.plan import Plan
+from traces.records.plan import Plan
 
 AWAITED: Final = "_lowtide_awaited"  # the attribute of a module that waits for its first training call
 Say = Callable[[str], None]

@@ -21,7 +21,7 @@ from executor.training.planning import Wanted
 from simulator.core.limits import DEFAULTS
 from tracer.build.loop_options import KEEP
 from traces.errors import EnvironmentProblem, PlanError, SpecError
-from traces.plan import Plan
+from traces.records.plan import Plan
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import Callback, LightningModule

@@ -26,9 +26,9 @@ from executor.frameworks.surroundings import bare_optimizer, loop_around
 from executor.training.module import PlannedModule, remove_plan
 from executor.training.planning import Wanted
 from simulator.core.limits import DEFAULTS
-from tracer.build.huggingface import import_transformers
+from tracer.build.named.huggingface import import_transformers
 from traces.errors import SpecError
-from traces.plan import Plan
+from traces.records.plan import Plan
 
 import_transformers()  # says if it is missing, and makes it importable beside a CPU-only torch
 from transformers import TrainerCallback  # noqa: E402

@@ -20,10 +20,10 @@ from typing import Final
 
 from executor.rehearsal.elf import undefined_symbols
 from executor.rehearsal.stubs import stub_source
-from traces.device_profile import cache_directory
 from traces.devices import Device, architecture
 from traces.errors import EnvironmentProblem
 from traces.provenance import ABSENT, NAME
+from traces.records.device_profile import cache_directory
 
 SOURCES: Final = Path(__file__).parent / "driver"
 LIBRARY: Final = "libcuda.so.1"  # by this name torch, NVRTC and Triton ask for the driver, and find it loaded

@@ -17,9 +17,9 @@ from executor.measure import environment
 from executor.rehearsal.record import Rehearsal, Task
 from executor.rehearsal.watch import Enough, Watch, names, null_driver
 from traces.errors import LowtideError, SpecError
-from traces.files import replacing
-from traces.json_records import from_json, to_json
-from traces.plan import Plan
+from traces.files.json_records import from_json, to_json
+from traces.files.whole import replacing
+from traces.records.plan import Plan
 
 
 def do(task: Mapping[str, Any], **fields: Any) -> dict[str, Any]:

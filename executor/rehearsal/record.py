@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from traces.json_records import to_json
-from traces.measurement import RunFigures
+from traces.files.json_records import to_json
 from traces.provenance import REHEARSED
-from traces.warning import PredictionWarning
+from traces.records.measurement import RunFigures
+from traces.records.warning import PredictionWarning
 
 # Codes of warnings.
 HOST_READ: Final = "rehearsal-host-read"  # the step read a value of the GPU, and was told something

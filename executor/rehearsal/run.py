@@ -18,7 +18,7 @@ from simulator.allocator.device import CONTEXT_BYTES
 from traces.alloc_conf import NAMES as ALLOC_CONF
 from traces.devices import Device, device
 from traces.errors import EnvironmentProblem, SpecError
-from traces.json_records import from_json
+from traces.files.json_records import from_json
 from traces.model_spec import DEFAULT_FUNCTION, source_file
 
 COMMANDS: Final = {"trace": ("-m", "tracer"), "execute": ("-m", "executor"), "python": ()}

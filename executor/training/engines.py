@@ -31,8 +31,8 @@ from tracer.record.program import Program, program_of
 from tracer.record.sketch import sketch
 from tracer.torch_api import CAPTURING, generated_code, pytree
 from traces.errors import CaptureError, PlanError
-from traces.plan import Action, Plan
-from traces.trace import TraceMeta
+from traces.records.plan import Action, Plan
+from traces.records.trace import TraceMeta
 
 MOST: Final = 64  # engines of one model, of which each takes megabytes
 OFTEN: Final = 4  # captures after which it is said what causes them

@@ -10,8 +10,8 @@ from torch import nn
 
 from tracer.record.sketch import names_digest, ops_of
 from traces.errors import PlanError
-from traces.plan import Plan
-from traces.trace import TraceMeta
+from traces.records.plan import Plan
+from traces.records.trace import TraceMeta
 
 HINT: Final = ', or apply the plan with on_mismatch="replan" or "eager".'
 FEW: Final = 4  # differences of one kind that are named

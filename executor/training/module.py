@@ -37,7 +37,7 @@ from tracer.precision.policy import Autocast, ambient
 from tracer.record.program import Program
 from tracer.torch_api import disable_dynamo, pytree
 from traces.errors import CaptureError, LowtideError, PlanError, SpecError
-from traces.plan import Plan
+from traces.records.plan import Plan
 
 ERROR: Final = "error"  # what to do with a call that the plan is not for: raise,
 EAGER: Final = "eager"  # run the model's own forward,

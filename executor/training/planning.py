@@ -29,8 +29,8 @@ from tracer.torch_api import pytree
 from traces.alloc_conf import alloc_conf
 from traces.devices import device as device_entry
 from traces.errors import SpecError
-from traces.plan import ALLOCATED, RESERVED, Plan
-from traces.trace import Trace
+from traces.records.plan import ALLOCATED, RESERVED, Plan
+from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 
 Say = Callable[[str], None]

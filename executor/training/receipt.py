@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from traces.plan import Plan
+from traces.records.plan import Plan
 from traces.units import show_bytes
 
 EXACT: Final = "exact"  # the graph is the plan's to the byte

@@ -13,8 +13,8 @@ from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_c
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from traces.errors import SpecError
-from traces.measurement import RunFigures
-from traces.trace import TraceMeta
+from traces.records.measurement import RunFigures
+from traces.records.trace import TraceMeta
 from traces.units import show_bytes
 
 

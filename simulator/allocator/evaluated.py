@@ -17,7 +17,7 @@ from simulator.kernels.best_fit import SUMS, Memory, memory
 from simulator.kernels.records import pack_rows
 from simulator.kernels.requests import ASKED, OF_OP, Asks, Stream, stream
 from simulator.kernels.reserve import reserve
-from traces.trace import BACKWARD, OPTIMIZER
+from traces.records.trace import BACKWARD, OPTIMIZER
 
 
 class Reserver:

@@ -17,8 +17,8 @@ from typing import Final
 
 from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
-from traces.events import replayed, that_stay
-from traces.trace import (
+from traces.records.events import replayed, that_stay
+from traces.records.trace import (
     BACKWARD,
     FIRST,
     FORWARD,

@@ -15,7 +15,7 @@ import numpy as np
 
 from simulator.bounds.components import Alone, Components
 from simulator.core.problem import Problem
-from traces.trace import EAGER
+from traces.records.trace import EAGER
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -69,7 +69,7 @@ def compare_command(
     found = api.compare(trace_name, budget, names, progress=out.say, name=trace_name, **planning, **memory)
     if with_torch_budget or saved is not None:
         from simulator.studies.torch_budget import BUDGETS, ask_torch, entrants
-        from traces.saved_sets import SavedSets
+        from traces.records.saved_sets import SavedSets
 
         sets = (
             ask_torch(found.trace, BUDGETS, ("dp", "greedy"), progress=out.say)

@@ -74,8 +74,8 @@ def max_batch_command(
     """
     from simulator import api
     from simulator.allocator.device import CPU
-    from traces.files import write_text
-    from traces.json_records import canonical_json
+    from traces.files.json_records import canonical_json
+    from traces.files.whole import write_text
 
     if model.startswith("-"):
         raise SpecError(f"{model}: the first word after max-batch is the model's name.")

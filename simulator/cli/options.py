@@ -20,7 +20,7 @@ import click
 from simulator.core.limits import DEFAULTS, Constraints
 from simulator.core.selectors import check_selectors
 from traces.commands import echo, report_option
-from traces.plan import ALLOCATED, RESERVED
+from traces.records.plan import ALLOCATED, RESERVED
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]

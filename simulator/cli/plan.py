@@ -19,8 +19,8 @@ from simulator.cli.options import (
 )
 from traces.commands import Refused
 from traces.errors import SpecError
-from traces.files import check_writable
-from traces.plan import RECOMPUTE, RESERVED, SAVE, Plan
+from traces.files.whole import check_writable
+from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.units import show_bytes, show_percent, show_time
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from simulator.core.limits import Constraints, Limits
 from traces.commands import analysis_option
 from traces.errors import BudgetError, SpecError
 from traces.model_spec import short_name
-from traces.plan import ALLOCATED
+from traces.records.plan import ALLOCATED
 
 if TYPE_CHECKING:
     from simulator.studies.sweep import Sweep

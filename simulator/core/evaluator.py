@@ -19,7 +19,7 @@ from simulator.core.problem import Problem
 from simulator.kernels.records import OP, STORAGE, Packed, Work, pack_lists, steps
 from simulator.kernels.walk import FORBIDDEN, FULL, walk
 from traces.errors import PlanError
-from traces.plan import RECOMPUTE, SAVE, Action
+from traces.records.plan import RECOMPUTE, SAVE, Action
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,7 +8,7 @@ from typing import Self, TypeVar, cast
 
 from simulator.core.limits import NONE, Constraints
 from simulator.core.selectors import resolve
-from traces.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
+from traces.records.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
 
 T = TypeVar("T")
 

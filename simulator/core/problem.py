@@ -13,8 +13,8 @@ from functools import cached_property
 from simulator.core.facts import Facts
 from simulator.core.limits import NONE, Constraints
 from simulator.core.replay import Replay, replay
-from traces.plan import Action
-from traces.trace import EAGER, Trace
+from traces.records.plan import Action
+from traces.records.trace import EAGER, Trace
 
 
 class Problem(Facts):

@@ -16,8 +16,8 @@ from itertools import islice
 from simulator.core.facts import Facts
 from simulator.core.schedule import Schedule, build, rerun_workspace_bytes
 from simulator.core.timeline import Timeline
-from traces.plan import Action
-from traces.trace import CATEGORIES, WORKSPACE, Trace
+from traces.records.plan import Action
+from traces.records.trace import CATEGORIES, WORKSPACE, Trace
 
 
 def run(facts: Facts, schedule: Schedule) -> Timeline:

@@ -13,8 +13,8 @@ from simulator.core.facts import Facts
 from simulator.core.recipes import LEVERS, offered
 from simulator.core.recipes.recipe import Recipe
 from traces.errors import PlanError
-from traces.plan import RECOMPUTE, SAVE, Action
-from traces.trace import EAGER, FLAG_NAMES, FORBIDS_RECOMPUTE
+from traces.records.plan import RECOMPUTE, SAVE, Action
+from traces.records.trace import EAGER, FLAG_NAMES, FORBIDS_RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ def why_not(facts: Facts, storage: int) -> str:
 
 
 def build(facts: Facts, actions: Iterable[Action] = ()) -> Schedule:
-    """The schedule that actions mean (`traces.plan` says what each does).
+    """The schedule that actions mean (`traces.records.plan` says what each does).
 
     Ops stay in the order of the trace. Just before an op that takes a value which is absent, the ops that rebuild it
     run again, each once, in the order of a depth-first walk from the op's inputs; a view is rebuilt with its base and

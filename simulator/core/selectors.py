@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 from simulator.core.limits import Constraints
 from traces.errors import SpecError
-from traces.trace import FORWARD, VIEW, Trace
+from traces.records.trace import FORWARD, VIEW, Trace
 
 SEPARATOR = "::"
 SYNTAX = "a selector is `module glob :: op glob`, such as `layers.*.attn :: aten.mm.default`"

@@ -12,8 +12,8 @@ from dataclasses import replace
 from simulator.core.problem import Problem
 from simulator.core.recipes import offered
 from simulator.core.recipes.recipe import Recipe
-from traces.plan import SAVE, Action
-from traces.trace import Trace, uses_of
+from traces.records.plan import SAVE, Action
+from traces.records.trace import Trace, uses_of
 
 
 def taken(problem: Problem) -> tuple[Problem, tuple[Recipe, ...]]:

@@ -13,7 +13,7 @@ from typing import Final, cast
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from traces.errors import SpecError
-from traces.plan import Plan
+from traces.records.plan import Plan
 
 Planner = Callable[[Problem, int, Limits], Plan]
 

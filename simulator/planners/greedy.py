@@ -23,7 +23,7 @@ from simulator.core.limits import Clock, Limits
 from simulator.core.problem import Problem
 from simulator.planners.costs import Costs
 from simulator.planners.segmented import Segmentation, segmentations_of
-from traces.plan import SAVE, Action
+from traces.records.plan import SAVE, Action
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

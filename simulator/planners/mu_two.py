@@ -10,7 +10,7 @@ from simulator.core.problem import Problem
 from simulator.planners.exchange import tidy
 from simulator.planners.greedy import Found, Search, segmented
 from simulator.planners.outcome import finish, refuse
-from traces.plan import Plan
+from traces.records.plan import Plan
 
 
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:

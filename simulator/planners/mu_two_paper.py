@@ -22,7 +22,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners.outcome import Infeasible, finish, refuse
-from traces.plan import Action, Plan
+from traces.records.plan import Action, Plan
 from traces.units import show_bytes
 
 NAME = "mu-two-paper"

@@ -12,9 +12,9 @@ from simulator.core.problem import Problem
 from simulator.core.schedule import Schedule
 from simulator.core.timeline import Timeline
 from traces.errors import BudgetError, PlanError
-from traces.measurement import RunFigures
-from traces.plan import SAVE, Action, Plan, label_actions
-from traces.trace import Trace
+from traces.records.measurement import RunFigures
+from traces.records.plan import SAVE, Action, Plan, label_actions
+from traces.records.trace import Trace
 from traces.units import show_bytes
 
 

@@ -33,7 +33,7 @@ from simulator.planners.greedy import Found, Search, segmented
 from simulator.planners.mu_two import cheapest
 from simulator.planners.outcome import finish, refuse
 from traces.errors import BudgetError
-from traces.plan import Plan
+from traces.records.plan import Plan
 
 # A plan so close to the bound, in shares of the step, is good enough.
 CLOSED: Final = 0.0005

@@ -19,7 +19,7 @@ from simulator.core.evaluator import Evaluator
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.planners.outcome import finish, refuse
-from traces.plan import SAVE, Action, Plan
+from traces.records.plan import SAVE, Action, Plan
 
 OUTSIDE: Final = -1  # the segment of ops that no segment holds: what they make is saved
 

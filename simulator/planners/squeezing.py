@@ -28,7 +28,7 @@ from simulator.planners.annealing import CHEAPER, COLD, DEARER, HOT, UNKNOWN, An
 from simulator.planners.greedy import Found, Search
 from simulator.planners.outcome import finish
 from traces.errors import PlanError
-from traces.plan import RECOMPUTE, SAVE, Plan
+from traces.records.plan import RECOMPUTE, SAVE, Plan
 
 # Tried on ResNet-152, BERT-base and GPT-2 at 60 and 50 % of reserved memory: ten times as hot or as dear found worse.
 HEAT, COOL = 2.0, 0.25  # the first temperature, in those of other walks; and of the walk from the best state

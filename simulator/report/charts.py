@@ -17,7 +17,7 @@ from simulator.core.replay import Replay, by_category
 from simulator.report.page import INSTALL
 from simulator.studies.comparison import Entrant
 from traces.errors import EnvironmentProblem
-from traces.trace import BACKWARD, CATEGORIES, PHASES, Trace
+from traces.records.trace import BACKWARD, CATEGORIES, PHASES, Trace
 from traces.units import bytes_unit, show_bytes, show_time
 
 COLOURS: Final = {

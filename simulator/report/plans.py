@@ -11,7 +11,7 @@ from simulator.report.step import about, describe, metadata, saved_figure
 from simulator.studies.comparison import Comparison, ranked
 from simulator.studies.max_batch import MaxBatch
 from simulator.studies.pareto import Front
-from traces.trace import Trace
+from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 
 CERTIFIED: Final = "certified for plans that keep the order of the ops"

@@ -27,8 +27,8 @@ from simulator.studies.loop_peaks import peaks_table, untouched_peaks
 from simulator.studies.prediction import Prediction
 from simulator.studies.tables import CODE, NUMBER, Cell, Table, table, time_cell
 from simulator.studies.warnings import texts_beside_untouched, texts_of
-from traces.plan import RECOMPUTE, RESERVED, SAVE, Plan
-from traces.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace, TraceMeta
+from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
+from traces.records.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace, TraceMeta
 from traces.units import bytes_unit, show_bytes, show_percent, show_time
 
 HOLDERS: Final = 20  # rows of the table of the largest storages at the peak

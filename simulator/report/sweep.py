@@ -24,10 +24,10 @@ from simulator.report.step import activation_blocks
 from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep, SweepRow
 from simulator.studies.tables import Table, table
 from traces.errors import LowtideError
-from traces.measurement import RunFigures, signed_error_percent
-from traces.plan import Plan
-from traces.store import load
-from traces.trace import CATEGORIES
+from traces.records.measurement import RunFigures, signed_error_percent
+from traces.records.plan import Plan
+from traces.records.store import load
+from traces.records.trace import CATEGORIES
 from traces.units import show_bytes, show_percent
 
 WAYS = {EAGER: "eager", KEEP_ALL: "keep-all", PLAN: "plan"}

@@ -10,9 +10,9 @@ from simulator.planners.outcome import Infeasible
 from simulator.studies.loop_peaks import planned_peaks, untouched_peaks
 from simulator.studies.prediction import Prediction
 from simulator.studies.warnings import provenance, texts
-from traces.measurement import RunFigures
-from traces.plan import RESERVED
-from traces.trace import Trace
+from traces.records.measurement import RunFigures
+from traces.records.plan import RESERVED
+from traces.records.trace import Trace
 
 NO_BUDGET: Final = "without a budget nothing bounds the added time from below"
 

@@ -19,8 +19,8 @@ from simulator.studies.notebook import framed
 from simulator.studies.tables import Cell, Table, no, table, yes
 from simulator.studies.warnings import texts_of
 from traces.errors import LowtideError
-from traces.plan import Plan
-from traces.trace import Trace
+from traces.records.plan import Plan
+from traces.records.trace import Trace
 from traces.units import show_bytes
 
 

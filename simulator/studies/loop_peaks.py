@@ -13,8 +13,8 @@ from simulator.allocator.reserved import ReservedFigures
 from simulator.core.replay import Replay
 from simulator.studies.prediction import Prediction, untaken, untouched_fit, wider_masks
 from simulator.studies.tables import Table, table
-from traces.measurement import RunFigures
-from traces.trace import OPTIMIZER, PHASES
+from traces.records.measurement import RunFigures
+from traces.records.trace import OPTIMIZER, PHASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,9 @@ from simulator.studies.prediction import Prediction, predict, untouched_fit
 from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.warnings import provenance, texts_beside_untouched
 from traces.errors import SpecError
-from traces.measurement import RunFigures
-from traces.plan import ALLOCATED, RESERVED
-from traces.trace import Trace
+from traces.records.measurement import RunFigures
+from traces.records.plan import ALLOCATED, RESERVED
+from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 
 FIRST: Final = 8  # the first batch size that is traced, if nothing forbids it

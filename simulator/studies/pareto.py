@@ -24,9 +24,9 @@ from simulator.studies.comparison import asked_of, figures_of, fit_of, gap_point
 from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.warnings import texts_of
 from traces.errors import UnfinishedError
-from traces.measurement import RunFigures
-from traces.plan import Plan
-from traces.trace import Trace
+from traces.records.measurement import RunFigures
+from traces.records.plan import Plan
+from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent, show_time
 
 GIB: Final = 2**30

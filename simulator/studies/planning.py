@@ -14,7 +14,7 @@ from simulator.planners.outcome import Infeasible, figures_of_plan
 from simulator.studies.lowest_peak import with_lowest_peak
 from simulator.studies.prediction import Prediction, predict
 from simulator.studies.warnings import provenance, texts
-from traces.plan import ALLOCATED, RESERVED
+from traces.records.plan import ALLOCATED, RESERVED
 
 UNLIMITED_BYTES: Final = 1 << 62
 

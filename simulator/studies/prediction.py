@@ -18,9 +18,9 @@ from simulator.planners.outcome import percent
 from simulator.studies import notebook
 from simulator.studies.tables import Table, table
 from traces.errors import SpecError
-from traces.measurement import RunFigures
-from traces.plan import ALLOCATED, Action, Plan
-from traces.trace import Trace
+from traces.records.measurement import RunFigures
+from traces.records.plan import ALLOCATED, Action, Plan
+from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent, show_time
 
 DROPOUT_MASK: Final = "lowtide.dropout_mask.default"  # a byte an element

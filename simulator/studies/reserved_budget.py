@@ -20,7 +20,7 @@ from simulator.planners import DEFAULT, plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.planners.squeezing import squeezed
 from traces.errors import BudgetError
-from traces.plan import Plan
+from traces.records.plan import Plan
 from traces.units import show_bytes
 
 SHARES: Final = 4  # a planner's time, where several plans are made for one budget

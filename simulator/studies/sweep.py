@@ -22,11 +22,11 @@ from simulator.studies.tables import UNKNOWN, Table, no, table, yes
 from simulator.studies.tracing import traces_in
 from simulator.studies.warnings import text, texts, warnings
 from traces.errors import BudgetError, TraceError
-from traces.json_records import Form, JsonRecord
-from traces.measurement import RunFigures
-from traces.plan import ALLOCATED
-from traces.trace import PARAMETER, Trace
-from traces.warning import PredictionWarning
+from traces.files.json_records import Form, JsonRecord
+from traces.records.measurement import RunFigures
+from traces.records.plan import ALLOCATED
+from traces.records.trace import PARAMETER, Trace
+from traces.records.warning import PredictionWarning
 
 EAGER, KEEP_ALL, PLAN = "eager", "keep_all", "plan"  # the keys of `SweepRow.measured`
 

@@ -24,9 +24,9 @@ from simulator.planners.outcome import finish
 from simulator.studies.comparison import Comparison, Entrant
 from simulator.studies.tracing import run_tracer
 from traces.errors import LowtideError, PlanError
-from traces.plan import SAVE, Action, Plan
-from traces.saved_sets import SavedSet, SavedSets
-from traces.trace import Trace
+from traces.records.plan import SAVE, Action, Plan
+from traces.records.saved_sets import SavedSet, SavedSets
+from traces.records.trace import Trace
 
 UNLIMITED_BYTES: Final = 1 << 62
 BUDGETS: Final = tuple(k / 10 for k in range(11))  # what torch is asked for if nothing else is said
@@ -53,7 +53,7 @@ def ask_torch(
     Raises:
         LowtideError: it failed; with what it wrote.
     """
-    from traces import store
+    from traces.records import store
 
     with tempfile.TemporaryDirectory() as folder:
         directory, output = Path(folder) / "trace", Path(folder) / "saved.json"

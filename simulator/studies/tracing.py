@@ -13,15 +13,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from traces.device_profile import GALLERY_PROFILES, cache_directory, load_identity
 from traces.devices import device
 from traces.errors import LowtideError, SpecError, TraceError
-from traces.files import write_text
-from traces.json_records import canonical_json, read_json
+from traces.files.json_records import canonical_json, read_json
+from traces.files.whole import write_text
 from traces.model_spec import source_file
 from traces.processes import ending_with_this
-from traces.store import load
-from traces.trace import Trace
+from traces.records.device_profile import GALLERY_PROFILES, cache_directory, load_identity
+from traces.records.store import load
+from traces.records.trace import Trace
 
 PACKAGES: Final = ("torch", "torchvision", "transformers")  # whose code is in the graph
 

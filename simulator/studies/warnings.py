@@ -18,11 +18,11 @@ from simulator.core.replay import Replay
 from simulator.studies.prediction import Prediction, predict, untouched_peak_bytes
 from traces.devices import device
 from traces.errors import SpecError
-from traces.plan import RESERVED
 from traces.provenance import REHEARSED
-from traces.trace import VIEW, Trace, TraceMeta
+from traces.records.plan import RESERVED
+from traces.records.trace import VIEW, Trace, TraceMeta
+from traces.records.warning import PredictionWarning
 from traces.units import show_bytes, show_percent
-from traces.warning import PredictionWarning
 
 UNKNOWN, INTERPOLATED, RULES, ELSEWHERE = "none", "interpolated", "rules", "rules elsewhere"
 FAKE: Final = "fake"

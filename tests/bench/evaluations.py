@@ -19,9 +19,9 @@ import click
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.problem import Problem
 from tests.synthetic import decoder
-from traces.plan import Action
-from traces.store import load
-from traces.trace import Trace
+from traces.records.plan import Action
+from traces.records.store import load
+from traces.records.trace import Trace
 
 LAYERS = (12, 48, 96, 320, 1250)
 KINDS = {"keep-all": 0.0, "recompute 40 %": 0.4, "recompute 70 %": 0.7, "recompute-all": 1.0}

@@ -20,7 +20,7 @@ from executor.rehearsal.record import Rehearsal, Task
 from simulator.allocator.device import CONTEXT_BYTES
 from traces.devices import device
 from traces.errors import LowtideError
-from traces.json_records import from_json
+from traces.files.json_records import from_json
 
 IMPORTS = ("executor.rehearsal.perform", "torchvision", "transformers", "timm", "diffusers")
 

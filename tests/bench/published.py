@@ -32,8 +32,8 @@ from simulator.studies.loop_peaks import LoopPeaks, untouched_peaks
 from simulator.studies.torch_budget import TorchPlan, ask_torch, plans
 from tracer import trace
 from traces.errors import EnvironmentProblem, LowtideError
-from traces.measurement import RunFigures
 from traces.provenance import REHEARSED
+from traces.records.measurement import RunFigures
 
 FOLDER = Path("tests/published")
 ROWS = FOLDER / "rows.toml"

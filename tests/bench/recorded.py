@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from traces.store import load
-from traces.trace import VIEW, WORKSPACE, Trace
+from traces.records.store import load
+from traces.records.trace import VIEW, WORKSPACE, Trace
 
 BENCH = Path(__file__).resolve().parent
 CACHE = Path.home() / ".cache" / "lowtide-bench"

@@ -36,9 +36,9 @@ from tests.bench.architectures import CONFIGS, DIFFUSERS, SEGMENTATION, TIMM
 from tests.bench.forked import Forked
 from tracer import trace
 from traces.errors import LowtideError
-from traces.measurement import RunFigures
-from traces.plan import Plan
 from traces.provenance import REHEARSED
+from traces.records.measurement import RunFigures
+from traces.records.plan import Plan
 
 ARCHITECTURES = Path("tests/bench/architectures.py")
 VISION = {"batch_size": 32}

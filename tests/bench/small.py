@@ -21,7 +21,7 @@ from tests.bench.recorded import BENCH, CACHE, trace_of
 from tests.synthetic import ladder, resnet
 from tests.tiny import chain
 from traces.errors import LowtideError
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 GRAPHS: dict[str, Callable[[Path], Trace]] = {
     "chain-8": lambda cache: chain(7),

@@ -26,7 +26,7 @@ from simulator.core.problem import Problem
 from simulator.planners import DEFAULT, find, plan_with
 from tests.bench.recorded import BENCH, CACHE, trace_of
 from traces.errors import LowtideError
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 DECODER = str(BENCH / "build_functions.py")
 TRACES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -27,7 +27,7 @@ def main(model: str, rounds: int, as_json: bool, **options: Any) -> None:
     from tracer.build.step import load_spec
     from tracer.record.step import trace_step
     from traces.devices import device
-    from traces.plan import Plan
+    from traces.records.plan import Plan
 
     build = load_spec(model, {k: v for k, v in options.items() if v is not None})
     plan = Plan(meta=trace_step(build, device("cpu")).trace.meta)

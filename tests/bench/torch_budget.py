@@ -45,9 +45,9 @@ from tests.bench.recorded import (
     trace_of,
 )
 from traces.errors import BudgetError
-from traces.plan import SAVE
-from traces.saved_sets import SavedSets
-from traces.trace import Trace
+from traces.records.plan import SAVE
+from traces.records.saved_sets import SavedSets
+from traces.records.trace import Trace
 
 MODELS: dict[str, dict[str, Any]] = {
     "bert-base": {"batch_size": 16, "seq_len": 512, "dropout": 0.0, "optimizer": "none"},

@@ -11,9 +11,9 @@ import pytest
 from simulator import Infeasible, bound, compare, max_batch, pareto, plan, simulate
 from tests.synthetic import resnet
 from traces.errors import PlanError, SpecError
-from traces.plan import Plan
-from traces.store import save
-from traces.trace import Trace
+from traces.records.plan import Plan
+from traces.records.store import save
+from traces.records.trace import Trace
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from simulator.kernels.best_fit import MOST, SUMS, memory, play
 from simulator.kernels.compiled import compiled as machine_code
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, fwd, trace
-from traces.plan import Action
-from traces.trace import Trace
+from traces.records.plan import Action
+from traces.records.trace import Trace
 
 MIB = 1 << 20
 # Around every border: of rounding, of the small pool, of the segments of 2 MiB, 20 MiB and their own size.

@@ -15,7 +15,7 @@ from simulator.planners import plan_with
 from tests.exhaust import frontier, optimum
 from tests.synthetic import resnet
 from tests.tiny import Op, bwd, chain, fwd, trace
-from traces.trace import EAGER, RANDOM, Trace
+from traces.records.trace import EAGER, RANDOM, Trace
 
 
 def two_values() -> Trace:

@@ -19,7 +19,7 @@ from simulator.bounds.working_sets import WorkingSets
 from simulator.core.problem import Problem
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.strategies import traces
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 
 @dataclass

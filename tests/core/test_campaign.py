@@ -36,7 +36,6 @@ from executor.verification import Verification
 from simulator.core.problem import Problem
 from simulator.studies.warnings import STANDING, warnings_of
 from tests import tiny
-from traces import store as trace_store
 from traces.alloc_conf import alloc_conf
 from traces.errors import (
     BudgetError,
@@ -46,8 +45,9 @@ from traces.errors import (
     TraceError,
     is_out_of_memory,
 )
-from traces.json_records import from_json
-from traces.measurement import RunFigures
+from traces.files.json_records import from_json
+from traces.records import store as trace_store
+from traces.records.measurement import RunFigures
 
 # w (4 bytes) is resident; x0, x1, x2 are kept for backward. While g2 runs, w, x0, x1, x2 and g2 are live: 20 bytes.
 CHAIN = tiny.chain(2)

@@ -9,7 +9,7 @@ import pytest
 
 from executor.campaign.cases import PACKAGED, Campaign, Case, Method, find_cases, load_cases, parse_cases
 from traces.errors import SpecError
-from traces.json_records import from_json, to_json
+from traces.files.json_records import from_json, to_json
 
 
 def parsed(text: str, root: Path = Path()) -> Campaign:

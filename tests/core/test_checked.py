@@ -14,11 +14,11 @@ from executor.campaign.record import Book
 from simulator.studies.sweep import Sweep
 from traces.commands import print_json
 from traces.errors import LowtideError
-from traces.json_records import from_json, to_json
-from traces.measurement import Measurement, RunFigures
-from traces.plan import Plan
-from traces.saved_sets import SavedSets
-from traces.store import GALLERY
+from traces.files.json_records import from_json, to_json
+from traces.records.measurement import Measurement, RunFigures
+from traces.records.plan import Plan
+from traces.records.saved_sets import SavedSets
+from traces.records.store import GALLERY
 
 
 @dataclass(frozen=True)

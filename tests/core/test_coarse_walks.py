@@ -20,8 +20,8 @@ from simulator.planners.annealing import Annealer, Walk, example, state_of
 from tests.retaining import evictions
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
-from traces.store import load
-from traces.trace import Trace
+from traces.records.store import load
+from traces.records.trace import Trace
 
 NEVER = Clock(deadline=float("inf"))
 

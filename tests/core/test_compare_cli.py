@@ -26,9 +26,9 @@ from simulator.studies.pareto import GIB, Front, cheapest, pareto, pick_of
 from tests.synthetic import resnet
 from tests.tiny import chain
 from traces.errors import SpecError, UnfinishedError
-from traces.plan import Action, Plan
-from traces.store import save
-from traces.trace import Trace
+from traces.records.plan import Action, Plan
+from traces.records.store import save
+from traces.records.trace import Trace
 
 BASELINE = "tests.bench.baselines.min_cut:plan"
 QUICK = Limits(seconds=1)

@@ -15,7 +15,7 @@ from simulator.core.schedule import build
 from simulator.studies.planning import plan_for
 from simulator.studies.prediction import predict
 from tests.tiny import chain
-from traces.plan import Action
+from traces.records.plan import Action
 
 
 def test_replays_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from simulator.core.limits import Limits
 from simulator.kernels import clock, compiled
 from tests.tiny import chain
-from traces.store import save
+from traces.records.store import save
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -24,9 +24,9 @@ from tests.exhaust import Facts, Impossible, draw_trace, optimum, peak_and_time,
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError
-from traces.plan import SAVE, Action, Plan
-from traces.store import save
-from traces.trace import RANDOM, VIEW, Ops, Trace, fingerprint
+from traces.records.plan import SAVE, Action, Plan
+from traces.records.store import save
+from traces.records.trace import RANDOM, VIEW, Ops, Trace, fingerprint
 
 UNLIMITED = 1 << 62
 FREE = [*REGISTRY]

@@ -16,7 +16,7 @@ from simulator.planners.greedy import Search
 from simulator.planners.outcome import Infeasible
 from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 
 def pairs() -> Trace:

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import traces.parquet
-from traces import device_profile as store
-from traces.device_profile import DeviceProfile, Entry, Identity, LibraryWorkspace
+import traces.files.parquet
 from traces.errors import TraceError
+from traces.records import device_profile as store
+from traces.records.device_profile import DeviceProfile, Entry, Identity, LibraryWorkspace
 
 ROOT = Path(__file__).resolve().parents[2]
 IDENTITY = Identity(
@@ -96,8 +96,8 @@ def test_a_profile_that_says_what_cannot_be_is_refused(
 
 def _rewritten(path: Path, change: dict[str, object]) -> None:
     table = pq.ParquetFile(path).read()
-    header = json.loads(table.schema.metadata[traces.parquet.META_KEY]) | change
-    metadata = {traces.parquet.META_KEY: json.dumps(header).encode()}
+    header = json.loads(table.schema.metadata[traces.files.parquet.META_KEY]) | change
+    metadata = {traces.files.parquet.META_KEY: json.dumps(header).encode()}
     pq.write_table(table.replace_schema_metadata(metadata), path)
 
 
@@ -136,7 +136,7 @@ def test_a_crash_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def fail(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(traces.parquet, "write", fail)
+    monkeypatch.setattr(traces.files.parquet, "write", fail)
     with pytest.raises(KeyboardInterrupt):
         store.save(profile(a=entry(8)), path)
     assert path.read_bytes() == before
@@ -160,7 +160,7 @@ def test_processes_that_measure_at_once_lose_nothing(tmp_path: Path) -> None:
     code = """
 import sys
 from tests.core.test_device_profile import entry, profile
-from traces.device_profile import add_to
+from traces.records.device_profile import add_to
 for k in range(10):
     add_to(sys.argv[1], profile(**{f"{sys.argv[2]}{k}": entry(4)}))
 """

@@ -11,8 +11,8 @@ from simulator.core.schedule import build
 from tests import oracle
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, opt, trace
-from traces.plan import SAVE, Action
-from traces.trace import GRADIENT, OPTIMIZER_STATE, Trace
+from traces.records.plan import SAVE, Action
+from traces.records.trace import GRADIENT, OPTIMIZER_STATE, Trace
 
 
 def peaks(of: Trace, *actions: Action) -> list[int]:

@@ -16,8 +16,8 @@ from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, fwd, trace
-from traces.plan import Action
-from traces.trace import Trace
+from traces.records.plan import Action
+from traces.records.trace import Trace
 
 MIB = 1 << 20
 

@@ -15,9 +15,9 @@ from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError
-from traces.plan import SAVE, Action
-from traces.store import load
-from traces.trace import RANDOM, Trace
+from traces.records.plan import SAVE, Action
+from traces.records.store import load
+from traces.records.trace import RANDOM, Trace
 
 
 def check(of: Trace, evaluator: Evaluator, actions: tuple[Action, ...]) -> None:

@@ -15,8 +15,8 @@ from simulator.planners.exchange import exchanged, tidy
 from simulator.planners.greedy import Search
 from tests.strategies import traces
 from tests.tiny import bwd, chain, fwd, trace
-from traces.plan import Action
-from traces.trace import Trace
+from traces.records.plan import Action
+from traces.records.trace import Trace
 
 HUGE = 100_000  # makes values of 10 bytes negligible to the greedy, which looks from 100,000 / 4,096 = 24 bytes on
 

@@ -13,8 +13,8 @@ from simulator.core.schedule import build
 from tests import exhaust
 from tests.strategies import traces, traces_with_actions
 from traces.errors import PlanError
-from traces.plan import RECOMPUTE, Action
-from traces.trace import Trace
+from traces.records.plan import RECOMPUTE, Action
+from traces.records.trace import Trace
 
 
 def test_it_shares_no_code_with_what_it_checks() -> None:
@@ -26,7 +26,7 @@ def test_it_shares_no_code_with_what_it_checks() -> None:
         for m in imported
         if m and m.partition(".")[0] in ("traces", "simulator", "tracer", "executor", "tests")
     }
-    assert own == {"tests.tiny", "traces.plan", "traces.trace"}
+    assert own == {"tests.tiny", "traces.records.plan", "traces.records.trace"}
 
 
 @settings(max_examples=200)

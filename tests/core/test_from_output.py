@@ -16,8 +16,8 @@ from simulator.core.schedule import build
 from simulator.planners import plan_with
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError
-from traces.plan import SAVE, Action
-from traces.trace import Trace
+from traces.records.plan import SAVE, Action
+from traces.records.trace import Trace
 
 KIND = "from_output"
 # The name of an activation, its arguments, and those of its backward.

@@ -19,8 +19,8 @@ from simulator.planners.segments import actions_for
 from simulator.studies.pareto import pareto
 from tests.strategies import traces
 from tests.tiny import chain
-from traces.plan import Action, Plan
-from traces.trace import Trace
+from traces.records.plan import Action, Plan
+from traces.records.trace import Trace
 
 NO_LIMIT = Limits(seconds=float("inf"))
 

@@ -20,8 +20,8 @@ from tests.exhaust import draw_trace
 from tests.strategies import traces
 from tests.synthetic import decoder, resnet
 from tests.tiny import bwd, fwd, trace
-from traces.store import load
-from traces.trace import EAGER, Trace
+from traces.records.store import load
+from traces.records.trace import EAGER, Trace
 
 
 class Slow:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tracer.costs import interpolation
 from tracer.costs.interpolation import Estimate, Index
 from tracer.costs.signature import Signature, TensorSpec
-from traces.device_profile import Entry
+from traces.records.device_profile import Entry
 
 
 def conv_key(batch: int, channels: int = 8) -> str:

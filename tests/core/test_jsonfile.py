@@ -9,9 +9,9 @@ import pytest
 
 from simulator.studies.sweep import Sweep
 from traces.errors import LowtideError
-from traces.measurement import Measurement
-from traces.plan import Plan
-from traces.saved_sets import SavedSets
+from traces.records.measurement import Measurement
+from traces.records.plan import Plan
+from traces.records.saved_sets import SavedSets
 
 
 @pytest.mark.parametrize("record", [Plan, Measurement, SavedSets, Sweep])

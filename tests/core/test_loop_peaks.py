@@ -13,9 +13,9 @@ from simulator import simulate as simulated
 from simulator.cli.main import main
 from simulator.studies.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
 from tests.tiny import bwd, fwd, opt, trace
-from traces.plan import RECOMPUTE, Action, Plan
-from traces.store import save
-from traces.trace import OPTIMIZER_STATE, Trace, Untouched
+from traces.records.plan import RECOMPUTE, Action, Plan
+from traces.records.store import save
+from traces.records.trace import OPTIMIZER_STATE, Trace, Untouched
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from simulator.planners.outcome import Infeasible
 from tests.exhaust import draw_trace, frontier
 from tests.synthetic import resnet
 from tests.tiny import bwd, fwd, trace
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 
 def far_apart(taken: str = "") -> Trace:

@@ -13,8 +13,8 @@ from simulator.planners.outcome import Infeasible
 from simulator.studies import lowest_peak
 from simulator.studies.planning import plan_for
 from tests.exhaust import draw_trace, frontier
-from traces.store import load
-from traces.trace import Trace
+from traces.records.store import load
+from traces.records.trace import Trace
 
 QUICK = Limits(seconds=1)
 

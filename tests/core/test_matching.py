@@ -6,7 +6,7 @@ import pytest
 
 from executor.matching import check_alloc_conf
 from traces.errors import EnvironmentProblem
-from traces.trace import TraceMeta
+from traces.records.trace import TraceMeta
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from simulator.studies.max_batch import MaxBatch, Request, max_batch
 from tests import tiny
 from tests.synthetic import resnet
 from traces.errors import BudgetError, SpecError
-from traces.plan import Plan
-from traces.trace import Trace
+from traces.records.plan import Plan
+from traces.records.trace import Trace
 
 MIB = 1 << 20
 

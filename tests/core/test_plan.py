@@ -14,8 +14,8 @@ from simulator.planners import plan_with
 from tests.strategies import traces_with_actions
 from tests.tiny import chain
 from traces.errors import PlanError
-from traces.plan import SAVE, Action, Plan, label_actions
-from traces.trace import Trace
+from traces.records.plan import SAVE, Action, Plan, label_actions
+from traces.records.trace import Trace
 
 SMALL = Plan(
     meta=chain(2).meta,

@@ -19,8 +19,8 @@ from tests.exhaust import budgets, draw_trace, frontier, optimum, peak_and_time,
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, trace
 from traces.errors import PlanError, SpecError
-from traces.plan import SAVE, Plan
-from traces.trace import Trace
+from traces.records.plan import SAVE, Plan
+from traces.records.trace import Trace
 
 BASELINES = tuple(f"tests.bench.baselines.{name}:plan" for name in ("rotor", "cheap_ops", "min_cut"))
 EXACT = "tests.exact:plan"

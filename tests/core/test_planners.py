@@ -25,8 +25,8 @@ from tests.strategies import traces, traces_with_reruns
 from tests.synthetic import ladder, resnet
 from tests.tiny import bwd, chain, fwd, trace
 from traces.errors import BudgetError, SpecError
-from traces.plan import SAVE, Action, Plan
-from traces.trace import RANDOM, Trace
+from traces.records.plan import SAVE, Action, Plan
+from traces.records.trace import RANDOM, Trace
 
 UNLIMITED = 1 << 62
 BASELINES = {

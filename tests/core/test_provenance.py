@@ -16,10 +16,10 @@ from executor.campaign.record import Book, Record
 from executor.cli.main import execute
 from executor.plans import Settings
 from executor.sweeps import measure_sweep
-from traces.device_profile import DeviceProfile, Identity
 from traces.errors import SpecError, TraceError
-from traces.measurement import Measurement, RunFigures
 from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA, NAME, REHEARSED, provenance_of
+from traces.records.device_profile import DeviceProfile, Identity
+from traces.records.measurement import Measurement, RunFigures
 
 MEMORY = RunFigures(peak_allocated_bytes=5, peak_block_bytes=6, peak_reserved_bytes=7)
 TIMED = replace(MEMORY, step_time_ns=1)

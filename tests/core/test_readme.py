@@ -12,13 +12,13 @@ import pytest
 
 from simulator.core.problem import Problem
 from tests.tiny import bwd, fwd, opt, trace
-from traces import device_profile as profile
-from traces import parquet as tables
-from traces.measurement import Measurement, RunFigures
-from traces.plan import SAVE, Action, Plan
-from traces.saved_sets import SavedSet, SavedSets
-from traces.store import GALLERY, OPS_COLUMNS, STORAGES_COLUMNS
-from traces.trace import CATEGORIES, FLAG_NAMES, FORBIDS_RECOMPUTE, PHASES, Trace, TraceMeta
+from traces.files import parquet as tables
+from traces.records import device_profile as profile
+from traces.records.measurement import Measurement, RunFigures
+from traces.records.plan import SAVE, Action, Plan
+from traces.records.saved_sets import SavedSet, SavedSets
+from traces.records.store import GALLERY, OPS_COLUMNS, STORAGES_COLUMNS
+from traces.records.trace import CATEGORIES, FLAG_NAMES, FORBIDS_RECOMPUTE, PHASES, Trace, TraceMeta
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("tracer", "simulator", "executor")

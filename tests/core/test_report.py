@@ -34,13 +34,13 @@ from simulator.studies.prediction import Prediction, predict
 from simulator.studies.sweep import Sweep, SweepRow
 from simulator.studies.tables import Cell, Table
 from tests import tiny
-from traces import store
 from traces.errors import EnvironmentProblem, PlanError
-from traces.measurement import Measurement, RunFigures
-from traces.plan import RECOMPUTE, Action, Plan
-from traces.trace import CATEGORIES, Trace
+from traces.records import store
+from traces.records.measurement import Measurement, RunFigures
+from traces.records.plan import RECOMPUTE, Action, Plan
+from traces.records.trace import CATEGORIES, Trace
+from traces.records.warning import PredictionWarning
 from traces.units import show_bytes, show_time
-from traces.warning import PredictionWarning
 
 HOSTILE = "</script><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>&\"'"
 

@@ -19,8 +19,8 @@ import executor.report as report
 from executor.cli.main import execute
 from simulator.cli.main import main as simulate
 from tests import tiny
-from traces.measurement import Measurement, RunFigures
-from traces.plan import Plan
+from traces.records.measurement import Measurement, RunFigures
+from traces.records.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = "none-there"

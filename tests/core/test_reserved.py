@@ -16,8 +16,8 @@ from simulator.core.replay import run
 from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, trace
-from traces.plan import RECOMPUTE, Action
-from traces.trace import WORKSPACE, Trace
+from traces.records.plan import RECOMPUTE, Action
+from traces.records.trace import WORKSPACE, Trace
 
 MIB = 1 << 20
 

@@ -29,9 +29,9 @@ from simulator.studies.warnings import risk_bytes, texts
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.errors import BudgetError, SpecError
-from traces.plan import RESERVED, Plan
-from traces.store import load, save
-from traces.trace import FORWARD, OPTIMIZER_STATE, Trace, TraceMeta, Untouched
+from traces.records.plan import RESERVED, Plan
+from traces.records.store import load, save
+from traces.records.trace import FORWARD, OPTIMIZER_STATE, Trace, TraceMeta, Untouched
 
 MIB = 1 << 20
 GIB = 1 << 30

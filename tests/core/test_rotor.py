@@ -15,7 +15,7 @@ from simulator.planners import plan_with
 from tests.bench.baselines.rotor import SLOTS, Chain, Stage, stages_of
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, trace
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 ROTOR = "tests.bench.baselines.rotor:plan"
 

@@ -14,8 +14,8 @@ from tests import oracle
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.errors import PlanError
-from traces.plan import SAVE, Action
-from traces.trace import COLLECTIVE, EAGER, EFFECT, MUTATES, RANDOM, Trace
+from traces.records.plan import SAVE, Action
+from traces.records.trace import COLLECTIVE, EAGER, EFFECT, MUTATES, RANDOM, Trace
 
 
 def named(of: Trace, name: str) -> int:

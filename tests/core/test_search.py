@@ -22,7 +22,7 @@ from simulator.planners.outcome import Infeasible
 from tests.exhaust import draw_trace, frontier, optimum
 from tests.strategies import traces
 from tests.tiny import bwd, chain, fwd, trace
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 LONG = Limits(seconds=60)
 

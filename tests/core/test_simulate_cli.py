@@ -22,11 +22,11 @@ from simulator.studies.sweep import Sweep, SweepRequest, SweepRow
 from simulator.studies.sweep import sweep as predict
 from tests.synthetic import resnet
 from tests.tiny import chain, trace
-from traces import device_profile as profile
 from traces.errors import LowtideError, TraceError
-from traces.measurement import RunFigures
-from traces.plan import Plan
-from traces.store import load, save
+from traces.records import device_profile as profile
+from traces.records.measurement import RunFigures
+from traces.records.plan import Plan
+from traces.records.store import load, save
 
 ROOT = Path(__file__).resolve().parents[2]
 

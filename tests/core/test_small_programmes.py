@@ -11,7 +11,7 @@ from tests.bench.small import Small, problem_of, without_takeovers
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.synthetic import ladder
 from tests.tiny import chain
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 SECONDS = 20.0
 

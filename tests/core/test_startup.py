@@ -58,13 +58,13 @@ def test_no_module_of_traces_or_simulator_imports_torch() -> None:
     for package in ("traces", "simulator"):
         names += [package, *(m.name for m in pkgutil.walk_packages([str(ROOT / package)], f"{package}."))]
     names = [n for n in names if not n.endswith("__main__")]
-    assert {"simulator.cli.main", "simulator.core.replay", "traces.trace"} <= set(names)
+    assert {"simulator.cli.main", "simulator.core.replay", "traces.records.trace"} <= set(names)
     code = "import importlib\n" + "\n".join(f"importlib.import_module({n!r})" for n in names)
     assert not loaded_by(code) & (TORCH | {"pandas", "altair"})
 
 
 def test_listing_the_models_needs_no_torch() -> None:
-    code = "from tracer.build.models import list_models; assert any(m.name == 'resnet152' for m in list_models())"
+    code = "from tracer.build.named.models import list_models; assert any(m.name == 'resnet152' for m in list_models())"
     assert not loaded_by(code) & HEAVY
 
 

@@ -21,7 +21,7 @@ from tests.strategies import traces
 from tests.tiny import chain
 from tracer.cli.main import trace
 from traces.errors import TraceError
-from traces.store import (
+from traces.records.store import (
     META_KEY,
     OPS_FILE,
     STORAGES_FILE,
@@ -31,8 +31,8 @@ from traces.store import (
     load,
     save,
 )
-from traces.trace import FORWARD, VIEW, TraceMeta, Untouched
-from traces.validate import validate
+from traces.records.trace import FORWARD, VIEW, TraceMeta, Untouched
+from traces.records.validate import validate
 
 STORED = chain(3)
 
@@ -126,7 +126,7 @@ def test_a_trace_has_the_permissions_that_the_user_gives_to_new_files(tmp_path: 
 WRITER = """
 import sys
 from tests.tiny import chain
-from traces.store import save
+from traces.records.store import save
 for k in range(60):
     save(chain(2 + k % 2), sys.argv[1], force=True)
 """

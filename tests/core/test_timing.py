@@ -13,8 +13,8 @@ from executor.measure import PLAN, Job
 from executor.plans import other_threads
 from executor.timing import alone, in_turns
 from traces.errors import PlanError
-from traces.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
-from traces.trace import TraceMeta
+from traces.records.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
+from traces.records.trace import TraceMeta
 
 
 class Clock:

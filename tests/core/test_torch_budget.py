@@ -14,10 +14,10 @@ from simulator.core.problem import Problem
 from simulator.studies.torch_budget import actions_for, plans
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError
-from traces.plan import RECOMPUTE, SAVE
-from traces.saved_sets import SavedSet, SavedSets
-from traces.store import load, save
-from traces.trace import RANDOM, Trace
+from traces.records.plan import RECOMPUTE, SAVE
+from traces.records.saved_sets import SavedSet, SavedSets
+from traces.records.store import load, save
+from traces.records.trace import RANDOM, Trace
 
 
 def choice(

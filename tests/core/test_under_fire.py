@@ -19,7 +19,7 @@ from simulator.cli.main import main
 from simulator.studies.pareto import _coarse_to_fine
 from traces.commands import echo
 from traces.errors import SpecError
-from traces.files import ABANDONED_S, directory_beside, replacing, write_text
+from traces.files.whole import ABANDONED_S, directory_beside, replacing, write_text
 
 SEGMENT = {"action": "segment_alloc", "addr": 0, "size": 1 << 21, "stream": 0}
 
@@ -123,7 +123,7 @@ def test_what_a_killed_command_left_is_cleared(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from traces.files import directory_beside, replacing
+from traces.files.whole import directory_beside, replacing
 with replacing({str(tmp_path / "a.json")!r}) as f, directory_beside(Path({str(tmp_path / "trace")!r})) as d:
     f.write_text("half"); (d / "ops.parquet").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

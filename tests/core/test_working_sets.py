@@ -11,7 +11,7 @@ from simulator.bounds.working_sets import WorkingSets
 from simulator.core.problem import Problem
 from tests.exhaust import frontier, optimum
 from tests.tiny import bwd, fwd, trace
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 
 def chain(*times_ns: int) -> Trace:

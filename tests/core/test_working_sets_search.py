@@ -15,7 +15,7 @@ from simulator.bounds.working_sets import WorkingSets
 from simulator.core.problem import Problem
 from tests.exhaust import draw_trace
 from tests.strategies import traces
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 MANY = 1 << 80
 

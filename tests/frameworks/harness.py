@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tracer.measure.probes import memory_profiler
-from traces.plan import Plan
+from traces.records.plan import Plan
 
 VOCABULARY, LENGTH, BATCH = 97, 48, 4
 # What a framework holds beside the step, planned or not: copies of random states (5 kB each), the sampler's

@@ -17,7 +17,7 @@ from torch.nn import functional  # noqa: E402
 from executor import apply_plan, fit  # noqa: E402
 from tests.frameworks.harness import batches, gpt2, same, texts, trained, within_budget  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
-from traces.plan import Plan  # noqa: E402
+from traces.records.plan import Plan  # noqa: E402
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore")]
 Made = tuple[nn.Module, list[float]]

@@ -14,7 +14,7 @@ from tracer.costs.signature import TensorSpec, of_call
 from tracer.measure.probes import CpuMarker, cpu_allocations
 from tracer.measure.step import measure
 from traces.devices import device
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 CPU = device("cpu")
 Events = tuple[int, ...]

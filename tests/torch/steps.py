@@ -20,8 +20,8 @@ from tracer.record.program import Program, program_of
 from tracer.record.step import capture_step, trace_step
 from traces.devices import device
 from traces.errors import PlanError
-from traces.plan import RECOMPUTE, SAVE, Action, Plan
-from traces.trace import EAGER, Trace
+from traces.records.plan import RECOMPUTE, SAVE, Action, Plan
+from traces.records.trace import EAGER, Trace
 
 
 def step_of(

@@ -21,8 +21,8 @@ from tracer.costs.signature import of_call  # noqa: E402
 from tracer.measure.isolated import Wanted, _index_limit, calibrate, missing, resolve  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 from tracer.record.draft import Draft  # noqa: E402
-from traces.device_profile import DeviceProfile  # noqa: E402
-from traces.trace import VIEW  # noqa: E402
+from traces.records.device_profile import DeviceProfile  # noqa: E402
+from traces.records.trace import VIEW  # noqa: E402
 
 aten = torch.ops.aten
 

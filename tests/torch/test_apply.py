@@ -30,7 +30,7 @@ from tracer.build.step import load_spec  # noqa: E402
 from tracer.capture.passes import dropout as dropout_module  # noqa: E402
 from tracer.record import program as program_module  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
-from traces.plan import Plan  # noqa: E402
+from traces.records.plan import Plan  # noqa: E402
 
 RESIDUAL = small_nets.spec("residual")
 

@@ -20,7 +20,7 @@ from tracer.precision.policy import Autocast, lowered  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
 from tracer.torch_api import release, storage_expired  # noqa: E402
 from traces.devices import device  # noqa: E402
-from traces.trace import Trace  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
 
 BF16 = Autocast(dtype="bfloat16", lists="cuda")
 

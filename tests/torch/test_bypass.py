@@ -25,7 +25,7 @@ from tests.torch.small_nets import Residual, spec  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from traces.errors import CaptureError, PlanError  # noqa: E402
-from traces.plan import Plan  # noqa: E402
+from traces.records.plan import Plan  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from tracer.build.step import load_spec  # noqa: E402
 from tracer.costs.calibration import INTERPOLATED, MEASURED, NONE, RULES, Costs  # noqa: E402
 from tracer.costs.rows import OpRow  # noqa: E402
 from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
-from traces.device_profile import DeviceProfile, Entry, Identity  # noqa: E402
 from traces.devices import device  # noqa: E402
-from traces.trace import FORWARD, VIEW  # noqa: E402
+from traces.records.device_profile import DeviceProfile, Entry, Identity  # noqa: E402
+from traces.records.trace import FORWARD, VIEW  # noqa: E402
 
 CPU, GPU = device("cpu"), device("h200")
 

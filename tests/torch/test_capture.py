@@ -23,7 +23,7 @@ from tracer.record.program import Program, is_random  # noqa: E402
 from tracer.record.scalars import Scalars  # noqa: E402
 from tracer.record.step import capture_step  # noqa: E402
 from traces.errors import CaptureError, SpecError  # noqa: E402
-from traces.trace import BUFFER, EFFECT, GRADIENT, INPUT, MUTATES, OPTIMIZER_STATE, PARAMETER, RANDOM  # noqa: E402
+from traces.records.trace import BUFFER, EFFECT, GRADIENT, INPUT, MUTATES, OPTIMIZER_STATE, PARAMETER, RANDOM  # noqa: E402
 
 aten = torch.ops.aten
 

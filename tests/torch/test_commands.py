@@ -27,10 +27,10 @@ from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import recompute_all, recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.cli.main import trace  # noqa: E402
-from traces import store  # noqa: E402
 from traces.errors import EnvironmentProblem, OutOfMemoryProblem  # noqa: E402
-from traces.measurement import RunFigures  # noqa: E402
-from traces.plan import Action, Plan  # noqa: E402
+from traces.records import store  # noqa: E402
+from traces.records.measurement import RunFigures  # noqa: E402
+from traces.records.plan import Action, Plan  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 MLP = small_nets.spec("mlp")

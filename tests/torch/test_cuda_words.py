@@ -17,7 +17,7 @@ from tracer.build.step import load_spec  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import CaptureError  # noqa: E402
-from traces.trace import Trace  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
 
 H100 = device("h100")
 

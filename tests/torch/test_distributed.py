@@ -26,7 +26,7 @@ from executor.training.hand_over import Pool  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
-from traces.plan import Plan  # noqa: E402
+from traces.records.plan import Plan  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 48

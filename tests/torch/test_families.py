@@ -18,8 +18,8 @@ from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import plan_of, random_actions, recompute_all, trace_of  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
-from traces.plan import Action  # noqa: E402
-from traces.trace import Trace  # noqa: E402
+from traces.records.plan import Action  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
 
 IMAGES = {"batch_size": 2, "image_size": 64}
 TOKENS = {"batch_size": 2, "seq_len": 16}

@@ -40,11 +40,11 @@ from tracer.costs.signature import of_call  # noqa: E402
 from tracer.record.program import Program, program_of  # noqa: E402
 from tracer.record.step import capture_step, trace_step  # noqa: E402
 from tracer.torch_api import release  # noqa: E402
-from traces.device_profile import LibraryWorkspace  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
-from traces.trace import BACKWARD, EFFECT, FORWARD, RANDOM, WORKSPACE, Trace  # noqa: E402
-from traces.validate import validate  # noqa: E402
+from traces.records.device_profile import LibraryWorkspace  # noqa: E402
+from traces.records.trace import BACKWARD, EFFECT, FORWARD, RANDOM, WORKSPACE, Trace  # noqa: E402
+from traces.records.validate import validate  # noqa: E402
 
 aten = torch.ops.aten
 MIB = 2**20

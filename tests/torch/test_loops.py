@@ -29,8 +29,8 @@ from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import LowtideError, SpecError  # noqa: E402
-from traces.plan import Plan  # noqa: E402
-from traces.trace import FIRST, GRADIENT, Trace  # noqa: E402
+from traces.records.plan import Plan  # noqa: E402
+from traces.records.trace import FIRST, GRADIENT, Trace  # noqa: E402
 
 CPU = device("cpu")
 ITERATIONS = 4
@@ -183,7 +183,7 @@ def test_what_clips_gradients_takes_lists_of_them(target: str) -> None:
 
 def test_requests_of_the_first_and_of_later_iterations(tmp_path: Path) -> None:
     """Where gradients stay, the first iteration makes them, and later ones add to them."""
-    from traces import store
+    from traces.records import store
 
     found = record_fake(looped(wide, {"zero_grad": "keep"}), device("h100"), ProfileUse(off=True))
     assert {*found.untouched.once} == {1, 2}

@@ -20,9 +20,9 @@ from tracer.costs.machine import ELEMENTS, SIDE, SLOW_SIDE, probed_cpu, rates_of
 from tracer.costs.roofline import op_time_ns  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
-from traces import store  # noqa: E402
 from traces.devices import Device, device  # noqa: E402
-from traces.trace import TraceMeta  # noqa: E402
+from traces.records import store  # noqa: E402
+from traces.records.trace import TraceMeta  # noqa: E402
 
 MLP = small_nets.spec("mlp")
 

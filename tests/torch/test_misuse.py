@@ -33,7 +33,7 @@ from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa
 from tracer.capture.capture import capture  # noqa: E402
 from tracer.torch_api import FakeTensor, FunctionalTensor, pytree  # noqa: E402
 from traces.errors import CaptureError, LowtideError, PlanError  # noqa: E402
-from traces.plan import Plan  # noqa: E402
+from traces.records.plan import Plan  # noqa: E402
 
 EQUAL = "equal"  # how a row may end; otherwise a part of the error's words
 

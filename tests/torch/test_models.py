@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 
 from tests.torch import small_nets  # noqa: E402
 from tracer.build.loop import TrainingStep, run_step  # noqa: E402
-from tracer.build.models import IMAGE_SIZES, TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
+from tracer.build.named.models import IMAGE_SIZES, TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
+from tracer.build.named.torchvision_shim import import_torchvision  # noqa: E402
+from tracer.build.named.vision import classification_loss  # noqa: E402
 from tracer.build.optimizers import choose_as_on_cuda  # noqa: E402
 from tracer.build.step import BuildStep, load_spec  # noqa: E402
-from tracer.build.torchvision_shim import import_torchvision  # noqa: E402
-from tracer.build.vision import classification_loss  # noqa: E402
 from tracer.record.step import capture_step, trace_step  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import CaptureError, EnvironmentProblem, OutOfMemoryProblem, SpecError  # noqa: E402

@@ -29,8 +29,8 @@ from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import random_actions, recompute_all, recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
-from traces.plan import Action, Plan  # noqa: E402
-from traces.trace import Trace  # noqa: E402
+from traces.records.plan import Action, Plan  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3  # the third is steady

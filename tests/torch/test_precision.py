@@ -31,8 +31,8 @@ from tracer.record.program import program_of  # noqa: E402
 from tracer.record.step import capture_step, trace_step  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import PlanError, SpecError, TraceError  # noqa: E402
-from traces.plan import Plan  # noqa: E402
-from traces.trace import Trace  # noqa: E402
+from traces.records.plan import Plan  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
 
 TIED = small_nets.spec("tied")
 MLP = small_nets.spec("mlp")

@@ -24,8 +24,8 @@ from tracer.measure.runner import GraphRunner  # noqa: E402
 from tracer.measure.step import measure, typical, with_the_rest  # noqa: E402
 from tracer.measure.stepcode import step_code, takeovers  # noqa: E402
 from traces.errors import TraceError  # noqa: E402
-from traces.trace import EAGER, MUTATES, VIEW, Trace  # noqa: E402
-from traces.validate import validate  # noqa: E402
+from traces.records.trace import EAGER, MUTATES, VIEW, Trace  # noqa: E402
+from traces.records.validate import validate  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, program, recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.record.program import Program, inplace_twin  # noqa: E402
-from traces.trace import FORWARD, VIEW, Trace  # noqa: E402
+from traces.records.trace import FORWARD, VIEW, Trace  # noqa: E402
 
 aten = torch.ops.aten
 

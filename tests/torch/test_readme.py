@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 from executor.cli.main import answer
 from executor.plans import Outcome
 from tests.core.test_readme import MANUALS, README, ROOT, blocks, measurement, quoted, section, small_trace
-from traces.plan import Plan
+from traces.records.plan import Plan
 
 
 def test_every_key_of_executes_json_is_documented() -> None:

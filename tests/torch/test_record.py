@@ -22,10 +22,10 @@ from tracer.costs.profiles import (  # noqa: E402
 )
 from tracer.record.step import trace_step  # noqa: E402
 from tracer.recording import ProfileUse, record_fake, record_real, skipped_text, sources_text  # noqa: E402
-from traces import device_profile as store  # noqa: E402
-from traces.device_profile import DeviceProfile, Entry, LibraryWorkspace  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import EnvironmentProblem, TraceError  # noqa: E402
+from traces.records import device_profile as store  # noqa: E402
+from traces.records.device_profile import DeviceProfile, Entry, LibraryWorkspace  # noqa: E402
 
 CPU = device("cpu")
 

@@ -20,7 +20,7 @@ from executor.verify import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
 from traces.errors import CaptureError  # noqa: E402
-from traces.trace import EFFECT  # noqa: E402
+from traces.records.trace import EFFECT  # noqa: E402
 
 
 def refused(model: Any, batch: Any, loss: Any = None, optimizer: Any = None) -> str:

@@ -21,7 +21,7 @@ from tests.torch.steps import plan_of, program, random_actions, recompute_all, r
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.record.program import Program, inplace_twin  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
-from traces.plan import SAVE, Action  # noqa: E402
+from traces.records.plan import SAVE, Action  # noqa: E402
 
 aten = torch.ops.aten
 

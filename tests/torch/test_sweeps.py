@@ -17,8 +17,8 @@ from executor.plans import Settings
 from simulator.studies.sweep import Sweep
 from tests.core.test_report import sweep_row
 from traces.errors import TraceError
-from traces.measurement import Measurement, RunFigures
-from traces.trace import TraceMeta
+from traces.records.measurement import Measurement, RunFigures
+from traces.records.trace import TraceMeta
 
 MEASURED = Measurement(
     model="m", options={}, planner="p", budget_bytes=None, fingerprint="f", device="cpu", provenance="measured-cpu",

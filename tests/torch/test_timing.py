@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 
 import executor.measure as measuring
 from tests.core.test_timing import Clock, job, ready
-from traces.measurement import RunFigures, measured_slowdown_percent
+from traces.records.measurement import RunFigures, measured_slowdown_percent
 
 
 def test_where_keep_all_does_not_fit_the_plan_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tracer.record.step import trace_step  # noqa: E402
 from tracer.record.torch_budget import Setting, saved_set  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import EnvironmentProblem, LowtideError  # noqa: E402
-from traces.store import save  # noqa: E402
+from traces.records.store import save  # noqa: E402
 
 
 def small(p: float = 0.0) -> Any:

@@ -33,7 +33,7 @@ from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
 from traces.errors import BudgetError, PlanError, SpecError  # noqa: E402
-from traces.plan import Plan  # noqa: E402
+from traces.records.plan import Plan  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,7 @@ from tests.torch.steps import random_actions  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.recording import ProfileUse, record_fake, record_real  # noqa: E402
 from traces.devices import device  # noqa: E402
-from traces.trace import Trace  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
 
 CPU = device("cpu")
 CASES: list[tuple[str, dict[str, Any], tuple[int, ...], int]] = [

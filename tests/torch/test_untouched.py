@@ -36,7 +36,7 @@ from tracer.recording import (  # noqa: E402
     record_real,
 )
 from traces.devices import Device, device  # noqa: E402
-from traces.trace import FIRST, LATER, Trace, Untouched  # noqa: E402
+from traces.records.trace import FIRST, LATER, Trace, Untouched  # noqa: E402
 
 CPU = device("cpu")
 Make = Callable[[], tuple[Any, Any, Any, Any]]

@@ -15,7 +15,7 @@ from tests.torch.cpu_calls import CPU, faked_and_measured, peak, spec, told_and_
 from tracer.costs.rules_cpu import onednn  # noqa: E402
 from tracer.costs.rules_cpu.workspaces import cpu_events  # noqa: E402
 from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
-from traces.trace import VIEW  # noqa: E402
+from traces.records.trace import VIEW  # noqa: E402
 
 
 @pytest.fixture

@@ -306,6 +306,6 @@ def _importable_from(directory: Path) -> Iterator[None]:
 def _make_torchvision_importable() -> None:
     """The user's file may import torchvision, which needs help beside a CPU-only torch."""
     if importlib.util.find_spec("torchvision") is not None:
-        from tracer.build.torchvision_shim import import_torchvision
+        from tracer.build.named.torchvision_shim import import_torchvision
 
         import_torchvision()

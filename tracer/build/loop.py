@@ -15,7 +15,7 @@ from tracer.build.loop_options import AFTER, BEFORE, KEEP, ORDINARY, Loop
 from tracer.precision.policy import OFF, Autocast, ambient
 from tracer.torch_api import foreach_zero_, pytree, replaced
 from traces.errors import SpecError
-from traces.trace import BACKWARD, FORWARD, OPTIMIZER
+from traces.records.trace import BACKWARD, FORWARD, OPTIMIZER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

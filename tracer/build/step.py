@@ -81,8 +81,8 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     """Find out what `model` stands for and check the options.
 
     Args:
-        model: a name that `tracer.build.models.list_models` lists, or "path/to/file.py:function" (without ":function"
-            the function is `build`).
+        model: a name that `tracer.build.named.models.list_models` lists, or "path/to/file.py:function"
+            (without ":function" the function is `build`).
         options: batch_size, seq_len, image_size, optimizer, optimizer_impl, dtype, dropout, task, attention, use_cache,
             amp, tf32, zero_grad, clip_grad_norm, accumulate; None as a value means "not given". A user's function gets
             those that its signature names.
@@ -109,7 +109,7 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
 
         make = partial(BuildFunction.parse(model).step, given)
         return BuildStep(model=model, options=given, seed=seed, make=make, policy=policy)
-    from tracer.build.models import find_model
+    from tracer.build.named.models import find_model
 
     known = find_model(model)
     own = known.options({k: v for k, v in given.items() if k not in policy})

@@ -79,8 +79,8 @@ def run_model(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from tracer import api
-    from traces import store
     from traces.errors import SpecError
+    from traces.records import store
 
     begin = time.perf_counter()
     if no_profile and profile is not None:
@@ -125,7 +125,7 @@ def default_name(model: str, options: dict[str, Any]) -> str:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def show(directory: str, top: int, as_json: bool) -> None:
     """Print what is in the trace in DIRECTORY (a path, or a name from the gallery)."""
-    from traces import store
+    from traces.records import store
 
     record = store.load(directory)
     store.check_fingerprints(record, directory, graph=True)
@@ -139,7 +139,7 @@ def show(directory: str, top: int, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def models(as_json: bool) -> None:
     """List the models that are known by name."""
-    from tracer.build.models import list_models
+    from tracer.build.named.models import list_models
 
     names = [m.name for m in list_models()]
     if as_json:
@@ -164,7 +164,7 @@ trace.add_command(torch_budget)
 
 def print_summary(name: str, record: Any, *, top: int) -> None:
     """A trace for people."""
-    from traces.trace import FLAG_NAMES
+    from traces.records.trace import FLAG_NAMES
 
     ops, sts = record.ops, record.storages
     echo(record.text(name))

@@ -47,8 +47,8 @@ def torch_budget(
     compare --saved` makes plans of the file and says what they really need.
     """
     from tracer.torch_api import require_torch
-    from traces import store
     from traces.errors import TraceError
+    from traces.records import store
 
     shares = parse_budgets(budgets)
     record = store.load(directory)

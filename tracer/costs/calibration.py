@@ -16,9 +16,9 @@ from tracer.costs.rules_cpu import onednn
 from tracer.costs.rules_cpu.workspaces import cpu_events
 from tracer.costs.rules_cuda.workspaces import rule_events
 from tracer.torch_api import release
-from traces.device_profile import DeviceProfile
 from traces.devices import Device
-from traces.trace import VIEW
+from traces.records.device_profile import DeviceProfile
+from traces.records.trace import VIEW
 
 MEASURED: Final = "measured"
 REHEARSED: Final = "rehearsed"  # torch's own code on a GPU that is not there

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Final
 
 from tracer.costs.signature import ITEM_BYTES, numbers_of, structure_of
-from traces.device_profile import Entry
+from traces.records.device_profile import Entry
 
 _TENSOR: Final = re.compile(r"(\w+)\[([\d,]*)\|[\d,]*\]")
 

@@ -20,9 +20,9 @@ from typing import Final
 
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.costs.table import short_name
-from traces.device_profile import LibraryWorkspace
 from traces.devices import Device
-from traces.trace import BACKWARD, FORWARD, WORKSPACE
+from traces.records.device_profile import LibraryWorkspace
+from traces.records.trace import BACKWARD, FORWARD, WORKSPACE
 
 KIB: Final = 2**10
 LARGE_BYTES: Final = 4096 * 8 * KIB  # compute capability 9, and 10 and 12 from torch 2.12 on (pytorch#175344)

@@ -12,17 +12,17 @@ from typing import Final
 from tracer.costs.calibration import Cost
 from tracer.costs.rows import OpRow
 from tracer.costs.signature import Signature, TensorSpec
-from traces import device_profile as store
-from traces.device_profile import (
+from traces.devices import DEVICES, GIB, Device
+from traces.errors import TraceError
+from traces.provenance import provenance_of
+from traces.records import device_profile as store
+from traces.records.device_profile import (
     DeviceProfile,
     Entry,
     Identity,
     LibraryWorkspace,
 )
-from traces.devices import DEVICES, GIB, Device
-from traces.errors import TraceError
-from traces.provenance import provenance_of
-from traces.trace import VIEW
+from traces.records.trace import VIEW
 
 # Words in a GPU's name that make it another board than the one of the plain name.
 PACKAGES: Final = frozenset({"nvl", "pcie"})  # the same chip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tracer.costs.signature import Signature
-from traces.trace import ACTIVATION
+from traces.records.trace import ACTIVATION
 
 
 @dataclass(slots=True, kw_only=True)

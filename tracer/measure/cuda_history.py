@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from traces.device_profile import LibraryWorkspace
 from traces.errors import TraceError
+from traces.records.device_profile import LibraryWorkspace
 
 MARK_BYTES: Final = 257  # asked for; the allocator's smallest block serves it
 

@@ -32,13 +32,13 @@ from tracer.measure.probes import (
     settle,
 )
 from tracer.record.draft import Draft
-from traces.device_profile import (
+from traces.records.device_profile import (
     DeviceProfile,
     Entry,
     Identity,
     LibraryWorkspace,
 )
-from traces.trace import VIEW
+from traces.records.trace import VIEW
 
 RUNS: Final = 3  # timed runs of each op, after one that warms up
 LONG_NS: Final = 5_000_000  # of an op that takes as long, only the run that shows its allocations is timed

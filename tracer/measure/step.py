@@ -41,10 +41,10 @@ from tracer.measure.runner import GraphRunner
 from tracer.measure.stepcode import takeovers
 from tracer.record.draft import Draft
 from traces.alloc_conf import alloc_conf
-from traces.device_profile import DeviceProfile, Identity, LibraryWorkspace
 from traces.errors import TraceError
 from traces.provenance import rehearsing
-from traces.trace import EAGER, VIEW, Trace
+from traces.records.device_profile import DeviceProfile, Identity, LibraryWorkspace
+from traces.records.trace import EAGER, VIEW, Trace
 from traces.units import show_time
 
 SPREAD = 1.5  # slowest over fastest round from which a warning is due

@@ -29,7 +29,7 @@ from tracer.record.rows import overwritten, storage_key, tensors_in
 from tracer.torch_api import FakeTensorMode, TorchDispatchMode, pytree, release
 from traces.devices import Device
 from traces.errors import CaptureError
-from traces.trace import (
+from traces.records.trace import (
     ACTIVATION,
     FORWARD,
     GRADIENT,

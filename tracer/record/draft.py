@@ -15,10 +15,10 @@ from tracer.costs.rows import OpRow, StorageRow
 from tracer.record.program import Program
 from tracer.record.rows import tables_of
 from tracer.torch_api import FakeTensorMode
-from traces.device_profile import LibraryWorkspace
 from traces.devices import Device
-from traces.trace import Trace, TraceMeta, Untouched, fingerprint
-from traces.validate import validate
+from traces.records.device_profile import LibraryWorkspace
+from traces.records.trace import Trace, TraceMeta, Untouched, fingerprint
+from traces.records.validate import validate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from tracer.record.rows import op_row, overwritten, storage_key, storage_row, te
 from tracer.record.scalars import Scalars
 from tracer.torch_api import FakeTensor, TorchDispatchMode, release, storage_expired
 from traces.errors import CaptureError
-from traces.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
+from traces.records.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
 
 aten = torch.ops.aten
 functional: Any = nn.functional

@@ -25,7 +25,7 @@ from tracer.precision.policy import without_autocast
 from tracer.record.rows import op_row, overwritten, storage_key, storage_row, tables_of, tensors_in
 from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, pytree
 from traces.errors import CaptureError
-from traces.trace import (
+from traces.records.trace import (
     ACTIVATION,
     BACKWARD,
     BUFFER,
@@ -43,7 +43,7 @@ from traces.trace import (
     TraceMeta,
     fingerprint,
 )
-from traces.validate import validate
+from traces.records.validate import validate
 
 aten = torch.ops.aten
 

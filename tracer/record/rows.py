@@ -13,7 +13,7 @@ from tracer.costs.roofline import compute_dtype, op_bytes, op_flops
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.costs.signature import of_call
 from tracer.torch_api import pytree
-from traces.trace import BACKWARD, VIEW, Ops, Storages, aliases_of, uses_of
+from traces.records.trace import BACKWARD, VIEW, Ops, Storages, aliases_of, uses_of
 
 OF_OPS: Final = tuple(c for c in Ops.__dataclass_fields__ if c not in ("time_ns", "events"))
 OF_STORAGES: Final = ("name", "nbytes", "category", "producer", "hold", "dtype", "shape")

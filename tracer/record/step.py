@@ -41,7 +41,7 @@ from tracer.record.sketch import sketch
 from tracer.torch_api import FakeTensorMode, pytree, replaced
 from traces.devices import Device
 from traces.errors import CaptureError
-from traces.trace import OPTIMIZER, TraceMeta
+from traces.records.trace import OPTIMIZER, TraceMeta
 
 
 def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:

@@ -41,8 +41,8 @@ from tracer.torch_api import (
 )
 from traces.devices import device
 from traces.errors import CaptureError, EnvironmentProblem, PlanError, SpecError
-from traces.saved_sets import SavedSet, SavedSets
-from traces.trace import VIEW, Trace, TraceMeta
+from traces.records.saved_sets import SavedSet, SavedSets
+from traces.records.trace import VIEW, Trace, TraceMeta
 
 aten = torch.ops.aten
 SOLVERS: Final = ("dp", "ilp", "greedy")

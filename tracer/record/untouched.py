@@ -36,8 +36,8 @@ from tracer.record.step import fake_mode
 from tracer.torch_api import current_autograd_node, storage_expired, storage_uses
 from traces.devices import Device
 from traces.errors import LowtideError
-from traces.events import replayed
-from traces.trace import BACKWARD, FIRST, LATER, OPTIMIZER, OPTIMIZER_STATE, Untouched
+from traces.records.events import replayed
+from traces.records.trace import BACKWARD, FIRST, LATER, OPTIMIZER, OPTIMIZER_STATE, Untouched
 
 aten = torch.ops.aten
 NO_NODE: Final = -1  # of autograd

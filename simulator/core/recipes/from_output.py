@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from simulator.core.recipes.recipe import Recipe
-from traces.trace import Trace
+from traces.records.trace import Trace
 
 if TYPE_CHECKING:
     from simulator.core.facts import Facts

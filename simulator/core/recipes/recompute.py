@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from simulator.core.recipes.recipe import Recipe
-from traces.plan import RECOMPUTE
+from traces.records.plan import RECOMPUTE
 
 if TYPE_CHECKING:
     from simulator.core.facts import Facts

@@ -17,8 +17,8 @@ from simulator.core.problem import Problem
 from simulator.planners.greedy import Search
 from simulator.planners.mu_two import cheapest
 from simulator.planners.outcome import finish, refuse
-from traces.plan import Plan
-from traces.trace import Trace
+from traces.records.plan import Plan
+from traces.records.trace import Trace
 
 NAME: Final = "cheap-ops"
 # Norms, softmax and activations do at most 5 for each byte that they move; a float32 product of large matrices with an

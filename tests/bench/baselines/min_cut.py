@@ -20,7 +20,7 @@ from simulator.core.problem import Problem
 from simulator.planners.cuts import states
 from simulator.planners.greedy import Found, Search
 from simulator.planners.outcome import finish, refuse
-from traces.plan import Plan
+from traces.records.plan import Plan
 
 NAME: Final = "min-cut"
 MOST_INSTANTS: Final = 8

@@ -34,7 +34,7 @@ from simulator.core.problem import Problem
 from simulator.planners.outcome import finish, refuse
 from simulator.planners.segments import block_paths
 from traces.errors import PlanError
-from traces.plan import SAVE, Action, Plan
+from traces.records.plan import SAVE, Action, Plan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -27,7 +27,7 @@ from traces.devices import Device
 def rule_events(signature: Signature, device: Device, release: tuple[int, int]) -> Events | None:
     """What the op allocates (+bytes) and frees (-bytes) on a device, in order; None: no rule says.
 
-    The events sum to the bytes of the outputs that the op leaves, as `traces.trace.Ops.events` demands.
+    The events sum to the bytes of the outputs that the op leaves, as `traces.records.trace.Ops.events` demands.
 
     Args:
         signature: the call.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import msgspec
 
 from traces.errors import LowtideError
-from traces.files import write_text
+from traces.files.whole import write_text
 
 Record = TypeVar("Record")
 

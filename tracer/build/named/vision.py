@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from tracer.build.context import made_on, outside_fake_mode
 from tracer.build.loop import TrainingStep
+from tracer.build.named.torchvision_shim import import_torchvision
 from tracer.build.optimizers import make_optimizer
-from tracer.build.torchvision_shim import import_torchvision
 from traces.errors import CaptureError, LowtideError, SpecError
 
 CLASSES: Final = 1000

@@ -36,8 +36,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 from traces.errors import PlanError
-from traces.json_records import Form, JsonRecord, canonical_json, from_json
-from traces.trace import Trace, TraceMeta
+from traces.files.json_records import Form, JsonRecord, canonical_json, from_json
+from traces.records.trace import Trace, TraceMeta
 from traces.units import show_bytes, show_percent
 
 RECOMPUTE: Final = "recompute"

@@ -12,15 +12,15 @@ from typing import Any, Final
 import torch
 
 from tracer.build.context import made_on, made_with_values, outside_fake_mode
-from tracer.build.huggingface import (
+from tracer.build.loop import TrainingStep
+from tracer.build.named.huggingface import (
     MASKED_EVERY,
     NO_LABEL,
     import_transformers,
     quiet_transformers,
     step_of,
 )
-from tracer.build.loop import TrainingStep
-from tracer.build.vision import set_dropout
+from tracer.build.named.vision import set_dropout
 from traces.errors import LowtideError, SpecError
 from traces.model_spec import HF
 

@@ -161,7 +161,7 @@ class KnownModel:
         if self.family == HF:  # the file says the rest
             return {"batch_size": 8, "optimizer": "adamw", "dtype": "float32"}
         if self.family == TIMM:
-            from tracer.build.timm_models import image_size_of
+            from tracer.build.named.timm_models import image_size_of
 
             sizes = {"batch_size": 32, "image_size": image_size_of(self.name)}
         elif "seq_len" in self.takes:
@@ -208,18 +208,18 @@ class KnownModel:
     def step(self, options: dict[str, Any], device: str) -> TrainingStep:
         """The training step with these options, on that device."""
         if self.family == TORCHVISION:
-            from tracer.build.vision import image_step
+            from tracer.build.named.vision import image_step
 
             return image_step(self.name, options, device)
         if self.family == TIMM:
-            from tracer.build.timm_models import timm_step
+            from tracer.build.named.timm_models import timm_step
 
             return timm_step(self.name, options, device)
         if self.family == HF:
-            from tracer.build.huggingface_config import config_step
+            from tracer.build.named.huggingface_config import config_step
 
             return config_step(self.name, options, device)
-        from tracer.build.huggingface import transformers_step
+        from tracer.build.named.huggingface import transformers_step
 
         return transformers_step(
             self.family, self.name, TRANSFORMERS[self.family][self.name], options, device
@@ -240,7 +240,7 @@ def find_model(name: str) -> KnownModel:
         SpecError: there is none; names the closest ones.
     """
     if name.startswith(HF):
-        from tracer.build.huggingface_config import read_config
+        from tracer.build.named.huggingface_config import read_config
 
         read_config(name)
         return KnownModel(name=name, family=HF)
@@ -274,7 +274,7 @@ def _key(name: str) -> str:
 
 def _torchvision_names() -> list[str]:
     """What the installed torchvision has; nothing if it cannot be imported."""
-    from tracer.build.torchvision_shim import import_torchvision
+    from tracer.build.named.torchvision_shim import import_torchvision
     from traces.errors import EnvironmentProblem
 
     try:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from traces.errors import PlanError
-from traces.json_records import Form, JsonRecord
-from traces.trace import TraceMeta
+from traces.files.json_records import Form, JsonRecord
+from traces.records.trace import TraceMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from traces import parquet as tables
 from traces.errors import TraceError
-from traces.files import locked, replacing
-from traces.json_records import Record, from_json, to_json
-from traces.parquet import INT, INTS, TEXT
+from traces.files import parquet as tables
+from traces.files.json_records import Record, from_json, to_json
+from traces.files.parquet import INT, INTS, TEXT
+from traces.files.whole import locked, replacing
 from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA
 
 PROFILE_VERSION: Final = 1
-GALLERY_PROFILES: Final = Path(__file__).parent / "gallery" / "profiles"
+GALLERY_PROFILES: Final = Path(__file__).parents[1] / "gallery" / "profiles"
 FORM: Final = tables.Format(
     record="profile",
     noun="a device profile",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from traces.errors import TraceError
-from traces.trace import CATEGORIES, FLAG_NAMES, MOST, PHASES, VIEW, Trace, aliases_of, uses_of
+from traces.records.trace import CATEGORIES, FLAG_NAMES, MOST, PHASES, VIEW, Trace, aliases_of, uses_of
 
 
 def validate(trace: Trace) -> Trace:

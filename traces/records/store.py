@@ -10,22 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from traces import parquet as tables
 from traces.errors import TraceError
-from traces.files import check_writable, directory_beside, umask
-from traces.parquet import ID as _ID
-from traces.parquet import IDS as _IDS
-from traces.parquet import INT as _INT
-from traces.parquet import INTS as _INTS
-from traces.parquet import META_KEY as META_KEY
-from traces.parquet import TEXT as _TEXT
-from traces.trace import SCHEMA_VERSION, Ops, Storages, Trace, TraceMeta, Untouched, fingerprint
-from traces.validate import validate
+from traces.files import parquet as tables
+from traces.files.parquet import ID as _ID
+from traces.files.parquet import IDS as _IDS
+from traces.files.parquet import INT as _INT
+from traces.files.parquet import INTS as _INTS
+from traces.files.parquet import META_KEY as META_KEY
+from traces.files.parquet import TEXT as _TEXT
+from traces.files.whole import check_writable, directory_beside, umask
+from traces.records.trace import SCHEMA_VERSION, Ops, Storages, Trace, TraceMeta, Untouched, fingerprint
+from traces.records.validate import validate
 
 OPS_FILE: Final = "ops.parquet"
 STORAGES_FILE: Final = "storages.parquet"
 UNTOUCHED_FILE: Final = "untouched.parquet"  # only of a trace that has it
-GALLERY: Final = Path(__file__).parent / "gallery"
+GALLERY: Final = Path(__file__).parents[1] / "gallery"
 
 OPS_COLUMNS: Final = {
     "name": _TEXT,

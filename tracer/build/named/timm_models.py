@@ -12,9 +12,9 @@ import torch
 
 from tracer.build.context import made_on, made_with_values, outside_fake_mode
 from tracer.build.loop import TrainingStep
+from tracer.build.named.torchvision_shim import import_torchvision
+from tracer.build.named.vision import classification_loss, set_dropout
 from tracer.build.optimizers import make_optimizer
-from tracer.build.torchvision_shim import import_torchvision
-from tracer.build.vision import classification_loss, set_dropout
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.model_spec import TIMM
 

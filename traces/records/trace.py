@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Final
 
-from traces.json_records import from_json, to_json
+from traces.files.json_records import from_json, to_json
 from traces.units import show_bytes, show_time
 
 SCHEMA_VERSION: Final = 1

@@ -14,8 +14,8 @@ import torch
 from tracer.build.batch import loss_in_outputs
 from tracer.build.context import made_on, outside_fake_mode
 from tracer.build.loop import TrainingStep
+from tracer.build.named.torchvision_shim import import_torchvision
 from tracer.build.optimizers import make_optimizer
-from tracer.build.torchvision_shim import import_torchvision
 from traces.errors import EnvironmentProblem, SpecError
 
 # transformers marks label positions without a loss by this id.

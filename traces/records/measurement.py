@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from traces.errors import TraceError
-from traces.json_records import Form, JsonRecord
-from traces.plan import ALLOCATED, RESERVED
+from traces.files.json_records import Form, JsonRecord
 from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA, REHEARSED
+from traces.records.plan import ALLOCATED, RESERVED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
