@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -48,16 +48,39 @@ class _Passing:
     outputs: list[torch.Tensor] = field(default_factory=list)
     saved: list[torch.Tensor] | None = None
     tangents: list[torch.Tensor | None] = field(default_factory=list)
-    versions: tuple[int, ...] = ()  # of the caller's own tensors among the saved ones, when forward ended
+    # Of the caller's own tensors among the saved ones, when forward ended.
+    versions: list[tuple[int, int]] = field(default_factory=list)
     pool: Pool | None = None  # hands the parameters their gradients
     parameters: Sequence[Any] = ()  # whose gradients it hands over
 
 
-def _versions(passing: _Passing) -> tuple[int, ...]:
-    """How often each of the caller's own tensors that backward reads has been changed in place."""
-    assert passing.saved is not None
-    found = (passing.saved[k] for k, _ in passing.engine.rewritten.held)
-    return tuple([-1 if x.is_inference() else x._version for x in found])
+def _versions(passing: _Passing, values: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Of each of the caller's own tensors that backward reads: how often it has been changed in place, and a digest."""
+    held = passing.engine.rewritten.held
+    return [
+        (-1 if x.is_inference() else x._version, _digest(x) if name.startswith("the argument") else 0)
+        for x, name in ((values[k], name) for k, name in held)
+    ]
+
+
+def _digest(x: torch.Tensor) -> int:
+    """The sum of an argument's elements, read as whole numbers: memory that is NumPy's or another process's, too, and
+    writes through `.data`, change without a new version. Of a tensor on the CPU alone, where others write so."""
+    if x.device.type != "cpu":
+        return 0
+    x = torch.view_as_real(x) if x.is_complex() else x
+    whole, total = _WHOLE[x.itemsize]
+    return int(x.detach().view(whole).sum(dtype=total))
+
+
+# By the size of an element: the numbers to read it as, and those to add them up in, which may overflow: a wider type
+# for the long ones would take forty times as long.
+_WHOLE: Final = {
+    1: (torch.uint8, torch.int64),
+    2: (torch.int16, torch.int64),
+    4: (torch.int32, torch.int32),
+    8: (torch.int64, torch.int64),
+}
 
 
 def _check_unchanged(passing: _Passing, values: list[torch.Tensor]) -> None:
@@ -66,12 +89,13 @@ def _check_unchanged(passing: _Passing, values: list[torch.Tensor]) -> None:
     Autograd checks what the untouched model saves. A recomputation reads more: the arguments, say, which a loader may
     refill in between. They are not copied, which the plan's memory does not provide for.
     """
-    for (k, name), before in zip(passing.engine.rewritten.held, passing.versions, strict=True):
-        x = values[k]
-        if not x.is_inference() and x._version != before:
+    names = [name for _, name in passing.engine.rewritten.held]
+    for name, before, now in zip(names, passing.versions, _versions(passing, values), strict=True):
+        if now != before:
+            how = f" (version {now[0]} instead of {before[0]})" if now[0] != before[0] else ""
             raise PlanError(
                 f"{name} was changed in place between forward and backward, and the backward of a planned step reads "
-                f"it (version {x._version} instead of {before}): change it after backward, or give the model a clone."
+                f"it{how}: change it after backward, or give the model a clone."
             )
 
 
@@ -90,7 +114,7 @@ class _Model(torch.autograd.Function):
         with without_autocast():
             outputs, saved = passing.engine.rewritten.forward(list(inputs))
         passing.outputs, passing.saved = list(outputs), list(saved)
-        passing.versions = _versions(passing)
+        passing.versions = _versions(passing, passing.saved)
         ctx.passing = passing
         return inputs[0].new_empty(0) if inputs[0].is_floating_point() else torch.empty(0)
 

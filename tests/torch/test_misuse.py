@@ -632,6 +632,22 @@ def the_input_refilled_before_backward(m: Any) -> Any:
     loss.backward()
 
 
+@row("the argument 0", net=Shallow)
+def the_input_s_memory_refilled_by_numpy(m: Any) -> Any:
+    array = batch().numpy()
+    loss = total(m(torch.from_numpy(array)))
+    array[:] = 2
+    loss.backward()
+
+
+@row("the argument 0", net=Shallow)
+def the_input_refilled_through_data(m: Any) -> Any:
+    x = batch()
+    loss = total(m(x))
+    x.data.fill_(2)
+    loss.backward()
+
+
 @row(net=Shallow)
 def the_input_refilled_after_backward(m: Any) -> Any:
     x, losses = batch(), []
