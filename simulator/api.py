@@ -37,19 +37,19 @@ class Planning(TypedDict, total=False):
     seconds: float  # 5: processor time after which a search ends with the best plan so far
     seed: int  # 0: of random choices; equal seeds make equal plans
     never: Sequence[str]  # selectors of ops that must not run again
-    always_keep: Sequence[str]  # selectors of ops whose values must be saved
+    always_save: Sequence[str]  # selectors of ops whose values must be saved
     alloc_conf: (
         str | None
     )  # as PYTORCH_ALLOC_CONF would be; None: as the trace was recorded. Traces of a GPU only
     progress: Callable[[str], None]  # told one line about each thing that is done
 
 
-def problem_of(trace: Source, never: Sequence[str] = (), always_keep: Sequence[str] = ()) -> Problem:
+def problem_of(trace: Source, never: Sequence[str] = (), always_save: Sequence[str] = ()) -> Problem:
     """One trace under constraints, which every function here takes in place of the trace, so that work is shared.
 
     Args:
         trace: a Trace, a directory, a name in the gallery, or a Problem, which has its constraints.
-        never, always_keep: as in `Planning`.
+        never, always_save: as in `Planning`.
 
     Raises:
         TraceError: there is no such trace, or it is malformed.
@@ -62,7 +62,7 @@ def problem_of(trace: Source, never: Sequence[str] = (), always_keep: Sequence[s
 
         name, trace = str(trace), load(str(trace))
         check_fingerprints(trace, name)
-    return Problem(trace, Constraints(never=tuple(never), always_keep=tuple(always_keep)))
+    return Problem(trace, Constraints(never=tuple(never), always_save=tuple(always_save)))
 
 
 def simulate(
@@ -139,7 +139,7 @@ def plan(
 
 
 def bound(
-    trace: Source, budget: Budget, *, never: Sequence[str] = (), always_keep: Sequence[str] = ()
+    trace: Source, budget: Budget, *, never: Sequence[str] = (), always_save: Sequence[str] = ()
 ) -> Bound:
     """What every plan within a budget of allocated memory must add to the step's time at least, certified.
 
@@ -151,7 +151,7 @@ def bound(
     """
     from simulator.bounds.bound import lower_bound
 
-    problem = problem_of(trace, never, always_keep)
+    problem = problem_of(trace, never, always_save)
     return lower_bound(problem, _allocated_bytes(problem, budget, _setting(problem, None, None)))
 
 
@@ -288,12 +288,12 @@ def _meant(
     seconds: float = DEFAULTS.seconds,
     seed: int = DEFAULTS.seed,
     never: Sequence[str] = (),
-    always_keep: Sequence[str] = (),
+    always_save: Sequence[str] = (),
     alloc_conf: str | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[Limits, Constraints, str | None, Callable[[str], None]]:
     """`Planning` with its defaults."""
-    constraints = Constraints(never=tuple(never), always_keep=tuple(always_keep))
+    constraints = Constraints(never=tuple(never), always_save=tuple(always_save))
     return Limits(seconds=seconds, seed=seed), constraints, alloc_conf, progress
 
 
@@ -301,7 +301,7 @@ def _asked(
     trace: Source, device: Device | None, **options: Unpack[Planning]
 ) -> tuple[Problem, Limits, Setting, Callable[[str], None]]:
     limits, constraints, alloc_conf, progress = _meant(**options)
-    problem = problem_of(trace, constraints.never, constraints.always_keep)
+    problem = problem_of(trace, constraints.never, constraints.always_save)
     return problem, limits, _setting(problem, alloc_conf, device), progress
 
 

@@ -49,7 +49,7 @@ SEARCH: Final = (
         "--never", multiple=True, metavar="SELECTOR", help="Ops that must not run again; may be repeated."
     ),
     click.option(
-        "--always-keep",
+        "--always-save",
         multiple=True,
         metavar="SELECTOR",
         help="Ops whose values must be saved; may be repeated.",
@@ -109,9 +109,9 @@ def _planner(planner: str | None) -> str | None:
     return planner
 
 
-def _planning(seconds: float, seed: int, never: tuple[str, ...], always_keep: tuple[str, ...]) -> Words:
-    check_selectors(Constraints(never=never, always_keep=always_keep))
-    return {"seconds": seconds, "seed": seed, "never": never, "always_keep": always_keep}
+def _planning(seconds: float, seed: int, never: tuple[str, ...], always_save: tuple[str, ...]) -> Words:
+    check_selectors(Constraints(never=never, always_save=always_save))
+    return {"seconds": seconds, "seed": seed, "never": never, "always_save": always_save}
 
 
 def _memory(alloc_conf: str | None, gpu: str | None, device_memory: str | None, context: str | None) -> Words:

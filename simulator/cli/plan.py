@@ -67,7 +67,7 @@ def plan_command(
     from simulator.planners.outcome import Infeasible
     from simulator.studies.answer import answer, refusal
 
-    problem = api.problem_of(trace_name, planning["never"], planning["always_keep"])
+    problem = api.problem_of(trace_name, planning["never"], planning["always_save"])
     saved = api.simulate(problem, **memory)
     budget_bytes, budget_of = api.budget_in_bytes(problem, budget, budget_of, saved.setting)
     if planner == DEFAULT and budget_bytes is not None:

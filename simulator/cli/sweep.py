@@ -76,7 +76,7 @@ def sweep_command(
         alloc_conf=alloc_conf,
         planner=planner or DEFAULT,
         limits=Limits(seconds=planning["seconds"], seed=planning["seed"]),
-        constraints=Constraints(never=planning["never"], always_keep=planning["always_keep"]),
+        constraints=Constraints(never=planning["never"], always_save=planning["always_save"]),
         directory=output or Path(f"{short_name(model)}-sweep"),
         tracer_options=tuple(words_for_trace(for_trace, trace_option)),
     )

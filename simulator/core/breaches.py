@@ -27,5 +27,5 @@ def breach(problem: Problem, schedule: Schedule) -> str:
             return f"op {op} ({ops.name[op]}) would run again, which --never forbids"
         for s in binds:
             if s in meant.keep:
-                return f"storage {s} ({trace.storages.name[s]}) would be computed again, which --always-keep forbids"
+                return f"storage {s} ({trace.storages.name[s]}) would be computed again, which --always-save forbids"
     return ""

@@ -12,22 +12,22 @@ from simulator.kernels.clock import now
 class Constraints:
     """What no plan may do, as selectors of ops (`module glob :: op glob`).
 
-    `never`: these ops do not run again. `always_keep`: what these ops make is saved.
+    `never`: these ops do not run again. `always_save`: what these ops make is saved.
     """
 
     never: tuple[str, ...] = ()
-    always_keep: tuple[str, ...] = ()
+    always_save: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.never or self.always_keep)
+        return bool(self.never or self.always_save)
 
     def to_json(self) -> dict[str, Any]:
         """As a plan records them; those that are not given are left out."""
         out: dict[str, Any] = {}
         if self.never:
             out["never"] = list(self.never)
-        if self.always_keep:
-            out["always_keep"] = list(self.always_keep)
+        if self.always_save:
+            out["always_keep"] = list(self.always_save)
         return out
 
 

@@ -57,7 +57,7 @@ def parse_selector(text: str) -> Selector:
 
 def check_selectors(constraints: Constraints) -> None:
     """Raise SpecError before any work if a selector cannot mean anything in any trace."""
-    for text in (*constraints.never, *constraints.always_keep):
+    for text in (*constraints.never, *constraints.always_save):
         parse_selector(text)
 
 
@@ -122,14 +122,14 @@ def resolve(trace: Trace, constraints: Constraints) -> Resolved:
             raise SpecError(f"--never {text!r} matches only views, which cost nothing to make again.")
         never.update(i for i in ops if not is_view[i])
     keep: set[int] = set()
-    for text in constraints.always_keep:
+    for text in constraints.always_save:
         mine: set[int] = set()
-        for i in matching_ops(trace, text, "--always-keep"):
+        for i in matching_ops(trace, text, "--always-save"):
             values = trace.ops.reads[i] if is_view[i] else trace.ops.writes[i]
             mine.update(s for s in values if 0 <= sts.producer[s] <= i)
         if not mine:
             raise SpecError(
-                f"--always-keep {text!r} matches only views of parameters and inputs, which are there anyway."
+                f"--always-save {text!r} matches only views of parameters and inputs, which are there anyway."
             )
         keep |= mine
     return Resolved(never=frozenset(never), keep=frozenset(keep))

@@ -114,7 +114,7 @@ def test_op_globs(glob: str, expected: bool) -> None:
 def test_what_selectors_mean(selector: str, names: set[str]) -> None:
     of = two_layers()
     assert {of.ops.name[i] for i in resolve(of, Constraints(never=(selector,))).never} == names
-    kept = resolve(of, Constraints(always_keep=(selector,))).keep
+    kept = resolve(of, Constraints(always_save=(selector,))).keep
     assert {of.storages.name[s] for s in kept} == names
 
 
@@ -129,7 +129,7 @@ def test_what_selectors_mean(selector: str, names: set[str]) -> None:
         (" :: ", "not both"),
     ],
 )
-@pytest.mark.parametrize("field", ["never", "always_keep"])
+@pytest.mark.parametrize("field", ["never", "always_save"])
 def test_a_selector_that_means_nothing_is_an_error(selector: str, hint: str, field: str) -> None:
     with pytest.raises(SpecError) as caught:
         Problem(two_layers(), Constraints(**{field: (selector,)}))
@@ -149,16 +149,16 @@ def test_views_cost_nothing_and_keep_what_they_show() -> None:
     assert of.ops.flags[1] & VIEW
     with pytest.raises(SpecError, match="only views"):
         resolve(of, Constraints(never=("b ::",)))
-    assert resolve(of, Constraints(always_keep=("b ::",))).keep == {of.storages.name.index("x")}
+    assert resolve(of, Constraints(always_save=("b ::",))).keep == {of.storages.name.index("x")}
 
 
-def test_never_and_always_keep_change_the_plan() -> None:
+def test_never_and_always_save_change_the_plan() -> None:
     of = two_layers()
     # at g: 4 + 400 + 150 + 4 = 558; 458 wants one value away, and a relu is the cheaper one
     assert peak(of) == 558
     free = plan_with("mu-two", Problem(of), 458)
     assert recomputed(of, free) in ({"relu0"}, {"relu1"})
-    for constraints in (Constraints(never=("relu",)), Constraints(always_keep=("*relu*",))):
+    for constraints in (Constraints(never=("relu",)), Constraints(always_save=("*relu*",))):
         plan = plan_with("mu-two", Problem(of, constraints), 458)
         assert recomputed(of, plan) <= {"mm0", "mm1"}
         assert plan.constraints == constraints.to_json()
@@ -178,7 +178,7 @@ def test_a_link_that_must_not_run_again_is_saved_for_those_that_need_it() -> Non
         ],
         {"w": 0},
     )
-    for constraints in (Constraints(never=("a ::",)), Constraints(always_keep=("a ::",))):
+    for constraints in (Constraints(never=("a ::",)), Constraints(always_save=("a ::",))):
         plan = plan_with("recompute-all", Problem(of, constraints), UNLIMITED)
         assert recomputed(of, plan) == {"low", "top"}
         assert {of.storages.name[a.storage] for a in plan.actions if a.recipe == SAVE} == {"link"}
@@ -189,7 +189,7 @@ def test_the_guard_refuses_a_plan_that_breaks_constraints(monkeypatch: pytest.Mo
     relu0 = Action(storage=of.storages.name.index("relu0"))
     for constraints, words in (
         (Constraints(never=("relu",)), "--never"),
-        (Constraints(always_keep=("relu",)), "--always-keep"),
+        (Constraints(always_save=("relu",)), "--always-save"),
     ):
         deceived = Problem(of)  # as if it had been made without constraints
         deceived.constraints = constraints
@@ -214,7 +214,7 @@ def constrained(draw: st.DrawFn) -> tuple[Trace, Constraints]:
     never = draw(st.lists(st.sampled_from(solid), max_size=3, unique=True))
     keep = draw(st.lists(st.sampled_from(solid), max_size=3, unique=True))
     return of, Constraints(
-        never=tuple(f":: op{i}" for i in never), always_keep=tuple(f"** :: op{i}" for i in keep)
+        never=tuple(f":: op{i}" for i in never), always_save=tuple(f"** :: op{i}" for i in keep)
     )
 
 
@@ -232,7 +232,7 @@ def test_every_plan_obeys_and_means_the_same_without_the_constraints(
     plain = build(Problem(of), plan.actions)
     assert plain == build(Problem(of, constraints), plan.actions)
     forbidden = {int(s.partition("op")[2]) for s in constraints.never}
-    keep = {int(s.partition("op")[2]) for s in constraints.always_keep}
+    keep = {int(s.partition("op")[2]) for s in constraints.always_save}
     for op, again, binds in zip(plain.op, plain.recompute, plain.binds, strict=True):
         if again:
             assert op not in forbidden
@@ -266,7 +266,7 @@ def test_the_bound_is_below_every_plan_that_obeys(seed: int) -> None:
             front[peak_bytes] = min(time_ns - of.time_ns, front.get(peak_bytes, time_ns))
     for front, constraints in (
         (never, Constraints(never=(f":: op{chosen}",))),
-        (stays, Constraints(always_keep=(f":: op{chosen}",))),
+        (stays, Constraints(always_save=(f":: op{chosen}",))),
     ):
         under = Problem(of, constraints)
         for budget in front:
@@ -279,7 +279,7 @@ def test_the_constrained_bound_is_tighter() -> None:
     of = two_layers()
     assert lower_bound(Problem(of), 458).added_time_ns == 1
     assert lower_bound(Problem(of, Constraints(never=("relu",))), 458).added_time_ns == 10
-    assert not lower_bound(Problem(of, Constraints(always_keep=("layers.* ::",))), 458).feasible
+    assert not lower_bound(Problem(of, Constraints(always_save=("layers.* ::",))), 458).feasible
 
 
 def test_the_command_line_records_constraints_and_refuses_wrong_ones(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_constraints_take_candidates_away() -> None:
 
 
 def test_a_refusal_under_constraints_says_so() -> None:
-    constraints = Constraints(always_keep=("layers.* ::",))
+    constraints = Constraints(always_save=("layers.* ::",))
     with pytest.raises(Infeasible, match="under the given constraints"):
         plan_with("mu-two", Problem(two_layers(), constraints), 458)
 
@@ -324,5 +324,5 @@ def test_what_a_constraint_saves_makes_no_more_possible() -> None:
         {"w": 0},
     )
     assert Problem(of).candidates == ()
-    for constraints in (Constraints(never=("a ::",)), Constraints(always_keep=("a ::",))):
+    for constraints in (Constraints(never=("a ::",)), Constraints(always_save=("a ::",))):
         assert Problem(of, constraints).candidates == ()

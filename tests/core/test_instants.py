@@ -163,7 +163,7 @@ def test_under_constraints() -> None:
             continue
         seen += 1
         never, keep = random.Random(seed).sample(free, 2)
-        constraints = Constraints(never=(f":: op{never}",), always_keep=(f":: op{keep}",))
+        constraints = Constraints(never=(f":: op{never}",), always_save=(f":: op{keep}",))
         check(Instants(Problem(of, constraints)), any_order(of, seed))
     assert seen > 100
 
