@@ -40,7 +40,7 @@ from executor.campaign.record import (
 )
 from simulator.report.charts import Point, scatter
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, paragraphs, write_page
-from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, percent_cell, table, yes
+from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, percent_cell, table, yes
 from traces.errors import SpecError
 from traces.files.json_records import to_json
 from traces.provenance import REHEARSED

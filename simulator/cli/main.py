@@ -74,7 +74,7 @@ def main() -> None:
 def planners_command(as_json: bool) -> None:
     """List the planners."""
     from simulator.planners import REGISTRY
-    from simulator.studies.tables import aligned
+    from simulator.show.tables import aligned
 
     about = {name: summary for name, (_, summary) in REGISTRY.items()}
     echo(json.dumps(about) if as_json else "\n".join(aligned(list(about.items()), left=(0, 1))))

@@ -125,7 +125,7 @@ def _answer(
 
 
 def _table(source: Recording, same: Replay, rows: dict[str, Replay]) -> str:
-    from simulator.studies.tables import table
+    from simulator.show.tables import table
 
     recorded = source.peak_reserved_bytes
     shown = {

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from simulator.studies.tables import Cell, Table
+from simulator.show.tables import Cell, Table
 from traces.errors import EnvironmentProblem
 from traces.files.whole import write_text
 

@@ -23,9 +23,9 @@ from simulator.report.page import (
     warned,
     write_page,
 )
+from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell
 from simulator.studies.loop_peaks import peaks_table, untouched_peaks
 from simulator.studies.prediction import Prediction
-from simulator.studies.tables import CODE, NUMBER, Cell, Table, table, time_cell
 from simulator.studies.warnings import texts_beside_untouched, texts_of
 from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.records.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace, TraceMeta

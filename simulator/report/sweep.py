@@ -21,8 +21,8 @@ from simulator.report.page import (
     write_page,
 )
 from simulator.report.step import activation_blocks
+from simulator.show.tables import Table, table
 from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep, SweepRow
-from simulator.studies.tables import Table, table
 from traces.errors import LowtideError
 from traces.records.measurement import RunFigures, signed_error_percent
 from traces.records.plan import Plan

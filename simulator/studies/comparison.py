@@ -15,8 +15,8 @@ from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.planners import find, plan_with
 from simulator.planners.outcome import Infeasible, percent
-from simulator.studies.notebook import framed
-from simulator.studies.tables import Cell, Table, no, table, yes
+from simulator.show.notebook import framed
+from simulator.show.tables import Cell, Table, no, table, yes
 from simulator.studies.warnings import texts_of
 from traces.errors import LowtideError
 from traces.records.plan import Plan

@@ -19,11 +19,11 @@ from simulator.bounds.bound import bound_answer, bounder_of
 from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
+from simulator.show.notebook import framed
+from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.boundary import Verdict, boundary
-from simulator.studies.notebook import framed
 from simulator.studies.planning import completed, plan_for
 from simulator.studies.prediction import Prediction, predict, untouched_fit
-from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.warnings import provenance, texts_beside_untouched
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures

@@ -19,9 +19,9 @@ from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
-from simulator.studies import notebook
+from simulator.show import notebook
+from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.comparison import asked_of, figures_of, fit_of, gap_points
-from simulator.studies.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.warnings import texts_of
 from traces.errors import UnfinishedError
 from traces.records.measurement import RunFigures

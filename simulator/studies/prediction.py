@@ -15,8 +15,8 @@ from simulator.core.replay import Replay, run
 from simulator.core.schedule import Schedule
 from simulator.planners import SAVE_ALL
 from simulator.planners.outcome import percent
-from simulator.studies import notebook
-from simulator.studies.tables import Table, table
+from simulator.show import notebook
+from simulator.show.tables import Table, table
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, Action, Plan

@@ -16,9 +16,9 @@ from simulator.core.budget import parse_budget
 from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import peak_by_category
+from simulator.show.tables import UNKNOWN, Table, no, table, yes
 from simulator.studies.planning import plan_for
 from simulator.studies.prediction import predict
-from simulator.studies.tables import UNKNOWN, Table, no, table, yes
 from simulator.studies.tracing import traces_in
 from simulator.studies.warnings import text, texts, warnings
 from traces.errors import BudgetError, TraceError

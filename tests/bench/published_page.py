@@ -8,7 +8,7 @@ from typing import Any
 
 from simulator.report.charts import Point, by_name, scatter
 from simulator.report.page import Chart, Page, Section, Text, write_page
-from simulator.studies.tables import NUMBER, table
+from simulator.show.tables import NUMBER, table
 from traces.provenance import REHEARSED
 
 WAYS = {"rehearsed": "#63a375", "predicted": "#4c78a8"}

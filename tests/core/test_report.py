@@ -30,9 +30,9 @@ from simulator.report.page import (
     script_json,
 )
 from simulator.report.step import activations, by_module, provenance, recomputations
+from simulator.show.tables import Cell, Table
 from simulator.studies.prediction import Prediction, predict
 from simulator.studies.sweep import Sweep, SweepRow
-from simulator.studies.tables import Cell, Table
 from tests import tiny
 from traces.errors import EnvironmentProblem, PlanError
 from traces.records import store

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from simulator.studies.tables import CODE, NUMBER, WIDEST, Cell, table, yes
+from simulator.show.tables import CODE, NUMBER, WIDEST, Cell, table, yes
 
 ROWS = [("a", 3 << 20, 1.5, "<b>"), ("bc", None, None, "x" * 200)]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from simulator.core.timeline import Timeline
-from simulator.studies.tables import Table
+from simulator.show.tables import Table
 from traces.units import bytes_unit
 
 # Of a picture, and the room for the labels of its axes, in pixels.
