@@ -14,7 +14,7 @@ that a driver maps memory in pages; side streams.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -80,7 +80,7 @@ class Placement:
 
 
 def lifetimes(requests: Requests) -> Lifetimes:
-    """The blocks of an iteration, each rounded as torch does; what is never given back is there to the end."""
+    """The blocks of a later iteration, each rounded as torch does; what is never given back is there to the end."""
     size: dict[int, int] = {}
     begin: dict[int, int] = {}
     end: dict[int, int] = {}
@@ -89,7 +89,10 @@ def lifetimes(requests: Requests) -> Lifetimes:
             size[block], begin[block] = _rounded(n), k
         else:
             end[~block] = k
-    stays = (*requests.residents, *(n for _, n in requests.once))
+    stays = [*requests.residents, *(n for _, n in requests.once)]
+    if requests.first is not None:  # gradients that stay
+        left = lifetimes(replace(requests.first, residents=(), once=()))
+        stays += [n for n, e in zip(left.sizes, left.ends, strict=True) if e == len(requests.first.blocks)]
     return Lifetimes(
         sizes=tuple(size.values()),
         begins=tuple(begin.values()),

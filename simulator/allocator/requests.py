@@ -30,6 +30,8 @@ from traces.records.trace import (
     Trace,
 )
 
+MOST_PARTS: Final = 3  # of those that accumulate gradients: the third and all further ones ask the same
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
@@ -80,24 +82,47 @@ def _requests_in(rows: Sequence[tuple[int, int, int, str]], residents: tuple[int
 
 
 def requests_of(problem: Problem, schedule: Schedule) -> Requests:
-    """The requests of a schedule, worked out once."""
+    """The requests of a schedule, worked out once.
+
+    A trace of a loop whose gradients add up is of the last part of a later iteration. The parts before it are played
+    from it; where there are no gradients yet, those that backward makes stay.
+    """
     return problem.once(("requests", schedule), lambda p: _requests_of(p, schedule))
 
 
 def _requests_of(problem: Problem, schedule: Schedule) -> Requests:
-    recording = _Recording(problem)
-    phases: dict[str, int] = {}
-    for step, phase in enumerate(phases_of(problem.trace, schedule)):
-        phases.setdefault(phase, len(recording.blocks))
-        recording.step(schedule, step)
+    options = problem.trace.meta.options
+    parts, stay = min(options.get("accumulate", 1), MOST_PARTS), options.get("zero_grad") in ("keep", "none")
+    later = _iteration(_Recording(problem, gradients=parts == 1 or stay), schedule, parts, stay=stay)
+    if not stay:
+        return later
+    first = _iteration(_Recording(problem, gradients=False, before=later.count), schedule, parts, stay=True)
+    return replace(later, residents=first.residents, first=first)
+
+
+def _iteration(recording: _Recording, schedule: Schedule, parts: int, *, stay: bool) -> Requests:
+    """The requests of an iteration of so many parts, whose gradients stay for the next or do not."""
+    phases: list[tuple[str, int]] = []
+    steps = phases_of(recording.trace, schedule)
+    for left in reversed(range(parts)):
+        for step, phase in enumerate(steps):
+            if left and phase == OPTIMIZER:
+                break
+            if not step or steps[step - 1] != phase:
+                phases.append((phase, len(recording.blocks)))
+            recording.step(schedule, step)
+        if left:
+            recording.free_all(recording.there)
     recording.begin_optimizer()  # a step without an optimizer op has all its residents by then
+    if not stay:
+        recording.free_all(recording.sums)
     return Requests(
         residents=recording.residents,
         blocks=tuple(recording.blocks),
         sizes=tuple(recording.sizes),
         once=tuple(recording.once),
         count=recording.count,
-        phases=tuple(phases.items()),
+        phases=tuple(phases),
     )
 
 
@@ -152,16 +177,20 @@ def _asked_by(problem: Problem, op: int, taken: int) -> Asked:
 class _Recording:
     """The requests so far, and which block each storage has."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, gradients: bool, before: int = 0) -> None:
+        """gradients: whether those of earlier parts are there; before: blocks have numbers from this on."""
         trace = problem.trace
         self.trace = trace
         self.problem = problem
         self.blocks: list[int] = []
         self.sizes: list[int] = []
-        self.count = 0
+        self.count = before
         self.once: list[tuple[int, int]] = []
         self.there: dict[int, list[int]] = {}  # storage -> its blocks, the older first
-        residents = Residents.of(trace)
+        self.sums: dict[int, list[int]] = {}  # gradients of earlier parts that were made here, like `there`
+        given = (s for s, p in enumerate(trace.storages.producer) if p < 0)
+        self.missing = {s for s in given if not gradients and trace.storages.category[s] == GRADIENT}
+        residents = Residents.of(trace, gradients=gradients)
         self.residents, self.state = residents.first, residents.state
         self.workspaces = {op: list(sizes) for op, sizes in residents.workspaces.items()}
         self.has_rerun = False  # the library that allocates for good has done so
@@ -169,6 +198,11 @@ class _Recording:
     def free(self, block: int) -> None:
         self.blocks.append(~block)
         self.sizes.append(0)
+
+    def free_all(self, of: dict[int, list[int]]) -> None:
+        for blocks in of.values():
+            while blocks:
+                self.free(blocks.pop(0))
 
     def begin_optimizer(self) -> None:
         """Allocate the optimizer's state, unless that was done."""
@@ -188,6 +222,10 @@ class _Recording:
 
     def step(self, schedule: Schedule, step: int) -> None:
         op, nbytes = schedule.op[step], self.trace.storages.nbytes
+        frees = [s for s in schedule.frees[step] if nbytes[s]]
+        if sums := self.missing.intersection(self.trace.ops.writes[op]):
+            self.begin_sums(sums, frees)
+            return
         if self.state and self.trace.ops.phase[op] == OPTIMIZER:
             self.begin_optimizer()
         taken = schedule.takes[step]
@@ -211,12 +249,26 @@ class _Recording:
                 self.there.setdefault(s, []).append(block)
             else:  # a recompute step also makes outputs that nobody asked for
                 self.free(block)
-        frees = list(schedule.frees[step])
-        if taken >= 0:
+        if passes >= 0:
             frees.remove(taken)
         for s in frees:
-            if nbytes[s]:
-                self.free(self.there[s].pop(0))
+            self.free(self.there[s].pop(0))
+
+    def begin_sums(self, sums: set[int], frees: list[int]) -> None:
+        """Nothing is there to which a gradient would be added, so it stays as it is, or a copy of its whole does."""
+        nbytes = self.trace.storages.nbytes
+        self.missing -= sums
+        for g in sorted(sums):
+            of = next((s for s in frees if nbytes[s] == nbytes[g]), None)
+            if of is None:
+                self.blocks.append(self.count)
+                self.sizes.append(nbytes[g])
+                self.count += 1
+            else:
+                frees.remove(of)
+            self.sums[g] = [self.count - 1 if of is None else self.there[of].pop(0)]
+        for s in frees:
+            self.free(self.there[s].pop(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

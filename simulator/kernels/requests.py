@@ -3,7 +3,8 @@
 The walk (`simulator.kernels.walk`) leaves the ops in the order in which they run. From that and the state it is seen
 once more which values each step brings back and which go with it; then every step asks what its op asks in any case.
 
-Counts and ignores: what `simulator.allocator.requests` does. Where a view is the last to read a value, the value goes a
+Counts and ignores: what `simulator.allocator.requests` does; but only the last part of an iteration whose gradients add
+up, with those of the parts before it there throughout. Where a view is the last to read a value, the value goes a
 little earlier here, before the view runs, which asks nothing.
 """
 

@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given, settings
 
 from simulator.allocator.caching import OutOfMemory
-from simulator.allocator.requests import requests_of
+from simulator.allocator.placement import lifetimes
+from simulator.allocator.requests import Requests, requests_of
 from simulator.allocator.reserved import reserved_peak
 from simulator.allocator.settings import AllocatorSettings
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
-from tests.tiny import bwd, chain, fwd, trace
+from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.records.plan import RECOMPUTE, Action
-from traces.records.trace import WORKSPACE, Trace
+from traces.records.trace import BACKWARD, FORWARD, GRADIENT, OPTIMIZER, WORKSPACE, Trace
 
 MIB = 1 << 20
 
@@ -107,6 +108,58 @@ def test_backward_asks_for_its_workspaces_when_it_runs_such_an_op_again() -> Non
     assert requests.sizes[:5] == (4 * MIB, 512, 0, 30 * MIB, 0)
     assert requests.once == ((6, 24 * MIB), (6, 3 * MIB))
     assert requests_of(Problem(t), kept).once == ((5, 24 * MIB),)
+
+
+def adding_up(**options: object) -> Trace:
+    """The last part of an iteration whose gradients add up."""
+    ops = [
+        fwd({"x": 4 * MIB}, "w"),
+        bwd({"g": 30 * MIB, "h": 512}, "x"),
+        bwd({}, "sum", "g", mutates=("sum",)),
+        bwd({}, "wide", "h", mutates=("wide",)),
+        opt({"t": 2 * MIB}, "sum", "wide", mutates=("w",)),
+    ]
+    resident = {"w": 512, "sum": 30 * MIB, "wide": 1024}
+    t = trace(ops, resident, categories={"sum": GRADIENT, "wide": GRADIENT})
+    return replace(t, meta=replace(t.meta, options=options))
+
+
+def asked(of: Requests) -> list[tuple[int, int]]:
+    return list(zip(of.blocks, of.sizes, strict=True))
+
+
+def test_the_first_part_of_an_iteration_leaves_the_gradients_to_which_others_are_added() -> None:
+    t = adding_up(accumulate=2)
+    found = requests_of(Problem(t), build(Problem(t)))
+    # In the first part g stays; h, of which all elements are one, is copied. The second has all beside them.
+    x, g, h = 4 * MIB, 30 * MIB, 512
+    first = [(0, x), (1, g), (2, h), (~0, 0), (3, 1024), (~2, 0)]
+    second = [(4, x), (5, g), (6, h), (~4, 0), (~5, 0), (~6, 0), (7, 2 * MIB), (~7, 0)]
+    assert asked(found) == [*first, *second, (~1, 0), (~3, 0)]
+    assert (found.residents, found.first) == ((512,), None)
+    assert found.phases == ((FORWARD, 0), (BACKWARD, 1), (FORWARD, 6), (BACKWARD, 7), (OPTIMIZER, 12))
+
+
+@pytest.mark.parametrize("way", ["keep", "none"])
+def test_gradients_that_stay_are_made_in_the_first_iteration(way: str) -> None:
+    t = adding_up(zero_grad=way)
+    found = requests_of(Problem(t), build(Problem(t)))
+    x, g, h = 4 * MIB, 30 * MIB, 512
+    assert asked(found) == [
+        (0, x), (1, g), (2, h), (~0, 0), (~1, 0), (~2, 0), (3, 2 * MIB), (~3, 0),
+    ]  # fmt: skip
+    assert found.first is not None
+    # Numbers that no later iteration gives back.
+    assert asked(found.first) == [
+        (4, x), (5, g), (6, h), (~4, 0), (7, 1024), (~6, 0), (8, 2 * MIB), (~8, 0),
+    ]  # fmt: skip
+    assert found.residents == (512,)
+    figures = reserved_peak(Problem(t), build(Problem(t)))
+    whole = 512 + 30 * MIB + 1024 + x + g + h
+    assert [i.peak_requested_bytes for i in figures.iterations] == [x + g + h + 512, whole, whole][
+        : len(figures.iterations)
+    ]
+    assert lifetimes(found).resident_bytes == 512 + 30 * MIB + 1024
 
 
 def test_an_output_taken_over_in_place_needs_no_block() -> None:
