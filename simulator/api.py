@@ -253,7 +253,6 @@ def max_batch(
     from simulator.planners import DEFAULT, find
     from simulator.studies.max_batch import Request
     from simulator.studies.max_batch import max_batch as search
-    from simulator.studies.tracing import traces_in
     from traces.model_spec import short_name
 
     find(planner or DEFAULT)
@@ -277,7 +276,7 @@ def max_batch(
         maximum=maximum,
         tracer_options=tuple(words),
     )
-    return search(request, traces_in(request.directory, model, request.tracer_options, progress), progress)
+    return search(request, lambda batch_size: request.trace(batch_size, progress), progress)
 
 
 # What the words mean

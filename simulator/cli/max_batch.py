@@ -9,11 +9,13 @@ import click
 
 from simulator.cli.options import (
     ALLOC_CONF,
+    TRACE_WORDS,
     Output,
     Words,
     check_alloc_conf,
     output_options,
     planning_options,
+    words_for_trace,
 )
 from traces.commands import Refused
 from traces.errors import SpecError
@@ -23,13 +25,12 @@ if TYPE_CHECKING:
     from simulator.allocator.device import DeviceMemory
     from simulator.studies.max_batch import MaxBatch
 
-OWN_WORDS = ("--batch-size", "--target", "-o", "--output", "-f", "--force", "--json")  # not for `trace`
 DEFAULT_RESERVE = "2%"  # of a GPU: the median error that the prediction is meant to have
 
 
 @click.command("max-batch", context_settings={"ignore_unknown_options": True})
 @click.argument("model")
-@click.argument("trace_words", metavar="[OPTIONS OF trace]...", nargs=-1, type=click.UNPROCESSED)
+@TRACE_WORDS
 @click.option("--gpu", metavar="NAME", help="A device of `trace targets`, such as a100-40; `cpu` is one.")
 @click.option("--device-memory", "--memory", metavar="SIZE", help="So much memory; without --gpu, of a CPU.")
 @click.option("--context", metavar="SIZE", help="What CUDA's context takes of a GPU (assumed: 512MiB).")
@@ -77,11 +78,7 @@ def max_batch_command(
     from traces.files.json_records import canonical_json
     from traces.files.whole import write_text
 
-    if model.startswith("-"):
-        raise SpecError(f"{model}: the first word after max-batch is the model's name.")
-    taken = [word for word in trace_words if word.partition("=")[0] in OWN_WORDS]
-    if taken:
-        raise SpecError(f"{taken[0]}: max-batch decides this itself (the device is --gpu).")
+    words_for_trace(model, trace_words, "--target")  # which --gpu decides
     check_alloc_conf(alloc_conf)
     memory = _memory(gpu, device_memory, context, reserve)
     if alloc_conf is not None and memory.kind == CPU:

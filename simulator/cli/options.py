@@ -20,6 +20,7 @@ import click
 from simulator.core.limits import DEFAULTS, Constraints
 from simulator.core.selectors import check_selectors
 from traces.commands import echo, report_option
+from traces.errors import SpecError
 from traces.records.plan import ALLOCATED, RESERVED
 
 Command = Callable[..., None]
@@ -77,6 +78,10 @@ BUDGET_OF: Final = click.option(
     help="What the budget limits: what the step asks for (the default), or what CUDA's allocator takes for it (where a "
     "GPU is named).",
 )
+TRACE_WORDS: Final = click.argument(
+    "trace_words", metavar="[OPTIONS OF trace]...", nargs=-1, type=click.UNPROCESSED
+)
+OWN_WORDS: Final = ("--batch-size", "-o", "--output", "-f", "--force", "--json")  # not for `trace`
 OUTPUT: Final = (
     report_option,
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of text."),
@@ -140,6 +145,20 @@ def check_alloc_conf(text: str | None) -> None:
         from simulator.allocator.settings import parse_alloc_conf
 
         parse_alloc_conf(text)
+
+
+def words_for_trace(model: str, words: tuple[str, ...], *own: str) -> tuple[str, ...]:
+    """The options that a command about a model does not know, which go to `trace`.
+
+    Raises:
+        SpecError: one of them is for the command itself to decide, or the model does not come first.
+    """
+    if model.startswith("-"):
+        raise SpecError(f"{model}: the first word is the model's name.")
+    for word in words:
+        if word.partition("=")[0] in (*OWN_WORDS, *own):
+            raise SpecError(f"{word}: this command decides this itself.")
+    return words
 
 
 def check_budget_text(text: str) -> None:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from simulator.cli.options import (
     ALLOC_CONF,
     BUDGET_OF,
+    TRACE_WORDS,
     Output,
     Words,
     check_alloc_conf,
     check_budget_text,
     output_options,
     planning_options,
+    words_for_trace,
 )
 from simulator.core.limits import Constraints, Limits
-from traces.commands import analysis_option
 from traces.errors import BudgetError, SpecError
 from traces.model_spec import short_name
 from traces.records.plan import ALLOCATED
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from simulator.studies.sweep import Sweep
 
 
-@click.command("sweep")
+@click.command("sweep", context_settings={"ignore_unknown_options": True})
 @click.argument("model")
+@TRACE_WORDS
 @click.option("--batch-sizes", required=True, help="For example 8,16,32,64.")
 @click.option(
     "--budget", required=True, help="As in `simulate TRACE --budget`; a share is of each batch's own peak."
@@ -38,14 +39,10 @@ if TYPE_CHECKING:
 @ALLOC_CONF
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-sweep).")
 @planning_options
-@click.option("--seq-len", type=click.IntRange(min=1), help="Sequence length, for `trace`.")
-@click.option("--target", help="The device behind the op times, for `trace`.")
-@click.option("--optimizer", help="The optimizer, for `trace`.")
-@analysis_option
-@click.option("--trace-option", multiple=True, metavar="KEY=VALUE", help="Any other option of `trace`.")
 @output_options
 def sweep_command(
     model: str,
+    trace_words: tuple[str, ...],
     batch_sizes: str,
     budget: str,
     budget_of: str | None,
@@ -53,15 +50,13 @@ def sweep_command(
     output: Path | None,
     planner: str | None,
     planning: Words,
-    analysis: str | None,
-    trace_option: Sequence[str],
     out: Output,
-    **for_trace: Any,
 ) -> None:
     """Trace and plan MODEL at several batch sizes.
 
-    Traces, plans and sweep.json are written to one directory. A trace that the same options made before is used
-    again. A batch size for which no plan fits is reported as such; the exit code is 1 only if none fits.
+    Any other option goes to `trace`, such as --seq-len 512 or --target h200. Traces, plans and sweep.json are written
+    to one directory; a trace that the same options made before is used again. A batch size for which no plan fits is
+    reported as such; the exit code is 1 only if none fits.
     """
     from simulator.planners import DEFAULT
     from simulator.studies.sweep import SweepRequest, sweep
@@ -78,35 +73,16 @@ def sweep_command(
         limits=Limits(seconds=planning["seconds"], seed=planning["seed"]),
         constraints=Constraints(never=planning["never"], always_save=planning["always_save"]),
         directory=output or Path(f"{short_name(model)}-sweep"),
-        tracer_options=tuple(words_for_trace(for_trace, trace_option)),
+        tracer_options=words_for_trace(model, trace_words),
     )
     found = sweep(request, out.say)
     if out.report is not None:
         from simulator.report.sweep import write_sweep
 
-        write_sweep(out.report, found, root=request.directory, analysis=analysis or "")
+        write_sweep(out.report, found, root=request.directory)
     out.show(found.to_json, lambda: sweep_table(found, request.directory))
     if not any(row.feasible for row in found.rows):
         raise BudgetError(f"no batch size fits: {found.rows[0].message}")
-
-
-def words_for_trace(options: dict[str, Any], others: Sequence[str]) -> list[str]:
-    """The options as `trace` takes them, and `KEY=VALUE` texts behind them.
-
-    Raises:
-        SpecError: a text names no option.
-    """
-    words = []
-    for key, value in options.items():
-        words += [] if value is None else [f"--{key.replace('_', '-')}", str(value)]
-    for text in others:
-        key, separator, value = text.lstrip("-").partition("=")
-        if not key:
-            raise SpecError(
-                f"--trace-option {text!r} names no option; give KEY=VALUE, such as image-size=256."
-            )
-        words += [f"--{key}", value] if separator else [f"--{key}"]
-    return words
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:

@@ -71,20 +71,12 @@ def write_sweep(
     return write_page(path, Page(title, f"batch sizes {batches} · {options}", sections))
 
 
-def _planners(sweep: Sweep) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(r.planner for r in sweep.rows))
-
-
-def _group(sweep: Sweep, row: SweepRow) -> str:
-    """The label of a row's bars: its batch size, and its planner where the sweep has several."""
-    return str(row.batch_size) if len(_planners(sweep)) < 2 else f"{row.batch_size} · {row.planner}"
-
-
 def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
     fitting = [r for r in sweep.rows if r.feasible]
     met = f"{len(fitting)} of {len(sweep.rows)}"
+    planner = ", ".join(dict.fromkeys(r.planner for r in sweep.rows)) or "none"
     tone = "good" if len(fitting) == len(sweep.rows) else "bad"
-    figures = [Figure("Budgets met", met, f"planner {', '.join(_planners(sweep)) or 'none'}", tone)]
+    figures = [Figure("Budgets met", met, f"planner {planner}", tone)]
     if fitting:
         largest = max(fitting, key=lambda r: r.batch_size)
         before = f"{show_bytes(largest.baseline.peak_allocated_bytes)} with everything saved"
@@ -115,7 +107,7 @@ def _bars(sweep: Sweep, figure: str, where: str) -> list[charts.Bar]:
         yield from ((way, row.measured[key], True) for key, way in WAYS.items() if key in row.measured)
 
     return [
-        charts.Bar(_group(sweep, row), way, real, value, where if real else "")
+        charts.Bar(str(row.batch_size), way, real, value, where if real else "")
         for row in sweep.rows
         for way, run, real in runs(row)
         if (value := run.headline()[figure]) is not None
@@ -124,7 +116,7 @@ def _bars(sweep: Sweep, figure: str, where: str) -> list[charts.Bar]:
 
 def _against_batch(sweep: Sweep, where: str) -> tuple[Block, ...]:
     group = "mini-batch size"
-    limits = {_group(sweep, r): r.budget_bytes for r in sweep.rows}
+    limits = {str(r.batch_size): r.budget_bytes for r in sweep.rows}
     peaks, bars = _bars(sweep, PEAK, where), _bars(sweep, TIME, where)
     # A chart of its own: the target of the predictions is often another device than the one that ran.
     times, real = [b for b in bars if not b.measured], [b for b in bars if b.measured]
@@ -149,7 +141,7 @@ def _against_batch(sweep: Sweep, where: str) -> tuple[Block, ...]:
 
 def _breakdown(sweep: Sweep) -> tuple[Block, ...]:
     parts = [
-        (_group(sweep, r), way, part)
+        (str(r.batch_size), way, part)
         for r in sweep.rows
         for way, part in (("keep-all", r.breakdown_baseline), ("plan", r.breakdown_plan))
         if part
@@ -176,7 +168,7 @@ def _statistics(sweep: Sweep) -> Table:
     return table(
         sweep.rows,
         (
-            ("batch", "", lambda r: _group(sweep, r)),
+            ("batch", "count", lambda r: r.batch_size),
             ("ops", "count", lambda r: r.ops),
             ("storages", "count", lambda r: r.storages),
             ("GFLOP a step", "count", lambda r: round(r.flops / 1e9, 1)),
@@ -211,7 +203,7 @@ def _activations(sweep: Sweep, root: Path) -> tuple[Block, ...]:
 
 def _errors(sweep: Sweep, where: str) -> Table:
     runs = [
-        (_group(sweep, r), WAYS[key], predicted, r.measured[key])
+        (str(r.batch_size), WAYS[key], predicted, r.measured[key])
         for r in sweep.rows
         for key, predicted in ((EAGER, r.baseline), (KEEP_ALL, r.baseline), (PLAN, r.plan))
         if key in r.measured

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 from simulator.allocator.device import CPU, CUDA, DeviceMemory
 from simulator.allocator.device_fit import DeviceFit, Setting, kind_of, setting_of
 from simulator.bounds.bound import bound_answer, bounder_of
-from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.show.notebook import framed
@@ -24,6 +22,7 @@ from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.boundary import Verdict, boundary
 from simulator.studies.planning import completed, plan_for
 from simulator.studies.prediction import Prediction, predict, untouched_fit
+from simulator.studies.tracing import ModelRequest
 from simulator.studies.warnings import provenance, texts_beside_untouched
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures
@@ -36,20 +35,13 @@ SLIGHTLY: Final = 0.02  # how far over the limit something is counted that is ov
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(ModelRequest):
     """What `simulate max-batch` was asked for."""
 
-    model: str
     device: DeviceMemory
-    directory: Path  # of traces and plans, which are used again
     overhead_percent: float
-    planner: str
-    limits: Limits = DEFAULTS
-    constraints: Constraints = NONE
-    alloc_conf: str | None = None
     multiple_of: int = 1
     maximum: int = 65536
-    tracer_options: tuple[str, ...] = ()  # further words for `trace`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

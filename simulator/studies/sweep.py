@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 from simulator.allocator.device_fit import setting_of
 from simulator.core.budget import parse_budget
-from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import peak_by_category
 from simulator.show.tables import UNKNOWN, Table, no, table, yes
 from simulator.studies.planning import plan_for
 from simulator.studies.prediction import predict
-from simulator.studies.tracing import traces_in
+from simulator.studies.tracing import ModelRequest
 from simulator.studies.warnings import text, texts, warnings
 from traces.errors import BudgetError, TraceError
 from traces.files.json_records import Form, JsonRecord
@@ -119,19 +117,12 @@ class Sweep(JsonRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepRequest:
+class SweepRequest(ModelRequest):
     """What `simulate sweep` was asked for."""
 
-    model: str
     batch_sizes: tuple[int, ...]
     budget: str
-    planner: str
-    directory: Path
-    limits: Limits = DEFAULTS
-    constraints: Constraints = NONE
     budget_of: str = ALLOCATED
-    alloc_conf: str | None = None  # None: as the traces were recorded
-    tracer_options: tuple[str, ...] = ()  # further words for `trace`, such as --seq-len 512
 
 
 def sweep(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
@@ -144,10 +135,9 @@ def sweep(request: SweepRequest, progress: Callable[[str], None]) -> Sweep:
     Raises:
         LowtideError: a batch size could not be traced. (One for which no plan fits is a row, not an error.)
     """
-    load = traces_in(request.directory, request.model, request.tracer_options, progress)
     rows, options, target = [], {}, ""
     for batch_size in request.batch_sizes:
-        trace = load(batch_size)
+        trace = request.trace(batch_size, progress)
         progress(f"batch {batch_size}: planning with {request.planner}")
         rows.append(_row(request, trace, batch_size))
         options = {k: v for k, v in trace.meta.options.items() if k != "batch_size"}

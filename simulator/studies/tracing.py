@@ -9,10 +9,12 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
 from traces.devices import device
 from traces.errors import LowtideError, SpecError, TraceError
 from traces.files.json_records import canonical_json, read_json
@@ -26,17 +28,23 @@ from traces.records.trace import Trace
 PACKAGES: Final = ("torch", "torchvision", "transformers")  # whose code is in the graph
 
 
-def traces_in(
-    directory: Path, model: str, words: Sequence[str], progress: Callable[[str], None]
-) -> Callable[[int], Trace]:
-    """The trace of a model at a batch size, made by `trace` in a directory or used again from there."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRequest:
+    """A model to be traced at several batch sizes, and how each is to be planned."""
 
-    def get(batch_size: int) -> Trace:
-        place = directory / f"trace-b{batch_size}"
-        ensure_trace(model, batch_size, words, place, progress)
+    model: str
+    directory: Path  # of traces and plans, which are used again
+    planner: str
+    limits: Limits = DEFAULTS
+    constraints: Constraints = NONE
+    alloc_conf: str | None = None  # None: as the traces were recorded
+    tracer_options: tuple[str, ...] = ()  # further words for `trace`, such as --seq-len 512
+
+    def trace(self, batch_size: int, progress: Callable[[str], None]) -> Trace:
+        """The trace at a batch size, made by `trace` or used again; raises as `ensure_trace` does."""
+        place = self.directory / f"trace-b{batch_size}"
+        ensure_trace(self.model, batch_size, self.tracer_options, place, progress)
         return load(place)
-
-    return get
 
 
 def refuse_foreign_code(trace_name: str) -> None:

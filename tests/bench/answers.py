@@ -90,8 +90,8 @@ TRACED: Final = {
     "bert-tiny-cpu": "bert-tiny --batch-size 2 --seq-len 32 --target cpu",
 }
 SWEEP: Final = (
-    "simulator sweep resnet18 --batch-sizes 64,128 --budget 80% --target h200 --trace-option image-size=64 "
-    "--trace-option no-profile --seconds 1 -o {out}/sweep --json -q"
+    "simulator sweep resnet18 --batch-sizes 64,128 --budget 80% --target h200 --image-size 64 "
+    "--no-profile --seconds 1 -o {out}/sweep --json -q"
 )
 MAX_BATCH: Final = (
     "simulator max-batch bert-tiny --gpu h200 --device-memory 1536MiB --multiple-of 8 --max 48 --seq-len 64 "

@@ -288,9 +288,7 @@ def ensure_trace(
 def test_a_sweep_traces_and_plans_every_batch_size(tracer: Tracer, tmp_path: Path) -> None:
     directory = tmp_path / "out"
     words = ["sweep", "m", "--batch-sizes", "32,64", "--budget", "85%", "-o", directory, "--seq-len", 7]
-    result = simulate(
-        *words, "--target", "h200", "--optimizer", "adam", "--trace-option", "image-size=32", "--json"
-    )
+    result = simulate(*words, "--target", "h200", "--optimizer", "adam", "--image-size", "32", "--json")
     assert result.exit_code == 0, result.output
     options = ["--seq-len", "7", "--target", "h200", "--optimizer", "adam", "--image-size", "32"]
     out = ["-o", str(directory / "trace-b32"), "--force", "-q"]
