@@ -42,14 +42,13 @@ class Job:
 
     variant: str
     plan_path: str
-    model: str  # what to build, if not what the plan says
     device: str
     memory_steps: int
     warmup: int
     runs: int
     steps: int  # of a verification
+    model: str = ""  # what to build, if not what the plan says
     alloc_conf: str = ""  # for CUDA's allocator, unless the environment says something itself
-    then_verify: bool = False  # after measuring keep-all or the plan, in the same process
     limit_bytes: int = 0  # of the process's data on the CPU, of its share of the device on CUDA; 0: none
 
 
@@ -99,8 +98,7 @@ def do(**fields: Any) -> dict[str, Any]:
 
 def perform(job: Job) -> JobResult:
     """Do a job in this process (which should be fresh)."""
-    from executor.training.engines import Engines
-    from executor.training.module import apply_plan, engines_of, planned_otherwise
+    from executor.training.module import apply_plan, planned_otherwise
     from executor.verify import verify
     from tracer.build.loop import run_step
     from tracer.build.step import load_spec
@@ -113,22 +111,15 @@ def perform(job: Job) -> JobResult:
         job = replace(job, warmup=0, runs=1)
     plan = Plan.load(job.plan_path)
     build = load_spec(job.model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
-    cuda = job.device.startswith("cuda")
     if job.variant == VERIFY:
         outcome = verify(build, plan, job.device, job.steps)
         return JobResult(figures=RunFigures(), environment=environment(job.device), verification=outcome)
 
-    captured: list[Engines] = []
-
     def prepare() -> _Ready:
         step = build(job.device)
         model: Any = step.model
-        if job.variant == KEEP_ALL:
-            model = apply_plan(step.model, replace(plan, actions=()))
-        elif job.variant == PLAN:
-            model = apply_plan(step.model, plan)
         if job.variant != EAGER:
-            captured.append(engines_of(model))
+            model = apply_plan(model, plan if job.variant == PLAN else replace(plan, actions=()))
 
         def run(model: Any) -> bool:
             before = scale_of(step.scaler)
@@ -141,17 +132,11 @@ def perform(job: Job) -> JobResult:
 
         return _Ready(once=lambda: run(model), keep_all=beside if job.variant == PLAN else None)
 
-    figures, curve = _measure_cuda(prepare, job) if cuda else _measure_cpu(prepare, job)
+    measure = _measure_cuda if job.device.startswith("cuda") else _measure_cpu
+    figures, curve = measure(prepare, job)
     if rehearsed:
         figures = replace(figures, step_time_ns=None, times_ns=(), keep_all_times_ns=())
-    verification = None
-    if job.then_verify and job.steps:
-        gc.collect()
-        checked = plan if job.variant == PLAN else replace(plan, actions=())
-        verification = verify(build, checked, job.device, job.steps, captured[0] if captured else None)
-    return JobResult(
-        figures=figures, environment=environment(job.device), curve=curve, verification=verification
-    )
+    return JobResult(figures=figures, environment=environment(job.device), curve=curve)
 
 
 def limit_memory(device: str, limit_bytes: int) -> None:

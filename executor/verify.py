@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from executor.training.engines import Engines
-from executor.training.module import apply_plan, capture_now, engines_of
+from executor.training.module import apply_plan, capture_now
 from executor.verification import Verification
 from tracer.build.loop import TrainingStep, run_step
 from tracer.build.step import BuildStep
@@ -73,9 +72,7 @@ class _Side:
             yield "rng_state", ("cpu", "cuda")[k], x
 
 
-def verify(
-    build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10, engines: Engines | None = None
-) -> Verification:
+def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -> Verification:
     """Train both sides for `steps` steps and compare.
 
     Deterministic algorithms are switched on while the steps run. Should a bit differ, the question is whether the
@@ -88,10 +85,8 @@ def verify(
         plan: what the second side trains by.
         device: "cpu" or "cuda".
         steps: how many.
-        engines: what was captured for this plan of the same model (`engines_of`), so that it is compared and not
-            captured anew; should a bit differ, a new capture decides.
     """
-    outcome = _compare(build, None, plan, device, steps, engines)
+    outcome = _compare(build, None, plan, device, steps)
     if outcome.bit_equal:
         return outcome
     if not device.startswith("cuda"):
@@ -165,22 +160,19 @@ def _compare(
     second: Plan | None,
     device: str,
     steps: int,
-    engines: Engines | None = None,  # of the second
 ) -> Verification:
     """Train two models side by side, each by its plan or (None) untouched, and compare."""
-    a, b = _side(build, first, device), _side(build, second, device, engines)
+    a, b = _side(build, first, device), _side(build, second, device)
     b.rng = [x.clone() for x in a.rng]
     with _deterministic():
         return _train(a, b, steps)
 
 
-def _side(build: BuildStep, plan: Plan | None, device: str, engines: Engines | None = None) -> _Side:
+def _side(build: BuildStep, plan: Plan | None, device: str) -> _Side:
     step = build(device)
     if plan is None:
         return _Side(step, step.model, device)
     planned = apply_plan(step.model, plan)
-    if engines is not None:
-        engines_of(planned).adopt(engines)
     if step.own is None:  # whose first call captures
         capture_now(planned, step.args, step.kwargs)
     return _Side(step, planned, device)

@@ -80,27 +80,24 @@ class Bench:
         )
 
     @property
-    def cuda(self) -> bool:
-        return self.method.device.startswith("cuda")
-
-    @property
     def rehearsed(self) -> bool:
         return provenance_of(self.method.device) == REHEARSED
 
     @property
-    def timeout_s(self) -> float:
-        return 60.0 * self.method.timeout_minutes
+    def limit_bytes(self) -> int | None:
+        """Of each measuring process, where the method has a limit."""
+        limit = self.method.memory_limit
+        return parse_budget(limit, self.memory_bytes) if limit else None
 
     def empty(self, case: Case) -> Record:
         """The record of a case of which nothing is known yet."""
-        limit = self.method.memory_limit
         return Record(
             case=case,
             key=self.keys.of_case(case),
             status=DONE_ABSENT if self.rehearsed else DONE,
             provenance=provenance_of(self.method.device),
             environment=self.keys.environment,
-            limit_bytes=parse_budget(limit, self.memory_bytes) if limit else None,
+            limit_bytes=self.limit_bytes,
         )
 
     def traces(self, step: Step) -> Path:
@@ -127,7 +124,7 @@ class Bench:
         self.progress("    recording the step")
         call, what = "executor.campaign.record_step:record_step", "recorded the step"
         try:
-            run_fresh(call, arguments, what=what, timeout_s=self.timeout_s)
+            run_fresh(call, arguments, what=what, timeout_s=60.0 * method.timeout_minutes)
         except OutOfMemoryProblem as error:
             if not (directory / UNCALIBRATED_DIR).is_dir():
                 raise
@@ -217,62 +214,50 @@ class Bench:
     def measured(self, record: Record, variant: str, plan_path: Path) -> Record:
         """The record with what a run of keep-all or of the plan showed, or that it did not fit, and its verification.
 
-        On the CPU one process does both, the measurement first. On CUDA the verification wants other settings of
-        cuBLAS from the start, so it has a process of its own. It holds two models, and may run out of memory where the
-        measurement does not.
+        That holds two models, and may run out of memory where the measurement does not.
 
         Raises:
             LowtideError: as `run_job`.
         """
         self.progress(f"    measuring {variant}")
-        verify = self.method.verify_steps > 0 and not self.rehearsed
-        said = ""
-        for together in (True, False) if verify and not self.cuda else (False,):
-            try:
-                done = self.job(variant, plan_path, then_verify=together)
-                break
-            except OutOfMemoryProblem as error:
-                said = str(error)
-        else:
-            return replace(record, status=OUT_OF_MEMORY, message=said)
-        record = replace(record, measured=done.figures)
+        try:
+            record = replace(record, measured=self.job(variant, plan_path).figures)
+        except OutOfMemoryProblem as error:
+            return replace(record, status=OUT_OF_MEMORY, message=str(error))
         if CALIBRATED not in record.predicted:
             record = record.noted("planned and predicted by the table of rules alone")
-        if not verify:
+        if not self.method.verify_steps or self.rehearsed:
             return record
-        if not together:
-            self.progress("    verifying")
-            try:
-                done = self.job(VERIFY, plan_path)
-            except OutOfMemoryProblem as error:
-                two = "the two models that verification holds do not fit"
-                return record.noted(f"{variant.replace('_', '-')} was not verified: {two} ({error})")
-        checked = done.verification
+        self.progress("    verifying")
+        try:
+            checked = self.job(VERIFY, plan_path).verification
+        except OutOfMemoryProblem as error:
+            two = "the two models that verification holds do not fit"
+            return record.noted(f"{variant.replace('_', '-')} was not verified: {two} ({error})")
         assert checked is not None
-        record = replace(
+        if not checked.equal:
+            record = replace(
+                record, status=NOT_EQUAL, message=f"not equal to eager: {checked.first_difference}"
+            )
+        return replace(
             record,
             verified=checked.equal,
             bit_equal=checked.bit_equal,
             steps=checked.steps,
             first_difference=checked.first_difference,
         )
-        if checked.equal:
-            return record
-        return replace(record, status=NOT_EQUAL, message=f"not equal to eager: {checked.first_difference}")
 
-    def job(self, variant: str, plan_path: Path, *, then_verify: bool = False) -> JobResult:
+    def job(self, variant: str, plan_path: Path) -> JobResult:
         """Measure or verify in a fresh process; raises as `run_job` does."""
         method = self.method
         job = Job(
             variant=variant,
             plan_path=str(plan_path),
-            model="",
             device=method.device,
             memory_steps=method.memory_steps,
             warmup=method.warmup,
             runs=method.runs,
             steps=method.verify_steps,
-            then_verify=then_verify,
-            limit_bytes=parse_budget(method.memory_limit, self.memory_bytes) if method.memory_limit else 0,
+            limit_bytes=self.limit_bytes or 0,
         )
-        return run_job(job, timeout_s=self.timeout_s)
+        return run_job(job, timeout_s=60.0 * method.timeout_minutes)

@@ -14,25 +14,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from executor.campaign.cases import NONE
-from executor.campaign.record import (
-    CALIBRATED,
-    OUT_OF_MEMORY,
-    RULES,
-    STAGES,
-    Predictions,
-    Record,
-)
+from executor.campaign.record import CALIBRATED, OUT_OF_MEMORY, RULES, STAGES, Predictions, Record
 from traces.records.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
 
 # Allocated is what was asked for; blocks is the same as CUDA's allocator hands it out, rounded up.
 ALLOCATED, BLOCKS, RESERVED, TIME, SLOWDOWN = "allocated", "blocks", "reserved", "time", "slow-down"
 FIGURES: Final = (ALLOCATED, BLOCKS, RESERVED, TIME, SLOWDOWN)  # those of `RunFigures.headline`, and one more
+MEMORY: Final = (ALLOCATED, BLOCKS, RESERVED)
 KEEP_ALL, PLAN, EAGER = "keep-all", "plan", "eager"
 WITHIN: Final = (1.0, 2.0, 5.0)
-STAGE_LABELS: Final = {
-    CALIBRATED: "calibrated",
-    RULES: "uncalibrated",
-}
+STAGE_LABELS: Final = {CALIBRATED: "calibrated", RULES: "uncalibrated"}
+LARGE: Final = 2.0  # percent; an underestimate above it must have a warning beside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +44,8 @@ class ErrorRow:
     @property
     def error(self) -> float:
         """Signed, in percent, or in points for a slow-down."""
-        if self.figure == SLOWDOWN:
-            return self.predicted - self.measured
-        return 100.0 * (self.predicted - self.measured) / self.measured
+        difference = self.predicted - self.measured
+        return difference if self.figure == SLOWDOWN else 100.0 * difference / self.measured
 
 
 def error_rows(records: Iterable[Record]) -> list[ErrorRow]:
@@ -88,13 +79,10 @@ def _rows(
     measured: RunFigures,
     slowdown: tuple[float | None, float | None] = (None, None),
 ) -> Iterator[ErrorRow]:
-    pairs = [
-        (p, m or None)
-        for p, m in zip(predicted.headline().values(), measured.headline().values(), strict=True)
-    ]
+    both = zip(predicted.headline().values(), measured.headline().values(), strict=True)
     warned = bool((r.warnings if run == PLAN else r.keep_all_warnings).get(stage))
-    for figure, (p, m) in zip(FIGURES, (*pairs, slowdown), strict=True):
-        if p is not None and m is not None:
+    for figure, (p, m) in zip(FIGURES, (*both, slowdown), strict=True):
+        if p is not None and m is not None and (m or figure == SLOWDOWN):
             yield ErrorRow(
                 model=r.case.step.model,
                 case=r.case.label if run == PLAN else f"{r.case.step.label} {run}",
@@ -115,17 +103,14 @@ def row_of(r: Record, stage: str, figure: str) -> ErrorRow | None:
     return next(found, None)
 
 
-def fragmentation_percent(figures: RunFigures) -> float | None:
-    """Peak reserved over the peak in blocks, less one, in percent; None where a figure is unknown."""
-    if not figures.peak_block_bytes or figures.peak_reserved_bytes is None:
-        return None
-    return 100.0 * (figures.peak_reserved_bytes / figures.peak_block_bytes - 1.0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregate:
     """The errors of one group of rows; percent, or points for slow-downs."""
 
+    provenance: str
+    figure: str
+    stage: str
+    eager: bool  # of the untouched model beside the keep-all prediction, instead of keep-all and plans
     rows: int
     mean: float  # signed
     mape: float  # mean of the absolute errors
@@ -136,54 +121,32 @@ class Aggregate:
     under_share: float  # P(predicted < measured), in percent
 
 
-def aggregate(errors: Sequence[float]) -> Aggregate:
-    """Aggregate signed errors, of which there is one at least."""
+def aggregates(rows: Iterable[ErrorRow]) -> list[Aggregate]:
+    """Aggregates by provenance, figure and stage; those of eager stand behind the others."""
+    groups: dict[tuple[str, str, str, bool], list[float]] = {}
+    for r in rows:
+        groups.setdefault((r.provenance, r.figure, r.stage, r.run == EAGER), []).append(r.error)
+    made = [_aggregate(*group, errors) for group, errors in groups.items()]
+    return sorted(made, key=lambda a: (a.eager, a.provenance, FIGURES.index(a.figure), STAGES.index(a.stage)))
+
+
+def _aggregate(provenance: str, figure: str, stage: str, eager: bool, errors: Sequence[float]) -> Aggregate:
     sizes = [abs(e) for e in errors]
     n = len(errors)
     return Aggregate(
+        provenance=provenance,
+        figure=figure,
+        stage=stage,
+        eager=eager,
         rows=n,
         mean=statistics.fmean(errors),
         mape=statistics.fmean(sizes),
         median=statistics.median(sizes),
-        worst_under=min(errors) if min(errors) < 0 else None,
-        worst_over=max(errors) if max(errors) > 0 else None,
-        within=tuple(100.0 * sum(1 for s in sizes if s <= limit) / n for limit in WITHIN),
-        under_share=100.0 * sum(1 for e in errors if e < 0) / n,
+        worst_under=min((e for e in errors if e < 0), default=None),
+        worst_over=max((e for e in errors if e > 0), default=None),
+        within=tuple(100.0 * sum(s <= limit for s in sizes) / n for limit in WITHIN),
+        under_share=100.0 * sum(e < 0 for e in errors) / n,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """What an aggregate is of."""
-
-    provenance: str
-    figure: str
-    stage: str
-    model: str = ""  # "": all models
-    eager: bool = False
-
-
-def aggregates(
-    rows: Sequence[ErrorRow], *, by_model: bool = False, eager: bool = False
-) -> dict[Group, Aggregate]:
-    """Aggregates by provenance, figure and stage, and by model if asked.
-
-    eager: of the untouched model beside the keep-all prediction, instead of keep-all and plans.
-    """
-
-    found: dict[Group, list[float]] = {}
-    for r in rows:
-        if (r.run == EAGER) == eager:
-            model = r.model if by_model else ""
-            group = Group(provenance=r.provenance, figure=r.figure, stage=r.stage, model=model, eager=eager)
-            found.setdefault(group, []).append(r.error)
-    order = sorted(
-        found, key=lambda g: (g.provenance, g.model, FIGURES.index(g.figure), STAGES.index(g.stage))
-    )
-    return {g: aggregate(found[g]) for g in order}
-
-
-LARGE: Final = 2.0  # percent; an underestimate above it must have a warning beside it
 
 
 def unwarned(rows: Iterable[ErrorRow]) -> list[ErrorRow]:
@@ -191,9 +154,7 @@ def unwarned(rows: Iterable[ErrorRow]) -> list[ErrorRow]:
 
     What it says of every uncalibrated prediction (that rules may differ, that no GPU confirmed it) is no such warning.
     """
-    return [
-        r for r in rows if r.error < -LARGE and not r.warned and r.figure in (ALLOCATED, BLOCKS, RESERVED)
-    ]
+    return [r for r in rows if r.figure in MEMORY and r.error < -LARGE and not r.warned]
 
 
 def ran_out_unforeseen(records: Iterable[Record]) -> list[Record]:

@@ -46,10 +46,9 @@ def campaign(
 
     Exit code 1: a planned step did not compute what the untouched model computes. 2: a case failed.
     """
-    from executor.campaign import rows
+    from executor.campaign import tables
     from executor.campaign.cases import find_cases, load_cases
     from executor.campaign.record import FAILED, NOT_EQUAL, Book, Store
-    from executor.campaign.rows import answer, summary
     from traces.errors import LowtideError, SpecError, VerificationError
     from traces.provenance import refuse_page
 
@@ -80,11 +79,11 @@ def campaign(
 
         write_campaign(report, book, analysis=analysis or "")
     if as_json:
-        print_json(answer(book))
+        print_json(tables.answer(book))
     elif markdown:
-        echo(rows.markdown(book))
+        echo(tables.markdown(book))
     else:
-        echo(summary(book))
+        echo(tables.summary(book))
     wrong = [r.case.label for r in book.records if r.status == NOT_EQUAL]
     if wrong:
         raise VerificationError(

@@ -20,15 +20,14 @@ from executor.campaign.cases import Campaign, Case, Method, Step, parse_cases
 from executor.campaign.errors import (
     Aggregate,
     ErrorRow,
-    aggregate,
     aggregates,
     error_rows,
     ran_out_unforeseen,
 )
 from executor.campaign.predict import Forecast
 from executor.campaign.record import Book, Keys, Record, Store
-from executor.campaign.rows import answer, flat_rows, summary
 from executor.campaign.run import run_campaign
+from executor.campaign.tables import answer, markdown, summary
 from executor.cli.main import execute
 from executor.isolated import error_json
 from executor.measure import Job, JobResult
@@ -108,7 +107,7 @@ class Machine:
                 peaks_bytes=(30, 25, 25),
             ),
             environment=CPU,
-            verification=checked if job.then_verify or job.variant == "verify" else None,
+            verification=checked if job.variant == "verify" else None,
         )
 
 
@@ -143,7 +142,8 @@ def go(path: Path, text: str = TWO_MODELS, **choice: Any) -> Book:
 
 def test_cases_of_one_step_share_its_traces_eager_and_keep_all(tmp_path: Path, machine: Machine) -> None:
     book = go(tmp_path / "c")
-    per_model = ["trace", "eager", "keep_all", "plan"]  # one of the two plans can be made
+    # One of the two plans can be made.
+    per_model = ["trace", "eager", "keep_all", "verify", "plan", "verify"]
     assert machine.done == per_model * 2
     assert [r.status for r in book.records] == ["measured", "measured", "infeasible"] * 2
     kept, planned, refused = book.records[:3]
@@ -158,15 +158,15 @@ def test_cases_of_one_step_share_its_traces_eager_and_keep_all(tmp_path: Path, m
     assert Book.load(tmp_path / "c" / "campaign.json") == book
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("stop_at", [1, 3, 4, 5, 6, 9])
 def test_an_interrupted_campaign_loses_the_running_case_alone(
     tmp_path: Path, machine: Machine, stop_at: int
 ) -> None:
     machine.stop_at = stop_at
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path / "c")
-    # Three measurements a model: eager and keep-all for the first case, the plan for the second.
-    finished = {1: 0, 2: 0, 3: 1, 4: 3, 5: 3, 6: 4}[stop_at]
+    # Five processes a model: eager, keep-all and its verification for the first case, the plan and its for the second.
+    finished = {1: 0, 3: 0, 4: 1, 5: 1, 6: 3, 9: 4}[stop_at]
     before = Book.load(tmp_path / "c" / "campaign.json")
     assert len(before.records) == finished
     machine.stop_at, machine.measured = -1, []
@@ -174,7 +174,7 @@ def test_an_interrupted_campaign_loses_the_running_case_alone(
     assert len(book.records) == 6
     assert book.records[:finished] == before.records  # kept as they were, with their times
     # A shared step that was finished is not measured again: only the plan is.
-    assert len(machine.measured) == {1: 6, 2: 6, 3: 4, 4: 3, 5: 3, 6: 1}[stop_at]
+    assert len(machine.measured) == {1: 10, 3: 10, 4: 7, 5: 7, 6: 5, 9: 2}[stop_at]
     machine.done, machine.measured = [], []
     assert go(tmp_path / "c") == book
     assert machine.done == machine.measured == []
@@ -322,7 +322,7 @@ def test_a_failed_verification_is_exit_code_1_and_keeps_its_figures(tmp_path: Pa
 
 def test_ctrl_c_is_exit_code_130_and_the_same_command_goes_on(tmp_path: Path, machine: Machine) -> None:
     (tmp_path / "cases.toml").write_text(TWO_MODELS)
-    machine.stop_at = 4
+    machine.stop_at = 6
     stopped = call(tmp_path / "cases.toml", "-o", tmp_path / "c")
     assert stopped.exit_code == 130
     assert stopped.stderr.splitlines()[-1] == "Error: stopped."
@@ -332,7 +332,7 @@ def test_ctrl_c_is_exit_code_130_and_the_same_command_goes_on(tmp_path: Path, ma
     assert "3 of 6 cases are finished and kept." in result.stderr
 
 
-def test_on_cuda_verification_has_a_process_of_its_own_and_may_run_out_of_memory(
+def test_verification_may_run_out_of_memory_where_the_measurement_does_not(
     tmp_path: Path, machine: Machine
 ) -> None:
     machine.device = "cuda"
@@ -356,8 +356,21 @@ def test_on_cuda_verification_has_a_process_of_its_own_and_may_run_out_of_memory
 
 
 def test_aggregates_against_numbers_worked_out_by_hand() -> None:
+    def aggregate(*errors: float) -> Aggregate:
+        rows = [
+            ErrorRow(model="m", case="c", run="plan", stage="rules", figure="slow-down", predicted=e, measured=0,
+                     provenance="measured-cpu")
+            for e in errors
+        ]  # fmt: skip
+        (made,) = aggregates(rows)
+        return made
+
     # |errors|: 0, 1, 2, 3, 10: mean 16/5, median 2; within 1: two of five, within 2: three, within 5: four.
-    assert aggregate([0.0, -1.0, 2.0, -3.0, 10.0]) == Aggregate(
+    assert aggregate(0.0, -1.0, 2.0, -3.0, 10.0) == Aggregate(
+        provenance="measured-cpu",
+        figure="slow-down",
+        stage="rules",
+        eager=False,
         rows=5,
         mean=8 / 5,
         mape=16 / 5,
@@ -367,7 +380,7 @@ def test_aggregates_against_numbers_worked_out_by_hand() -> None:
         within=(40.0, 60.0, 80.0),
         under_share=40.0,
     )
-    exact = aggregate([0.0, 0.0])
+    exact = aggregate(0.0, 0.0)
     assert (exact.worst_under, exact.worst_over, exact.under_share) == (None, None, 0.0)
 
 
@@ -431,7 +444,9 @@ def test_devices_are_never_aggregated_together() -> None:
         measured=figures(100, 120),
     )
     found = aggregates(error_rows([record(), gpu]))
-    plans = {g.provenance: a for g, a in found.items() if (g.figure, g.stage) == ("allocated", "calibrated")}
+    plans = {
+        a.provenance: a for a in found if (a.figure, a.stage, a.eager) == ("allocated", "calibrated", False)
+    }
     assert {p: (a.rows, a.worst_under) for p, a in plans.items()} == {
         "measured-cpu": (2, None),
         "measured-cuda": (2, -50.0),
@@ -440,19 +455,11 @@ def test_devices_are_never_aggregated_together() -> None:
 
 def test_eager_is_kept_apart_from_what_was_rewritten() -> None:
     rows = error_rows([record()])
-    plain = {(g.figure, g.stage): a.mean for g, a in aggregates(rows).items()}
-    eager = {(g.figure, g.stage): a.mean for g, a in aggregates(rows, eager=True).items()}
+    plain, eager = (
+        {(a.figure, a.stage): a.mean for a in aggregates(rows) if a.eager == which} for which in (False, True)
+    )
     assert plain["allocated", "rules"] == pytest.approx(-10.0)
     assert eager["allocated", "rules"] == pytest.approx(-25.0)
-
-
-def test_by_model_and_not_only_a_mean() -> None:
-    other = replace(
-        record(key="o"), case=replace(record().case, step=Step(model="n")), measured=figures(25, 120)
-    )
-    found = aggregates(error_rows([record(), other]), by_model=True)
-    means = {g.model: a.mean for g, a in found.items() if (g.figure, g.stage) == ("allocated", "calibrated")}
-    assert means == {"m": 0.0, "n": 50.0}  # n: keep-all 0, plan +100 %
 
 
 def test_an_underestimate_without_a_warning_is_told_from_one_with() -> None:
@@ -564,20 +571,21 @@ def many() -> Book:
     )
 
 
-def test_rows_of_all_cases_have_the_same_columns() -> None:
-    rows = flat_rows(many().records)
-    assert len(rows) == 5
-    assert len({tuple(r) for r in rows}) == 1
-    assert {r["prediction"] for r in rows} == {"simulated"}
-    assert {r["provenance"] for r in rows} == {"measured-cpu"}
-    assert rows[0]["error_plan_allocated_rules_percent"] == pytest.approx(-10.0)
-    assert rows[0]["error_plan_slow_down_calibrated_points"] == pytest.approx(5.0)
+def test_the_json_has_every_error_and_every_record() -> None:
+    found = answer(many())
+    assert {"m b2 60% mu-two"} == {c["label"] for c in found["cases"]}
+    assert [c["status"] for c in found["cases"]] == [r.status for r in many().records]
+    errors = {(e["run"], e["figure"], e["stage"]): e["error"] for e in answer(book(record()))["rows"]}
+    assert errors["plan", "allocated", "rules"] == pytest.approx(-10.0)
+    assert errors["plan", "slow-down", "calibrated"] == pytest.approx(5.0)
+    assert {(e["figure"], e["eager"]) for e in found["errors"]} >= {("allocated", True), ("time", False)}
 
 
 def test_the_summary_names_every_case_and_what_became_of_it() -> None:
     text = summary(many())
-    for words in ("too small", "killed", "broken", "verification failed"):
+    for words in ("too small", "killed", "broken", "verification failed", "45 (-5)", "+5.000 points"):
         assert words in text
+    assert "| 50 (+0) | 45 (-5) | 50 | 120 | NOT EQUAL: step 1 |" in markdown(many())
     assert answer(many())["statuses"]["out of memory"] == 1
 
 

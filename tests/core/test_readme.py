@@ -295,7 +295,7 @@ def test_links_lead_somewhere(path: str) -> None:
 
 def test_the_accuracy_tables_are_the_gallerys_campaign() -> None:
     from executor.campaign.record import Book
-    from executor.campaign.rows import markdown
+    from executor.campaign.tables import markdown
 
     _, table, _ = MANUALS["executor"].split("<!-- campaign -->")
     assert table.strip() == markdown(Book.load(GALLERY / "cpu-campaign" / "campaign.json"))

@@ -20,9 +20,8 @@ from torch.nn import functional  # noqa: E402
 
 import executor.training.engines as engines_module  # noqa: E402
 from executor import PlannedModule, apply_plan  # noqa: E402
-from executor.measure import Job, perform  # noqa: E402
-from executor.training.module import capture_now, engines_of, planned_otherwise  # noqa: E402
-from executor.verify import _compare, _difference, _train, verify  # noqa: E402
+from executor.training.module import capture_now, planned_otherwise  # noqa: E402
+from executor.verify import _difference, _train, verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
@@ -431,56 +430,6 @@ def test_verification_of_an_honest_plan() -> None:
     assert outcome.bit_equal
     assert set(outcome.max_abs_difference.values()) == {0.0}
     assert len(outcome.losses) == 2
-
-
-def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each capture from now on."""
-    seen: list[None] = []
-    capture = engines_module.capture
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        seen.append(None)
-        return capture(*args, **kwargs)
-
-    monkeypatch.setattr(engines_module, "capture", counted)
-    return seen
-
-
-@pytest.mark.parametrize("variant", ["plan", "keep_all"])
-def test_what_was_measured_is_verified_without_capturing_it_again(
-    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, plan = fresh()
-    seen = count_captures(monkeypatch)
-    job = Job(
-        variant=variant, plan_path=str(plan.save(tmp_path / "plan.json")), model="", device="cpu",
-        memory_steps=1, warmup=0, runs=1, steps=2, then_verify=True,
-    )  # fmt: skip
-    checked = perform(job).verification
-    assert checked is not None
-    assert checked.bit_equal
-    assert checked.steps == 2
-    assert len(seen) == 1
-
-
-def test_where_what_was_measured_differs_a_new_capture_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another model's weights were captured as a constant, say: the engine given gives other numbers than eager."""
-    build, plan = fresh()
-    step = build("cpu")
-    planned = apply_plan(step.model, plan)
-    engine = capture_now(planned, step.args, step.kwargs)
-    forward = engine.rewritten.forward
-
-    def wrong(values: list[Any]) -> Any:
-        outputs, saved = forward(values)
-        return [x * 2 for x in outputs], saved
-
-    engine.rewritten = replace(engine.rewritten, forward=wrong)
-    seen = count_captures(monkeypatch)
-    assert not _compare(build, None, plan, "cpu", 1, engines_of(planned)).equal
-    assert seen == []
-    assert verify(build, plan, steps=1, engines=engines_of(planned)).bit_equal
-    assert len(seen) == 1
 
 
 class Unseeded(nn.Module):

@@ -62,12 +62,12 @@ def test_a_tiny_model_is_predicted_to_the_byte(tmp_path: Path) -> None:
     for row in (kept, planned):
         assert row["verified"] is True
         assert row["provenance"] == "measured-cpu"
-        assert row["measured_peak_reserved_bytes"] is None
+        assert row["measured"]["peak_reserved_bytes"] is None
     # With what was measured op by op, the peak is right to the byte.
-    assert kept["error_keep_all_allocated_calibrated_percent"] == 0.0
-    assert planned["error_plan_allocated_calibrated_percent"] == 0.0
-    assert planned["measured_peak_allocated_bytes"] < kept["measured_peak_allocated_bytes"]
-    assert planned["measured_peak_allocated_bytes"] <= planned["budget_bytes"]
+    allocated = [e for e in answer["rows"] if (e["figure"], e["stage"]) == ("allocated", "calibrated")]
+    assert {e["run"]: e["error"] for e in allocated if e["run"] != "eager"} == {"keep-all": 0.0, "plan": 0.0}
+    assert planned["measured"]["peak_allocated_bytes"] < kept["measured"]["peak_allocated_bytes"]
+    assert planned["measured"]["peak_allocated_bytes"] <= planned["budget_bytes"]
     assert "No plan can stay" in refused["message"]
     assert "measured-cpu" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
@@ -88,5 +88,5 @@ def test_a_memory_limit_makes_an_out_of_memory_result(tmp_path: Path) -> None:
     assert code == 0, said
     (row,) = answer["cases"]
     assert row["status"] == "out of memory", row["message"]
-    assert row["predicted_calibrated_peak_allocated_bytes"] > 0
-    assert row["measured_peak_allocated_bytes"] is None
+    assert row["predicted"]["calibrated"]["peak_allocated_bytes"] > 0
+    assert row["measured"]["peak_allocated_bytes"] is None

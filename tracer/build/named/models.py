@@ -182,13 +182,21 @@ class KnownModel:
         """
         from tracer.build.optimizers import check_optimizer
 
+        self.check(given)
+        options = {**self.defaults, **given}
+        options["dtype"] = parse_dtype(options["dtype"])
+        check_optimizer(options["optimizer"], options.get("optimizer_impl"))
+        return options
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raise SpecError for an option that the model does not take, or a value of another kind."""
         foreign = [o for o in given if o not in self.takes]
         if foreign:
             flags = ", ".join(map(_flag, self.takes))
             raise SpecError(f"model {self.name} takes no {_flag(foreign[0])}; it takes {flags}.")
         for option, value in given.items():
             if option in ("batch_size", "seq_len", "image_size"):
-                if not isinstance(value, int) or value < 1:
+                if type(value) is not int or value < 1:
                     raise SpecError(f"{_flag(option)} {value!r} must be a whole number of at least 1.")
             elif option == "dropout":
                 if type(value) not in (int, float):
@@ -200,10 +208,6 @@ class KnownModel:
                     raise SpecError(f"use_cache is {value!r} and must be true or false.")
             elif not isinstance(value, str):
                 raise SpecError(f"{_flag(option)} {value!r} must be a name.")
-        options = {**self.defaults, **given}
-        options["dtype"] = parse_dtype(options["dtype"])
-        check_optimizer(options["optimizer"], options.get("optimizer_impl"))
-        return options
 
     def step(self, options: dict[str, Any], device: str) -> TrainingStep:
         """The training step with these options, on that device."""
