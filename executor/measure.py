@@ -181,9 +181,7 @@ def _profiled(
                 return ready.once()
 
         iterations = _enough(iterate, iterations)
-    assert prof.profiler is not None
-    results: Any = prof.profiler.kineto_results
-    return ready, *peaks_of(results.experimental_event_tree(), iterations)
+    return ready, *peaks_of(prof, iterations)
 
 
 def _enough(iterate: Callable[[int], bool], least: int) -> int:
@@ -205,30 +203,21 @@ def _enough(iterate: Callable[[int], bool], least: int) -> int:
     return k
 
 
-def peaks_of(tree: list[Any], iterations: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+def peaks_of(prof: Any, iterations: int) -> tuple[list[int], tuple[tuple[int, int], ...]]:
     """Peak live bytes in each marked iteration, and the last iteration's (ns, live bytes) curve.
 
     The live bytes are a running sum of the CPU allocator's events over the whole profiled region, which must have
     begun before anything was allocated.
     """
-    events: list[tuple[int, int]] = []
-    spans: dict[int, tuple[int, int]] = {}
-    stack = list(tree)
-    while stack:
-        e = stack.pop()
-        stack.extend(e.children)
-        if e.tag.name == "Allocation":
-            if e.extra_fields.device.type == "cpu":
-                events.append((e.start_time_ns, e.extra_fields.alloc_size))
-        elif e.name.startswith(_ITERATION):
-            spans[int(e.name.rpartition(" ")[2])] = (e.start_time_ns, e.end_time_ns)
-    events.sort(key=lambda e: e[0])
+    from tracer.measure.probes import cpu_account
+
+    events, spans = cpu_account(prof, _ITERATION)
     peaks = [0] * iterations
     curve: list[tuple[int, int]] = []
     live = 0
     position = 0
     for k in range(iterations):
-        begin, end = spans[k]
+        begin, end = spans[f"{_ITERATION} {k}"]
         while position < len(events) and events[position][0] < begin:
             live += events[position][1]
             position += 1

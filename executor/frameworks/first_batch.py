@@ -17,11 +17,10 @@ from torch import nn
 
 from executor.training import bypass
 from executor.training.module import PlannedModule, apply_plan, capture_now, engines_of
-from executor.training.planning import Wanted, plan_within, record
-from tracer.build.batch import SplitBatch, loss_in_outputs
+from executor.training.planning import Wanted, loss_of, plan_within, record
+from tracer.build.batch import SplitBatch
 from tracer.build.context import is_fake
-from tracer.torch_api import pytree
-from traces.errors import PlanError, SpecError
+from traces.errors import PlanError
 from traces.records.plan import Plan
 
 AWAITED: Final = "_lowtide_awaited"  # the attribute of a module that waits for its first training call
@@ -63,21 +62,6 @@ class FirstBatch:
             engines_of(planned).unread = step.unread
             if torch.is_autocast_cache_enabled():  # which it was captured with
                 capture_now(planned, args, kwargs, step.program)
-
-
-def loss_of(outputs: Any) -> torch.Tensor:
-    """The loss that the module computes, if it does; else a sum that differentiates all its outputs, as the loss code
-    around it may."""
-    try:
-        return loss_in_outputs(outputs)
-    except SpecError:
-        parts = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
-        if not parts:
-            raise
-        total = parts[0].float().mean()
-        for x in parts[1:]:
-            total = total + x.float().mean()
-        return total
 
 
 class Awaiting(nn.Module):

@@ -18,13 +18,12 @@ from executor.frameworks.first_batch import (
     FirstBatch,
     await_first_batch,
     awaits,
-    loss_of,
     on_stderr,
     stop_awaiting,
 )
 from executor.frameworks.surroundings import bare_optimizer, loop_around
 from executor.training.module import PlannedModule, remove_plan
-from executor.training.planning import Wanted
+from executor.training.planning import Wanted, loss_of
 from simulator.core.limits import DEFAULTS
 from tracer.build.named.huggingface import import_transformers
 from traces.errors import SpecError

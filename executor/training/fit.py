@@ -9,14 +9,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from executor.training.module import REPLAN, PlannedModule, apply_plan, capture_now, engines_of
 from executor.training.planning import Clock, Say, Wanted, in_words, plan_within, record
+from executor.training.regions import plan_regions
+from executor.training.twin import twin_of
 from simulator.core.limits import DEFAULTS
+from traces.errors import CaptureError, SpecError
+
+GRAPH: Final = "graph"
+REGIONS: Final = "regions"
 
 
 def fit(
@@ -33,6 +39,7 @@ def fit(
     seconds: float = DEFAULTS.seconds,
     in_place: bool = False,
     on_mismatch: str = REPLAN,
+    engine: str = GRAPH,
     say: Say | None = None,
 ) -> nn.Module:
     """The model, training within a budget of memory from its next call on.
@@ -49,10 +56,14 @@ def fit(
         amp: the type of autocast around model and loss; None: that which is on around this call.
         planner, seconds: how plans are looked for, as in `simulator.plan`.
         in_place, on_mismatch: as in `apply_plan`.
+        engine: "graph": the model is captured whole; "regions": if that cannot be, the largest of its parts that can
+            be captured are planned, one by one, and the rest runs as it is. To learn what that needs, two forwards and
+            a backward run; parameters, buffers, gradients and random states are afterwards as they were.
         say: told what happens, a line each time; None: stderr.
 
     Returns:
-        what `apply_plan` returns.
+        what `apply_plan` returns; of parts, the model in which they train by their plans (`remove_plan` and `unplanned`
+        take it, and each part has its `receipt`).
 
     Raises:
         BudgetError: no plan was found within the budget; says the least one that would do.
@@ -70,7 +81,20 @@ def fit(
     if not model.training:
         tell("the model is in evaluation mode; it is put into training mode, for which the plan is made")
     began, clock = time.monotonic(), Clock(tell)
-    step = record(model, batch, loss, wanted, amp)
+    if engine not in (GRAPH, REGIONS):
+        raise SpecError(f"engine {engine!r}: give {GRAPH} or {REGIONS}.")
+    try:
+        step = record(model, batch, loss, wanted, amp)
+    except CaptureError as error:
+        if engine != REGIONS:
+            error.args = (f'{error} To plan the parts that can be captured: fit(..., engine="{REGIONS}").',)
+            raise
+        tell(f"the model cannot be captured whole: {error}")
+        plans = plan_regions(model, batch, loss, wanted, amp, tell)
+        clock.done(f"planned {plans}")
+        target = model if in_place else twin_of(model)
+        plans.apply(target.train(), on_mismatch)
+        return target
     clock.done(f"captured {len(step.program.ops)} ops")
     plan = plan_within(step, wanted)
     clock.done(f"planned: {in_words(plan)}")

@@ -160,6 +160,21 @@ def _loss_like(plan: Plan) -> Callable[[Any], torch.Tensor]:
     return loss
 
 
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss that the module computes, if it does; else a sum that differentiates all its outputs, as the loss code
+    around it may."""
+    try:
+        return loss_in_outputs(outputs)
+    except SpecError:
+        parts = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if not parts:
+            raise
+        total = parts[0].float().mean()
+        for x in parts[1:]:
+            total = total + x.float().mean()
+        return total
+
+
 def in_words(plan: Plan) -> str:
     """What a plan costs and brings."""
     before, after, of = plan.predicted["baseline"], plan.predicted["plan"], plan.budget_of

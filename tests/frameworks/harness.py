@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
-from tracer.measure.probes import memory_profiler
+from tracer.measure.probes import cpu_account, memory_profiler
 from traces.records.plan import Plan
 
 VOCABULARY, LENGTH, BATCH = 97, 48, 4
@@ -67,24 +68,12 @@ def trained(run: Callable[[], tuple[nn.Module, list[float]]], seed: int = 5) -> 
             rng = torch.get_rng_state()
     finally:
         torch.set_num_threads(threads)
-    assert prof.profiler is not None
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    return Ended(losses=losses, state=state, rng=rng, peak_bytes=_peak(prof.profiler.kineto_results))
+    return Ended(losses=losses, state=state, rng=rng, peak_bytes=_peak(prof))
 
 
-def _peak(results: Any) -> int:
-    events: list[tuple[int, int]] = []
-    stack = list(results.experimental_event_tree())
-    while stack:
-        e = stack.pop()
-        stack.extend(e.children)
-        if e.tag.name == "Allocation" and e.extra_fields.device.type == "cpu":
-            events.append((e.start_time_ns, e.extra_fields.alloc_size))
-    live = peak = 0
-    for _, size in sorted(events, key=lambda e: e[0]):
-        live += size
-        peak = max(peak, live)
-    return peak
+def _peak(prof: Any) -> int:
+    return max(accumulate(size for _, size in cpu_account(prof, "none")[0]))
 
 
 def same(eager: Ended, planned: Ended) -> None:

@@ -98,7 +98,7 @@ def measured_peaks(build: BuildStep, plan: Plan | None = None) -> list[int]:
             with record_function(f"{_ITERATION} {k}"):
                 run_step(step, model, step.optimizer)
     assert prof.profiler is not None
-    return peaks_of(prof.profiler.kineto_results.experimental_event_tree(), ITERATIONS)[0]
+    return peaks_of(prof, ITERATIONS)[0]
 
 
 def recorded(build: BuildStep) -> Trace:

@@ -51,7 +51,7 @@ def measured_bytes(build: BuildStep, iteration: int = 2) -> int:
             with record_function(f"{_ITERATION} {k}"):
                 run_step(step, step.model, step.optimizer)
     assert prof.profiler is not None
-    return peaks_of(prof.profiler.kineto_results.experimental_event_tree(), 3)[0][iteration]
+    return peaks_of(prof, 3)[0][iteration]
 
 
 def counted(build: BuildStep, target: Device, costs: Costs | None = None) -> int:

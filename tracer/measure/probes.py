@@ -184,6 +184,28 @@ def memory_profiler() -> Iterator[Any]:
         yield prof
 
 
+def cpu_account(prof: Any, prefix: str) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:
+    """The CPU allocator's events, as (ns, bytes; negative where they are freed) in order of time, and when the marks
+    whose names begin so began and ended.
+
+    Args:
+        prof: what `memory_profiler` gave, closed.
+        prefix: of the marks' names.
+    """
+    events: list[tuple[int, int]] = []
+    spans: dict[str, tuple[int, int]] = {}
+    stack = list(prof.profiler.kineto_results.experimental_event_tree())
+    while stack:
+        e = stack.pop()
+        stack.extend(e.children)
+        if e.tag.name == "Allocation":
+            if e.extra_fields.device.type == "cpu":
+                events.append((e.start_time_ns, e.extra_fields.alloc_size))
+        elif e.name.startswith(prefix):
+            spans[e.name] = (e.start_time_ns, e.end_time_ns)
+    return sorted(events, key=lambda e: e[0]), spans
+
+
 def cpu_allocations(work: Callable[[CpuMarker], None], n_ops: int) -> list[tuple[int, ...]]:
     """Do work under the profiler; the CPU allocator's events inside each op's mark, in order of time.
 
