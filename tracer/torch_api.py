@@ -50,6 +50,7 @@ USED: Final = {
     "sdp_priority_order": "torch._C:_get_sdp_priority_order",
     "generated_code": "torch.fx.graph_module:_loader",
     "top_saved_tensors_default_hooks": "torch._C:_autograd._top_saved_tensors_default_hooks",
+    "inside_torch_func": "torch._C:_functorch.peek_interpreter_stack",
     # fake tensors
     "DataDependentOutputException": "torch._subclasses.fake_tensor:DataDependentOutputException",
     "DynamicOutputShapeException": "torch._subclasses.fake_tensor:DynamicOutputShapeException",

@@ -29,7 +29,7 @@ from tracer.capture.capture import capture
 from tracer.precision.policy import Autocast
 from tracer.record.program import Program, program_of
 from tracer.record.sketch import sketch
-from tracer.torch_api import CAPTURING, generated_code, pytree
+from tracer.torch_api import CAPTURING, generated_code, inside_torch_func, pytree
 from traces.errors import CaptureError, PlanError
 from traces.records.plan import Action, Plan
 from traces.records.trace import TraceMeta
@@ -141,6 +141,11 @@ def engine_for(
         autocast,
     )  # fmt: skip
     with CAPTURING:
+        if inside_torch_func() is not None:
+            raise PlanError(
+                "the model was called inside torch.func (grad, jvp, vmap), which sees through no planned step; run it "
+                "without the plan there: inside `with unplanned(model):`."
+            )
         state = engines.watching(module).state()
         key = (state, call)
         if (engine := engines.get(key)) is not None:
@@ -393,4 +398,22 @@ def program_actions(plan: Plan, program: Program) -> tuple[Action, ...]:
     def locals_of(a: Action) -> tuple[int, ...]:
         return tuple(sorted({c for o in a.evict_after if (c := local(o)) < len(program.ops)}))
 
-    return tuple(replace(a, evict_after=locals_of(a)) for a in plan.actions)
+    more = _more_inputs(plan, program)
+    return tuple(replace(a, storage=a.storage + more, evict_after=locals_of(a)) for a in plan.actions)
+
+
+def _more_inputs(plan: Plan, program: Program) -> int:
+    """How many values the model has more than the plan's had before the first op: buffers that no op reads, so that
+    the graphs are the same, and all that ops make has a number so much higher."""
+    made_by = [program.ops[s.producer].node.name if s.producer >= 0 else "" for s in program.storages]
+
+    def fits(more: int) -> bool:
+        there = range(len(made_by))
+        return all(a.storage + more in there and made_by[a.storage + more] == a.op for a in labelled)
+
+    labelled = [a for a in plan.actions if a.op]
+    if not labelled or fits(0):
+        return 0
+    first = labelled[0]
+    found = [s - first.storage for s, name in enumerate(made_by) if name == first.op]
+    return next((more for more in found if fits(more)), 0)

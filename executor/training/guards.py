@@ -2,26 +2,31 @@
 
 Python code decides which ops a forward runs. A `State` holds what it may decide by: of every module its class, scalars,
 containers, hooks, submodules and the layout of its parameters and buffers; what hangs on a module as a configuration
-does; functions, numbers and flags of its classes, and the globals and closures that their `forward` names; torch's own
-settings. Two models in equal states run the same ops on equal arguments.
+does; functions, numbers and flags of its classes, and what these functions name: globals, closures, defaults, and of
+the user's own files the functions, classes and modules behind the names, to the end; torch's own settings. Two models
+in equal states run the same ops on equal arguments.
 
 Reading a state takes milliseconds, so it is read once and then only watched: while every container holds the very same
 objects as before, the state is the same.
 
-Counts: the above. Ignores: globals read by helper functions, files, environment variables, the clock, objects in C.
+Counts: the above, and the environment where it is named. Ignores: files, the clock, objects in C, and what functions
+of installed libraries name beside numbers and flags.
 """
 
 from __future__ import annotations
 
+import dis
 import enum
 import operator
+import os
 import sys
+import sysconfig
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, Final
 
@@ -45,7 +50,7 @@ FOREIGN: Final = (
     "deepspeed",
     "logging",
 )
-CALLED: Final = (types.FunctionType, types.BuiltinFunctionType)
+CODE: Final = (type, types.FunctionType, types.MethodType, partial)
 DEEPEST: Final = 5  # how far containers and objects are followed from a module's attribute
 LONGEST: Final = 4_096  # elements of a container that are looked at
 OWN: Final = "_lowtide"  # attributes that Lowtide adds
@@ -210,6 +215,9 @@ class _Reading:
         self._arrays: list[tuple[Any, bytes]] = []
         self._slots: dict[str, list[tuple[str, dict[str, Any], str]]] = {k: [] for k in TENSORS}
         self._seen: set[int] = set()
+        self._functions: set[types.FunctionType] = set()
+        self._spaces: list[types.ModuleType] = []
+        self._kinds: set[type] = set()
 
     def unchanged(self) -> bool:
         """Whether all that was read still holds the very same objects."""
@@ -280,14 +288,15 @@ class _Reading:
         )
 
     def _class(self, kind: type) -> None:
-        if own_class(kind) is not kind or kind.__name__ == "PlannedModule":
+        if own_class(kind) is not kind or kind.__name__ == "PlannedModule" or kind in self._kinds:
             return
+        self._kinds.add(kind)
         owner = self._class_name(kind)
         self._dicts.append(vars(kind))
         for name, value in vars(kind).items():
-            if name.startswith("__"):
+            if name.startswith("__") and not isinstance(value, types.FunctionType):
                 continue
-            function = getattr(value, "__func__", value)
+            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if isinstance(function, types.FunctionType):
                 self.parts[owner, name] = _code(function)
                 if not kind.__module__.startswith("torch."):
@@ -304,19 +313,47 @@ class _Reading:
         return f"class {kind.__qualname__}" + (f" ({number + 1})" if number else "")
 
     def _function(self, owner: str, function: types.FunctionType) -> None:
-        """The numbers, flags and functions among the globals that a function names, and what its closure holds."""
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        for name, cell in cells:
+        """What a function names: its defaults, what its closure holds, and globals.
+
+        Of libraries' functions the numbers and flags among the globals; of the user's own whatever there is.
+        """
+        if function in self._functions:
+            return
+        self._functions.add(function)
+        own, space, closure = is_own(function.__module__), function.__globals__, function.__closure__ or ()
+        if own:
+            self.parts[owner, "its code"] = _code(function)
+        if own or closure:
+            self._watch(lambda: (function.__code__, function.__defaults__, *map(_held, closure)))
+        for name, cell in zip(function.__code__.co_freevars, closure, strict=True):
             if name != "__class__":
-                self._lists.append(_Cell(cell))
-                self._attribute(owner, name, next(iter(_Cell(cell)), None), DEEPEST - 2)
-        names = [
-            n for n in function.__code__.co_names if isinstance(function.__globals__.get(n, self), PLAIN)
-        ]
+                self._attribute(owner, name, _held(cell), DEEPEST - 2)
+        if own:
+            names, attributes = _names(function.__code__)
+        else:
+            names, attributes = function.__code__.co_names, frozenset[str]()
+        there = [n for n in names if n in space and (own or isinstance(space[n], PLAIN))]
+        self._space(f"{owner}, global", space, there, attributes)
+        if own and not attributes.isdisjoint(("environ", "getenv")):
+            self._attribute(owner, "the environment", vars(os.environ)["_data"], DEEPEST - 1)
+
+    def _space(self, owner: str, space: dict[str, Any], names: list[str], attributes: frozenset[str]) -> None:
+        """What stands under these names in a module, and under the attributes in the user's own modules there."""
         if names:
-            self._lists.append(_Globals(function.__globals__, names))
-            for n in names:
-                self.parts[f"{owner}, global", n] = plain(function.__globals__[n])
+            self._watch(lambda: [space.get(n) for n in names])
+        for n in names:
+            value = space[n]
+            if isinstance(value, types.ModuleType):
+                self.parts[owner, n] = Same(value)
+                if is_own(value.__name__) and value not in self._spaces:
+                    self._spaces.append(value)
+                    inner = [a for a in attributes if a in vars(value)]
+                    self._space(f"module {value.__name__}", vars(value), inner, attributes)
+            else:
+                self._attribute(owner, n, value, DEEPEST - 2)
+
+    def _watch(self, ask: Callable[[], Sequence[Any]]) -> None:
+        self._lists.append(_Asked(ask))
 
     def _attribute(self, owner: str, name: str, value: Any, depth: int) -> None:
         self.parts[owner, name] = self._key(f"{owner}.{name}" if owner else name, value, depth)
@@ -331,10 +368,8 @@ class _Reading:
             return self._tensor(path, value)
         if isinstance(value, enum.Enum):
             return Same(value)
-        if isinstance(value, types.FunctionType):
-            return Same(value)
-        if isinstance(value, types.MethodType):
-            return ("method", Same(value.__func__), self._key(path, value.__self__, DEEPEST))
+        if isinstance(value, CODE):
+            return self._code(path, value, depth)
         if is_array(value):
             self._arrays.append((value, _bytes(value)))
             return "array", value.shape, str(value.dtype), _bytes(value)
@@ -344,6 +379,25 @@ class _Reading:
             return self._loose(path, value)
         if depth < DEEPEST and followed(value):
             return self._object(path, value, depth)
+        if depth < DEEPEST and is_own(type(value).__module__):
+            slots = [n for c in type(value).__mro__ for n in getattr(c, "__slots__", ())]
+            self._watch(lambda: [getattr(value, n, None) for n in slots])
+            for n in slots:
+                self._attribute(path, n, getattr(value, n, None), depth + 1)
+            return self._key(path, type(value), depth)
+        return Same(value)
+
+    def _code(self, path: str, value: Any, depth: int) -> Key:
+        if isinstance(value, types.MethodType):
+            return "method", self._key(path, value.__func__, depth), self._key(path, value.__self__, DEEPEST)
+        if isinstance(value, partial):
+            parts = (value.func, value.args, value.keywords)
+            return "partial", *(self._key(path, x, depth + 1) for x in parts)
+        if is_own(value.__module__):
+            if isinstance(value, type):
+                self._class(value)
+            else:
+                self._function(path, value)
         return Same(value)
 
     def _tensor(self, path: str, value: torch.Tensor) -> Key:
@@ -384,7 +438,7 @@ class _Reading:
         self.owners[path] = value
         for name, x in vars(value).items():
             self._attribute(path, name, x, depth + 1)
-        return Same(type(value))
+        return self._key(path, type(value), depth)
 
     def _loose(self, path: str, module: nn.Module) -> Key:
         """A module that is reached through a list or another object, whose tensors are constants to the graph."""
@@ -413,37 +467,55 @@ class _Length:
         return iter(())
 
 
-class _Cell:
-    """What a closure's variable holds."""
+class _Asked:
+    """Objects that are asked for, always as many, as a container of them."""
 
-    __slots__ = ("cell",)
+    __slots__ = ("ask", "size")
 
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            yield self.cell.cell_contents
-        except ValueError:  # not yet set
-            yield None
-
-
-class _Globals:
-    """Some of a file's globals."""
-
-    __slots__ = ("names", "space")
-
-    def __init__(self, space: dict[str, Any], names: list[str]) -> None:
-        self.space, self.names = space, names
+    def __init__(self, ask: Callable[[], Sequence[Any]]) -> None:
+        self.ask, self.size = ask, len(ask())
 
     def __len__(self) -> int:
-        return len(self.names)
+        return self.size
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.space.get, self.names)
+        return iter(self.ask())
+
+
+def _held(cell: types.CellType) -> Any:
+    """What a closure's variable holds; None before it is set."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+@cache
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The globals that a function names, with those of the functions inside of it, and all names, attributes too."""
+    steps, all_names = dis.get_instructions(code), set(code.co_names)
+    globals_ = [x.argval for x in steps if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            more, names = _names(inner)
+            globals_ += more
+            all_names |= names
+    return tuple(dict.fromkeys(globals_)), frozenset(all_names)
+
+
+@cache
+def is_own(module: str | None) -> bool:
+    """Whether a module is the user's own: of no installed package, nor Python's, nor Lowtide's."""
+    if module is None or module.partition(".")[0] in LOWTIDE:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:  # a notebook's or a script's, or one of C
+        return module == "__main__"
+    return not file.startswith(_INSTALLED) and "site-packages" not in file and "dist-packages" not in file
+
+
+LOWTIDE: Final = ("traces", "tracer", "simulator", "executor")
+_INSTALLED: Final = tuple(sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def _values(dicts: Iterable[Mapping[Any, Any]]) -> Iterator[Any]:
@@ -561,11 +633,17 @@ def argument(value: Any, what: str) -> Key:
 
 
 class _Contents(_Reading):
-    """One walk over an object that is not watched: an argument, which every call brings anew."""
+    """One walk over an object that is not watched, nor its code: an argument, which every call brings anew."""
 
     def __init__(self, what: str, value: Any) -> None:
         self._start()
         self._attribute("", what, value, 0)
+
+    def _function(self, owner: str, function: types.FunctionType) -> None:
+        pass
+
+    def _class(self, kind: type) -> None:
+        pass
 
     def _tensor(self, path: str, value: torch.Tensor) -> Key:
         raise PlanError(

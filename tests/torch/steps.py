@@ -20,7 +20,7 @@ from tracer.record.program import Program, program_of
 from tracer.record.step import capture_step, trace_step
 from traces.devices import device
 from traces.errors import PlanError
-from traces.records.plan import RECOMPUTE, SAVE, Action, Plan
+from traces.records.plan import RECOMPUTE, SAVE, Action, Plan, label_actions
 from traces.records.trace import EAGER, Trace
 
 
@@ -65,7 +65,7 @@ def program(model: nn.Module, batch: Any, loss: Callable[..., Any] | None = None
 
 
 def plan_of(trace: Trace, *actions: Action) -> Plan:
-    return Plan(meta=trace.meta, actions=actions)
+    return Plan(meta=trace.meta, actions=label_actions(trace, actions))
 
 
 def recompute_all(problem: Problem, *, share: bool = True) -> tuple[Action, ...]:

@@ -8,11 +8,15 @@ bit, or else the planned run must have raised an error with the row's words. Eve
 from __future__ import annotations
 
 import copy
+import os
 import random
+import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -403,6 +407,76 @@ def forward_replaced_in_the_class(m: Any) -> Any:
         return first, step(m)
     finally:
         WithGlobals.forward = forward
+
+
+@dataclass(slots=True)
+class Gain:
+    value: float = 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.value * TABLE["inner"]
+
+
+TABLE = {"inner": 1.0, "outer": 1.0}
+GAIN = Gain()
+numbers = types.ModuleType("numbers_of_a_test", "A module of the user's own.")
+numbers.__file__, numbers.factor = __file__, 1.0  # type: ignore[attr-defined]
+sys.modules[numbers.__name__] = numbers
+
+
+def by_default(x: torch.Tensor, gain: float = 1.0) -> torch.Tensor:
+    return x * gain
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return by_default(GAIN(x * TABLE["outer"])) * numbers.factor * float(os.environ.get("A_TEST_S_GAIN", "1"))
+
+
+class Helped(nn.Module):
+    """Every number that decides its result stands behind a function that its forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.by_hand = partial(by_default, gain=1.0)
+
+    @property
+    def scaled(self) -> Any:
+        return lambda x: helper(x) * SCALE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.by_hand(self.scaled(self.linear(x).sigmoid()))
+
+
+def helped(name: str, change: Callable[[Any, float], object]) -> None:
+    """A row in which something that a helper function takes is 3 for a step, and then 1 again."""
+
+    def script(m: Any) -> Any:
+        results = []
+        try:
+            for value in (1.0, 3.0, 1.0):
+                change(m, value)
+                results.append(step(m))
+        finally:
+            change(m, 1.0)
+        return results
+
+    script.__name__ = name
+    row(net=Helped)(script)
+
+
+helped("a_table_that_a_helper_reads", lambda m, x: TABLE.update(outer=x))
+helped("a_table_that_an_object_s_call_reads", lambda m, x: TABLE.update(inner=x))
+helped("a_slot_of_a_global_object", lambda m, x: setattr(GAIN, "value", x))
+helped("a_default_of_a_helper", lambda m, x: setattr(by_default, "__defaults__", (x,)))
+helped("a_number_of_a_module", lambda m, x: setattr(numbers, "factor", x))
+helped("the_environment", lambda m, x: os.environ.update(A_TEST_S_GAIN=str(x)))
+helped("a_partial_function", lambda m, x: setattr(m, "by_hand", partial(by_default, gain=x)))
+helped("a_global_behind_a_property", lambda m, x: globals().update(SCALE=x))
+helped(
+    "a_helper_replaced",
+    lambda m, x: globals().update(by_default=lambda y, gain=1.0: y * (gain * x)),
+)
 
 
 def closure() -> tuple[type[nn.Module], Callable[[float], None]]:
@@ -1218,6 +1292,22 @@ def other_weights_by_functional_call(m: Any) -> Any:
     weights = {k: v.detach().clone().requires_grad_() * 1.5 for k, v in m.named_parameters()}
     loss = total(torch.func.functional_call(m, weights, (batch(),)))
     return torch.autograd.grad(loss, list(weights.values())), step(m)
+
+
+@row("inside torch.func", net=Shallow)
+def a_gradient_of_each_example(m: Any) -> Any:
+    weights = {k: v.detach() for k, v in m.named_parameters()}
+
+    def loss(weights: Any, x: torch.Tensor) -> torch.Tensor:
+        return total(torch.func.functional_call(m, weights, (x[None],)))
+
+    return torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, batch())
+
+
+@row()
+def a_buffer_added_that_nothing_reads(m: Any) -> Any:
+    m.register_buffer("unread", torch.ones(3))
+    return step(m)
 
 
 @row()
