@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     # A name such as "a100-40", a size such as "40GiB" or in bytes; or the memory, as it is or by the kind of a trace.
     Device = str | int | DeviceMemory | Callable[[str | None], DeviceMemory | None]
 
-Source = (
-    Trace | str | Path | Problem
-)  # a trace, its directory or name in the gallery, or it under its constraints
+# A trace, its directory or name in the gallery, or it under its constraints.
+Source = Trace | str | Path | Problem
 Budget = str | int  # bytes, a size, or a share of the step's own peak
 DEVICE = "device"  # the budget that is the device's memory
 
@@ -40,7 +39,7 @@ class Planning(TypedDict, total=False):
     always_save: Sequence[str]  # selectors of ops whose values must be saved
     alloc_conf: (
         str | None
-    )  # as PYTORCH_ALLOC_CONF would be; None: as the trace was recorded. Traces of a GPU only
+    )  # as PYTORCH_ALLOC_CONF would be; None: as the trace was recorded. GPUs' traces only
     progress: Callable[[str], None]  # told one line about each thing that is done
 
 

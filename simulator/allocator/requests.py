@@ -38,13 +38,9 @@ class Requests:
     """What one iteration asks, as columns, and what is asked once."""
 
     residents: tuple[int, ...]  # bytes of what is there before the first iteration
-    blocks: tuple[
-        int, ...
-    ]  # by request: the block that it is about, by a number of its own; ~number: given back
+    blocks: tuple[int, ...]  # by request: the block that it is about, by its own number; ~number: given back
     sizes: tuple[int, ...]  # by request: bytes; 0 where a block is given back
-    once: tuple[
-        tuple[int, int], ...
-    ]  # in the first iteration alone: how many requests come before it, and bytes
+    once: tuple[tuple[int, int], ...]  # in the first iteration alone: how many requests before it, and bytes
     count: int  # of the blocks that one iteration asks for
     phases: tuple[tuple[str, int], ...] = ()  # in order, and how many requests come before each
     # What the first iteration asks in place of that; None: the same. Blocks of one iteration may be given back in the
@@ -139,9 +135,7 @@ class Asked:
     """What one run of an op asks, whenever it runs."""
 
     asks: tuple[int, ...]  # bytes of a new block; ~k: the k-th of them is given back
-    made: tuple[
-        tuple[int, int], ...
-    ]  # outputs in order: the storage, and which block; TAKEN: what was its input's
+    made: tuple[tuple[int, int], ...]  # outputs in order: storage and block; TAKEN: what was its input's
     gives_back: bool  # the block that it takes over first of all, since no output is as large
 
 
@@ -279,7 +273,7 @@ class Residents:
     state: tuple[int, ...]  # of the optimizer: when its first step begins, as torch's own make it
     workspaces: Mapping[
         int, tuple[int, ...]
-    ]  # of libraries, and state made later: in the first op that uses them
+    ]  # of libraries, and state made later: by the first op that uses them
 
     @classmethod
     def of(cls, trace: Trace, *, gradients: bool = True) -> Residents:

@@ -17,9 +17,7 @@ from simulator.allocator.settings import MIB, AllocatorSettings
 SMALL_SEGMENT_BYTES: Final = 2 * MIB
 LARGE_REQUEST_BYTES: Final = 10 * MIB  # from here on a request gets a segment of its own size
 LARGE_ROUNDING_BYTES: Final = 2 * MIB
-DEFAULT_RANGE_BYTES: Final = (
-    1 << 42
-)  # the virtual range of expandable segments when the device's size is unknown
+DEFAULT_RANGE_BYTES: Final = 1 << 42  # of expandable segments, where the device's size is unknown
 
 
 class Segments:

@@ -51,11 +51,9 @@ class AllocatorSettings:
     # Divisions per power of two, for requests of 1 MiB, 2 MiB, ...; the first entry also for all smaller ones.
     roundup_divisions: tuple[int, ...] = (0,) * INTERVALS
     expandable_segments: bool = False
-    memory_fraction: float | None = (
-        None  # of the whole device; None and 1: no limit, and no garbage collection
-    )
+    memory_fraction: float | None = None  # of the whole device; None and 1: no limit, no garbage collection
     ties: str = (
-        OLDER_SEGMENT  # which of equally large free blocks is taken; not an option, it goes by the version
+        OLDER_SEGMENT  # which of equally large free blocks is taken; no option, it goes by the version
     )
     throw_on_oom: bool = (
         False  # give up at once, cached memory or not, when a segment would exceed the device

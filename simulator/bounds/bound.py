@@ -85,6 +85,26 @@ class Bound:
     price_bytes: int
     reason: str  # in words
 
+    def gap_points(self, step_ns: int, saved_ns: int) -> float | None:
+        """By how many percent of the step with everything saved a plan's step takes longer than the bound says.
+
+        None where no plan can fit, or nothing takes time.
+        """
+        if not self.feasible or not saved_ns:
+            return None
+        return round(100 * (step_ns - saved_ns - self.added_time_ns) / saved_ns, 4)
+
+    def to_json(self) -> dict[str, Any]:
+        """The `bound` of `simulate --json`."""
+        return {
+            "overhead_percent": self.overhead_percent if self.feasible else None,
+            "added_time_ns": self.added_time_ns if self.feasible else None,
+            "feasible": self.feasible,
+            "op": self.op,
+            "price_ns_per_gib": round(self.price_ns * 2**30 / self.price_bytes),
+            "reason": self.reason,
+        }
+
 
 def lower_bound(problem: Problem, budget_bytes: int) -> Bound:
     """The certified bound for one budget; see the module's text for what it counts and ignores."""
@@ -105,19 +125,6 @@ def bound_curve(problem: Problem, budgets: Iterable[int]) -> tuple[Bound, ...]:
             bound = bounder.carry(best, budget)
         out.append(bound)
     return tuple(reversed(out))
-
-
-def bound_answer(problem: Problem, budget_bytes: int) -> dict[str, Any]:
-    """The `bound` of `simulate --json`."""
-    bound = lower_bound(problem, budget_bytes)
-    return {
-        "overhead_percent": bound.overhead_percent if bound.feasible else None,
-        "added_time_ns": bound.added_time_ns if bound.feasible else None,
-        "feasible": bound.feasible,
-        "op": bound.op,
-        "price_ns_per_gib": round(bound.price_ns * 2**30 / bound.price_bytes),
-        "reason": bound.reason,
-    }
 
 
 def bounder_of(problem: Problem) -> Bounder:

@@ -13,19 +13,13 @@ from simulator.cli.pareto import pareto_command
 from simulator.cli.plan import plan_command
 from simulator.cli.replay import replay_command
 from simulator.cli.sweep import sweep_command
-from traces.commands import DefaultGroup, Refused, echo
+from traces.commands import DefaultGroup, echo
 
 DEFAULT_COMMAND = ""  # a name that no trace can have
-FORMER = {"torch-budget": "`simulate compare TRACE --budget BUDGET --with-torch-budget`"}
 
 
 class SimulateGroup(DefaultGroup):
     """Shows the options of the default command, a simulation, as its own."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] in FORMER:
-            raise Refused(f"there is no `simulate {args[0]}` any more; use {FORMER[args[0]]}.", 2)
-        return super().parse_args(ctx, args)
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_usage(ctx.command_path, "TRACE [--budget BUDGET] [OPTIONS]")
@@ -64,9 +58,8 @@ def main() -> None:
 
     Exit code: 0 done, 1 the budget cannot be met, 2 the input is wrong.
     """
-    gc.set_threshold(
-        100_000
-    )  # a trace is many small objects that stay: to look through them at every turn takes 0.1 s
+    # A trace is many small objects that stay: to look through them at every turn takes 0.1 s.
+    gc.set_threshold(100_000)
 
 
 @click.command("planners")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -24,6 +24,7 @@ from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.units import show_bytes, show_percent, show_time
 
 if TYPE_CHECKING:
+    from simulator.bounds.bound import Bound
     from simulator.studies.prediction import Prediction
 
 TOP_HOLDERS = 5
@@ -62,7 +63,7 @@ def plan_command(
     if output is not None:
         refuse_to_replace(output, force)
 
-    from simulator.bounds.bound import bound_answer
+    from simulator.bounds.bound import lower_bound
     from simulator.planners.annealing import begin_compiling
     from simulator.planners.outcome import Infeasible
     from simulator.studies.answer import answer, refusal
@@ -72,7 +73,7 @@ def plan_command(
     budget_bytes, budget_of = api.budget_in_bytes(problem, budget, budget_of, saved.setting)
     if planner == DEFAULT and budget_bytes is not None:
         begin_compiling()  # before the bound, whose loops this process compiles meanwhile
-    bound = None if budget_bytes is None else bound_answer(problem, budget_bytes)
+    bound = None if budget_bytes is None else lower_bound(problem, budget_bytes)
     out.say(f"planning with {planner}")
     start = time.perf_counter()
     try:
@@ -127,7 +128,7 @@ def summary(
     trace_name: str,
     solve_seconds: float,
     output: Path | None,
-    bound: dict[str, Any] | None,
+    bound: Bound | None,
 ) -> str:
     """The answer to read; the arguments are those of `simulator.studies.answer.answer`, and where the plan went."""
     from simulator.studies.answer import gap_points
@@ -146,7 +147,7 @@ def summary(
         gap = gap_points(c, bound)
         if bound is not None and gap is not None:
             lines.append(
-                f"bound   no plan for this budget adds less than {show_percent(bound['overhead_percent'])}; "
+                f"bound   no plan for this budget adds less than {show_percent(bound.overhead_percent)}; "
                 f"this one is within {gap:.2f} points of it"
             )
     else:

@@ -1,13 +1,12 @@
 """The blocks that pages are made of (figures, tables, charts, text), and one HTML file that needs no network.
 
-Names of models, modules and ops are other people's text: jinja2 escapes them, and JSON inside a script
-element has its `<` escaped. The page holds one copy of the Vega bundle, whatever the number of charts, and a
+Names of models, modules and ops are other people's text: jinja2 escapes them, also in the JSON inside a script
+element. The page holds one copy of the Vega bundle, whatever the number of charts, and a
 content security policy that forbids it every request.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,14 +99,6 @@ def paragraphs(text: str, *, tone: str = "") -> tuple[Text, ...]:
     return tuple(Text(text=" ".join(p.split()), tone=tone) for p in re.split(r"\n\s*\n", text) if p.strip())
 
 
-def script_json(data: object) -> str:
-    """JSON that cannot end the script element that it stands in."""
-    text = json.dumps(data, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
-    for char in "<>&\u2028\u2029":
-        text = text.replace(char, f"\\u{ord(char):04x}")
-    return text
-
-
 @cache
 def bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script that asks the network for nothing.
@@ -145,7 +136,11 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
     )
     charts = any(block.kind == "chart" for section in page.sections for block in section.blocks)
-    environment.filters["script_json"] = script_json
+    environment.policies["json.dumps_kwargs"] = {
+        "separators": (",", ":"),
+        "sort_keys": True,
+        "ensure_ascii": False,
+    }
     environment.filters["cell"] = lambda c: c if isinstance(c, Cell) else Cell(text=str(c))
     return environment.get_template("page.html").render(page=page, bundle=bundle() if charts else "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from simulator.allocator.device_fit import DeviceFit
+from simulator.bounds.bound import Bound
 from simulator.core.replay import Replay, peak_by_category
 from simulator.planners.outcome import Infeasible
 from simulator.studies.loop_peaks import planned_peaks, untouched_peaks
@@ -22,7 +23,7 @@ def answer(
     saved: Prediction,
     trace_name: str,
     solve_seconds: float,
-    bound: dict[str, Any] | None = None,
+    bound: Bound | None = None,
 ) -> dict[str, Any]:
     """What is printed for a plan within the budget.
 
@@ -30,7 +31,7 @@ def answer(
         c: the planned step, under the settings that the plan carries.
         saved: the step under the settings that it was asked about.
         trace_name, solve_seconds: of what, and after how long.
-        bound: what `bound_answer` says of the budget.
+        bound: of the budget, if there is one.
     """
     return {
         **_question(c, trace_name, c.plan.planner, solve_seconds, bound),
@@ -71,7 +72,7 @@ def refusal(
     planner: str,
     error: Infeasible,
     solve_seconds: float,
-    bound: dict[str, Any] | None = None,
+    bound: Bound | None = None,
 ) -> dict[str, Any]:
     """What is printed when no plan fits: the same keys, the plan's figures empty, and why."""
     return {
@@ -85,17 +86,14 @@ def refusal(
     }
 
 
-def gap_points(c: Prediction, bound: dict[str, Any] | None) -> float | None:
+def gap_points(c: Prediction, bound: Bound | None) -> float | None:
     """The plan's overhead minus the certified bound, in percent of the step with everything saved; None without one."""
-    step_ns = c.saved.timeline.step_time_ns
-    if bound is None or bound["added_time_ns"] is None or not step_ns:
-        return None
-    added_ns = c.planned.timeline.step_time_ns - step_ns
-    return round(100 * (added_ns - int(bound["added_time_ns"])) / step_ns, 4)
+    times = c.planned.timeline.step_time_ns, c.saved.timeline.step_time_ns
+    return None if bound is None else bound.gap_points(*times)
 
 
 def _question(
-    c: Prediction, trace_name: str, planner: str, solve_seconds: float, bound: dict[str, Any] | None
+    c: Prediction, trace_name: str, planner: str, solve_seconds: float, bound: Bound | None
 ) -> dict[str, Any]:
     meta = c.trace.meta
     return {
@@ -108,7 +106,7 @@ def _question(
         "alloc_conf": c.setting.alloc_conf,
         "planner": planner,
         "solve_seconds": round(solve_seconds, 3),
-        "bound": bound or {"overhead_percent": None, "reason": NO_BUDGET},
+        "bound": bound.to_json() if bound else {"overhead_percent": None, "reason": NO_BUDGET},
         "gap_points": None,
         "warnings": list(texts(c)),
     }

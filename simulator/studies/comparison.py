@@ -75,13 +75,6 @@ def figures_of(problem: Problem, replay: Replay, setting: Setting) -> dict[str, 
     }
 
 
-def gap_points(problem: Problem, replay: Replay, bound: Bound) -> float | None:
-    """By how many percent of the step a plan adds more than the bound; None where no plan can fit."""
-    base_ns = problem.unconstrained.saved.timeline.step_time_ns
-    added_ns = replay.timeline.step_time_ns - base_ns
-    return round(percent(added_ns - bound.added_time_ns, base_ns), 4) if bound.feasible else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison:
     """One trace and one budget under several planners."""
@@ -147,11 +140,12 @@ class Comparison:
         if broken := breach(self.problem, replay.schedule):
             message = "; ".join(part for part in (f"breaks the constraints: {broken}", message) if part)
         feasible = replay.timeline.peak_allocated_bytes <= self.budget_bytes and not broken
+        times = replay.timeline.step_time_ns, self.saved.timeline.step_time_ns
         return Entrant(
             planner=planner,
             feasible=feasible,
             solve_seconds=None if solve_seconds is None else round(solve_seconds, 3),
-            gap_points=gap_points(self.problem, replay, self.bound) if feasible else None,
+            gap_points=self.bound.gap_points(*times) if feasible else None,
             message=message,
             peer=peer,
             **figures_of(self.problem, replay, self.setting),
@@ -159,19 +153,14 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """What `simulate compare --json` prints."""
-        bound, saved = self.bound, fit_of(self.problem, self.saved, self.setting)
+        bound, saved = self.bound.to_json(), fit_of(self.problem, self.saved, self.setting)
         return {
             "trace": self.trace_name,
             **asked_of(self.problem, self.setting),
             "budget_bytes": self.budget_bytes,
             "feasible": any(e.feasible for e in self.entrants),
             "baseline": saved.figures(self.saved.timeline.step_time_ns).headline(),
-            "bound": {
-                "overhead_percent": bound.overhead_percent if bound.feasible else None,
-                "added_time_ns": bound.added_time_ns if bound.feasible else None,
-                "feasible": bound.feasible,
-                "reason": bound.reason,
-            },
+            "bound": {k: bound[k] for k in ("overhead_percent", "added_time_ns", "feasible", "reason")},
             "warnings": texts_of(self.problem),
             "planners": [asdict(e) for e in self.entrants],
         }

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from simulator.allocator.device import CPU, CUDA, DeviceMemory
 from simulator.allocator.device_fit import DeviceFit, Setting, kind_of, setting_of
-from simulator.bounds.bound import bound_answer, bounder_of
+from simulator.bounds.bound import bounder_of, lower_bound
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.show.notebook import framed
@@ -58,9 +58,7 @@ class Probe:
     saved: RunFigures
     saved_fits: bool
     plan: RunFigures | None = None
-    overhead_percent: float | None = (
-        None  # of the plan, or what any plan must at least cost where none was made
-    )
+    overhead_percent: float | None = None  # of the plan, or what any must at least cost where none was made
     plan_fits: bool | None = None  # within the device and the price; None: not tried
     plan_path: str = ""
     message: str = ""  # why no plan fits
@@ -250,9 +248,9 @@ class _Search:
         none = replace(probe, plan_fits=False, message="no plan needs so little")
         if self.floor_excess(probe.batch_size) > 0:
             return none, 0.0
-        bound = bound_answer(problem, usable)
-        least = bound["overhead_percent"]
-        if not bound["feasible"] or least is None:
+        bound = lower_bound(problem, usable)
+        least = bound.overhead_percent
+        if not bound.feasible:
             return none, SLIGHTLY
         if least > price:
             why = f"no plan adds less than {least:.2f} %"

@@ -21,7 +21,7 @@ from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.show import notebook
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
-from simulator.studies.comparison import asked_of, figures_of, fit_of, gap_points
+from simulator.studies.comparison import asked_of, figures_of, fit_of
 from simulator.studies.warnings import texts_of
 from traces.errors import UnfinishedError
 from traces.records.measurement import RunFigures
@@ -51,9 +51,7 @@ class Point:
     price_ns_per_gib: int | None = None
     bound_price_ns_per_gib: int | None = None
     solve_seconds: float | None = None
-    finished: bool = (
-        True  # the planner came to an end; if not, a plan that is here was made for another budget
-    )
+    finished: bool = True  # the planner came to an end; if not, a plan here was made for another budget
     message: str = ""
 
 
@@ -160,6 +158,10 @@ class Pick:
     replay: Replay
     made_for_bytes: int
 
+    @property
+    def step_ns(self) -> int:
+        return self.replay.timeline.step_time_ns
+
 
 def pareto(
     problem: Problem,
@@ -221,7 +223,9 @@ def pareto(
                 budget_bytes=budget,
                 feasible=pick is not None,
                 made_for_bytes=None if pick is None else pick.made_for_bytes,
-                gap_points=None if pick is None else gap_points(problem, pick.replay, bound),
+                gap_points=None
+                if pick is None
+                else bound.gap_points(pick.step_ns, saved.timeline.step_time_ns),
                 bound_overhead_percent=bound.overhead_percent if bound.feasible else None,
                 bound_price_ns_per_gib=price_ns,
                 solve_seconds=round(seconds[budget], 3),
@@ -263,8 +267,7 @@ def cheapest(budgets: Sequence[int], made: Sequence[Pick]) -> tuple[Pick | None,
     """For each budget, the fastest of all plans that keep to it; of equally fast ones the one with the lowest peak."""
 
     def key(pick: Pick) -> tuple[int, int, int]:
-        timeline = pick.replay.timeline
-        return timeline.step_time_ns, timeline.peak_allocated_bytes, pick.made_for_bytes
+        return pick.step_ns, pick.replay.timeline.peak_allocated_bytes, pick.made_for_bytes
 
     return tuple(
         min((p for p in made if p.replay.timeline.peak_allocated_bytes <= b), key=key, default=None)

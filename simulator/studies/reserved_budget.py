@@ -31,9 +31,7 @@ LEAST_FALL: Final = 200  # it falls by 1/200 at least
 STARTS: Final = (
     2  # walks begin at so many of the plans, and at one within the limit, or once more at the first
 )
-SIMILAR: Final = (
-    1.02  # they look for plans under the most welcome setting too where it reserves so much at most
-)
+SIMILAR: Final = 1.02  # they look under the most welcome setting too where it reserves so much at most
 WALK: Final = 0.3  # how long one is, in shares of the time
 
 

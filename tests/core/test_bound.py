@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from simulator.bounds.bound import bound_answer, bound_curve, lower_bound
+from simulator.bounds.bound import bound_curve, lower_bound
 from simulator.bounds.instants import TURN, Instants
 from simulator.bounds.mincut import Corner, Link, Network, Rerun, corners
 from simulator.core.problem import Problem
@@ -173,7 +173,7 @@ def test_below_the_floor_is_infeasible_with_the_reason() -> None:
     bound = lower_bound(Problem(of), Problem(of).floor.peak_bytes - 1)
     assert not bound.feasible
     assert bound.reason.startswith("no plan fits: while ")
-    assert bound_answer(Problem(of), Problem(of).floor.peak_bytes - 1)["overhead_percent"] is None
+    assert lower_bound(Problem(of), Problem(of).floor.peak_bytes - 1).to_json()["overhead_percent"] is None
 
 
 def test_chain_bound_equals_the_optimum_where_one_instant_says_it_all() -> None:
@@ -213,8 +213,8 @@ def test_bound_stands_close_below_a_planner(share: int) -> None:
     assert bound.overhead_percent > 0
 
 
-def test_bound_answer_has_what_simulate_prints() -> None:
-    answer = bound_answer(Problem(two_values()), 48)
+def test_a_bound_as_json_has_what_simulate_prints() -> None:
+    answer = lower_bound(Problem(two_values()), 48).to_json()
     assert answer["overhead_percent"] == pytest.approx(18.75)
     assert answer["feasible"] is True
     assert answer["op"] == 4

@@ -22,12 +22,12 @@ from simulator.core.replay import by_category, peak_by_category, run
 from simulator.core.schedule import build
 from simulator.report import charts
 from simulator.report.page import (
+    Chart,
     Page,
     Section,
     Text,
     paragraphs,
     render,
-    script_json,
 )
 from simulator.report.step import activations, by_module, provenance, recomputations
 from simulator.show.tables import Cell, Table
@@ -136,10 +136,11 @@ def test_hostile_names_stay_text(tmp_path: Path, reporting: None) -> None:
 
 
 def test_json_cannot_end_its_script() -> None:
-    text = script_json({"a": HOSTILE + "<!--\u2028"})
-    assert "<" not in text
-    assert "\u2028" not in text
-    assert json.loads(text) == {"a": HOSTILE + "<!--\u2028"}
+    spec = {"a": HOSTILE + "<!--\u2028"}
+    html = render(Page(title="t", subtitle="", sections=(Section(title="A", blocks=(Chart(spec),)),)))
+    scripts = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', html, re.DOTALL)
+    assert "<" not in scripts[0]
+    assert json.loads(scripts[0]) == spec
 
 
 def test_paragraphs_are_text() -> None:
