@@ -6,14 +6,11 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Annotated, Final
-
-from msgspec import Meta
+from typing import Final
 
 from simulator.allocator.settings import LOWEST_ADDRESS, OLDER_SEGMENT
 
 _SERIALS: Final = count()
-Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Pool:
@@ -123,9 +120,9 @@ class SegmentEvent:
 class BlockState:
     """A block as a snapshot shows it."""
 
-    address: Natural
-    size_bytes: Natural
-    requested_bytes: Natural
+    address: int
+    size_bytes: int
+    requested_bytes: int
     pending: bool = False  # freed, but another stream still uses it
     sure: bool = True  # whether the size was seen, or follows from the request
 
@@ -134,8 +131,8 @@ class BlockState:
 class SegmentState:
     """A segment as a snapshot shows it; what its blocks do not cover is free."""
 
-    address: Natural
-    size_bytes: Natural
+    address: int
+    size_bytes: int
     small: bool
     stream: int = 0
     expandable: bool = False

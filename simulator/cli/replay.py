@@ -37,8 +37,7 @@ def replay_command(
 ) -> None:
     """Replay a GPU's recorded allocations through the simulated caching allocator.
 
-    RECORDING is a file of torch.cuda.memory._dump_snapshot(), or the prefix of a recording in Parquet. Nothing in a
-    snapshot is ever executed.
+    RECORDING is a file of torch.cuda.memory._dump_snapshot(). Nothing in it is ever executed.
 
     \b
     simulate replay snapshot.pickle
@@ -47,8 +46,8 @@ def replay_command(
 
     Exit code: 0 done, 1 the replay runs out of memory, 2 the input is wrong.
     """
-    from simulator.allocator.replay.read import read_recording
     from simulator.allocator.replay.replay import replay, understood
+    from simulator.allocator.replay.snapshot import read_recording
     from simulator.allocator.settings import parse_alloc_conf
 
     memory_bytes = None if device_memory is None else _memory(device_memory)

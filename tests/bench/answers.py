@@ -97,7 +97,7 @@ MAX_BATCH: Final = (
     "simulator max-batch bert-tiny --gpu h200 --device-memory 1536MiB --multiple-of 8 --max 48 --seq-len 64 "
     "--no-profile --seconds 1 -o {out}/max --json -q"
 )
-RECORDING: Final = ROOT / "tests" / "data" / "allocator" / "transformer-medium-ctx512-training"
+RECORDING: Final = ROOT / "tests" / "data" / "allocator" / "snapshot.pickle"
 ABOUT: Final = ("planner", "storage")  # keys that tell the entries of a list apart
 WRITTEN: Final = "written"  # key of the digests of whole texts
 LONGEST_SECONDS: Final = 900  # of one command; more is a fault, not an answer

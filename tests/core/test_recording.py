@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from simulator.allocator.blocks import Block, Pool
 from simulator.allocator.caching import Allocator
-from simulator.allocator.replay.read import read_recording
 from simulator.allocator.replay.replay import replay, settled
+from simulator.allocator.replay.snapshot import read_recording
 from simulator.allocator.settings import (
     LOWEST_ADDRESS,
     OLDER_BLOCK,
@@ -26,16 +26,15 @@ from simulator.allocator.settings import (
     parse_alloc_conf,
 )
 from simulator.cli.main import main
+from tests import recordings
 from traces.errors import TraceError
 
 MIB = 1 << 20
-DATA = Path(__file__).parents[1] / "data" / "allocator"
-NAMES = sorted(p.name.removesuffix(".events.parquet") for p in DATA.glob("*.events.parquet"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", recordings.NAMES)
 def test_real_recordings_replay_to_the_byte(name: str) -> None:
-    recording = read_recording(DATA / name)
+    recording = recordings.read(name)
     result = replay(recording)
     assert result.figures.peak_reserved_bytes == recording.peak_reserved_bytes
     assert result.figures.reserved_bytes == recording.final_reserved_bytes
@@ -45,12 +44,12 @@ def test_real_recordings_replay_to_the_byte(name: str) -> None:
 
 
 def test_all_five_recordings_are_here() -> None:
-    assert len(NAMES) == 5
+    assert len(recordings.NAMES) == 5
 
 
 @pytest.mark.bench
 def test_speed() -> None:
-    recording = read_recording(DATA / "transformer-medium-ctx512-training")
+    recording = recordings.read("transformer-medium-ctx512-training")
     assert min(replay(recording).microseconds_per_pair for _ in range(5)) < 50
 
 
@@ -271,15 +270,26 @@ def test_the_same_settings_in_words_change_nothing(tmp_path: Path) -> None:
     assert answer["what_if"]["peak_reserved_bytes"] == 40 * MIB
 
 
-def test_the_command_prints_a_table() -> None:
-    result = CliRunner().invoke(main, ["replay", str(DATA / "transformer-b.events.parquet"), "-q"])
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Path:
+    """Twice 30 MiB at once, and then none."""
+    p = Program()
+    for _ in range(2):
+        p.malloc(30 * MIB)
+    for _ in range(2):
+        p.free(0)
+    return write(tmp_path / "s.pickle", p.snapshot())
+
+
+def test_the_command_prints_a_table(snapshot: Path) -> None:
+    result = CliRunner().invoke(main, ["replay", str(snapshot), "-q"])
     assert result.exit_code == 0, result.output
-    assert "+0 bytes reserved; the same segment requests; 100.0 % of 2162 blocks" in result.stdout
+    assert "+0 bytes reserved; the same segment requests; 100.0 % of 2 blocks" in result.stdout
     assert result.stderr == ""
 
 
-def test_the_command_says_when_it_would_not_fit() -> None:
-    result = CliRunner().invoke(main, ["replay", str(DATA / "transformer-b"), "--device-memory", "3GiB"])
+def test_the_command_says_when_it_would_not_fit(snapshot: Path) -> None:
+    result = CliRunner().invoke(main, ["replay", str(snapshot), "--device-memory", "50MiB"])
     assert result.exit_code == 1
     assert "out of memory" in result.stderr
 
@@ -288,15 +298,15 @@ def test_the_command_says_when_it_would_not_fit() -> None:
     "words",
     [
         ["nothing.pickle"],
-        [str(DATA)],
-        [str(DATA / "transformer-b"), "--device", "1"],
-        [str(DATA / "transformer-b"), "--alloc-conf", "max_split:1"],
-        [str(DATA / "transformer-b"), "--device-memory", "much"],
-        [str(DATA / "transformer-b"), "--device-memory", "50%"],
+        ["."],
+        ["SNAPSHOT", "--device", "1"],
+        ["SNAPSHOT", "--alloc-conf", "max_split:1"],
+        ["SNAPSHOT", "--device-memory", "much"],
+        ["SNAPSHOT", "--device-memory", "50%"],
     ],
 )
-def test_wrong_input_is_refused(words: list[str]) -> None:
-    result = CliRunner().invoke(main, ["replay", *words])
+def test_wrong_input_is_refused(words: list[str], snapshot: Path) -> None:
+    result = CliRunner().invoke(main, ["replay", *(str(snapshot) if w == "SNAPSHOT" else w for w in words)])
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
 
@@ -379,17 +389,3 @@ def test_damaged_files_give_a_reason(data: bytes, tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(TraceError, match=r"s\.pickle"):
         read_recording(path)
-
-
-@pytest.mark.parametrize("part", [".events.parquet", ".start_segments.parquet", ".start_blocks.parquet"])
-@pytest.mark.parametrize("keep", [0, 0.5, None])
-def test_damaged_parquet_gives_a_reason(part: str, keep: float | None, tmp_path: Path) -> None:
-    for source in DATA.glob("transformer-b.*"):
-        (tmp_path / source.name).write_bytes(source.read_bytes())
-    victim = tmp_path / f"transformer-b{part}"
-    if keep is None:
-        victim.write_bytes((DATA / "transformer-b.start_blocks.parquet").read_bytes()[::-1])
-    else:
-        victim.write_bytes(victim.read_bytes()[: int(victim.stat().st_size * keep)])
-    with pytest.raises(TraceError, match="transformer-b"):
-        read_recording(tmp_path / "transformer-b.events.parquet")

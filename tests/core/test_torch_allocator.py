@@ -22,9 +22,8 @@ from click.testing import CliRunner
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator, OutOfMemory
 from simulator.allocator.replay.pickles import load_plain
-from simulator.allocator.replay.read import read_recording
 from simulator.allocator.replay.replay import replay, understood
-from simulator.allocator.replay.snapshot import recording_from_snapshot
+from simulator.allocator.replay.snapshot import read_recording, recording_from_snapshot
 from simulator.allocator.settings import as_in, parse_alloc_conf
 from simulator.cli.main import main
 from tests.streams import StreamAllocator

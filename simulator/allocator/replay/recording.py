@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, Literal
 
-from simulator.allocator.blocks import BlockState, Natural, SegmentState
+from simulator.allocator.blocks import BlockState, SegmentState
 from simulator.allocator.settings import MIB, AllocatorSettings
 from traces.errors import TraceError
 
@@ -24,8 +24,8 @@ class Event:
     """One thing that happened."""
 
     action: Action
-    address: Natural
-    size_bytes: Natural  # as requested for blocks, as obtained for segments
+    address: int
+    size_bytes: int  # as requested for blocks, as obtained for segments
     stream: int
 
 

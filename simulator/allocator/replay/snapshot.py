@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, get_args
+from pathlib import Path
+from typing import Annotated, Any, Final, get_args
 
-from msgspec import ValidationError, convert
+from msgspec import Meta, ValidationError, convert
 
-from simulator.allocator.blocks import BlockState, Natural, SegmentState
+from simulator.allocator.blocks import BlockState, SegmentState
 from simulator.allocator.replay.pages import Pages, is_small_map
+from simulator.allocator.replay.pickles import load_plain
 from simulator.allocator.replay.recording import (
     Action,
     Event,
@@ -36,6 +38,7 @@ from simulator.allocator.settings import (
 from traces.errors import LowtideError, TraceError
 
 PoolId = tuple[int, int]
+Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 DEFAULT_POOL: Final = (0, 0)
 
 
@@ -77,6 +80,21 @@ class _Snapshot:
     segments: list[_Segment]
     device_traces: list[list[Any]]
     allocator_settings: Any = None
+
+
+def read_recording(path: str | Path, device: int | None = None) -> Recording:
+    """Read a snapshot that torch.cuda.memory._dump_snapshot() wrote after _record_memory_history().
+
+    Args:
+        device: which one (default: the first that recorded anything).
+
+    Raises:
+        TraceError: no such file, damaged, hostile, foreign, or without the events of that device.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TraceError(f"{path}: no such recording; name a file of torch.cuda.memory._dump_snapshot().")
+    return recording_from_snapshot(load_plain(path), str(path), device)
 
 
 def recording_from_snapshot(data: Any, source: str, device: int | None = None) -> Recording:
