@@ -36,7 +36,7 @@ from tracer.recording import (  # noqa: E402
     record_real,
 )
 from traces.devices import Device, device  # noqa: E402
-from traces.records.trace import FIRST, LATER, Trace, Untouched  # noqa: E402
+from traces.records.trace import FIRST, FORWARD, LATER, Trace, Untouched  # noqa: E402
 
 CPU = device("cpu")
 Make = Callable[[], tuple[Any, Any, Any, Any]]
@@ -249,6 +249,28 @@ def on_h100(optimizer: Callable[[Any], Any]) -> Trace:
         return (model, *rest, optimizer(list(model.parameters())))
 
     return record_fake(build_of(step), device("h100"), ProfileUse(off=True))
+
+
+class Turned(nn.Module):
+    """A layer whose input is not contiguous, as that of an attention with the batch first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.transpose(0, 1))
+
+
+def test_a_linear_layer_adds_its_bias_in_place() -> None:
+    def step() -> tuple[Any, ...]:
+        model = Turned()
+        return model, torch.randn(32, 16, 64), lambda y: y.sum(), torch.optim.SGD(model.parameters())
+
+    of = record_fake(build_of(step), device("h100"), ProfileUse(off=True)).untouched
+    asked = zip(of.nbytes, of.phase, strict=True)
+    outputs = [n for n, phase in asked if n == 16 * 32 * 256 * 4 and phase == FORWARD]
+    assert len(outputs) == 1
 
 
 def test_requests_add_up_to_the_counted_peak() -> None:

@@ -123,7 +123,8 @@ def _from_the_first(step: TrainingStep, counter: _Counter) -> None:
 
 @contextlib.contextmanager
 def _ops_of(gpu: Device | None) -> Iterator[None]:
-    """What eager runs on a GPU in place of what it runs on a CPU: attention, inputs of batch norms, fused dropout."""
+    """What eager runs on a GPU in place of what it runs on a CPU or on fake tensors: attention, inputs of batch norms,
+    fused dropout, linear layers of what is not contiguous (Linear.cpp)."""
     if gpu is None:
         yield
         return
@@ -135,7 +136,14 @@ def _ops_of(gpu: Device | None) -> Iterator[None]:
         whole: torch.Tensor = aten.dropout.default.decompose(x, p, train)
         return whole
 
-    with gpu_kernels(gpu), kernels("AutogradCPU", {"dropout": dropout}):
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if bias is not None and x.dim() > 2 and not x.is_contiguous():
+            out: torch.Tensor = aten.matmul(x, weight.t()).add_(bias)  # out of place where tensors are fake
+            return out
+        whole: torch.Tensor = aten.linear.default.decompose(x, weight, bias)
+        return whole
+
+    with gpu_kernels(gpu), kernels("AutogradCPU", {"dropout": dropout, "linear": linear}):
         yield
 
 
