@@ -427,7 +427,9 @@ def test_what_is_said_beside_a_prediction() -> None:
     assert risk_bytes(of, Problem(of).saved) == 8
     assert risk_bytes(on_gpu(of), Problem(of).saved) == 4
     # What a rule says of a convolution is not all: cuDNN asks for more.
-    partly = replace(of, ops=replace(of.ops, events=((8,), (4,)), target=("aten.convolution.default", "aten.test")))
+    partly = replace(
+        of, ops=replace(of.ops, events=((8,), (4,)), target=("aten.convolution.default", "aten.test"))
+    )
     partly = replace(partly, meta=replace(partly.meta, workspace={"rules": 1, "none": 1}))
     assert unknown_ops(on_gpu(partly)) == (0,)
     assert risk_bytes(on_gpu(partly), Problem(of).saved) == 4

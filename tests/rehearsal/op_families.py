@@ -132,7 +132,9 @@ def convolutions(r: random.Random) -> Draw:
             x = torch.empty([shape[0], *shape[2:], many + 5], dtype=net.weight.dtype, device=GPU)
             x = x[..., :many].movedim(-1, 1)
         else:
-            x = torch.empty([1 if lies == "expanded" else shape[0], *shape[1:]], dtype=net.weight.dtype, device=GPU)
+            x = torch.empty(
+                [1 if lies == "expanded" else shape[0], *shape[1:]], dtype=net.weight.dtype, device=GPU
+            )
             x = x.expand(shape)
         x = x.detach().requires_grad_(r.random() < 0.8)
         yield lambda net=net, x=x: train(net(x), r)
