@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from tracer.build.step import BuildStep
-from tracer.costs.calibration import ELSEWHERE, INTERPOLATED, MEASURED, NONE, RULES, Costs
+from tracer.costs.calibration import ELSEWHERE, MEASURED, NONE, RULES, Costs
 from tracer.costs.calibration import REHEARSED as BY_REHEARSAL
 from tracer.costs.profiles import (
     board_of,
@@ -272,7 +272,6 @@ def sources_text(trace: Trace, where: str) -> str:
     parts = [
         f"{counts.get(MEASURED, 0)} measured",
         *([f"{n} rehearsed"] if (n := counts.get(BY_REHEARSAL, 0)) else []),
-        f"{counts.get(INTERPOLATED, 0)} interpolated",
         f"{counts.get(RULES, 0) + counts.get(ELSEWHERE, 0)} by rule",
         f"{counts.get(NONE, 0)} unknown",
     ]

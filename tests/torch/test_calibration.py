@@ -10,7 +10,7 @@ import tracer.costs.calibration as calibration  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
-from tracer.costs.calibration import INTERPOLATED, MEASURED, NONE, RULES, Costs  # noqa: E402
+from tracer.costs.calibration import MEASURED, NONE, RULES, Costs  # noqa: E402
 from tracer.costs.rows import OpRow  # noqa: E402
 from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
 from traces.devices import device  # noqa: E402
@@ -61,15 +61,13 @@ def profile(**batches: tuple[int, ...]) -> DeviceProfile:
     return DeviceProfile(identity=identity, entries=entries)
 
 
-def test_measured_comes_before_interpolated_before_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_comes_before_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "cpu_events", lambda signature, device: (1024, 256, -1024))
     # Batch b leaves 64 b bytes and uses 10 b meanwhile.
     known = profile(b4=(40, 256, -40), b8=(80, 512, -80))
     told = Costs(profile=known).of(row(batch=4), 256, CPU)
     assert (told.events, told.source, told.time_ns) == ((40, 256, -40), MEASURED, 7)
     told = Costs(profile=known).of(row(batch=6), 384, CPU)
-    assert (told.events, told.source, told.time_ns) == ((60, 384, -60), INTERPOLATED, 7)
-    told = Costs(profile=known, exact=True).of(row(batch=6), 384, CPU)
     assert (told.events, told.source) == ((), NONE)  # the rule leaves 256
     told = Costs(profile=known).of(row("aten.addmm.default"), 256, CPU)
     assert (told.events, told.source) == ((1024, 256, -1024), RULES)

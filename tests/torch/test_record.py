@@ -75,16 +75,6 @@ def test_calibration_measures_what_lacks_and_keeps_it(tmp_path: Path, cache: Pat
     assert not cache.exists()
 
 
-def test_other_batch_sizes_are_interpolated_to_the_byte(tmp_path: Path) -> None:
-    use = ProfileUse(path=tmp_path / "p.parquet", calibrate=True)
-    for batch in (2, 6):
-        record_fake(net(batch), CPU, use)
-    between = record_fake(net(4), CPU, ProfileUse(path=use.path))
-    assert between.meta.workspace["interpolated"] > 0
-    real = record_real(net(4), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
-    assert between.ops.events == real.ops.events
-
-
 def _changed(path: Path, **change: object) -> Path:
     profile = store.load(path)
     return store.save(replace(profile, identity=replace(profile.identity, **change)), path)  # type: ignore[arg-type]
@@ -288,7 +278,7 @@ def test_words_about_sources_and_skips() -> None:
     trace = record_fake(net(2), CPU, ProfileUse(off=True))
     trace = replace(trace, meta=replace(trace.meta, workspace={"measured": 3, "rules": 2, "none": 1}))
     assert sources_text(trace, "") == (
-        "Allocations inside the 6 computing ops: 3 measured, 0 interpolated, 2 by rule, 1 unknown."
+        "Allocations inside the 6 computing ops: 3 measured, 2 by rule, 1 unknown."
     )
     text = skipped_text({"aten.a.b(1)": "no", "aten.a.b(2)": "no", "aten.c.d(1)": "why"})
     assert text == "3 calls could not be run alone (2 x aten.a.b, 1 x aten.c.d); aten.a.b: no"

@@ -13,9 +13,7 @@ from tracer.costs.signature import (  # noqa: E402
     ITEM_BYTES,
     Signature,
     TensorSpec,
-    numbers_of,
     of_call,
-    structure_of,
 )
 
 aten = torch.ops.aten
@@ -47,13 +45,6 @@ def test_a_call_is_the_same_on_every_device() -> None:
         of_call(aten.full.default, ([3], 1.0), {"device": torch.device(d)}, x).key for d in ("cpu", "cuda:0")
     }
     assert keys == {"aten.full.default((3), 1.0, device=device) -> float32[3|1]"}
-
-
-def test_structure_and_numbers() -> None:
-    a, b = add_key(torch.zeros(4, 6)), add_key(torch.zeros(8, 6))
-    assert structure_of(a) == structure_of(b) != structure_of(add_key(torch.zeros(4)))
-    assert numbers_of(a) == (4, 6, 6, 1) * 3
-    assert structure_of(add_key(torch.zeros(4, 6).double())) != structure_of(a)
 
 
 def test_lists_of_tensors_are_inputs() -> None:

@@ -1,15 +1,14 @@
 """What an op costs on the target: its time and what it allocates while it runs.
 
-In this order: what was measured for this very signature; what a profile's other shapes of the same op say; a row of
-the rules table; nothing, so that the outputs alone count.
+In this order: what was measured for this very signature; a row of the rules table; nothing, so that the outputs alone
+count.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from tracer.costs.interpolation import Index
 from tracer.costs.roofline import op_time_ns, uses_tf32
 from tracer.costs.rows import OpRow
 from tracer.costs.rules_cpu import onednn
@@ -22,11 +21,10 @@ from traces.records.trace import CUDNN_DECIDES, VIEW
 
 MEASURED: Final = "measured"
 REHEARSED: Final = "rehearsed"  # torch's own code on a GPU that is not there
-INTERPOLATED: Final = "interpolated"
 RULES: Final = "rules"
 ELSEWHERE: Final = "rules elsewhere"  # of another kind of processor than the one that they were read from
 NONE: Final = "none"
-SOURCES: Final = (MEASURED, REHEARSED, INTERPOLATED, RULES, ELSEWHERE, NONE)
+SOURCES: Final = (MEASURED, REHEARSED, RULES, ELSEWHERE, NONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +42,12 @@ class Costs:
 
     profile: measurements of the target, or None.
     rules: whether the rules table is asked.
-    exact: whether the profile's other shapes are left out, so that it answers only for what it has measured.
     tf32: whether float32 matrix products and convolutions run on TF32 tensor cores; None: as torch's defaults have it.
     """
 
     profile: DeviceProfile | None = None
     rules: bool = True
     tf32: bool | None = None
-    exact: bool = False
-    _index: Index = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        entries = self.profile.entries.items() if self.profile is not None and not self.exact else ()
-        object.__setattr__(self, "_index", Index(entries))
 
     def of(self, row: OpRow, created_bytes: int, device: Device) -> Cost:
         """The cost of an op.
@@ -69,18 +60,11 @@ class Costs:
         """
         if row.flags & VIEW:
             return Cost(time_ns=0, events=(), source="")
-        key = row.signature.key if self.profile is not None and row.signature is not None else ""
-        if self.profile is not None and key in self.profile.entries:
-            entry = self.profile.entries[key]
-            if _leaves(entry.events, created_bytes):
+        if self.profile is not None and row.signature is not None:
+            entry = self.profile.entries.get(row.signature.key)
+            if entry is not None and _leaves(entry.events, created_bytes):
                 return Cost(time_ns=entry.time_ns, events=entry.events, source=MEASURED)
         by_rule = self._by_rule(row, created_bytes, device)
-        if (
-            key
-            and (estimate := self._index.estimate(key, by_rule, call_ns=device.launch_ns))
-            and _leaves(estimate.events, created_bytes)
-        ):
-            return Cost(time_ns=estimate.time_ns, events=estimate.events, source=INTERPOLATED)
         tf32 = uses_tf32(row.target) if self.tf32 is None else self.tf32
         time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=tf32)
         if by_rule is not None:

@@ -7,7 +7,6 @@ flags). So a signature is what measurements are stored by and what workspace rul
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,8 +25,6 @@ ITEM_BYTES: Final = {
     for dtype in dtypes.split()
 }  # fmt: skip
 DEVICE: Final = "device"  # stands for every argument that is a device
-# A whole number that stands alone: not part of a name ("conv2d"), of a dtype ("float32") or of a float ("0.5").
-_NUMBER: Final = re.compile(r"(?<![\w.])-?\d+(?![\w.])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,16 +91,6 @@ class Signature:
         if position < len(self.args):
             return self.args[position]
         return dict(self.kwargs).get(name, default)
-
-
-def structure_of(key: str) -> str:
-    """A key with every whole number left out: equal for calls that differ in sizes alone."""
-    return _NUMBER.sub("#", key)
-
-
-def numbers_of(key: str) -> tuple[int, ...]:
-    """The whole numbers of a key, in order: sizes, strides, and arguments such as a padding."""
-    return tuple(int(n) for n in _NUMBER.findall(key))
 
 
 def of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Signature:

@@ -186,8 +186,8 @@ class TraceMeta:
     grad_outputs: tuple[int, ...] = ()  # flat indices of the model outputs that receive a gradient
     forward_ops: int = 0  # the captured graph's forward ops are the rows before this one
     first_backward_graph_op: int = 0  # and its backward ops a run of rows from this one
-    # How many computing ops have their allocations from which source: "measured", "interpolated" (from measurements
-    # of other sizes), "rules", "none" (unknown: outputs only). Empty in traces older than this field.
+    # How many computing ops have their allocations from which source: "measured", "rules", "none" (unknown:
+    # outputs only). Empty in traces older than this field.
     workspace: dict[str, int] = field(default_factory=dict)
     # What a library keeps for good once backward runs an op of forward again, by the op's target: bytes, 0 if backward
     # has such a workspace anyway.
@@ -271,7 +271,7 @@ class Trace:
     def describe(self) -> tuple[str, dict[str, str]]:
         """The same for people: what it is, and a figure for each word."""
         figures, meta = self.summary(), self.meta
-        from_profile = any(meta.workspace.get(k) for k in ("measured", "interpolated"))
+        from_profile = meta.workspace.get("measured")
         estimated = f"profile and roofline of {meta.target}" if from_profile else f"roofline of {meta.target}"
         origin = f"measured on {meta.target}" if meta.mode == "real" else estimated
         options = ", ".join(f"{k} {v}" for k, v in (meta.options or {"batch_size": meta.batch_size}).items())
