@@ -220,14 +220,12 @@ class KnownModel:
 
             return timm_step(self.name, options, device)
         if self.family == HF:
-            from tracer.build.named.huggingface_config import config_step
+            from tracer.build.named.huggingface import config_step
 
             return config_step(self.name, options, device)
-        from tracer.build.named.huggingface import transformers_step
+        from tracer.build.named.huggingface import family_step
 
-        return transformers_step(
-            self.family, self.name, TRANSFORMERS[self.family][self.name], options, device
-        )
+        return family_step(self.family, self.name, TRANSFORMERS[self.family][self.name], options, device)
 
 
 def list_models() -> tuple[KnownModel, ...]:
@@ -244,7 +242,7 @@ def find_model(name: str) -> KnownModel:
         SpecError: there is none; names the closest ones.
     """
     if name.startswith(HF):
-        from tracer.build.named.huggingface_config import read_config
+        from tracer.build.named.huggingface import read_config
 
         read_config(name)
         return KnownModel(name=name, family=HF)

@@ -13,8 +13,7 @@ import torch
 from tracer.build.context import made_on, made_with_values, outside_fake_mode
 from tracer.build.loop import TrainingStep
 from tracer.build.named.torchvision_shim import import_torchvision
-from tracer.build.named.vision import classification_loss, set_dropout
-from tracer.build.optimizers import make_optimizer
+from tracer.build.named.vision import classifier_step
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.model_spec import TIMM
 
@@ -50,7 +49,7 @@ def timm_step(reference: str, options: dict[str, Any], device: str) -> TrainingS
     """
     with outside_fake_mode():
         timm = _timm()
-    name, size, batch = reference.removeprefix(TIMM), options["image_size"], options["batch_size"]
+    name, size = reference.removeprefix(TIMM), options["image_size"]
     # Only models with a position for each patch take a size; they refuse another than theirs without being told.
     sized = {"img_size": size} if size != image_size_of(reference) else {}
     with made_on(device, getattr(torch, options["dtype"])), warnings.catch_warnings():
@@ -67,23 +66,8 @@ def timm_step(reference: str, options: dict[str, Any], device: str) -> TrainingS
         classes = getattr(model, "num_classes", 0)
         if not classes:
             raise SpecError(f"{reference} has no classes to train on; write a function that builds its step.")
-        model.train()
-        if options.get("dropout") is not None:
-            set_dropout(model, float(options["dropout"]))
         channels = getattr(model, "default_cfg", {}).get("input_size", (3,))[0]
-        images = torch.randn(batch, channels, size, size)
-        labels = torch.randint(classes, (batch,))
-    return TrainingStep(
-        model=model,
-        args=(images,),
-        kwargs={},
-        loss=classification_loss(labels, 0.0),
-        loss_inputs=(labels,),
-        optimizer=make_optimizer(options["optimizer"], model.parameters(), options.get("optimizer_impl")),
-        batch_size=batch,
-        name=reference,
-        options=dict(options),
-    )
+        return classifier_step(reference, model, channels, classes, options)
 
 
 def _timm() -> Any:

@@ -37,10 +37,8 @@ def image_step(name: str, options: dict[str, Any], device: str) -> TrainingStep:
     with outside_fake_mode():
         import_torchvision()
         from torchvision import models
-    dtype: torch.dtype = getattr(torch, options["dtype"])
-    size, batch = options["image_size"], options["batch_size"]
-    builder = models.get_model_builder(name)
-    with made_on(device, dtype), _regnet_widths_computed():
+    builder, size = models.get_model_builder(name), options["image_size"]
+    with made_on(device, getattr(torch, options["dtype"])), _regnet_widths_computed():
         try:
             model = builder(weights=None, **_settings(name, size))
         except LowtideError:
@@ -54,11 +52,19 @@ def image_step(name: str, options: dict[str, Any], device: str) -> TrainingStep:
                     "with --device cpu."
                 ) from error
             raise SpecError(f"{name} with --image-size {size} cannot be built: {error}") from error
-        model.train()
-        if options.get("dropout") is not None:
-            set_dropout(model, float(options["dropout"]))
-        images = torch.randn(batch, 3, size, size)
-        labels = torch.randint(CLASSES, (batch,))
+        return classifier_step(name, model, 3, CLASSES, options)
+
+
+def classifier_step(
+    name: str, model: nn.Module, channels: int, classes: int, options: dict[str, Any]
+) -> TrainingStep:
+    """The step of a classifier of images, in training mode, on a random batch."""
+    size, batch = options["image_size"], options["batch_size"]
+    model.train()
+    if options.get("dropout") is not None:
+        set_dropout(model, float(options["dropout"]))
+    images = torch.randn(batch, channels, size, size)
+    labels = torch.randint(classes, (batch,))
     return TrainingStep(
         model=model,
         args=(images,),
