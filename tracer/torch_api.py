@@ -85,7 +85,6 @@ USED: Final = {
     "is_avx512_bf16_supported": "torch.cpu:_is_avx512_bf16_supported",
     "is_mkldnn_bf16_supported": "torch:ops.mkldnn._is_mkldnn_bf16_supported",
     # torch's own activation memory budget
-    "CustomRuntimeEstimator": "torch._inductor.custom_graph_pass:CustomRuntimeEstimator",
     "functorch_config": "torch._functorch.config",
     "min_cut_rematerialization_partition": "torch._functorch.partitioners:min_cut_rematerialization_partition",
     # modules in which `replaced` puts something else

@@ -45,9 +45,7 @@ def measure(name: str, cache: Path, rounds: int, points: int, planner: str) -> d
     torch_seconds, process_seconds, front_seconds = [], [], []
     answer: dict[str, Any] = {}
     for _ in range(rounds):
-        torch_seconds.append(
-            saved_set(again.program, trace, Setting(budget=BUDGET), again.graph_ops).solve_seconds
-        )
+        torch_seconds.append(saved_set(again.program, Setting(budget=BUDGET), again.graph_ops).solve_seconds)
         begin = time.perf_counter()
         answer = front(words)
         process_seconds.append(time.perf_counter() - begin)

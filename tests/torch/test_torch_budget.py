@@ -99,7 +99,7 @@ def test_the_saved_set_is_torchs_own_and_wrong_gradients_are_known(
     build_file: Path, budget: float, solver: str, dropout: float
 ) -> None:
     r = recorded(build_file, dropout)
-    found = saved_set(r.program, r.trace, Setting(budget=budget, solver=solver), r.graph_ops)
+    found = saved_set(r.program, Setting(budget=budget, solver=solver), r.graph_ops)
     sizes, gradients = under_torch(budget, solver, dropout)
     nbytes = r.trace.storages.nbytes
     assert sorted(nbytes[s] for s in found.saved) == sizes
@@ -113,27 +113,11 @@ def test_the_replay_runs_as_many_ops_again_as_torchs_backward(build_file: Path) 
     r = recorded(build_file, 0.0)
     before = str(r.program.captured.graph_module.graph)
     for budget in (0.0, 0.2, 0.5):
-        found = saved_set(r.program, r.trace, Setting(budget=budget), r.graph_ops)
+        found = saved_set(r.program, Setting(budget=budget), r.graph_ops)
         (p,) = plans(Problem(r.trace), sets_of(r.trace, found))
         assert p.timeline.recomputed_ops == found.recomputed_ops > 0
         assert p.saved_instead == 0
     assert str(r.program.captured.graph_module.graph) == before
-
-
-def test_the_trace_s_times_can_stand_for_torchs_estimate(build_file: Path) -> None:
-    r = recorded(build_file, 0.0)
-    # All of the time in the second linear layer: torch now saves its output first.
-    (dear,) = [
-        i for i, op in enumerate(r.program.rows) if op.module == "5" and op.target == "aten.addmm.default"
-    ]
-    times = [1] * len(r.trace.ops)
-    times[dear] = 10**9
-    record = replace(r.trace, ops=replace(r.trace.ops, time_ns=tuple(times)))
-    found = saved_set(r.program, record, Setting(budget=0.15, runtime="times"), r.graph_ops)
-    by_flops = saved_set(r.program, record, Setting(budget=0.15), r.graph_ops)
-    made = {s for s, p in enumerate(record.storages.producer) if p == dear}
-    assert made & set(found.saved)
-    assert not made & set(by_flops.saved)
 
 
 def test_ask_torch_goes_through_the_command_and_checks_the_graph(build_file: Path, tmp_path: Path) -> None:

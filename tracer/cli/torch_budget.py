@@ -21,12 +21,6 @@ EVERY_TENTH = ",".join(f"{k / 10}" for k in range(11))
 @click.option(
     "--solvers", default="dp", show_default=True, help="Some of dp, ilp (needs scipy), greedy; with commas."
 )
-@click.option(
-    "--runtime",
-    default="flops",
-    show_default=True,
-    help="What torch takes an op to cost: flops (its default), or times (those of the trace).",
-)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File for the saved sets.")
 @click.option("-f", "--force", is_flag=True, help="Replace the file that stands there.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
@@ -35,7 +29,6 @@ def torch_budget(
     directory: str,
     budgets: str,
     solvers: str,
-    runtime: str,
     output: Path | None,
     force: bool,
     as_json: bool,
@@ -58,7 +51,7 @@ def torch_budget(
     from tracer.record.torch_budget import Setting, saved_sets
 
     names = [name.strip() for name in solvers.split(",")]
-    settings = [Setting(budget=b, solver=s, runtime=runtime) for s in names for b in shares]
+    settings = [Setting(budget=b, solver=s) for s in names for b in shares]
     for setting in settings:
         setting.check()
     with stdout_free(as_json):

@@ -200,13 +200,7 @@ def copied(x: TensorSpec, *permutation: int) -> int:
     return 0
 
 
-FUNCTIONS: Final[Mapping[str, Any]] = {
-    "ceil_div": ceil_div,
-    "round_up": round_up,
-    "copied": copied,
-    "min": min,
-    "max": max,
-    "sum": sum,
-    "len": len,
-    "product": math.prod,
-}
+def by_name(*functions: Callable[..., Any]) -> Mapping[str, Any]:
+    """What formulas of a table may call: these, and what those of every table may."""
+    common = (ceil_div, round_up, copied, min, max, sum, len)
+    return {"product": math.prod, **{f.__name__: f for f in (*common, *functions)}}

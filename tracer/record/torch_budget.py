@@ -16,12 +16,11 @@ compute in forward, and save, what autograd computes in backward without the gra
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import fx
@@ -33,7 +32,6 @@ from tracer.record.draft import Draft
 from tracer.record.program import Program, is_random
 from tracer.record.step import trace_step
 from tracer.torch_api import (
-    CustomRuntimeEstimator,
     OpOverload,
     functorch_config,
     min_cut_rematerialization_partition,
@@ -46,9 +44,6 @@ from traces.records.trace import VIEW, Trace, TraceMeta
 
 aten = torch.ops.aten
 SOLVERS: Final = ("dp", "ilp", "greedy")
-FLOPS: Final = "flops"  # an op costs its FLOPs, or 1: what torch does by default
-TIMES: Final = "times"  # an op costs the time that the trace has for it
-RUNTIMES: Final = (FLOPS, TIMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +52,6 @@ class Setting:
 
     budget: float  # between 0 and 1
     solver: str = "dp"
-    runtime: str = FLOPS
 
     def check(self) -> None:
         """Raise SpecError if torch knows no such setting, EnvironmentProblem if the solver needs what is missing."""
@@ -65,18 +59,15 @@ class Setting:
             raise SpecError(f"torch's budget is a share between 0 and 1, and {self.budget} is not.")
         if self.solver not in SOLVERS:
             raise SpecError(f"torch has no solver {self.solver!r}; give some of {', '.join(SOLVERS)}.")
-        if self.runtime not in RUNTIMES:
-            raise SpecError(f"{self.runtime!r} is no estimate of run times; give {' or '.join(RUNTIMES)}.")
         if self.solver == "ilp" and find_spec("scipy") is None:
             raise EnvironmentProblem("torch's solver ilp needs scipy; install it with: pip install scipy")
 
 
-def saved_set(program: Program, trace: Trace, setting: Setting, graph_ops: Sequence[int]) -> SavedSet:
+def saved_set(program: Program, setting: Setting, graph_ops: Sequence[int]) -> SavedSet:
     """What torch saves of this program under this setting, in the ids of the trace.
 
     Args:
         program: the captured graph; it is left as it is.
-        trace: a trace of the same step, whose op times count with `runtime="times"`.
         setting: checked with `Setting.check`.
         graph_ops: program op -> op of the trace.
 
@@ -84,12 +75,11 @@ def saved_set(program: Program, trace: Trace, setting: Setting, graph_ops: Seque
         CaptureError: torch's partitioner fails on this graph.
     """
     joint = as_torch_sees_it(program.captured)
-    times = {}
-    if setting.runtime == TIMES:
-        times = {op.node.name: trace.ops.time_ns[i] for op, i in zip(program.ops, graph_ops, strict=True)}
     begin = time.perf_counter()
     try:
-        with _configured(setting, times):
+        with functorch_config.patch(
+            activation_memory_budget=setting.budget, activation_memory_budget_solver=setting.solver, cse=False
+        ):
             forward, backward = min_cut_rematerialization_partition(
                 joint.module, (), num_fwd_outputs=joint.forward_outputs
             )
@@ -116,7 +106,7 @@ def saved_sets(trace: Trace, settings: Sequence[Setting], progress: Callable[[st
     sets = []
     for setting in settings:
         progress(f"torch's budget {setting.budget} with {setting.solver} ...")
-        sets.append(saved_set(again.program, trace, setting, again.graph_ops))
+        sets.append(saved_set(again.program, setting, again.graph_ops))
     source = f"torch {torch.__version__} activation_memory_budget"
     return SavedSets(trace=trace.meta, source=source, capture_seconds=seconds, sets=tuple(sets))
 
@@ -177,30 +167,6 @@ def as_torch_sees_it(captured: Captured) -> Joint:
     return Joint(module=module, forward_outputs=len(written) + len(outputs), stands_for=stands_for)
 
 
-class _Times(CustomRuntimeEstimator):
-    """The trace's op times as torch's estimate of what an op costs."""
-
-    def __init__(self, times: dict[str, int]) -> None:
-        self.times = times
-
-    def __call__(self, node: fx.Node) -> float:
-        return float(max(self.times.get(node.name, 1), 1))
-
-    def uuid(self) -> Any:
-        return None
-
-
-@contextlib.contextmanager
-def _configured(setting: Setting, times: dict[str, int]) -> Iterator[None]:
-    with functorch_config.patch(
-        activation_memory_budget=setting.budget,
-        activation_memory_budget_solver=setting.solver,
-        activation_memory_budget_runtime_estimator=FLOPS if setting.runtime == FLOPS else _Times(times),
-        cse=False,
-    ):
-        yield
-
-
 def _read(
     program: Program,
     joint: Joint,
@@ -238,9 +204,8 @@ def _read(
         if isinstance(n.target, OpOverload) and is_random(n):
             random.add(k)
     return SavedSet(
-        label=f"{setting.solver}-{setting.budget:g}"
-        + ("" if setting.runtime == FLOPS else f"-{setting.runtime}"),
-        settings={"solver": setting.solver, "budget": setting.budget, "runtime": setting.runtime},
+        label=f"{setting.solver}-{setting.budget:g}",
+        settings={"solver": setting.solver, "budget": setting.budget},
         solve_seconds=seconds,
         saved=tuple(sorted(saved)),
         recomputed=tuple(sorted(recomputed - saved)),

@@ -66,7 +66,6 @@ class Form:
     advice: str  # what to do about a file that is none, without its full stop
     error: type[LowtideError]
     version_key: str = ""  # without one: `plan_version`
-    older: tuple[int, ...] = ()  # further versions that are read
 
     @property
     def key(self) -> str:
@@ -112,7 +111,7 @@ class JsonRecord:
             raise refused(f"not a JSON file ({problem})") from None
         if not isinstance(data, dict) or data.get("record") != form.name:
             raise refused(f"holds no {form.name} of Lowtide's")
-        if (version := data.get(form.key)) not in (form.version, *form.older):
+        if (version := data.get(form.key)) != form.version:
             raise refused(f"{form.name} version {version}, and this Lowtide reads {form.version}")
         try:
             return cls.from_json(data)

@@ -75,7 +75,6 @@ class Plan(JsonRecord):
     form: ClassVar = Form(
         name="plan",
         version=2,
-        older=(1,),
         advice="make one with `simulate TRACE --budget 60% -o plan.json`",
         error=PlanError,
     )
@@ -147,29 +146,10 @@ class Plan(JsonRecord):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan that parsed JSON holds; ValueError (or what Python says of version 1) if it is none."""
-        if data.get(cls.form.key) == 1:
-            data = from_version_1(data)
+        """The plan that parsed JSON holds; ValueError if it is none."""
         if lacking := sorted({"planner", "budget_bytes", "exactness", "predicted", "actions"} - data.keys()):
             raise ValueError(f"it lacks {lacking[0]}")
         return from_json(cls, {**data, "meta": data.get("trace")})
-
-
-def from_version_1(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan's JSON of version 1 (`action`, `share`, `drop_after`) as that of version 2, which means the same.
-
-    Version 1 paid no attention to a `drop_after` before backward.
-    """
-    first = int(data["trace"]["first_backward_graph_op"])
-    actions = []
-    for old in data["actions"]:
-        new = {k: v for k, v in old.items() if k not in ("action", "share", "drop_after")}
-        new["recipe"] = old["action"]
-        if old["action"] == RECOMPUTE:
-            after = [c for c in old.get("drop_after", ()) if c >= first]
-            new |= {"retain": old.get("share", True), "evict_after": after}
-        actions.append(new)
-    return {**data, "plan_version": 2, "actions": actions}
 
 
 def label_actions(trace: Trace, actions: Iterable[Action]) -> tuple[Action, ...]:

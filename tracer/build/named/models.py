@@ -36,90 +36,71 @@ TORCHVISION_NAMES: Final = tuple(
 )
 
 
-def _bert(hidden: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * hidden,
-    }
-
-
-def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
-    return {"n_embd": width, "n_layer": layers, "n_head": heads}
-
-
-def _llama(
-    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, *, tied: bool
-) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-    }
-
-
-def _t5(width: int, head_width: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
-    return {"d_model": width, "d_kv": head_width, "d_ff": inner, "num_layers": layers, "num_heads": heads}
-
-
-def _vit(hidden: int, layers: int, heads: int, patch: int = 16) -> dict[str, Any]:
-    return {**_bert(hidden, layers, heads), "patch_size": patch}
-
-
-# family -> name -> what differs from the family's default configuration. Sizes without a publication of their
-# own are for trying things out: llama-tiny, llama-small, gpt2-tiny, gpt2-mini, t5-tiny, bert-4l.
-TRANSFORMERS: Final[dict[str, dict[str, dict[str, Any]]]] = {
+# family -> the sizes that its configuration has, and name -> these. Sizes without a publication of their own are for
+# trying things out: llama-tiny, llama-small, gpt2-tiny, gpt2-mini, t5-tiny, bert-4l.
+TRANSFORMERS: Final[dict[str, tuple[str, dict[str, tuple[int, ...]]]]] = {
     # Devlin et al. 2018; the smaller ones Turc et al. 2019 (arXiv:1908.08962).
-    "bert": {
-        "bert-tiny": _bert(128, 2, 2),
-        "bert-mini": _bert(256, 4, 4),
-        "bert-small": _bert(512, 4, 8),
-        "bert-medium": _bert(512, 8, 8),
-        "bert-4l": _bert(768, 4, 12),
-        "bert-base": _bert(768, 12, 12),
-        "bert-large": _bert(1024, 24, 16),
-    },
+    "bert": (
+        "hidden_size num_hidden_layers num_attention_heads intermediate_size",
+        {
+            "bert-tiny": (128, 2, 2, 512),
+            "bert-mini": (256, 4, 4, 1024),
+            "bert-small": (512, 4, 8, 2048),
+            "bert-medium": (512, 8, 8, 2048),
+            "bert-4l": (768, 4, 12, 3072),
+            "bert-base": (768, 12, 12, 3072),
+            "bert-large": (1024, 24, 16, 4096),
+        },
+    ),
     # Radford et al. 2019; distilgpt2 is the published 6-layer distillation.
-    "gpt2": {
-        "gpt2-tiny": _gpt2(128, 2, 2),
-        "gpt2-mini": _gpt2(256, 4, 4),
-        "distilgpt2": _gpt2(768, 6, 12),
-        "gpt2": _gpt2(768, 12, 12),
-        "gpt2-small": _gpt2(768, 12, 12),
-        "gpt2-medium": _gpt2(1024, 24, 16),
-        "gpt2-large": _gpt2(1280, 36, 20),
-        "gpt2-xl": _gpt2(1600, 48, 25),
-    },
+    "gpt2": (
+        "n_embd n_layer n_head",
+        {
+            "gpt2-tiny": (128, 2, 2),
+            "gpt2-mini": (256, 4, 4),
+            "distilgpt2": (768, 6, 12),
+            "gpt2": (768, 12, 12),
+            "gpt2-small": (768, 12, 12),
+            "gpt2-medium": (1024, 24, 16),
+            "gpt2-large": (1280, 36, 20),
+            "gpt2-xl": (1600, 48, 25),
+        },
+    ),
     # The shapes of Llama 3.2 1B and 3B and of Llama 3.1 8B.
     # (All with the rotary scaling of 3.2, which changes values but no size and no cost.)
-    "llama": {
-        "llama-tiny": _llama(128, 352, 2, 4, 2, 32000, tied=True),
-        "llama-small": _llama(512, 1408, 8, 8, 4, 32000, tied=True),
-        "llama-1b": _llama(2048, 8192, 16, 32, 8, 128256, tied=True),
-        "llama-3b": _llama(3072, 8192, 28, 24, 8, 128256, tied=True),
-        "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256, tied=False),
-    },
+    "llama": (
+        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size "
+        "tie_word_embeddings",
+        {
+            "llama-tiny": (128, 352, 2, 4, 2, 32000, True),
+            "llama-small": (512, 1408, 8, 8, 4, 32000, True),
+            "llama-1b": (2048, 8192, 16, 32, 8, 128256, True),
+            "llama-3b": (3072, 8192, 28, 24, 8, 128256, True),
+            "llama-8b": (4096, 14336, 32, 32, 8, 128256, False),
+        },
+    ),
     # Raffel et al. 2019.
-    "t5": {
-        "t5-tiny": _t5(128, 32, 512, 2, 4),
-        "t5-small": _t5(512, 64, 2048, 6, 8),
-        "t5-base": _t5(768, 64, 3072, 12, 12),
-        "t5-large": _t5(1024, 64, 4096, 24, 16),
-        "t5-3b": _t5(1024, 128, 16384, 24, 32),
-    },
+    "t5": (
+        "d_model d_kv d_ff num_layers num_heads",
+        {
+            "t5-tiny": (128, 32, 512, 2, 4),
+            "t5-small": (512, 64, 2048, 6, 8),
+            "t5-base": (768, 64, 3072, 12, 12),
+            "t5-large": (1024, 64, 4096, 24, 16),
+            "t5-3b": (1024, 128, 16384, 24, 32),
+        },
+    ),
     # Dosovitskiy et al. 2020; tiny and small from Touvron et al. 2020.
-    "vit": {
-        "vit-tiny": _vit(192, 12, 3),
-        "vit-small": _vit(384, 12, 6),
-        "vit-base": _vit(768, 12, 12),
-        "vit-large": _vit(1024, 24, 16),
-        "vit-huge": _vit(1280, 32, 16, patch=14),
-    },
+    "vit": (
+        "hidden_size num_hidden_layers num_attention_heads intermediate_size patch_size",
+        {
+            "vit-tiny": (192, 12, 3, 768, 16),
+            "vit-small": (384, 12, 6, 1536, 16),
+            "vit-base": (768, 12, 12, 3072, 16),
+            "vit-large": (1024, 24, 16, 4096, 16),
+            "vit-huge": (1280, 32, 16, 5120, 14),
+        },
+    ),
 }
 _COMMON: Final = ("optimizer", "optimizer_impl", "dtype", "dropout")
 SEQUENCE_OPTIONS: Final = ("batch_size", "seq_len", *_COMMON, "attention", "use_cache")
@@ -225,13 +206,15 @@ class KnownModel:
             return config_step(self.name, options, device)
         from tracer.build.named.huggingface import family_step
 
-        return family_step(self.family, self.name, TRANSFORMERS[self.family][self.name], options, device)
+        sizes, named = TRANSFORMERS[self.family]
+        config = dict(zip(sizes.split(), named[self.name], strict=True))
+        return family_step(self.family, self.name, config, options, device)
 
 
 def list_models() -> tuple[KnownModel, ...]:
     """All names, torchvision's first. Needs neither torch nor torchvision."""
     vision = [KnownModel(name=n, family=TORCHVISION) for n in TORCHVISION_NAMES]
-    rest = [KnownModel(name=n, family=f) for f, sizes in TRANSFORMERS.items() for n in sizes]
+    rest = [KnownModel(name=n, family=f) for f, (_, named) in TRANSFORMERS.items() for n in named]
     return (*vision, *rest)
 
 

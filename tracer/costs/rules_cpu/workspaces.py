@@ -134,17 +134,10 @@ def product_blocks(rows: int, depth: int, columns: int, transposed: bool) -> int
     return onednn.threads() * size
 
 
-FUNCTIONS: Final[Mapping[str, Any]] = {
-    **table.FUNCTIONS,
-    "casts": casts,
-    "channels_last": channels_last,
-    "copies": copies,
-    "fits_blas": fits_blas,
-    "product_blocks": product_blocks,
-    "product_takes": product_takes,
-    "summed": summed,
-}
-TABLE: Final = Table(path=Path(__file__).with_name("workspaces.toml"), functions=FUNCTIONS)
+TABLE: Final = Table(
+    path=Path(__file__).with_name("workspaces.toml"),
+    functions=table.by_name(casts, channels_last, copies, fits_blas, product_blocks, product_takes, summed),
+)
 COMPUTED: Final[Mapping[str, Callable[[Signature], Events | None]]] = {
     "convolution": convolution,
     "convolution_backward": convolution_backward,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tracer.costs.signature import TensorSpec
+from tracer.costs.table import ceil_div
 
 THREADS: Final = 512  # of a block
 WARP: Final = 32
@@ -76,16 +77,16 @@ def partial_results(
     width, height = _block(width, height, THREADS // vector)
     threads = width * height
     step_input, step_output = (width, 1) if along_input else (1, width)
-    each = _ceil_div(inputs, step_input)
+    each = ceil_div(inputs, step_input)
     if each < height * FEWEST and each < MOST:
         return ()
     step_input *= height
-    each = _ceil_div(inputs, step_input)
+    each = ceil_div(inputs, step_input)
     slots = processors * (RESIDENT.get(sm, 2048) // threads)
-    grid = _ceil_div(outputs // vector, step_output)
+    grid = ceil_div(outputs // vector, step_output)
     if each < MOST or grid > slots:
         return ()
-    blocks = max(min(_ceil_div(slots, grid), _ceil_div(each, FEWEST)), _ceil_div(each, MOST))
+    blocks = max(min(ceil_div(slots, grid), ceil_div(each, FEWEST)), ceil_div(each, MOST))
     if blocks <= 1:
         return ()
     size = each_bytes * outputs * blocks
@@ -139,7 +140,3 @@ def _block(width: int, height: int, threads: int) -> tuple[int, int]:
 def _power_below(n: int) -> int:
     """The largest power of two that is at most n, and 1 for 0."""
     return 1 << max(n.bit_length() - 1, 0)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -191,25 +190,10 @@ def staging(x: TensorSpec, gone: Any, each_bytes: int, sm: int, processors: int)
     return partial_results(x, dims, divmod(sm, 10), processors, each_bytes)
 
 
-FUNCTIONS: Final[Mapping[str, Any]] = {
-    **table.FUNCTIONS,
-    "converted": converted,
-    "largest": largest,
-    "chunks": chunks,
-    "flash_splits": flash_splits,
-    "efficient_tile": efficient_tile,
-    "blas": blas,
-    "copied_like": copied_like,
-    "channels_last": channels_last,
-    "in_format": in_format,
-    "dense": dense,
-    "padded": padded,
-    "rows_of": rows_of,
-    "indexed": indexed,
-    "several_blocks": several_blocks,
-    "radix_sort": radix_sort,
-    "scan": scan,
-    "unique_by_key": unique_by_key,
-    "staging": staging,
-}
-TABLE: Final = Table(path=Path(__file__).with_name("workspaces.toml"), functions=FUNCTIONS)
+TABLE: Final = Table(
+    path=Path(__file__).with_name("workspaces.toml"),
+    functions=table.by_name(
+        converted, largest, chunks, flash_splits, efficient_tile, blas, copied_like, channels_last, in_format,
+        dense, padded, rows_of, indexed, several_blocks, radix_sort, scan, unique_by_key, staging,
+    ),
+)  # fmt: skip
