@@ -175,7 +175,7 @@ def _made(
     spec, _, autocast = call
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     watch, before = engines.watching(module), engines.last.get(call)
-    changed = state.changed(before) if before is not None else frozenset()
+    changed = frozenset(state.changed(before) if before is not None else ())
     began = time.monotonic()
     try:
         check_autocast(plan, autocast)

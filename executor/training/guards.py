@@ -25,7 +25,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from itertools import chain
 from typing import Any, Final
@@ -33,6 +33,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from tracer.capture.state import reads_seen
 from tracer.torch_api import bindings, cudnn_enabled, replaced
 from traces.errors import PlanError
 
@@ -105,13 +106,11 @@ class State:
 
     def changes(self, before: State) -> list[str]:
         """What differs from an earlier state, in words: "dropout.p of encoder changed from 0.1 to 0.5"."""
-        paths = [p for p in {**before.parts, **self.parts} if before.parts.get(p) != self.parts.get(p)]
-        return [_words(p, before.parts.get(p, ABSENT), self.parts.get(p, ABSENT)) for p in paths]
+        of = before.parts, self.parts
+        return [_words(p, *(parts.get(p, ABSENT) for parts in of)) for p in self.changed(before)]
 
-    def changed(self, before: State) -> frozenset[Path]:
-        return frozenset(
-            p for p in {**before.parts, **self.parts} if before.parts.get(p) != self.parts.get(p)
-        )
+    def changed(self, before: State) -> list[Path]:
+        return [p for p in {**before.parts, **self.parts} if before.parts.get(p) != self.parts.get(p)]
 
 
 class _Absent:
@@ -536,9 +535,7 @@ def unread_of(watch: Watch, paths: frozenset[Path]) -> Iterator[set[Path]]:
     unread: set[Path] = set(DETERMINISTIC)
     named: dict[tuple[type, str], list[Path]] = {}
     for owner, path in watch.owners(paths) if paths else ():
-        kind, name = type(owner), path[1]
-        if not any(name in vars(c) for c in kind.__mro__):
-            named.setdefault((kind, name), []).append(path)
+        named.setdefault((type(owner), path[1]), []).append(path)
     asked = bindings._get_deterministic_algorithms
 
     def noted() -> bool:
@@ -550,31 +547,13 @@ def unread_of(watch: Watch, paths: frozenset[Path]) -> Iterator[set[Path]]:
 
     with replaced(bindings, _get_deterministic_algorithms=noted), ExitStack() as stack:
         for (kind, name), those in named.items():
-            with suppress(TypeError):  # a class whose attributes cannot be set
-                setattr(kind, name, _Seen(name, partial(unread.difference_update, those)))
-                stack.callback(delattr, kind, name)
+
+            def read(_: object, those: list[Path] = those) -> None:
+                unread.difference_update(those)
+
+            if reads_seen(kind, name, stack, read):
                 unread.update(those)
         yield unread
-
-
-class _Seen:
-    """Stands for an attribute in its class, and says when it is read."""
-
-    def __init__(self, name: str, told: Callable[[], object]) -> None:
-        self.name, self.told = name, told
-
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
-        self.told()
-        try:
-            return vars(owner)[self.name]
-        except (KeyError, TypeError):
-            raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}") from None
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        vars(owner)[self.name] = value
-
-    def __delete__(self, owner: Any) -> None:
-        del vars(owner)[self.name]
 
 
 def _code(function: types.FunctionType) -> Key:

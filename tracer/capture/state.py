@@ -260,12 +260,14 @@ class _Before:
     def watch(self, key: tuple[int, str], effects: Effects, stack: contextlib.ExitStack) -> None:
         """Note whether forward reads an attribute before it sets it."""
         module = next(m for m in self.modules.values() if id(m) == key[0])
-        kind, name = type(module), key[1]
-        if any(name in vars(c) for c in kind.__mro__):
+        was_set: list[Any] = []
+
+        def read(owner: Any) -> None:
+            if owner is module and module not in was_set:
+                effects.read.add(key)
+
+        if not reads_seen(type(module), key[1], stack, read, was_set.append):
             effects.read.add(key)  # or so it must be taken
-            return
-        setattr(kind, name, _Reads(name, module, lambda: effects.read.add(key)))
-        stack.callback(delattr, kind, name)
 
     def put_back(self) -> None:
         for path, module in self.modules.items():
@@ -298,23 +300,50 @@ class _Nothing:
 _NONE: Final = _Nothing()
 
 
-class _Reads:
-    """Stands for an attribute of one module in its class, until it is set."""
+def reads_seen(
+    kind: type,
+    name: str,
+    stack: contextlib.ExitStack,
+    read: Callable[[Any], object],
+    put: Callable[[Any], object] = lambda owner: None,
+) -> bool:
+    """See every read of an attribute, of any object of a class, until the stack is closed.
 
-    def __init__(self, name: str, module: nn.Module, told: Callable[[], object]) -> None:
-        self.name, self.module, self.told = name, module, told
+    Args:
+        read, put: told whose attribute is about to be read, and whose was set.
+
+    Returns:
+        Whether that can be: the class has no such attribute of its own, and takes one.
+    """
+    if any(name in vars(c) for c in kind.__mro__):
+        return False
+    try:
+        setattr(kind, name, _Seen(name, read, put))
+    except TypeError:  # a class whose attributes cannot be set
+        return False
+    stack.callback(delattr, kind, name)
+    return True
+
+
+class _Seen:
+    """Stands for an attribute in its class, and says when it is read or set."""
+
+    def __init__(self, name: str, read: Callable[[Any], object], put: Callable[[Any], object]) -> None:
+        self.name, self.read, self.put = name, read, put
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
-        if owner is self.module:
-            self.told()
-        if owner is None or self.name not in vars(owner):
-            raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
-        return vars(owner)[self.name]
+        self.read(owner)
+        try:
+            return vars(owner)[self.name]
+        except (KeyError, TypeError):
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}") from None
 
     def __set__(self, owner: Any, value: Any) -> None:
         vars(owner)[self.name] = value
-        if owner is self.module:
-            self.told = lambda: None  # what is read from here on is what was set
+        self.put(owner)
+
+    def __delete__(self, owner: Any) -> None:
+        del vars(owner)[self.name]
 
 
 def _configuration(value: Any) -> bool:
