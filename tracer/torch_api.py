@@ -81,8 +81,6 @@ USED: Final = {
     "current_autograd_node": "torch._C:_current_autograd_node",
     "DisableTorchFunction": "torch._C:DisableTorchFunction",
     "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
-    "is_amx_tile_supported": "torch.cpu:_is_amx_tile_supported",
-    "is_avx512_bf16_supported": "torch.cpu:_is_avx512_bf16_supported",
     "is_mkldnn_bf16_supported": "torch:ops.mkldnn._is_mkldnn_bf16_supported",
     # torch's own activation memory budget
     "functorch_config": "torch._functorch.config",

@@ -12,6 +12,8 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from tests.torch.cpu_calls import CPU, faked_and_measured, peak, spec, told_and_found  # noqa: E402
+from tests.torch.steps import build_of, recorded  # noqa: E402
+from tracer.costs.calibration import ELSEWHERE  # noqa: E402
 from tracer.costs.rules_cpu import onednn  # noqa: E402
 from tracer.costs.rules_cpu.workspaces import cpu_events  # noqa: E402
 from tracer.costs.signature import Signature, TensorSpec  # noqa: E402
@@ -76,6 +78,10 @@ def test_what_has_no_rule_has_none() -> None:
     x, w, y = spec(2, 16, 4, 4), spec(16, 16, 3, 3), spec(2, 16, 4, 4)
     half = [TensorSpec(shape=s.shape, stride=s.stride, dtype="float16") for s in (x, w, y)]
     assert conv(*half) is None
+    assert conv(spec(2, 16, 4, 4, last=True), w, y) is None
+    assert conv(spec(2, 16, 4), spec(16, 16, 3), spec(2, 16, 4)) is None
+    args = (x, w, None, (1, 1), (0, 0), (1, 1), True, (0, 0), 1)
+    assert cpu_events(Signature(target="aten.convolution.default", args=args, outputs=(y,)), CPU) is None
     assert cpu_events(Signature(target="aten.some_new_op.default", args=(x,), outputs=(y,)), CPU) is None
 
 
@@ -87,6 +93,42 @@ def test_attention_s_tiles() -> None:
     target = "aten._scaled_dot_product_flash_attention_for_cpu.default"
     found = cpu_events(Signature(target=target, args=(q, q, q), outputs=(q, sums)), CPU)
     assert found == (302592, 4728, 67328, -67328)
+
+
+@pytest.mark.usefixtures("avx512")
+def test_products_in_bfloat16_have_a_rule_where_onednn_does_not_make_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    factors = (spec(68, 128, dtype="bfloat16"), spec(128, 64, dtype="bfloat16"))
+    mm = Signature(target="aten.mm.default", args=factors, outputs=(spec(68, 64, dtype="bfloat16"),))
+    for library, events in ((True, None), (False, (8704,))):
+        monkeypatch.setattr(onednn, "bfloat16_in_onednn", lambda library=library: library)
+        assert cpu_events(mm, CPU) == events
+
+
+def test_rows_shorter_than_a_weight_go_through_columns_without_avx512(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(onednn, "block", lambda: 8)
+    monkeypatch.setattr(onednn, "threads", lambda: 1)
+    # Rows of 2 under a weight of 3: 16 x 18,432, columns 32 x 9 x 4 x 4, and 256.
+    x, w, y = spec(2, 32, 2, 2), spec(64, 32, 3, 3), spec(2, 64, 2, 2)
+    args = (y, x, w, (0,), (1, 1), (1, 1), (1, 1), False, (0, 0), 1, (False, True, False))
+    found = cpu_events(Signature(target="aten.convolution_backward.default", args=args, outputs=()), CPU)
+    assert found == (73728, 299776, -299776, 73728, -73728)
+
+
+@pytest.mark.usefixtures("avx512")
+def test_a_trace_says_where_its_rules_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> tuple[Any, ...]:
+        model = nn.Linear(4, 4)
+        return model, torch.randn(2, 4), lambda y: y.sum(), torch.optim.SGD(model.parameters())
+
+    assert "rules" in recorded(build_of(make)).trace.meta.workspace
+    monkeypatch.setattr(onednn, "block", lambda: 8)
+    counted = recorded(build_of(make)).trace.meta.workspace
+    assert counted.get(ELSEWHERE, 0) > 0
+    assert "rules" not in counted
 
 
 def test_an_op_that_overwrites_its_argument_leaves_nothing() -> None:
@@ -180,18 +222,6 @@ def test_unusual_arguments_as_the_profiler_measures_them(number: int) -> None:
 def convolutions() -> list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]]:
     """Image, weight, and what is not the usual."""
     return [
-        ((4, 32, 50), (48, 32, 3), {"padding": 1}),  # along one dimension
-        ((4, 3, 50), (48, 3, 3), {"padding": 1}),  # a first layer whose image wants a gradient
-        ((1, 32, 50), (48, 32, 3), {}),
-        ((4, 20, 50), (40, 20, 3), {"stride": 2, "bias": True}),
-        ((2, 20, 8, 8, 8), (24, 20, 3, 3, 3), {"padding": 1}),
-        ((2, 20, 8, 8, 8), (24, 20, 1, 1, 1), {}),
-        ((2, 16, 8, 8, 8), (32, 16, 3, 3, 3), {"stride": 2, "padding": 1}),
-        ((4, 32, 8, 8), (32, 24, 4, 4), {"stride": 2, "padding": 1, "transposed": True}),
-        ((4, 20, 8, 8), (20, 3, 4, 4), {"stride": 2, "padding": 1, "transposed": True, "bias": True}),
-        ((4, 32, 8, 8), (32, 24, 3, 3), {"padding": 1, "transposed": True}),
-        ((1, 32, 8, 8), (32, 24, 2, 2), {"stride": 2, "transposed": True}),
-        ((2, 24, 28, 28), (24, 40, 3, 3), {"padding": 1, "transposed": True, "bias": True}),
         ((1, 12, 10, 10), (16, 3, 3, 3), {"groups": 4}),  # groups of three and four channels
         ((2, 128, 9, 9), (128, 4, 3, 3), {"groups": 32, "padding": 1}),
         ((2, 32, 10, 10), (64, 8, 3, 3), {"groups": 4, "stride": 2}),
@@ -208,17 +238,8 @@ def convolutions() -> list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any
         ((2, 16, 33, 33), (16, 16, 3, 3), {"padding": 17, "dilation": 17}),  # columns throughout
         ((2, 16, 28, 28), (48, 16, 3, 3), {"padding": 13, "dilation": 13}),  # a short row
         ((2, 32, 2, 2), (32, 32, 3, 3), {"padding": 1}),  # a short row as long as its padding
-        ((2, 32, 200), (48, 32, 15), {"padding": 7, "bias": True}),
-        ((2, 32, 50), (48, 32, 3), {"padding": 8, "dilation": 8}),
         ((2, 3, 64, 64), (32, 3, 16, 16), {"stride": 16}),  # patches, wider than a kernel makes at once
         ((2, 16, 64, 64), (32, 16, 16, 16), {"stride": 8, "bias": True}),
-        (
-            (2, 16, 4, 7, 7),
-            (48, 16, 5, 5, 5),
-            {"padding": 2},
-        ),  # as many slices as the weight reads in one piece
-        ((2, 16, 3, 7, 7), (48, 16, 5, 5, 5), {"padding": 2}),  # fewer
-        ((2, 32, 1, 4, 4), (64, 32, 3, 3, 3), {"padding": 1}),
     ]
 
 
@@ -229,17 +250,15 @@ def test_convolutions_of_every_kind_as_the_profiler_measures_them(number: int) -
         pytest.skip("the rules were read off a processor with AVX-512")
     shape, kernel, given = convolutions()[number]
     x, w = torch.rand(shape), torch.rand(kernel)
-    many = [[given.get(name, usual)] * (len(shape) - 2) for name, usual in (("stride", 1), ("padding", 0))]
-    transposed, groups = given.get("transposed", False), given.get("groups", 1)
-    channels = kernel[1] * groups if transposed else kernel[0]
-    bias = torch.rand(channels) if given.get("bias") else None
-    rest = (*many, [given.get("dilation", 1)] * (len(shape) - 2), transposed, [0] * (len(shape) - 2), groups)
+    many = [[given.get(name, usual)] * 2 for name, usual in (("stride", 1), ("padding", 0), ("dilation", 1))]
+    bias = torch.rand(kernel[0]) if given.get("bias") else None
+    rest = (*many, False, [0, 0], given.get("groups", 1))
     forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
     y = forward(x, w, bias, *rest)
     mask = [True, True, bias is not None]
     for op, args in (
         (forward, (x, w, bias, *rest)),
-        (backward, (torch.rand_like(y), x, w, [channels] if given.get("bias") else None, *rest, mask)),
+        (backward, (torch.rand_like(y), x, w, [kernel[0]] if given.get("bias") else None, *rest, mask)),
     ):
         told, found = told_and_found(op, *args)
         assert abs(peak(told) - peak(found)) <= 2048 + peak(found) // 100, (op, found)

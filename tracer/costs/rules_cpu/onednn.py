@@ -1,4 +1,4 @@
-"""How torch and oneDNN work on this CPU: threads, channels in a block, what is done in bfloat16."""
+"""How torch and oneDNN work on this CPU: threads, channels in a block, whether it multiplies in bfloat16."""
 
 from __future__ import annotations
 
@@ -18,19 +18,10 @@ def block() -> int:
 
 @cache
 def bfloat16_in_onednn() -> bool:
-    """Whether torch gives oneDNN its bfloat16 convolutions and products (`mkldnn_bf16_device_check`)."""
+    """Whether torch gives oneDNN its products in bfloat16 (`mkldnn_bf16_device_check`)."""
     from tracer.torch_api import is_mkldnn_bf16_supported
 
     return bool(is_mkldnn_bf16_supported())
-
-
-@cache
-def known_bfloat16() -> bool:
-    """Whether oneDNN has the kernels for bfloat16 here that the rules are about: with the processor's instructions for
-    it, and not those on AMX tiles."""
-    from tracer.torch_api import is_amx_tile_supported, is_avx512_bf16_supported
-
-    return block() == 16 and bool(is_avx512_bf16_supported()) and not is_amx_tile_supported()
 
 
 def threads() -> int:

@@ -1,7 +1,7 @@
 """What an op allocates while it runs on a CPU, by rules instead of measurements.
 
 The rules are rows of `workspaces.toml`, and for convolutions `tracer.costs.rules_cpu.convolutions`. They hold for
-processors with AVX-512; a trace made on another says so. Products and convolutions in bfloat16 have none elsewhere.
+processors with AVX-512; a trace made on another says so. Products in bfloat16 have none, where oneDNN makes them.
 
 Counts: temporaries of convolutions, products, attention, norms, softmax, dropout, losses and arithmetic on two types;
 copies of what lies in memory otherwise than a kernel takes it. Ignores: some KB of scratch; complex numbers; float16.
@@ -9,7 +9,6 @@ copies of what lies in memory otherwise than a kernel takes it. Ignores: some KB
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -26,12 +25,6 @@ from traces.devices import Device
 FLOATS: Final = ("float32", "float64")
 HALVES: Final = ("float16", "bfloat16")
 SMALL_PRODUCT: Final = 400  # multiplications; below, a product of a batch of matrices is torch's own loop
-# Of oneDNN's products in bfloat16 (brgemm kernels), as far as their scratch could be told from the profiler.
-LEAST_PRODUCT: Final = 16**3  # smaller ones are aten's own (mkldnn_gemm_min_size in LinearAlgebra.cpp)
-WIDE: Final = 64  # columns of a block
-TALL: Final = 256  # rows of one, at most
-DEEP: Final = 512  # of its sums, at most
-MOST_WIDE: Final = 1024  # columns whose sums are there at once
 
 
 def cpu_events(signature: Signature, device: Device) -> Events | None:
@@ -98,45 +91,19 @@ def fits_blas(x: TensorSpec) -> bool:
 
 
 def product_takes(a: TensorSpec, b: TensorSpec, y: TensorSpec) -> tuple[int, ...] | None:
-    """Bytes of a matrix product (of a batch of matrices, one at a time): copies of factors whose strides BLAS does not
-    take, in bfloat16 blocks of the factors and sums; None: on AMX."""
-    in_onednn = y.dtype == "bfloat16" and onednn.bfloat16_in_onednn()
-    if in_onednn and not onednn.known_bfloat16():
+    """Bytes of copies of factors whose strides BLAS does not take, one matrix of a batch at a time; None: oneDNN
+    multiplies, in bfloat16, and what its blocks take is not known."""
+    if y.dtype == "bfloat16" and onednn.bfloat16_in_onednn():
         return None
-    rows, depth, columns = a.shape[-2], a.shape[-1], b.shape[-1]
-    small = len(a.shape) == 3 and rows * depth * columns < SMALL_PRODUCT
-    if in_onednn and a.elements * columns > LEAST_PRODUCT:
-        # Here a batch is copied as a whole, and may have no gaps.
-        turned = (*range(len(a.shape) - 2), -1, -2)
-        fits = [fits_blas(x) if len(x.shape) == 2 else 0 in (copied(x), copied(x, *turned)) for x in (a, b)]
-        took = [x.nbytes for x, fit in zip((a, b), fits, strict=True) if not fit]
-        return (*took, product_blocks(rows, depth, columns, fits[0] and a.stride[-1] != 1))
-    if small or not y.elements or (not in_onednn and not {a.dtype, b.dtype} <= {*FLOATS}):
+    small = len(a.shape) == 3 and a.shape[-2] * a.shape[-1] * b.shape[-1] < SMALL_PRODUCT
+    if small or not y.elements or not {a.dtype, b.dtype} <= {*FLOATS}:
         return ()
     return tuple(x.shape[-2] * x.shape[-1] * x.item_bytes for x in (a, b) if not fits_blas(x))
 
 
-def product_blocks(rows: int, depth: int, columns: int, transposed: bool) -> int:
-    """Bytes of the blocks of one product in bfloat16 (transposed: whose first factor lies in columns), of all threads;
-    0 where oneDNN has no such kernels."""
-    if not onednn.known_bfloat16():
-        return 0
-    tall = max(d for d in range(1, min(rows, TALL) + 1) if rows % d == 0)
-    if rows > TALL > 2 * tall:  # no divisor near: blocks of unequal height
-        tall = TALL
-    padded = math.ceil(depth / 32) * 32
-    deep = min(padded, DEEP if transposed or padded <= 2 * DEEP else 2 * DEEP)
-    # A deep product has the sums of many columns until the last of its depth is added.
-    wide = min(columns, MOST_WIDE if transposed and padded > DEEP + 32 else WIDE)
-    size = deep * WIDE * 2 + tall * wide * 4 + 1024
-    if transposed:
-        size += tall * (padded if padded < DEEP else DEEP + 32) * 2 + 128
-    return onednn.threads() * size
-
-
 TABLE: Final = Table(
     path=Path(__file__).with_name("workspaces.toml"),
-    functions=table.by_name(casts, channels_last, copies, fits_blas, product_blocks, product_takes, summed),
+    functions=table.by_name(casts, channels_last, copies, fits_blas, product_takes, summed),
 )
 COMPUTED: Final[Mapping[str, Callable[[Signature], Events | None]]] = {
     "convolution": convolution,
