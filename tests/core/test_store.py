@@ -21,8 +21,8 @@ from tests.strategies import traces
 from tests.tiny import chain
 from tracer.cli.main import trace
 from traces.errors import TraceError
+from traces.files.parquet import META_KEY
 from traces.records.store import (
-    META_KEY,
     OPS_FILE,
     STORAGES_FILE,
     UNTOUCHED_FILE,

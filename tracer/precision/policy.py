@@ -91,8 +91,8 @@ def without_autocast() -> Any:
     return DisableAutocast()
 
 
-def lowered(args: Any, kwargs: Any, kind: str = "cpu") -> tuple[Any, Any]:
-    """Arguments as autocast's kernel of a lower-precision op passes them on; as they are if autocast is off.
+def lowered(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments on the CPU as autocast's kernel of a lower-precision op passes them on; as they are if autocast is off.
 
     The last is cast first, as torch does it (`tracer.precision.autocast_lists`).
     """
@@ -100,13 +100,13 @@ def lowered(args: Any, kwargs: Any, kind: str = "cpu") -> tuple[Any, Any]:
 
     from tracer.torch_api import pytree
 
-    if not torch.is_autocast_enabled(kind):
+    if not torch.is_autocast_enabled("cpu"):
         return args, kwargs
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype("cpu")
 
     def cast(x: Any) -> Any:
         eligible = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        return x.to(dtype) if eligible and x.device.type == kind else x
+        return x.to(dtype) if eligible and x.device.type == "cpu" else x
 
     with without_autocast():
         leaves, spec = pytree.tree_flatten((args, kwargs))

@@ -69,13 +69,14 @@ def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:
             raise _NeedsRun
         return answer[0]
 
-    def run_own() -> None:
+    def run() -> None:
         apart: list[Any] = []
         could: list[bool] = []
 
         def call(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten(step.model(*args, **kwargs))
             could[:] = differentiable(leaves)
+            # Apart from one another: an output from which another is made is not thereby one that the loss uses.
             apart[:] = [x.detach().requires_grad_() if c else x for x, c in zip(leaves, could, strict=True)]
             return pytree.tree_unflatten(apart, spec)
 
@@ -86,21 +87,6 @@ def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:
         with contextlib.suppress(Enough):
             run_step(step, call, step.optimizer, until_backward)
         answer.append([c and x.grad is not None for x, c in zip(apart, could, strict=True)])
-
-    def run() -> None:
-        if step.own is not None:
-            run_own()
-            return
-        with step.autocast.region():
-            outputs = step.model(*step.args, **step.kwargs)
-            leaves, spec = pytree.tree_flatten(outputs)
-            could = differentiable(outputs)
-            # Apart from one another: an output from which another is made is not thereby one that the loss uses.
-            apart = [x.detach().requires_grad_() if c else x for x, c in zip(leaves, could, strict=True)]
-            loss = step.loss_of(pytree.tree_unflatten(apart, spec))
-        chosen = [x for x, c in zip(apart, could, strict=True) if c]
-        grads = iter(torch.autograd.grad(loss, chosen, allow_unused=True))
-        answer.append([c and next(grads) is not None for c in could])
 
     ask.run = run  # type: ignore[attr-defined]
     return ask
@@ -155,7 +141,6 @@ def trace_step(
     target: Device,
     *,
     device: str = "cpu",
-    meta: TraceMeta | None = None,
     costs: Costs | None = None,
     graph: str = "",
 ) -> Draft:
@@ -166,7 +151,6 @@ def trace_step(
         target: the device-table entry whose roofline gives the times. A GPU with `device` "cpu": the ops are those
             that it would run, as far as `tracer.capture.cuda.gpu` knows them.
         device: the device of the fake tensors; anything but "cpu" needs a build of torch for it.
-        meta: more for the header.
         costs: what ops cost; default: the roofline and the rules table.
         graph: "cpu" for the CPU's ops with a GPU's times (as older traces have them); default: the target's ops.
 
@@ -188,7 +172,7 @@ def trace_step(
             program,
             mode,
             target,
-            header(step, program, build, target.kind if as_gpu else device.partition(":")[0], target, meta),
+            header(step, program, build, target.kind if as_gpu else device.partition(":")[0], target),
             costs,
         )
 
@@ -217,11 +201,9 @@ def header(
     build: BuildStep,
     device: str,
     target: Device,
-    meta: TraceMeta | None = None,
 ) -> TraceMeta:
     """What the trace says about itself."""
-    return replace(
-        meta or TraceMeta(model=build.model),
+    return TraceMeta(
         model=build.model,
         options=dict(step.options),
         batch_size=step.batch_size,

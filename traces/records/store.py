@@ -12,12 +12,7 @@ from typing import Any, Final
 
 from traces.errors import TraceError
 from traces.files import parquet as tables
-from traces.files.parquet import ID as _ID
-from traces.files.parquet import IDS as _IDS
-from traces.files.parquet import INT as _INT
-from traces.files.parquet import INTS as _INTS
-from traces.files.parquet import META_KEY as META_KEY
-from traces.files.parquet import TEXT as _TEXT
+from traces.files.parquet import ID, IDS, INT, INTS, TEXT
 from traces.files.whole import check_writable, directory_beside, umask
 from traces.records.trace import SCHEMA_VERSION, Ops, Storages, Trace, TraceMeta, Untouched, fingerprint
 from traces.records.validate import validate
@@ -28,37 +23,37 @@ UNTOUCHED_FILE: Final = "untouched.parquet"  # only of a trace that has it
 GALLERY: Final = Path(__file__).parents[1] / "gallery"
 
 OPS_COLUMNS: Final = {
-    "name": _TEXT,
-    "target": _TEXT,
-    "phase": _TEXT,
-    "module": _TEXT,
-    "time_ns": _INT,
-    "flops": _INT,
-    "bytes_moved": _INT,
-    "inputs": _IDS,
-    "reads": _IDS,
-    "writes": _IDS,
-    "events": _INTS,
-    "overwrites": _ID,
-    "flags": _ID,
-    "arguments": _TEXT,
+    "name": TEXT,
+    "target": TEXT,
+    "phase": TEXT,
+    "module": TEXT,
+    "time_ns": INT,
+    "flops": INT,
+    "bytes_moved": INT,
+    "inputs": IDS,
+    "reads": IDS,
+    "writes": IDS,
+    "events": INTS,
+    "overwrites": ID,
+    "flags": ID,
+    "arguments": TEXT,
 }
 STORAGES_COLUMNS: Final = {
-    "name": _TEXT,
-    "nbytes": _INT,
-    "category": _TEXT,
-    "producer": _ID,
-    "first_forward_use": _ID,
-    "last_forward_use": _ID,
-    "first_backward_use": _ID,
-    "last_backward_use": _ID,
-    "hold": _ID,
-    "dtype": _TEXT,
-    "shape": _INTS,
-    "aliases": _IDS,
+    "name": TEXT,
+    "nbytes": INT,
+    "category": TEXT,
+    "producer": ID,
+    "first_forward_use": ID,
+    "last_forward_use": ID,
+    "first_backward_use": ID,
+    "last_backward_use": ID,
+    "hold": ID,
+    "dtype": TEXT,
+    "shape": INTS,
+    "aliases": IDS,
 }
 
-UNTOUCHED_COLUMNS: Final = {"block": _INT, "nbytes": _INT, "once": _ID, "phase": _TEXT}
+UNTOUCHED_COLUMNS: Final = {"block": INT, "nbytes": INT, "once": ID, "phase": TEXT}
 
 
 def _form(columns: dict[str, str]) -> tables.Format:

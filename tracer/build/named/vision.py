@@ -14,7 +14,7 @@ from tracer.build.context import made_on, outside_fake_mode
 from tracer.build.loop import TrainingStep
 from tracer.build.named.torchvision_shim import import_torchvision
 from tracer.build.optimizers import make_optimizer
-from traces.errors import CaptureError, LowtideError, SpecError
+from traces.errors import LowtideError, SpecError
 
 CLASSES: Final = 1000
 # The auxiliary classifiers' share of the loss, as published: GoogLeNet 0.3 each (Szegedy et al. 2014, section
@@ -32,7 +32,6 @@ def image_step(name: str, options: dict[str, Any], device: str) -> TrainingStep:
 
     Raises:
         SpecError: the image size does not suit the model.
-        CaptureError: torchvision's code needs values that a fake trace does not have.
     """
     with outside_fake_mode():
         import_torchvision()
@@ -44,13 +43,6 @@ def image_step(name: str, options: dict[str, Any], device: str) -> TrainingStep:
         except LowtideError:
             raise
         except Exception as error:
-            from tracer.torch_api import DataDependentOutputException
-
-            if isinstance(error, DataDependentOutputException):
-                raise CaptureError(
-                    f"{name}: torchvision reads tensor values while it builds the model ({error}); trace it "
-                    "with --device cpu."
-                ) from error
             raise SpecError(f"{name} with --image-size {size} cannot be built: {error}") from error
         return classifier_step(name, model, 3, CLASSES, options)
 
