@@ -8,7 +8,7 @@ import pytest
 
 from tracer.costs.rules_cuda.cub import radix_sort, scan, unique_by_key
 from tracer.costs.rules_cuda.reductions import partial_results
-from tracer.costs.rules_cuda.workspaces import FUNCTIONS, TABLE, flash_splits, rule_events
+from tracer.costs.rules_cuda.workspaces import TABLE, flash_splits, rule_events
 from tracer.costs.signature import Signature, TensorSpec
 from tracer.costs.table import CONFIDENCES, copied
 from traces.devices import device
@@ -43,7 +43,7 @@ def test_every_row_says_where_it_comes_from() -> None:
             given = event.lstrip("-=")
             assert event in MADE or given in {*known, "cublas", "cublaslt"}, (rule.name, event)
         assert not known & {
-            *FUNCTIONS,
+            *TABLE.functions,
             "sm",
             "sms",
             "deterministic",

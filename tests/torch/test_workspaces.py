@@ -36,7 +36,6 @@ def test_what_nobody_knows_has_no_rule() -> None:
 
 
 def test_every_row_of_the_cpu_says_where_it_comes_from() -> None:
-    from tracer.costs.rules_cpu.workspaces import FUNCTIONS
     from tracer.costs.rules_cpu.workspaces import TABLE as CPU
 
     assert len(CPU.rules) >= 20
@@ -47,4 +46,4 @@ def test_every_row_of_the_cpu_says_where_it_comes_from() -> None:
         # A value of the same name hides a function from the formulas behind it.
         assert not known & {"threads", "inputs", "results", "arg"}
         assert len(known) == len(rule.let)
-    assert callable(FUNCTIONS["product_takes"])
+    assert callable(CPU.functions["product_takes"])
