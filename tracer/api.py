@@ -91,7 +91,6 @@ def trace(
     seed: int = 0,
     profile: str | Path | Literal[False] | None = None,
     calibrate: bool = False,
-    probe: bool = False,
     rounds: int = 5,
     warmup: int = 2,
     say: Callable[[str], None] | None = None,
@@ -126,7 +125,6 @@ def trace(
         seed: of Python's and torch's random generators while the step is built and measured.
         profile: the file of the device profile to use and to fill; None: the user's own; False: none.
         calibrate: run every op that the profile lacks alone on the target, which must be here.
-        probe: measure this processor's rates for a second, for times on a CPU.
         rounds, warmup: of a measurement: how many timed rounds, of which the median counts, and how many before them.
         say: told what happens, a line each time.
         on_round: of a measurement, told how many rounds are done.
@@ -146,7 +144,7 @@ def trace(
     """
     tell = say or (lambda text: None)
     with _no_garbage():
-        entry = _entry(target, device, calibrate=calibrate, probe=probe, tf32=tf32)
+        entry = _entry(target, device, calibrate=calibrate, tf32=tf32)
     if isinstance(model, str):
         if batch is not None or loss is not None or scaler is not None:
             raise SpecError(
@@ -170,17 +168,10 @@ def trace(
             return record_real(
                 build, entry, device, use, tell, rounds=rounds, warmup=warmup, progress=progress
             )
-        if probe:
-            from tracer.costs.machine import probed_cpu, rates_text
-
-            entry = probed_cpu()
-            tell(rates_text(entry))
         return record_fake(build, entry, use, tell)
 
 
-def _entry(
-    target: str | None, device: str | None, *, calibrate: bool, probe: bool, tf32: bool | None
-) -> Device:
+def _entry(target: str | None, device: str | None, *, calibrate: bool, tf32: bool | None) -> Device:
     """The entry of the device table that is meant, after the options that exclude one another."""
     if target is not None and device is not None:
         raise SpecError("--target predicts times and --device measures them; give one of the two.")
@@ -194,11 +185,6 @@ def _entry(
         check_device(device)
     if tf32 and entry.kind != "cuda":
         raise SpecError("--tf32 concerns GPUs; give one with --target, or --device cuda.")
-    if probe and (device is not None or entry.kind != "cpu"):
-        other = "--device, which measures the ops themselves" if device is not None else f"--target {target}"
-        raise SpecError(
-            f"--probe measures this processor for the times of a trace of --target cpu; leave it out with {other}."
-        )
     return entry
 
 

@@ -35,7 +35,6 @@ class Device:
     sm: tuple[int, int] = (0, 0)  # CUDA compute capability, which decides the kernels; (0, 0): no NVIDIA GPU
     multiprocessors: int = 0  # of the board, by which some kernels choose how to split their work
     l2_bytes: int = 0  # its cache, by which some kernels choose their tiles
-    measured: bool = False  # whether the rates were measured on this machine; see `tracer.costs.machine`
 
     def peak_flops_per_s(self, dtype: str, *, tf32: bool = False) -> int:
         """The dense peak for a dtype. tf32: for float32, the rate of TF32 tensor cores if there are any.

@@ -48,14 +48,12 @@ def record_step(
         LowtideError: as `trace` would; OutOfMemoryError of torch, from what runs.
     """
     from tracer.build.step import load_spec
-    from tracer.costs.machine import probed_cpu
     from tracer.recording import ProfileUse, record_drafted, record_real
     from traces.devices import device as device_entry
     from traces.records import store
 
     build = load_spec(model, dict(options), seed=seed)
-    # The rates of a CPU stand in no datasheet: the machine itself tells them, in a second and without the model.
-    entry = probed_cpu() if target == device == "cpu" else device_entry(target)
+    entry = device_entry(target)
     # Rules alone: what a machine that never saw this device can know.
     off, root = ProfileUse(off=True), Path(directory)
     fake, trace = record_drafted(build, entry, off)

@@ -102,7 +102,7 @@ def stamp(model: str, words: Sequence[str]) -> dict[str, Any]:
     """The command, the user's own file, the versions that are installed here, and the device profiles.
 
     Counts: for a step on fake tensors, the bytes of every profile that it may have its costs from. Ignores: this
-    machine's speed, which `--device` and `--probe` measure.
+    machine's speed, which `--device` measures.
     """
     return {
         "command": list(words),

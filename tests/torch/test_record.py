@@ -26,6 +26,7 @@ from traces.devices import device  # noqa: E402
 from traces.errors import EnvironmentProblem, TraceError  # noqa: E402
 from traces.records import device_profile as store  # noqa: E402
 from traces.records.device_profile import DeviceProfile, Entry, LibraryWorkspace  # noqa: E402
+from traces.records.trace import TraceMeta  # noqa: E402
 
 CPU = device("cpu")
 
@@ -272,6 +273,24 @@ def test_library_workspaces_are_storages_that_are_always_there() -> None:
     assert draft.finish(workspaces=kept[:1]).resident_bytes == trace.resident_bytes + (32 << 20)
     assert draft.finish(workspaces=()) == trace
     assert made.meta.fingerprint == trace.meta.fingerprint
+
+
+def test_a_record_names_torch_with_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that was installed as 2.11.0 may hold the build 2.11.0+cu130."""
+    from importlib import metadata
+
+    from tracer.record.step import versions
+
+    monkeypatch.setattr(metadata, "version", lambda name: "1.0")
+    assert versions()["torch"] == str(torch.__version__)
+    assert versions()["transformers"] == "1.0"
+
+
+def test_rates_of_another_kind_are_no_header() -> None:
+    good = TraceMeta(model="m", rates={"op_ns": 3}).to_json()
+    assert TraceMeta.from_json(good).rates == {"op_ns": 3}
+    with pytest.raises(ValueError, match="rates"):
+        TraceMeta.from_json({**good, "rates": {"op_ns": "3"}})
 
 
 def test_words_about_sources_and_skips() -> None:

@@ -48,9 +48,6 @@ def trace() -> None:
 @click.option(
     "--calibrate", is_flag=True, help="Run every op that the profile lacks alone on the target, and keep it."
 )
-@click.option(
-    "--probe", is_flag=True, help="Measure this processor's rates, for a second, for times on a CPU."
-)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Directory of the trace; default: its name."

@@ -140,7 +140,6 @@ def measure(
         "mode": "rehearsed" if rehearsed else "real",
         "device": device.partition(":")[0],
         "alloc_conf": alloc_conf() if cuda else "",
-        "rates": {},
         "threads": 0 if cuda else torch.get_num_threads(),
         "target": draft.target.name if rehearsed else torch.cuda.get_device_name() if cuda else "cpu",
     }

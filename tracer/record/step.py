@@ -33,7 +33,6 @@ from tracer.build.step import BuildStep
 from tracer.capture.capture import Captured, capture
 from tracer.capture.refusals import check_step
 from tracer.costs.calibration import Costs
-from tracer.costs.machine import rates_of
 from tracer.record.assemble import assemble
 from tracer.record.draft import Draft
 from tracer.record.program import Program, program_of
@@ -215,8 +214,6 @@ def header(
         mode="fake",
         device=device,
         target=target.name,
-        rates=rates_of(target) if target.measured else {},
-        threads=torch.get_num_threads() if target.measured else 0,
         torch_version=torch.__version__,
         versions=versions(),
         grad_outputs=program.captured.grad_outputs,

@@ -179,8 +179,8 @@ class TraceMeta:
     torch_version: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     alloc_conf: str = ""
-    # Of a roofline by measured rates: what ops reach (`float32_flops_per_s`, ..., `bytes_per_s`), and `op_ns`, the
-    # least that an op takes. Empty: the rates are the device table's, or the ops themselves were measured.
+    # Of older traces, by a roofline of measured rates: what ops reached (`float32_flops_per_s`, ..., `bytes_per_s`),
+    # and `op_ns`, the least that an op took.
     rates: dict[str, int] = field(default_factory=dict)
     threads: int = 0  # with which ops or rates were measured on the CPU; 0: they were not, or not told
     grad_outputs: tuple[int, ...] = ()  # flat indices of the model outputs that receive a gradient
