@@ -1,7 +1,7 @@
 """Every private name of torch that Lowtide uses, and the releases of torch in which all of them have been found.
 
 `from tracer.torch_api import FakeTensor` imports the name from where torch has it. Private names move; one that the
-installed torch lacks is said by name, and `missing()` lists them all.
+installed torch lacks is said by name. `tests/torch/test_torch_api.py` looks for them all.
 """
 
 from __future__ import annotations
@@ -97,21 +97,6 @@ USED_WITH_CUDA: Final = {
     "cuda_memory_stats": "torch._C:_cuda_memoryStats",
     "cuda_reset_peak_memory_stats": "torch._C:_cuda_resetPeakMemoryStats",
 }
-# What is replaced, while the body of a `with` runs.
-REPLACED: Final = (
-    "torch._decomp.decompositions:_rnn_helper",
-    "torch._decomp.decompositions:one_layer_lstm",
-    "torch._decomp.decompositions:select_one_layer_lstm_function",
-    "torch._meta_registrations:_meta_grouped_mm_common",
-    "torch._C:_get_deterministic_algorithms",
-    "torch.compiler:_is_compiling_flag",
-    "torch.cuda:_lazy_init",
-    "torch.distributions:Distribution._validate_args",
-    "torch.nn:Module._apply",
-    "torch.nn.init:_no_grad_trunc_normal_",
-    "torch.nn.modules.transformer:_detect_is_causal_mask",
-    "torch.nn.modules.transformer:_generate_square_subsequent_mask",
-)
 
 
 def __getattr__(name: str) -> Any:
@@ -122,14 +107,6 @@ def __getattr__(name: str) -> Any:
         return pkgutil.resolve_name(where)
     except (ImportError, AttributeError) as error:
         raise _lacks(where) from error
-
-
-def missing() -> list[str]:
-    """Which of the private names the installed torch lacks; none in a release from OLDEST to NEWEST."""
-    import torch
-
-    names = [*USED.values(), *REPLACED, *(USED_WITH_CUDA.values() if torch.version.cuda else ())]
-    return [name for name in names if not _is_there(name)]
 
 
 def require_torch() -> None:
@@ -170,14 +147,6 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
-
-
-def _is_there(where: str) -> bool:
-    try:
-        pkgutil.resolve_name(where)
-    except (ImportError, AttributeError):
-        return False
-    return True
 
 
 def _lacks(where: str) -> EnvironmentProblem:

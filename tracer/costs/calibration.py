@@ -24,7 +24,6 @@ REHEARSED: Final = "rehearsed"  # torch's own code on a GPU that is not there
 RULES: Final = "rules"
 ELSEWHERE: Final = "rules elsewhere"  # of another kind of processor than the one that they were read from
 NONE: Final = "none"
-SOURCES: Final = (MEASURED, REHEARSED, RULES, ELSEWHERE, NONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class Cost:
 
     time_ns: int
     events: tuple[int, ...]  # as `Ops.events`
-    source: str  # one of SOURCES; "" for a view, which computes nothing
+    source: str  # one of these; "" for a view, which computes nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
