@@ -36,7 +36,7 @@ from tracer.recording import (  # noqa: E402
     record_real,
 )
 from traces.devices import Device, device  # noqa: E402
-from traces.records.trace import FIRST, FORWARD, LATER, Trace, Untouched  # noqa: E402
+from traces.records.trace import BACKWARD, FIRST, FORWARD, LATER, Trace, Untouched  # noqa: E402
 
 CPU = device("cpu")
 Make = Callable[[], tuple[Any, Any, Any, Any]]
@@ -215,6 +215,26 @@ class Twice(nn.Module):
 def test_autograd_writes_in_place_where_it_may() -> None:
     build = build_of(lambda: (Twice(), torch.randn(4, 256), lambda y: y.sum(), None))
     assert counted(build, CPU) == pytest.approx(measured_bytes(build), abs=128)
+
+
+class Parallel(nn.Module):
+    """A residual beside two branches, so that two nodes wait for one gradient when it is first added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(256, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x @ self.weight
+        return ((h @ self.weight).relu() + (h @ self.weight).sigmoid() + h) * 2.0
+
+
+def test_a_gradient_that_others_wait_for_is_not_written_into() -> None:
+    build = build_of(lambda: (Parallel(), torch.randn(4096, 256), lambda y: y.sum(), None))
+    of = record_fake(build, device("h100"), ProfileUse(off=True)).untouched
+    asked = zip(of.nbytes, of.phase, strict=True)
+    # Of the product, of both branches before and after their matrices, and the first of two sums.
+    assert sum(1 for n, phase in asked if n == 4096 * 256 * 4 and phase == BACKWARD) == 6
 
 
 class Attention(nn.Module):

@@ -33,7 +33,7 @@ from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder, given_to
 from tracer.record.rows import storage_key, tensors_in
 from tracer.record.step import fake_mode
-from tracer.torch_api import current_autograd_node, storage_expired, storage_uses
+from tracer.torch_api import current_autograd_node, storage_expired, storage_uses, tensor_uses
 from traces.devices import Device
 from traces.errors import LowtideError
 from traces.records.events import replayed
@@ -41,6 +41,9 @@ from traces.records.trace import BACKWARD, FIRST, LATER, OPTIMIZER, OPTIMIZER_ST
 
 aten = torch.ops.aten
 NO_NODE: Final = -1  # of autograd
+USES_OF_ONE: Final = (
+    4  # of a tensor that one buffer of autograd holds, where a mode is asked (torch 2.11 to 2.15)
+)
 Ask = tuple[int, int, int, str]  # a row of Untouched
 # What autograd's own code writes in place, but not where tensors are fake (at::isTensorSubclassLike): its sums of
 # gradients (torch/csrc/autograd/input_buffer.cpp, accumulate), formulas (FunctionsManual.cpp, gather_backward).
@@ -401,6 +404,7 @@ def _node() -> int:
 
 
 def _alone(x: torch.Tensor) -> bool:
-    """Whether a tensor fills its storage, and no other tensor shares that."""
+    """Whether a tensor fills its storage, no other tensor shares that, and no other node of autograd waits for it."""
     storage = x.untyped_storage()  # the second that does
-    return storage_uses(storage._cdata) == 2 and storage.nbytes() == x.numel() * x.element_size()
+    whole = storage.nbytes() == x.numel() * x.element_size()
+    return whole and storage_uses(storage._cdata) == 2 and tensor_uses(x) <= USES_OF_ONE
