@@ -24,7 +24,7 @@ from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.units import show_bytes, show_percent, show_time
 
 if TYPE_CHECKING:
-    from simulator.bounds.bound import Bound
+    from simulator.studies.answer import Answer
     from simulator.studies.prediction import Prediction
 
 TOP_HOLDERS = 5
@@ -66,7 +66,7 @@ def plan_command(
     from simulator.bounds.bound import lower_bound
     from simulator.planners.annealing import begin_compiling
     from simulator.planners.outcome import Infeasible
-    from simulator.studies.answer import answer, refusal
+    from simulator.studies.answer import Answer, refusal
 
     problem = api.problem_of(trace_name, planning["never"], planning["always_save"])
     saved = api.simulate(problem, **memory)
@@ -104,10 +104,8 @@ def plan_command(
 
         out.say(f"writing {out.report}")
         write_step(out.report, c, saved)
-    out.show(
-        lambda: answer(c, saved, trace_name, seconds, bound),
-        lambda: summary(c, saved, trace_name, seconds, output, bound),
-    )
+    found = Answer(planned=c, asked=saved, trace_name=trace_name, solve_seconds=seconds, bound=bound)
+    out.show(found.to_json, lambda: summary(found, output))
     if c.planned_fit.fits is False:
         assert c.planned_fit.device is not None
         raise Refused(f"it does not fit {c.planned_fit.device.name}: {c.planned_fit.out_of_memory}.", 1)
@@ -122,29 +120,21 @@ def refuse_to_replace(path: Path, force: bool) -> None:
     check_writable(path)
 
 
-def summary(
-    c: Prediction,
-    saved: Prediction,
-    trace_name: str,
-    solve_seconds: float,
-    output: Path | None,
-    bound: Bound | None,
-) -> str:
-    """The answer to read; the arguments are those of `simulator.studies.answer.answer`, and where the plan went."""
-    from simulator.studies.answer import gap_points
+def summary(found: Answer, output: Path | None) -> str:
+    """The answer to read; the plan went to `output`."""
     from simulator.studies.loop_peaks import peaks_table
     from simulator.studies.warnings import texts_beside_untouched
 
+    c, saved, bound, gap = found.planned, found.asked, found.bound, found.gap_points
     plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
-    lines = [f"{trace_name}: {_what(c)}", *peaks_table(c, saved).lines(), _budget_line(c, saved)]
+    lines = [f"{found.trace_name}: {_what(c)}", *peaks_table(c, saved).lines(), _budget_line(c, saved)]
     if plan.actions:
         added = show_percent(c.overhead_percent, signed=True)
         lines += [
             f"time    {show_time(before.step_time_ns)} -> {show_time(after.step_time_ns)} ({added})",
             f"plan    {plan.planner}: {len(plan.recomputed)} values recomputed by {after.recomputed_ops} op "
-            f"runs{_swapped(plan)}, found in {solve_seconds:.2f} s",
+            f"runs{_swapped(plan)}, found in {found.solve_seconds:.2f} s",
         ]
-        gap = gap_points(c, bound)
         if bound is not None and gap is not None:
             lines.append(
                 f"bound   no plan for this budget adds less than {show_percent(bound.overhead_percent)}; "
@@ -159,7 +149,7 @@ def summary(
     elif plan.actions:
         lines.append("Next: save the plan with -o plan.json, then run `execute plan.json`.")
     elif c.budget_bytes is None:
-        lines.append(f"Next: simulate {trace_name} --budget 60% -o plan.json")
+        lines.append(f"Next: simulate {found.trace_name} --budget 60% -o plan.json")
     return "\n".join(lines)
 
 

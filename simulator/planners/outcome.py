@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from simulator.allocator.reserved import ReservedFigures
 from simulator.bounds.bound import bounder_of
 from simulator.core.breaches import breach
 from simulator.core.problem import Problem
@@ -59,7 +58,7 @@ def finish(problem: Problem, planner: str, budget_bytes: int, actions: Iterable[
         actions=chosen,
         planner=planner,
         budget_bytes=budget_bytes,
-        predicted=figures_of_plan(problem.saved.timeline, timeline),
+        predicted=figures_of_plan(figures(problem.saved.timeline), figures(timeline), timeline),
         constraints=problem.constraints.to_json(),
     )
 
@@ -77,32 +76,22 @@ def _saved_by_constraint(problem: Problem) -> list[int]:
     ]
 
 
-def figures_of_plan(
-    baseline: Timeline,
-    planned: Timeline,
-    baseline_reserved: ReservedFigures | None = None,
-    planned_reserved: ReservedFigures | None = None,
-) -> dict[str, Any]:
-    """The figures that a plan carries: of the step with everything saved, and with the plan."""
-    added_ns = planned.step_time_ns - baseline.step_time_ns
+def figures_of_plan(baseline: RunFigures, planned: RunFigures, timeline: Timeline) -> dict[str, Any]:
+    """The figures that a plan carries: of the step with everything saved, and with the plan, of that timeline."""
+    base_ns = baseline.step_time_ns or 0
     return {
-        "baseline": figures(baseline, baseline_reserved).headline(),
+        "baseline": baseline.headline(),
         "plan": {
-            **figures(planned, planned_reserved).headline(),
-            "overhead_percent": round(percent(added_ns, baseline.step_time_ns), 4),
-            "recomputed_ops": planned.recomputed_ops,
+            **planned.headline(),
+            "overhead_percent": round(percent(timeline.step_time_ns - base_ns, base_ns), 4),
+            "recomputed_ops": timeline.recomputed_ops,
         },
     }
 
 
-def figures(timeline: Timeline, reserved: ReservedFigures | None = None) -> RunFigures:
-    """A timeline's headline figures; without `reserved`, what CUDA's allocator makes of it is unknown."""
-    return RunFigures(
-        peak_allocated_bytes=timeline.peak_allocated_bytes,
-        peak_block_bytes=None if reserved is None else reserved.peak_allocated_bytes,
-        peak_reserved_bytes=None if reserved is None else reserved.peak_reserved_bytes,
-        step_time_ns=timeline.step_time_ns,
-    )
+def figures(timeline: Timeline) -> RunFigures:
+    """A timeline's headline figures; what CUDA's allocator makes of it is not known here."""
+    return RunFigures(peak_allocated_bytes=timeline.peak_allocated_bytes, step_time_ns=timeline.step_time_ns)
 
 
 def percent(part: int, whole: int) -> float:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from simulator.core.replay import Replay, by_category
 from simulator.report.page import INSTALL
 from simulator.studies.comparison import Entrant
@@ -419,20 +421,12 @@ def thin(totals: Sequence[int], clock: Sequence[int], points: int = POINTS) -> t
     if n <= points:
         return tuple(range(n))
     buckets = max(1, (points - 2) // 4)
-    span = max(1, clock[-1] - clock[0] + 1)
-    kept = {0, n - 1}
-    for bucket_of in (lambda k: (clock[k] - clock[0]) * buckets // span, lambda k: k * buckets // n):
-        best: dict[int, tuple[int, int]] = {}
-        for k in range(n):
-            low, high = best.setdefault(bucket_of(k), (k, k))
-            if totals[k] < totals[low]:
-                low = k
-            if totals[k] > totals[high]:
-                high = k
-            best[bucket_of(k)] = (low, high)
-        for pair in best.values():
-            kept.update(pair)
-    return tuple(sorted(kept))
+    values, passed, place = np.array(totals), np.array(clock) - clock[0], np.arange(n)
+    there = {0, n - 1}
+    for bucket in (passed * buckets // (passed[-1] + 1), place * buckets // n):
+        for stretch in np.split(place, np.flatnonzero(np.diff(bucket)) + 1):
+            there |= {int(stretch[values[stretch].argmin()]), int(stretch[values[stretch].argmax()])}
+    return tuple(sorted(there))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from simulator.report.page import (
     write_page,
 )
 from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell
-from simulator.studies.loop_peaks import peaks_table, untouched_peaks
+from simulator.studies.loop_peaks import held_bytes, peaks_table, untouched_peaks
 from simulator.studies.prediction import Prediction
 from simulator.studies.warnings import texts_beside_untouched, texts_of
 from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
@@ -189,18 +189,14 @@ def headline(c: Prediction, asked: Prediction) -> tuple[Block, ...]:
 
 def _untouched_figures(c: Prediction) -> list[Figure]:
     """The model as it is, in the ordinary loop."""
-    loop = untouched_peaks(c)
-    steady, first = loop.steady, loop.first
-    peak, at_first = steady.peak_allocated_bytes, first.peak_allocated_bytes
-    if steady.peak_block_bytes is not None:
-        peak, at_first = steady.peak_block_bytes, first.peak_block_bytes
-    figures = [
-        Figure("Untouched loop: peak", show_bytes(peak), f"{show_bytes(at_first)} in the first iteration")
-    ]
+    steady, first = untouched_peaks(c).steady, untouched_peaks(c).first
+    shown = {"peak": (held_bytes(steady), held_bytes(first))}
     if steady.peak_reserved_bytes is not None:
-        detail = f"{show_bytes(first.peak_reserved_bytes)} in the first iteration"
-        figures.append(Figure("Untouched loop: reserved", show_bytes(steady.peak_reserved_bytes), detail))
-    return figures
+        shown["reserved"] = steady.peak_reserved_bytes, first.peak_reserved_bytes
+    return [
+        Figure(f"Untouched loop: {what}", show_bytes(later), f"{show_bytes(at_first)} in the first iteration")
+        for what, (later, at_first) in shown.items()
+    ]
 
 
 def _reserved_figure(c: Prediction) -> list[Figure]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 from simulator.allocator.device_fit import DeviceFit
@@ -18,40 +19,43 @@ from traces.records.trace import Trace
 NO_BUDGET: Final = "without a budget nothing bounds the added time from below"
 
 
-def answer(
-    c: Prediction,
-    saved: Prediction,
-    trace_name: str,
-    solve_seconds: float,
-    bound: Bound | None = None,
-) -> dict[str, Any]:
-    """What is printed for a plan within the budget.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A plan within the budget."""
 
-    Args:
-        c: the planned step, under the settings that the plan carries.
-        saved: the step under the settings that it was asked about.
-        trace_name, solve_seconds: of what, and after how long.
-        bound: of the budget, if there is one.
-    """
-    return {
-        **_question(c, trace_name, c.plan.planner, solve_seconds, bound),
-        "feasible": c.planned_fit.fits is not False,
-        "budget_bytes": c.budget_bytes,
-        "budget_of": c.plan.budget_of,
-        "gap_points": gap_points(c, bound),
-        "device_memory": _device(c.saved_fit, c.planned_fit),
-        "untouched": untouched_peaks(saved).to_json(),
-        "baseline": _run(c.trace, c.saved, c.saved_fit),
-        "plan": {
-            **_run(c.trace, c.planned, c.planned_fit),
-            "overhead_percent": c.overhead_percent,
-            "recomputed_ops": c.planned.timeline.recomputed_ops,
-            "recomputed_storages": len(c.plan.recomputed),
-            "recipes": c.plan.by_recipe,
-            **_placed(c),
-            **planned_peaks(c).parts(),
-        },
-    }
+    planned: Prediction  # under the settings that the plan carries
+    asked: Prediction  # the step under the settings that it was asked about
+    trace_name: str
+    solve_seconds: float
+    bound: Bound | None = None  # of the budget, if there is one
+
+    @property
+    def gap_points(self) -> float | None:
+        """The plan's overhead minus the certified bound, in percent of the step with everything saved."""
+        times = self.planned.planned.timeline.step_time_ns, self.planned.saved.timeline.step_time_ns
+        return None if self.bound is None else self.bound.gap_points(*times)
+
+    def to_json(self) -> dict[str, Any]:
+        c = self.planned
+        return {
+            **_question(c, self.trace_name, c.plan.planner, self.solve_seconds, self.bound),
+            "feasible": c.planned_fit.fits is not False,
+            "budget_bytes": c.budget_bytes,
+            "budget_of": c.plan.budget_of,
+            "gap_points": self.gap_points,
+            "device_memory": _device(c.saved_fit, c.planned_fit),
+            "untouched": untouched_peaks(self.asked).to_json(),
+            "baseline": _run(c.trace, c.saved, c.saved_fit),
+            "plan": {
+                **_run(c.trace, c.planned, c.planned_fit),
+                "overhead_percent": c.overhead_percent,
+                "recomputed_ops": c.planned.timeline.recomputed_ops,
+                "recomputed_storages": len(c.plan.recomputed),
+                "recipes": c.plan.by_recipe,
+                **_placed(c),
+                **planned_peaks(c).parts(),
+            },
+        }
 
 
 def _placed(c: Prediction) -> dict[str, Any]:
@@ -84,12 +88,6 @@ def refusal(
         "message": str(error),
         **error.figures,
     }
-
-
-def gap_points(c: Prediction, bound: Bound | None) -> float | None:
-    """The plan's overhead minus the certified bound, in percent of the step with everything saved; None without one."""
-    times = c.planned.timeline.step_time_ns, c.saved.timeline.step_time_ns
-    return None if bound is None else bound.gap_points(*times)
 
 
 def _question(

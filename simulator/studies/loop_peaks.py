@@ -62,7 +62,7 @@ def peaks_table(c: Prediction, saved: Prediction, **more: str) -> Table:
         if _json(loop.first) != _json(loop.steady):
             rows.append((f"{name}, first iteration", loop.first, {}))
     of_phase = [
-        (phase, "bytes", lambda row, phase=phase: _held(row[2][phase]) if phase in row[2] else None)
+        (phase, "bytes", lambda row, phase=phase: held_bytes(row[2][phase]) if phase in row[2] else None)
         for phase in PHASES
     ]
     title = "peak allocated" if c.setting.settings is None else "peak in blocks"
@@ -70,7 +70,7 @@ def peaks_table(c: Prediction, saved: Prediction, **more: str) -> Table:
         rows,
         (
             ("", "", lambda row: row[0]),
-            (title, "bytes", lambda row: _held(row[1])),
+            (title, "bytes", lambda row: held_bytes(row[1])),
             ("reserved", "bytes", lambda row: row[1].peak_reserved_bytes),
             *of_phase,
         ),
@@ -78,7 +78,7 @@ def peaks_table(c: Prediction, saved: Prediction, **more: str) -> Table:
     ).known()
 
 
-def _held(f: RunFigures) -> int | None:
+def held_bytes(f: RunFigures) -> int | None:
     """In blocks, where there are some: what torch calls allocated."""
     return f.peak_allocated_bytes if f.peak_block_bytes is None else f.peak_block_bytes
 
@@ -151,10 +151,8 @@ def _on_a_cpu(c: Prediction, replay: Replay, step_bytes: tuple[int, ...]) -> Loo
 
 
 def _on_a_gpu(reserved: ReservedFigures) -> LoopPeaks:
-    return LoopPeaks(
-        iterations=tuple(_figures(i) for i in reserved.iterations),
-        phases={p: _figures(f) for p, f in reserved.phases.items()},
-    )
+    phases = {phase: _figures(f) for phase, f in reserved.phases.items()}
+    return LoopPeaks(iterations=tuple(map(_figures, reserved.iterations)), phases=phases)
 
 
 def _figures(f: AllocatorFigures) -> RunFigures:
@@ -169,16 +167,11 @@ def _raised(f: RunFigures, more: int) -> RunFigures:
     """As much more at the peak; nothing reserves less than its blocks."""
     if not more:
         return f
-    blocks, reserved = f.peak_block_bytes, f.peak_reserved_bytes
-    blocks = None if blocks is None else blocks + more
-    if reserved is not None and blocks is not None:
-        reserved = max(reserved, blocks)
-    return replace(
-        f,
-        peak_allocated_bytes=(f.peak_allocated_bytes or 0) + more,
-        peak_block_bytes=blocks,
-        peak_reserved_bytes=reserved,
-    )
+    raised = replace(f, peak_allocated_bytes=(f.peak_allocated_bytes or 0) + more)
+    if f.peak_block_bytes is None or f.peak_reserved_bytes is None:  # a CPU
+        return raised
+    blocks = f.peak_block_bytes + more
+    return replace(raised, peak_block_bytes=blocks, peak_reserved_bytes=max(f.peak_reserved_bytes, blocks))
 
 
 def _json(f: RunFigures) -> dict[str, int | None]:

@@ -9,7 +9,7 @@ batch fit where a smaller one does not; such islands beyond the first boundary a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from simulator.allocator.device import CPU, CUDA, DeviceMemory
@@ -48,35 +48,24 @@ class Request(ModelRequest):
 class Probe:
     """One batch size: what the untouched model takes, and the cheapest plan that fits, if that was tried.
 
-    `saved` is of the captured graph with everything saved, which an empty plan runs.
+    `baseline` is of the captured graph with everything saved, which an empty plan runs.
     """
 
     batch_size: int
-    untouched: RunFigures
     fits: bool  # the untouched model
     retries_a_step: int  # how often all cached memory must be given back for that
-    saved: RunFigures
-    saved_fits: bool
+    untouched: RunFigures
+    baseline: RunFigures
+    baseline_fits: bool
+    plan_fits: bool | None = None  # within the device and the price; None: not tried
     plan: RunFigures | None = None
     overhead_percent: float | None = None  # of the plan, or what any must at least cost where none was made
-    plan_fits: bool | None = None  # within the device and the price; None: not tried
     plan_path: str = ""
     message: str = ""  # why no plan fits
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "batch_size": self.batch_size,
-            "fits": self.fits,
-            "retries_a_step": self.retries_a_step,
-            "untouched": self.untouched.headline(),
-            "baseline": self.saved.headline(),
-            "baseline_fits": self.saved_fits,
-            "plan_fits": self.plan_fits,
-            "plan": None if self.plan is None else self.plan.headline(),
-            "overhead_percent": self.overhead_percent,
-            "plan_path": self.plan_path,
-            "message": self.message,
-        }
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: v.headline() if isinstance(v, RunFigures) else v for k, v in values.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -205,8 +194,8 @@ class _Search:
                 untouched=plain.figures(),
                 fits=bool(plain.fits),
                 retries_a_step=plain.retries_a_step,
-                saved=c.saved_figures,
-                saved_fits=bool(c.saved_fit.fits),
+                baseline=c.saved_figures,
+                baseline_fits=bool(c.saved_fit.fits),
             )
             self.progress(f"batch {batch_size}: {_needs(plain, self.request.device.usable_bytes)}")
         probe = self.probes[batch_size]
@@ -241,8 +230,8 @@ class _Search:
     def _plan(self, problem: Problem, probe: Probe) -> tuple[Probe, float]:
         """The probe with what was found of plans, and by how much, as a share, memory or price are exceeded."""
         request = self.request
-        if probe.saved_fits:  # the captured graph alone makes room
-            empty = replace(probe, plan=probe.saved, overhead_percent=0.0, plan_fits=True)
+        if probe.baseline_fits:  # the captured graph alone makes room
+            empty = replace(probe, plan=probe.baseline, overhead_percent=0.0, plan_fits=True)
             return self._saved(empty, self.said[probe.batch_size]), _over(0.0, request.overhead_percent)
         usable, price = request.device.usable_bytes, request.overhead_percent
         none = replace(probe, plan_fits=False, message="no plan needs so little")

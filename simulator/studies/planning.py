@@ -57,9 +57,7 @@ def plan_for(
 def completed(c: Prediction) -> Prediction:
     """The prediction whose plan carries its figures, the allocator settings, and what to say beside them."""
     told = {"warnings": list(texts(c)), "provenance": provenance(c.trace.meta)}
-    predicted = figures_of_plan(
-        c.saved.timeline, c.planned.timeline, c.saved_fit.reserved, c.planned_fit.reserved
-    )
+    predicted = figures_of_plan(c.saved_figures, c.planned_figures, c.planned.timeline)
     conf = c.setting.alloc_conf
     meta = c.plan.meta if conf is None else replace(c.plan.meta, alloc_conf=conf)
     return replace(c, plan=replace(c.plan, meta=meta, predicted={**predicted, **told}).sealed())

@@ -144,7 +144,7 @@ def test_on_a_gpu_reserved_memory_decides(tmp_path: Path) -> None:
     assert not fits[found.without_plan + 1]
     best = found.probe(found.with_plan)
     assert best is not None
-    peak = (best.plan or best.saved).peak_reserved_bytes
+    peak = (best.plan or best.baseline).peak_reserved_bytes
     assert peak is not None
     assert peak <= memory
     assert any("not confirmed on a GPU" in text for text in found.warnings)
@@ -170,8 +170,8 @@ def test_without_a_plan_the_untouched_model_must_fit(tmp_path: Path) -> None:
     assert best is not None
     assert kept is not None
     assert best.untouched.peak_allocated_bytes == memory
-    assert best.saved.peak_allocated_bytes == needs(20)
-    assert (kept.fits, kept.saved_fits, kept.plan_fits, kept.overhead_percent) == (False, True, True, 0.0)
+    assert best.baseline.peak_allocated_bytes == needs(20)
+    assert (kept.fits, kept.baseline_fits, kept.plan_fits, kept.overhead_percent) == (False, True, True, 0.0)
     plan = Plan.load(tmp_path / kept.plan_path)
     assert plan.actions == ()
     assert plan.predicted["plan"]["peak_allocated_bytes"] == needs(graph)
@@ -206,7 +206,7 @@ def test_on_a_gpu_the_untouched_model_takes_over_no_memory(tmp_path: Path) -> No
     best = found.probe(4)
     assert best is not None
     assert best.untouched.peak_reserved_bytes == 9 * 20 * MIB
-    assert best.saved.peak_reserved_bytes == 5 * 20 * MIB
+    assert best.baseline.peak_reserved_bytes == 5 * 20 * MIB
 
 
 def test_limits_of_the_batch_sizes(tmp_path: Path) -> None:

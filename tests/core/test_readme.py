@@ -260,11 +260,11 @@ def test_every_key_of_simulates_json_is_documented() -> None:
     from simulator import simulate
     from simulator.planners import plan_with
     from simulator.planners.outcome import Infeasible
-    from simulator.studies.answer import answer, refusal
+    from simulator.studies.answer import Answer, refusal
 
     record = small_trace()
     kept = simulate(record)
-    data = answer(kept, kept, "t", 0.0)
+    data = Answer(planned=kept, asked=kept, trace_name="t", solve_seconds=0.0).to_json()
     keys = {*data, *data["plan"], *data["untouched"]}
     with pytest.raises(Infeasible) as refused:
         plan_with("mu-two", Problem(record), 1)
