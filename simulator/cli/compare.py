@@ -31,15 +31,9 @@ if TYPE_CHECKING:
 @search_options
 @device_options
 @click.option(
-    "--with-torch-budget", is_flag=True, help="Also torch's activation_memory_budget (runs `trace`)."
-)
-@click.option(
-    "--trust", is_flag=True, help="With it: run the Python file that the trace names, which builds its model."
-)
-@click.option(
     "--saved",
     type=click.Path(path_type=Path),
-    help="The same from what `trace torch-budget` wrote, without running torch.",
+    help="Also torch's activation_memory_budget, from what `trace torch-budget` wrote.",
 )
 @output_options
 def compare_command(
@@ -48,8 +42,6 @@ def compare_command(
     planners: str | None,
     planning: Words,
     memory: Words,
-    with_torch_budget: bool,
-    trust: bool,
     saved: Path | None,
     out: Output,
 ) -> None:
@@ -62,21 +54,12 @@ def compare_command(
 
     check_budget_text(budget)
     names = chosen_planners(planners)
-    if with_torch_budget and saved is None and not trust:
-        from simulator.studies.tracing import refuse_foreign_code
-
-        refuse_foreign_code(trace_name)
     found = api.compare(trace_name, budget, names, progress=out.say, name=trace_name, **planning, **memory)
-    if with_torch_budget or saved is not None:
-        from simulator.studies.torch_budget import BUDGETS, ask_torch, entrants
+    if saved is not None:
+        from simulator.studies.torch_budget import entrants
         from traces.records.saved_sets import SavedSets
 
-        sets = (
-            ask_torch(found.trace, BUDGETS, ("dp", "greedy"), progress=out.say)
-            if saved is None
-            else SavedSets.load(saved)
-        )
-        found = found.with_entrants(entrants(found, sets))
+        found = found.with_entrants(entrants(found, SavedSets.load(saved)))
     if out.report is not None:
         from simulator.report.plans import write_comparison
 

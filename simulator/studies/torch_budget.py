@@ -12,24 +12,18 @@ views counts as saved for all of them.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 from simulator.core.problem import Problem
 from simulator.core.timeline import Timeline
 from simulator.planners.outcome import finish
 from simulator.studies.comparison import Comparison, Entrant
-from simulator.studies.tracing import run_tracer
-from traces.errors import LowtideError, PlanError
+from traces.errors import PlanError
 from traces.records.plan import SAVE, Action, Plan
 from traces.records.saved_sets import SavedSet, SavedSets
-from traces.records.trace import Trace
 
 UNLIMITED_BYTES: Final = 1 << 62
-BUDGETS: Final = tuple(k / 10 for k in range(11))  # what torch is asked for if nothing else is said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,29 +34,6 @@ class TorchPlan:
     plan: Plan
     timeline: Timeline
     saved_instead: int  # storages that torch makes again and Lowtide may not, so that they are saved
-
-
-def ask_torch(
-    trace: Trace,
-    budgets: Sequence[float],
-    solvers: Sequence[str],
-    progress: Callable[[str], None] = lambda text: None,
-) -> SavedSets:
-    """Run `trace torch-budget` in a process of its own.
-
-    Raises:
-        LowtideError: it failed; with what it wrote.
-    """
-    from traces.records import store
-
-    with tempfile.TemporaryDirectory() as folder:
-        directory, output = Path(folder) / "trace", Path(folder) / "saved.json"
-        store.save(trace, directory)
-        asked = ["--budgets", ",".join(map(str, budgets)), "--solvers", ",".join(solvers)]
-        progress(f"asking torch for {len(budgets) * len(solvers)} plans")
-        if said := run_tracer(["torch-budget", str(directory), *asked, "-o", str(output), "-q"]):
-            raise LowtideError(f"`trace torch-budget` failed: {said}")
-        return SavedSets.load(output)
 
 
 def plans(problem: Problem, sets: SavedSets) -> tuple[TorchPlan, ...]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
 from traces.devices import device
-from traces.errors import LowtideError, SpecError, TraceError
+from traces.errors import LowtideError, TraceError
 from traces.files.json_records import canonical_json, read_json
 from traces.files.whole import write_text
 from traces.model_spec import source_file
@@ -47,25 +47,6 @@ class ModelRequest:
         return load(place)
 
 
-def refuse_foreign_code(trace_name: str) -> None:
-    """Raise SpecError if a trace names a Python file, which building its model would run."""
-    model = load(Path(trace_name)).meta.model
-    file = source_file(model)
-    if file is not None:
-        raise SpecError(
-            f"{trace_name} names {file} as what builds its model, and a trace may be somebody else's: look at the "
-            "file, and give --trust if it may run."
-        )
-
-
-def run_tracer(words: Sequence[str]) -> str:
-    """Run `trace` in a process of its own; what it said if it failed, else nothing."""
-    command = [sys.executable, "-m", "tracer", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **ending_with_this())
-    said = done.stderr.strip().removeprefix("Error: ")
-    return (said or f"`trace` ended with exit code {done.returncode}") if done.returncode else ""
-
-
 def ensure_trace(
     model: str, batch_size: int, words: Sequence[str], directory: Path, progress: Callable[[str], None]
 ) -> None:
@@ -80,8 +61,12 @@ def ensure_trace(
         progress(f"batch {batch_size}: using {directory}")
         return
     progress(f"batch {batch_size}: tracing")
-    if said := run_tracer([*words, "-o", str(directory), "--force", "-q"]):
-        raise LowtideError(f"batch {batch_size} could not be traced: {said}")
+    command = [sys.executable, "-m", "tracer", *words, "-o", str(directory), "--force", "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **ending_with_this())
+    if done.returncode:
+        said = done.stderr.strip().removeprefix("Error: ")
+        told = said or f"`trace` ended with exit code {done.returncode}"
+        raise LowtideError(f"batch {batch_size} could not be traced: {told}")
     made = stamp(model, words)  # with what --calibrate has added to the profile
     write_text(note, canonical_json({**made, "fingerprint": _fingerprint(directory)}) + "\n")
 

@@ -29,7 +29,8 @@ from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.studies.loop_peaks import LoopPeaks, untouched_peaks
-from simulator.studies.torch_budget import TorchPlan, ask_torch, plans
+from simulator.studies.torch_budget import TorchPlan, plans
+from tests.bench.recorded import ask_torch
 from tracer import trace
 from traces.errors import EnvironmentProblem, LowtideError
 from traces.provenance import REHEARSED

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from traces.records.store import load
+from traces.records.saved_sets import SavedSets
+from traces.records.store import load, save
 from traces.records.trace import VIEW, WORKSPACE, Trace
 
 BENCH = Path(__file__).resolve().parent
@@ -82,3 +85,26 @@ def flops_as_times(trace: Trace) -> Trace:
     return with_times(
         trace, [0 if f & VIEW else n // 1000 + 1 for n, f in zip(ops.flops, ops.flags, strict=True)]
     )
+
+
+def ask_torch(trace: Trace, budgets: Sequence[float], solvers: Sequence[str]) -> SavedSets:
+    """What `trace torch-budget` says of a trace; RuntimeError if it failed, with what it wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory, output = Path(folder) / "trace", Path(folder) / "saved.json"
+        save(trace, directory)
+        asked = ["--budgets", ",".join(map(str, budgets)), "--solvers", ",".join(solvers)]
+        command = [
+            sys.executable,
+            "-m",
+            "tracer",
+            "torch-budget",
+            str(directory),
+            *asked,
+            "-o",
+            str(output),
+            "-q",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip())
+        return SavedSets.load(output)

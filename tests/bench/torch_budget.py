@@ -34,10 +34,11 @@ from simulator.core.timeline import Timeline
 from simulator.planners import DEFAULT, plan_with
 from simulator.planners.outcome import percent
 from simulator.planners.segments import OUTSIDE, actions_for, block_segments
-from simulator.studies.torch_budget import ask_torch, plans
+from simulator.studies.torch_budget import plans
 from tests.bench.recorded import (
     CACHE,
     a100_times,
+    ask_torch,
     directory_of,
     flops_as_times,
     published_flops,

@@ -146,9 +146,3 @@ def test_compare_takes_torchs_plans_and_none_with_wrong_gradients_is_feasible(tm
     shown = CliRunner().invoke(main, [*words, "--budget", "40"]).stdout
     assert "over the budget" not in shown
     assert "over the budget" in CliRunner().invoke(main, [*words, "--budget", "37"]).stdout
-
-
-def test_the_former_command_names_the_one_that_answers_now() -> None:
-    result = CliRunner().invoke(main, ["torch-budget", "resnet152"])
-    assert result.exit_code == 2
-    assert "simulate compare" in result.stderr

@@ -358,13 +358,6 @@ def test_actions_that_do_not_give_the_figures_are_refused(folder: Path, plan: Pl
     Plan.load(sealed.save("plan.json")).check_seal("plan.json")
 
 
-def test_simulate_does_not_run_the_file_that_a_trace_names(folder: Path) -> None:
-    assert call(trace, MLP, "-o", "out").exit_code == 0
-    refused(
-        call(simulate, "compare", "out", "--budget", "90%", "--with-torch-budget"), "small_nets.py", "--trust"
-    )
-
-
 def test_a_plan_is_measured_where_nothing_else_fits(
     folder: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

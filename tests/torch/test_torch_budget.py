@@ -15,14 +15,15 @@ from torch import nn  # noqa: E402
 
 import tracer.cli.main  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.studies.torch_budget import ask_torch, plans  # noqa: E402
+from simulator.studies.torch_budget import plans  # noqa: E402
+from tests.bench.recorded import ask_torch  # noqa: E402
 from tests.core.test_torch_budget import links, sets_of  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.record import torch_budget as module  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
 from tracer.record.torch_budget import Setting, saved_set  # noqa: E402
 from traces.devices import device  # noqa: E402
-from traces.errors import EnvironmentProblem, LowtideError  # noqa: E402
+from traces.errors import EnvironmentProblem  # noqa: E402
 from traces.records.store import save  # noqa: E402
 
 
@@ -126,7 +127,7 @@ def test_ask_torch_goes_through_the_command_and_checks_the_graph(build_file: Pat
     assert [s.label for s in sets.sets] == ["dp-0", "dp-1"]
     assert sets.trace.fingerprint == record.meta.fingerprint
     changed = replace(record, meta=replace(record.meta, graph_fingerprint="0" * 16))
-    with pytest.raises(LowtideError, match="another graph than the trace"):
+    with pytest.raises(RuntimeError, match="another graph than the trace"):
         ask_torch(changed, [1.0], ["dp"])
 
 
