@@ -9,9 +9,9 @@ from simulator.allocator.device_fit import setting_of
 from simulator.core.problem import Problem
 from simulator.report.charts import Bar, grouped, spread
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, write_page
-from simulator.report.step import describe, simulation_sections
+from simulator.report.step import simulation_sections
 from simulator.show.tables import Cell, Table, bytes_cell, percent_cell, time_cell
-from simulator.studies.prediction import predict
+from simulator.studies.prediction import describe, predict
 from traces.records.measurement import Measurement, RunFigures, signed_error_percent
 from traces.records.plan import ALLOCATED, Plan
 from traces.records.trace import Trace, TraceMeta

@@ -123,11 +123,16 @@ def refuse_to_replace(path: Path, force: bool) -> None:
 def summary(found: Answer, output: Path | None) -> str:
     """The answer to read; the plan went to `output`."""
     from simulator.studies.loop_peaks import peaks_table
+    from simulator.studies.prediction import describe
     from simulator.studies.warnings import texts_beside_untouched
 
     c, saved, bound, gap = found.planned, found.asked, found.bound, found.gap_points
     plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
-    lines = [f"{found.trace_name}: {_what(c)}", *peaks_table(c, saved).lines(), _budget_line(c, saved)]
+    lines = [
+        f"{found.trace_name}: {describe(c.trace.meta)}",
+        *peaks_table(c, saved).lines(),
+        _budget_line(c, saved),
+    ]
     if plan.actions:
         added = show_percent(c.overhead_percent, signed=True)
         lines += [
@@ -170,13 +175,6 @@ def _swapped(plan: Plan) -> str:
     """How many values each other recipe does without, to follow what is recomputed."""
     others = {k: n for k, n in plan.by_recipe.items() if k not in (RECOMPUTE, SAVE)}
     return "".join(f", {n} replaced {kind.replace('_', ' ')}" for kind, n in others.items())
-
-
-def _what(c: Prediction) -> str:
-    meta = c.trace.meta
-    batch = f"batch {meta.batch_size}" if meta.batch_size else ""
-    target = f"times for {meta.target}" if meta.target else ""
-    return ", ".join(p for p in (meta.model, batch, meta.dtype, meta.optimizer, target) if p)
 
 
 def _reserved_lines(c: Prediction) -> list[str]:

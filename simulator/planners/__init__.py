@@ -54,16 +54,6 @@ REGISTRY: Final[dict[str, tuple[str, str]]] = {
 }
 DEFAULT: Final = "search"
 SAVE_ALL: Final = "save-all"
-# What planners that had another name, or that are no part of the product any more, are called now.
-_BASELINE: Final = "tests.bench.baselines.{}:plan, from the repository's root"
-FORMER: Final = {
-    "keep-all": SAVE_ALL,
-    "whole-modules": "per-block, which recomputes whole blocks",
-    "exact": "tests.exact:plan, from the repository's root",
-    "rotor": _BASELINE.format("rotor"),
-    "cheap-ops": _BASELINE.format("cheap_ops"),
-    "min-cut": _BASELINE.format("min_cut"),
-}
 
 
 def find(name: str) -> Planner:
@@ -72,8 +62,6 @@ def find(name: str) -> Planner:
     Raises:
         SpecError: there is none.
     """
-    if name in FORMER:
-        raise SpecError(f"there is no planner {name!r} any more; use {FORMER[name]}.")
     place = REGISTRY[name][0] if name in REGISTRY else name
     module, colon, function = place.partition(":")
     if not colon:

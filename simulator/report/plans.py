@@ -7,10 +7,11 @@ from typing import Final
 
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, warned, write_page
-from simulator.report.step import about, describe, metadata, saved_figure
+from simulator.report.step import about, metadata, saved_figure
 from simulator.studies.comparison import Comparison, ranked
 from simulator.studies.max_batch import MaxBatch
 from simulator.studies.pareto import Front
+from simulator.studies.prediction import describe
 from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 

@@ -25,10 +25,10 @@ from simulator.report.page import (
 )
 from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell
 from simulator.studies.loop_peaks import held_bytes, peaks_table, untouched_peaks
-from simulator.studies.prediction import Prediction
+from simulator.studies.prediction import Prediction, describe
 from simulator.studies.warnings import texts_beside_untouched, texts_of
 from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
-from traces.records.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace, TraceMeta
+from traces.records.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace
 from traces.units import bytes_unit, show_bytes, show_percent, show_time
 
 HOLDERS: Final = 20  # rows of the table of the largest storages at the peak
@@ -80,14 +80,6 @@ def simulation_sections(
 
 
 # What stands beside figures
-
-
-def describe(meta: TraceMeta) -> str:
-    """Model, batch, dtype and optimizer in one line."""
-    parts = [meta.model, f"batch {meta.batch_size}"]
-    if meta.options.get("seq_len"):
-        parts.append(f"sequence length {meta.options['seq_len']}")
-    return " · ".join([*parts, meta.dtype, meta.optimizer or "no optimizer"])
 
 
 def provenance(trace: Trace) -> str:

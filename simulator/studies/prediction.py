@@ -20,7 +20,7 @@ from simulator.show.tables import Table, table
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, Action, Plan
-from traces.records.trace import Trace
+from traces.records.trace import Trace, TraceMeta
 from traces.units import show_bytes, show_percent, show_time
 
 DROPOUT_MASK: Final = "lowtide.dropout_mask.default"  # a byte an element
@@ -98,11 +98,9 @@ class Prediction:
         curves = [(notebook.SAVED, notebook.curve(self.saved.timeline))]
         if self.plan.actions:
             curves.append((notebook.PLANNED, notebook.curve(self.planned.timeline)))
-        meta, limits = self.trace.meta, [] if self.budget_bytes is None else [self.budget_bytes]
-        head = f"{meta.model}, batch {meta.batch_size}, {meta.dtype}, times for {meta.target or meta.device}"
-        return notebook.framed(
-            head, self.table(), notebook.picture(curves, "ms", "allocated", limits, area=True)
-        )
+        limits = [] if self.budget_bytes is None else [self.budget_bytes]
+        picture = notebook.picture(curves, "ms", "allocated", limits, area=True)
+        return notebook.framed(describe(self.trace.meta), self.table(), picture)
 
     def table(self) -> Table:
         """The headline figures with everything saved, and with the plan."""
@@ -135,6 +133,20 @@ class Prediction:
                 "it with --target for a GPU, or with --device cuda."
             )
         return self.saved_fit.reserved.peak_reserved_bytes
+
+
+def describe(meta: TraceMeta) -> str:
+    """The step in one line: model, batch, sequence length, dtype, optimizer, and the device of its times."""
+    length = meta.options.get("seq_len")
+    parts = (
+        meta.model,
+        f"batch {meta.batch_size}" if meta.batch_size else "",
+        f"sequence length {length}" if length else "",
+        meta.dtype,
+        meta.optimizer,
+        f"times for {meta.target}" if meta.target else "",
+    )
+    return ", ".join(part for part in parts if part)
 
 
 def predict(

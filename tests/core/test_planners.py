@@ -14,7 +14,7 @@ from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from simulator.planners import DEFAULT, FORMER, REGISTRY, find, mu_two_paper, plan_with
+from simulator.planners import DEFAULT, REGISTRY, find, mu_two_paper, plan_with
 from simulator.planners.costs import Costs
 from simulator.planners.greedy import Search
 from simulator.planners.mu_two import cheapest
@@ -106,12 +106,9 @@ def test_the_registry_knows_what_it_names() -> None:
         assert callable(find(name))
     with pytest.raises(SpecError, match="save-all"):
         find("magic")
-    with pytest.raises(SpecError, match="no planner 'keep-all' any more; use save-all"):
-        find("keep-all")
-    for name in (*FORMER, "tests.bench.baselines.rotor:missing", "no.such.module:plan"):
+    for name in ("tests.bench.baselines.rotor:missing", "no.such.module:plan"):
         with pytest.raises(SpecError, match=name):
             find(name)
-    assert set(FORMER).isdisjoint(REGISTRY)
 
 
 def test_a_refusal_names_the_budget_the_lowest_peak_the_floor_and_what_makes_it() -> None:
