@@ -175,7 +175,6 @@ def headline(c: Prediction, asked: Prediction) -> tuple[Block, ...]:
         *warned(texts_beside_untouched(c)),
         peaks_table(c, asked, caption=PEAKS),
         c.table(),
-        *_what_if(c),
     )
 
 
@@ -199,6 +198,9 @@ def _reserved_figure(c: Prediction) -> list[Figure]:
         f"{show_bytes(before.peak_reserved_bytes)} with everything saved; fragmentation "
         f"{show_percent(100 * after.fragmentation, digits=1)}"
     )
+    if (plain := c.planned_fit.by_default) is not None:
+        conf = c.setting.alloc_conf or "no settings"
+        detail += f"; with {conf}, by default {show_bytes(plain.peak_reserved_bytes)}"
     figures = [Figure("Reserved with the plan", show_bytes(after.peak_reserved_bytes), detail)]
     if c.plan.budget_of == RESERVED:
         share = show_percent(100 * c.placed.fragmentation, digits=1)
@@ -219,24 +221,6 @@ def _budget_figure(c: Prediction) -> list[Figure]:
     detail += "; 100 % is the captured graph with everything saved"
     label = "Budget of reserved memory" if of_reserved else "Budget"
     return [Figure(label, show_bytes(c.budget_bytes), detail, "good" if within else "bad")]
-
-
-def _what_if(c: Prediction) -> tuple[Block, ...]:
-    """Reserved memory with and without the allocator settings that were asked about."""
-    rows = [
-        (way, fit.by_default.peak_reserved_bytes, fit.reserved.peak_reserved_bytes)
-        for way, fit in (("everything saved", c.saved_fit), ("with the plan", c.planned_fit))
-        if fit.reserved is not None and fit.by_default is not None
-    ]
-    if not rows:
-        return ()
-    columns = (
-        ("run", "", lambda r: r[0]),
-        ("reserved by default", "bytes", lambda r: r[1]),
-        (f"with {c.setting.alloc_conf or 'no settings'}", "bytes", lambda r: r[2]),
-        ("change", "+percent", lambda r: 100 * (r[2] - r[1]) / max(1, r[1])),
-    )
-    return (table(rows, columns, caption="Would these settings of PYTORCH_ALLOC_CONF help?"),)
 
 
 # Memory over the step, and at its peak

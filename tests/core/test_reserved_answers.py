@@ -483,7 +483,7 @@ def test_the_page_shows_reserved_memory_and_the_warnings(network: Path, tmp_path
         "peak reserved",
         "not confirmed on a GPU",
         "Fits H200",
-        "Would these settings",
+        "with expandable_segments:True, by default",
     ):
         assert part in html, part
 
