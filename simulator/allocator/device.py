@@ -94,13 +94,13 @@ def device_memory(
             f"{entry.kind.upper()}; {other}."
         )
     if memory is not None:
-        total = _size("--device-memory", memory)
+        total = size_of("--device-memory", memory)
     else:
         assert entry is not None
         total = entry.memory_bytes
     kept = 0 if kind == CPU else CONTEXT_BYTES
     if context is not None:
-        kept = 0 if context.strip() == "0" else _size("--context", context)
+        kept = 0 if context.strip() == "0" else size_of("--context", context)
     return DeviceMemory(
         name=entry.name if entry is not None else f"a device of {show_bytes(total)}",
         kind=kind,
@@ -110,7 +110,8 @@ def device_memory(
     )
 
 
-def _size(option: str, text: str) -> int:
+def size_of(option: str, text: str) -> int:
+    """The bytes of an option that takes a size; raises SpecError if it is none."""
     if "%" in text:
         raise SpecError(f"{option} {text}: give a size, such as 40GiB; there is nothing to take a share of.")
     return parse_budget(text, 1)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from traces.commands import Refused, echo, say
-from traces.errors import SpecError
 
 if TYPE_CHECKING:
     from simulator.allocator.replay.recording import Recording
@@ -46,11 +45,12 @@ def replay_command(
 
     Exit code: 0 done, 1 the replay runs out of memory, 2 the input is wrong.
     """
+    from simulator.allocator.device import size_of
     from simulator.allocator.replay.replay import replay, understood
     from simulator.allocator.replay.snapshot import read_recording
     from simulator.allocator.settings import parse_alloc_conf
 
-    memory_bytes = None if device_memory is None else _memory(device_memory)
+    memory_bytes = None if device_memory is None else size_of("--device-memory", device_memory)
     # Before any work, so that a bad one is known. It stands for all that was recorded, not on top of it.
     settings = None if alloc_conf is None else parse_alloc_conf(alloc_conf)
     say(f"reading {recording}", quiet=quiet)
@@ -73,14 +73,6 @@ def replay_command(
         echo(_table(source, same, rows))
     if "what_if" in rows and (reason := rows["what_if"].out_of_memory) is not None:
         raise Refused(reason, 1)
-
-
-def _memory(text: str) -> int:
-    from simulator.core.budget import parse_budget
-
-    if "%" in text:
-        raise SpecError(f"--device-memory {text!r}: give bytes, or a size such as 16GiB.")
-    return parse_budget(text, 0)
 
 
 def _figures(result: Replay) -> dict[str, Any]:
