@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from simulator.allocator.blocks import SegmentState
-from simulator.allocator.caching import SMALL_BYTES
+from simulator.allocator.caching import SMALL_BYTES, SMALL_SEGMENT_BYTES
 from simulator.allocator.replay.recording import Event
-from simulator.allocator.segments import SMALL_SEGMENT_BYTES
 
 
 class _Part(NamedTuple):

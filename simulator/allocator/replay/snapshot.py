@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, get_args
 from msgspec import Meta, ValidationError, convert
 
 from simulator.allocator.blocks import BlockState, SegmentState
+from simulator.allocator.caching import SMALL_SEGMENT_BYTES
 from simulator.allocator.replay.pages import Pages, is_small_map
 from simulator.allocator.replay.pickles import load_plain
 from simulator.allocator.replay.recording import (
@@ -25,7 +26,6 @@ from simulator.allocator.replay.recording import (
     running_reserved,
     with_ends,
 )
-from simulator.allocator.segments import SMALL_SEGMENT_BYTES
 from simulator.allocator.settings import (
     INTERVALS,
     LOWEST_ADDRESS,

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from simulator.allocator.blocks import Block, BlockState, SegmentState
-from simulator.allocator.caching import Allocator
-from simulator.allocator.segments import DEFAULT_RANGE_BYTES
+from simulator.allocator.caching import DEFAULT_RANGE_BYTES, Allocator
 from simulator.allocator.settings import LOWEST_ADDRESS
 
 MAX_RANGE_BYTES: Final = 1 << 38  # farther apart, two addresses are not in one range
