@@ -75,7 +75,7 @@ class _Writing:
         self.returned: dict[fx.Node, fx.Node] = {}  # model output -> its copy in forward
         self.recomputed: list[str] = []
         self.outputs = set(self.captured.outputs)
-        for n in self.captured.placeholders:
+        for n in (*self.captured.placeholders, *self.captured.numbers):
             graph = self.backward if "tangent_of" in n.meta else self.forward
             copy = graph.placeholder(n.name)
             copy.meta = dict(n.meta)
@@ -161,7 +161,7 @@ class _Writing:
         given = [n for n in captured.placeholders if "tangent_of" not in n.meta]
         whose |= {storage_of[n][0]: name for n, name in zip(given, names, strict=True)}
         for k, (copy, n) in enumerate(self.crossing_of.items()):
-            if storage_of[n][0] in whose and not _statistics(self.crossing[copy]):
+            if storage_of[n] and storage_of[n][0] in whose and not _statistics(self.crossing[copy]):
                 yield k, whose[storage_of[n][0]]
 
     def _put(self, node: fx.Node, copy: fx.Node, graph: fx.Graph) -> None:

@@ -73,7 +73,8 @@ TENSOR: Final = object()  # marks a tensor's place among a model's flat outputs
 class Captured:
     """A joint graph and the meaning of its inputs and outputs.
 
-    `graph_module.graph` has the placeholders parameters, buffers, tensor arguments, tangents, in this order. Its
+    `graph_module.graph` has the placeholders parameters, buffers, tensor arguments, tangents, in this order, and behind
+    them the numbers of a graph for calls of many sizes (`tracer.capture.sizes`). Its
     output is one flat tuple: the model's tensor outputs, then one gradient (or None) for each parameter, then one
     for each tensor argument.
     """
@@ -93,6 +94,7 @@ class Captured:
     output_template: tuple[Any, ...]  # flat outputs: TENSOR where a tensor stands, else the constant
     writes: tuple[tuple[str, str, Any], ...] = ()  # attributes that forward sets: module, name, value
     target: Device | None = None  # the GPU whose ops these are, if the capture's tensors are on the CPU
+    numbers: tuple[fx.Node, ...] = ()  # placeholders that stand for what follows from the arguments' sizes
 
     def outputs_from(self, tensors: Iterable[Any]) -> Any:
         """What the model returns, with `tensors` in the places of its tensor outputs."""
@@ -102,7 +104,8 @@ class Captured:
 
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:
-        return tuple(n for n in self.graph_module.graph.nodes if n.op == "placeholder")
+        nodes = self.graph_module.graph.nodes
+        return tuple(n for n in nodes if n.op == "placeholder" and n not in self.numbers)
 
 
 @one_at_a_time

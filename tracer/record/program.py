@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import fx
 from tracer.capture.capture import Captured
 from tracer.capture.cuda.gpu import results
 from tracer.capture.passes.batch_norm import writes as undeclared_writes
+from tracer.capture.sizes import Known, at, number
 from tracer.capture.torch_fixes.grouped import grouped_products
 from tracer.costs.roofline import result_bytes
 from tracer.costs.rows import OpRow, StorageRow
@@ -90,15 +91,18 @@ class Program:
         return fingerprint(ops, storages, sizes=sizes, eager=False)
 
 
-def program_of(captured: Captured, shares: Iterable[Iterable[int]] | None = None) -> Program:
+def program_of(
+    captured: Captured, shares: Iterable[Iterable[int]] | None = None, known: Known | None = None
+) -> Program:
     """Run the graph on fake tensors and note what it does to storages.
 
     Args:
         captured: the graph.
         shares: which tensor arguments are to count as sharing a storage, by their numbers; None: those that did when
             it was captured. Which do decides no op of the graph, but what storages there are.
+        known: of a graph for calls of many sizes, those to run it at.
     """
-    run = _Run(captured, shares)
+    run = _Run(captured, shares, known)
     run.placeholders()
     run.constants()
     written = _overwritten_inputs(captured)
@@ -133,8 +137,10 @@ def program_of(captured: Captured, shares: Iterable[Iterable[int]] | None = None
 class _Run:
     """One run of a captured graph on fake tensors: the value of every node, and the rows of ops and storages."""
 
-    def __init__(self, captured: Captured, shares: Iterable[Iterable[int]] | None) -> None:
-        self.captured = captured
+    def __init__(
+        self, captured: Captured, shares: Iterable[Iterable[int]] | None, known: Known | None
+    ) -> None:
+        self.captured, self.known = captured, known
         # By the number of a tensor argument: the first that shares its storage.
         self.first_of = (
             None if shares is None else {k: min(group) for group in map(list, shares) for k in group}
@@ -166,6 +172,7 @@ class _Run:
     def placeholders(self) -> None:
         for n in self.captured.placeholders:
             desc, x = n.meta["desc"], n.meta["val"]
+            x = x if self.known is None else at(x, self.known)
             category = {"ParamAOTInput": PARAMETER, "BufferAOTInput": BUFFER}.get(type(desc).__name__, INPUT)
             tangent = "tangent_of" in n.meta
             if tangent:
@@ -185,6 +192,9 @@ class _Run:
             if category == INPUT and not tangent:
                 self.arguments[desc.idx] = self.storage_of[n][0]
             self.tangents += self.storage_of[n] if tangent else ()
+        for n in self.captured.numbers:
+            assert self.known is not None
+            self.env[n], self.storage_of[n] = number(n.meta["val"], self.known), ()
 
     def _apart(self, x: torch.Tensor) -> torch.Tensor:
         """An argument with a storage that no other shares."""
@@ -250,7 +260,7 @@ class _Run:
                 reads=tuple(reads),
                 writes=tuple(dict.fromkeys([*created, *mutated])),
                 flags=_flags(n, not touched.isdisjoint(reads), view=view),
-                arguments=arguments(n),
+                arguments=arguments(n, self.env),
             )
         )
         self._op_of[n], self._parts[i] = i, [n]
@@ -262,14 +272,15 @@ class _Run:
         )
 
 
-def arguments(n: fx.Node) -> str:
+def arguments(n: fx.Node, env: Mapping[fx.Node, Any]) -> str:
     """What a node's op takes beside tensors: JSON of its arguments by the schema, with null for a tensor."""
     schema = getattr(n.target, "_schema", None)
     if schema is None:
         return ""
     given = dict(zip((a.name for a in schema.arguments), n.args, strict=False)) | n.kwargs
     values = [given.get(a.name, a.default_value) for a in schema.arguments]
-    return json.dumps(fx.node.map_arg(values, lambda _: None), default=str, separators=(",", ":"))
+    values = fx.node.map_arg(values, lambda a: env[a] if isinstance(env.get(a), int) else None)
+    return json.dumps(values, default=str, separators=(",", ":"))
 
 
 def _on_fakes(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
