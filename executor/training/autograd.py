@@ -112,7 +112,7 @@ class _Model(torch.autograd.Function):
     def forward(ctx: Any, passing: _Passing, _anchor: Any, *inputs: torch.Tensor) -> torch.Tensor:
         # The casts are ops of the graph; autocast around this call must not add others.
         with without_autocast():
-            outputs, saved = passing.engine.rewritten.forward(list(inputs))
+            outputs, saved = passing.engine.rewritten.forward([*inputs, *passing.engine.numbers])
         passing.outputs, passing.saved = list(outputs), list(saved)
         passing.versions = _versions(passing, passing.saved)
         ctx.passing = passing
@@ -173,7 +173,7 @@ class _Outputs(torch.autograd.Function):
         captured = passing.engine.program.captured
         holders = [n for n in captured.placeholders if "tangent_of" in n.meta]
         passing.tangents = [
-            None if tangents[k] is None else fit_tangent(tangents[k], n.meta["val"])
+            None if tangents[k] is None else fit_tangent(tangents[k], passing.engine.at_sizes(n.meta["val"]))
             for k, n in zip(captured.grad_outputs, holders, strict=True)
         ]
         return (

@@ -20,12 +20,14 @@ from torch.fx import GraphModule
 from executor.matching import check_kind
 from executor.rewrite import Rewritten, rewrite
 from executor.training.bypass import later_forward_off
+from executor.training.families import Family, check_same, kind_of, layouts_of
 from executor.training.guards import Path, State, Watch, argument, unread_of
 from executor.training.mismatch import another_graph
 from executor.training.unreached import without
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
-from tracer.capture.capture import capture
+from tracer.capture.capture import Captured, capture
+from tracer.capture.sizes import Known, Sizes, at, number, symbolic, with_numbers
 from tracer.precision.policy import Autocast
 from tracer.record.program import Program, program_of
 from tracer.record.sketch import sketch
@@ -35,6 +37,7 @@ from traces.records.plan import Action, Plan
 from traces.records.trace import TraceMeta
 
 MOST: Final = 64  # engines of one model, of which each takes megabytes
+MOST_PARTIAL: Final = 8  # backwards of one engine that leave out some outputs
 OFTEN: Final = 4  # captures after which it is said what causes them
 OF_MODULES: Final = frozenset(vars(nn.Module()))  # the attributes that torch gives every module
 
@@ -53,17 +56,28 @@ class Engine:
     seconds: float = 0.0  # that making it took
     steps: int = 0  # that it served
     writes_arguments: bool = False  # so that it matters which of them share a storage
-    partial: dict[tuple[bool, ...], GraphModule] = field(default_factory=dict)  # backwards by what is missing
+    partial: dict[Any, GraphModule] = field(default_factory=dict)  # backwards by what is missing
+    plan: Plan | None = None  # that it was rewritten by
+    sizes: Sizes | None = None  # that it may have, if they vary
+    of: Engine | None = None  # the one for many sizes that this is, at sizes that are known
+    known: Known | None = None
+    numbers: tuple[int, ...] = ()  # of the graph at those sizes
 
     def backward(self, missing: tuple[bool, ...]) -> GraphModule:
         """The backward for a loss that leaves out these of the outputs that the plan's loss uses."""
         if not any(missing):
             return self.rewritten.backward
-        if missing not in self.partial:
+        key = missing, self.numbers
+        if key not in self.partial:
             holders = [n.name for n in self.program.captured.placeholders if "tangent_of" in n.meta]
             absent = frozenset(n for n, gone in zip(holders, missing, strict=True) if gone)
-            self.partial[missing] = without(self.rewritten.backward, absent)
-        return self.partial[missing]
+            _make_room(self.partial, MOST_PARTIAL)
+            self.partial[key] = without(self.rewritten.backward, absent, self.at_sizes)
+        return self.partial[key]
+
+    def at_sizes(self, x: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the graph as it is in this call."""
+        return x if self.known is None else at(x, self.known)
 
 
 class Engines(dict[Any, Engine]):
@@ -83,6 +97,7 @@ class Engines(dict[Any, Engine]):
         self.first: Any = None  # the key of the first
         self.made = 0  # how many there were
         self.causes: Counter[Path] = Counter()  # what had changed when it was captured again
+        self.families: dict[Any, Family] = {}  # by the state and the kind of calls
 
     def tensors(self, engine: Engine) -> list[torch.Tensor]:
         """The model's parameters and buffers at this moment, in the order in which an engine takes them."""
@@ -108,7 +123,8 @@ class Engines(dict[Any, Engine]):
     def adopt(self, other: Engines, made: Callable[[Engine], Engine] = lambda engine: engine) -> None:
         """Take over what was captured for another module of the same model."""
         self.unread = other.unread
-        self.update((key, made(engine)) for key, engine in other.items() if not engine.replanned)
+        own = {k: e for k, e in other.items() if not e.replanned and e.sizes is None}
+        self.update((key, made(engine)) for key, engine in own.items())
 
 
 def engine_for(
@@ -154,6 +170,8 @@ def engine_for(
             return _sharing_alike(engine, leaves)
         if program is None and (refusal := engines.refused.get(key)) is not None:
             raise refusal.with_traceback(None)
+        if program is None and (engine := _resized(engines, module, leaves, state, call)) is not None:
+            return _sharing_alike(engine, leaves)
         try:
             return _made(engines, plan, module, leaves, call, state, program)
         except (PlanError, CaptureError) as error:
@@ -207,16 +225,91 @@ def _made(
     _make_room(engines)
     engines[state, call] = engine
     engines.refused.pop((state, call), None)
+    if not engine.replanned:
+        kind = state, kind_of(call)
+        if kind not in engines.families:
+            _make_room(engines.families)
+        engines.families.setdefault(kind, Family()).add(call)
     return engine
 
 
-def _make_room(known: dict[Any, Any]) -> None:
+def _resized(
+    engines: Engines, module: nn.Module, leaves: Sequence[Any], state: State, call: Any
+) -> Engine | None:
+    """The engine for many sizes at those of this call, made once some calls were captured that differ in sizes alone;
+    None: there is none, or it is not for these."""
+    kind = state, kind_of(call)
+    family = engines.families.get(kind)
+    if family is None:
+        return None
+    many = engines.get(kind)
+    if (
+        many is None or many.sizes is None or many.sizes.known(layouts_of(call)) is None
+    ) and family.worth_a_try(call):
+        family.resized.clear()
+        began = time.monotonic()
+        try:
+            many = _many_sizes(engines, module, leaves, state, family, call)
+        except Exception as error:  # whatever stops it, each of the calls can be captured for itself
+            family.why_not = f"{type(error).__name__}: {error}"
+        else:
+            many.number = engines.made = engines.made + 1
+            many.seconds, family.why_not = time.monotonic() - began, ""
+            _make_room(engines)
+            engines[kind] = many
+    if many is None or many.sizes is None:
+        return None
+    if call not in family.resized:
+        known = many.sizes.known(layouts_of(call))
+        if known is None:
+            return None
+        _make_room(family.resized)
+        numbers = tuple([number(n.meta["val"], known) for n in many.program.captured.numbers])
+        family.resized[call] = replace(many, of=many, known=known, numbers=numbers)
+    engines[kind] = engines.pop(kind)  # the last used is the last to go
+    return family.resized[call]
+
+
+def _many_sizes(
+    engines: Engines, module: nn.Module, leaves: Sequence[Any], state: State, family: Family, call: Any
+) -> Engine:
+    """An engine for all calls of a family, compared with those that were captured for single ones.
+
+    Raises:
+        CaptureError: the model decides by sizes, so that none is for all of these calls.
+    """
+    spec, _, autocast = call
+    singles = {c: e for c in family.calls if (e := engines.get((state, c))) is not None}
+    first = next(iter(singles.values()), None)
+    if first is None or first.plan is None or first.writes_arguments:
+        raise CaptureError("the calls to compare it with are gone, or forward writes into its arguments.")
+    sizes = symbolic([layouts_of(c) for c in (*singles, call)])
+    given = iter(sizes.arguments)
+    args, kwargs = pytree.tree_unflatten(
+        [next(given) if isinstance(x, torch.Tensor) else x for x in leaves], spec
+    )
+    captured = with_numbers(_captured(module, args, kwargs, first.plan, autocast), sizes)
+    programs = []
+    for single, engine in singles.items():
+        known = sizes.known(layouts_of(single))
+        if known is None:
+            raise CaptureError("the model decides by sizes, and otherwise in another call.")
+        programs.append(program_of(captured, engine.program.shares, known))
+        check_same(programs[-1], engine.program)
+    made = engine_of(programs[0], first.plan, first.kind)
+    made.sizes, made.why = sizes, "sizes vary"
+    return made
+
+
+def _make_room(known: dict[Any, Any], most: int | None = None) -> None:
     """Forget what was used longest ago of what would be too many."""
-    while len(known) >= MOST:
+    while len(known) >= (most or MOST):
         gone = known.pop(next(iter(known)))
-        if isinstance(gone, Engine):
-            for module in (gone.rewritten.forward, gone.rewritten.backward, *gone.partial.values()):
-                _forget_code(type(module).forward.__code__.co_filename)
+        modules: list[GraphModule] = [gone] if isinstance(gone, GraphModule) else []
+        if isinstance(gone, Engine) and gone.of is None:
+            modules = [gone.rewritten.forward, gone.rewritten.backward, *gone.partial.values()]
+        for module in modules:
+            _forget_code(type(module).forward.__code__.co_filename)
 
 
 def _forget_code(file: str) -> None:
@@ -293,6 +386,14 @@ def make_engine(
             CPU.
     """
     check_kind(plan.meta, next((p.device.type for p in model.parameters()), "cpu"))
+    program = program_of(_captured(model, args, kwargs, plan, autocast))
+    return engine_of(program, plan, autocast.kind, lambda p: sketch(p, model, args, kwargs))
+
+
+def _captured(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, autocast: Autocast
+) -> Captured:
+    """What is captured of the model for these arguments, with the outputs differentiated that the plan's loss uses."""
     wanted = set(plan.meta.grad_outputs)
 
     def gradient_flags(outputs: Any) -> list[bool]:
@@ -307,10 +408,10 @@ def make_engine(
 
     known = set(generated_code.eval_cache)
     with without_hooks(model), later_forward_off(model):
-        program = program_of(capture(model, args, kwargs, gradient_flags, autocast=autocast))
+        captured = capture(model, args, kwargs, gradient_flags, autocast=autocast)
     for file in generated_code.eval_cache.keys() - known:
         _forget_code(file)  # of graphs that were steps on the way
-    return engine_of(program, plan, autocast.kind, lambda p: sketch(p, model, args, kwargs))
+    return captured
 
 
 @contextlib.contextmanager
@@ -357,6 +458,7 @@ def engine_of(
         exact=exact,
         kind=kind,
         writes_arguments=_writes_arguments(program),
+        plan=plan,
     )
 
 

@@ -29,7 +29,7 @@ from executor.training.autograd import run
 from executor.training.engines import Engine, Engines, device_kind, engine_for, engine_of
 from executor.training.mismatch import HINT, check_parameters
 from executor.training.planning import Wanted, plan_call, wanted_of
-from executor.training.receipt import EXACT, REPLANNED, RESIZED, CaptureNote, Receipt
+from executor.training.receipt import EXACT, REPLANNED, RESIZED, SYMBOLIC, CaptureNote, Receipt
 from executor.training.twin import OWN_CLASS, STATE, own_class, twin_of
 from tracer.build.context import is_fake
 from tracer.capture.refusals import check_capturable
@@ -129,7 +129,7 @@ class _State:
         captures = [
             CaptureNote(
                 why=e.why,
-                fit=REPLANNED if e.replanned else EXACT if e.exact else RESIZED,
+                fit=_fit(e),
                 steps=e.steps,
                 seconds=e.seconds,
             )
@@ -146,6 +146,7 @@ class _State:
             unplanned_steps=self.without.total(),
             unplanned_because=dict(self.without),
             captures=tuple(captures),
+            one_by_one=tuple(f.why_not for f in self.engines.families.values() if f.why_not),
             peak_allocated_bytes=peaks[0],
             peak_reserved_bytes=peaks[1],
         )
@@ -160,6 +161,12 @@ def _callers_level() -> int:
     ):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def _fit(engine: Engine) -> str:
+    if engine.replanned:
+        return REPLANNED
+    return SYMBOLIC if engine.sizes is not None else EXACT if engine.exact else RESIZED
 
 
 class PlannedModule(nn.Module):
@@ -195,7 +202,7 @@ class PlannedModule(nn.Module):
         engine = state.engine(self, leaves, spec)
         if engine is None:
             return self._as_written(*args, **kwargs)
-        engine.steps += 1
+        (engine.of or engine).steps += 1
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
         pool = state.pool if hand_over.wanted(self) else None
         outputs = run(engine, state.engines.tensors(engine) + given, pool)

@@ -11,6 +11,7 @@ from traces.units import show_bytes
 
 EXACT: Final = "exact"  # the graph is the plan's to the byte
 RESIZED: Final = "resized"  # it has the plan's structure, and other sizes
+SYMBOLIC: Final = "of many sizes"  # it has the plan's structure at all sizes that it serves
 REPLANNED: Final = "replanned"  # it is another graph, with a plan of its own
 
 
@@ -19,7 +20,7 @@ class CaptureNote:
     """One capture that serves calls."""
 
     why: str  # "first call", or what had changed since the last capture
-    fit: str  # EXACT, RESIZED or REPLANNED
+    fit: str  # EXACT, RESIZED, SYMBOLIC or REPLANNED
     steps: int  # that it served
     seconds: float  # that capturing, planning and rewriting took
 
@@ -33,6 +34,7 @@ class Receipt:
     unplanned_steps: int
     unplanned_because: Mapping[str, int]  # why, and how many
     captures: tuple[CaptureNote, ...]
+    one_by_one: tuple[str, ...]  # why calls that differ in sizes alone are not served by one capture
     # The highest of the process so far, by CUDA's allocator; None on a CPU, where nobody counts.
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
@@ -45,6 +47,7 @@ class Receipt:
             [
                 f"{self.planned_steps} steps by the plan, {self.unplanned_steps} without; peak {peak}",
                 *(f"  {n} without it: {why}" for why, n in self.unplanned_because.items()),
+                *(f"  calls of other sizes are captured one by one: {why}" for why in self.one_by_one),
                 *(f"  {c.steps} {c.fit}, captured in {c.seconds:.1f} s: {c.why}" for c in self.captures),
             ]
         )

@@ -8,6 +8,7 @@ out; a sum with one is the other summand; any other op that joins the two takes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -17,12 +18,17 @@ aten = torch.ops.aten
 SUMS: Final = (aten.add.Tensor, aten.add_.Tensor)
 
 
-def without(backward: fx.GraphModule, missing: frozenset[str]) -> fx.GraphModule:
+def without(
+    backward: fx.GraphModule,
+    missing: frozenset[str],
+    at_sizes: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> fx.GraphModule:
     """A backward module whose gradients named in `missing` are None; gradients that only they reach are None, too.
 
     Args:
         backward: takes saved values and tangents in one list; its tangents bear `tangent_of` in their meta.
         missing: names of placeholders, which still have a place in the list.
+        at_sizes: a fake tensor of the graph as it is in the call at hand.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node | None] = {}  # None: no gradient comes here
@@ -45,14 +51,19 @@ def without(backward: fx.GraphModule, missing: frozenset[str]) -> fx.GraphModule
         elif not any(a in reached and copies[a] is not None for a in n.all_input_nodes):
             copies[n] = None
         else:
-            copies[n] = _joined(graph, n, copies)
+            copies[n] = _joined(graph, n, copies, at_sizes)
     graph.set_codegen(fx.graph._BoxedCodeGen())
     graph.eliminate_dead_code()
     graph.lint()
     return fx.GraphModule(backward, graph, class_name="LowtideBackward")
 
 
-def _joined(graph: fx.Graph, n: fx.Node, copies: dict[fx.Node, fx.Node | None]) -> fx.Node:
+def _joined(
+    graph: fx.Graph,
+    n: fx.Node,
+    copies: dict[fx.Node, fx.Node | None],
+    at_sizes: Callable[[Any], torch.Tensor],
+) -> fx.Node:
     """An op that takes gradients of which some are missing."""
     if n.target in SUMS and not n.kwargs and all(isinstance(a, fx.Node) for a in n.args):
         (other,) = (a for a in n.all_input_nodes if copies[a] is not None)
@@ -68,7 +79,7 @@ def _joined(graph: fx.Graph, n: fx.Node, copies: dict[fx.Node, fx.Node | None]) 
         there = copies[a]
         if there is not None:
             return there
-        val: Any = a.meta["val"]
+        val = at_sizes(a.meta["val"])
         zeros = graph.call_function(
             torch.empty_strided,
             (tuple(val.shape), tuple(val.stride())),

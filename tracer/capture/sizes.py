@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, Final
 
 import torch
-from sympy import Integer
+from sympy import Integer  # type: ignore[import-untyped]
 from torch import fx
 
 from tracer.capture.capture import Captured
@@ -124,7 +124,7 @@ def at(x: torch.Tensor, known: Known) -> torch.Tensor:
     """A fake tensor like `x`, at sizes that are known; `x` itself if none of its own varies."""
     if all(isinstance(n, int) for n in (*x.shape, *x.stride())):
         return x
-    with x.fake_mode:  # type: ignore[attr-defined]
+    with x.fake_mode:
         return torch.empty_strided(
             [number(n, known) for n in x.shape],
             [number(n, known) for n in x.stride()],

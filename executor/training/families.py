@@ -1,0 +1,99 @@
+"""Calls that differ in nothing but sizes, and the capture that serves them all once three were seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from tracer.capture.sizes import Layout
+from tracer.record.program import Program
+from traces.errors import CaptureError
+
+SEEN: Final = 8  # calls that are remembered, of which what varies is learnt
+ENOUGH: Final = 2  # captures of single calls after which one for many sizes is worth its seconds
+
+
+@dataclass(slots=True)
+class Family:
+    """The calls of one kind (`kind_of`) that were captured one by one, and what serves others."""
+
+    calls: list[Any] = field(default_factory=list)
+    single: int = 0  # captures of single calls since the last try
+    tried: set[frozenset[Any]] = field(default_factory=set)  # what varied in each try
+    resized: dict[Any, Any] = field(
+        default_factory=dict
+    )  # engines of the capture for many sizes, by the call
+    why_not: str = ""  # there is no such capture
+
+    def add(self, call: Any) -> None:
+        """Note a call that was captured for itself."""
+        self.single += 1
+        if call not in self.calls:
+            self.calls[SEEN // 2 :] = [*self.calls[SEEN // 2 :], call][-SEEN // 2 :]
+
+    def worth_a_try(self, call: Any) -> bool:
+        """Whether a capture for many sizes should be made now, of what has not been tried yet."""
+        if self.single < ENOUGH:
+            return False
+        shapes = [[x.shape for x in layouts_of(c)] for c in (*self.calls, call)]
+        varying = frozenset(
+            (k, d)
+            for k, same in enumerate(zip(*shapes, strict=True))
+            for d, sizes in enumerate(zip(*same, strict=True))
+            if len(set(sizes)) > 1
+        )
+        if varying in self.tried:
+            return False
+        self.tried.add(varying)
+        self.single = 0
+        return True
+
+
+def kind_of(call: Any) -> Any:
+    """What calls have in common that differ in nothing but sizes; a size of one is another matter."""
+    spec, arguments, autocast = call
+    return spec, tuple(map(_without_sizes, arguments)), autocast
+
+
+def _without_sizes(argument: Any) -> Any:
+    if not is_tensor(argument):
+        return argument
+    shape, stride, *rest = argument
+    order = sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d]))
+    return tuple(min(n, 2) for n in shape), tuple(order), *rest
+
+
+def is_tensor(argument: Any) -> bool:
+    """Whether an argument in a call's key is a tensor."""
+    return isinstance(argument, tuple) and isinstance(argument[0], torch.Size)
+
+
+def layouts_of(call: Any) -> tuple[Layout, ...]:
+    """The layouts of a call's tensor arguments."""
+    return tuple(
+        Layout(shape=tuple(shape), stride=stride, dtype=dtype, device=device, requires_grad=wants)
+        for shape, stride, dtype, device, wants in filter(is_tensor, call[1])
+    )
+
+
+def check_same(many: Program, single: Program) -> None:
+    """Raise CaptureError unless the graph for many sizes is, at those of a call, what was captured of it alone."""
+
+    def told(p: Program) -> Sequence[Any]:
+        rows = [
+            (r.target, r.arguments, r.phase, r.inputs, r.reads, r.writes, r.overwrites, r.flags)
+            for r in p.rows
+        ]
+        made = [(s.producer, s.dtype, s.shape, s.nbytes) for s in p.storages if s.producer >= 0]
+        return [*rows, *made]
+
+    a, b = told(many), told(single)
+    if a != b:
+        k = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        raise CaptureError(
+            f"at these sizes the graph for many is another: {a[k] if k < len(a) else 'nothing more'} where the call's "
+            f"own has {b[k] if k < len(b) else 'nothing more'}."
+        )
