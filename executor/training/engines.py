@@ -297,7 +297,7 @@ def _many_sizes(
         programs.append(program_of(captured, engine.program.shares, known))
         check_same(programs[-1], engine.program)
     made = engine_of(programs[0], first.plan, first.kind)
-    made.sizes, made.why = sizes, "sizes vary"
+    made.sizes, made.why, made.exact = sizes, "sizes vary", False
     return made
 
 
