@@ -59,6 +59,7 @@ USED: Final = {
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "ConstantSource": "torch._dynamo.source:ConstantSource",
     "DimDynamic": "torch.fx.experimental.symbolic_shapes:DimDynamic",
+    "check": "torch:_check",
     "ShapeEnv": "torch.fx.experimental.symbolic_shapes:ShapeEnv",
     "detect_fake_mode": "torch._guards:detect_fake_mode",
     "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",

@@ -28,6 +28,7 @@ import executor.training.engines as engines_module  # noqa: E402
 import executor.training.module as module_module  # noqa: E402
 import tracer.capture.capture as capture_module  # noqa: E402
 from executor import PlannedModule, apply_plan, fit, remove_plan, unplanned  # noqa: E402
+from executor.training.families import Family  # noqa: E402
 from executor.training.module import engines_of  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
@@ -717,6 +718,7 @@ def test_the_captures_that_were_used_last_are_held(monkeypatch: pytest.MonkeyPat
 
     planned = fitted(Deep())
     monkeypatch.setattr(engines_module, "MOST", 2)
+    monkeypatch.setattr(Family, "worth_a_try", lambda *_: False)  # none for many sizes
     code = len(generated_code.eval_cache)
 
     def call(size: int) -> int:

@@ -17,7 +17,7 @@ from sympy import Integer  # type: ignore[import-untyped]
 from torch import fx
 
 from tracer.capture.capture import Captured
-from tracer.torch_api import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv, pytree
+from tracer.torch_api import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv, check, pytree
 from traces.errors import CaptureError
 
 LARGEST: Final = 2**20  # of a size; below torch's infinity even where three are multiplied, so that x[:] is x
@@ -87,7 +87,7 @@ def symbolic(calls: Sequence[Sequence[Layout]]) -> Sizes:
             source = ConstantSource(f"size{len(symbols)}")
             made = env.create_symbol(seen[0], source, DimDynamic.DYNAMIC)
             symbols[seen] = env.create_symintnode(made, hint=seen[0], source=source)
-            torch._check(symbols[seen] <= LARGEST)
+            check(symbols[seen] <= LARGEST)
         return symbols[seen]
 
     layouts = []
