@@ -69,10 +69,10 @@ def plan_command(
     from simulator.studies.answer import Answer, refusal
 
     problem = api.problem_of(trace_name, planning["never"], planning["always_save"])
+    if planner == DEFAULT and budget is not None:
+        begin_compiling()  # before the bound, whose loops this process compiles meanwhile
     saved = api.simulate(problem, **memory)
     budget_bytes, budget_of = api.budget_in_bytes(problem, budget, budget_of, saved.setting)
-    if planner == DEFAULT and budget_bytes is not None:
-        begin_compiling()  # before the bound, whose loops this process compiles meanwhile
     bound = None if budget_bytes is None else lower_bound(problem, budget_bytes)
     out.say(f"planning with {planner}")
     start = time.perf_counter()

@@ -13,25 +13,53 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import numba
 from numba.core import event, options
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import PassManager
 
 from simulator.kernels.clock import excuse
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("lowtide")
-UNCOUNTED: dict[str, bool] = {"_nrt": False} if hasattr(options.DefaultOptions, "_nrt") else {}
+# numba's passes for Python that kernels do not use (closures, overloads to be inlined, loops over tuples, arrays as
+# values), and those that tidy up what LLVM tidies up again: a seventh of the time.
+UNUSED: Final = (
+    "WithLifting", "InlineClosureLikes", "RewriteSemanticConstants", "DeadBranchPrune", "MakeFunctionToJitFunction",
+    "FindLiterallyCalls", "LiteralUnroll", "LiteralPropagationSubPipelinePass", "InlineOverloads", "NopythonRewrites",
+)  # fmt: skip
 CHANGED = max(source.stat().st_mtime for source in Path(__file__).parent.glob("*.py"))
+
+
+class _Compiler(CompilerBase):  # type: ignore[misc]
+    """numba's compiler without the UNUSED passes."""
+
+    def define_pipelines(self) -> list[Any]:
+        builder, pipeline = DefaultPassBuilder, PassManager("kernels")
+        for stage in (
+            builder.define_untyped_pipeline,
+            builder.define_typed_pipeline,
+            builder.define_nopython_lowering_pipeline,
+        ):
+            passes = stage(self.state).passes
+            pipeline.passes.extend(p for p in passes if p[0].__name__ not in UNUSED)
+        pipeline.finalize()
+        return [pipeline]
+
+
+OPTIONS: Final[dict[str, Any]] = {"error_model": "numpy", "pipeline_class": _Compiler}
+if hasattr(options.DefaultOptions, "_nrt"):
+    OPTIONS["_nrt"] = False  # nothing is counted that kernels make: they make no arrays
 
 
 def compiled(function: F) -> F:
     """The function, compiled at its first call; its arguments are numbers and arrays."""
     try:
-        kernel = numba.njit(cache=True, error_model="numpy", no_cfunc_wrapper=True, **UNCOUNTED)(function)
+        kernel = numba.njit(cache=True, no_cfunc_wrapper=True, **OPTIONS)(function)
     except RuntimeError:  # no place for it
-        return cast(F, numba.njit(error_model="numpy", **UNCOUNTED)(function))
+        return cast(F, numba.njit(**OPTIONS)(function))
     # Machine code that is on disk needs none of numba's registries of types and functions, which take 0.2 s to load.
     cache = kernel._cache
     if hasattr(cache, "_load_overload"):
@@ -57,12 +85,12 @@ def on_disk(kernel: Any) -> bool | None:
 def inner(function: F) -> F:
     """The function, for kernels to call and nobody else; it makes no arrays, and is saved on disk with its callers."""
     wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return cast(F, numba.njit(error_model="numpy", **wrappers, **UNCOUNTED)(function))
+    return cast(F, numba.njit(**wrappers, **OPTIONS)(function))
 
 
 def inlined(function: F) -> F:
     """The function, written into each kernel that calls it."""
-    return cast(F, numba.njit(inline="always", error_model="numpy", **UNCOUNTED)(function))
+    return cast(F, numba.njit(inline="always", **OPTIONS)(function))
 
 
 class _Announcement(event.Listener):  # type: ignore[misc]
