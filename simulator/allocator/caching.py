@@ -88,6 +88,7 @@ class Allocator:
         self._place = place or self._next_address
         self._end = 0  # above all addresses given out so far
         self._collects = self.limit_bytes is not None and self.settings.garbage_collection_threshold > 0
+        self._sizes: dict[int, int] = {}  # of a request -> of its block
         self._held: dict[int, Block] = {}  # address -> block between request_free and complete_free
         self.first_serial = -1  # of blocks that are older, nobody knows which is the oldest
         self.allocated = self.requested = self.active = 0
@@ -108,7 +109,9 @@ class Allocator:
         Raises:
             OutOfMemory: the device has no room, and giving back cached blocks did not help.
         """
-        size = round_up(size_bytes, self.settings)
+        size = self._sizes.get(size_bytes)
+        if size is None:
+            size = self._sizes[size_bytes] = round_up(size_bytes, self.settings)
         pool = self.small if size <= SMALL_BYTES else self.large
         block = self._find(pool, size, stream, likely_address) if search else None
         if block is None:
@@ -136,9 +139,12 @@ class Allocator:
         ):
             pool.insert(block.cut(size, rest_is_older=True))
         self.adopt(block, size_bytes)
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_active = max(self.peak_active, self.active)
-        self.peak_requested = max(self.peak_requested, self.requested)
+        if self.allocated > self.peak_allocated:  # not max(), in the innermost loop of what takes seconds
+            self.peak_allocated = self.allocated
+        if self.active > self.peak_active:
+            self.peak_active = self.active
+        if self.requested > self.peak_requested:
+            self.peak_requested = self.requested
         return block
 
     def adopt(self, block: Block, requested_bytes: int) -> None:
