@@ -25,6 +25,7 @@ NEEDS = {"checkmate": ("scipy",), "moccasin": ("ortools",), "autosac": ("pulp", 
         ("moccasin", ["chain-8", "--shares", "0.5"], {"optimum", "bound_percent", "ours_percent"}),
         ("rotor", ["mlp", "--shares", "58"], {"gap_points", "solve_seconds"}),
         ("autosac", ["--shares", "0.9"], {"rows", "modules"}),
+        ("commands", ["--only", "simulate", "--runs", "1"], {"processor_s", "wall_s"}),
     ],
 )
 def test_a_benchmark_runs_alone(name: str, words: list[str], keys: set[str], tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""What three commands take as whole processes, with what they start: a trace, a plan, and the first plan on a machine.
+
+    python -m tests.bench.commands [--only trace|simulate|first] [--runs 3] [--trace-model resnet152] [--json]
+
+Processor time (user and system) says the same on a busy machine, within a tenth; the wall clock is what a user waits,
+on a quiet one. The least of the runs counts. `first` compiles the kernels into an empty place of its own each time; the
+others find them compiled. The bytecode of Python is there for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from tests.bench.recorded import CACHE, directory_of, trace_of
+
+NAMES: Final = ("trace", "simulate", "first")
+
+
+def once(words: list[str], **environment: str) -> tuple[float, float]:
+    """Processor and wall seconds of a command and of all that it starts.
+
+    Raises:
+        RuntimeError: it failed; with what it wrote.
+    """
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | environment
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", *words], env=env, capture_output=True, text=True, check=False
+    )
+    wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip() or f"{words[0]} ended with {done.returncode}")
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
+
+
+def measure(name: str, model: str, runs: int, cache: Path) -> dict[str, Any]:
+    """The least processor and wall seconds of some runs of one of NAMES."""
+    found = []
+    with tempfile.TemporaryDirectory() as empty:
+        if name == "trace":
+            words = ["tracer", model, "--batch-size", "32"]
+        elif name == "simulate":
+            words = ["simulator", "resnet152", "--budget", "60%"]
+        else:
+            small = {"batch_size": 64, "target": "h200"}
+            trace_of(cache, "resnet18", **small)
+            words = ["simulator", str(directory_of(cache, "resnet18", **small)), "--budget", "80%"]
+        if name != "first":
+            once([*words, "-o", f"{empty}/unmeasured"])
+        for run in range(runs):
+            place = {"NUMBA_CACHE_DIR": f"{empty}/{run}"} if name == "first" else {}
+            found.append(once([*words, "-o", f"{empty}/output-{run}"], **place))
+    processor, wall = zip(*found, strict=True)
+    return {
+        "command": name,
+        "processor_s": round(min(processor), 2),
+        "wall_s": round(min(wall), 2),
+        "load": round(os.getloadavg()[0], 1),
+        "runs": runs,
+    }
+
+
+@click.command()
+@click.option("--only", type=click.Choice(NAMES), multiple=True, help="Not all three.")
+@click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--trace-model", default="resnet152", show_default=True, help="The model that is traced.")
+@click.option("--cache", type=click.Path(path_type=Path), default=CACHE, help="Where resnet18's trace stays.")
+@click.option("--json", "as_json", is_flag=True)
+def main(only: tuple[str, ...], runs: int, trace_model: str, cache: Path, as_json: bool) -> None:
+    """Time the commands, one at a time."""
+    rows = [measure(name, trace_model, runs, cache) for name in only or NAMES]
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    for row in rows:
+        click.echo(
+            "{command:10} processor {processor_s:6.2f} s   wall {wall_s:6.2f} s   load {load}".format(**row)
+        )
+
+
+if __name__ == "__main__":
+    main()
