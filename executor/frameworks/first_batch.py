@@ -7,7 +7,6 @@ planned, and evaluation runs as ever; the first training call is planned before 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -17,19 +16,13 @@ from torch import nn
 
 from executor.training import bypass
 from executor.training.module import PlannedModule, apply_plan, capture_now, engines_of
-from executor.training.planning import Wanted, loss_of, plan_within, record
+from executor.training.planning import Say, Wanted, loss_of, on_stderr, plan_within, record
 from tracer.build.batch import SplitBatch
 from tracer.build.context import is_fake
 from traces.errors import PlanError
 from traces.records.plan import Plan
 
 AWAITED: Final = "_lowtide_awaited"  # the attribute of a module that waits for its first training call
-Say = Callable[[str], None]
-
-
-def on_stderr(text: str) -> None:
-    sys.stderr.write(f"lowtide: {text}\n")
-    sys.stderr.flush()
 
 
 @dataclass(kw_only=True)

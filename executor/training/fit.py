@@ -6,7 +6,6 @@ model = fit(model, (x, y), loss=criterion, optimizer=optimizer, budget="8GiB")
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from executor.training.module import REPLAN, PlannedModule, apply_plan, capture_now, engines_of
-from executor.training.planning import Clock, Say, Wanted, in_words, plan_within, record
+from executor.training.planning import Clock, Say, Wanted, in_words, on_stderr, plan_within, record
 from executor.training.regions import plan_regions
 from executor.training.twin import twin_of
 from simulator.core.limits import DEFAULTS
@@ -40,7 +39,7 @@ def fit(
     in_place: bool = False,
     on_mismatch: str = REPLAN,
     engine: str = GRAPH,
-    say: Say | None = None,
+    say: Say = on_stderr,
 ) -> nn.Module:
     """The model, training within a budget of memory from its next call on.
 
@@ -59,7 +58,7 @@ def fit(
         engine: "graph": the model is captured whole; "regions": if that cannot be, the largest of its parts that can
             be captured are planned, one by one, and the rest runs as it is. To learn what that needs, two forwards and
             a backward run; parameters, buffers, gradients and random states are afterwards as they were.
-        say: told what happens, a line each time; None: stderr.
+        say: told what happens, a line each time.
 
     Returns:
         what `apply_plan` returns; of parts, the model in which they train by their plans (`remove_plan` and `unplanned`
@@ -69,7 +68,6 @@ def fit(
         BudgetError: no plan was found within the budget; says the least one that would do.
         SpecError, CaptureError: as `tracer.trace`.
     """
-    tell = say or _on_stderr
     wanted = Wanted(
         budget=budget,
         budget_of=budget_of,
@@ -79,8 +77,8 @@ def fit(
         seconds=seconds,
     )
     if not model.training:
-        tell("the model is in evaluation mode; it is put into training mode, for which the plan is made")
-    began, clock = time.monotonic(), Clock(tell)
+        say("the model is in evaluation mode; it is put into training mode, for which the plan is made")
+    began, clock = time.monotonic(), Clock(say)
     if engine not in (GRAPH, REGIONS):
         raise SpecError(f"engine {engine!r}: give {GRAPH} or {REGIONS}.")
     try:
@@ -89,8 +87,8 @@ def fit(
         if engine != REGIONS:
             error.args = (f'{error} To plan the parts that can be captured: fit(..., engine="{REGIONS}").',)
             raise
-        tell(f"the model cannot be captured whole: {error}")
-        plans = plan_regions(model, batch, loss, wanted, amp, tell)
+        say(f"the model cannot be captured whole: {error}")
+        plans = plan_regions(model, batch, loss, wanted, amp, say)
         clock.done(f"planned {plans}")
         target = model if in_place else twin_of(model)
         plans.apply(target.train(), on_mismatch)
@@ -105,10 +103,5 @@ def fit(
     if not planned.training:
         planned.train()
     capture_now(planned, step.given.args, step.given.kwargs, step.program)
-    tell(f"ready after {time.monotonic() - began:.1f} s")
+    say(f"ready after {time.monotonic() - began:.1f} s")
     return planned
-
-
-def _on_stderr(text: str) -> None:
-    sys.stderr.write(f"lowtide: {text}\n")
-    sys.stderr.flush()

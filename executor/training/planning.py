@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -34,6 +35,11 @@ from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
 
 Say = Callable[[str], None]
+
+
+def on_stderr(text: str) -> None:
+    sys.stderr.write(f"lowtide: {text}\n")
+    sys.stderr.flush()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
