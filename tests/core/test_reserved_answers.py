@@ -331,7 +331,8 @@ def test_a_gpu_that_is_named_means_reserved_memory(network: Path, cpu_network: P
 
 
 def test_what_is_placed_is_less_than_what_is_reserved(network: Path) -> None:
-    said = json.loads(simulate(network, "--budget", "70%", "--budget-of", "reserved", "--json").stdout)
+    words = ("--budget", "70%", "--budget-of", "reserved", "--planner", "mu-two", "--json")
+    said = json.loads(simulate(network, *words).stdout)
     placed = said["plan"]["placed"]
     assert placed["peak_bytes"] <= placed["pool_bytes"] <= said["plan"]["peak_reserved_bytes"]
     assert placed["fragmentation_percent"] == round(
@@ -475,7 +476,16 @@ def test_the_page_shows_reserved_memory_and_the_warnings(network: Path, tmp_path
     pytest.importorskip("altair")
     pytest.importorskip("vl_convert")
     page = tmp_path / "page.html"
-    words = ("--budget", "70%", "--alloc-conf", "expandable_segments:True", "--gpu", "h200")
+    words = (
+        "--budget",
+        "70%",
+        "--planner",
+        "mu-two",
+        "--alloc-conf",
+        "expandable_segments:True",
+        "--gpu",
+        "h200",
+    )
     assert simulate(network, *words, "--report", page).exit_code == 0
     html = page.read_text("utf-8")
     for part in (

@@ -11,12 +11,13 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from executor.measure import Job, run_job  # noqa: E402
+from executor.measure import Job  # noqa: E402
 from executor.verify import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.recipes import offered  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
+from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
@@ -119,7 +120,7 @@ def activations() -> small_nets.Built:
 SPEC = f"{Path(__file__).resolve()}:activations"
 
 
-def test_a_net_trains_by_it_bit_for_bit_in_the_predicted_bytes(tmp_path: Path) -> None:
+def test_a_net_trains_by_it_bit_for_bit_in_the_predicted_bytes(measurer: Measurer, tmp_path: Path) -> None:
     spec = load_spec(SPEC, {})
     trace = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
     problem = Problem(trace)
@@ -130,12 +131,9 @@ def test_a_net_trains_by_it_bit_for_bit_in_the_predicted_bytes(tmp_path: Path) -
     predicted = problem.replay(plan.actions).timeline
     assert predicted.step_time_ns == trace.time_ns
     assert predicted.peak_allocated_bytes < 0.8 * problem.saved.timeline.peak_allocated_bytes
-    plan.save(tmp_path / "plan.json")
-    job = Job(
-        variant="plan", plan_path=str(tmp_path / "plan.json"), model="", device="cpu",
-        memory_steps=3, warmup=0, runs=1, steps=0,
-    )  # fmt: skip
-    assert max(run_job(job).figures.peaks_bytes[2:]) == predicted.peak_allocated_bytes
+    path = str(plan.save(tmp_path / "plan.json"))
+    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
+    assert max(measurer.peaks(job)[2:]) == predicted.peak_allocated_bytes
 
 
 def test_a_plan_of_both_recipes_trains_bit_for_bit() -> None:

@@ -1,0 +1,69 @@
+"""What tests with torch share: one process that measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from executor.measure import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Reads jobs, one a line, and answers with the peak of each iteration.
+CHILD = """
+import gc, json, sys, warnings
+warnings.simplefilter("ignore")
+from executor.measure import Job, perform
+for line in sys.stdin:
+    peaks = perform(Job(**json.loads(line))).figures.peaks_bytes
+    gc.collect()
+    print("PEAKS", json.dumps(peaks), flush=True)
+"""
+
+
+class Measurer:
+    """A process in which steps run under the profiler, one after the other: torch is imported once for all of them."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def peaks(self, job: Job) -> list[int]:
+        """The peak of each iteration."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(asdict(job)) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("PEAKS "):
+                return list(json.loads(line.removeprefix("PEAKS ")))
+        raise AssertionError(f"the measuring process ended with code {self.process.wait()}")
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def measurer() -> Iterator[Measurer]:
+    """A process that measures one job after the other."""
+    made = Measurer()
+    yield made
+    made.close()
