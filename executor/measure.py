@@ -324,15 +324,6 @@ def environment(device: str) -> dict[str, str]:
     return out
 
 
-def check_device(device: str) -> None:
-    """Raise EnvironmentProblem before any work if the device is not there."""
-    from tracer.build.step import check_device as check
-    from tracer.torch_api import require_torch
-
-    require_torch()
-    check(device)
-
-
 def predicted_figures(plan: Plan, which: str) -> RunFigures:
     """The plan's own prediction: "baseline" (everything kept) or "plan".
 

@@ -15,11 +15,11 @@ from executor.measure import (
     VERIFY,
     Job,
     JobResult,
-    check_device,
     predicted_figures,
     run_job,
 )
 from executor.verification import Verification
+from tracer.build.step import check_device
 from traces.errors import OutOfMemoryProblem, PlanError
 from traces.provenance import REHEARSED, provenance_of
 from traces.records.measurement import Measurement, RunFigures

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from executor.cli.campaign import campaign
-from executor.cli.rehearse import rehearse, rehearse_plan
+from executor.cli.rehearse import figures_table, rehearse, rehearse_plan
 from traces.commands import (
     DefaultGroup,
     OutputFile,
@@ -23,6 +23,7 @@ from traces.commands import (
 )
 from traces.errors import SpecError
 from traces.provenance import REHEARSED, refuse_page
+from traces.records.measurement import RunFigures, signed_error_percent
 from traces.records.plan import ALLOCATED
 from traces.units import show_bytes, show_time
 
@@ -204,42 +205,22 @@ def sweep(
 
 def _peak(row: SweepRow) -> int:
     """The measured peak of a row's plan, in the memory that its budget is of; 0 if none was measured."""
-    figures = row.measured.get("plan")
-    return 0 if figures is None else figures.headline()[f"peak_{row.budget_of}_bytes"] or 0
+    return row.measured.get("plan", RunFigures()).peak_bytes(row.budget_of) or 0
 
 
 def answer(outcome: Outcome) -> dict[str, Any]:
     """The object that `execute --json` prints."""
-    from traces.records.measurement import signed_error_percent
-
     m, checked = outcome.measurement, outcome.verification
+    runs = ("predicted", "measured", "eager", "keep_all", "keep_all_predicted")
     return {
         "plan": outcome.plan_path,
-        "model": m.model,
-        "options": dict(m.options),
-        "planner": m.planner,
-        "budget_bytes": m.budget_bytes,
-        "budget_of": m.budget_of,
-        "device": m.device,
-        "provenance": m.provenance,
-        "predicted": m.predicted.headline(),
-        "measured": m.measured.headline(),
-        "error_percent": signed_error_percent(m.predicted, m.measured),
-        "eager": m.eager.headline(),
-        "keep_all": m.keep_all.headline(),
-        "keep_all_predicted": m.keep_all_predicted.headline(),
-        "keep_all_error_percent": signed_error_percent(m.keep_all_predicted, m.keep_all),
-        "slowdown_percent": {"predicted": m.predicted_slowdown_percent, "measured": m.slowdown_percent},
+        **m.to_json(),
+        **{k: getattr(m, k).headline() for k in runs},
         "within_budget": m.within_budget,
-        "warnings": list(m.warnings),
-        "verified": m.verified,
         "bit_equal": checked.bit_equal if checked else None,
         "verification_note": _note(outcome),
         "eager_against_itself": checked.control_difference if checked else {},
-        "max_abs_difference": dict(m.max_abs_difference),
         "first_difference": outcome.first_difference,
-        "steps": m.steps,
-        "environment": dict(m.environment),
         "peaks_bytes": {k: list(getattr(m, k).peaks_bytes) for k in ("eager", "keep_all", "measured")},
     }
 
@@ -252,42 +233,24 @@ def print_outcome(outcome: Outcome) -> None:
     """A measurement for people."""
     m = outcome.measurement
     echo(f"{m.model} by {m.planner} on {m.device} ({m.provenance})")
-    echo(f"  {'':22}{'peak allocated':>16}{'peak reserved':>16}{'step time':>14}")
     rehearsed = m.provenance == REHEARSED
     found = "rehearsed" if rehearsed else "measured"
-    rows = [
+    runs = (
         (f"eager, {found}", m.eager),
         ("keep-all, predicted", m.keep_all_predicted),
         (f"keep-all, {found}", m.keep_all),
         ("plan, predicted", m.predicted),
         (f"plan, {found}", m.measured),
-    ]
-    for label, f in rows:
-        peak, reserved, time_ns = f.peak_allocated_bytes, f.peak_reserved_bytes, f.step_time_ns
-        echo(
-            f"  {label:22}{show_bytes(peak) if peak is not None else '-':>16}"
-            f"{show_bytes(reserved) if reserved is not None else '-':>16}"
-            f"{show_time(time_ns) if time_ns is not None else '-':>14}"
-        )
-    from traces.records.measurement import signed_error_percent
-
-    errors = signed_error_percent(m.predicted, m.measured)
-    parts = [
-        f"{k.removesuffix('_bytes').removesuffix('_ns')} {v:+.2f} %"
-        for k, v in errors.items()
-        if v is not None
-    ]
+    )
+    for line in figures_table(runs).lines():
+        echo(f"  {line}")
+    errors = signed_error_percent(m.predicted, m.measured).items()
+    parts = [f"{k.removesuffix('_bytes').removesuffix('_ns')} {v:+.2f} %" for k, v in errors if v is not None]
     echo("  error of the plan's prediction: " + ", ".join(parts))
     if m.slowdown_percent is not None:
-        said = m.predicted_slowdown_percent
-        echo(
-            f"  slow-down by the plan: measured {m.slowdown_percent:+.2f} %"
-            + (
-                f", predicted {said:+.2f} % ({said - m.slowdown_percent:+.2f} points)"
-                if said is not None
-                else ""
-            )
-        )
+        said, real = m.predicted_slowdown_percent, m.slowdown_percent
+        more = f", predicted {said:+.2f} % ({said - real:+.2f} points)" if said is not None else ""
+        echo(f"  slow-down by the plan: measured {real:+.2f} %{more}")
     if m.within_budget is not None:
         of = " of reserved memory" if m.budget_of != ALLOCATED else ""
         echo(f"  budget {show_bytes(m.budget_bytes)}{of}: {'kept' if m.within_budget else 'EXCEEDED'}")
@@ -300,10 +263,8 @@ def print_outcome(outcome: Outcome) -> None:
         failed = any(text.startswith(UNVERIFIED) for text in m.warnings)
         echo(f"  not verified ({'see the warning' if failed else reason})")
     else:
-        echo(
-            f"  {_verdict(outcome)} over {m.steps} steps in "
-            + ", ".join(k.replace("_", " ") for k in m.max_abs_difference)
-        )
+        kinds = ", ".join(k.replace("_", " ") for k in m.max_abs_difference)
+        echo(f"  {_verdict(outcome)} over {m.steps} steps in {kinds}")
 
 
 def _verdict(outcome: Outcome) -> str:
@@ -318,7 +279,3 @@ def _verdict(outcome: Outcome) -> str:
 def main() -> None:
     """Entry point of `execute`."""
     execute()
-
-
-if __name__ == "__main__":
-    main()

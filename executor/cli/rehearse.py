@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from simulator.show.tables import Table, table
 from traces.commands import OutputFile, echo, print_json, say, step_options
 from traces.errors import OutOfMemoryProblem, SpecError
 from traces.units import show_bytes
 
 if TYPE_CHECKING:
     from executor.rehearsal.record import Rehearsal
+    from traces.records.measurement import RunFigures
     from traces.records.plan import Plan
     from traces.records.warning import PredictionWarning
 
@@ -162,13 +165,18 @@ def print_rehearsal(found: Rehearsal) -> None:
     env = found.environment
     conf = f", {env['alloc_conf']}" if env.get("alloc_conf") else ""
     echo(f"{found.model} on {found.gpu}, torch {env.get('torch', '?')}{conf}: {found.provenance}")
-    echo(f"  {'':24}{'requested':>14}{'allocated':>14}{'reserved':>14}")
-    for number, iteration in enumerate(found.iterations, 1):
-        for phase, peaks in iteration.phases.items():
-            echo(
-                f"  {f'iteration {number}, {phase}':24}{show_bytes(peaks.requested_bytes):>14}"
-                f"{show_bytes(peaks.allocated_bytes):>14}{show_bytes(peaks.reserved_bytes):>14}"
-            )
+    phases = [(n, *phase) for n, i in enumerate(found.iterations, 1) for phase in i.phases.items()]
+    peaks = table(
+        phases,
+        [
+            ("", "", lambda row: f"iteration {row[0]}, {row[1]}"),
+            ("requested", "bytes", lambda row: row[2].requested_bytes),
+            ("allocated", "bytes", lambda row: row[2].allocated_bytes),
+            ("reserved", "bytes", lambda row: row[2].reserved_bytes),
+        ],
+    )
+    for line in peaks.lines():
+        echo(f"  {line}")
     steady, room = found.steady, found.memory_bytes - found.context_bytes
     echo(f"  peak {steady.allocated_bytes:,} bytes allocated, {found.figures.peak_reserved_bytes:,} reserved")
     fits = "fits" if found.fits else "DOES NOT FIT"
@@ -202,8 +210,21 @@ def describe(warning: PredictionWarning) -> str:
 def _within(plan: Plan, rehearsed: Rehearsal) -> bool | None:
     if plan.budget_bytes is None:
         return None
-    figures = rehearsed.figures.headline()
-    return (figures[f"peak_{plan.budget_of}_bytes"] or 0) <= plan.budget_bytes
+    return (rehearsed.figures.peak_bytes(plan.budget_of) or 0) <= plan.budget_bytes
+
+
+def figures_table(runs: Sequence[tuple[str, RunFigures]], kind: str = "bytes") -> Table:
+    """A row for each way to run the step; kind: how bytes are shown. What nobody knows is left out."""
+    return table(
+        runs,
+        [
+            ("", "", lambda run: run[0]),
+            ("peak allocated", kind, lambda run: run[1].peak_allocated_bytes),
+            ("in blocks", kind, lambda run: run[1].peak_block_bytes),
+            ("peak reserved", kind, lambda run: run[1].peak_reserved_bytes),
+            ("step time", "time", lambda run: run[1].step_time_ns),
+        ],
+    ).known()
 
 
 def _print_beside(plan: Plan, found: dict[str, Rehearsal]) -> None:
@@ -211,16 +232,14 @@ def _print_beside(plan: Plan, found: dict[str, Rehearsal]) -> None:
 
     rehearsed = found["plan"]
     echo(f"{rehearsed.model} by {plan.planner} on {rehearsed.gpu}: {rehearsed.provenance}")
-    echo(f"  {'':22}{'requested':>18}{'allocated':>18}{'reserved':>18}")
-    rows = (
+    runs = (
         ("eager, rehearsed", found["eager"].figures),
         ("keep-all, predicted", predicted_figures(plan, "baseline")),
         ("plan, predicted", predicted_figures(plan, "plan")),
         ("plan, rehearsed", rehearsed.figures),
     )
-    for label, figures in rows:
-        cells = (figures.peak_allocated_bytes, figures.peak_block_bytes, figures.peak_reserved_bytes)
-        echo(f"  {label:22}" + "".join(f"{'-' if n is None else f'{n:,}':>18}" for n in cells))
+    for line in figures_table(runs, "count").without("step time").lines():
+        echo(f"  {line}")
     kept = _within(plan, rehearsed)
     if kept is not None:
         of = " of reserved memory" if plan.budget_of == "reserved" else ""

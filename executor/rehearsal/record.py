@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from operator import or_
 from typing import Any, Final
 
 from traces.files.json_records import to_json
@@ -13,12 +15,10 @@ from traces.records.warning import PredictionWarning
 
 # Codes of warnings.
 HOST_READ: Final = "rehearsal-host-read"  # the step read a value of the GPU, and was told something
-ASSUMED: Final = (
-    "rehearsal-assumed"  # a library's buffers were counted as empty, since nobody knows their size
-)
-MISSING: Final = (
-    "rehearsal-missing"  # a function was asked for that the null driver has not, and torch did without
-)
+# A library's buffers were counted as empty, since nobody knows their size.
+ASSUMED: Final = "rehearsal-assumed"
+# A function was asked for that the null driver has not, and torch did without.
+MISSING: Final = "rehearsal-missing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,7 @@ class Peaks:
 
     def __or__(self, other: Peaks) -> Peaks:
         """The highest of both."""
-        return Peaks(
-            requested_bytes=max(self.requested_bytes, other.requested_bytes),
-            allocated_bytes=max(self.allocated_bytes, other.allocated_bytes),
-            reserved_bytes=max(self.reserved_bytes, other.reserved_bytes),
-        )
+        return Peaks(**{f.name: max(getattr(self, f.name), getattr(other, f.name)) for f in fields(Peaks)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +47,8 @@ class Iteration:
     @property
     def peaks(self) -> Peaks:
         """Of the whole iteration."""
-        highest = Peaks(requested_bytes=0, allocated_bytes=0, reserved_bytes=0)
-        for found in self.phases.values():
-            highest = highest | found
-        return highest
+        none = Peaks(requested_bytes=0, allocated_bytes=0, reserved_bytes=0)
+        return reduce(or_, self.phases.values(), none)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +73,8 @@ class Rehearsal:
     iterations: tuple[Iteration, ...]
     alive: tuple[Alive, ...] = ()  # at the peak of the last iteration, the largest first
     warnings: tuple[PredictionWarning, ...] = ()
-    out_of_memory: str = (
-        ""  # torch's message, if the GPU's memory did not suffice; the figures are then of a larger GPU
-    )
+    # torch's message, if the GPU's memory did not suffice; the figures are then of a larger GPU
+    out_of_memory: str = ""
     provenance: str = REHEARSED
 
     @property
@@ -97,10 +90,7 @@ class Rehearsal:
     @property
     def steady(self) -> Peaks:
         """The highest of the iterations after the first; of the first, if there is no other."""
-        highest = self.iterations[-1].peaks
-        for iteration in self.iterations[1:]:
-            highest = highest | iteration.peaks
-        return highest
+        return reduce(or_, (i.peaks for i in self.iterations[1:] or self.iterations))
 
     @property
     def figures(self) -> RunFigures:

@@ -156,19 +156,13 @@ class Watch:
 
     def warnings(self) -> tuple[PredictionWarning, ...]:
         """Values that were read, sizes that are assumed, functions that are not there."""
-        reads = [
-            PredictionWarning(
-                code=HOST_READ, subject=where, figures={"bytes": size, "told": told, "times": times}
-            )
+        found: list[tuple[str, str, dict[str, int]]] = [
+            (HOST_READ, where, {"bytes": size, "told": told, "times": times})
             for (where, size, told), times in self._reads.most_common(MOST_LINES)
         ]
-        assumed = [
-            PredictionWarning(code=ASSUMED, subject=s) for s in names(self._driver.null_assumed_names())
-        ]
-        lacking = [
-            PredictionWarning(code=MISSING, subject=s) for s in names(self._driver.null_missing_names())
-        ]
-        return (*reads, *assumed, *lacking)
+        found += [(ASSUMED, s, {}) for s in names(self._driver.null_assumed_names())]
+        found += [(MISSING, s, {}) for s in names(self._driver.null_missing_names())]
+        return tuple(PredictionWarning(code=code, subject=s, figures=f) for code, s, f in found)
 
     def alive_at_the_peak(self) -> tuple[Alive, ...]:
         """What was in use at the highest point of the last iteration, by the line that asked for it.

@@ -152,6 +152,9 @@ def check_device(device: str) -> None:
 
     A fake CUDA device needs a torch that was built with CUDA, a real one needs a GPU as well.
     """
+    from tracer.torch_api import require_torch
+
+    require_torch()
     import torch
 
     from tracer.build.context import is_fake

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from traces.errors import TraceError
 from traces.files.json_records import Form, JsonRecord
 from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA, REHEARSED
-from traces.records.plan import ALLOCATED, RESERVED
+from traces.records.plan import ALLOCATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,10 @@ class RunFigures:
     def steady(self) -> bool:
         """Whether the iterations from the third on had one and the same peak."""
         return len(set(self.peaks_bytes[2:])) <= 1
+
+    def peak_bytes(self, of: str) -> int | None:
+        """The peak that a budget of `of` (allocated, reserved) limits."""
+        return self.headline()[f"peak_{of}_bytes"]
 
     def headline(self) -> dict[str, int | None]:
         """The four figures that every `--json` shows."""
@@ -141,8 +145,7 @@ class Measurement(JsonRecord):
     @property
     def limited_bytes(self) -> int | None:
         """The measured peak that the budget limits."""
-        of_reserved = self.budget_of == RESERVED
-        return self.measured.peak_reserved_bytes if of_reserved else self.measured.peak_allocated_bytes
+        return self.measured.peak_bytes(self.budget_of)
 
     @property
     def within_budget(self) -> bool | None:
