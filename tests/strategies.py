@@ -12,12 +12,19 @@ from traces.records.plan import RECOMPUTE, SAVE, Action
 from traces.records.trace import BACKWARD, EAGER, FORWARD, GRADIENT, OPTIMIZER, RANDOM, Trace
 
 SIZES = st.sampled_from([0, 4, 8, 12, 16, 20, 64])
+# Made once: making a strategy takes as long as drawing from it, and a trace draws a hundred times.
+YES_OR_NO = st.booleans()
+UP_TO = {n: st.integers(0, n) for n in (1, 2, 3, 7, 9)}
+FROM_ONE = {n: st.integers(1, n) for n in (2, 3)}
+FORWARD_FLAGS = st.sampled_from([0, 0, 0, 0, RANDOM])
+BACKWARD_FLAGS = st.sampled_from([0, 0, 0, 0, 0, 0, EAGER])
+OPTIMIZER_FLAGS = st.sampled_from([0, EAGER])
 
 
 @st.composite
 def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trace:
     """A valid trace: views, several outputs, random and eager ops, holds, measured events, overwrites, an optimizer."""
-    resident = {f"w{k}": draw(SIZES) for k in range(draw(st.integers(1, 2)))}
+    resident = {f"w{k}": draw(SIZES) for k in range(draw(FROM_ONE[2]))}
     ops: list[Op] = []
     readable = list(resident)  # names of values that the next op may read
     base: dict[str, str] = {w: w for w in resident}  # value -> its storage's name
@@ -26,28 +33,28 @@ def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trac
     def add(phase: str, flags: int, k: int) -> None:
         reads = tuple(draw(st.lists(st.sampled_from(readable), min_size=1, max_size=3, unique=True)))
         i = len(ops)
-        if phase != OPTIMIZER and draw(st.integers(0, 3)) == 0:
+        if phase != OPTIMIZER and draw(UP_TO[3]) == 0:
             name = f"v{i}"
             ops.append(
-                Op(phase, {}, reads[:1], view=name, time_ns=draw(st.integers(0, 1)), module=f"layer.{k // 3}")
+                Op(phase, {}, reads[:1], view=name, time_ns=draw(UP_TO[1]), module=f"layer.{k // 3}")
             )
             base[name] = base[reads[0]]
             readable.append(name)
             return
-        makes = {f"s{i}_{n}": draw(SIZES) for n in range(draw(st.integers(1, 3)))}
+        makes = {f"s{i}_{n}": draw(SIZES) for n in range(draw(FROM_ONE[3]))}
         events: tuple[int, ...] = ()
         total = sum(makes.values())
-        if draw(st.booleans()):
+        if draw(YES_OR_NO):
             scratch = draw(SIZES)
-            events = (scratch, total, -scratch) if draw(st.booleans()) else (total + scratch, -scratch)
+            events = (scratch, total, -scratch) if draw(YES_OR_NO) else (total + scratch, -scratch)
         overwritable = [r for r in reads if base[r] not in resident]
-        overwrites = draw(st.sampled_from(overwritable)) if overwritable and draw(st.booleans()) else ""
+        overwrites = draw(st.sampled_from(overwritable)) if overwritable and draw(YES_OR_NO) else ""
         ops.append(
             Op(
                 phase,
                 makes,
                 reads,
-                time_ns=draw(st.integers(0, 9)),
+                time_ns=draw(UP_TO[9]),
                 flags=flags,
                 events=events,
                 overwrites=overwrites,
@@ -60,16 +67,16 @@ def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trac
             readable.append(name)
 
     for k in range(draw(st.integers(1, max_forward))):
-        add(FORWARD, draw(st.sampled_from([0, 0, 0, 0, RANDOM])), k)
-    if draw(st.booleans()):
+        add(FORWARD, draw(FORWARD_FLAGS), k)
+    if draw(YES_OR_NO):
         add(FORWARD, EAGER, 0)
     for k in range(draw(st.integers(1, max_backward))):
-        add(BACKWARD, draw(st.sampled_from([0, 0, 0, 0, 0, 0, EAGER])), k)
-    for k in range(draw(st.integers(0, 2))):
-        add(OPTIMIZER, draw(st.sampled_from([0, EAGER])), k)
+        add(BACKWARD, draw(BACKWARD_FLAGS), k)
+    for k in range(draw(UP_TO[2])):
+        add(OPTIMIZER, draw(OPTIMIZER_FLAGS), k)
     hold = {}
     for name, op in made.items():
-        if draw(st.integers(0, 7)) == 0:
+        if draw(UP_TO[7]) == 0:
             hold[name] = draw(st.integers(op, len(ops) - 1))
     gradients = {n: GRADIENT for n, i in made.items() if ops[i].phase == BACKWARD}
     return trace(ops, resident, hold, gradients)
@@ -119,7 +126,7 @@ def actions(draw: st.DrawFn, of: Trace, *, repeats: bool = True, rich: bool = Tr
         evictions = []
         if after and not facts.outside[s] and (kind == RECOMPUTE or rich) and repeats:
             evictions = draw(st.lists(st.sampled_from(after), max_size=2, unique=True))
-        retain = draw(st.booleans()) if kind == RECOMPUTE or evictions else True
+        retain = draw(YES_OR_NO) if kind == RECOMPUTE or evictions else True
         out.append(Action(storage=s, recipe=kind, retain=retain, evict_after=tuple(sorted(evictions))))
     return tuple(out)
 
