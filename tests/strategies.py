@@ -35,9 +35,7 @@ def traces(draw: st.DrawFn, max_forward: int = 9, max_backward: int = 9) -> Trac
         i = len(ops)
         if phase != OPTIMIZER and draw(UP_TO[3]) == 0:
             name = f"v{i}"
-            ops.append(
-                Op(phase, {}, reads[:1], view=name, time_ns=draw(UP_TO[1]), module=f"layer.{k // 3}")
-            )
+            ops.append(Op(phase, {}, reads[:1], view=name, time_ns=draw(UP_TO[1]), module=f"layer.{k // 3}"))
             base[name] = base[reads[0]]
             readable.append(name)
             return
