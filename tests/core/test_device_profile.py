@@ -25,7 +25,7 @@ IDENTITY = Identity(
 
 def entry(*events: int, time_ns: int = 5) -> Entry:
     return Entry(
-        target="aten.mm.default", shapes="2x2 2x2 -> 2x2", events=events, time_ns=time_ns, samples=3,
+        events=events, time_ns=time_ns, samples=3,
         provenance="measured-cuda",
     )  # fmt: skip
 

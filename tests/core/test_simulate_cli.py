@@ -370,8 +370,6 @@ def test_another_device_profile_makes_a_new_trace(
     monkeypatch.chdir(tmp_path)
     identity = profile.Identity(device="a cpu", kind="cpu", target="cpu", torch_version="2.13.0", flags={})
     entry = profile.Entry(
-        target="aten.relu.default",
-        shapes="4",
         events=(4,),
         time_ns=3,
         samples=1,

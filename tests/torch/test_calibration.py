@@ -50,8 +50,6 @@ def profile(**batches: tuple[int, ...]) -> DeviceProfile:
         signature = row(batch=int(name[1:])).signature
         assert signature is not None
         entries[signature.key] = Entry(
-            target="aten.mm.default",
-            shapes="",
             events=events,
             time_ns=7,
             samples=1,

@@ -303,14 +303,12 @@ def test_words_about_sources_and_skips() -> None:
     assert text == "3 calls could not be run alone (2 x aten.a.b, 1 x aten.c.d); aten.a.b: no"
 
 
-def test_an_entry_is_for_people_too(tmp_path: Path) -> None:
+def test_an_entry_says_how_it_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "p.parquet"
     record_fake(net(2), CPU, ProfileUse(path=path, calibrate=True))
     entries = store.load(path).entries.values()
-    assert all(
-        isinstance(e, Entry) and e.shapes and e.samples and e.provenance == "measured-cpu" for e in entries
-    )
-    assert any("->" in e.shapes and "x" in e.shapes for e in entries)
+    assert entries
+    assert all(isinstance(e, Entry) and e.samples and e.provenance == "measured-cpu" for e in entries)
 
 
 def test_a_loss_that_makes_tensors_is_recorded_on_fake_tensors_as_it_runs() -> None:

@@ -11,7 +11,6 @@ from typing import Final
 
 from tracer.costs.calibration import Cost
 from tracer.costs.rows import OpRow
-from tracer.costs.signature import Signature, TensorSpec
 from traces.devices import DEVICES, GIB, Device
 from traces.errors import TraceError
 from traces.provenance import provenance_of
@@ -194,15 +193,14 @@ def profile_of(
         samples: timed rounds.
         workspaces: what libraries were seen to keep.
     """
-    calls: dict[str, list[tuple[Signature, Cost]]] = {}
+    calls: dict[str, list[Cost]] = {}
     for row, cost in zip(rows, costs, strict=True):
         if row.signature is not None and not row.flags & VIEW:
-            calls.setdefault(row.signature.key, []).append((row.signature, cost))
+            calls.setdefault(row.signature.key, []).append(cost)
     entries = {
         key: entry_of(
-            same[0][0],
-            same[0][1].events,
-            sorted(cost.time_ns for _, cost in same)[len(same) // 2],
+            same[0].events,
+            sorted(cost.time_ns for cost in same)[len(same) // 2],
             samples * len(same),
             identity,
         )
@@ -211,25 +209,11 @@ def profile_of(
     return DeviceProfile(identity=identity, entries=entries, workspaces=workspaces)
 
 
-def entry_of(
-    signature: Signature, events: tuple[int, ...], time_ns: int, samples: int, identity: Identity
-) -> Entry:
+def entry_of(events: tuple[int, ...], time_ns: int, samples: int, identity: Identity) -> Entry:
     """What a call was measured to cost on that device."""
     return Entry(
-        target=signature.target,
-        shapes=shapes_text(signature),
         events=events,
         time_ns=time_ns,
         samples=samples,
         provenance=provenance_of(identity.kind, identity.device),
     )
-
-
-def shapes_text(signature: Signature) -> str:
-    """The shapes of a call for people: "8x64 64x10 -> 8x10"; long lists are cut."""
-
-    def row(specs: tuple[TensorSpec, ...]) -> str:
-        texts = ["x".join(map(str, s.shape)) or "scalar" for s in specs]
-        return " ".join(texts if len(texts) <= 8 else [*texts[:7], f"and {len(texts) - 7} more"])
-
-    return f"{row(signature.inputs)} -> {row(signature.results)}"

@@ -99,7 +99,6 @@ def calibrate(
         events = _cuda_events(chunk, kept) if device.startswith("cuda") else _cpu_events(chunk)
         for call, found in zip(chunk, events, strict=True):
             entries[call.signature.key] = entry_of(
-                call.signature,
                 settle(found, call.created_bytes),
                 int(statistics.median(call.times_ns)),
                 len(call.times_ns),

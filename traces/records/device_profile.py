@@ -29,8 +29,6 @@ FORM: Final = tables.Format(
     version=PROFILE_VERSION,
     columns={
         "key": TEXT,
-        "target": TEXT,
-        "shapes": TEXT,
         "events": INTS,
         "time_ns": INT,
         "samples": INT,
@@ -65,8 +63,6 @@ class Identity:
 class Entry:
     """What one op was measured to cost."""
 
-    target: str  # the operator
-    shapes: str  # of its tensors, for people
     # Allocations (+) and frees (-) in order; they sum to the bytes that the op leaves.
     events: tuple[int, ...]
     time_ns: int  # median
