@@ -70,20 +70,13 @@ class UserStep(ABC):
                 loss.to(device)
         with self._explained("the batch could not be prepared"):
             batch = to_device(batch, device, mode)
-        made = self._optimizer(model, loss, optimizer)
-        if own is not None:
-            return self._own_step(model, batch, own, made, options, fake=mode is not None)
-        try:
-            given = split_batch(model, batch, loss)
-        except SpecError as error:
-            raise SpecError(f"{self.label}: {error}") from None
-        return TrainingStep(
+        step = TrainingStep(
             model=model,
-            args=given.args,
-            kwargs=given.kwargs,
-            loss=given.loss,
-            loss_inputs=given.loss_inputs,
-            optimizer=made,
+            args=(),
+            kwargs={},
+            loss=lambda outputs: outputs,
+            loss_inputs=(batch,),
+            optimizer=self._optimizer(model, loss, optimizer),
             batch_size=int(options.get("batch_size") or example_count(batch)),
             name=self.label,
             options=dict(options),
@@ -91,30 +84,24 @@ class UserStep(ABC):
             if isinstance(loss, nn.Module)
             else {},
         )
+        if own is not None:
+            return self._own_step(replace(step, own=own, batch=batch), fake=mode is not None)
+        try:
+            given = split_batch(model, batch, loss)
+        except SpecError as error:
+            raise SpecError(f"{self.label}: {error}") from None
+        return replace(
+            step, args=given.args, kwargs=given.kwargs, loss=given.loss, loss_inputs=given.loss_inputs
+        )
 
-    def _own_step(
-        self, model: nn.Module, batch: Any, own: Any, optimizer: Any, options: dict[str, Any], *, fake: bool
-    ) -> TrainingStep:
+    def _own_step(self, step: TrainingStep, *, fake: bool) -> TrainingStep:
         """The user's own iteration around the model; on real memory nothing of its first call is held."""
-        refused = [k for k in (*LOOP_OPTIONS, "amp") if options.get(k) is not None]
+        refused = [k for k in (*LOOP_OPTIONS, "amp") if step.options.get(k) is not None]
         if refused:
             raise SpecError(
                 f"{self.label}: --{refused[0].replace('_', '-')} was given, and the function returned a step of its "
                 "own, which does that itself; leave the option out."
             )
-        step = TrainingStep(
-            model=model,
-            args=(),
-            kwargs={},
-            loss=lambda outputs: outputs,
-            loss_inputs=(batch,),
-            optimizer=optimizer,
-            batch_size=int(options.get("batch_size") or example_count(batch)),
-            name=self.label,
-            options=dict(options),
-            own=own,
-            batch=batch,
-        )
         with self._explained("step(model, batch, optimizer) failed"):
             seen = with_first_call(step)
         return seen if fake else replace(seen, args=(), kwargs={})
