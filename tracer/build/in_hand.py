@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from tracer.build.context import active_fake_mode, outside_fake_mode
 from tracer.build.loop import TrainingStep
-from tracer.build.optimizers import make_optimizer
+from tracer.build.optimizers import NO_OPTIMIZER, make_optimizer
 from tracer.build.user_step import UserStep
 from tracer.torch_api import is_traceable_wrapper_subclass, pytree
 from traces.errors import SpecError
@@ -60,12 +61,7 @@ class InHand(UserStep):
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer = self._optimizer_copy(optimizer, twins)
         if isinstance(optimizer, str):
-            name = optimizer
-
-            def optimizer(parameters: Any) -> Any:
-                return make_optimizer(name, parameters)
-
-            optimizer = None if name == "none" else optimizer
+            optimizer = None if optimizer == NO_OPTIMIZER else partial(make_optimizer, optimizer)
         step = self._assemble(model, twins.batch(self.batch), loss, optimizer, {}, device)
         return replace(step, scaler=self._scaler_copy())
 

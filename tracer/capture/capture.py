@@ -19,6 +19,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -132,16 +133,17 @@ def capture(
     """
     check_capturable(model)
     fake_mode = fake_mode_of(model, args, kwargs) or FakeTensorMode(allow_non_fake_inputs=True)
+    attempt = partial(_capture, model, args, kwargs, wants_gradient, fake_mode, target, autocast)
     try:
         with emptied_caches(model):
-            return _capture(model, args, kwargs, wants_gradient, fake_mode, target, autocast, compiled=False)
+            return attempt(compiled=False)
     except Exception as error:
         if not is_data_dependent(error) and not holds_kept_tensor(error):
             raise explain(error, model) from error
     try:
         # Library code that looks at the data of a mask takes its data-independent branch, and leaves its caches
         # alone, when it believes that it is being compiled.
-        return _capture(model, args, kwargs, wants_gradient, fake_mode, target, autocast, compiled=True)
+        return attempt(compiled=True)
     except Exception as error:
         if holds_kept_tensor(error) and (names := plain_tensors(model)):
             raise CaptureError(
@@ -152,9 +154,7 @@ def capture(
         if not is_data_dependent(error):
             raise explain(error, model) from error
     try:
-        return _capture(
-            model, args, kwargs, wants_gradient, fake_mode, target, autocast, compiled=True, looks=True
-        )
+        return attempt(compiled=True, looks=True)
     except Exception as error:
         raise explain(error, model) from error
 
