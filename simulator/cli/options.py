@@ -199,6 +199,7 @@ def _output(report: Path | None, as_json: bool, quiet: bool) -> Output:
 
 
 output_options: Final = gathered("out", _output, *OUTPUT)
+answer_options: Final = gathered("out", partial(_output, None), *OUTPUT[1:])  # of a command without a page
 
 
 class _Told(logging.Handler):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from traces.commands import Refused, echo, say
+from simulator.cli.options import Output, answer_options
+from traces.commands import Refused
 
 if TYPE_CHECKING:
     from simulator.allocator.replay.recording import Recording
@@ -24,15 +24,9 @@ if TYPE_CHECKING:
 @click.option(
     "--device", type=click.IntRange(min=0), help="Which device of a snapshot (default: the first recorded)."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@answer_options
 def replay_command(
-    recording: str,
-    alloc_conf: str | None,
-    device_memory: str | None,
-    device: int | None,
-    as_json: bool,
-    quiet: bool,
+    recording: str, alloc_conf: str | None, device_memory: str | None, device: int | None, out: Output
 ) -> None:
     """Replay a GPU's recorded allocations through the simulated caching allocator.
 
@@ -53,24 +47,23 @@ def replay_command(
     memory_bytes = None if device_memory is None else size_of("--device-memory", device_memory)
     # Before any work, so that a bad one is known. It stands for all that was recorded, not on top of it.
     settings = None if alloc_conf is None else parse_alloc_conf(alloc_conf)
-    say(f"reading {recording}", quiet=quiet)
+    out.say(f"reading {recording}")
     source = understood(read_recording(recording, device))
     if settings is not None:  # which of equal blocks is taken goes by the version of torch, not by the text
         settings = replace(settings, ties=source.settings.ties)
     if (settings or source.settings).memory_fraction is not None and memory_bytes is None:
-        say("per_process_memory_fraction has no effect without --device-memory", quiet=quiet)
+        out.say("per_process_memory_fraction has no effect without --device-memory")
     for note in source.notes:
-        say(f"note: {note}", quiet=quiet)
-    say(f"replaying {len(source.events)} events", quiet=quiet)
+        out.say(f"note: {note}")
+    out.say(f"replaying {len(source.events)} events")
     same = replay(source)
     rows: dict[str, Replay] = {}
     if settings is not None or memory_bytes is not None:
         rows["as_recorded_from_scratch"] = replay(source, from_scratch=True)
         rows["what_if"] = replay(source, settings, memory_bytes, from_scratch=True)
-    if as_json:
-        echo(json.dumps(_answer(source, same, rows, alloc_conf, memory_bytes)))
-    else:
-        echo(_table(source, same, rows))
+    out.show(
+        lambda: _answer(source, same, rows, alloc_conf, memory_bytes), lambda: _table(source, same, rows)
+    )
     if "what_if" in rows and (reason := rows["what_if"].out_of_memory) is not None:
         raise Refused(reason, 1)
 

@@ -26,6 +26,6 @@ def breach(problem: Problem, schedule: Schedule) -> str:
         if op in meant.never:
             return f"op {op} ({ops.name[op]}) would run again, which --never forbids"
         for s in binds:
-            if s in meant.keep:
+            if s in meant.always_saved:
                 return f"storage {s} ({trace.storages.name[s]}) would be computed again, which --always-save forbids"
     return ""

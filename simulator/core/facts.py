@@ -70,7 +70,7 @@ class Facts:
             0 <= sts.producer[s] < forward_end and sts.last_backward_use[s] >= 0 for s in range(n_st)
         )
         saved_by_default = tuple(
-            read_back[s] or (0 <= p < forward_end and (s in forbidden.keep or p in forbidden.never))
+            read_back[s] or (0 <= p < forward_end and (s in forbidden.always_saved or p in forbidden.never))
             for s, p in enumerate(sts.producer)
         )
         outside_reader = [False] * n_st
@@ -92,7 +92,7 @@ class Facts:
                 ok = ok and all(resident[s] or rebuildable[s] or saved_by_default[s] for s in ops.reads[i])
                 for s in creates[i]:
                     might[s] = natural
-                    rebuildable[s] = ok and s not in forbidden.keep
+                    rebuildable[s] = ok and s not in forbidden.always_saved
         candidates = tuple(
             s
             for i in range(forward_end)

@@ -42,7 +42,7 @@ class Resolved:
     """What constraints mean for one trace."""
 
     never: frozenset[int]  # ops that must not run again
-    keep: frozenset[int]  # storages of forward that must not be computed again
+    always_saved: frozenset[int]  # storages of forward that must not be computed again
 
 
 def parse_selector(text: str) -> Selector:
@@ -111,7 +111,7 @@ def resolve(trace: Trace, constraints: Constraints) -> Resolved:
     """The ops and storages that the constraints speak of.
 
     Raises:
-        SpecError: a selector is malformed, or means nothing that it could forbid or keep.
+        SpecError: a selector is malformed, or means nothing that it could forbid or save.
     """
     sts = trace.storages
     is_view = [bool(f & VIEW) for f in trace.ops.flags]
@@ -121,7 +121,7 @@ def resolve(trace: Trace, constraints: Constraints) -> Resolved:
         if all(is_view[i] for i in ops):
             raise SpecError(f"--never {text!r} matches only views, which cost nothing to make again.")
         never.update(i for i in ops if not is_view[i])
-    keep: set[int] = set()
+    always_saved: set[int] = set()
     for text in constraints.always_save:
         mine: set[int] = set()
         for i in matching_ops(trace, text, "--always-save"):
@@ -131,8 +131,8 @@ def resolve(trace: Trace, constraints: Constraints) -> Resolved:
             raise SpecError(
                 f"--always-save {text!r} matches only views of parameters and inputs, which are there anyway."
             )
-        keep |= mine
-    return Resolved(never=frozenset(never), keep=frozenset(keep))
+        always_saved |= mine
+    return Resolved(never=frozenset(never), always_saved=frozenset(always_saved))
 
 
 def _close(seen: Iterable[tuple[str, str]], selector: Selector) -> str:

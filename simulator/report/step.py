@@ -231,7 +231,7 @@ def memory_blocks(
 ) -> tuple[Block, ...]:
     """Two stacked areas with common scales, with everything saved and with the plan."""
     runs = (
-        ("kept", "Everything saved", c.saved, c.saved_fit.reserved),
+        ("saved", "Everything saved", c.saved, c.saved_fit.reserved),
         ("plan", "With the plan", c.planned, c.planned_fit.reserved),
     )
     curve = _stretched(measured_curve or (), c.planned.timeline.step_time_ns)

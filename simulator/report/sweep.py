@@ -198,7 +198,7 @@ def _activations(sweep: Sweep, root: Path) -> tuple[Block, ...]:
             Text(f"At batch size {row.batch_size}, the largest whose trace is at hand.", "note"),
             *activation_blocks(Problem(trace), plan),
         )
-    return warned(["No trace of this sweep was kept, so its activations cannot be listed."])
+    return warned(["No trace of this sweep is at hand, so its activations cannot be listed."])
 
 
 def _errors(sweep: Sweep, where: str) -> Table:

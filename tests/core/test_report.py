@@ -331,7 +331,7 @@ def test_a_predicted_sweep_shows_nothing_as_measured(tmp_path: Path, reporting: 
     assert "Every figure on this page is predicted" in html
     assert "<p>One &lt;i&gt;word&lt;/i&gt;.</p>" in html
     assert "the floor is &lt;b&gt;9 GiB&lt;/b&gt;" in html
-    assert "No trace of this sweep was kept" in html
+    assert "No trace of this sweep is at hand" in html
     assert set().union(*map(series_of, specifications(html))) == {"keep-all, predicted", "plan, predicted"}
 
 
