@@ -10,11 +10,11 @@ import click
 from simulator.cli.options import (
     Output,
     Words,
-    check_budget_text,
     device_options,
     output_options,
     search_options,
 )
+from simulator.core.budget import check_budget
 from traces.errors import BudgetError, SpecError
 from traces.units import show_bytes, show_percent, show_time
 
@@ -52,7 +52,7 @@ def compare_command(
     """
     from simulator import api
 
-    check_budget_text(budget)
+    check_budget(budget)
     names = chosen_planners(planners)
     found = api.compare(trace_name, budget, names, progress=out.say, name=trace_name, **planning, **memory)
     if saved is not None:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import click
 
+from simulator.allocator.settings import parse_alloc_conf
 from simulator.core.limits import DEFAULTS, Constraints
 from simulator.core.selectors import check_selectors
 from traces.commands import echo, report_option
@@ -142,8 +143,6 @@ def planning_options(command: Command) -> Command:
 def check_alloc_conf(text: str | None) -> None:
     """Raise SpecError before any work for settings that torch does not have."""
     if text is not None:
-        from simulator.allocator.settings import parse_alloc_conf
-
         parse_alloc_conf(text)
 
 
@@ -159,13 +158,6 @@ def words_for_trace(model: str, words: tuple[str, ...], *own: str) -> tuple[str,
         if word.partition("=")[0] in (*OWN_WORDS, *own):
             raise SpecError(f"{word}: this command decides this itself.")
     return words
-
-
-def check_budget_text(text: str) -> None:
-    """Raise SpecError before any work if the text cannot be a budget."""
-    from simulator.core.budget import check_budget
-
-    check_budget(text)
 
 
 # What is shown

@@ -12,11 +12,11 @@ from simulator.cli.options import (
     BUDGET_OF,
     Output,
     Words,
-    check_budget_text,
     device_options,
     output_options,
     planning_options,
 )
+from simulator.core.budget import check_budget
 from traces.commands import Refused
 from traces.errors import SpecError
 from traces.files.whole import check_writable
@@ -59,7 +59,7 @@ def plan_command(
 
     planner = planner or (SAVE_ALL if budget is None else DEFAULT)
     if budget is not None and budget != api.DEVICE:
-        check_budget_text(budget)
+        check_budget(budget)
     if output is not None:
         refuse_to_replace(output, force)
 

@@ -14,11 +14,11 @@ from simulator.cli.options import (
     Output,
     Words,
     check_alloc_conf,
-    check_budget_text,
     output_options,
     planning_options,
     words_for_trace,
 )
+from simulator.core.budget import check_budget
 from simulator.core.limits import Constraints, Limits
 from traces.errors import BudgetError, SpecError
 from traces.model_spec import short_name
@@ -61,7 +61,7 @@ def sweep_command(
     from simulator.planners import DEFAULT
     from simulator.studies.sweep import SweepRequest, sweep
 
-    check_budget_text(budget)
+    check_budget(budget)
     check_alloc_conf(alloc_conf)
     request = SweepRequest(
         model=model,
