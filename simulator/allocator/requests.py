@@ -1,9 +1,10 @@
 """What a Schedule asks of CUDA's caching allocator, in order: the sizes, and what is given back.
 
-Parameters, buffers and the batch come first, by id. Optimizer state comes when the first optimizer step begins, and
-stays; a library's workspace in the first op that uses it. An op allocates and frees as its measured events say, or else
-allocates its outputs in order; what the schedule releases after a step is freed when the step has ended. None of this
-depends on where the allocator puts a block, so it is worked out once for all iterations and settings.
+Parameters and buffers come first, as `model.to` moves them, then the batch, by id. Optimizer state comes when the first
+optimizer step begins, and stays; a library's workspace in the first op that uses it. An op allocates and frees as its
+measured events say, or else allocates its outputs in order; what the schedule releases after a step is freed when the
+step has ended. None of this depends on where the allocator puts a block, so it is worked out once for all iterations and
+settings.
 
 Counts and ignores: of the requests, what `simulator.allocator.reserved` counts and ignores.
 """
@@ -280,6 +281,8 @@ class Residents:
         """Those of a trace; without `gradients`, none that an earlier part of the iteration left or one before it."""
         sts = trace.storages
         residents = [s for s, producer in enumerate(sts.producer) if producer < 0 and sts.nbytes[s]]
+        place = {s: k for k, s in enumerate(trace.meta.moved)}
+        residents.sort(key=lambda s: place.get(s, len(place)))
         residents = [s for s in residents if gradients or sts.category[s] != GRADIENT]
         workspaces = _workspaces(trace, residents)
         late = {s for made in workspaces.values() for s in made}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -291,6 +292,34 @@ def test_a_linear_layer_adds_its_bias_in_place() -> None:
     asked = zip(of.nbytes, of.phase, strict=True)
     outputs = [n for n, phase in asked if n == 16 * 32 * 256 * 4 and phase == FORWARD]
     assert len(outputs) == 1
+
+
+class Own(nn.Module):
+    """A parameter of its own, which `model.to` moves after those of its children, and a buffer between two children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3000))
+        self.first = nn.Linear(1000, 2000, bias=False)
+        self.norm = nn.BatchNorm1d(2000, affine=False)
+        self.second = nn.Linear(2000, 3000, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x))) * self.scale
+
+
+def test_parameters_and_buffers_lie_as_the_model_is_moved() -> None:
+    model, moved = Own(), []
+    model._apply(lambda x: moved.append(x.numel()) or x)  # type: ignore[func-returns-value]
+    build = build_of(lambda: (Own(), torch.randn(4, 1000), lambda y: y.sum(), None))
+    of = record_fake(build, device("h100"), ProfileUse(off=True))
+    assert [of.storages.shape[s] for s in of.meta.moved] == [
+        (2000, 1000), (2000,), (2000,), (), (3000, 2000), (3000,),
+    ]  # fmt: skip
+    assert [math.prod(of.storages.shape[s]) for s in of.meta.moved] == moved
+    first = untouched_requests(of)
+    assert first is not None
+    assert first.residents[: len(moved)] == (8_000_000, 8000, 8000, 8, 24_000_000, 12_000)
 
 
 def test_requests_add_up_to_the_counted_peak() -> None:

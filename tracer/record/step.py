@@ -24,6 +24,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from torch import nn
 
 from tracer.build.batch import hidden_tensors, loss_in_outputs
 from tracer.build.context import copies_of_constants
@@ -217,10 +218,29 @@ def header(
         torch_version=torch.__version__,
         versions=versions(),
         grad_outputs=program.captured.grad_outputs,
+        moved=_moved(step.model, program.captured),
         graph_fingerprint=program.fingerprint(),
         structure_fingerprint=program.fingerprint(sizes=False),
         sketch=sketch(program, step.model, step.args, step.kwargs),
     )
+
+
+def _moved(model: nn.Module, captured: Captured) -> tuple[int, ...]:
+    """The storages of parameters and buffers in the order of `Module._apply`: children first."""
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    tensors = (*(parameters[n] for n in captured.parameters), *(buffers[n] for n in captured.buffers))
+    number = {id(x): k for k, x in enumerate(tensors)}
+    found: dict[int, None] = {}
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            walk(child)
+        for x in (*module._parameters.values(), *module._buffers.values()):
+            if id(x) in number:
+                found[number[id(x)]] = None
+
+    walk(model)
+    return tuple(found)
 
 
 def _dtype(step: TrainingStep) -> str:

@@ -192,6 +192,8 @@ class TraceMeta:
     # What a library keeps for good once backward runs an op of forward again, by the op's target: bytes, 0 if backward
     # has such a workspace anyway.
     rerun_workspaces: dict[str, int] = field(default_factory=dict)
+    # Storages of parameters and buffers in the order in which `model.to` moves them; others come after them, by id.
+    moved: tuple[int, ...] = ()
     untouched_peak_bytes: int = 0  # peak of the untouched model's eager step; 0: not counted
     graph_fingerprint: str = ""  # of the captured model graph, sizes included
     structure_fingerprint: str = ""  # of the captured model graph, sizes left out
@@ -206,7 +208,7 @@ class TraceMeta:
             raise ValueError("rerun_workspaces holds something else than bytes")
 
     def to_json(self) -> dict[str, Any]:
-        return {k: v for k, v in to_json(self).items() if k != "sketch" or v}
+        return {k: v for k, v in to_json(self).items() if k not in ("sketch", "moved") or v}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TraceMeta:
