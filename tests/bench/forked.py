@@ -22,7 +22,7 @@ from traces.devices import device
 from traces.errors import LowtideError
 from traces.files.json_records import from_json
 
-IMPORTS = ("executor.rehearsal.perform", "torchvision", "transformers", "timm", "diffusers")
+IMPORTS = ("executor.rehearsal.perform", "torchvision", "transformers", "timm")  # diffusers asks for GPUs
 
 
 class Forked:
