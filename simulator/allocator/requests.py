@@ -3,8 +3,8 @@
 Parameters and buffers come first, as `model.to` moves them, then the batch, by id. Optimizer state comes when the first
 optimizer step begins, and stays; a library's workspace in the first op that uses it. An op allocates and frees as its
 measured events say, or else allocates its outputs in order; what the schedule releases after a step is freed when the
-step has ended. None of this depends on where the allocator puts a block, so it is worked out once for all iterations and
-settings.
+step has ended. None of this depends on where the allocator puts a block, so it is worked out once for all iterations
+and settings.
 
 Counts and ignores: of the requests, what `simulator.allocator.reserved` counts and ignores.
 """
