@@ -455,6 +455,15 @@ def test_a_tracer_that_fails_is_quoted(tracer: Tracer, tmp_path: Path) -> None:
         predict(request_for(tmp_path), lambda line: None)
 
 
+def test_what_a_sweep_decides_itself_does_not_go_to_trace(tracer: Tracer, tmp_path: Path) -> None:
+    words = ["--batch-sizes", "4", "--budget", "90%", "-o", tmp_path / "s"]
+    for others, says in ((["m", "--batch-size", "8"], "decides this itself"), (["--amp", "m"], "first word")):
+        result = simulate("sweep", *others, *words)
+        assert result.exit_code == 2
+        assert says in result.stderr
+    assert not tracer.commands
+
+
 @pytest.mark.parametrize("sizes", ["", "8,", "0", "-4", "8,x", "8,8", "8.5"])
 def test_bad_batch_sizes(sizes: str) -> None:
     result = simulate("sweep", "m", "--batch-sizes", sizes, "--budget", "60%")
