@@ -18,6 +18,8 @@ from executor.training.planning import Clock, Say, Wanted, in_words, on_stderr, 
 from executor.training.regions import plan_regions
 from executor.training.twin import twin_of
 from simulator.core.limits import DEFAULTS
+from simulator.core.problem import Problem
+from simulator.studies.warnings import UNTOUCHED_LESS, text, warnings_of
 from traces.errors import CaptureError, SpecError
 
 GRAPH: Final = "graph"
@@ -82,7 +84,7 @@ def fit(
     if engine not in (GRAPH, REGIONS):
         raise SpecError(f"engine {engine!r}: give {GRAPH} or {REGIONS}.")
     try:
-        step = record(model, batch, loss, wanted, amp)
+        step = record(model, batch, loss, wanted, amp, untouched=True)
     except CaptureError as error:
         if engine != REGIONS:
             error.args = (f'{error} To plan the parts that can be captured: fit(..., engine="{REGIONS}").',)
@@ -94,6 +96,9 @@ def fit(
         plans.apply(target.train(), on_mismatch)
         return target
     clock.done(f"captured {len(step.program.ops)} ops")
+    for warning in warnings_of(Problem(step.trace)):
+        if warning.code == UNTOUCHED_LESS:
+            tell(f"warning: {text(warning)}")
     plan = plan_within(step, wanted)
     clock.done(f"planned: {in_words(plan)}")
     planned = apply_plan(model, plan, in_place=in_place, on_mismatch=on_mismatch)

@@ -67,13 +67,20 @@ class Recorded:
 
 
 def record(
-    model: nn.Module, batch: Any, loss: Callable[..., Any] | None, wanted: Wanted, amp: str | None = None
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., Any] | None,
+    wanted: Wanted,
+    amp: str | None = None,
+    *,
+    untouched: bool = False,
 ) -> Recorded:
     """Record a step on fake tensors of the model's device; the model stays as it is.
 
     Args:
         model, batch, loss: as `tracer.trace` takes them.
         amp: the type of autocast, "" for none; None: that which is on.
+        untouched: whether to count what the untouched loop needs.
 
     Raises:
         SpecError, CaptureError: as `tracer.trace`.
@@ -91,7 +98,7 @@ def record(
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
     with left_as_found(False), without_hooks(bare), unread_of(Watch(bare), frozenset()) as unread:
-        draft, trace = record_drafted(step, target, ProfileUse(), device=str(where), untouched=False)
+        draft, trace = record_drafted(step, target, ProfileUse(), device=str(where), untouched=untouched)
     given = split_batch(bare, pytree.tree_map_only(torch.Tensor, lambda x: x.to(where), batch), loss)
     return Recorded(
         trace=trace, program=draft.program, given=given, on_gpu=bool(name), unread=frozenset(unread)

@@ -30,6 +30,7 @@ REHEARSED_MODE: Final = "rehearsed"
 NOTABLE_PERCENT: Final = 2  # an underestimate by more than this is not left without a warning
 UNCONFIRMED: Final = "not confirmed on a GPU"
 UNTOUCHED: Final = "untouched-needs-more"
+UNTOUCHED_LESS: Final = "untouched-needs-less"
 # The codes of what stands beside every prediction of its kind and so says nothing of this one.
 STANDING: Final = frozenset({"derived-workspaces", "not-confirmed"})
 
@@ -140,12 +141,17 @@ def _unknown(trace: Trace, replay: Replay) -> list[PredictionWarning]:
 
 
 def _untouched(c: Prediction) -> list[PredictionWarning]:
-    """That the untouched model needs notably more than what stands for everything saved, and how much."""
+    """That the untouched model needs notably more or less than what stands for everything saved, and how much."""
     peak = c.saved.timeline.peak_allocated_bytes
-    extra = untouched_peak_bytes(c) - peak
-    if not peak or 100 * extra < NOTABLE_PERCENT * peak:
+    untouched = untouched_peak_bytes(c)
+    extra = untouched - peak
+    if not peak or 100 * abs(extra) < NOTABLE_PERCENT * peak:
         return []
-    return [PredictionWarning(code=UNTOUCHED, figures={"extra_bytes": extra, "peak_bytes": peak})]
+    figures: dict[str, int] = {"extra_bytes": extra, "peak_bytes": peak}
+    if extra > 0:
+        return [PredictionWarning(code=UNTOUCHED, figures=figures)]
+    in_vain = bool(c.plan.actions) and c.planned.timeline.peak_allocated_bytes >= untouched
+    return [PredictionWarning(code=UNTOUCHED_LESS, figures={**figures, "in_vain": int(in_vain)})]
 
 
 def _settings(c: Prediction) -> list[PredictionWarning]:
@@ -207,6 +213,16 @@ def _untouched_text(_: str, f: Mapping[str, Any]) -> str:
     )
 
 
+def _untouched_less_text(_: str, f: Mapping[str, Any]) -> str:
+    needs = show_bytes(f["peak_bytes"] + f["extra_bytes"])
+    share = show_percent(100 * f["extra_bytes"] / f["peak_bytes"], signed=True, digits=1)
+    told = (
+        f"The untouched model needs about {needs}, less than the captured graph with all saved ({share}), as one does "
+        "that checkpoints itself: within a larger budget it trains as it is."
+    )
+    return f"{told} This plan needs no less than that." if f["in_vain"] else told
+
+
 def _derived_text(_: str, f: Mapping[str, Any]) -> str:
     parts = [
         words.format(f[key])
@@ -242,6 +258,7 @@ def _settings_text(conf: str, f: Mapping[str, Any]) -> str:
 _PROSE: Final[Mapping[str, Callable[[str, Mapping[str, Any]], str]]] = {
     "unknown-workspaces": _unknown_text,
     UNTOUCHED: _untouched_text,
+    UNTOUCHED_LESS: _untouched_less_text,
     "derived-workspaces": _derived_text,
     "not-confirmed": lambda *_: (
         f"This prediction is {UNCONFIRMED}: the step was not run on one. To confirm it, run `execute --device cuda` "
