@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from traces.alloc_conf import alloc_conf
 from traces.errors import EnvironmentProblem, PlanError
-from traces.records.trace import TraceMeta
+from traces.records.plan import Plan
+from traces.records.trace import Trace, TraceMeta
 
 
 def check_alloc_conf(meta: TraceMeta, device: str) -> None:
@@ -64,3 +67,73 @@ def times_apply(meta: TraceMeta, device: str, gpu: str = "") -> bool:
     if device.partition(":")[0] == "cpu":
         return meta.target.lower() == "cpu"
     return bool(gpu) and meta.target == (gpu if meta.mode == "real" else board_of(gpu))
+
+
+def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Trace:
+    """The trace behind a plan, for the report's pictures.
+
+    Args:
+        plan: whose trace.
+        model: build this instead of what the plan names.
+        device: for which the step is recorded again.
+        name: a trace directory; without it the step is recorded again on fake tensors.
+
+    Raises:
+        PlanError: the trace in the directory is another one.
+    """
+    if name is not None:
+        from traces.records.store import load
+
+        trace = load(name)
+        if trace.meta.fingerprint != plan.meta.fingerprint:
+            raise PlanError(
+                f"{name}: this trace ({trace.meta.fingerprint}) is not the plan's ({plan.meta.fingerprint}); leave "
+                "--trace out, and the step is recorded again."
+            )
+        return trace
+    from tracer.build.step import load_spec
+    from tracer.costs.profiles import board_of
+    from tracer.record.step import trace_step
+    from traces.devices import device as device_entry
+    from traces.errors import SpecError
+
+    try:
+        target = device_entry(board_of(plan.meta.target) or plan.meta.target)
+    except SpecError:
+        # A GPU that the device table lacks: its times are another's, which the page says; sizes do not depend on it.
+        target = device_entry("cpu" if device == "cpu" else "h200")
+    build = load_spec(model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
+    return trace_step(build, target, device=device, graph=plan.meta.device).trace
+
+
+def check_figures(plan: Plan, recorded: Trace) -> None:
+    """Raise PlanError if a plan's actions do not give its figures in its own step, whoever sealed it.
+
+    Counts: every storage, so no real peak is below what is told here; where the trace behind the plan has its
+    workspaces and times from the same rules as this one, the figures to the byte and the nanosecond. Ignores:
+    elsewhere, workspaces and times, which only that trace knows.
+
+    Args:
+        plan: with its predicted figures.
+        recorded: the step recorded again; one of another graph is not compared, which the run itself refuses.
+    """
+    from simulator.core.problem import Problem
+
+    meta, mine = plan.meta, recorded.meta
+    if mine.fingerprint != meta.fingerprint:
+        return
+    same = all(
+        getattr(meta, k) == getattr(mine, k) for k in ("mode", "target", "rates", "workspace", "versions")
+    )
+    if not same:
+        recorded = replace(recorded, ops=replace(recorded.ops, events=((),) * len(recorded.ops)))
+    problem = Problem(recorded)
+    for which, actions in (("baseline", ()), ("plan", plan.actions)):
+        told, line = plan.predicted.get(which, {}), problem.replay(actions).timeline
+        for key in ("peak_allocated_bytes", "step_time_ns") if same else ("peak_allocated_bytes",):
+            said, gives = told.get(key), getattr(line, key)
+            if isinstance(said, int) and (said != gives if same else said < gives):
+                raise PlanError(
+                    f"the plan's actions do not give its figures: of {which} it says {key} {said:,}, and they come to "
+                    f"{gives:,}{'' if same else ' at least'}. Plan again (`simulate TRACE --budget ... -o plan.json`)."
+                )

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from executor.isolated import run_fresh
+from executor.matching import check_figures, trace_of
 from executor.timing import alone, in_turns
 from executor.verification import Verification
 from traces.alloc_conf import NAMES as ALLOC_CONF
@@ -49,6 +50,7 @@ class Job:
     steps: int  # of a verification
     model: str = ""  # what to build, if not what the plan says
     alloc_conf: str = ""  # for CUDA's allocator, unless the environment says something itself
+    check: bool = False  # first, whether the plan's actions give its figures
     limit_bytes: int = 0  # of the process's data on the CPU, of its share of the device on CUDA; 0: none
 
 
@@ -111,6 +113,8 @@ def perform(job: Job) -> JobResult:
         job = replace(job, warmup=0, runs=1)
     plan = Plan.load(job.plan_path)
     build = load_spec(job.model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
+    if job.check:
+        check_figures(plan, trace_of(plan, job.model, job.device))
     if job.variant == VERIFY:
         outcome = verify(build, plan, job.device, job.steps)
         return JobResult(figures=RunFigures(), environment=environment(job.device), verification=outcome)

@@ -20,11 +20,11 @@ from executor.measure import (
 )
 from executor.verification import Verification
 from tracer.build.step import check_device
-from traces.errors import OutOfMemoryProblem, PlanError
+from traces.errors import OutOfMemoryProblem
 from traces.provenance import REHEARSED, provenance_of
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import Plan
-from traces.records.trace import Trace, TraceMeta
+from traces.records.trace import TraceMeta
 
 UNVERIFIED: Final = "the verification"  # begins a warning of one that was to be and is not
 
@@ -73,9 +73,15 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
     check_alloc_conf(plan.meta, settings.device)
     predicted, baseline = predicted_figures(plan, "plan"), predicted_figures(plan, "baseline")
 
+    unchecked = True
+
     def job(variant: str) -> JobResult:
+        nonlocal unchecked
+        check, unchecked = unchecked, False
         conf = plan.meta.alloc_conf
-        return run_job(Job(variant=variant, plan_path=str(path), alloc_conf=conf, **asdict(settings)))
+        return run_job(
+            Job(variant=variant, plan_path=str(path), alloc_conf=conf, check=check, **asdict(settings))
+        )
 
     warnings = [str(text) for text in plan.predicted.get("warnings", ())]
 
@@ -143,40 +149,3 @@ def other_threads(meta: TraceMeta, environment: Mapping[str, str]) -> str:
         f"predicted for it, and what ops allocate inside may differ; set OMP_NUM_THREADS={meta.threads}, or trace "
         "again."
     )
-
-
-def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Trace:
-    """The trace behind a plan, for the report's pictures.
-
-    Args:
-        plan: whose trace.
-        model: build this instead of what the plan names.
-        device: for which the step is recorded again.
-        name: a trace directory; without it the step is recorded again on fake tensors.
-
-    Raises:
-        PlanError: the trace in the directory is another one.
-    """
-    if name is not None:
-        from traces.records.store import load
-
-        trace = load(name)
-        if trace.meta.fingerprint != plan.meta.fingerprint:
-            raise PlanError(
-                f"{name}: this trace ({trace.meta.fingerprint}) is not the plan's ({plan.meta.fingerprint}); leave "
-                "--trace out, and the step is recorded again."
-            )
-        return trace
-    from tracer.build.step import load_spec
-    from tracer.costs.profiles import board_of
-    from tracer.record.step import trace_step
-    from traces.devices import device as device_entry
-    from traces.errors import SpecError
-
-    try:
-        target = device_entry(board_of(plan.meta.target) or plan.meta.target)
-    except SpecError:
-        # A GPU that the device table lacks: its times are another's, which the page says; sizes do not depend on it.
-        target = device_entry("cpu" if device == "cpu" else "h200")
-    build = load_spec(model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
-    return trace_step(build, target, device=device, graph=plan.meta.device).trace

@@ -133,7 +133,7 @@ def run_plan(
     else:
         print_outcome(outcome)
     if report is not None:
-        from executor.plans import trace_of
+        from executor.matching import trace_of
         from executor.report import write_measurement
 
         if trace_name is None and outcome.plan.meta.mode == "real":

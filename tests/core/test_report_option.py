@@ -14,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+import executor.matching as matching
 import executor.plans as plans
 import executor.report as report
 from executor.cli.main import execute
@@ -128,7 +129,7 @@ def test_what_was_measured_is_printed_though_the_page_fails(
         raise OSError(errno.ENOSPC, "No space left on device", "page.html")
 
     monkeypatch.setattr(plans, "measure_plan", lambda *_: outcome)
-    monkeypatch.setattr(plans, "trace_of", lambda *_: tiny.chain(2))
+    monkeypatch.setattr(matching, "trace_of", lambda *_: tiny.chain(2))
     monkeypatch.setattr(report, "write_measurement", full)
     result = call(execute, "run", "plan.json", "--json", "--report", tmp_path / "page.html")
     assert result.exit_code == 2

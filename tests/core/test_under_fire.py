@@ -58,6 +58,21 @@ def test_a_hostile_snapshot_is_refused(hostile: dict[str, object], tmp_path: Pat
     assert "damaged" in result.output
 
 
+def test_a_snapshot_of_two_million_blocks_is_refused_at_once(tmp_path: Path) -> None:
+    count = 2_000_000
+    segment = {
+        "address": 0,
+        "total_size": 512 * count,
+        "blocks": [{"size": 512, "state": "active_allocated"}] * count,
+    }
+    path = snapshot(tmp_path / "x.pickle", segments=[segment])
+    began = time.process_time()
+    result = CliRunner().invoke(main, ["replay", str(path)])
+    assert time.process_time() - began < 2
+    assert result.exit_code == 2
+    assert "2,000,001 segments and blocks" in result.output
+
+
 def test_endless_settings_are_not_read(tmp_path: Path) -> None:
     text = "roundup_power2_divisions:[" + ",".join(f"{1 << k % 16}:4" for k in range(200_000)) + "]"
     path = snapshot(tmp_path / "x.pickle", settings={"PYTORCH_CUDA_ALLOC_CONF": text, "x": doubled(60)})

@@ -40,6 +40,7 @@ from traces.errors import LowtideError, TraceError
 PoolId = tuple[int, int]
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 DEFAULT_POOL: Final = (0, 0)
+MOST_BLOCKS: Final = 1 << 18  # in use at the end; training steps have some ten thousand
 
 
 # What torch writes, as far as it is needed here.
@@ -103,6 +104,7 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
     Raises:
         TraceError: not a snapshot, no events of that device, or events that contradict the final state.
     """
+    _check_size(data, source)
     try:
         snapshot = convert(data, _Snapshot)
         device, rows = _device_rows(snapshot.device_traces, source, device)
@@ -144,6 +146,19 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
         final_allocated_bytes=sum(b.size_bytes for s in final for b in s.blocks if not b.pending),
         notes=tuple(notes),
     )
+
+
+def _check_size(data: Any, source: str) -> None:
+    """Raise TraceError for more blocks than are worked through in a second or two."""
+    segments = data.get("segments") if isinstance(data, dict) else None
+    if isinstance(segments, list):
+        held = (s.get("blocks") for s in segments if isinstance(s, dict))
+        count = len(segments) + sum(len(blocks) for blocks in held if isinstance(blocks, list))
+        if count > MOST_BLOCKS:
+            raise TraceError(
+                f"{source}: {count:,} segments and blocks are more than a step's snapshot holds ({MOST_BLOCKS:,} at "
+                "most); it is damaged or foreign."
+            )
 
 
 def _device_rows(traces: Sequence[Sequence[Any]], source: str, device: int | None) -> tuple[int, list[_Row]]:
