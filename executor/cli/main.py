@@ -158,6 +158,41 @@ def run_plan(
 
 
 @execute.command()
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option("--model", default="", help="Build this instead of what the plan names.")
+@click.option("--torch-budget/--no-torch-budget", default=True, help="Ask torch's partitioner, too.")
+@click.option(
+    "-o", "--output", type=OutputFile(), help="Write the selective-checkpoint policy as a Python file."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def export(plan: Path, model: str, torch_budget: bool, output: Path | None, as_json: bool) -> None:
+    """What PLAN comes to for those who keep their tools, each with the peak that it is predicted to need itself."""
+    from dataclasses import asdict
+
+    from executor.exports import exports
+    from traces.files.whole import write_text
+    from traces.records.plan import Plan
+
+    given = Plan.load(plan)
+    with stdout_free(as_json):
+        made = exports(given, model, torch_budget=torch_budget)
+    if output is not None:
+        write_text(output, made.policy)
+    if as_json:
+        print_json({"plan": str(plan), "budget_bytes": given.budget_bytes, **asdict(made)})
+        return
+    echo(f"the plan {show_bytes(made.plan_peak_bytes)}; untouched {show_bytes(made.untouched_peak_bytes)}")
+    for e in made.exports:
+        fits = {None: "", True: " (within the budget)", False: " (OVER the budget)"}[e.within_budget]
+        echo(
+            f"  {e.kind:26}{show_bytes(e.peak_bytes):>12}{fits}  {e.setting}"
+            + (f"; {e.note}" if e.note else "")
+        )
+    if output is not None:
+        echo(f"Next: from {output.stem} import apply; apply(model)")
+
+
+@execute.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @analysis_option
 @_measuring

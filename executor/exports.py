@@ -1,0 +1,219 @@
+"""What a plan comes to in the words of other tools: whole layers, a selective-checkpoint policy, torch's own budget.
+
+None of them does what the plan does, so each is counted as it runs itself: the model is checkpointed so, and the
+ordinary loop runs on fake tensors (`tracer.record.untouched`). torch's budget, which is for compiled steps, is replayed
+from what its partitioner saves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pprint import pformat
+from typing import Any, Final
+
+from executor.matching import draft_of
+from simulator.core.problem import Problem
+from simulator.planners.segments import block_paths
+from simulator.studies.torch_budget import plans
+from traces.errors import PlanError
+from traces.records.plan import Plan
+from traces.records.saved_sets import SavedSets
+from traces.units import show_bytes
+
+BUDGETS: Final = tuple(k / 10 for k in range(11))  # what torch is asked for
+EVERY: Final = (1, 2, 3, 4)  # layers of which one is checkpointed
+Saved = Mapping[str, Mapping[str, tuple[int, ...]]]  # block -> op -> which of its calls there are saved
+
+FILE: Final = '''"""Selective activation checkpointing of {model}, made from a plan by `execute export`.
+
+Predicted peak of a step: {peak}; of the model as it is: {untouched}.
+
+    from {{this file}} import apply
+    apply(model)  # once, before training
+"""
+
+import functools
+from collections import Counter
+
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# Of each block, which calls of which ops are saved, counted from 0 in its forward; the rest is computed again.
+SAVED = {saved}
+
+
+def _contexts(saved):
+    calls = {{False: Counter(), True: Counter()}}  # of forward, and of the recomputation
+
+    def policy(ctx, op, *args, **kwargs):
+        seen = calls[ctx.is_recompute]
+        seen[str(op)] += 1
+        keep = seen[str(op)] - 1 in saved.get(str(op), ())
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def apply(model):
+    for path, saved in SAVED.items():
+        block = model.get_submodule(path)
+        more = {{"context_fn": functools.partial(_contexts, saved)}} if saved else {{}}
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **more)
+    return model
+'''
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """One of them."""
+
+    kind: str  # "policy", "layers" or "activation_memory_budget"
+    setting: str  # what to write
+    peak_bytes: int  # that it is predicted to need, allocated
+    within_budget: bool | None  # of the plan; None: it has none
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exports:
+    """What a plan comes to elsewhere."""
+
+    plan_peak_bytes: int
+    untouched_peak_bytes: int
+    exports: tuple[Export, ...]
+    policy: str  # the file
+
+
+def exports(plan: Plan, model: str = "", device: str = "cpu", *, torch_budget: bool = True) -> Exports:
+    """Count what each export of a plan needs.
+
+    Args:
+        plan: of a model with repeated blocks.
+        model: build this instead of what the plan names.
+        device: for which the step is recorded again.
+        torch_budget: whether to ask torch's partitioner, too.
+
+    Raises:
+        PlanError: the model has no repeated blocks, is another than the plan's, or its step cannot be counted.
+    """
+    draft = draft_of(plan, model, device)
+    trace = draft.trace
+    if trace.meta.graph_fingerprint != plan.meta.graph_fingerprint:
+        raise PlanError("the model's graph is not the plan's; export a plan of this model as it is here.")
+    problem = Problem(trace)
+    block = block_paths(trace.ops.module[: problem.forward_end])
+    blocks = list(dict.fromkeys(block[m] for m in trace.ops.module[: problem.forward_end] if m in block))
+    if not blocks:
+        raise PlanError(
+            "the model has no repeated blocks (layers.0, layers.1, ...), which is what exports are of."
+        )
+    budget = plan.budget_bytes
+
+    def row(kind: str, setting: str, peak: int, note: str = "") -> Export:
+        fits = None if budget is None else peak <= budget
+        return Export(kind=kind, setting=setting, peak_bytes=peak, within_budget=fits, note=note)
+
+    untouched, _ = _counted(draft, {})
+    saved = _saved(problem, plan, block)
+    peak, found = _counted(draft, saved)
+    lost = sorted({op for ops in saved.values() for op in ops} - found)
+    note = f"eager runs no {', '.join(lost)}, so these are computed again" if lost else ""
+    rows = [row("policy", f"{len(saved)} blocks", peak, note)]
+    for n in (n for n in EVERY if n <= len(blocks)):
+        every: Saved = {path: {} for k, path in enumerate(blocks) if k % n == 0}
+        setting = f"gradient_checkpointing_enable(every_n_layers={n}): {', '.join(every)}"
+        rows.append(row("layers", setting, _counted(draft, every)[0]))
+    if torch_budget:
+        rows.append(_budgets(draft, problem, row, budget))
+    policy = FILE.format(
+        model=trace.meta.model,
+        peak=show_bytes(peak),
+        untouched=show_bytes(untouched),
+        saved=pformat({k: dict(v) for k, v in saved.items()}, width=110, sort_dicts=False),
+    )
+    planned = problem.replay(plan.actions).timeline.peak_allocated_bytes
+    return Exports(
+        plan_peak_bytes=planned, untouched_peak_bytes=untouched, exports=tuple(rows), policy=policy
+    )
+
+
+def _saved(problem: Problem, plan: Plan, block: Mapping[str, str]) -> Saved:
+    """Of each block, the calls whose results the plan saves: that are there when forward has ended.
+
+    Blocks of which the plan saves everything that backward reads are left alone.
+    """
+    ops, schedule = problem.trace.ops, problem.replay(plan.actions).schedule
+    there: set[int] = set()
+    for k in range(schedule.forward_steps):
+        there.update(schedule.binds[k])
+        there.difference_update(schedule.frees[k])
+    seen: dict[str, Counter[str]] = defaultdict(Counter)
+    saved: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    whole: dict[str, bool] = defaultdict(lambda: True)
+    for op in range(problem.forward_end):
+        path = block.get(ops.module[op])
+        if path is None:
+            continue
+        makes, target = problem.creates[op], ops.target[op]
+        if any(s in there for s in makes):
+            saved[path][target].append(seen[path][target])
+        whole[path] &= all(s in there for s in makes if problem.saved_by_default[s])
+        seen[path][target] += 1
+    return {
+        path: {op: tuple(calls) for op, calls in saved[path].items()}
+        for path, all_of in whole.items()
+        if not all_of
+    }
+
+
+def _counted(draft: Any, saved: Saved) -> tuple[int, set[str]]:
+    """The peak of the ordinary loop with these blocks checkpointed as the file does it, and which ops it saves."""
+    from torch.utils import checkpoint
+
+    from tracer.record.untouched import count_untouched
+
+    found: set[str] = set()
+
+    def contexts(policy: Any) -> Any:
+        def noted(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = policy(ctx, op, *args, **kwargs)
+            if answer is checkpoint.CheckpointPolicy.MUST_SAVE:
+                found.add(str(op))
+            return answer
+
+        return checkpoint.create_selective_checkpoint_contexts(noted)
+
+    made: dict[str, Any] = {}
+    exec(FILE.format(model="", peak="", untouched="", saved=dict(saved)), made)
+    made["create_selective_checkpoint_contexts"] = contexts
+    blocks = [draft.step.model.get_submodule(path) for path in saved]
+    before = [vars(b).get("forward") for b in blocks]
+    made["apply"](draft.step.model)
+    try:
+        peak, _ = count_untouched(draft, draft.costs)
+    finally:
+        for module, own in zip(blocks, before, strict=True):
+            del module.forward
+            if own is not None:
+                module.forward = own
+    if not peak:
+        raise PlanError("what this model needs when it is checkpointed cannot be counted here.")
+    return peak, found
+
+
+def _budgets(draft: Any, problem: Problem, row: Callable[..., Export], budget: int | None) -> Export:
+    """torch's largest budget whose plan keeps to ours, or if none does, the one with the lowest peak."""
+    from tracer.record.torch_budget import Setting, saved_set
+
+    sets = [saved_set(draft.program, Setting(budget=b), draft.graph_ops) for b in BUDGETS]
+    made = plans(
+        problem, SavedSets(trace=problem.trace.meta, source="", capture_seconds=0.0, sets=tuple(sets))
+    )
+    fitting = [p for p in made if budget is not None and p.timeline.peak_allocated_bytes <= budget]
+    best = max(fitting, key=lambda p: p.choice.settings["budget"], default=None) or min(
+        made, key=lambda p: p.timeline.peak_allocated_bytes
+    )
+    wrong = "" if best.choice.valid else "wrong gradients as torch runs it: random ops run again"
+    setting = f"torch._functorch.config.activation_memory_budget = {best.choice.settings['budget']:g}"
+    return row("activation_memory_budget", setting, best.timeline.peak_allocated_bytes, wrong)
