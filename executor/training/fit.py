@@ -98,7 +98,7 @@ def fit(
     clock.done(f"captured {len(step.program.ops)} ops")
     for warning in warnings_of(Problem(step.trace)):
         if warning.code == UNTOUCHED_LESS:
-            tell(f"warning: {text(warning)}")
+            say(f"warning: {text(warning)}")
     plan = plan_within(step, wanted)
     clock.done(f"planned: {in_words(plan)}")
     planned = apply_plan(model, plan, in_place=in_place, on_mismatch=on_mismatch)
