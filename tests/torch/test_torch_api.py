@@ -29,7 +29,11 @@ REPLACED = (
     "torch.cuda:_lazy_init",
     "torch.distributions:Distribution._validate_args",
     "torch.nn:Module._apply",
+    "torch.nn.init:_no_grad_fill_",
+    "torch.nn.init:_no_grad_normal_",
     "torch.nn.init:_no_grad_trunc_normal_",
+    "torch.nn.init:_no_grad_uniform_",
+    "torch.nn.init:_no_grad_zero_",
     "torch.nn.modules.transformer:_detect_is_causal_mask",
     "torch.nn.modules.transformer:_generate_square_subsequent_mask",
 )

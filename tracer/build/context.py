@@ -17,6 +17,8 @@ from tracer.torch_api import (
     unset_fake_temporarily,
 )
 
+# Of torch.nn.init: what its initialisers call when they have looked at the tensor's shape.
+VALUES_ONLY: Final = ("_no_grad_fill_", "_no_grad_normal_", "_no_grad_uniform_", "_no_grad_zero_")
 MOST_VALUES: Final = 4096  # of a row that keeps them
 
 
@@ -54,9 +56,9 @@ def made_on(device: str, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def initialisers_without_values() -> Iterator[None]:
-    """Under a fake mode, skip torch's truncated normal initialiser, which asks tensors for their values.
+    """Under a fake mode, skip torch's initialisers: one of them asks tensors for their values, all take time.
 
-    A fake tensor has no values to truncate, so nothing is lost. Without a fake mode nothing changes.
+    A fake tensor has no values, so nothing is lost. Without a fake mode nothing changes.
     """
     if not is_fake():
         yield
@@ -65,7 +67,16 @@ def initialisers_without_values() -> Iterator[None]:
     def skip(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return tensor
 
-    with replaced(nn.init, _no_grad_trunc_normal_=skip):
+    def skipped(initialise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if isinstance(tensor, FakeTensor) and tensor.constant is None:
+                return tensor
+            return initialise(tensor, *args, **kwargs)  # torch still knows its values, and changes them
+
+        return run
+
+    others = {name: skipped(getattr(nn.init, name)) for name in VALUES_ONLY}
+    with replaced(nn.init, _no_grad_trunc_normal_=skip, **others):
         yield
 
 
