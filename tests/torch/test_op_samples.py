@@ -40,7 +40,6 @@ SOME_KB = "what the table says it ignores: places along edges, sums of norms, si
 TYPES = "copies of what has another type, and of indices of 32 bits, in comparisons and gathers are left out"
 COMPLEX = "complex numbers have no rule of their own"
 BATCHES = "a batch of triangles that do not lie behind each other is copied"
-NO_RULE = "no rule says what they take"
 POINTWISE = "tagged as pointwise, but made of several kernels"
 KNOWN = {
     "float32": [
@@ -53,22 +52,10 @@ KNOWN = {
         Known(
             op="aten.convolution.default",
             calls=r"float32\[[1-4]\|1\], \(",
-            reason="biases that are padded to whole blocks of channels, and columns of groups of two",
-        ),
-        *(
-            # In one dimension or in three, transposed, or of one channel, which is in channels last, too.
-            Known(op=f"aten.{op}.default", calls=r"True, \(|\(float32\[(\d+,){2}(\d+,\d+,)?\d+\|", reason=NO_RULE)
-            for op in ("convolution", "convolution_backward")
+            reason="biases that are padded to whole blocks of channels",
         ),
     ],
     "bfloat16": [
-        *(
-            Known(op=f"aten.{op}.default", calls="", reason=NO_RULE)
-            for op in (
-                "convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm",
-                "_scaled_dot_product_flash_attention_for_cpu_backward",
-            )
-        ),
         *(
             Known(op=f"aten.{op}.Tensor", calls="int32|float32", reason=TYPES)
             for op in ("eq", "ge", "le", "lt")
