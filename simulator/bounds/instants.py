@@ -77,9 +77,6 @@ class Instants:
         # By op: the schedule of an empty plan has no further steps.
         self.peaks = problem.saved.timeline.peak_bytes
         self._instants: dict[int, Instant] = {}
-        # (time, bytes) -> price, shifted so far that two different prices never round to the same int, nor swap places.
-        self._prices: dict[tuple[int, int], int] = {}
-        self._shift = 2 * sum(sts.nbytes).bit_length()
         # Each pair of an op and a storage that it reads, once.
         n_st = max(1, len(sts))
         counts = np.fromiter((len(r) for r in ops.reads), np.int64, len(ops))
@@ -227,7 +224,7 @@ class Instants:
         paid = (now.time_ns > 0) & (now.saved_bytes > 0)
         steps = Counter(zip(now.time_ns[paid].tolist(), now.saved_bytes[paid].tolist(), strict=True))
         steps.update(self._components.linked_steps)
-        for step in steps.keys() - self._prices.keys():
-            self._prices[step] = (step[0] << self._shift) // step[1]
-        ordered = sorted(sorted(steps), key=self._prices.__getitem__)
+        # Shifted far enough that two different prices never round to the same int, nor swap places.
+        shift = 2 * max((b for _, b in steps), default=1).bit_length()
+        ordered = sorted(steps, key=lambda step: ((step[0] << shift) // step[1], step))
         return most, tuple(step for step in ordered for _ in range(steps[step]))
