@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 
@@ -60,6 +61,7 @@ def main() -> None:
     """
     # A trace is many small objects that stay: to look through them at every turn takes 0.1 s.
     gc.set_threshold(100_000)
+    atexit.register(gc.freeze)  # nor in the end, when all of it goes
 
 
 @click.command("planners")
