@@ -330,7 +330,7 @@ def torch_budgets(of: list[dict[str, Any]]) -> str:
     for r in found:
         ours = "ours_peak_bytes" in r
         cells = [r["name"].rpartition("_")[2], f"{r['measured']['allocated']:,}"]
-        cells += [f"{r[w]['allocated']['bytes']:,}" for w in ("rehearsed", "predicted")]
+        cells += [f"{r[w]['allocated']['bytes']:,}" if r[w] else "-" for w in ("rehearsed", "predicted")]
         cells += [f"{r['torch_adds_percent']:+.2f} %", f"{r['ours_peak_bytes']:,}" if ours else "none"]
         lines.append("| " + " | ".join([*cells, f"{r['ours_adds_percent']:+.2f} %" if ours else "-"]) + " |")
     return "\n".join(lines) + "\n"
