@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import linecache
+import math
 import time
 import warnings
 from collections import Counter
@@ -22,9 +23,10 @@ from executor.rewrite import Rewritten, rewrite
 from executor.training.bypass import later_forward_off
 from executor.training.families import Family, check_same, kind_of, layouts_of
 from executor.training.guards import Path, State, Watch, argument, unread_of
-from executor.training.mismatch import another_graph
+from executor.training.mismatch import another_graph, by_ones_alone, elements
 from executor.training.unreached import without
 from simulator.core.problem import Problem
+from simulator.core.replay import replay
 from simulator.core.schedule import build
 from tracer.capture.capture import Captured, capture
 from tracer.capture.sizes import Known, Sizes, at, number, symbolic, with_numbers
@@ -48,7 +50,7 @@ class Engine:
 
     program: Program
     rewritten: Rewritten
-    exact: bool  # the graph is the plan's to the byte, not only in structure
+    exact: bool = False  # the graph is the plan's to the byte, not only in structure
     kind: str = "cpu"  # the type of the device that it runs on
     replanned: bool = False  # by a plan of its own, since the model's was for another graph
     number: int = 0  # of this model's
@@ -58,10 +60,12 @@ class Engine:
     writes_arguments: bool = False  # so that it matters which of them share a storage
     partial: dict[Any, GraphModule] = field(default_factory=dict)  # backwards by what is missing
     plan: Plan | None = None  # that it was rewritten by
+    all_saved: bool = False  # or none of its actions, which are for a graph without sizes of one
     sizes: Sizes | None = None  # that it may have, if they vary
     of: Engine | None = None  # the one for many sizes that this is, at sizes that are known
     known: Known | None = None
     numbers: tuple[int, ...] = ()  # of the graph at those sizes
+    larger: bool = False  # than the plan's call, so that what was predicted does not hold
 
     def backward(self, missing: tuple[bool, ...]) -> GraphModule:
         """The backward for a loss that leaves out these of the outputs that the plan's loss uses."""
@@ -106,6 +110,13 @@ class Engines(dict[Any, Engine]):
             parameters, buffers = self.watch.tensors()
         captured = engine.program.captured
         return [parameters[n] for n in captured.parameters] + [buffers[n] for n in captured.buffers]
+
+    def planned_bytes(self) -> int:
+        """What the model takes by its plan in a call of the plan's sizes; 0 if there was none yet."""
+        own = next((e for e in self.values() if e.exact and e.plan is not None), None)
+        if own is None or own.plan is None:
+            return 0
+        return model_bytes(own.program, program_actions(own.plan, own.program))
 
     def set_attributes(self, engine: Engine) -> None:
         """Set the attributes of the model that its forward sets, where they have another value."""
@@ -180,6 +191,12 @@ def engine_for(
             raise
 
 
+def _larger(plan: Plan | None, call: Any) -> bool:
+    """Whether the tensors of a call have more elements than those of the plan's."""
+    planned = sum(elements(shown) for _, shown in (plan.meta.sketch.get("arguments", ()) if plan else ()))
+    return 0 < planned < sum(math.prod(x.shape) for x in layouts_of(call))
+
+
 def _made(
     engines: Engines,
     plan: Plan,
@@ -199,7 +216,7 @@ def _made(
         check_autocast(plan, autocast)
         with unread_of(watch, changed | engines.unread) as left:
             if program is None:
-                engine = make_engine(module, args, kwargs, plan, autocast)
+                engine = make_engine(module, args, kwargs, plan, autocast, engines.planned_bytes)
             else:
                 engine = engine_of(program, plan, autocast.kind)
     except PlanError as error:
@@ -219,7 +236,7 @@ def _made(
     engine.why = why_captured(engines.first, (state, call))
     engines.first = engines.first or (state, call)
     engine.number = engines.made = engines.made + 1
-    engine.seconds = time.monotonic() - began
+    engine.seconds, engine.larger = time.monotonic() - began, _larger(engine.plan, call)
     if (same := engines.get((state, call))) is not None:  # but for what is known now not to be read
         engine.steps, engine.why = same.steps, same.why
     _make_room(engines)
@@ -265,7 +282,9 @@ def _resized(
             return None
         _make_room(family.resized)
         numbers = tuple([number(n.meta["val"], known) for n in many.program.captured.numbers])
-        family.resized[call] = replace(many, of=many, known=known, numbers=numbers)
+        family.resized[call] = replace(
+            many, of=many, known=known, numbers=numbers, larger=_larger(many.plan, call)
+        )
     engines[kind] = engines.pop(kind)  # the last used is the last to go
     return family.resized[call]
 
@@ -296,7 +315,8 @@ def _many_sizes(
             raise CaptureError("the model decides by sizes, and otherwise in another call.")
         programs.append(program_of(captured, engine.program.shares, known))
         check_same(programs[-1], engine.program)
-    made = engine_of(programs[0], first.plan, first.kind)
+    make = _all_saved if first.all_saved else engine_of
+    made = make(programs[0], first.plan, first.kind)
     made.sizes, made.why, made.exact = sizes, "sizes vary", False
     return made
 
@@ -377,9 +397,19 @@ def check_autocast(plan: Plan, now: Autocast) -> None:
 
 
 def make_engine(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, autocast: Autocast
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    plan: Plan,
+    autocast: Autocast,
+    planned_bytes: Callable[[], int] = lambda: 0,
 ) -> Engine:
     """Capture the model for these arguments under autocast, check that the plan is for it, and rewrite.
+
+    A size of one makes another graph. It runs with all values saved if that takes no more than the planned one does.
+
+    Args:
+        planned_bytes: what the model takes by the plan, at the plan's sizes; 0: not known.
 
     Raises:
         PlanError: the graph has another structure than the plan's, or the plan is for a GPU and the model is on the
@@ -387,7 +417,22 @@ def make_engine(
     """
     check_kind(plan.meta, next((p.device.type for p in model.parameters()), "cpu"))
     program = program_of(_captured(model, args, kwargs, plan, autocast))
-    return engine_of(program, plan, autocast.kind, lambda p: sketch(p, model, args, kwargs))
+    now = sketch(program, model, args, kwargs)
+    try:
+        return engine_of(program, plan, autocast.kind, lambda _: now)
+    except PlanError:
+        if not by_ones_alone(plan.meta.sketch, now) or model_bytes(program) > planned_bytes():
+            raise
+    return _all_saved(program, plan, autocast.kind)
+
+
+def model_bytes(program: Program, actions: Iterable[Action] = ()) -> int:
+    """The peak of a model's forward and backward.
+
+    Counts: parameters, buffers, arguments, and what ops make. Ignores: what ops allocate inside, the loss code and the
+    optimizer.
+    """
+    return replay(Problem(program.trace()), actions).timeline.peak_allocated_bytes
 
 
 def _captured(
@@ -450,12 +495,21 @@ def engine_of(
     if not _fits(program, meta):
         sketch = now(program) if now is not None else {}
         raise another_graph(meta, sketch, program.fingerprint(sizes=False), kind)
-    exact = program.fingerprint() == meta.graph_fingerprint
-    schedule = build(Problem(program.trace()), program_actions(plan, program))
+    engine = _rewritten(program, plan, kind, program_actions(plan, program))
+    engine.exact = program.fingerprint() == meta.graph_fingerprint
+    return engine
+
+
+def _all_saved(program: Program, plan: Plan, kind: str) -> Engine:
+    engine = _rewritten(program, plan, kind, ())
+    engine.all_saved = True
+    return engine
+
+
+def _rewritten(program: Program, plan: Plan, kind: str, actions: Iterable[Action]) -> Engine:
     return Engine(
         program=program,
-        rewritten=rewrite(program, schedule),
-        exact=exact,
+        rewritten=rewrite(program, build(Problem(program.trace()), actions)),
         kind=kind,
         writes_arguments=_writes_arguments(program),
         plan=plan,

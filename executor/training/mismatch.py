@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -103,6 +104,23 @@ def _arguments(then: dict[str, str], now: dict[str, str]) -> Iterator[tuple[str,
                 f"the argument {name} was {then[name]} and is {now[name]}, where a size of one makes other ops",
                 "give more than one of each",
             )
+
+
+def by_ones_alone(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether two calls, by their sketches, differ in nothing that decides a graph but which sizes are one."""
+    if any(then.get(k) != now[k] for k in ("frozen", "evaluated", "dtypes", "parameters")):
+        return False
+    a, b = dict(then["arguments"]), dict(now["arguments"])
+    alike = a.keys() == b.keys() and all(_kind(a[k]) == _kind(b[k]) for k in a)
+    return alike and any(_ones(a[k]) != _ones(b[k]) for k in a)
+
+
+def elements(shown: str) -> int:
+    """How many elements an argument of a sketch has; 0 for one that is no tensor."""
+    head, _, sizes = shown.partition("[")
+    if not isinstance(getattr(torch, head, None), torch.dtype):
+        return 0
+    return math.prod(int(n) for n in sizes.partition("]")[0].split(",") if n.strip())
 
 
 def _kind(shown: str) -> tuple[str, int, bool]:

@@ -29,7 +29,7 @@ from executor.training.autograd import run
 from executor.training.engines import Engine, Engines, device_kind, engine_for, engine_of
 from executor.training.mismatch import HINT, check_parameters
 from executor.training.planning import Wanted, plan_call, wanted_of
-from executor.training.receipt import EXACT, REPLANNED, RESIZED, SYMBOLIC, CaptureNote, Receipt
+from executor.training.receipt import EXACT, REPLANNED, RESIZED, SAVED, SYMBOLIC, CaptureNote, Receipt
 from executor.training.twin import OWN_CLASS, STATE, own_class, twin_of
 from tracer.build.context import is_fake
 from tracer.capture.refusals import check_capturable
@@ -59,6 +59,7 @@ class _State:
     wanted: Wanted | None = None  # of plans to come; None: what the plan says
     without: Counter[str] = field(default_factory=Counter)  # training calls without a plan, by the reason
     warned: int = 0
+    larger: int = 0  # planned calls that were larger than the plan's
     entered: int = 0  # how often the planned forward was reached
     pool: hand_over.Pool = field(default_factory=hand_over.Pool)  # of a module inside DistributedDataParallel
     inside: bool = False  # the instance's own forward runs, which may lead back to the planned one
@@ -143,6 +144,7 @@ class _State:
         return Receipt(
             plan=self.plan,
             planned_steps=sum(e.steps for e in self.engines.values()),
+            larger_steps=self.larger,
             unplanned_steps=self.without.total(),
             unplanned_because=dict(self.without),
             captures=tuple(captures),
@@ -166,7 +168,9 @@ def _callers_level() -> int:
 def _fit(engine: Engine) -> str:
     if engine.replanned:
         return REPLANNED
-    return SYMBOLIC if engine.sizes is not None else EXACT if engine.exact else RESIZED
+    if engine.sizes is not None:
+        return SYMBOLIC
+    return EXACT if engine.exact else SAVED if engine.all_saved else RESIZED
 
 
 class PlannedModule(nn.Module):
@@ -203,6 +207,7 @@ class PlannedModule(nn.Module):
         if engine is None:
             return self._as_written(*args, **kwargs)
         (engine.of or engine).steps += 1
+        state.larger += engine.larger
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
         pool = state.pool if hand_over.wanted(self) else None
         outputs = run(engine, state.engines.tensors(engine) + given, pool)

@@ -12,6 +12,9 @@ from traces.units import show_bytes
 EXACT: Final = "exact"  # the graph is the plan's to the byte
 RESIZED: Final = "resized"  # it has the plan's structure, and other sizes
 SYMBOLIC: Final = "of many sizes"  # it has the plan's structure at all sizes that it serves
+SAVED: Final = (
+    "with all values saved"  # a size of one makes another graph, which takes less without any eviction
+)
 REPLANNED: Final = "replanned"  # it is another graph, with a plan of its own
 
 
@@ -20,7 +23,7 @@ class CaptureNote:
     """One capture that serves calls."""
 
     why: str  # "first call", or what had changed since the last capture
-    fit: str  # EXACT, RESIZED, SYMBOLIC or REPLANNED
+    fit: str  # EXACT, RESIZED, SYMBOLIC, SAVED or REPLANNED
     steps: int  # that it served
     seconds: float  # that capturing, planning and rewriting took
 
@@ -31,6 +34,7 @@ class Receipt:
 
     plan: Plan
     planned_steps: int
+    larger_steps: int  # of them, that had larger arguments than the plan's, and may need more than it holds
     unplanned_steps: int
     unplanned_because: Mapping[str, int]  # why, and how many
     captures: tuple[CaptureNote, ...]
@@ -46,6 +50,9 @@ class Receipt:
         return "\n".join(
             [
                 f"{self.planned_steps} steps by the plan, {self.unplanned_steps} without; peak {peak}",
+                *[f"  {self.larger_steps} were larger than the plan's, and may need more"][
+                    : self.larger_steps
+                ],
                 *(f"  {n} without it: {why}" for why, n in self.unplanned_because.items()),
                 *(f"  calls of other sizes are captured one by one: {why}" for why in self.one_by_one),
                 *(f"  {c.steps} {c.fit}, captured in {c.seconds:.1f} s: {c.why}" for c in self.captures),

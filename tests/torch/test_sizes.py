@@ -20,13 +20,13 @@ import executor.training.engines as engines_module  # noqa: E402
 from executor import apply_plan  # noqa: E402
 from executor.measure import peaks_of  # noqa: E402
 from executor.training.families import check_same  # noqa: E402
-from executor.training.receipt import EXACT, RESIZED, SYMBOLIC  # noqa: E402
+from executor.training.receipt import EXACT, RESIZED, SAVED, SYMBOLIC  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, program, random_actions, recompute_all, recorded  # noqa: E402
 from tracer.build.named.torchvision_shim import import_torchvision  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
-from traces.errors import CaptureError  # noqa: E402
+from traces.errors import CaptureError, PlanError  # noqa: E402
 
 Sizes = tuple[int, int]  # of the batch, and of the sequence or image
 Batch = Callable[[int, int], dict[str, Any]]
@@ -256,6 +256,45 @@ def test_arguments_that_are_laid_out_otherwise(sliced: bool) -> None:
     )
     same_steps(eager, planned, batch, [(3, n) for n in (6, 7, 8, 9)])
     assert [fit for fit, _ in fits(planned)] == [EXACT, RESIZED, *([RESIZED] * 2 if sliced else [SYMBOLIC])]
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "ones"),
+    [
+        (gpt2, (4, 12), [(1, 12), (1, 9), (1, 20)]),
+        (bert, (4, 12), [(1, 12), (4, 1)]),
+        (conv, (4, 16), [(1, 16)]),
+    ],
+)
+def test_a_batch_or_length_of_one(make: Any, first: Sizes, ones: list[Sizes]) -> None:
+    eager, planned, batch = pair(make, first)
+    same_steps(eager, planned, batch, [first, *ones, first])
+    kinds = [fit for fit, _ in fits(planned)]
+    assert kinds[0] == EXACT
+    assert set(kinds[1:]) <= {SAVED, RESIZED, SYMBOLIC}
+    assert make is conv or SAVED in kinds
+    assert (SYMBOLIC in kinds) == (make is gpt2)
+
+
+def test_a_batch_of_one_that_takes_more_than_the_planned_step_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, planned, batch = pair(gpt2, (4, 12))
+    with pytest.raises(PlanError, match="where a size of one makes other ops"):
+        planned(**batch(1, 12))  # what the planned step takes is not known yet
+    planned = apply_plan(planned, planned._lowtide.plan)
+    planned(**batch(4, 12))
+    monkeypatch.setattr(engines_module.Engines, "planned_bytes", lambda _: 1000)
+    with pytest.raises(PlanError, match="where a size of one makes other ops"):
+        planned(**batch(1, 12))
+
+
+def test_calls_that_are_larger_than_the_plan_s_are_counted() -> None:
+    _, planned, batch = pair(deciding("plain"), (3, 6), everything=True)
+    for length in (6, 4, 7, 8, 5, 9):
+        planned(**batch(3, length))
+    assert planned.receipt().larger_steps == 3
+    assert "3 were larger than the plan's" in str(planned.receipt())
 
 
 def peaks_and_resident(steps: int) -> tuple[list[int], list[int]]:
