@@ -1,0 +1,78 @@
+"""Models by others, from their own packages: traced by name, planned, and trained to eager's bits by the plan.
+
+Run with -m slow. The architectures of transformers are as their configurations make them, small.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from executor.verify import verify  # noqa: E402
+from simulator import api as simulator  # noqa: E402
+from tests.torch.steps import recorded  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from traces.errors import BudgetError  # noqa: E402
+
+BUDGETS = ("85%", "95%")  # the second where the first is below the floor
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "vocab_size": 99, "max_position_embeddings": 66, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GROUPED: dict[str, Any] = {**SMALL, "num_key_value_heads": 2}
+PLAIN = (
+    "bert",
+    "roberta",
+    "electra",
+    "albert",
+    "camembert",
+    "xlm-roberta",
+    "roformer",
+    "megatron-bert",
+    "mpnet",
+    "ernie",
+    "rembert",
+    "gpt_neox",
+    "opt",
+    "bloom",
+    "biogpt",
+    "xglm",
+    "layoutlm",
+)
+GROUPED_ONES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gemma",
+    "stablelm",
+    "olmo",
+    "olmo2",
+    "starcoder2",
+)
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(PLAIN, SMALL),
+    **dict.fromkeys(GROUPED_ONES, GROUPED),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers(name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps({"model_type": name, **TRANSFORMERS[name]}))
+    build = load_spec(f"hf:{path}", {"batch_size": 8, "seq_len": 32})
+    trace = recorded(build).trace
+    try:
+        plan = simulator.plan(trace, BUDGETS[0], seconds=2)
+    except BudgetError:
+        plan = simulator.plan(trace, BUDGETS[1], seconds=2)
+    outcome = verify(build, plan, steps=2)
+    assert outcome.bit_equal, outcome.first_difference
