@@ -260,7 +260,7 @@ class _Run:
                 reads=tuple(reads),
                 writes=tuple(dict.fromkeys([*created, *mutated])),
                 flags=_flags(n, not touched.isdisjoint(reads), view=view),
-                arguments=arguments(n, self.env),
+                arguments=arguments(n, {k: self.env[k] for k in self.captured.numbers}),
             )
         )
         self._op_of[n], self._parts[i] = i, [n]
@@ -272,14 +272,14 @@ class _Run:
         )
 
 
-def arguments(n: fx.Node, env: Mapping[fx.Node, Any]) -> str:
+def arguments(n: fx.Node, numbers: Mapping[fx.Node, int]) -> str:
     """What a node's op takes beside tensors: JSON of its arguments by the schema, with null for a tensor."""
     schema = getattr(n.target, "_schema", None)
     if schema is None:
         return ""
     given = dict(zip((a.name for a in schema.arguments), n.args, strict=False)) | n.kwargs
     values = [given.get(a.name, a.default_value) for a in schema.arguments]
-    values = fx.node.map_arg(values, lambda a: env[a] if isinstance(env.get(a), int) else None)
+    values = fx.node.map_arg(values, numbers.get)
     return json.dumps(values, default=str, separators=(",", ":"))
 
 
