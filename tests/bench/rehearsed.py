@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 import tempfile
 from collections import Counter
@@ -249,7 +250,8 @@ def main(
                 rows.append(row)
                 click.echo(json.dumps(row), err=True)
         except (LowtideError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            text = re.sub(r"/\S*?/site-packages/", "", text)[:300]
             rows.append({**dict(zip(KEYS, key, strict=True)), "way": "failed", "failed": text})
             click.echo(f"{' '.join(key)}: {text}", err=True)
         if output:
