@@ -45,7 +45,7 @@ MARK: Final = "#lowtide region "
 POINTS: Final = 8  # budgets of a part for which plans are made
 LEAST: Final = 0.01  # of what all parts save: a part that saves less runs as it is
 
-Floats = NDArray[np.int64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,7 +410,7 @@ class _Course:
         self.bytes = np.where(inside, watch.live[:-1], watch.peak[1:])
         self.adds = [[self._adds(k, o) for o in part.options] for k, part in enumerate(parts)]
 
-    def _adds(self, k: int, option: Option) -> Floats:
+    def _adds(self, k: int, option: Option) -> Ints:
         part, low = self.parts[k], self.parts[k].options[self.low[k]]
         adds = np.zeros(len(self.bytes), np.int64)
         producer = part.step.trace.storages.producer
