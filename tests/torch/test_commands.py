@@ -228,7 +228,8 @@ def test_what_is_no_budget(folder: Path, budget: str) -> None:
         ("{", ["not a JSON file"]),
         ("[]", ["holds no plan"]),
         ('{"record": "plan"}', ["version"]),
-        ('{"record": "plan", "plan_version": 1}', ["malformed"]),
+        ('{"record": "plan", "plan_version": 1}', ["plan version 1"]),
+        ('{"record": "plan", "plan_version": 2}', ["malformed"]),
     ],
 )
 def test_what_is_no_plan(folder: Path, text: str | None, words: list[str]) -> None:

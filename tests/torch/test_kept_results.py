@@ -83,5 +83,5 @@ def test_the_memory_of_such_a_step_is_predicted_to_the_byte() -> None:
         for k in range(4):
             with record_function(f"lowtide iteration {k}"):
                 run_step(step, model, step.optimizer)
-    peaks, _ = peaks_of(prof.profiler.kineto_results.experimental_event_tree(), 4)
+    peaks, _ = peaks_of(prof, 4)
     assert max(peaks[2:]) == kept.saved.timeline.peak_allocated_bytes
