@@ -20,7 +20,7 @@ from traces.devices import device
 from traces.errors import SpecError
 from traces.provenance import REHEARSED
 from traces.records.plan import RESERVED
-from traces.records.trace import VIEW, Trace, TraceMeta
+from traces.records.trace import CUDNN_DECIDES, VIEW, Trace, TraceMeta
 from traces.records.warning import PredictionWarning
 from traces.units import show_bytes, show_percent
 
@@ -97,8 +97,12 @@ def unknown_ops(trace: Trace) -> tuple[int, ...]:
     if not meta.workspace.get(UNKNOWN, 0) if counted else meta.mode != FAKE:
         return ()
     ops = trace.ops
+    by_rule = kind_of(meta) == CUDA and not {"measured", "interpolated"} & {*meta.workspace}
+    partly = CUDNN_DECIDES if by_rule else ()
     return tuple(
-        i for i in range(len(ops)) if ops.time_ns[i] and not ops.flags[i] & VIEW and not ops.events[i]
+        i
+        for i in range(len(ops))
+        if ops.time_ns[i] and not ops.flags[i] & VIEW and (not ops.events[i] or ops.target[i] in partly)
     )
 
 

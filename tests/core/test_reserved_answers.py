@@ -25,7 +25,7 @@ from simulator.planners import plan_with
 from simulator.planners.squeezing import squeezed
 from simulator.studies.prediction import Prediction, predict, untouched_fit, untouched_peak_bytes
 from simulator.studies.reserved_budget import ATTEMPTS, Tried, lower_until_within
-from simulator.studies.warnings import risk_bytes, texts
+from simulator.studies.warnings import risk_bytes, texts, unknown_ops
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.errors import BudgetError, SpecError
@@ -426,6 +426,16 @@ def test_what_is_said_beside_a_prediction() -> None:
     assert "its tensors together, the peak would be 24 B (+50.0 %)" in warning
     assert risk_bytes(of, Problem(of).saved) == 8
     assert risk_bytes(on_gpu(of), Problem(of).saved) == 4
+    # What a rule says of a convolution is not all: cuDNN asks for more.
+    partly = replace(
+        of, ops=replace(of.ops, events=((8,), (4,)), target=("aten.convolution.default", "aten.test"))
+    )
+    partly = replace(partly, meta=replace(partly.meta, workspace={"rules": 1, "none": 1}))
+    assert unknown_ops(on_gpu(partly)) == (0,)
+    assert risk_bytes(on_gpu(partly), Problem(of).saved) == 4
+    assert unknown_ops(partly) == ()
+    by_hand = replace(partly, meta=replace(partly.meta, workspace={"measured": 1, "none": 1}))
+    assert unknown_ops(on_gpu(by_hand)) == ()
     measured = replace(of, meta=replace(of.meta, mode="real", workspace={"measured": 2}))
     assert said(measured) == ()
     partly = replace(of, meta=replace(of.meta, workspace={"measured": 1, "interpolated": 1}))

@@ -325,3 +325,42 @@ def test_the_scratch_of_sorts_and_scans() -> None:
     assert [scan(n, size) for size in (2, 4, 8)] == [9_727, 18_431, 76_031]
     assert [unique_by_key(n, 8, sm) for sm in (75, 80, 90)] == [210_943, 51_199, 14_847]
     assert unique_by_key(17_408, 8, 89) == 2_047
+
+
+def test_a_convolution_copies_what_lies_otherwise_than_cudnn_takes_it() -> None:
+    # Images of 4 channels seen from memory in channels last: the weights are copied into that, 8 * 4 * 9 * 4 bytes.
+    last = spec(2, 4, 16, 16, stride=(1024, 1, 64, 4))
+    weight, out = spec(8, 4, 3, 3), spec(2, 8, 14, 14)
+    rest = (None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    target = "aten.convolution.default"
+    assert events(target, (last, weight, *rest), (out,)) == (out.nbytes, 1152, -1152)
+    # A slice of wider ones is copied, too, and first.
+    slice_ = spec(2, 4, 16, 16, stride=(2048, 1, 128, 8))
+    assert events(target, (slice_, weight, *rest), (out,)) == (8192, out.nbytes, 1152, -1152, -8192)
+    # Expanded ones are not in channels last.
+    wide = spec(2, 4, 16, 16, stride=(0, 256, 16, 1))
+    assert events(target, (wide, weight, *rest), (out,)) == (8192, out.nbytes, -8192)
+    # Doubles are never taken in channels last; T4 has no convolutions of bfloat16.
+    double = [spec(*x.shape, dtype="float64", stride=x.stride) for x in (last, weight, out)]
+    assert events(target, (*double[:2], *rest), (double[2],)) == (16384, double[2].nbytes, -16384)
+    half = [spec(*x.shape, dtype="bfloat16", stride=x.stride) for x in (last, weight, out)]
+    assert events(target, (*half[:2], *rest), (half[2],), T4) is None
+    assert events(target, (spec(2, 4, 9, 9, 9), spec(8, 4, 3, 3, 3), *rest), (spec(2, 8, 7, 7, 7),)) is None
+
+
+def test_a_convolution_backward_copies_the_gradient_for_each_of_its_two() -> None:
+    x, weight, gradient = spec(2, 4, 16, 16), spec(8, 4, 3, 3), spec(2, 8, 14, 14, stride=(0, 0, 0, 0))
+    rest = ((8,), (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (True, True, True))
+    target = "aten.convolution_backward.default"
+    outputs = (x, weight, spec(8))
+    whole = gradient.nbytes
+    assert events(target, (gradient, x, weight, *rest), outputs) == (
+        x.nbytes, whole, -whole, whole, weight.nbytes, -whole, 32,
+    )  # fmt: skip
+    # A kernel of torch's own for one filter a channel: the gradient once, and that of the weights first.
+    weight, rest = spec(4, 1, 3, 3), (*rest[:-2], 4, (True, True, False))
+    turned, gradient = spec(2, 4, 16, 16, stride=(1024, 256, 1, 16)), spec(2, 4, 14, 14, stride=(0, 0, 0, 0))
+    whole = gradient.nbytes
+    assert events(target, (gradient, turned, weight, *rest), (x, weight, None)) == (
+        whole, x.nbytes, weight.nbytes, -x.nbytes, x.nbytes, -whole,
+    )  # fmt: skip

@@ -115,6 +115,32 @@ def reductions(r: random.Random) -> Draw:
 
 
 @family
+def convolutions(r: random.Random) -> Draw:
+    for _ in range(120):
+        flat = r.random() < 0.3
+        groups = r.choice((1, 1, 2, 32))
+        many = groups * r.choice((1, 4, 8)) if groups > 1 else r.choice((3, 8))
+        shape = [r.choice((2, 8)), many, *[r.choice((7, 16, 33)) for _ in range(1 if flat else 2)]]
+        net = (nn.Conv1d if flat else nn.Conv2d)(
+            many, groups * r.choice((1, 2, 16)), r.choice((1, 3, 4)), r.choice((1, 2)), groups=groups,
+            bias=r.random() < 0.5, dtype=r.choice((torch.float32, torch.float32, torch.bfloat16)), device=GPU,
+        )  # fmt: skip
+        lies = r.choice(("dense", "last", "last", "slice", "expanded"))
+        if lies == "last":
+            x = torch.empty([shape[0], *shape[2:], many], dtype=net.weight.dtype, device=GPU).movedim(-1, 1)
+        elif lies == "slice":
+            x = torch.empty([shape[0], *shape[2:], many + 5], dtype=net.weight.dtype, device=GPU)
+            x = x[..., :many].movedim(-1, 1)
+        else:
+            x = torch.empty(
+                [1 if lies == "expanded" else shape[0], *shape[1:]], dtype=net.weight.dtype, device=GPU
+            )
+            x = x.expand(shape)
+        x = x.detach().requires_grad_(r.random() < 0.8)
+        yield lambda net=net, x=x: train(net(x), r)
+
+
+@family
 def scans(r: random.Random) -> Draw:
     for _ in range(150):
         x = tensor(r, dims(r, r.randint(1, 3)), r.choice((*FLOATS, torch.int64, torch.bool)))

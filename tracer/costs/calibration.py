@@ -17,7 +17,7 @@ from tracer.costs.rules_cuda.workspaces import rule_events
 from tracer.torch_api import release
 from traces.devices import Device
 from traces.records.device_profile import DeviceProfile
-from traces.records.trace import VIEW
+from traces.records.trace import CUDNN_DECIDES, VIEW
 
 MEASURED: Final = "measured"
 REHEARSED: Final = "rehearsed"  # torch's own code on a GPU that is not there
@@ -68,7 +68,10 @@ class Costs:
         time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=tf32)
         if by_rule is not None:
             elsewhere = device.kind == "cpu" and onednn.block() != 16
-            return Cost(time_ns=time_ns, events=by_rule, source=ELSEWHERE if elsewhere else RULES)
+            source = ELSEWHERE if elsewhere else RULES
+            if device.kind == "cuda" and row.target in CUDNN_DECIDES:
+                source = NONE  # of what cuDNN asks for besides
+            return Cost(time_ns=time_ns, events=by_rule, source=source)
         return Cost(time_ns=time_ns, events=(), source=NONE)
 
     def _by_rule(self, row: OpRow, created_bytes: int, device: Device) -> tuple[int, ...] | None:

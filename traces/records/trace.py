@@ -69,6 +69,8 @@ FLAG_NAMES: Final = {
     VIEW: "view",
     EAGER: "eager",
 }
+# Ops whose events may be by rule and yet not all: on a GPU cuDNN allocates, too, nobody knows how much.
+CUDNN_DECIDES: Final = ("aten.convolution.default", "aten.convolution_backward.default")
 FIRST: Final = 1  # in `Untouched.once`
 LATER: Final = 2
 MOST: Final = 1 << 61  # of all sizes, and of all times, together: plans are reckoned with in 64 bits

@@ -135,6 +135,26 @@ def copied_like(x: TensorSpec, like: TensorSpec) -> int:
     return table.copied(x, 0, 2, 3, 1) if last else table.copied(x)
 
 
+def channels_last(*of: TensorSpec) -> bool:
+    """Whether cuDNN takes images in channels last, since one of these lies so (cudnn_conv_suggest_memory_format)."""
+    return all(len(x.shape) == 4 and x.dtype != "float64" for x in of) and any(map(_lies_last, of))
+
+
+def _lies_last(x: TensorSpec) -> bool:
+    """c10/core/MemoryFormat.h: is_channels_last_strides_2d_s4."""
+    least = 0
+    for k in (1, 3, 2, 0):
+        if x.stride[k] < least or (k == 1 and not x.stride[1]) or (k == 0 and least == x.stride[1]):
+            return False
+        least = x.stride[k] * max(1, x.shape[k])
+    return True
+
+
+def in_format(x: TensorSpec, last: bool) -> int:
+    """Bytes of `x` made contiguous, in channels last or not; 0 if that is no copy."""
+    return table.copied(x, 0, 2, 3, 1) if last else table.copied(x)
+
+
 def dense(x: TensorSpec) -> TensorSpec:
     """A result of the same shape: with the same strides if they leave no gaps, else contiguous."""
     return x if x.span_bytes == x.nbytes else replace(x, stride=_contiguous(x))
@@ -173,7 +193,7 @@ def staging(x: TensorSpec, gone: Any, each_bytes: int, sm: int, processors: int)
 TABLE: Final = Table(
     path=Path(__file__).with_name("workspaces.toml"),
     functions=table.by_name(
-        converted, largest, chunks, flash_splits, efficient_tile, blas, copied_like,
+        converted, largest, chunks, flash_splits, efficient_tile, blas, copied_like, channels_last, in_format,
         dense, padded, rows_of, indexed, several_blocks, radix_sort, scan, unique_by_key, staging,
     ),
 )  # fmt: skip
