@@ -49,12 +49,15 @@ def replayed(
 
 
 def that_stay(events: Sequence[int]) -> dict[int, list[int]]:
-    """Positions of the allocations that stay, by size: for each size as many of the first as are not freed."""
-    positions: dict[int, list[int]] = {}
-    freed: dict[int, int] = {}
-    for k, size in enumerate(events):
-        if size > 0:
-            positions.setdefault(size, []).append(k)
-        elif len(positions.get(-size, ())) > freed.get(-size, 0):
-            freed[-size] = freed.get(-size, 0) + 1
-    return {n: ks[: len(ks) - freed.get(n, 0)] for n, ks in positions.items() if len(ks) > freed.get(n, 0)}
+    """Positions of the allocations that stay, by size: of equally large ones, a free takes the last before it."""
+    frees: dict[int, int] = {}
+    stay: dict[int, list[int]] = {}
+    for k in range(len(events) - 1, -1, -1):
+        size = events[k]
+        if size < 0:
+            frees[-size] = frees.get(-size, 0) + 1
+        elif frees.get(size):
+            frees[size] -= 1
+        else:
+            stay.setdefault(size, []).insert(0, k)
+    return stay
