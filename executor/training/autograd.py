@@ -68,9 +68,10 @@ def _digest(x: torch.Tensor) -> int:
     writes through `.data`, change without a new version. Of a tensor on the CPU alone, where others write so."""
     if x.device.type != "cpu":
         return 0
+    x = x.detach().resolve_conj().resolve_neg()
     x = torch.view_as_real(x) if x.is_complex() else x
     whole, total = _WHOLE[x.itemsize]
-    return int(x.detach().view(whole).sum(dtype=total))
+    return int(x.view(whole).sum(dtype=total))
 
 
 # By the size of an element: the numbers to read it as, and those to add them up in, which may overflow: a wider type

@@ -368,7 +368,7 @@ class _Reading:
         if isinstance(value, enum.Enum):
             return Same(value)
         if isinstance(value, CODE):
-            return self._code(path, value, depth)
+            return self._callable(path, value, depth)
         if is_array(value):
             self._arrays.append((value, _bytes(value)))
             return "array", value.shape, str(value.dtype), _bytes(value)
@@ -386,7 +386,7 @@ class _Reading:
             return self._key(path, type(value), depth)
         return Same(value)
 
-    def _code(self, path: str, value: Any, depth: int) -> Key:
+    def _callable(self, path: str, value: Any, depth: int) -> Key:
         if isinstance(value, types.MethodType):
             return "method", self._key(path, value.__func__, depth), self._key(path, value.__self__, DEEPEST)
         if isinstance(value, partial):

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from executor import apply_plan  # noqa: E402
 from executor.training import engines  # noqa: E402
+from executor.training.autograd import _digest  # noqa: E402
 from executor.training.guards import Watch  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
@@ -1334,6 +1335,12 @@ def test_it_ends_as_without_a_plan_or_says_why(name: str) -> None:
     else:
         assert not end.startswith("DIFFERS"), end
         assert wanted in end, end
+
+
+def test_arguments_that_torch_conjugates_or_negates_when_they_are_read_are_added_up() -> None:
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    for lazy in (x.conj(), x.conj().imag):
+        assert _digest(lazy) == _digest(lazy.resolve_conj().resolve_neg().clone())
 
 
 def test_a_plain_tensor_is_part_of_the_state() -> None:
