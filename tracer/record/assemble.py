@@ -26,11 +26,14 @@ from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
 from tracer.record.rows import overwritten, storage_key, tensors_in
+from tracer.record.stretches import stretches
 from tracer.torch_api import FakeTensorMode, TorchDispatchMode, pytree, release
 from traces.devices import Device
 from traces.errors import CaptureError
+from traces.records.stretch import ROWS, Stretch
 from traces.records.trace import (
     ACTIVATION,
+    EAGER,
     FORWARD,
     GRADIENT,
     INPUT,
@@ -308,6 +311,7 @@ def _arrange(
         rerun_workspaces=rerun_workspaces(rows, target, release()) if on_gpu else {},
         forward_ops=n_forward,
         first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
+        stretches=_stretches(program, graph_id, rows),
     )
     by_rule = program.captured.target is not None
     return Draft(
@@ -322,6 +326,16 @@ def _arrange(
         target=target,
         costs=costs,
     )
+
+
+def _stretches(program: Program, graph_id: Sequence[int], rows: Sequence[OpRow]) -> tuple[Stretch, ...]:
+    """The stretches that could run in tiles; the code around the model must not read what then does not exist."""
+    seen = {s for row in rows if row.flags & EAGER for s in row.reads}
+    found = (x.record(program, graph_id) for x in stretches(program))
+    return tuple(
+        x for x in found
+        if not any(s in seen for i, how in x.body if how == ROWS for s in rows[i].writes)
+    )  # fmt: skip
 
 
 def _parameters(step: TrainingStep) -> dict[str, torch.Tensor]:

@@ -25,6 +25,12 @@ others.
 
 A value that is recomputed only for others (backward does not read it) and has no action is not retained; `recompute` on
 it says that it is.
+
+What a rewrite means
+--------------------
+A plan may change the step itself before it says what is recomputed: run a stretch of it in tiles, or have backward read
+a smaller stand-in for a saved value. Each such rewrite is named as its module in `simulator.core.rewrites`, and names a
+storage of the trace. The plan's actions then count ops and storages of the step so rewritten.
 """
 
 from __future__ import annotations
@@ -36,13 +42,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 from traces.errors import PlanError
-from traces.files.json_records import Form, JsonRecord, canonical_json, from_json
+from traces.files.json_records import Form, JsonRecord, canonical_json, from_json, to_json
 from traces.records.trace import Trace, TraceMeta
 from traces.units import show_bytes, show_percent
 
 RECOMPUTE: Final = "recompute"
 SAVE: Final = "save"
-EXACT: Final = "exact"
+EXACT: Final = "exact"  # how a planned step's gradients agree with the unplanned one's: in every bit
+FP: Final = "fp"  # but for the rounding of sums in another order, or of a function computed in another way
+APPROXIMATE: Final = "approximate"  # within an error that was measured
+EXACTNESS: Final = (EXACT, FP, APPROXIMATE)
 ALLOCATED: Final = "allocated"  # what a budget limits: the bytes that the step asks for
 RESERVED: Final = "reserved"  # or what CUDA's allocator takes from the device for them
 
@@ -69,6 +78,17 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rewrite:
+    """One change of the step, made before anything is recomputed."""
+
+    kind: str  # one of `simulator.core.rewrites.KINDS`
+    storage: int  # of the trace
+    number: int = 0  # how many tiles; 0: the kind takes no number
+    error: float | None = None  # of the step's whole gradient, relative L2; None: not measured
+    op: str = ""  # label: the producing op's name, for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(JsonRecord):
     """Actions for one trace, with their provenance."""
 
@@ -80,10 +100,11 @@ class Plan(JsonRecord):
     )
     meta: TraceMeta
     actions: tuple[Action, ...] = ()
+    rewrites: tuple[Rewrite, ...] = ()
     planner: str = ""
     budget_bytes: int | None = None
     budget_of: str = ALLOCATED  # or RESERVED
-    exactness: str = EXACT  # exact: gradients equal those of the unplanned step
+    exactness: str = EXACT  # one of EXACTNESS
     predicted: Mapping[str, Any] = field(default_factory=dict)
     constraints: Mapping[str, Any] = field(default_factory=dict)  # what the user forbade; empty: nothing
     seal: str = ""  # a digest of the actions and the figures that they gave; "": none was made
@@ -91,15 +112,25 @@ class Plan(JsonRecord):
     def __post_init__(self) -> None:
         if self.budget_of not in (ALLOCATED, RESERVED):
             raise ValueError(f"budget_of is {self.budget_of!r} and should be {ALLOCATED} or {RESERVED}")
+        if self.exactness not in EXACTNESS:
+            raise ValueError(f"exactness is {self.exactness!r} and should be one of {', '.join(EXACTNESS)}")
 
     def __repr__(self) -> str:
         told = self.predicted.get("plan", {})
-        parts = [f"{n} {recipe}" for recipe, n in self.by_recipe.items()] or ["everything saved"]
+        changes = Counter(r.kind for r in self.rewrites)
+        parts = [f"{n} {kind}" for kind, n in (*changes.items(), *self.by_recipe.items())] or [
+            "everything saved"
+        ]
         if told.get("peak_allocated_bytes") is not None:
             parts.append(f"peak {show_bytes(told['peak_allocated_bytes'])}")
         if told.get("overhead_percent") is not None:
             parts.append(f"{show_percent(told['overhead_percent'], signed=True)} time")
         return f"<plan of {self.planner or 'no planner'} for {self.meta.model}: {', '.join(parts)}>"
+
+    @property
+    def changes(self) -> bool:
+        """Whether the planned step is another than the one with everything saved."""
+        return bool(self.actions or self.rewrites)
 
     @property
     def recomputed(self) -> frozenset[int]:
@@ -124,6 +155,7 @@ class Plan(JsonRecord):
             "constraints": dict(self.constraints),
             "seal": self.seal,
             "actions": [a.to_json() for a in self.actions],
+            **({"rewrites": to_json(self.rewrites)} if self.rewrites else {}),
         }
 
     def sealed(self) -> Plan:
@@ -142,6 +174,7 @@ class Plan(JsonRecord):
         data = self.to_json()
         figures = {k: self.predicted.get(k) for k in ("baseline", "plan")}
         parts = [self.meta.fingerprint, self.budget_bytes, self.budget_of, figures, data["actions"]]
+        parts += [data["rewrites"]] if self.rewrites else []
         return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:16]
 
     @classmethod

@@ -26,6 +26,7 @@ from html import escape
 from typing import Any, Final
 
 from traces.files.json_records import from_json, to_json
+from traces.records.stretch import Stretch
 from traces.units import show_bytes, show_time
 
 SCHEMA_VERSION: Final = 1
@@ -201,6 +202,8 @@ class TraceMeta:
     # What the captured call was like, for telling why another graph is another: `tracer.record.sketch`. Empty in traces
     # older than this field, and left out of their JSON.
     sketch: dict[str, Any] = field(default_factory=dict)
+    # Of ops that could run in tiles; left out of the JSON where there are none.
+    stretches: tuple[Stretch, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -208,7 +211,7 @@ class TraceMeta:
             raise ValueError("rerun_workspaces holds something else than bytes")
 
     def to_json(self) -> dict[str, Any]:
-        return {k: v for k, v in to_json(self).items() if k not in ("sketch", "moved") or v}
+        return {k: v for k, v in to_json(self).items() if k not in ("sketch", "moved", "stretches") or v}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TraceMeta:

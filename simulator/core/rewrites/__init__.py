@@ -1,0 +1,50 @@
+"""Rewrites: the ways in which a step is changed before anything is recomputed; each module here is a lever that offers
+some.
+
+A lever is a module with `offer(trace)`, which yields rewrites; `edit(editing, rewrite)`, which changes the trace as the
+executor's emitter of the same name (`executor.emit.KIND`) changes the graph; and `EXACTNESS`, one of
+`traces.records.plan.EXACTNESS`. `KINDS` has them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Final
+
+from simulator.core.problem import Problem
+from simulator.core.rewrites import tile
+from simulator.core.rewrites.edit import Editing
+from traces.errors import PlanError
+from traces.records.plan import EXACTNESS, Rewrite
+from traces.records.trace import Trace
+
+KINDS: Final[dict[str, ModuleType]] = {"tile": tile}
+
+
+def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:
+    """The trace of the step so changed.
+
+    Raises:
+        PlanError: a rewrite means nothing in this trace.
+    """
+    editing, done = Editing(trace), False
+    for rewrite in rewrites:
+        if rewrite.kind not in KINDS:
+            raise PlanError(f"unknown rewrite {rewrite.kind!r}; there are {', '.join(KINDS)}.")
+        KINDS[rewrite.kind].edit(editing, rewrite)
+        done = True
+    return editing.trace() if done else trace
+
+
+def rewritten_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
+    """The problem of the step so changed, under the same constraints; made once."""
+    key = tuple(rewrites)
+    if not key:
+        return problem
+    return problem.once(("rewritten", key), lambda p: Problem(rewritten(p.trace, key), p.constraints))
+
+
+def exactness_of(rewrites: Iterable[Rewrite]) -> str:
+    """How the gradients of the step so changed agree with the unchanged one's."""
+    return max((KINDS[r.kind].EXACTNESS for r in rewrites), key=EXACTNESS.index, default=EXACTNESS[0])

@@ -1,0 +1,170 @@
+"""Editing a trace: its ops and storages as objects that are added, taken out and redirected, then a trace again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from traces.records.trace import (
+    BACKWARD,
+    FORWARD,
+    Ops,
+    Storages,
+    Trace,
+    TraceMeta,
+    aliases_of,
+    fingerprint,
+    uses_of,
+)
+from traces.records.validate import validate
+
+USES = tuple(f"{which}_{phase}_use" for phase in (FORWARD, BACKWARD) for which in ("first", "last"))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Value:
+    """A storage; its columns are those of the trace."""
+
+    name: str
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    category: str
+    producer: Op | None = None
+    hold: Op | None = None
+    uses: tuple[int, ...] = ()  # as the trace has them, which is true of what libraries hold
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Op:
+    """An op; its columns are those of the trace."""
+
+    name: str
+    target: str
+    phase: str
+    module: str
+    time_ns: int
+    inputs: Sequence[Op] = ()
+    reads: Sequence[Value] = ()
+    writes: Sequence[Value] = ()
+    events: tuple[int, ...] = ()
+    overwrites: Value | None = None
+    flags: int = 0
+    flops: int = 0
+    bytes_moved: int = 0
+    arguments: str = ""
+    at: int = field(default=-1)  # the op of the trace that this is, or in whose place it stands
+
+
+class Editing:
+    """One trace while it is edited; `op` and `value` are by the trace's ids."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.source = trace
+        sts, ops = trace.storages, trace.ops
+        self.value = [
+            Value(
+                name=sts.name[s],
+                nbytes=sts.nbytes[s],
+                dtype=sts.dtype[s],
+                shape=sts.shape[s],
+                category=sts.category[s],
+                uses=tuple(getattr(sts, column)[s] for column in USES),
+            )
+            for s in range(len(sts))
+        ]
+        plain = [f.name for f in fields(Ops) if f.name not in ("inputs", "reads", "writes", "overwrites")]
+        self.op = [Op(**{c: getattr(ops, c)[i] for c in plain}, at=i) for i in range(len(ops))]
+        for i, op in enumerate(self.op):
+            op.inputs = [self.op[j] for j in ops.inputs[i]]
+            op.reads = [self.value[s] for s in ops.reads[i]]
+            op.writes = [self.value[s] for s in ops.writes[i]]
+            op.overwrites = self.value[ops.overwrites[i]] if ops.overwrites[i] >= 0 else None
+        for s, value in enumerate(self.value):
+            value.producer = self.op[sts.producer[s]] if sts.producer[s] >= 0 else None
+            value.hold = self.op[sts.hold[s]] if sts.hold[s] >= 0 else None
+        self.order, self.values = list(self.op), list(self.value)
+        self._instead: dict[Op, Op] = {}  # what was taken out -> what stands there now
+
+    def insert(self, new: Op, place: Op, *, after: bool = False) -> None:
+        """Put an op before another one, or behind it, and what it makes before all that later ops make."""
+        k = self.order.index(place) + after
+        self.order.insert(k, new)
+        new.at = place.at
+        later = set(map(id, self.order[k + 1 :]))
+        graph = [v.producer is not None and id(v.producer) in later for v in self.values]
+        first = graph.index(True) if any(graph) else len(graph)
+        made = [v for v in new.writes if v.producer is None and v not in self.value]
+        for value in made:
+            value.producer = new
+        self.values[first:first] = made
+
+    def redirect(self, old: Op, new: Op) -> None:
+        """Let ops take the value of `new` where they take that of `old`."""
+        for op in self.order:
+            if old in op.inputs and op is not new:
+                op.inputs = list(dict.fromkeys(new if x is old else x for x in op.inputs))
+
+    def remove(self, old: Iterable[Op], new: Op) -> None:
+        """Take ops out, with what they make; what else refers to them (a hold, a first use) refers to `new`."""
+        gone = set(old)
+        self._instead |= dict.fromkeys(gone, new)
+        self.order = [op for op in self.order if op not in gone]
+        self.values = [v for v in self.values if v.producer not in gone]
+
+    def take_instead(self, ops: Iterable[Op], old: Op, value: Value, new: Op, instead: Value) -> None:
+        """Let ops take the value of another op in place of one: what reads that storage reads the other."""
+        for op in ops:
+            op.inputs = list(dict.fromkeys(new if x is old else x for x in op.inputs))
+            op.reads = list(dict.fromkeys(instead if x is value else x for x in op.reads))
+
+    def trace(self) -> Trace:
+        """The trace as it is now."""
+        number = {op: i for i, op in enumerate(self.order)}
+        ids = {v: s for s, v in enumerate(self.values)}
+
+        def now(op: Op | None) -> int:
+            while op is not None and op not in number:
+                op = self._instead[op]
+            return -1 if op is None else number[op]
+
+        columns = {f.name: tuple(getattr(op, f.name) for op in self.order) for f in fields(Ops)}
+        columns |= {
+            "inputs": tuple(tuple(number[x] for x in op.inputs) for op in self.order),
+            "reads": tuple(tuple(ids[x] for x in op.reads) for op in self.order),
+            "writes": tuple(tuple(ids[x] for x in op.writes) for op in self.order),
+            "overwrites": tuple(ids[op.overwrites] if op.overwrites else -1 for op in self.order),
+        }
+        ops = Ops(**columns)
+        held = ("name", "nbytes", "category", "dtype", "shape")
+        of_values = {column: tuple(getattr(v, column) for v in self.values) for column in held}
+        uses = {c: list(u) for c, u in uses_of(ops, len(self.values)).items()}
+        for s, v in enumerate(self.values):
+            if v.producer is None:  # a library's workspace is used by ops that do not read it
+                for column, old in zip(USES, v.uses, strict=True):
+                    uses[column][s] = now(self.op[old]) if old >= 0 else -1
+        storages = Storages(
+            **of_values,  # type: ignore[arg-type]
+            producer=tuple(now(v.producer) for v in self.values),
+            hold=tuple(now(v.hold) for v in self.values),
+            aliases=aliases_of(ops, len(self.values)),
+            **{c: tuple(u) for c, u in uses.items()},
+        )
+        return validate(replace(self.source, meta=self._meta(ops, storages), ops=ops, storages=storages))
+
+    def _meta(self, ops: Ops, storages: Storages) -> TraceMeta:
+        meta = self.source.meta
+
+        def moved(old: int) -> int:
+            return next((k for k, op in enumerate(self.order) if op.at >= old), len(self.order))
+
+        return replace(
+            meta,
+            forward_ops=moved(meta.forward_ops),
+            first_backward_graph_op=moved(meta.first_backward_graph_op),
+            graph_fingerprint=fingerprint(ops, storages, eager=False),
+            structure_fingerprint=fingerprint(ops, storages, sizes=False, eager=False),
+            fingerprint=fingerprint(ops, storages),
+            stretches=(),
+            untouched_peak_bytes=0,
+        )

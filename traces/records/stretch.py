@@ -1,0 +1,42 @@
+"""Stretch: ops of forward and backward around one wide value that can run in tiles, so that it never exists whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+# How what an op makes grows with the tile.
+ROWS: Final = "rows"  # as many rows as the tile has
+WHOLE: Final = "whole"  # the same in every tile
+SUM: Final = "sum"  # added up over the tiles
+PRODUCT: Final = "product"  # added up by the matrix product itself, which makes no summand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a tiled stretch leaves: a sum that forward makes, or a gradient but for its factor."""
+
+    op: int  # of the trace: the one that makes it there
+    storage: int
+    grows: str  # ROWS, SUM or PRODUCT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A stretch from a matrix product to a sum over its rows, with the backward of both; ids are of the trace.
+
+    Each row of the wide value is made and used by itself, and backward is linear in one number, the factor, which is
+    what it takes beside `inputs`. So all of it can run in forward, tile by tile, for a factor of one; backward
+    multiplies the gradients by what it is.
+    """
+
+    storage: int  # the wide value
+    rows: int  # how many it has: the most tiles
+    body: tuple[tuple[int, str], ...]  # the ops, in order, and how what they make grows
+    inputs: tuple[tuple[int, int], ...]  # what they take from outside: the op (-1: none), and the storage
+    losses: tuple[Result, ...]
+    gradients: tuple[Result, ...]
+    weights: tuple[
+        int, ...
+    ] = ()  # of each loss that is divided by its targets' weight: how many targets there are
+    outputs: tuple[int, ...] = ()  # numbers of the model's outputs that do not exist any more
