@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from traces.records.trace import (
     BACKWARD,
@@ -137,18 +138,21 @@ class Editing:
         }
         ops = Ops(**columns)
         held = ("name", "nbytes", "category", "dtype", "shape")
-        of_values = {column: tuple(getattr(v, column) for v in self.values) for column in held}
-        uses = {c: list(u) for c, u in uses_of(ops, len(self.values)).items()}
+        of_values: dict[str, Any] = {
+            column: tuple(getattr(v, column) for v in self.values) for column in held
+        }
+        uses: dict[str, Any] = {c: list(u) for c, u in uses_of(ops, len(self.values)).items()}
         for s, v in enumerate(self.values):
             if v.producer is None:  # a library's workspace is used by ops that do not read it
                 for column, old in zip(USES, v.uses, strict=True):
                     uses[column][s] = now(self.op[old]) if old >= 0 else -1
+        uses = {c: tuple(u) for c, u in uses.items()}
         storages = Storages(
-            **of_values,  # type: ignore[arg-type]
+            **of_values,
             producer=tuple(now(v.producer) for v in self.values),
             hold=tuple(now(v.hold) for v in self.values),
             aliases=aliases_of(ops, len(self.values)),
-            **{c: tuple(u) for c, u in uses.items()},
+            **uses,
         )
         return validate(replace(self.source, meta=self._meta(ops, storages), ops=ops, storages=storages))
 
