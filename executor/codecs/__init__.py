@@ -1,0 +1,1 @@
+"""Codecs: saved values as smaller payloads; `payloads` has the two ops."""
