@@ -42,7 +42,7 @@ def pack(x: torch.Tensor, format: str) -> torch.Tensor:
     Raises:
         PlanError: the format is not for tensors of that type.
     """
-    payload = _new_payload(x, format)
+    payload = new_payload(x, format)
     flat = x.as_strided((x.numel(),), (1,)) if lies_dense(x.shape, x.stride()) else x.reshape(-1)
     if format == "bits":
         _pack_bits(flat.view(torch.uint8), payload)
@@ -54,7 +54,7 @@ def pack(x: torch.Tensor, format: str) -> torch.Tensor:
 
 
 @pack.register_fake
-def _new_payload(x: torch.Tensor, format: str) -> torch.Tensor:
+def new_payload(x: torch.Tensor, format: str) -> torch.Tensor:
     rule = FORMATS[format]
     if str(x.dtype).removeprefix("torch.") not in rule.dtypes:
         raise PlanError(
@@ -68,7 +68,7 @@ def unpack(
     payload: torch.Tensor, format: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """The tensor of a payload, with the size and type that it had, and the strides if it lay without gaps."""
-    out = _new_tensor(payload, format, size, stride, dtype)
+    out = new_tensor(payload, format, size, stride, dtype)
     flat = out.as_strided((out.numel(),), (1,))
     if format == "bits":
         _unpack_bits(payload, flat.view(torch.uint8))
@@ -80,7 +80,7 @@ def unpack(
 
 
 @unpack.register_fake
-def _new_tensor(
+def new_tensor(
     payload: torch.Tensor, format: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     if lies_dense(size, stride):
@@ -132,12 +132,12 @@ def _pack_groups(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None
             scales[0].div_(torch.finfo(FP8[format]).max).clamp_min_(TINY)
             codes.view(FP8[format]).copy_(x.div_(scales[0][:, None]))
             continue
-        least, step = scales
-        torch.aminmax(x, dim=1, out=(least, step))
-        step.sub_(least).div_(levels).clamp_min_(TINY)
+        least, width = scales
+        torch.aminmax(x, dim=1, out=(least, width))
+        width.sub_(least).clamp_min_(TINY)
         r.uniform_(generator=_generator(flat.device))
         # The sum may round up to the level above the last.
-        r.addcdiv_(x.sub_(least[:, None]), step[:, None]).clamp_max_(levels)
+        r.addcdiv_(x.sub_(least[:, None]), width[:, None], value=levels).clamp_max_(levels)
         if bits < 8:
             first, *others = r.floor_().split(GROUP * bits // 8, dim=1)
             for k, part in enumerate(others, 1):
@@ -157,10 +157,11 @@ def _unpack_groups(payload: torch.Tensor, flat: torch.Tensor, format: str) -> No
             for k, part in enumerate(parts):
                 part.copy_(codes)
                 if k:
-                    part.mul_(0.5 ** (bits * k)).floor_()
+                    part.sub_(part, alpha=1 - 0.5 ** (bits * k)).floor_()
             for part, above in pairwise(parts):
                 part.sub_(above, alpha=1 << bits)
-            x.mul_(scales[1][:, None]).add_(scales[0][:, None])
+            least, width = (row[:, None] for row in scales)
+            torch.addcmul(least, x, width, value=1 / ((1 << bits) - 1), out=x)
         numbers.copy_(x.view(-1)[: len(numbers)])
 
 

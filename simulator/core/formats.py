@@ -84,13 +84,19 @@ FORMATS: Final = {
     "narrow32": Format(bits=32, dtypes=("int64",)),
     "fp8_e4m3": _FP8,
     "fp8_e5m2": _FP8,
-    "int8": _ints(8, 44, 24),
-    "int4": _ints(4, 56, 39),
-    "int2": _ints(2, 58, 46),
+    "int8": _ints(8, 44, 16),
+    "int4": _ints(4, 56, 31),
+    "int2": _ints(2, 58, 38),
 }
+
+
+HOLDS: Final = {
+    "narrow8": 1 << 8,
+    "narrow16": 1 << 15,
+    "narrow32": 1 << 31,
+}  # numbers from 0 up to these, exclusive
 
 
 def narrow(positions: int) -> str:
     """The smallest format that holds every number from 0 up to `positions`, itself not included; "" if none does."""
-    holds = (("narrow8", 1 << 8), ("narrow16", 1 << 15), ("narrow32", 1 << 31))
-    return next((name for name, limit in holds if positions <= limit), "")
+    return next((name for name, limit in HOLDS.items() if positions <= limit), "")

@@ -3,23 +3,23 @@ some.
 
 A lever is a module with `offer(trace)`, which yields rewrites; `edit(editing, rewrite)`, which changes the trace as the
 executor's emitter of the same name (`executor.emit.KIND`) changes the graph; and `EXACTNESS`, one of
-`traces.records.plan.EXACTNESS`. `KINDS` has them by name.
+`traces.records.plan.EXACTNESS`. `LEVERS` has them by name; `pack` stands there once for each of its formats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 from simulator.core.problem import Problem
-from simulator.core.rewrites import tile
+from simulator.core.rewrites import pack, tile
 from simulator.core.rewrites.edit import Editing
 from traces.errors import PlanError
 from traces.records.plan import EXACTNESS, Rewrite
 from traces.records.trace import Trace
 
-KINDS: Final[dict[str, ModuleType]] = {"tile": tile}
+KINDS: Final[dict[str, Any]] = {"tile": tile}  # that planners take by themselves
+LEVERS: Final[dict[str, Any]] = KINDS | pack.LEVERS  # and those that must be named
 
 
 def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:
@@ -30,9 +30,9 @@ def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:
     """
     editing, done = Editing(trace), False
     for rewrite in rewrites:
-        if rewrite.kind not in KINDS:
-            raise PlanError(f"unknown rewrite {rewrite.kind!r}; there are {', '.join(KINDS)}.")
-        KINDS[rewrite.kind].edit(editing, rewrite)
+        if rewrite.kind not in LEVERS:
+            raise PlanError(f"unknown rewrite {rewrite.kind!r}; there are {', '.join(LEVERS)}.")
+        LEVERS[rewrite.kind].edit(editing, rewrite)
         done = True
     return editing.trace() if done else trace
 
@@ -47,4 +47,4 @@ def rewritten_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
 
 def exactness_of(rewrites: Iterable[Rewrite]) -> str:
     """How the gradients of the step so changed agree with the unchanged one's."""
-    return max((KINDS[r.kind].EXACTNESS for r in rewrites), key=EXACTNESS.index, default=EXACTNESS[0])
+    return max((LEVERS[r.kind].EXACTNESS for r in rewrites), key=EXACTNESS.index, default=EXACTNESS[0])

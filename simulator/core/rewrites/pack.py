@@ -1,0 +1,241 @@
+"""Pack: a value that forward makes and backward reads waits in a smaller format, one of `simulator.core.formats`.
+
+The packed value is made after the last op of forward that reads the value, and unpacked right before the first op of
+backward that does; that op and later ones read what was unpacked, through views of their own. Masks are packed as soon
+as they are made, and forward reads them unpacked, too: so what forward makes of them can be recomputed in backward,
+from what is saved there. The rewrite's kind is the format.
+
+Counts: payloads; the buffers and the passes of both ops, at the rate that the trace's ops without matrix products have
+together. Ignores: launches of kernels beyond that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from simulator.core.facts import Facts
+from simulator.core.formats import FORMATS, HOLDS, narrow
+from simulator.core.rewrites.edit import Editing, Op, Value
+from traces.errors import PlanError
+from traces.records.plan import APPROXIMATE, EXACT, Rewrite
+from traces.records.trace import ACTIVATION, BACKWARD, EAGER, FORWARD, RANDOM, VIEW, Trace
+
+LEAST: Final = 1 << 14  # numbers: fewer are not worth an op, and often statistics
+ITEM_BYTES: Final = {"bool": 1, "int64": 8, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+POOLS: Final = ("aten.max_pool", "aten.adaptive_max_pool", "aten.fractional_max_pool")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """The rewrites to one format."""
+
+    format: str
+
+    @property
+    def EXACTNESS(self) -> str:  # noqa: N802 - a lever that is a module has a constant
+        return EXACT if FORMATS[self.format].exact else APPROXIMATE
+
+    def offer(self, trace: Trace) -> Iterator[Rewrite]:
+        """The saved values that can be packed and are worth it; first what saves most for its time."""
+        return (rewrite for rewrite, _, _ in ranked(trace, (self.format,)))
+
+    def edit(self, editing: Editing, rewrite: Rewrite) -> None:
+        """Put the two ops (three for a mask) into the step; a value that backward no longer reads, because of a rewrite
+        before, is left as it is.
+
+        Raises:
+            PlanError: the value is not one that is saved, or not one that this format holds.
+        """
+        trace, s = editing.source, rewrite.storage
+        known = 0 <= s < len(trace.storages)
+        if why := _reason(trace, s, self.format) if known else "there is none":
+            name = f"storage {s} ({rewrite.op})" if rewrite.op else f"storage {s}"
+            raise PlanError(f"{name} cannot be packed as {self.format}: {why}.")
+        _Packing(editing, editing.value[s], self.format).edit()
+
+
+LEVERS: Final = {name: Lever(format=name) for name in FORMATS}
+
+
+def ranked(trace: Trace, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[Rewrite, int, int]]:
+    """What can be packed, with the bytes that each saves from forward to backward, and the time that it takes in ns;
+    first what saves most for its time. One storage may be there in several formats, of which a plan takes one."""
+    facts, sts = Facts(trace), trace.storages
+    found = []
+    for s in trace.saved:
+        if facts.pinned[s] or math.prod(sts.shape[s]) < LEAST:
+            continue
+        smallest = narrow(_positions(trace, s))
+        for kind in kinds:
+            saved, moved = costs(trace, s, kind)
+            if saved > 0 and (kind not in HOLDS or kind == smallest) and not _reason(trace, s, kind):
+                rewrite = Rewrite(kind=kind, storage=s, op=trace.ops.name[sts.producer[s]])
+                found.append((rewrite, saved, pass_ns(trace, moved)))
+    return sorted(found, key=lambda x: (-x[1] / max(1, x[2]), x[0].storage))
+
+
+def costs(trace: Trace, s: int, format: str) -> tuple[int, int]:
+    """Bytes that a packed storage saves, and bytes that its ops read and write."""
+    sts, rule = trace.storages, FORMATS[format]
+    n = math.prod(sts.shape[s])
+    item = ITEM_BYTES.get(sts.dtype[s], 1)
+    unpacked = 1 + (format == "bits" and sts.last_forward_use[s] >= 0)
+    moved = rule.pack_bytes_moved(n, item) + unpacked * rule.unpack_bytes_moved(n, item)
+    return sts.nbytes[s] - rule.payload_bytes(n), moved
+
+
+def pass_ns(trace: Trace, nbytes: int) -> int:
+    """The time in which passes read and write so many bytes, as the ops do that are no matrix products."""
+    ops = trace.ops
+    timed = [
+        (b, t) for b, t, flops in zip(ops.bytes_moved, ops.time_ns, ops.flops, strict=True) if b and not flops
+    ]
+    moved = sum(b for b, _ in timed)
+    return -(-nbytes * sum(t for _, t in timed) // moved) if moved else 0
+
+
+def _positions(trace: Trace, s: int) -> int:
+    """How many positions the indices of a max pooling can name: those of a plane of its input; of others, all."""
+    sts, made_by = trace.storages, trace.storages.producer[s]
+    target, given = trace.ops.target[made_by], trace.ops.reads[made_by]
+    if not target.startswith(POOLS) or not given:
+        return 1 << 62
+    planes = math.prod(sts.shape[s][: -3 if "3d" in target else -2])  # as many as the indices have
+    return sts.nbytes[given[0]] // ITEM_BYTES.get(sts.dtype[given[0]], 1) // max(1, planes)
+
+
+def _reason(trace: Trace, s: int, format: str) -> str:
+    """Why a storage cannot be packed; "": it can."""
+    ops, sts, made_by = trace.ops, trace.storages, trace.storages.producer[s]
+    made = made_by >= 0 and ops.phase[made_by] == FORWARD and not ops.flags[made_by] & EAGER
+    if not made or sts.last_backward_use[s] < 0:
+        return "it is not made in forward and read in backward"
+    if sts.hold[s] >= 0:
+        return "code outside the captured graph holds it"
+    if sts.dtype[s] not in FORMATS[format].dtypes:
+        return f"it is of {sts.dtype[s]}"
+    if sts.nbytes[s] != math.prod(sts.shape[s]) * ITEM_BYTES[sts.dtype[s]]:
+        return "its memory has gaps"
+    if format in HOLDS and _positions(trace, s) > HOLDS[format]:
+        return f"it may have numbers from {HOLDS[format]:,} up"
+    # What an op makes beside something larger, or as a column, is statistics, in which an error is a whole row's.
+    largest = max(sts.nbytes[x] for x in ops.writes[made_by])
+    if not FORMATS[format].exact and (sts.nbytes[s] < largest or sts.shape[s][-1:] in ((), (1,))):
+        return "it is statistics of rows"
+    for i in range(made_by + 1, max(sts.last_forward_use[s], sts.last_backward_use[s]) + 1):
+        if s in ops.writes[i]:
+            return f"{ops.name[i]} overwrites it"
+        if s in ops.reads[i] and ops.flags[i] & VIEW and len(ops.reads[i]) > 1:
+            return f"{ops.name[i]}, a view of it, reads something else, too"
+        if s in ops.reads[i] and ops.flags[i] & EAGER:
+            return "code outside the captured graph reads it"
+    return ""
+
+
+class _Packing:
+    """One value as it is packed."""
+
+    def __init__(self, editing: Editing, value: Value, format: str) -> None:
+        self.editing, self.value, self.format = editing, value, format
+        assert value.producer is not None
+        self.made_by = value.producer
+        made = [v for v in editing.value if v.producer is self.made_by]
+        self.suffix = f"_{made.index(value)}" if len(made) > 1 else ""
+        self.elements = math.prod(value.shape)
+
+    def edit(self) -> None:
+        editing, value = self.editing, self.value
+        readers = [op for op in editing.order if value in op.reads and op is not self.made_by]
+        forward = [op for op in readers if op.phase == FORWARD]
+        backward = [op for op in readers if op.phase != FORWARD]
+        at_once = self.format == "bits" and bool(forward)
+        if not backward:
+            return
+        pack = self._pack()
+        editing.insert(pack, forward[-1] if forward and not at_once else self.made_by, after=True)
+        unpack = self._unpack(pack, BACKWARD)
+        editing.insert(unpack, backward[0])
+        # Backward's ops that take views of forward take the same views of what was unpacked.
+        instead, behind = {self.made_by: unpack}, unpack
+        for op in _views_taken(forward, backward):
+            view = replace(op, name=f"{op.name}_unpacked", phase=BACKWARD)
+            editing.insert(view, behind, after=True)
+            instead[op] = behind = view
+        self._redirect([x for x in instead.values() if x is not unpack] + backward, instead, unpack.writes[0])
+        if at_once:
+            unpack = self._unpack(pack, FORWARD)
+            editing.insert(unpack, pack, after=True)
+            self._redirect(forward, {self.made_by: unpack}, unpack.writes[0])
+
+    def _pack(self) -> Op:
+        rule, n, value = FORMATS[self.format], self.elements, self.value
+        payload = Value(
+            name=f"{self.made_by.name}_packed{self.suffix}",
+            nbytes=rule.payload_bytes(n),
+            dtype="uint8",
+            shape=(rule.payload_bytes(n),),
+            category=ACTIVATION,
+        )
+        moved = rule.pack_bytes_moved(n, ITEM_BYTES[value.dtype])
+        return self._op("pack", FORWARD, (self.made_by, value), payload, rule.pack_events(n), moved)
+
+    def _unpack(self, pack: Op, phase: str) -> Op:
+        rule, n, value = FORMATS[self.format], self.elements, self.value
+        name = f"{self.made_by.name}_unpacked{self.suffix}{'_in_forward' if phase == FORWARD else ''}"
+        item, again = (
+            value.nbytes // n,
+            replace(value, name=name, category=ACTIVATION, producer=None, hold=None),
+        )
+        moved = rule.unpack_bytes_moved(n, item)
+        return self._op("unpack", phase, (pack, pack.writes[0]), again, rule.unpack_events(n, item), moved)
+
+    def _op(
+        self, what: str, phase: str, takes: tuple[Op, Value], made: Value, events: tuple[int, ...], moved: int
+    ) -> Op:
+        return Op(
+            name=made.name,
+            target=f"lowtide.{what}.default",
+            phase=phase,
+            module=self.made_by.module,
+            time_ns=pass_ns(self.editing.source, moved),
+            inputs=[takes[0]],
+            reads=[takes[1]],
+            writes=[made],
+            events=events,
+            flags=RANDOM if what == "pack" else 0,
+            bytes_moved=moved,
+        )
+
+    def _redirect(self, ops: Iterable[Op], instead: dict[Op, Op], value: Value) -> None:
+        """Let ops take other ops' values where they take this one's, and read what is behind those."""
+        for op in ops:
+            inputs: list[Op] = []
+            for x in op.inputs:
+                inputs += self._taken(op, instead[x], value) if x is self.made_by else [instead.get(x, x)]
+            op.inputs = list(dict.fromkeys(inputs))
+            op.reads = [value if v is self.value else v for v in op.reads]
+            op.overwrites = value if op.overwrites is self.value else op.overwrites
+
+    def _taken(self, op: Op, instead: Op, value: Value) -> list[Op]:
+        """What an op takes in the place of the maker: that, too, or alone, if it takes something else that it makes."""
+        views = {v for x in op.inputs if x.flags & VIEW for v in x.reads}
+        others = [v for v in op.reads if v.producer is self.made_by and v not in (*views, self.value)]
+        if not others:
+            return [instead]
+        if not views.isdisjoint((self.value, value)):
+            return [self.made_by]
+        first = op.reads.index(self.value) < op.reads.index(others[0])
+        return [instead, self.made_by] if first else [self.made_by, instead]
+
+
+def _views_taken(forward: Sequence[Op], backward: Sequence[Op]) -> list[Op]:
+    """The views among forward's ops that backward's take, with those that they are views of; in order."""
+    taken, views = {x for op in backward for x in op.inputs}, []
+    for op in reversed(forward):
+        if op.flags & VIEW and op in taken:
+            views.append(op)
+            taken.update(op.inputs)
+    return views[::-1]

@@ -1,0 +1,208 @@
+"""Packing a saved value: where its ops stand, what the step then takes, and what cannot be packed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from simulator.core.formats import FORMATS
+from simulator.core.problem import Problem
+from simulator.core.rewrites import exactness_of, rewritten
+from simulator.core.rewrites.pack import pass_ns, ranked
+from tests.tiny import bwd, fwd, trace
+from traces.errors import PlanError
+from traces.records.plan import Action, Rewrite
+from traces.records.trace import EAGER, RANDOM, Trace
+
+N = 1 << 16  # numbers; 4 bytes each
+
+
+def step(dtype: str = "float32", **more: object) -> Trace:
+    """x and y are saved; of y backward takes a view that forward made. y's op also makes statistics."""
+    ops = [
+        fwd({"x": 4 * N}, "w", flags=RANDOM if dtype == "bool" else 0),
+        fwd({"y": 4 * N, "s": N}, "x"),
+        fwd({}, "y", view="v"),
+        fwd({"z": 4 * N}, "v", **more),
+        bwd({"gz": 4 * N}, "z", time_ns=5),
+        bwd({"gv": 4 * N}, "gz", "v", "s", overwrites="y"),
+        bwd({"gx": 4 * N}, "gv", "x"),
+        bwd({"gw": 4 * N}, "gx", "x"),
+    ]
+    made = trace(ops, {"w": 4 * N})
+    size = {"float32": 4, "bool": 1}[dtype]
+    sts, x = made.storages, made.storages.name.index("x")
+    columns = {"dtype": dtype, "nbytes": size * N, "shape": (64, N // 64)}
+    sts = replace(
+        sts,
+        **{
+            c: tuple(v if s == x else old for s, old in enumerate(getattr(sts, c)))
+            for c, v in columns.items()
+        },
+    )
+    return replace(made, storages=sts, ops=replace(made.ops, bytes_moved=(8 * N,) * len(ops)))
+
+
+def names(t: Trace, column: str, op: str) -> list[str]:
+    return [t.storages.name[s] for s in getattr(t.ops, column)[t.ops.name.index(op)]]
+
+
+def inputs(t: Trace, op: str) -> list[str]:
+    return [t.ops.name[i] for i in t.ops.inputs[t.ops.name.index(op)]]
+
+
+def storage(t: Trace, name: str) -> int:
+    return t.storages.name.index(name)
+
+
+def test_it_is_packed_after_forwards_last_reader_and_unpacked_before_backwards_first() -> None:
+    t = step()
+    made = rewritten(t, [Rewrite(kind="int8", storage=storage(t, "x"))])
+    assert made.ops.name == ("x", "y", "x_packed", "v", "z", "gz", "gv", "x_unpacked", "gx", "gw")
+    assert names(made, "reads", "y") == ["x"]
+    assert names(made, "reads", "gx") == ["gv", "x_unpacked"]
+    assert inputs(made, "gw") == ["gx", "x_unpacked"]
+    payload, back = storage(made, "x_packed"), storage(made, "x_unpacked")
+    assert made.storages.nbytes[payload] == FORMATS["int8"].payload_bytes(N)
+    assert (made.storages.nbytes[back], made.storages.shape[back]) == (4 * N, (64, N // 64))
+    assert made.meta.forward_ops == t.meta.forward_ops + (1 if t.meta.forward_ops else 0)
+    # Eight ops of 8 N bytes each take 12 ns.
+    moved = FORMATS["int8"].pack_bytes_moved(N, 4)
+    assert made.ops.time_ns[2] == pass_ns(t, moved) == -(-moved * 12 // (64 * N))
+
+
+def test_backward_gets_a_view_of_its_own_and_still_takes_what_else_the_op_made() -> None:
+    t = step()
+    made = rewritten(t, [Rewrite(kind="fp8_e4m3", storage=storage(t, "y"))])
+    assert made.ops.name == (
+        "x",
+        "y",
+        "v",
+        "z",
+        "y_packed_0",
+        "gz",
+        "y_unpacked_0",
+        "v_unpacked",
+        "gv",
+        "gx",
+        "gw",
+    )
+    assert inputs(made, "v_unpacked") == ["y_unpacked_0"]
+    assert inputs(made, "gv") == ["gz", "v_unpacked", "y"]  # the statistics
+    assert names(made, "reads", "gv") == ["gz", "y_unpacked_0", "s"]
+    gv = made.ops.name.index("gv")
+    assert made.ops.overwrites[gv] == storage(made, "y_unpacked_0")
+
+
+def test_forward_reads_an_unpacked_mask_so_that_what_it_makes_can_be_recomputed() -> None:
+    t = step("bool")
+    made = rewritten(t, [Rewrite(kind="bits", storage=storage(t, "x"))])
+    assert made.ops.name[:4] == ("x", "x_packed", "x_unpacked_in_forward", "y")
+    assert names(made, "reads", "y") == ["x_unpacked_in_forward"]
+    assert names(made, "reads", "gx") == ["gv", "x_unpacked"]
+    problem = Problem(made)
+    y = storage(made, "y")
+    assert y in problem.candidates
+    steps = problem.replay([Action(storage=y)]).schedule
+    assert [made.ops.name[i] for i in steps.recomputed_ops] == ["x_unpacked_in_forward", "y", "v"]
+
+
+def test_the_peak_is_what_by_hand_it_is() -> None:
+    t = step()
+    problem = Problem(rewritten(t, [Rewrite(kind="int8", storage=storage(t, s)) for s in ("x", "z")]))
+    payload = FORMATS["int8"].payload_bytes(N)
+    # While z is packed: w, y and its statistics, x's payload, z, its payload, and two buffers.
+    assert problem.saved.timeline.peak_allocated_bytes == 4 * N * 3 + N + 2 * payload + 2 * 4 * N
+
+
+def test_what_saves_most_for_its_time_comes_first() -> None:
+    t = step()
+    found = ranked(t)
+    assert {t.storages.name[r.storage] for r, _, _ in found} == {"x", "y", "z"}  # statistics are not offered
+    worth = [saved / ns for _, saved, ns in found]
+    assert worth == sorted(worth, reverse=True)
+    for r, saved, ns in found:
+        made = rewritten(t, [r])
+        assert saved == 4 * N - made.storages.nbytes[storage(made, f"{r.op}_packed" + "_0" * (r.op == "y"))]
+        assert abs(ns - (made.time_ns - t.time_ns)) <= 2
+
+
+def test_how_exact_it_is() -> None:
+    assert exactness_of([Rewrite(kind="bits", storage=1), Rewrite(kind="narrow16", storage=1)]) == "exact"
+    assert exactness_of([Rewrite(kind="bits", storage=1), Rewrite(kind="int8", storage=1)]) == "approximate"
+
+
+def test_a_value_that_backward_no_longer_reads_is_left_as_it_is() -> None:
+    t = step()
+    one = Rewrite(kind="int8", storage=storage(t, "x"))
+    assert rewritten(t, [one, replace(one, kind="fp8_e5m2")]) == rewritten(t, [one])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "why"),
+    [
+        ("bits", "x", "it is of float32"),
+        ("narrow16", "x", "it is of float32"),
+        ("int8", "s", "statistics"),
+        ("int8", "w", "not made in forward and read in backward"),
+        ("int8", "gz", "not made in forward and read in backward"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(kind: str, name: str, why: str) -> None:
+    t = step()
+    with pytest.raises(PlanError, match=why):
+        rewritten(t, [Rewrite(kind=kind, storage=storage(t, name))])
+
+
+def test_what_is_overwritten_held_or_read_by_the_users_own_code_is_refused() -> None:
+    for more, why in (
+        ({"mutates": ("y",)}, "overwrites it"),
+        ({"flags": EAGER}, "outside the captured graph reads"),
+    ):
+        t = step(**more)
+        with pytest.raises(PlanError, match=why):
+            rewritten(t, [Rewrite(kind="int8", storage=storage(t, "y"))])
+    t = step()
+    held = replace(t.storages, hold=tuple(4 if n == "x" else -1 for n in t.storages.name))
+    with pytest.raises(PlanError, match="holds it"):
+        rewritten(replace(t, storages=held), [Rewrite(kind="int8", storage=storage(t, "x"))])
+    with pytest.raises(PlanError, match="there is none"):
+        rewritten(t, [Rewrite(kind="int8", storage=99)])
+
+
+@pytest.mark.parametrize(("side", "format"), [(16, "narrow8"), (64, "narrow16"), (512, "narrow32")])
+def test_indices_are_as_wide_as_the_planes_that_they_point_into(side: int, format: str) -> None:
+    planes, kept = 64, 32
+    t = trace(
+        [
+            fwd({"a": 4 * planes * side * side}, "w"),
+            fwd(
+                {"y": 4 * planes * kept * kept, "at": 8 * planes * kept * kept},
+                "a",
+                target="aten.max_pool2d_with_indices.default",
+            ),
+            bwd({"g": 4}, "at", "a"),
+        ],
+        {"w": 4},
+    )
+    at = storage(t, "at")
+    columns = {"dtype": "int64", "shape": (1, planes, kept, kept)}
+    t = replace(
+        t,
+        storages=replace(
+            t.storages,
+            **{
+                c: tuple(v if s == at else old for s, old in enumerate(getattr(t.storages, c)))
+                for c, v in columns.items()
+            },
+        ),
+    )
+    assert [r.kind for r, _, _ in ranked(t, ("narrow8", "narrow16", "narrow32"))] == [format]
+    order = ["narrow8", "narrow16", "narrow32"]
+    for other in order:
+        if order.index(other) >= order.index(format):
+            rewritten(t, [Rewrite(kind=other, storage=at)])
+        else:
+            with pytest.raises(PlanError, match="may have numbers from"):
+                rewritten(t, [Rewrite(kind=other, storage=at)])
