@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
@@ -169,6 +169,46 @@ def trace(
                 build, entry, device, use, tell, rounds=rounds, warmup=warmup, progress=progress
             )
         return record_fake(build, entry, use, tell)
+
+
+@_names_arguments
+@one_at_a_time
+def trace_shapes(
+    model: str,
+    shapes: Sequence[Mapping[str, int]],
+    each: Callable[[int, Trace], None],
+    *,
+    optimizer: str | None = None,
+    target: str | None = None,
+    amp: str | None = None,
+    tf32: bool | None = None,
+    seed: int = 0,
+    profile: str | Path | Literal[False] | None = None,
+    **options: Unpack[AllOptions],
+) -> None:
+    """Record the step of a model at each of some shapes, on fake tensors.
+
+    Args:
+        model: by its name, or "path/to/file.py:function".
+        shapes: options with their sizes, such as {"seq_len": 512}, in order.
+        each: told of each trace as it is made, by the place of its shape; a middle one comes first.
+        optimizer, target, amp, tf32, seed, profile, options: as for `trace`.
+
+    Raises:
+        as `trace`, and SpecError: a size is given beside those of the shapes.
+    """
+    given = {**options, "optimizer": optimizer, "amp": amp, "tf32": tf32}
+    for name in shapes[0]:
+        if given.get(name) is not None:
+            raise SpecError(f"--{name.replace('_', '-')}: the shapes say this already; leave it out.")
+    with _no_garbage():
+        entry = _entry(target, None, calibrate=False, tf32=tf32)
+        builds = [load_spec(model, {**given, **sizes}, seed=seed) for sizes in shapes]
+        from tracer.recording import ProfileUse, record_shapes
+
+    use = ProfileUse(path=Path(profile) if profile else None, off=profile is False)
+    with left_as_found(tf32 is not None):
+        record_shapes(builds, entry, use, each)
 
 
 def _entry(target: str | None, device: str | None, *, calibrate: bool, tf32: bool | None) -> Device:

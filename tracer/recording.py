@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from tracer.build.loop import TrainingStep
 from tracer.build.step import BuildStep
 from tracer.costs.calibration import ELSEWHERE, MEASURED, NONE, RULES, Costs
 from tracer.costs.calibration import REHEARSED as BY_REHEARSAL
@@ -21,6 +22,8 @@ from tracer.measure.isolated import calibrate, missing
 from tracer.measure.step import measure
 from tracer.precision.policy import set_tf32
 from tracer.record.draft import Draft
+from tracer.record.one_graph import OneGraph
+from tracer.record.program import Program
 from tracer.record.step import trace_step
 from tracer.record.untouched import count_untouched
 from traces.devices import Device
@@ -59,6 +62,7 @@ def record_drafted(
     *,
     device: str = "cpu",
     untouched: bool = True,
+    program: Callable[[TrainingStep], Program | None] = lambda step: None,
 ) -> tuple[Draft, Trace]:
     """A trace from fake tensors, its ops' costs from the profile of the target if there is one; and its draft.
 
@@ -69,6 +73,7 @@ def record_drafted(
         say: told what happens, a line each time.
         device: of the fake tensors; anything but "cpu" needs a build of torch for it.
         untouched: whether to count what the untouched loop needs, which takes a third of the time.
+        program: what is known of a step's model already; None: it is captured.
 
     Raises:
         TraceError: the profile that was named is none, or is of another device.
@@ -81,7 +86,7 @@ def record_drafted(
     if found is not None and found.warning:
         say(f"warning: {found.warning}")
     profile = found.profile if found is not None else None
-    draft = trace_step(build, target, device=device, costs=Costs(profile=profile))
+    draft = trace_step(build, target, device=device, costs=Costs(profile=profile), program=program)
     costs, where = draft.costs, str(found.path) if found is not None else ""
     if use.calibrate:
         if target.kind == "cuda":
@@ -98,6 +103,28 @@ def record_drafted(
     )
     say(sources_text(trace, where))
     return draft, trace
+
+
+def record_shapes(
+    builds: Sequence[BuildStep], target: Device, use: ProfileUse, each: Callable[[int, Trace], None]
+) -> None:
+    """The traces of steps that differ in sizes alone, without what the untouched loop needs: of one captured graph,
+    where that is what capturing each comes to.
+
+    Args:
+        builds: in order of size.
+        target, use: as for `record_drafted`.
+        each: told of each trace as it is made, by its place among `builds`.
+
+    Raises:
+        as `record_drafted`.
+    """
+    graphs, last = OneGraph(builds, target), len(builds) - 1
+    for k in dict.fromkeys((last // 2, last, 0, *range(last))):
+        draft, trace = record_drafted(builds[k], target, use, untouched=False, program=graphs.program)
+        if draft.program.known is None:
+            graphs.captured(draft.step, builds[k], draft.program)
+        each(k, trace)
 
 
 def record_real(

@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from executor.matching import check_kind
 from executor.rewrite import Rewritten, rewrite
 from executor.training.bypass import later_forward_off
-from executor.training.families import Family, check_same, kind_of, layouts_of
+from executor.training.families import Family, kind_of, layouts_of
 from executor.training.guards import Path, State, Watch, argument, unread_of
 from executor.training.mismatch import another_graph, by_ones_alone, elements
 from executor.training.unreached import without
@@ -29,10 +29,11 @@ from simulator.core.problem import Problem
 from simulator.core.replay import replay
 from simulator.core.schedule import build
 from tracer.capture.capture import Captured, capture
-from tracer.capture.sizes import Known, Sizes, at, number, symbolic, with_numbers
+from tracer.capture.sizes import Known, Layout, Sizes, at, number, symbolic, with_numbers
 from tracer.precision.policy import Autocast
+from tracer.record.one_graph import check_same
 from tracer.record.program import Program, program_of
-from tracer.record.sketch import sketch
+from tracer.record.sketch import ops_of, sketch
 from tracer.torch_api import CAPTURING, generated_code, inside_torch_func, pytree
 from traces.errors import CaptureError, PlanError
 from traces.records.plan import Action, Plan
@@ -194,7 +195,11 @@ def engine_for(
 def _larger(plan: Plan | None, call: Any) -> bool:
     """Whether the tensors of a call have more elements than those of the plan's."""
     planned = sum(elements(shown) for _, shown in (plan.meta.sketch.get("arguments", ()) if plan else ()))
-    return 0 < planned < sum(math.prod(x.shape) for x in layouts_of(call))
+    return 0 < planned < _elements(layouts_of(call))
+
+
+def _elements(layouts: Sequence[Layout]) -> int:
+    return sum(math.prod(x.shape) for x in layouts)
 
 
 def _made(
@@ -302,7 +307,8 @@ def _many_sizes(
     first = next(iter(singles.values()), None)
     if first is None or first.plan is None or first.writes_arguments:
         raise CaptureError("the calls to compare it with are gone, or forward writes into its arguments.")
-    sizes = symbolic([layouts_of(c) for c in (*singles, call)])
+    # The smallest call decides: the largest may be where a slice takes all, and a graph with that is for it alone.
+    sizes = symbolic(sorted(map(layouts_of, (*singles, call)), key=_elements))
     given = iter(sizes.arguments)
     args, kwargs = pytree.tree_unflatten(
         [next(given) if isinstance(x, torch.Tensor) else x for x in leaves], spec
@@ -517,7 +523,8 @@ def _rewritten(program: Program, plan: Plan, kind: str, actions: Iterable[Action
 
 
 def _fits(program: Program, meta: TraceMeta) -> bool:
-    return program.fingerprint(sizes=False) == meta.structure_fingerprint
+    planned = [target for target, _ in ops_of(meta.sketch)]
+    return program.fingerprint(sizes=False, named_as=planned) == meta.structure_fingerprint
 
 
 def _sharing_alike(engine: Engine, leaves: Sequence[Any]) -> Engine:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from tracer.capture.sizes import Layout
-from tracer.record.program import Program
-from traces.errors import CaptureError
 
 SEEN: Final = 8  # calls that are remembered, of which what varies is learnt
 ENOUGH: Final = 2  # captures of single calls after which one for many sizes is worth its seconds
@@ -77,23 +74,3 @@ def layouts_of(call: Any) -> tuple[Layout, ...]:
         Layout(shape=tuple(shape), stride=stride, dtype=dtype, device=device, requires_grad=wants)
         for shape, stride, dtype, device, wants in filter(is_tensor, call[1])
     )
-
-
-def check_same(many: Program, single: Program) -> None:
-    """Raise CaptureError unless the graph for many sizes is, at those of a call, what was captured of it alone."""
-
-    def told(p: Program) -> Sequence[Any]:
-        rows = [
-            (r.target, r.arguments, r.phase, r.inputs, r.reads, r.writes, r.overwrites, r.flags)
-            for r in p.rows
-        ]
-        made = [(s.producer, s.dtype, s.shape, s.nbytes) for s in p.storages if s.producer >= 0]
-        return [*rows, *made]
-
-    a, b = told(many), told(single)
-    if a != b:
-        k = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        raise CaptureError(
-            f"at these sizes the graph for many is another: {a[k] if k < len(a) else 'nothing more'} where the call's "
-            f"own has {b[k] if k < len(b) else 'nothing more'}."
-        )

@@ -114,6 +114,31 @@ def reserved_peak(
     return ReservedFigures(iterations=tuple(figures), segment_requests=grown, steady=steady, phases=phases)
 
 
+def reserved_over(
+    iterations: Sequence[Requests],
+    residents: Sequence[int],
+    settings: AllocatorSettings | None = None,
+    device_memory_bytes: int | None = None,
+    total_memory_bytes: int | None = None,
+) -> tuple[AllocatorFigures, ...]:
+    """What iterations that differ come to, one after the other in one allocator, with the peaks of each.
+
+    Args:
+        iterations: what each asks, of which the first makes the optimizer's state.
+        residents: bytes of what is there before all of them.
+        settings, device_memory_bytes, total_memory_bytes: as for `reserved_peak`, which see.
+
+    Raises:
+        OutOfMemory: the device has less than this takes.
+    """
+    allocator = Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes)
+    for size in residents:
+        allocator.malloc(size)
+    held: dict[int, list[Block]] = {}
+    asked = [r if k or r.first is None else r.first for k, r in enumerate(iterations)]
+    return tuple(_play(r, allocator, held, first=not k)[0] for k, r in enumerate(asked))
+
+
 def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:
     """Settings as `kernels.best_fit` takes them: a row of RULES, and the divisions of each interval.
 

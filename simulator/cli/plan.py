@@ -21,6 +21,7 @@ from traces.commands import Refused
 from traces.errors import SpecError
 from traces.files.whole import check_writable
 from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
+from traces.shapes import Shapes
 from traces.units import show_bytes, show_percent, show_time
 
 if TYPE_CHECKING:
@@ -39,6 +40,12 @@ TOP_HOLDERS = 5
 @BUDGET_OF
 @device_options
 @planning_options
+@click.option(
+    "--shapes",
+    "asked_shapes",
+    metavar="RANGE",
+    help="What the plan needs at other sizes, such as seq-len=16:512.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
 @click.option("-f", "--force", is_flag=True, help="Replace the file of -o if it exists.")
 @output_options
@@ -49,6 +56,7 @@ def plan_command(
     memory: Words,
     planner: str | None,
     planning: Words,
+    asked_shapes: str | None,
     output: Path | None,
     force: bool,
     out: Output,
@@ -67,8 +75,11 @@ def plan_command(
     from simulator.planners.annealing import begin_compiling
     from simulator.planners.outcome import Infeasible
     from simulator.studies.answer import Answer, refusal
+    from simulator.studies.shapes import over_shapes, traces_of
 
     problem = api.problem_of(trace_name, planning["never"], planning["always_save"])
+    shapes = None if asked_shapes is None else Shapes.parse(asked_shapes)
+    traces = [] if shapes is None else traces_of(problem.trace, trace_name, shapes, out.say)
     if planner == DEFAULT and budget is not None:
         begin_compiling()  # before the bound, whose loops this process compiles meanwhile
     saved = api.simulate(problem, **memory)
@@ -104,11 +115,16 @@ def plan_command(
 
         out.say(f"writing {out.report}")
         write_step(out.report, c, saved)
-    found = Answer(planned=c, asked=saved, trace_name=trace_name, solve_seconds=seconds, bound=bound)
+    over = None if shapes is None else over_shapes(c, shapes, traces, planning["seed"])
+    found = Answer(
+        planned=c, asked=saved, trace_name=trace_name, solve_seconds=seconds, bound=bound, shapes=over
+    )
     out.show(found.to_json, lambda: summary(found, output))
     if c.planned_fit.fits is False:
         assert c.planned_fit.device is not None
         raise Refused(f"it does not fit {c.planned_fit.device.name}: {c.planned_fit.out_of_memory}.", 1)
+    if over is not None and not over.holds:
+        raise Refused("the plan does not hold for every shape that was looked at.", 1)
 
 
 def refuse_to_replace(path: Path, force: bool) -> None:
@@ -148,7 +164,8 @@ def summary(found: Answer, output: Path | None) -> str:
     else:
         lines.append(f"time    {show_time(after.step_time_ns)}")
     warned = (f"warning {text}" for text in texts_beside_untouched(c))
-    lines += [*_reserved_lines(c), *_device_lines(c), *warned, *_at_peak(c)]
+    shapes = found.shapes.lines() if found.shapes is not None else []
+    lines += [*_reserved_lines(c), *_device_lines(c), *shapes, *warned, *_at_peak(c)]
     if output is not None:
         lines.append(f"Next: execute {output}")
     elif plan.actions:

@@ -11,6 +11,7 @@ from simulator.core.replay import Replay, peak_by_category
 from simulator.planners.outcome import Infeasible
 from simulator.studies.loop_peaks import planned_peaks, untouched_peaks
 from simulator.studies.prediction import Prediction
+from simulator.studies.shapes import OverShapes
 from simulator.studies.warnings import provenance, texts
 from traces.records.measurement import RunFigures
 from traces.records.plan import RESERVED
@@ -28,6 +29,7 @@ class Answer:
     trace_name: str
     solve_seconds: float
     bound: Bound | None = None  # of the budget, if there is one
+    shapes: OverShapes | None = None  # what the plan needs at other sizes, if that was asked
 
     @property
     def gap_points(self) -> float | None:
@@ -55,6 +57,7 @@ class Answer:
                 **_placed(c),
                 **planned_peaks(c).parts(),
             },
+            **({} if self.shapes is None else {"shapes": self.shapes.to_json()}),
         }
 
 

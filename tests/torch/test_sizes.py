@@ -19,13 +19,13 @@ from torch.nn import functional  # noqa: E402
 import executor.training.engines as engines_module  # noqa: E402
 from executor import apply_plan  # noqa: E402
 from executor.measure import peaks_of  # noqa: E402
-from executor.training.families import check_same  # noqa: E402
 from executor.training.receipt import EXACT, RESIZED, SAVED, SYMBOLIC  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, program, random_actions, recompute_all, recorded  # noqa: E402
 from tracer.build.named.torchvision_shim import import_torchvision  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.record.one_graph import check_same  # noqa: E402
 from traces.errors import CaptureError, PlanError  # noqa: E402
 
 Sizes = tuple[int, int]  # of the batch, and of the sequence or image

@@ -11,6 +11,7 @@ import click
 from tracer.cli.torch_budget import torch_budget
 from traces.commands import DefaultGroup, echo, print_json, say, stdout_free, step_options
 from traces.model_spec import short_name
+from traces.shapes import Shapes, in_words, label
 from traces.units import show_bytes, show_time
 
 
@@ -50,6 +51,9 @@ def trace() -> None:
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
+    "--shapes", help="Record a trace of each shape of a range, such as seq-len=16:512 (see the manual)."
+)
+@click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="Directory of the trace; default: its name."
 )
 @click.option("-f", "--force", is_flag=True, help="Replace a trace that stands there.")
@@ -60,6 +64,7 @@ def run_model(
     rounds: int,
     profile: Path | None,
     no_profile: bool,
+    shapes: str | None,
     output: Path | None,
     force: bool,
     as_json: bool,
@@ -86,6 +91,10 @@ def run_model(
     begin = time.perf_counter()
     if no_profile and profile is not None:
         raise SpecError("--profile names a device profile and --no-profile wants none; give one of the two.")
+    used = False if no_profile else profile
+    if shapes is not None:
+        record_shapes(model, shapes, output, force, used, options, as_json, quiet)
+        return
     where = output or Path(default_name(model, {k: v for k, v in options.items() if v is not None}))
     store.check_place(where, force=force)
 
@@ -98,7 +107,7 @@ def run_model(
         record = unwrap(api.trace)(
             model,
             rounds=rounds,
-            profile=False if no_profile else profile,
+            profile=used,
             say=lambda text: say(text, quiet=quiet),
             on_round=round_done,
             **options,
@@ -114,8 +123,54 @@ def run_model(
 
 def default_name(model: str, options: dict[str, Any]) -> str:
     """A directory name for a trace: the model, and b for batch, s for sequence."""
-    marks = {"batch_size": "b", "seq_len": "s", "image_size": "px"}
-    return "-".join([short_name(model), *(f"{m}{options[k]}" for k, m in marks.items() if k in options)])
+    return "-".join(filter(None, [short_name(model), label(options)]))
+
+
+def record_shapes(
+    model: str,
+    text: str,
+    output: Path | None,
+    force: bool,
+    profile: Any,
+    options: dict[str, Any],
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """A trace of each shape that is looked at, in one directory."""
+    import time
+    from inspect import unwrap
+
+    from tracer import api
+    from traces.errors import SpecError
+    from traces.records import store
+
+    begin = time.perf_counter()
+    if options.pop("device") is not None or options.pop("calibrate"):
+        raise SpecError("--shapes records on fake tensors; leave --device and --calibrate out.")
+    asked = Shapes.parse(text)
+    sizes = asked.looked_at()
+    where = output or Path(
+        f"{default_name(model, {k: v for k, v in options.items() if v is not None})}-shapes"
+    )
+    places = [where / label(s) for s in sizes]
+    for place in places:
+        store.check_place(place, force=force)
+    del options["warmup"]
+    done = 0
+
+    def each(k: int, record: Any) -> None:
+        nonlocal done
+        done += 1
+        store.save(record, places[k], force=force)
+        say(f"{done} of {len(sizes)}: {in_words(sizes[k])}", quiet=quiet)
+
+    with stdout_free(as_json):
+        unwrap(api.trace_shapes)(model, sizes, each, profile=profile, **options)
+    told = {"traces": [str(p) for p in places], "shapes": asked.count, "seconds": time.perf_counter() - begin}
+    if as_json:
+        print_json(told)
+        return
+    echo(f"{where}: traces of {len(sizes)} of {asked.count:,} shapes")
 
 
 @trace.command()

@@ -184,7 +184,7 @@ class _Stub:
             @staticmethod
             def forward(ctx: Any, *inputs: torch.Tensor) -> Any:
                 with recorder.paused():
-                    outs = [_empty_like(n.meta["val"]) for n in captured.outputs]
+                    outs = [_empty_like(program.val(n)) for n in captured.outputs]
                 for x, s in zip(outs, program.output_storages, strict=True):
                     recorder.know(x, s, watch=True)
                 ctx.mark_non_differentiable(
@@ -200,16 +200,18 @@ class _Stub:
                 holders = [n for n in captured.placeholders if "tangent_of" in n.meta]
                 for k, n in zip(captured.grad_outputs, holders, strict=True):
                     given = tangents[k]
-                    fitting = fit_tangent(given, n.meta["val"])
+                    with recorder.paused():
+                        like = program.val(n)
+                    fitting = fit_tangent(given, like)
                     if recorder.active:
                         outer.tangents.append(
                             recorder.id_of(fitting, recorder.row(fitting, "tangent", INPUT))
                         )
                 outer.rows_before_backward = len(recorder.rows)
-                del tangents, given, fitting
+                del tangents, given, fitting, like
                 with recorder.paused():
                     made = (*captured.parameter_grads, *captured.argument_grads)
-                    grads = [None if g is None else _empty_like(g.meta["val"]) for g in made]
+                    grads = [None if g is None else _empty_like(program.val(g)) for g in made]
                 for x, g in zip(grads, made, strict=True):
                     if x is not None:
                         recorder.know(x, program.storage_of[g][0], watch=True)

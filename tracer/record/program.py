@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ from traces.records.trace import (
     VIEW,
     Trace,
     TraceMeta,
+    as_named,
     fingerprint,
 )
 from traces.records.validate import validate
@@ -77,6 +78,12 @@ class Program:
     tangent_storages: tuple[int, ...]
     gradient_storages: tuple[int, ...]  # of parameters and arguments
     shares: tuple[tuple[int, ...], ...]  # numbers of tensor arguments that share a storage
+    known: Known | None = None  # of a graph for many sizes, those that these are at
+
+    def val(self, n: fx.Node) -> torch.Tensor:
+        """The fake tensor that stands for a node's value."""
+        val: torch.Tensor = n.meta["val"]
+        return val if self.known is None else at(val, self.known)
 
     def trace(self) -> Trace:
         """The program alone as a trace: tangents are inputs, and there is no loss code and no optimizer."""
@@ -85,9 +92,10 @@ class Program:
         meta = TraceMeta(model="program", forward_ops=n, first_backward_graph_op=n)
         return validate(Trace(meta=meta, ops=ops, storages=storages))
 
-    def fingerprint(self, *, sizes: bool = True) -> str:
-        """The digest of the graph that plans are matched by."""
+    def fingerprint(self, *, sizes: bool = True, named_as: Sequence[str] = ()) -> str:
+        """The digest of the graph that plans are matched by; `named_as`: another's targets (`trace.as_named`)."""
         ops, storages = tables_of(self.rows, self.storages)
+        ops = replace(ops, target=as_named(ops.target, named_as))
         return fingerprint(ops, storages, sizes=sizes, eager=False)
 
 
@@ -131,6 +139,7 @@ def program_of(
         tangent_storages=tuple(run.tangents),
         gradient_storages=tuple(dict.fromkeys(storage_of[g][0] for g in grads)),
         shares=run.sharing(),
+        known=known,
     )
 
 

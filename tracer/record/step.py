@@ -143,6 +143,7 @@ def trace_step(
     device: str = "cpu",
     costs: Costs | None = None,
     graph: str = "",
+    program: Callable[[TrainingStep], Program | None] = lambda step: None,
 ) -> Draft:
     """Record the step that `build` makes on fake tensors: sizes from torch, times and allocations from `costs`.
 
@@ -153,6 +154,7 @@ def trace_step(
         device: the device of the fake tensors; anything but "cpu" needs a build of torch for it.
         costs: what ops cost; default: the roofline and the rules table.
         graph: "cpu" for the CPU's ops with a GPU's times (as older traces have them); default: the target's ops.
+        program: what is known of the step's model already; None: it is captured.
 
     Raises:
         CaptureError, SpecError: the step cannot be built or captured.
@@ -165,16 +167,11 @@ def trace_step(
         with cuda_words(target if as_gpu else None):
             # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
             step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
-            captured = capture_step(step, target if as_gpu else None)
-        program = program_of(captured)
-        return assemble(
-            step,
-            program,
-            mode,
-            target,
-            header(step, program, build, target.kind if as_gpu else device.partition(":")[0], target),
-            costs,
-        )
+            known = program(step)
+            captured = known.captured if known is not None else capture_step(step, target if as_gpu else None)
+        made = known or program_of(captured)
+        kind = target.kind if as_gpu else device.partition(":")[0]
+        return assemble(step, made, mode, target, header(step, made, build, kind, target), costs)
 
 
 @contextlib.contextmanager

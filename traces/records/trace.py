@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Final
@@ -72,6 +73,8 @@ FLAG_NAMES: Final = {
 }
 # Ops whose events may be by rule and yet not all: on a GPU cuDNN allocates, too, nobody knows how much.
 CUDNN_DECIDES: Final = ("aten.convolution.default", "aten.convolution_backward.default")
+ALIAS: Final = "aten.alias.default"  # as which torch records a slice that takes all
+SLICE: Final = "aten.slice.Tensor"
 FIRST: Final = 1  # in `Untouched.once`
 LATER: Final = 2
 MOST: Final = 1 << 61  # of all sizes, and of all times, together: plans are reckoned with in 64 bits
@@ -308,6 +311,14 @@ class Trace:
         what, rows = self.describe()
         body = "".join(f"<tr><th>{word}</th><td>{escape(figure)}</td></tr>" for word, figure in rows.items())
         return f"<table><caption>{escape(what)}</caption>{body}</table>"
+
+
+def as_named(targets: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    """The targets of ops, with slices that take all, and are aliases then, named as among the others where that is all
+    in which they differ."""
+    if len(targets) != len(others):
+        return tuple(targets)
+    return tuple(b if {a, b} == {ALIAS, SLICE} else a for a, b in zip(targets, others, strict=True))
 
 
 def uses_of(ops: Ops, storages: int) -> dict[str, tuple[int, ...]]:

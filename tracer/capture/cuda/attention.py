@@ -316,10 +316,10 @@ def attend(
 
 def _view(x: Any) -> View:
     return View(
-        shape=tuple(int(n) for n in x.shape),
-        stride=tuple(int(n) for n in x.stride()),
+        shape=tuple(x.shape),  # of a graph for many sizes these are symbols, which int() would decide
+        stride=tuple(x.stride()),
         dtype=str(x.dtype).removeprefix("torch."),
-        offset=int(x.storage_offset()),
+        offset=x.storage_offset(),
         requires_grad=bool(x.requires_grad),
     )
 

@@ -1,0 +1,312 @@
+"""What a plan needs at other sizes than those it was made at: each shape's peak, and what random ones reserve in turn.
+
+`executor.apply_plan` applies a plan to a graph of other sizes by its structure, op by op; so does this. Where a size of
+one makes other ops, the step runs with everything saved if that takes no more than the planned one.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from simulator.allocator.caching import OutOfMemory
+from simulator.allocator.requests import requests_of
+from simulator.allocator.reserved import reserved_over
+from simulator.core.problem import Problem
+from simulator.core.replay import Replay
+from simulator.studies.prediction import Prediction
+from traces.errors import LowtideError, SpecError, TraceError
+from traces.model_spec import IN_HAND, is_build_function
+from traces.processes import ending_with_this
+from traces.records.plan import RESERVED
+from traces.records.store import load
+from traces.records.trace import Trace, as_named
+from traces.shapes import Shapes, Sizes, in_words, label
+from traces.units import show_bytes
+
+STEPS: Final = 200  # of random shapes
+PLAN: Final = "plan"  # how a shape runs
+SAVED: Final = "everything saved"
+REFUSED: Final = "refused"
+SAME: Final = ("phase", "inputs", "reads", "writes", "flags")  # columns of ops in which one structure agrees
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapePeak:
+    """One shape."""
+
+    sizes: Sizes
+    runs: str  # PLAN, SAVED or REFUSED: the plan is for another graph
+    peak_allocated_bytes: int  # refused, with everything saved
+    saved_peak_bytes: int  # with everything saved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomSteps:
+    """Steps of random shapes in one allocator."""
+
+    steps: int
+    peak_reserved_bytes: int
+    alone_bytes: int  # of the worst shape, step after step
+    flat_from: int  # after so many steps nothing more is reserved
+    out_of_memory: str  # why the device that was named is too small; "": it is not, or none was
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverShapes:
+    """The answer. What was not looked at is not told of."""
+
+    shapes: Shapes
+    budget_bytes: int | None
+    budget_of: str
+    peaks: tuple[ShapePeak, ...]  # of each shape that was looked at
+    reserved: RandomSteps | None  # None: a CPU
+
+    @property
+    def worst(self) -> ShapePeak:
+        return max(self.peaks, key=lambda p: p.peak_allocated_bytes)
+
+    @property
+    def over(self) -> tuple[ShapePeak, ...]:
+        """The shapes that exceed a budget of allocated memory."""
+        limit = self.budget_bytes
+        if limit is None or self.budget_of == RESERVED:
+            return ()
+        return tuple(p for p in self.peaks if p.peak_allocated_bytes > limit)
+
+    @property
+    def refused(self) -> tuple[ShapePeak, ...]:
+        return tuple(p for p in self.peaks if p.runs == REFUSED)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every shape that was looked at runs within the budget, and the random steps in the device."""
+        limit, reserved = self.budget_bytes, self.reserved
+        too_much = limit is not None and self.budget_of == RESERVED and reserved is not None
+        if too_much and reserved is not None and limit is not None and reserved.peak_reserved_bytes > limit:
+            return False
+        return not (self.over or self.refused or (reserved is not None and reserved.out_of_memory))
+
+    def to_json(self) -> dict[str, Any]:
+        def told(p: ShapePeak) -> dict[str, Any]:
+            return {
+                **p.sizes,
+                "runs": p.runs,
+                "peak_allocated_bytes": p.peak_allocated_bytes,
+                "saved_peak_bytes": p.saved_peak_bytes,
+            }
+
+        r = self.reserved
+        return {
+            "asked": self.shapes.text,
+            "count": self.shapes.count,
+            "looked_at": len(self.peaks),
+            "holds": self.holds,
+            "worst": told(self.worst),
+            "over_budget": [p.sizes for p in self.over],
+            "refused": [p.sizes for p in self.refused],
+            "everything_saved": [p.sizes for p in self.peaks if p.runs == SAVED],
+            "reserved": r and {name: getattr(r, name) for name in RandomSteps.__slots__},
+            "peaks": [told(p) for p in self.peaks],
+        }
+
+    def lines(self) -> list[str]:
+        """The answer to read."""
+        count, looked, worst = self.shapes.count, len(self.peaks), self.worst
+        which = f"all {count:,}" if looked == count else f"{looked} of {count:,}"
+        lines = [
+            f"shapes  {which} shapes of {self.shapes.text} looked at: the highest peak is "
+            f"{show_bytes(worst.peak_allocated_bytes)}, at {in_words(worst.sizes)}"
+        ]
+        saved = [p for p in self.peaks if p.runs == SAVED]
+        for peaks, what in (
+            (self.over, "over the budget"),
+            (self.refused, "for which the plan is refused, since they have another graph"),
+            (saved, "that run with everything saved, since a size of one makes other ops"),
+        ):
+            if peaks:
+                lines.append(f"        {len(peaks)} {what}: {_few(peaks)}")
+        if self.reserved is not None:
+            r = self.reserved
+            lines.append(
+                f"        {r.steps} steps of random shapes reserve {show_bytes(r.peak_reserved_bytes)} (the largest "
+                f"alone {show_bytes(r.alone_bytes)}), nothing more after step {r.flat_from}"
+                + (f"; {r.out_of_memory}" if r.out_of_memory else "")
+            )
+        return lines
+
+
+def _few(peaks: Sequence[ShapePeak]) -> str:
+    shown = "; ".join(in_words(p.sizes) for p in peaks[:4])
+    return f"{shown}; ..." if len(peaks) > 4 else shown
+
+
+def over_shapes(
+    c: Prediction, shapes: Shapes, traces: Sequence[tuple[Sizes, Trace]], seed: int = 0
+) -> OverShapes:
+    """What a plan comes to at each of some shapes, and what steps of random ones among them reserve.
+
+    Args:
+        c: the plan at the largest shape.
+        shapes: what was asked.
+        traces: the step at the shapes that are looked at, the largest among them.
+        seed: of the random steps.
+
+    Raises:
+        TraceError: the largest shape's trace is not that of the plan's step.
+
+    Counts: of each shape what `simulator.core.replay` counts; of random steps what `simulator.allocator.reserved`
+    counts, the batch as large as at the largest shape. Ignores: shapes that are not looked at; what the executor keeps
+    of each graph on the host.
+    """
+    planned_peak = c.planned.timeline.peak_allocated_bytes
+    peaks, asked = [], []
+    for sizes, trace in traces:
+        problem = Problem(trace)
+        replay, runs = _run(c, problem, sizes)
+        peak = replay.timeline.peak_allocated_bytes
+        if sizes == shapes.largest and (runs != PLAN or peak != planned_peak):
+            raise TraceError(
+                f"recorded again at {in_words(sizes)}, the step needs {show_bytes(peak)} with this plan, and by "
+                f"the trace {show_bytes(planned_peak)}: they were recorded with other versions or device profiles. "
+                "Record the trace and its shapes again."
+            )
+        peaks.append(
+            ShapePeak(
+                sizes=sizes,
+                runs=runs,
+                peak_allocated_bytes=peak,
+                saved_peak_bytes=problem.saved.timeline.peak_allocated_bytes,
+            )
+        )
+        if c.setting.settings is not None and runs != REFUSED:
+            asked.append(requests_of(problem, replay.schedule))
+    return OverShapes(
+        shapes=shapes,
+        budget_bytes=c.budget_bytes,
+        budget_of=c.plan.budget_of,
+        peaks=tuple(peaks),
+        reserved=_random_steps(c, asked, seed) if asked else None,
+    )
+
+
+def _run(c: Prediction, problem: Problem, sizes: Mapping[str, int]) -> tuple[Replay, str]:
+    """The replay at other sizes, and how the step runs there."""
+    mine, planned = problem.trace, c.trace
+    a, b = mine.ops, planned.ops
+    same = (
+        as_named(a.target, b.target) == b.target
+        and all(getattr(a, k) == getattr(b, k) for k in SAME)
+        and mine.storages.producer == planned.storages.producer
+    )
+    if same:
+        return problem.replay(c.plan.actions), PLAN
+    small = problem.saved.timeline.peak_allocated_bytes <= c.planned.timeline.peak_allocated_bytes
+    runs = SAVED if not c.plan.actions or (1 in sizes.values() and small) else REFUSED
+    return problem.saved, runs
+
+
+def _random_steps(c: Prediction, asked: Sequence[Any], seed: int) -> RandomSteps:
+    largest = requests_of(c.problem, c.planned.schedule)
+    rng = random.Random(seed)
+    order = [rng.choice(asked) for _ in range(STEPS - 1)]
+    order.insert(rng.randrange(STEPS), largest)
+    device, settings = c.setting.device, c.setting.settings
+    steps = reserved_over(order, largest.residents, settings)
+    alone = reserved_over([largest] * 3, largest.residents, settings)
+    flat_from = next(k for k, f in enumerate(steps) if f.reserved_bytes == steps[-1].reserved_bytes) + 1
+    told = ""
+    if device is not None:
+        try:
+            reserved_over(order, largest.residents, settings, device.usable_bytes, device.memory_bytes)
+        except OutOfMemory as error:
+            told = str(error)
+    return RandomSteps(
+        steps=STEPS,
+        peak_reserved_bytes=max(f.peak_reserved_bytes for f in steps),
+        alone_bytes=alone[-1].peak_reserved_bytes,
+        flat_from=flat_from,
+        out_of_memory=told,
+    )
+
+
+def traces_of(
+    trace: Trace, name: str, shapes: Shapes, say: Callable[[str], None]
+) -> list[tuple[Sizes, Trace]]:
+    """The step of a trace at the shapes that are looked at: those in the directory NAME-shapes, where `trace --shapes`
+    puts them, or if one is missing or is of another step, recorded by it now.
+
+    Raises:
+        SpecError: the trace is not of the largest shape, or nothing says how to record its step again, or a user's own
+            file would have to run for that.
+        LowtideError: `trace` failed; with what it wrote.
+    """
+    meta, place = trace.meta, Path(f"{name}-shapes")
+    here = {k: meta.options.get(k, 0) for k in shapes.ranges}
+    if here != shapes.largest:
+        raise SpecError(
+            f"--shapes {shapes.text}: the plan is made for the largest shape, {in_words(shapes.largest)}, and {name} "
+            f"is of {in_words(here)}; trace the step at that shape."
+        )
+    if meta.model.startswith(IN_HAND) or meta.mode != "fake":
+        raise SpecError(
+            f"--shapes {shapes.text}: the step of {name} was {'in hand' if meta.mode == 'fake' else 'measured'}, and "
+            "so cannot be recorded at other sizes; record a model by its name or file without --device."
+        )
+    sizes = shapes.looked_at()
+    if (found := _found(trace, place, sizes)) is not None:
+        say(f"shapes: using {place}")
+        return found
+    words = [meta.model, *_words(meta.options, shapes), "--seed", str(meta.seed), "--target", meta.target]
+    words += ["--shapes", shapes.text, "-o", str(place), "--force"]
+    if is_build_function(meta.model):
+        raise SpecError(
+            f"--shapes {shapes.text}: {place} does not hold the traces of these shapes, and no file that a trace names "
+            f"is run unasked: run `trace {' '.join(words)}` first."
+        )
+    say(f"shapes: recording {len(sizes)} traces")
+    command = [sys.executable, "-m", "tracer", *words, "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **ending_with_this())
+    if done.returncode:
+        raise LowtideError(f"the shapes could not be traced: {done.stderr.strip().removeprefix('Error: ')}")
+    if (found := _found(trace, place, sizes)) is None:
+        raise TraceError(
+            f"{place}: recorded now, and with other versions than {name}; record that again, too."
+        )
+    return found
+
+
+def _found(trace: Trace, place: Path, sizes: Sequence[Sizes]) -> list[tuple[Sizes, Trace]] | None:
+    """The traces in a directory, if all are there and of this step."""
+    found = []
+    for s in sizes:
+        try:
+            other = load(place / label(s))
+        except TraceError:
+            return None
+        a, b = trace.meta, other.meta
+        wanted = {**a.options, **s}
+        if b.options != wanted or any(
+            getattr(a, k) != getattr(b, k) for k in ("model", "seed", "target", "versions")
+        ):
+            return None
+        found.append((s, other))
+    return found
+
+
+def _words(options: Mapping[str, Any], shapes: Shapes) -> list[str]:
+    """The options of a trace as `trace` takes them, those left out that the shapes say."""
+    words = []
+    for key, value in options.items():
+        flag = key.replace("_", "-")
+        if key in shapes.ranges:
+            continue
+        words += (
+            [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        )
+    return words

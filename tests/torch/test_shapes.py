@@ -1,0 +1,129 @@
+"""Traces of many sizes: of one captured graph as of each one's own, and plans measured at lengths of every kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+
+import tracer.record.step as step_module  # noqa: E402
+from simulator import plan as plan_for  # noqa: E402
+from simulator.api import simulate  # noqa: E402
+from simulator.cli.main import main as simulate_command  # noqa: E402
+from simulator.studies.shapes import PLAN, SAVED, over_shapes  # noqa: E402
+from tests.torch.test_sizes import transformers  # noqa: E402
+from tracer.api import trace, trace_shapes  # noqa: E402
+from tracer.cli.main import trace as trace_command  # noqa: E402
+from traces.errors import SpecError  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
+from traces.shapes import Shapes, Sizes  # noqa: E402
+
+
+def over(model: str, shapes: Shapes, **options: Any) -> list[tuple[Sizes, Trace]]:
+    sizes, made = shapes.looked_at(), {}
+    trace_shapes(model, sizes, made.__setitem__, profile=False, **options)
+    return [(s, made[k]) for k, s in enumerate(sizes)]
+
+
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is captured for itself from now on."""
+    seen: list[Any] = []
+    capture_step = step_module.capture_step
+
+    def counted(step: Any, target: Any) -> Any:
+        seen.append(step)
+        return capture_step(step, target)
+
+    monkeypatch.setattr(step_module, "capture_step", counted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "options", "single"),
+    [
+        ("gpt2-tiny", "seq-len=2:17:3", {"batch_size": 3}, 3),
+        ("gpt2-tiny", "seq-len=20:32:2", {"batch_size": 2, "target": "h100"}, 3),
+        ("gpt2-tiny", "seq-len=3:5,batch-size=2:4", {}, 3),
+        ("resnet18", "batch-size=2:6", {"image_size": 32, "target": "a100-80"}, 3),
+        ("resnet18", "image-size=64:96:8", {"batch_size": 3}, 5),
+    ],
+)
+def test_one_captured_graph_gives_each_one_s_trace(
+    model: str, text: str, options: dict[str, Any], single: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte and to the nanosecond, in ops, storages, events and times."""
+    if model.startswith("gpt2"):
+        transformers()
+    seen = captures(monkeypatch)
+    found = over(model, Shapes.parse(text), **options)
+    assert len(seen) <= single
+    for sizes, one in found:
+        alone = trace(model, profile=False, **options, **sizes)  # type: ignore[arg-type]
+        for name in (
+            "target",
+            "phase",
+            "time_ns",
+            "inputs",
+            "reads",
+            "writes",
+            "events",
+            "overwrites",
+            "flags",
+        ):
+            assert getattr(one.ops, name) == getattr(alone.ops, name), (sizes, name)
+        assert (one.storages.nbytes, one.storages.hold) == (alone.storages.nbytes, alone.storages.hold)
+        assert one.meta.options == alone.meta.options
+        assert one.meta.fingerprint == alone.meta.fingerprint
+        assert one.meta.structure_fingerprint == alone.meta.structure_fingerprint
+
+
+def test_the_longest_that_the_model_takes_has_the_same_graph() -> None:
+    """There a slice takes all, and torch records an alias; a plan for it applies to shorter calls all the same."""
+    transformers()
+    shapes = Shapes.parse("seq-len=500:512:4")
+    traces = over("bert-tiny", shapes, batch_size=2)
+    longest = traces[-1][1]
+    assert "aten.alias.default" in longest.ops.target
+    found = over_shapes(simulate(longest, plan_for(longest, "90%", seconds=1.0)), shapes, traces)
+    assert {p.runs for p in found.peaks} == {PLAN}
+    assert found.holds
+
+
+def test_a_length_of_one_has_another_graph() -> None:
+    transformers()
+    shapes = Shapes.parse("seq-len=1:4")
+    traces = over("gpt2-tiny", shapes, batch_size=2)
+    plan = plan_for(traces[-1][1], "99%", seconds=1.0)
+    found = over_shapes(simulate(traces[-1][1], plan), shapes, traces)
+    runs = [p.runs for p in found.peaks]
+    assert runs == [SAVED, *[PLAN] * 3]
+
+
+def test_a_size_that_the_shapes_say_already() -> None:
+    with pytest.raises(SpecError, match="seq_len: the shapes say this already"):
+        trace_shapes("gpt2-tiny", [{"seq_len": 4}], lambda k, t: None, seq_len=8)
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`simulate --shapes` starts `trace --shapes`, and uses again what it made."""
+    transformers()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(step_module.__file__).parents[2]))
+    run, words = CliRunner().invoke, ["--batch-size", "2", "--target", "h100", "-q"]
+    refused = run(trace_command, ["gpt2-tiny", "--shapes", "seq-len=6:8", "--device", "cpu"])
+    assert "leave --device and --calibrate out" in refused.output
+    assert run(trace_command, ["gpt2-tiny", "--seq-len", "8", "-o", "t", *words]).exit_code == 0
+    asked = ["t", "--shapes", "seq-len=6:8", "--json"]
+    first, again = run(simulate_command, asked), run(simulate_command, asked)
+    assert first.exit_code == again.exit_code == 0, first.output
+    assert "recording 3 traces" in first.stderr
+    assert "using t-shapes" in again.stderr
+    told = json.loads(first.stdout)["shapes"]
+    assert told == json.loads(again.stdout)["shapes"]
+    assert told["worst"]["seq_len"] == 8
+    assert told["reserved"]["steps"] == 200
