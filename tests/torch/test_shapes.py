@@ -12,10 +12,11 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import tracer.record.step as step_module  # noqa: E402
-from simulator import plan as plan_for  # noqa: E402
 from simulator.api import simulate  # noqa: E402
 from simulator.cli.main import main as simulate_command  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
 from simulator.studies.shapes import PLAN, SAVED, over_shapes  # noqa: E402
+from tests.torch.steps import plan_of, recompute_all  # noqa: E402
 from tests.torch.test_sizes import transformers  # noqa: E402
 from tracer.api import trace, trace_shapes  # noqa: E402
 from tracer.cli.main import trace as trace_command  # noqa: E402
@@ -89,7 +90,7 @@ def test_the_longest_that_the_model_takes_has_the_same_graph() -> None:
     traces = over("bert-tiny", shapes, batch_size=2)
     longest = traces[-1][1]
     assert "aten.alias.default" in longest.ops.target
-    found = over_shapes(simulate(longest, plan_for(longest, "90%", seconds=1.0)), shapes, traces)
+    found = over_shapes(simulate(longest, plan_of(longest, *recompute_all(Problem(longest)))), shapes, traces)
     assert {p.runs for p in found.peaks} == {PLAN}
     assert found.holds
 
@@ -98,8 +99,8 @@ def test_a_length_of_one_has_another_graph() -> None:
     transformers()
     shapes = Shapes.parse("seq-len=1:4")
     traces = over("gpt2-tiny", shapes, batch_size=2)
-    plan = plan_for(traces[-1][1], "99%", seconds=1.0)
-    found = over_shapes(simulate(traces[-1][1], plan), shapes, traces)
+    longest = traces[-1][1]
+    found = over_shapes(simulate(longest, plan_of(longest, *recompute_all(Problem(longest)))), shapes, traces)
     runs = [p.runs for p in found.peaks]
     assert runs == [SAVED, *[PLAN] * 3]
 
