@@ -1,0 +1,151 @@
+"""The ops `lowtide::side`, `lowtide::activate` and `lowtide::backward_from_output`, on any device and for fake tensors.
+
+One bit an element, eight to a byte, in planes: bit k of byte j belongs to element k * m + j of the tensor's memory, m
+the number of bytes, so that neighbours are read together. Autocast changes nothing: like torch's own activations, the
+ops run in the type of what they are given.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from executor.inverted.formulas import FORWARD, gradient, pack
+
+# Smaller tensors are not worth a compiler's seconds.
+COMPILED_FROM = 1 << 16
+
+
+@torch.library.custom_op("lowtide::side", mutates_args=())
+def side(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """Where x lies left of the minimum of `kind`: uint8, ceil(elements / 8), in the order of x's memory."""
+    return pack(_planes(_dense(x)), kind)
+
+
+@torch.library.custom_op("lowtide::activate", mutates_args=())
+def activate(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The activation `kind` of x, and its `side`."""
+    x = _dense(x)
+    return FORWARD[kind](x), side(x, kind)
+
+
+@torch.library.custom_op("lowtide::backward_from_output", mutates_args=())
+def backward_from_output(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
+    """The gradient of the input of the activation `kind`, from that of its output y, and the input's `side`.
+
+    Of y's shape, layout and type. Where the number of elements is no multiple of 8, `grad` and `y` are copied.
+    """
+    return _gradient(gradient, grad, y, side, kind)
+
+
+def _gradient(
+    body: Callable[..., torch.Tensor], grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str
+) -> torch.Tensor:
+    y = _dense(y)
+    if grad.stride() != y.stride():
+        grad = torch.empty_like(y).copy_(grad)
+    made = body(_planes(grad), _planes(y), side, kind)
+    return made.flatten()[: y.numel()].as_strided(y.shape, y.stride())
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """x, copied if there are gaps in its memory; what torch computes from it elementwise is then laid out as it is."""
+    return x if torch.ops.aten.is_non_overlapping_and_dense(x) else x.clone()
+
+
+def _planes(x: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory as 8 × ceil(elements / 8), filled up by zeros."""
+    n = x.numel()
+    flat = x.detach().as_strided((n,), (1,))
+    return (functional.pad(flat, (0, -n % 8)) if n % 8 else flat).view(8, (n + 7) // 8)
+
+
+@side.register_fake
+def _(x: torch.Tensor, kind: str) -> torch.Tensor:
+    return x.new_empty(((x.numel() + 7) // 8,), dtype=torch.uint8)
+
+
+@activate.register_fake
+def _(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), x.new_empty(((x.numel() + 7) // 8,), dtype=torch.uint8)
+
+
+@backward_from_output.register_fake
+def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
+    return torch.empty_like(y)
+
+
+@side.register_kernel("cpu")
+def _(x: torch.Tensor, kind: str) -> torch.Tensor:
+    return _fast(pack, kind)(_planes(_dense(x)), kind)
+
+
+@backward_from_output.register_kernel("cpu")
+def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
+    return _gradient(_fast(gradient, kind), grad, y, side, kind)
+
+
+@side.register_kernel("cuda")
+def _(x: torch.Tensor, kind: str) -> torch.Tensor:
+    kernels = _kernels()
+    return kernels.forward(_dense(x), kind, False)[1] if kernels else pack(_planes(_dense(x)), kind)
+
+
+@activate.register_kernel("cuda")
+def _(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    kernels = _kernels()
+    return kernels.forward(_dense(x), kind, True) if kernels else (FORWARD[kind](_dense(x)), side(x, kind))
+
+
+@backward_from_output.register_kernel("cuda")
+def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
+    kernels = _kernels()
+    return _gradient(kernels.backward if kernels else gradient, grad, y, side, kind)
+
+
+@cache
+def _kernels() -> Any:
+    if find_spec("triton"):
+        return import_module("executor.inverted.kernels")
+    _warn_slow("Triton is not installed")
+    return None
+
+
+@cache
+def _fast(body: Callable[..., torch.Tensor], kind: str) -> Callable[..., torch.Tensor]:
+    """`body`, compiled at its first call with a large tensor; as it is, after one warning, where no compiler works."""
+    compiled: Callable[..., torch.Tensor] | None = None
+    works = True
+
+    def run(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        nonlocal compiled, works
+        if not works or x.numel() < COMPILED_FROM:
+            return body(x, *rest)
+        if compiled is None:
+            # torch.compile counts versions by code object, and stops at eight: one for each kind.
+            code = body.__code__.replace(co_name=f"{body.__name__}_{kind}")
+            compiled = torch.compile(FunctionType(code, body.__globals__), dynamic=True)
+        try:
+            return compiled(x, *rest)
+        except (RuntimeError, OSError) as error:  # what torch raises where there is no C++ compiler
+            works = False
+            _warn_slow(f"torch.compile fails here ({str(error).splitlines()[0]})")
+            return body(x, *rest)
+
+    return run
+
+
+def _warn_slow(reason: str) -> None:
+    warnings.warn(
+        f"{reason}: activations from their output run op by op, ten times slower.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

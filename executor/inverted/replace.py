@@ -1,0 +1,80 @@
+"""Replace a model's activations by those that save their output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from executor.inverted.modules import GELU, Hardswish, Mish, SiLU
+
+# By name, since transformers may not be installed: its class, ours, and the attributes that ours needs.
+_TRANSFORMERS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "GELUActivation": (GELU, {"approximate": "none"}),
+    "GELUTanh": (GELU, {"approximate": "tanh"}),
+    "NewGELUActivation": (GELU, {"approximate": "tanh"}),
+    "FastGELUActivation": (GELU, {"approximate": "tanh"}),
+    "AccurateGELUActivation": (GELU, {"approximate": "tanh"}),
+    "SiLUActivation": (SiLU, {"inplace": False}),
+    "MishActivation": (Mish, {"inplace": False}),
+}
+_TORCH: dict[type[nn.Module], type[nn.Module]] = {
+    nn.GELU: GELU, nn.SiLU: SiLU, nn.Mish: Mish, nn.Hardswish: Hardswish,
+}  # fmt: skip
+# torch's backward of these reads their output already, or reads nothing.
+_AS_THEY_ARE = ("Identity", "LinearActivation", "ReLU", "Sigmoid", "Softmax", "Tanh")
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What `convert` replaced, and what not and why: by the module's name in the model."""
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {what}" for name, what in self.replaced.items()]
+        return "\n".join([*lines, *(f"{name} stays as it is: {why}" for name, why in self.left.items())])
+
+
+def convert(model: nn.Module) -> Converted:
+    """Let the model's GELU, SiLU, Mish and Hardswish modules, transformers' among them, save their output.
+
+    A module changes its class in place: parameters, hooks, modes and the keys of `state_dict` stay. Forward of torch's
+    own modules stays to the bit on the CPU; formulas that transformers writes out become torch's fused ops, which round
+    otherwise. Activations that a model calls as functions (`torch.nn.functional.gelu`) are not seen, and where a
+    module's input is saved by something else, too, nothing is gained: whether it is, autograd decides.
+    """
+    said = Converted()
+    for name, module in model.named_modules():
+        kind = type(module)
+        ours = _TORCH.get(kind)
+        attributes: dict[str, Any] = {}
+        if kind.__module__ == "transformers.activations" and kind.__name__ in _TRANSFORMERS:
+            ours, attributes = _TRANSFORMERS[kind.__name__]
+        if ours is not None and "forward" not in vars(module):
+            module.__class__ = ours
+            vars(module).update(attributes)
+            said.replaced[name] = f"{kind.__name__} from its output"
+        elif reason := _reason(module, ours):
+            said.left[name] = reason
+    return said
+
+
+def _reason(module: nn.Module, ours: type[nn.Module] | None) -> str:
+    """Why an activation was not replaced; nothing of modules that are none or have nothing to gain."""
+    kind = type(module)
+    if ours is not None:
+        return "its forward was replaced"
+    if base := next((c for c in _TORCH if isinstance(module, c) and kind not in _TORCH.values()), None):
+        return f"{kind.__name__} is a subclass of {base.__name__} and may compute something else"
+    activation = kind.__module__ in ("torch.nn.modules.activation", "transformers.activations")
+    if activation and kind not in _TORCH.values() and kind.__name__ not in _AS_THEY_ARE and not _own(module):
+        return f"no form of {kind.__name__} from its output is known"
+    return ""
+
+
+def _own(module: nn.Module) -> bool:
+    """Whether it is more than a function of one tensor, as attention is."""
+    return next(module.parameters(), None) is not None

@@ -1,0 +1,411 @@
+"""Activations from their output: how exact the derivative is, what is saved, and that modules fit where torch's did."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from executor.inverted import GELU, Hardswish, Mish, SiLU, convert, ops  # noqa: E402
+from executor.inverted.fits import FITS, X_MIN  # noqa: E402
+from executor.inverted.formulas import FORWARD, slope  # noqa: E402
+from tests.bench.inverted_fit import FUNCTIONS, left_points, right_points  # noqa: E402
+from tracer.build.named.torchvision_shim import import_torchvision  # noqa: E402
+
+# What torch.compile imports says of torch itself.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = [*FORWARD]
+MODULES = {
+    "gelu": (GELU(), nn.GELU()),
+    "gelu_tanh": (GELU("tanh"), nn.GELU("tanh")),
+    "silu": (SiLU(), nn.SiLU()),
+    "mish": (Mish(), nn.Mish()),
+    "hardswish": (Hardswish(), nn.Hardswish()),
+}
+
+
+@pytest.fixture(autouse=True)
+def eager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test waits for the compiler but those that are about it."""
+    if "compiled" not in request.node.name:
+        monkeypatch.setattr(ops, "COMPILED_FROM", 1 << 60)
+    torch.manual_seed(0)
+
+
+def gradients(module: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the gradient of the input."""
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    y = module(x)
+    y.backward(grad)
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the derivative
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_the_table_says_how_far_its_coefficients_are_from_the_derivative(kind: str) -> None:
+    fit = FITS[kind]
+    s, right = right_points(kind)
+    y = torch.from_numpy(s**2 + fit.y_min)
+    error = np.abs(slope(y, torch.zeros(len(y), dtype=torch.bool), kind, fit.y_min).numpy() - right).max()
+    _, share, left = left_points(kind)
+    y = torch.from_numpy(share * fit.y_min)
+    error = max(
+        error, np.abs(slope(y, torch.ones(len(y), dtype=torch.bool), kind, fit.y_min).numpy() - left).max()
+    )
+    assert fit.error * 0.9 < error < fit.error * 1.1
+    assert abs(FUNCTIONS[kind][1](np.array([fit.x_min]))[0]) < 1e-15
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "share", "largest", "mean"),
+    [
+        (torch.float32, 4e-6, 2e-4, 1e-6),
+        (torch.float16, 7e-4, 8e-3, 2.5e-4),
+        (torch.bfloat16, 3.3e-3, 1.6e-2, 1.6e-3),
+    ],
+)
+def test_the_derivative_is_as_exact_as_the_rounded_output_allows(
+    kind: str, dtype: torch.dtype, share: float, largest: float, mean: float
+) -> None:
+    ours, torchs = MODULES[kind]
+    x = torch.randn(1 << 19).to(dtype)
+    y, found = gradients(ours, x, torch.ones_like(x))
+    theirs, rounded = gradients(torchs, x, torch.ones_like(x))
+    _, exact = gradients(torchs, x.double(), torch.ones_like(x).double())
+    assert torch.equal(y, theirs)
+    error = (found.double() - exact).abs()
+    assert error.max() < largest
+    assert error.mean() < mean
+    assert relative(found, exact) < share
+    # What it adds to the error of torch's own backward in the same type.
+    assert relative(found, exact) ** 2 - relative(rounded, exact) ** 2 < (3e-3 if share > 1e-5 else 1e-5) ** 2
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "dtype"),
+    [
+        *(("eager", kind, dtype) for kind in KINDS for dtype in (torch.float16, torch.bfloat16)),
+        ("compiled", "gelu", torch.bfloat16),  # two are enough for the compiler's clamps
+        ("compiled", "hardswish", torch.float16),
+    ],
+)
+def test_every_bit_pattern_has_a_finite_derivative(form: str, kind: str, dtype: torch.dtype) -> None:
+    x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    ours, torchs = MODULES[kind]
+    y, found = gradients(ours, x, torch.ones_like(x))
+    _, wanted = gradients(torchs, x, torch.ones_like(x))
+    # An output that torch makes NaN of +inf cannot be told from one of a NaN.
+    unknown = x.isnan() | ((x > 0) & y.isnan())
+    assert torch.equal(found.isnan(), unknown)
+    assert not found[~unknown].isinf().any()
+    both = ~unknown & wanted.isfinite()
+    # Only near the minimum, where the slope of y is 0, and where torch rounds (1 + tanh) to 0, is there a difference.
+    assert (found.double() - wanted.double()).abs()[both].max() < 2e-2
+    if kind == "hardswish":
+        assert found[x.isinf()].tolist() == [0, 1] or found[x.isinf()].tolist() == [1, 0]
+    zeros = found[x == 0]
+    assert len(zeros) == 2
+    assert torch.allclose(zeros.float(), torch.full((2,), 0.6 if kind == "mish" else 0.5), atol=2e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the ops
+
+
+def layouts() -> dict[str, torch.Tensor]:
+    x = torch.randn(2, 3, 4, 5)
+    return {
+        "odd": torch.randn(1003),
+        "one": torch.randn(1),
+        "scalar": torch.randn(()),
+        "empty": torch.randn(0, 4),
+        "channels_last": x.to(memory_format=torch.channels_last),
+        "transposed": x.transpose(1, 3),
+        "gaps": torch.randn(4, 9)[:, ::2],
+        "expanded": torch.randn(3, 1).expand(3, 7),
+        "offset": torch.randn(33)[1:],
+    }
+
+
+@pytest.mark.parametrize("layout", layouts())
+@pytest.mark.parametrize("grad_layout", ["same", "contiguous", "expanded"])
+def test_layouts(layout: str, grad_layout: str) -> None:
+    x = layouts()[layout] * 2
+    grad = torch.randn_like(x) if grad_layout == "same" else torch.randn(x.shape)
+    if grad_layout == "expanded":
+        grad = torch.ones(()).expand(x.shape)
+    y, found = gradients(SiLU(), x, grad)
+    theirs, wanted = gradients(nn.SiLU(), x, grad)
+    assert torch.equal(y, theirs)
+    assert y.stride() == theirs.stride()
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=0)
+    assert ops.side(x, "silu").numel() == (x.numel() + 7) // 8
+
+
+def test_the_bits_say_where_the_input_lies_left_of_the_minimum() -> None:
+    x = torch.randn(8, 16)
+    expected = sum(((x[k] < X_MIN["mish"]).int() << k) for k in range(8)).to(torch.uint8)
+    assert torch.equal(ops.side(x, "mish"), expected)
+    y, side = ops.activate(x, "mish")
+    assert torch.equal(side, expected)
+    assert torch.equal(y, nn.functional.mish(x))
+
+
+def test_the_ops_keep_what_they_say_to_torch() -> None:
+    for x in (torch.randn(3, 5), torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)):
+        checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(ops.side, (x, "gelu"), test_utils=checks)
+        torch.library.opcheck(ops.activate, (x, "gelu"), test_utils=checks)
+        arguments = (torch.randn_like(x), *ops.activate(x, "gelu"), "gelu")
+        torch.library.opcheck(ops.backward_from_output, arguments, test_utils=checks)
+
+
+def test_compiled_and_eager_forms_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in (1 << 16, (1 << 16) + 24, (1 << 16) + 5):
+        x, grad = torch.randn(n), torch.randn(n)
+        y, side = ops.activate(x, "gelu")
+        fast = ops.backward_from_output(grad, y, side, "gelu")
+        monkeypatch.setattr(ops, "COMPILED_FROM", 1 << 60)
+        assert torch.equal(side, ops.side(x, "gelu"))
+        torch.testing.assert_close(
+            ops.backward_from_output(grad, y, side, "gelu"), fast, atol=1e-5, rtol=1e-5
+        )
+        monkeypatch.undo()
+
+
+NO_COMPILER = """
+import warnings
+import torch
+from executor.inverted import SiLU
+x = torch.randn(1 << 17, requires_grad=True)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    SiLU()(x).sum().backward()
+print([str(w.message) for w in said if "op by op" in str(w.message)])
+z = x.detach().requires_grad_()
+torch.nn.functional.silu(z).sum().backward()
+print((x.grad - z.grad).abs().max() < 2e-4)
+"""
+
+
+def python(code: str, **environment: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_without_a_compiler_it_runs_op_by_op_and_says_so(tmp_path: Path) -> None:
+    said = python(NO_COMPILER, CXX=str(tmp_path / "nothing"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert "torch.compile fails here" in said
+    assert said.count("op by op") == 2  # once for each direction
+    assert said.endswith("tensor(True)\n")
+
+
+def test_an_import_starts_neither_torch_nor_a_compiler() -> None:
+    python("import sys, executor.inverted; assert 'torch' not in sys.modules")
+    python(
+        "import sys; from executor.inverted import GELU, convert\n"
+        "assert not {'triton', 'torch._inductor.compile_fx', 'transformers'} & {*sys.modules}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the modules
+
+
+def saved_bytes(model: nn.Module, *inputs: torch.Tensor) -> int:
+    """What autograd saves, each storage once, without parameters and arguments."""
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *inputs)}
+    sizes: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model(*inputs)
+    assert out.requires_grad
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_saves_its_output_and_a_bit_an_element(kind: str) -> None:
+    def mlp(activation: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 64), activation, nn.Linear(64, 16))
+
+    x = torch.randn(32, 16)
+    whole = 32 * 64 * 4
+    assert saved_bytes(mlp(MODULES[kind][1]), x) == 2 * whole
+    assert saved_bytes(mlp(MODULES[kind][0]), x) == whole + whole // 32
+
+
+@pytest.mark.parametrize("kind", ["silu", "mish", "hardswish"])
+def test_in_place_it_writes_over_its_input_as_torch_does(kind: str) -> None:
+    made = []
+    for kind_of in {"silu": (SiLU, nn.SiLU), "mish": (Mish, nn.Mish), "hardswish": (Hardswish, nn.Hardswish)}[
+        kind
+    ]:
+        x = torch.randn(100, requires_grad=True) if not made else made[0][0].detach().clone().requires_grad_()
+        h = x * 2
+        out = kind_of(inplace=True)(h)
+        assert out.data_ptr() == h.data_ptr()
+        (out + h).pow(2).sum().backward()
+        made.append((x, out.detach(), x.grad))
+    assert torch.equal(made[0][1], made[1][1])
+    torch.testing.assert_close(made[0][2], made[1][2], atol=1e-3, rtol=1e-3)
+
+
+def test_what_it_cannot_do_it_refuses() -> None:
+    x = torch.randn(64, requires_grad=True)
+    y = GELU()(x)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    (once,) = torch.autograd.grad(GELU()(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        once.sum().backward()
+
+
+def test_other_types_and_no_gradient_take_torchs_own_way() -> None:
+    x = torch.randn(64, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(GELU(), (x,))
+    with torch.no_grad():
+        assert not GELU()(torch.randn(4)).requires_grad
+
+
+def test_autocast_runs_it_in_its_inputs_type() -> None:
+    ours, theirs = (nn.Sequential(nn.Linear(16, 64), act, nn.Linear(64, 1)) for act in (GELU(), nn.GELU()))
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(32, 16)
+    for model in (ours, theirs):
+        with torch.autocast("cpu", torch.bfloat16):
+            seen = model[1](model[0](x))
+            out = model(x)
+        assert seen.dtype == torch.bfloat16
+        out.float().sum().backward()
+    assert relative(ours[0].weight.grad, theirs[0].weight.grad) < 4e-3
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_without_a_graph_break(backend: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 24), GELU(), nn.Linear(24, 24), SiLU(inplace=True), nn.Linear(24, 1))
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for rows in (3, 3, 16):
+        x = torch.randn(rows, 8)
+        for m, f in ((model, compiled), (plain, plain)):
+            m.zero_grad()
+            f(x).sum().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, atol=1e-4, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# models
+
+
+class Swish(nn.SiLU):
+    """A subclass with a formula of its own."""
+
+
+def test_convert_says_what_it_replaced_and_what_not() -> None:
+    transformers = pytest.importorskip("transformers.activations")
+    seen: list[str] = []
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.GELU("tanh"), nn.SiLU(), Swish(), nn.ELU(), nn.ReLU(),
+        *(transformers.ACT2FN[n] for n in ("gelu_new", "gelu", "gelu_fast", "mish", "silu", "quick_gelu")),
+        nn.Hardswish(),
+    )  # fmt: skip
+    model[2].register_forward_hook(lambda *_: seen.append("hook"))
+    model[-1].forward = model[-1].forward  # what accelerate does, for one
+    before, x = copy.deepcopy(model), torch.randn(3, 4)
+    wanted = model(x)
+    said = convert(model)
+    assert [*said.replaced] == ["1", "2", "6", "7", "8", "9", "10"]
+    assert {*said.left} == {"3", "4", "11", "12"}
+    assert "11 stays as it is: no form of QuickGELUActivation" in str(said)
+    assert "1: GELU from its output" in str(said)
+    torch.testing.assert_close(model(x), wanted, atol=1e-6, rtol=1e-5)
+    assert seen == ["hook", "hook"]
+    assert {**before.state_dict()}.keys() == {**model.state_dict()}.keys()
+    again = convert(model)
+    assert again.replaced == {}
+    assert again.left == said.left
+
+
+def small_models() -> dict[str, Any]:
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    bert = BertConfig(
+        vocab_size=99, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    gpt = GPT2Config(
+        vocab_size=99, n_embd=64, n_layer=3, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    llama = LlamaConfig(
+        vocab_size=99, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=160
+    )
+    return {
+        "bert": lambda: BertForMaskedLM(bert),
+        "gpt2": lambda: GPT2LMHeadModel(gpt),
+        "llama": lambda: LlamaForCausalLM(llama),
+    }
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-5), (torch.bfloat16, None)])
+def test_a_models_gradients_stay_close(name: str, dtype: torch.dtype, share: float | None) -> None:
+    import_torchvision()
+    pytest.importorskip("transformers")
+    plain = small_models()[name]().to(dtype)
+    model = copy.deepcopy(plain)
+    assert len(convert(model).replaced) >= 3
+    model.load_state_dict(plain.state_dict())
+    exact = copy.deepcopy(plain).double()
+    exact.load_state_dict(model.state_dict())
+    ids = torch.randint(99, (4, 32))
+    made = []
+    for m in (exact, plain, model):
+        m(input_ids=ids, labels=ids).loss.backward()
+        made.append(torch.cat([p.grad.double().flatten() for p in m.parameters() if p.grad is not None]))
+    if share is not None:
+        assert relative(made[2], made[0]) < share
+    else:  # bfloat16 rounds the whole step: the inverse must not be what one sees
+        assert relative(made[2], made[0]) < 1.1 * relative(made[1], made[0])
