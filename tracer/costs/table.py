@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tracer.costs.signature import Signature, TensorSpec
+from traces.records.events import OwnEvents
 
 # source: restated from torch's source, releases 2.11 to 2.13 or the main branch near them
 # partial: the allocations are torch's, a size in them was filled in (say a library's scratch space)
@@ -127,30 +128,24 @@ def _events(rule: Rule, signature: Signature, names: dict[str, Any]) -> Events |
         return None
     for name, value in rule.let:
         values[name] = value(values)
-    out: list[int] = []
-    live: list[str] = []
+    asked = OwnEvents()
     for event in rule.events:
         name = event.lstrip("-=")
         if event == OUT:
-            out += made(signature)
-            continue
-        if name[0] == "o" and name[1:].isdigit():
+            asked.allocate("", *made(signature))
+        elif name[0] == "o" and name[1:].isdigit():
             made_here = values.get(name)
-            out += [made_here.span_bytes] if isinstance(made_here, TensorSpec) else []
-            continue
-        if values[name] is None:
+            asked.allocate("", made_here.span_bytes if isinstance(made_here, TensorSpec) else 0)
+        elif values[name] is None:
             return None
-        sizes = values[name] if isinstance(values[name], tuple) else (values[name],)
-        if event.startswith("-"):
-            live.remove(name)
-            out += [-n for n in reversed(sizes)]
+        elif event.startswith("-"):
+            asked.free(name)
         else:
-            out += sizes
-            live += [] if event.startswith("=") else [name]
-    for name in reversed(live):
-        sizes = values[name] if isinstance(values[name], tuple) else (values[name],)
-        out += [-n for n in reversed(sizes)]
-    return tuple(n for n in out if n)
+            sizes = values[name] if isinstance(values[name], tuple) else (values[name],)
+            asked.allocate("" if event.startswith("=") else name, *sizes)
+    for name in reversed([name for name, _ in asked.live if name]):
+        asked.free(name)
+    return tuple(asked.events)
 
 
 def made(signature: Signature) -> Events:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from traces.errors import TraceError
 from traces.records.device_profile import LibraryWorkspace
+from traces.records.events import OwnEvents
 
 MARK_BYTES: Final = 257  # asked for; the allocator's smallest block serves it
 
@@ -59,11 +60,18 @@ def read_history(entries: Sequence[Mapping[str, Any]], windows: Sequence[OpWindo
         first = _marker(moves, position, window.before, number, window.target)
         last = _marker(moves, first, window.after, number, window.target)
         inside = range(first, last - 2)
-        events.append(tuple(moves[k][2] if moves[k][0] else -moves[k][2] for k in inside))
+        own = OwnEvents()
         for k in inside:
             alloc, address, size = moves[k]
+            if alloc:
+                own.allocate(address, size)
+            elif (address, size) in own.live:
+                own.free(address)
+            else:
+                own.events.append(-size)
             if alloc and size and address not in window.outputs and last_free.get(address, -1) < k:
                 kept.append(LibraryWorkspace(nbytes=size, op=window.target))
+        events.append(tuple(own.events))
         position = last
     return History(events=tuple(events), workspaces=tuple(kept))
 

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+
+
+class OwnEvents:
+    """An op's events as they come (`Ops.events`), from blocks with names."""
+
+    def __init__(self) -> None:
+        self.events: list[int] = []
+        self.live: list[tuple[Hashable, int]] = []
+
+    def allocate(self, name: Hashable, *sizes: int) -> None:
+        """Blocks of so many bytes; of 0 bytes none."""
+        self.events += [n for n in sizes if n]
+        self.live += [(name, n) for n in sizes if n]
+
+    def free(self, name: Hashable) -> None:
+        """All blocks of that name, the youngest first; zeros tell which of equally large ones each is."""
+        for k in reversed([k for k, (of, _) in enumerate(self.live) if of == name]):
+            _, size = self.live.pop(k)
+            self.events += [0] * sum(n == size for _, n in self.live[k:])
+            self.events.append(-size)
 
 
 def _outputs(
@@ -31,33 +51,34 @@ def replayed(
     """
     if not events:
         return _outputs(nbytes, wanted, asks)
-    stays = {k for positions in that_stay(events).values() for k in positions}
-    temporary: dict[int, list[int]] = {}
-    outputs: dict[int, list[int]] = {}
-    count = 0
-    for k, size in enumerate(events):
-        if size > 0:
-            (outputs if k in stays else temporary).setdefault(size, []).append(count)
-            asks.append(size)
-            count += 1
-        elif temporary.get(-size):
-            asks.append(~temporary[-size].pop())
-    made = {s: outputs[nbytes[s]].pop(0) for s in wanted if outputs.get(nbytes[s])}
+    own, stay = _matched(events)
+    asks += own
+    made = {}
+    for s in wanted:
+        if stay.get(nbytes[s]):
+            made[s] = stay[nbytes[s]].pop(0)[0]
     # An output that was obtained in pieces, or in place of memory freed: one block of its size stands for it.
-    asks += [~block for blocks in outputs.values() for block in blocks]
+    asks += [~block for blocks in stay.values() for block, _ in blocks]
     return made | _outputs(nbytes, [s for s in wanted if s not in made], asks)
 
 
 def that_stay(events: Sequence[int]) -> dict[int, list[int]]:
-    """Positions of the allocations that stay, by size: of equally large ones, a free takes the last before it."""
-    frees: dict[int, int] = {}
-    stay: dict[int, list[int]] = {}
-    for k in range(len(events) - 1, -1, -1):
-        size = events[k]
-        if size < 0:
-            frees[-size] = frees.get(-size, 0) + 1
-        elif frees.get(size):
-            frees[size] -= 1
-        else:
-            stay.setdefault(size, []).insert(0, k)
-    return stay
+    """Positions of the allocations that stay, by size."""
+    return {size: [k for _, k in blocks] for size, blocks in _matched(events)[1].items() if blocks}
+
+
+def _matched(events: Sequence[int]) -> tuple[list[int], dict[int, list[tuple[int, int]]]]:
+    """Events as requests, and of what stays, by size: its block and its position."""
+    asks: list[int] = []
+    live: dict[int, list[tuple[int, int]]] = {}
+    older = count = 0
+    for k, event in enumerate(events):
+        of = live.setdefault(abs(event), [])
+        if event > 0:
+            of.append((count, k))
+            asks.append(event)
+            count += 1
+        elif event and of:
+            asks.append(~of.pop(-1 - min(older, len(of) - 1))[0])
+        older = older + 1 if not event else 0
+    return asks, live

@@ -96,7 +96,8 @@ class Ops:
     reads: tuple[tuple[int, ...], ...]  # storage ids
     writes: tuple[tuple[int, ...], ...]  # storage ids, created (producer == this op) or overwritten
     # What the op allocates and frees while it runs, in order: +bytes and -bytes. The sum is the size of
-    # the storages that it leaves behind. Empty: nothing was measured, so outputs only.
+    # the storages that it leaves behind. Empty: nothing was measured, so outputs only. What is freed is the youngest
+    # of the op's own blocks of that size; each 0 before it means the one that is older.
     events: tuple[tuple[int, ...], ...]
     # A storage whose memory the op may take over for its output when nothing else needs it; -1: none.
     overwrites: tuple[int, ...]

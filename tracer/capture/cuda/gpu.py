@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tracer.capture.cuda.attention import attend
 from tracer.capture.cuda.rms_norm import fused_rms_norm
 from tracer.capture.passes.batch_norm import dense, meta, takes_cudnn
+from tracer.capture.torch_fixes.grouped import whole_histograms
 from tracer.precision.policy import lowered, without_autocast
 from tracer.torch_api import DisableTorchFunction, FakeTensor, pytree, replaced, scaled_dot_product_attention
 from traces.devices import Device
@@ -100,6 +101,7 @@ def gpu_kernels(target: Device | None) -> Iterator[None]:
         replaced(functional, scaled_dot_product_attention=run_attention),
         replaced(torch, batch_norm=run_norm),
         fused_rms_norm() if target is not None else contextlib.nullcontext(),
+        whole_histograms() if target is not None else contextlib.nullcontext(),
         Mode(),
     ):
         yield

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from tracer.torch_api import meta_registrations, replaced
+from tracer.torch_api import fake_impls, meta_registrations, replaced
 
 _ALIGNMENT_BYTES: Final = 16
 
@@ -34,6 +34,21 @@ def grouped_products() -> Iterator[None]:
 
     with replaced(meta_registrations, _meta_grouped_mm_common=product):
         yield
+
+
+@contextmanager
+def whole_histograms() -> Iterator[None]:
+    """In the body, fake tensors of whole numbers have histograms, as on a GPU, where a mixture counts tokens by them."""
+    known, op = fake_impls.op_implementations_dict, torch.ops.aten.histc.default
+
+    def histogram(mode: Any, func: Any, x: torch.Tensor, bins: int = 100, *bounds: float) -> torch.Tensor:
+        return x.new_empty(bins)
+
+    known[op] = histogram
+    try:
+        yield
+    finally:
+        known.pop(op, None)
 
 
 def _result(a: torch.Tensor, b: torch.Tensor, offsets: Any, dtype: torch.dtype) -> torch.Tensor:
