@@ -93,6 +93,7 @@ USED: Final = {
     # modules in which `replaced` puts something else
     "bindings": "torch._C",
     "decompositions": "torch._decomp.decompositions",
+    "decomposition_table": "torch._decomp:decomposition_table",
     "fake_impls": "torch._subclasses.fake_impls",
     "meta_registrations": "torch._meta_registrations",
 }

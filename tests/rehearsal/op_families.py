@@ -75,11 +75,15 @@ def whole(r: random.Random, shape: list[int], most: int = 1) -> torch.Tensor:
 
 
 def train(out: Any, r: random.Random | None = None) -> None:
-    """Backward from an output, with a gradient that lies as it does, is contiguous, or one number, expanded."""
+    """Backward from an output, with a gradient that lies as it does or the other way round, is contiguous, or one
+    number, expanded."""
     for y in tensors(out):
         if y.requires_grad and y.is_floating_point():
-            kind = r.randrange(4) if r else 0
-            if kind == 3:
+            kind = r.randrange(5) if r else 0
+            if kind == 4 and y.dim() > 1:
+                turned = y.transpose(0, y.dim() - 1)
+                g = torch.empty(turned.shape, dtype=y.dtype, device=GPU).transpose(0, y.dim() - 1)
+            elif kind == 3:
                 g = torch.empty((), dtype=y.dtype, device=GPU).expand_as(y)
             else:
                 g = torch.empty(y.shape, dtype=y.dtype, device=GPU) if kind == 2 else torch.empty_like(y)
@@ -519,7 +523,7 @@ def images(r: random.Random) -> Draw:
                         r,
                     )
             elif kind == 6:
-                train(functional.unfold(x, 3, padding=1), r)
+                train(functional.unfold(x, 3, padding=1, stride=r.choice((1, 1, 4))), r)
             elif kind == 7:
                 train(functional.adaptive_max_pool2d(x, 2), r)
             elif kind == 8:

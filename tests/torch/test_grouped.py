@@ -15,7 +15,7 @@ from torch.nn import functional  # noqa: E402
 from executor.verify import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from tracer.capture.torch_fixes.grouped import grouped_products  # noqa: E402
+from tracer.capture.torch_fixes.grouped import true_results  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 
 
@@ -42,7 +42,7 @@ def operands(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: Any) -> tup
 def test_fake_tensors_are_as_real_ones(shapes: Any, dtype: Any) -> None:
     a, b, ends = operands(shapes, dtype)
     real = functional.grouped_mm(a, b, offs=ends)
-    with grouped_products(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with true_results(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = functional.grouped_mm(
             *(mode.from_tensor(x) if x is not None else None for x in (a, b)), offs=ends
         )

@@ -52,7 +52,7 @@ from tracer.capture.state import (
     run_watched,
 )
 from tracer.capture.torch_fixes.caches import emptied_caches, holds_kept_tensor
-from tracer.capture.torch_fixes.grouped import grouped_products
+from tracer.capture.torch_fixes.grouped import true_results
 from tracer.precision.cast_cache import cached_casts
 from tracer.precision.policy import OFF, Autocast, without_autocast
 from tracer.torch_api import (
@@ -240,7 +240,7 @@ def _capture(
         for context in (
             without_torch_log(),
             without_autocast(),
-            grouped_products(),
+            true_results(),
             checks_kept(),
             fake_mode,
             fx_traceback.preserve_node_meta(),
@@ -262,13 +262,13 @@ def _capture(
 def forward_once(model: nn.Module, run: Callable[[], None]) -> None:
     """Call `run`, which runs the model eagerly on fake tensors, under what the capture would use around it."""
     try:
-        with without_torch_log(), emptied_caches(model), grouped_products(), library_code(), looking(model):
+        with without_torch_log(), emptied_caches(model), true_results(), library_code(), looking(model):
             run()
     except Exception as error:
         if not is_data_dependent(error):
             raise explain(error, model) from error
         try:
-            with without_torch_log(), grouped_products(), library_code(), as_compiled(), looking(model):
+            with without_torch_log(), true_results(), library_code(), as_compiled(), looking(model):
                 run()
         except Exception as again:
             raise explain(again, model) from again

@@ -108,7 +108,7 @@ RESIZED: Final = {
     "aten.binary_cross_entropy.default": 3,
 }
 # Ops that allocate as much as their input takes and then resize that, likewise (Im2Col.cpp, Col2Im.cpp).
-RESIZED_INPUT: Final = frozenset({"aten.col2im.default"})
+RESIZED_INPUT: Final = frozenset({"aten.col2im.default", "aten.im2col.default"})
 
 # Norms whose CPU kernels keep the statistics in the type of weights and running statistics, where that is another than
 # the input's (float32 weights under autocast), while torch's fake tensors say the input's (2.13,
@@ -130,6 +130,8 @@ def result_bytes(func: Any, args: Sequence[Any], result: torch.Tensor) -> int:
     name = str(func)
     if name == EFFICIENT_ATTENTION and result.dtype is torch.int64 and len(args) > 5 and args[5] > 0:
         return 0
+    if name == EFFICIENT_ATTENTION_BACKWARD and min(result.stride()[:-1]) == result.stride(-2) > result.shape[-1]:
+        nbytes = result.numel() // result.shape[-1] * result.stride(-2) * result.element_size()
     if name in RESIZED_INPUT:
         nbytes = max(nbytes, args[0].numel() * result.element_size())
     if name in RESIZED and (len(args) <= RESIZED[name] or args[RESIZED[name]] != 0):  # 0: not reduced
@@ -145,6 +147,8 @@ def result_bytes(func: Any, args: Sequence[Any], result: torch.Tensor) -> int:
 
 # With dropout its seed and its offset are on the CPU, outside of a CUDA graph (transformers/cuda/attention.cu).
 EFFICIENT_ATTENTION: Final = "aten._scaled_dot_product_efficient_attention.default"
+# The gradient of its mask is made of the first columns of a wider tensor (attention_backward.cu).
+EFFICIENT_ATTENTION_BACKWARD: Final = "aten._scaled_dot_product_efficient_attention_backward.default"
 
 # Ops that read only as much of their (first) input as they write.
 GATHERS: Final = frozenset({"embedding", "index", "gather", "index_select"})

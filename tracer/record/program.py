@@ -19,7 +19,7 @@ from tracer.capture.capture import Captured
 from tracer.capture.cuda.gpu import results
 from tracer.capture.passes.batch_norm import writes as undeclared_writes
 from tracer.capture.sizes import Known, at, number
-from tracer.capture.torch_fixes.grouped import grouped_products, whole_histograms
+from tracer.capture.torch_fixes.grouped import true_results, whole_histograms
 from tracer.costs.roofline import result_bytes
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.precision.policy import without_autocast
@@ -115,7 +115,7 @@ def program_of(
     run.constants()
     written = _overwritten_inputs(captured)
     touched = {s for w in written for s in run.storage_of.get(w, ())}
-    with run.mode, torch.no_grad(), without_autocast(), grouped_products(), whole_histograms():
+    with run.mode, torch.no_grad(), without_autocast(), true_results(), whole_histograms():
         for phase, group in ((FORWARD, captured.forward), (BACKWARD, captured.backward)):
             for n in group:
                 run.op(n, phase, touched)

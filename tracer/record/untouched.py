@@ -46,12 +46,13 @@ USES_OF_ONE: Final = (
 )
 Ask = tuple[int, int, int, str]  # a row of Untouched
 # What autograd's own code writes in place, but not where tensors are fake (at::isTensorSubclassLike): its sums of
-# gradients (torch/csrc/autograd/input_buffer.cpp, accumulate), formulas (FunctionsManual.cpp, gather_backward).
+# gradients (torch/csrc/autograd/input_buffer.cpp, accumulate), formulas (FunctionsManual.cpp, gather_backward;
+# TensorAdvancedIndexing.cpp, index_backward, which does not check the indices).
 IN_PLACE: Final = {
     aten.add.Tensor: aten.add_.Tensor,
     aten.scatter.src: aten.scatter_.src,
     aten.scatter_add.default: aten.scatter_add_.default,
-    aten.index_put.default: aten.index_put_.default,
+    aten.index_put.default: aten._index_put_impl_.default,
 }
 
 MOST_OPS: Final = 20_000  # of a step that is counted: the work grows with the square
@@ -261,10 +262,11 @@ class _Counter(EagerRecorder):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         twin = IN_PLACE.get(func) if self.phase == BACKWARD and not kwargs else None
-        if twin is not None and isinstance(args[0], torch.Tensor) and _alone(args[0]) and _of_autograd():
-            # A sum is of what an earlier node made; else a formula writes into zeros that it has just made itself.
+        if twin is not None and isinstance(args[0], torch.Tensor):
+            # A sum is of what an earlier node made; else a formula writes into zeros that it has just made and has.
             made_now = self._maker.get(storage_key(args[0])) == _node()
-            if made_now is not (func is aten.add.Tensor):
+            written = made_now is not (func is aten.add.Tensor)
+            if written and _alone(args[0], USES_OF_ONE + made_now) and _of_autograd():
                 return twin(*args)
         return super()._call(func, args, kwargs)
 
@@ -280,6 +282,9 @@ class _Counter(EagerRecorder):
         self._ops += 1
         if self._ops > MOST_OPS:
             raise _TooLong(f"more than {MOST_OPS} ops")
+        if func in IN_PLACE and out is args[0]:
+            func = IN_PLACE[func]
+            args = (*args, True) if func is aten._index_put_impl_.default else args  # True: without checks
         before = self._live_bytes
         for x in given_to(func, args, kwargs):
             self._stays(x)  # made before the step began, and known to nobody
@@ -403,8 +408,8 @@ def _node() -> int:
     return NO_NODE if node is None else node._sequence_nr()
 
 
-def _alone(x: torch.Tensor) -> bool:
+def _alone(x: torch.Tensor, uses: int) -> bool:
     """Whether a tensor fills its storage, no other tensor shares that, and no other node of autograd waits for it."""
     storage = x.untyped_storage()  # the second that does
     whole = storage.nbytes() == x.numel() * x.element_size()
-    return whole and storage_uses(storage._cdata) == 2 and tensor_uses(x) <= USES_OF_ONE
+    return whole and storage_uses(storage._cdata) == 2 and tensor_uses(x) <= uses

@@ -15,14 +15,15 @@ from typing import Any, Final
 
 import torch
 
+from tracer.capture.torch_fixes.contiguous import contiguous_gradients
 from tracer.torch_api import fake_impls, meta_registrations, replaced
 
 _ALIGNMENT_BYTES: Final = 16
 
 
 @contextmanager
-def grouped_products() -> Iterator[None]:
-    """In the body, a grouped product of fake tensors has the type and the strides that the kernels would give it."""
+def true_results() -> Iterator[None]:
+    """In the body, results of fake tensors have the types and strides that the kernels would give them."""
     original = meta_registrations._meta_grouped_mm_common
 
     def product(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -32,7 +33,7 @@ def grouped_products() -> Iterator[None]:
         offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
         return _result(a, b, offsets, kwargs.get("out_dtype") or a.dtype)
 
-    with replaced(meta_registrations, _meta_grouped_mm_common=product):
+    with replaced(meta_registrations, _meta_grouped_mm_common=product), contiguous_gradients():
         yield
 
 
