@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,36 @@ def _step(task: Task, watch: Watch) -> None:
         from executor.training.module import apply_plan
 
         model = apply_plan(step.model, Plan.load(task.plan))
-    # The model was built on the GPU, which leaves cached what its initialisers freed; one moved there leaves nothing.
-    torch.cuda.empty_cache()
+    _lay_out((*_as_moved(step.model), *step.tensors()))
     watch.begin()
     for _ in range(task.iterations):
         run_step(step, model, step.optimizer)
         watch.end()
+
+
+def _as_moved(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers in the order in which `model.to` moves them, each once."""
+    tensors: dict[int, torch.Tensor] = {}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        tensors.setdefault(id(x), x)
+        return x
+
+    model._apply(note)
+    return list(tensors.values())
+
+
+def _lay_out(tensors: Sequence[torch.Tensor]) -> None:
+    """Let tensors lie as if each had been moved to the GPU in turn: a model built there lies as it was built, among
+    what its initialisers freed. What shares memory stays where it is."""
+    storages = Counter(x.untyped_storage().data_ptr() for x in tensors)
+    alone = [x for x in tensors if x.is_cuda and storages[x.untyped_storage().data_ptr()] == 1]
+    sizes = [(x.shape, x.stride()) for x in alone]
+    for x in alone:
+        x.data = x.new_empty(0)
+    torch.cuda.empty_cache()
+    for x, (shape, stride) in zip(alone, sizes, strict=True):
+        x.data = x.new_empty_strided(shape, stride)
 
 
 def _script(task: Task, watch: Watch) -> None:

@@ -130,7 +130,10 @@ def result_bytes(func: Any, args: Sequence[Any], result: torch.Tensor) -> int:
     name = str(func)
     if name == EFFICIENT_ATTENTION and result.dtype is torch.int64 and len(args) > 5 and args[5] > 0:
         return 0
-    if name == EFFICIENT_ATTENTION_BACKWARD and min(result.stride()[:-1]) == result.stride(-2) > result.shape[-1]:
+    if (
+        name == EFFICIENT_ATTENTION_BACKWARD
+        and min(result.stride()[:-1]) == result.stride(-2) > result.shape[-1]
+    ):
         nbytes = result.numel() // result.shape[-1] * result.stride(-2) * result.element_size()
     if name in RESIZED_INPUT:
         nbytes = max(nbytes, args[0].numel() * result.element_size())

@@ -143,8 +143,8 @@ def _events(rule: Rule, signature: Signature, names: dict[str, Any]) -> Events |
         else:
             sizes = values[name] if isinstance(values[name], tuple) else (values[name],)
             asked.allocate("" if event.startswith("=") else name, *sizes)
-    for name in reversed([name for name, _ in asked.live if name]):
-        asked.free(name)
+    for temporary in reversed([name for name, _ in asked.live if name]):
+        asked.free(temporary)
     return tuple(asked.events)
 
 

@@ -39,7 +39,7 @@ def true_results() -> Iterator[None]:
 
 @contextmanager
 def whole_histograms() -> Iterator[None]:
-    """In the body, fake tensors of whole numbers have histograms, as on a GPU, where a mixture counts tokens by them."""
+    """In the body, fake tensors of whole numbers have histograms, as on a GPU: a mixture counts tokens by them."""
     known, op = fake_impls.op_implementations_dict, torch.ops.aten.histc.default
 
     def histogram(mode: Any, func: Any, x: torch.Tensor, bins: int = 100, *bounds: float) -> torch.Tensor:
