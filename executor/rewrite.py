@@ -25,6 +25,9 @@ from traces.records.plan import RECOMPUTE
 from traces.records.trace import VIEW
 
 
+READS: Final = "reads_parameters"  # in a node's meta: the numbers of those that its op reads
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewritten:
     """The two modules and how they fit together.
@@ -75,6 +78,9 @@ class _Writing:
         self.returned: dict[fx.Node, fx.Node] = {}  # model output -> its copy in forward
         self.recomputed: list[str] = []
         self.outputs = set(self.captured.outputs)
+        self.parameters: dict[int, list[int]] = {}  # by storage, numbers
+        for k, n in enumerate(self.captured.placeholders[: len(self.captured.parameters)]):
+            self.parameters.setdefault(program.storage_of[n][0], []).append(k)
         for n in (*self.captured.placeholders, *self.captured.numbers):
             graph = self.backward if "tangent_of" in n.meta else self.forward
             copy = graph.placeholder(n.name)
@@ -95,6 +101,7 @@ class _Writing:
         else:
             call = Call(target=op.node.target, args=op.node.args, kwargs=dict(op.node.kwargs))
         copy = self._copy(graph, op.node, call, again, lambda n: self._resolve(n, graph))
+        copy.meta[READS] = tuple(k for s in self.program.rows[op_id].reads for k in self.parameters.get(s, ()))
         if schedule.takes[step] >= 0:
             twin = inplace_twin(copy.target)
             assert twin is not None

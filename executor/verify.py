@@ -1,7 +1,8 @@
 """Train the untouched model and the planned one side by side from the same seed, and compare everything.
 
 After every step: the loss, every gradient, every parameter, the optimizer's state, every buffer, the state of the
-random generators, and the scale of a gradient scaler. Each side keeps its own generator state, so dropout draws the
+random generators, and the scale of a gradient scaler. The untouched side of a loop that frees gradients in backward is
+the ordinary loop, in which one step of the optimizer is of all parameters. Each side keeps its own generator state, so dropout draws the
 same numbers on both.
 """
 
@@ -11,6 +12,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,14 @@ class _Side:
     def __init__(self, step: TrainingStep, model: Callable[..., Any], device: str) -> None:
         self.step, self.model, self.device = step, model, device
         self.rng = self._get()
+        self.taken: dict[str, torch.Tensor] = {}  # gradients of a loop that frees them
+        for name, p in step.model.named_parameters() if step.loop.release_gradients else ():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(partial(self._take, name))
+
+    def _take(self, name: str, p: torch.Tensor) -> None:
+        assert p.grad is not None
+        self.taken[name] = p.grad.clone()
 
     def _get(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]
@@ -57,7 +67,7 @@ class _Side:
     def _tensors(self) -> Iterator[tuple[str, str, torch.Tensor | None]]:
         model = self.step.model
         for name, p in model.named_parameters():
-            yield "gradients", name, p.grad
+            yield "gradients", name, self.taken.pop(name, p.grad)
             yield "parameters", name, p.detach()
         for name, b in model.named_buffers():
             yield "buffers", name, b
@@ -171,7 +181,9 @@ def _compare(
 def _side(build: BuildStep, plan: Plan | None, device: str) -> _Side:
     step = build(device)
     if plan is None:
-        return _Side(step, step.model, device)
+        side = _Side(step, step.model, device)
+        side.step = replace(step, loop=replace(step.loop, release_gradients=False))
+        return side
     planned = apply_plan(step.model, plan)
     if step.own is None:  # whose first call captures
         capture_now(planned, step.args, step.kwargs)

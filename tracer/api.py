@@ -45,6 +45,7 @@ class LoopOptions(TypedDict, total=False):
     zero_grad: str | None  # before, after, keep (set to zero, and stay) or none
     clip_grad_norm: float | None  # the most that the norm of all gradients may be
     accumulate: int | None  # how often forward and backward run before the optimizer's step
+    release_gradients: bool | None  # step each parameter in backward and free its gradient
 
 
 class AllOptions(StepOptions, LoopOptions, total=False):
@@ -131,7 +132,8 @@ def trace(
         options: for a model by its name, and for a function that names them: batch_size (examples), seq_len (tokens),
             image_size (pixels), dtype, dropout, task, attention, use_cache, optimizer_impl. For every step, of its
             loop: zero_grad ("before" forward, "after" the optimizer's step, "keep": to zero, "none"), clip_grad_norm,
-            accumulate (how often forward and backward run before the optimizer's step).
+            accumulate (how often forward and backward run before the optimizer's step), release_gradients (each
+            parameter is stepped in backward as soon as its gradient is there, which is freed).
 
     Returns:
         The trace: all sizes in bytes, all times in ns.

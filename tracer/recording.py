@@ -148,10 +148,16 @@ def record_real(
         fake: the same step on such, if it is recorded already. For the others see `measure`.
 
     Raises:
-        SpecError: the loop accumulates gradients; a profile is named in a rehearsal.
+        SpecError: the loop accumulates gradients, or frees them in backward; a profile is named in a rehearsal.
         TraceError: the real step ran other ops than the captured one; the profile that was named is none, or is of
             another device.
     """
+    if build.policy.get("release_gradients"):
+        raise SpecError(
+            "--release-gradients: --device measures the ops of a loop whose optimizer steps after backward. Measure "
+            "without it, and trace with --target and --release-gradients; the measurements are in the device's profile "
+            "by then."
+        )
     if (parts := build.policy.get("accumulate", 1)) > 1:
         raise SpecError(
             f"--accumulate {parts}: --device measures the ops of a loop of one part. Measure without --accumulate, and "

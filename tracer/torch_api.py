@@ -84,6 +84,7 @@ USED: Final = {
     "execution_engine": "torch.autograd:Variable._execution_engine",
     "disable_dynamo": "torch:_disable_dynamo",
     "current_autograd_node": "torch._C:_current_autograd_node",
+    "will_execute": "torch._C:_will_engine_execute_node",
     "DisableTorchFunction": "torch._C:DisableTorchFunction",
     "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
     "is_mkldnn_bf16_supported": "torch:ops.mkldnn._is_mkldnn_bf16_supported",

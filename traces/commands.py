@@ -161,6 +161,8 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--clip-grad-norm", type=float, help="Clip the norm of all gradients before the optimizer."),
             click.option("--accumulate", type=click.IntRange(min=1),
                          help="Forward and backward so many times, a batch each, before the optimizer."),
+            click.option("--release-gradients", is_flag=True, default=None,
+                         help="Step each parameter in backward, as soon as its gradient is there, and free that."),
             click.option("--dropout", type=float, help="Instead of the model's own dropout probabilities."),
             click.option("--task", help="What a model of hf:CONFIG.json is for: causal-lm, image-classification, ..."),
             click.option("--attention", help="sdpa or eager (transformers)."),

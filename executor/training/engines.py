@@ -556,7 +556,10 @@ def program_actions(plan: Plan, program: Program) -> tuple[Action, ...]:
     last_forward, first_backward = plan.meta.forward_ops - 1, plan.meta.first_backward_graph_op
 
     def local(op: int) -> int:
-        return op - (first_backward - last_forward - 1) if op >= first_backward else min(op, last_forward)
+        if op < first_backward:
+            return min(op, last_forward)
+        others = sum(max(0, min(count, op - first + 1)) for first, count in plan.meta.within_backward)
+        return op - (first_backward - last_forward - 1) - others
 
     def locals_of(a: Action) -> tuple[int, ...]:
         return tuple(sorted({c for o in a.evict_after if (c := local(o)) < len(program.ops)}))

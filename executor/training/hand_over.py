@@ -5,6 +5,9 @@ DistributedDataParallel would then be summed up one after another with nothing l
 is called from inside that function for each parameter as soon as its gradient exists (reentrant backward), so that
 what hangs on the parameter runs: accumulation, hooks, and the reduction of a bucket that is full. Each parameter is
 handed its gradient once for a backward, however often the module was called before it, as the reducer expects.
+
+So it is where something waits for a parameter's gradient inside backward (`register_post_accumulate_grad_hook`), such
+as an optimizer that steps it there: not before the last op that reads the parameter has run.
 """
 
 from __future__ import annotations
@@ -19,25 +22,26 @@ import torch
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from executor.rewrite import READS
+from tracer.build.release import hand, hands_over, used_outside
 from tracer.torch_api import execution_engine
+from traces.errors import PlanError
 
 Backward = Callable[[list[Any]], Any]
 _variants: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
 
 
-def wanted(module: nn.Module) -> bool:
-    """Whether a module is being called by a DistributedDataParallel that reduces gradients as they come.
+def wanted(module: nn.Module, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether a module is being called by a DistributedDataParallel that reduces gradients as they come, or by none and
+    its parameters have hooks that wait for them.
 
     One that looks for unused parameters walks autograd's graph to them, and one with a static graph learns the order in
     which a whole backward brings them; both get them at the end.
     """
     around = DistributedDataParallel._active_ddp_module
-    return (
-        around is not None
-        and around.module is module
-        and not around.find_unused_parameters
-        and not around.static_graph
-    )
+    if around is None:
+        return hands_over(parameters)
+    return around.module is module and not around.find_unused_parameters and not around.static_graph
 
 
 @dataclass(eq=False)
@@ -62,6 +66,12 @@ class Pool:
             the gradients of the arguments.
         """
         self.pending.discard(call)
+        if hands_over(parameters) and (k := used_outside(parameters)) >= 0:
+            raise PlanError(
+                f"the loss uses a parameter of the model (number {k}, of shape {tuple(parameters[k].shape)}) beside the "
+                "planned step, so that its hook for accumulated gradients would run twice; put the loss into the model, "
+                "or take the hook off and step the optimizer after backward."
+            )
         if self.pending:  # maybe in this same backward: nobody knows before its end
             gradients, rest = module(values)
             for p, g in zip(parameters, gradients, strict=True):
@@ -86,10 +96,7 @@ class Pool:
         self.sums[id(parameter)] = parameter, gradient if known is None else known[1] + gradient
 
     def _hand(self, key: int) -> None:
-        parameter, box = self.sums[key][0], [self.sums.pop(key)[1]]
-        with torch.enable_grad():
-            token = _Gradient.apply(box, parameter)
-        torch.autograd.backward(token, token.new_empty(0))
+        hand(self.sums[key][0], [self.sums.pop(key)[1]])
 
     def flush(self) -> None:
         """Hand over what is left."""
@@ -97,21 +104,9 @@ class Pool:
             self._hand(key)
 
 
-class _Gradient(torch.autograd.Function):
-    """Its backward gives a parameter the gradient in the box, which then is autograd's alone: it takes it uncopied."""
-
-    @staticmethod
-    def forward(ctx: Any, box: list[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:
-        ctx.box = box
-        return parameter.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _token: torch.Tensor) -> Any:
-        return None, ctx.box.pop()
-
-
 def _handing(module: fx.GraphModule) -> Backward:
-    """The same backward, which takes `put` and `go` first and calls them for each parameter's gradient once it exists.
+    """The same backward, which takes `put` and `go` first and calls them for each parameter's gradient once it exists
+    and nothing reads the parameter any more.
 
     Between the two the value's name in the generated code is freed. Returns the gradients of the arguments.
     """
@@ -121,15 +116,35 @@ def _handing(module: fx.GraphModule) -> Backward:
         put, go = graph.placeholder("lowtide_put"), graph.placeholder("lowtide_go")
         copies: dict[fx.Node, fx.Node] = {}
         gradients, rest = graph.graph_copy(module.graph, copies)
-        last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]
-        for k, g in enumerate(gradients):
-            if g is not None:
-                with graph.inserting_after(last_input if g.op == "placeholder" else g):
-                    there = graph.call_function(operator.call, (put, k, g))
-                with graph.inserting_after(there):
-                    graph.call_function(operator.call, (go, k))
+        for place, of in _places(graph, gradients).items():
+            last = place
+            for k in of:
+                for call in ((put, k, gradients[k]), (go, k)):
+                    with graph.inserting_after(last):
+                        last = graph.call_function(operator.call, call)
         graph.output(rest)
         graph.set_codegen(fx.graph._BoxedCodeGen())
         graph.lint()
         made = _variants[module] = fx.GraphModule(module, graph, class_name="LowtideBackwardHandingOver")
     return made
+
+
+def _places(graph: fx.Graph, gradients: Sequence[fx.Node | None]) -> dict[fx.Node, list[int]]:
+    """The nodes after which gradients are handed over, and whose: as `Program.hand_over_places` has it."""
+    at: dict[fx.Node, int] = {}
+    ends: dict[fx.Node, fx.Node] = {}  # an op, or a part of what it makes -> the last of its parts, which holds them all
+    reader: dict[int, fx.Node] = {}
+    for n in graph.nodes:
+        at[n] = len(at)
+        whole = n.args[0] if n.target is operator.getitem else n
+        ends[n] = ends[whole] = n
+        if n.op == "placeholder":
+            first = n
+        reader |= dict.fromkeys(n.meta.get(READS, ()), n)
+    places: dict[fx.Node, list[int]] = {}
+    for k, g in enumerate(gradients):
+        if g is not None:
+            made = [ends[g.args[0] if g.target is operator.getitem else g], first]
+            made += [ends[reader[k]]] if k in reader else []
+            places.setdefault(max(made, key=at.__getitem__), []).append(k)
+    return places

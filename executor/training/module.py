@@ -209,8 +209,10 @@ class PlannedModule(nn.Module):
         (engine.of or engine).steps += 1
         state.larger += engine.larger
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
-        pool = state.pool if hand_over.wanted(self) else None
-        outputs = run(engine, state.engines.tensors(engine) + given, pool)
+        tensors = state.engines.tensors(engine)
+        of_parameters = tensors[: len(engine.program.captured.parameters)]
+        pool = state.pool if hand_over.wanted(self, of_parameters) else None
+        outputs = run(engine, tensors + given, pool)
         state.engines.set_attributes(engine)
         return outputs
 

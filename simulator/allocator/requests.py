@@ -126,9 +126,8 @@ def _iteration(recording: _Recording, schedule: Schedule, parts: int, *, stay: b
 def phases_of(trace: Trace, schedule: Schedule) -> tuple[str, ...]:
     """Step -> the phase in which it runs: of an op that runs again, that of what it runs for."""
     first = schedule.forward_steps
-    later = (k for k in range(first, len(schedule)) if trace.ops.phase[schedule.op[k]] == OPTIMIZER)
-    turn = next(later, len(schedule))
-    return (FORWARD,) * first + (BACKWARD,) * (turn - first) + (OPTIMIZER,) * (len(schedule) - turn)
+    later = zip(schedule.op[first:], schedule.recompute[first:], strict=True)
+    return (FORWARD,) * first + tuple(BACKWARD if again else trace.ops.phase[op] for op, again in later)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ class Facts:
 
     A storage is rebuildable if the op that produced it may run again and everything that this op reads is
     resident, rebuildable, or saved by default; so any set of candidates can be recomputed together, because
-    whatever a chain meets is either a candidate itself or still there.
+    whatever a chain meets is either a candidate itself or still there. Nor may anything have changed, before its last
+    use, that such ops read: a parameter that is stepped in backward.
 
     Under constraints, an op that must never run again may not, and a value that must be saved is no candidate. Such
     values, and those of such ops, stay for recomputations that read them even if backward does not (`outcome.finish`
@@ -33,6 +34,7 @@ class Facts:
         pinned: storage -> alive when forward ends for a reason outside the captured graph.
         rebuildable: storage -> can be computed again from what can be saved.
         recompute_only: storage -> rebuildable, but only recomputations would read it after forward.
+        until: storage -> the first op that overwrites it, or what it would be computed again from.
         candidates: storages that a plan may recompute, in order of their production.
         transient_bytes: op -> bytes that its own run adds at most, outputs and workspace.
         created_bytes: op -> bytes of all that it creates.
@@ -85,14 +87,20 @@ class Facts:
         # Without constraints first: what these save must not make more possible than without them.
         might = [False] * n_st
         rebuildable = [False] * n_st
+        until = _first_overwritten(trace, forward_end)
         for i in range(forward_end):
             if not ops.flags[i] & FORBIDS_RECOMPUTE and not is_view[i]:
                 natural = all(resident[s] or might[s] or read_back[s] for s in ops.reads[i])
                 ok = natural and may_rerun[i]
                 ok = ok and all(resident[s] or rebuildable[s] or saved_by_default[s] for s in ops.reads[i])
+                read = (until[s] for s in ops.reads[i] if resident[s] or rebuildable[s])
+                end = min(read, default=n_ops)
                 for s in creates[i]:
                     might[s] = natural
-                    rebuildable[s] = ok and s not in forbidden.always_saved
+                    rebuildable[s] = (
+                        ok and s not in forbidden.always_saved and sts.last_backward_use[s] <= end
+                    )
+                    until[s] = end
         candidates = tuple(
             s
             for i in range(forward_end)
@@ -112,6 +120,7 @@ class Facts:
         self.forward_end = forward_end
         self.resident, self.saved_by_default, self.pinned = resident, saved_by_default, pinned
         self.rebuildable, self.candidates = tuple(rebuildable), candidates
+        self.until = tuple(until)
         self.recompute_only = tuple(
             r and not w and not p for r, w, p in zip(rebuildable, saved_by_default, pinned, strict=True)
         )
@@ -134,6 +143,16 @@ class Facts:
     def unconstrained(self) -> Self:
         """The same trace for a reader who knows of no constraints."""
         return type(self)(self.trace) if self.constraints else self
+
+
+def _first_overwritten(trace: Trace, forward_end: int) -> list[int]:
+    """Storage -> the first op after forward that overwrites it, from which on nothing that read it can be computed
+    again; the number of ops if there is none."""
+    until = [len(trace.ops)] * len(trace.storages)
+    for i in range(len(trace.ops) - 1, forward_end - 1, -1):
+        for s in trace.ops.writes[i]:
+            until[s] = i
+    return until
 
 
 def _read_without_their_maker(

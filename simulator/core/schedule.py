@@ -115,6 +115,8 @@ def why_not(facts: Facts, storage: int) -> str:
         )
     if facts.constraints and facts.unconstrained.rebuildable[storage]:
         return "a constraint forbids it"
+    if facts.until[storage] < trace.storages.last_backward_use[storage]:
+        return "a parameter that it is computed from is stepped before its last use"
     if trace.storages.nbytes[storage] == 0 and facts.saved_by_default[storage]:
         return "it is empty"
     return f"its op {trace.ops.name[producer]} depends on a value that is random and not saved"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tracer.build.loop_options import AFTER, BEFORE, KEEP, ORDINARY, Loop
+from tracer.build.release import released
 from tracer.precision.policy import OFF, Autocast, ambient
 from tracer.torch_api import foreach_zero_, pytree, replaced
 from traces.errors import SpecError
@@ -89,20 +90,22 @@ def run_step(
     trained = (*step.model.parameters(), *step.loss_parameters.values())
     # A tensor of the batch may want a gradient too; the next batch comes without.
     forget_gradients((*trained, *step.tensors()) if loop.zero_grad == BEFORE else step.tensors())
-    for _ in range(loop.accumulate):
-        tell(FORWARD)
-        with step.autocast.region():
-            loss = step.loss_of(model(*step.args, **step.kwargs))
-        if loop.accumulate > 1:
-            loss = loss / loop.accumulate
-        tell(BACKWARD)
-        (loss if scaler is None else scaler.scale(loss)).backward()
+    stepped = released(optimizer, tell) if loop.release_gradients and optimizer else contextlib.nullcontext()
+    with stepped:
+        for _ in range(loop.accumulate):
+            tell(FORWARD)
+            with step.autocast.region():
+                loss = step.loss_of(model(*step.args, **step.kwargs))
+            if loop.accumulate > 1:
+                loss = loss / loop.accumulate
+            tell(BACKWARD)
+            (loss if scaler is None else scaler.scale(loss)).backward()
     tell(OPTIMIZER)
     if loop.clip_grad_norm is not None:
         if scaler is not None and optimizer is not None:
             scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(trained, loop.clip_grad_norm)
-    if optimizer is not None:
+    if optimizer is not None and not loop.release_gradients:
         if scaler is None:
             optimizer.step()
         else:
@@ -148,6 +151,7 @@ class Phases:
         """tell: called with the phase that begins."""
         self._tell = tell
         self._now = FORWARD
+        self._inside = 0  # calls of backward, whose hooks may step an optimizer
 
     def enter(self, phase: str) -> None:
         """It begins."""
@@ -158,7 +162,7 @@ class Phases:
     def telling(self) -> Iterator[None]:
         """Tell while the body runs."""
         from torch.nn.modules.module import register_module_forward_pre_hook
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         def called(*_: Any) -> None:
             if self._now == OPTIMIZER and torch.is_grad_enabled():  # the next part of an accumulated step
@@ -168,6 +172,7 @@ class Phases:
         hooks = [
             register_module_forward_pre_hook(called),
             register_optimizer_step_pre_hook(lambda *_: self.enter(OPTIMIZER)),
+            register_optimizer_step_post_hook(lambda *_: self.enter(BACKWARD) if self._inside else None),
         ]
         autograd = torch.autograd
         try:
@@ -182,10 +187,12 @@ class Phases:
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.enter(BACKWARD)
+            self._inside += 1
             try:
                 return function(*args, **kwargs)
             finally:
-                self.enter(OPTIMIZER)
+                self._inside -= 1
+                self.enter(BACKWARD if self._inside else OPTIMIZER)
 
         return call
 

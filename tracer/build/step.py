@@ -84,8 +84,8 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
         model: a name that `tracer.build.named.models.list_models` lists, or "path/to/file.py:function"
             (without ":function" the function is `build`).
         options: batch_size, seq_len, image_size, optimizer, optimizer_impl, dtype, dropout, task, attention, use_cache,
-            amp, tf32, zero_grad, clip_grad_norm, accumulate; None as a value means "not given". A user's function gets
-            those that its signature names.
+            amp, tf32, zero_grad, clip_grad_norm, accumulate, release_gradients; None as a value means "not given". A
+            user's function gets those that its signature names.
         seed: of torch's and Python's random generators, set before each build.
 
     Raises:
@@ -128,6 +128,8 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
     """
     import torch
 
+    from tracer.build.release import check_release
+
     kind = device.partition(":")[0]
     dtype = policy.get("amp") or step.autocast.dtype
     scaler = step.scaler
@@ -138,12 +140,15 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
         away = as_on == "cuda" and dtype == FLOAT16 and scaler._device == "cuda"
         scaler = torch.amp.GradScaler(kind) if away and not torch.cuda.is_available() else None
     lists = "cuda" if as_on == "cuda" and kind == "cpu" else ""
+    loop = loop_of(policy)
+    if loop.release_gradients:
+        check_release(step.name, step.optimizer, scaler)
     return replace(
         step,
         autocast=Autocast(dtype=dtype, kind=kind, lists=lists),
         scaler=scaler,
         options={**step.options, **policy},
-        loop=loop_of(policy),
+        loop=loop,
     )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import TrainingStep, fit_tangent, run_step
+from tracer.build.release import hand, hands_over, used_outside
 from tracer.build.user_errors import explained
 from tracer.costs.calibration import Costs
 from tracer.costs.libraries import library_storages, rerun_workspaces
@@ -27,7 +28,7 @@ from tracer.record.eager import EagerRecorder
 from tracer.record.program import Program
 from tracer.record.rows import overwritten, storage_key, tensors_in
 from tracer.record.stretches import stretches
-from tracer.torch_api import FakeTensorMode, TorchDispatchMode, pytree, release
+from tracer.torch_api import FakeTensorMode, TorchDispatchMode, execution_engine, pytree, release
 from traces.devices import Device
 from traces.errors import CaptureError
 from traces.records.stretch import ROWS, Stretch
@@ -67,7 +68,8 @@ def assemble(
 
     def begin(phase: str) -> None:
         if recorder.active:
-            if any(PHASES.index(row.phase) > PHASES.index(phase) for row in recorder.rows[-1:]):
+            later = any(PHASES.index(row.phase) > PHASES.index(phase) for row in recorder.rows[-1:])
+            if later and not stub.handing:
                 phase = recorder.phase  # after the last backward nothing is forward or backward of a plan
             if phase == OPTIMIZER:
                 gradients.update(_gradients(step, recorder))
@@ -171,6 +173,9 @@ class _Stub:
         self.parameters = [parameters[n] for n in captured.parameters]
         self.tangents: list[int] = []  # storages that the model's backward reads as its tangents
         self.rows_before_backward = 0  # eager rows recorded before the model's backward begins
+        # The others stand behind the graph; or those from a row on (the first number) behind one of its ops.
+        self.handed: list[tuple[int, int]] = []
+        self.handing = False
         self.calls = 0
         self.told: dict[int, Callable[[Sequence[torch.Tensor]], None]] = {}  # at which call
         self.model = model
@@ -182,7 +187,7 @@ class _Stub:
 
         class Model(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, *inputs: torch.Tensor) -> Any:
+            def forward(ctx: Any, _anchor: Any, *inputs: torch.Tensor) -> Any:
                 with recorder.paused():
                     outs = [_empty_like(program.val(n)) for n in captured.outputs]
                 for x, s in zip(outs, program.output_storages, strict=True):
@@ -215,7 +220,9 @@ class _Stub:
                 for x, g in zip(grads, made, strict=True):
                     if x is not None:
                         recorder.know(x, program.storage_of[g][0], watch=True)
-                return tuple(grads)
+                if handing:
+                    outer.hand_over(grads)
+                return None, *grads
 
         if not torch.is_grad_enabled():
             return self.model(*args, **kwargs)
@@ -226,10 +233,40 @@ class _Stub:
             )
         self._open = True
         self.calls += 1
-        self.tangents = []
+        self.tangents, self.handed = [], []
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         self.told.get(self.calls, lambda given: None)(given)
-        return captured.outputs_from(Model.apply(*self.parameters, *given))
+        anchor, inputs, handing = None, self.parameters, hands_over(self.parameters)
+        if handing:  # as in `executor.training.hand_over`: not through autograd's graph
+            with recorder.paused():
+                anchor, inputs = torch.empty(0, requires_grad=True), [p.detach() for p in inputs]
+        return captured.outputs_from(Model.apply(anchor, *inputs, *given))
+
+    def hand_over(self, grads: list[torch.Tensor | None]) -> None:
+        """Give the parameters their gradients, each where a planned backward does, and note where that is; not before
+        autograd has freed what it gave this backward."""
+        places = self.program.hand_over_places()
+        with self.recorder.paused():
+            k = used_outside(self.parameters)
+        if k >= 0:
+            raise CaptureError(
+                f"the loss uses the parameter {self.program.captured.parameters[k]} beside the model, so its gradient is "
+                "whole only after backward, and a hook of it would see a part: put the loss into the model, or step the "
+                "optimizer after backward."
+            )
+        boxes = {k: [g] for k, g in enumerate(grads[: len(places)]) if g is not None}
+        grads[: len(places)] = [None] * len(places)
+
+        def go() -> None:
+            self.handing = True
+            for place, k in sorted((places[k], k) for k in boxes):
+                self.recorder.look()
+                self.handed.append((len(self.recorder.rows), place))
+                hand(self.parameters[k], boxes[k], self.recorder.paused())
+            self.handed.append((len(self.recorder.rows), len(self.program.ops)))
+            self.handing = False
+
+        execution_engine.queue_callback(go)
 
 
 def _empty_like(val: torch.Tensor) -> torch.Tensor:
@@ -266,11 +303,15 @@ def _arrange(
     storages, eager = recorder.storages, recorder.rows
     n_forward, n_graph = program.forward_ops, len(program.ops)
     loss_forward, loss = sum(1 for r in eager if r.phase == FORWARD), stub.rows_before_backward
-    graph_id = [i if i < n_forward else i + loss for i in range(n_graph)]
-    eager_id = [n_forward + k if k < loss else n_graph + k for k in range(len(eager))]
-    rows = [replace(row, inputs=tuple(graph_id[j] for j in row.inputs)) for row in program.rows]
-    rows[n_forward:n_forward] = eager[:loss]
-    rows += eager[loss:]
+    places = [(2 * (i >= n_forward), i, -1) for i in range(n_graph)]
+    places += [(1, 0, k) if k < loss else (2, n_graph, k) for k in range(len(eager))]
+    for first, op in stub.handed:
+        places[n_graph + first :] = [(2, op, k) for k in range(first, len(eager))]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    ids = sorted(range(len(places)), key=order.__getitem__)
+    graph_id, eager_id = ids[:n_graph], ids[n_graph:]
+    rows = [replace(row, inputs=tuple(graph_id[j] for j in row.inputs)) for row in program.rows] + eager
+    rows = [rows[j] for j in order]
     n_ops = len(rows)
     n_program_storages = len(program.storages)
     for s, storage in enumerate(storages):
@@ -314,6 +355,7 @@ def _arrange(
         forward_ops=n_forward,
         first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
         stretches=_stretches(program, graph_id, rows),
+        within_backward=_runs(i for i in eager_id[loss:] if i < max(graph_id, default=0)),
     )
     by_rule = program.captured.target is not None
     return Draft(
@@ -338,6 +380,15 @@ def _stretches(program: Program, graph_id: Sequence[int], rows: Sequence[OpRow])
         x for x in found
         if not any(s in seen for i, how in x.body if how == ROWS for s in rows[i].writes)
     )  # fmt: skip
+
+
+def _runs(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending numbers as runs: the first, and how many."""
+    runs: list[tuple[int, int]] = []
+    for i in ids:
+        first, count = runs.pop() if runs and sum(runs[-1]) == i else (i, 0)
+        runs.append((first, count + 1))
+    return tuple(runs)
 
 
 def _parameters(step: TrainingStep) -> dict[str, torch.Tensor]:

@@ -92,6 +92,17 @@ class Program:
         meta = TraceMeta(model="program", forward_ops=n, first_backward_graph_op=n)
         return validate(Trace(meta=meta, ops=ops, storages=storages))
 
+    def hand_over_places(self) -> tuple[int, ...]:
+        """Of each parameter the op after which its gradient is there and no op reads the parameter any more, so that it
+        may be stepped; -1: it has none."""
+        last = {s: i for i, row in enumerate(self.rows) for s in row.reads}
+        made = {n: i for i, op in enumerate(self.ops) for n in (op.node, *op.parts)}
+        captured = self.captured
+        return tuple(
+            -1 if g is None else max(self.forward_ops - 1, made.get(g, -1), last.get(self.storage_of[p][0], -1))
+            for p, g in zip(captured.placeholders, captured.parameter_grads, strict=False)
+        )
+
     def fingerprint(self, *, sizes: bool = True, named_as: Sequence[str] = ()) -> str:
         """The digest of the graph that plans are matched by; `named_as`: another's targets (`trace.as_named`)."""
         ops, storages = tables_of(self.rows, self.storages)

@@ -30,6 +30,7 @@ from tracer.build.batch import hidden_tensors, loss_in_outputs
 from tracer.build.context import copies_of_constants
 from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import Enough, TrainingStep, run_step
+from tracer.build.loop_options import ORDINARY
 from tracer.build.step import BuildStep
 from tracer.capture.capture import Captured, capture
 from tracer.capture.refusals import check_step
@@ -85,7 +86,7 @@ def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:
                 raise Enough
 
         with contextlib.suppress(Enough):
-            run_step(step, call, step.optimizer, until_backward)
+            run_step(replace(step, loop=ORDINARY), call, step.optimizer, until_backward)
         answer.append([c and x.grad is not None for x, c in zip(apart, could, strict=True)])
 
     ask.run = run  # type: ignore[attr-defined]

@@ -15,6 +15,9 @@ what one needs to run it again.
 A storage is released after its last reader, but never before its `hold` op has ended (-1: no hold). Holds
 describe lifetimes that the captured graph does not decide: gradients wait for `zero_grad`, the optimizer's
 temporaries for a Python reference to go away.
+
+Forward comes first, then backward, then the optimizer; but a loop that frees gradients in backward has each
+parameter's optimizer ops among backward's.
 """
 
 from __future__ import annotations
@@ -191,6 +194,9 @@ class TraceMeta:
     grad_outputs: tuple[int, ...] = ()  # flat indices of the model outputs that receive a gradient
     forward_ops: int = 0  # the captured graph's forward ops are the rows before this one
     first_backward_graph_op: int = 0  # and its backward ops a run of rows from this one
+    # Rows among those backward ops that are none of the graph's, in runs (first op, how many): optimizer steps of a loop
+    # that frees gradients in backward.
+    within_backward: tuple[tuple[int, int], ...] = ()
     # How many computing ops have their allocations from which source: "measured", "rules", "none" (unknown:
     # outputs only). Empty in traces older than this field.
     workspace: dict[str, int] = field(default_factory=dict)
@@ -215,7 +221,8 @@ class TraceMeta:
             raise ValueError("rerun_workspaces holds something else than bytes")
 
     def to_json(self) -> dict[str, Any]:
-        return {k: v for k, v in to_json(self).items() if k not in ("sketch", "moved", "stretches") or v}
+        left_out = ("sketch", "moved", "stretches", "within_backward")
+        return {k: v for k, v in to_json(self).items() if k not in left_out or v}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TraceMeta:

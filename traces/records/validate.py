@@ -13,7 +13,7 @@ def validate(trace: Trace) -> Trace:
 
     Checked: every id is in range; no op reads or writes a storage or takes a value that does not exist yet, nor
     names a storage twice; every produced storage is written by its producer, which is no view; sizes and times are
-    not negative, and their sums fit 64 bits with room to spare; the phases stand in order; the measured events of
+    not negative, and their sums fit 64 bits with room to spare; the phases stand in order, but for optimizer ops that the header has within backward; the measured events of
     an op sum to what it leaves behind; first and last uses of what the step makes are its readers, and views its
     aliases; flags are known ones; the header's rows exist.
     """
@@ -54,7 +54,7 @@ def _ops(trace: Trace) -> Iterator[str]:
     for i, phase in enumerate(ops.phase):
         if phase not in rank:
             yield f"ops: op {i} has the unknown phase {phase!r}."
-        if rank[phase] < last:
+        if rank[phase] < last and not (rank[phase] and trace.meta.within_backward):
             yield f"ops: op {i} ({phase}) stands after an op of a later phase."
         last = rank[phase]
         if ops.time_ns[i] < 0:
@@ -117,5 +117,10 @@ def _uses(trace: Trace) -> Iterator[str]:
 
 def _header(trace: Trace) -> Iterator[str]:
     forward, backward = trace.meta.forward_ops, trace.meta.first_backward_graph_op
+    end = backward
+    for first, count in trace.meta.within_backward:
+        if first < end or count < 1 or first + count > len(trace.ops):
+            yield f"header: {count} ops from {first} on are none that stand among backward's."
+        end = first + count
     if not 0 <= forward <= backward <= len(trace.ops):
         yield f"header: forward ends at op {forward} and backward begins at op {backward} of {len(trace.ops)}."
