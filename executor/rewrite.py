@@ -24,7 +24,6 @@ from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE
 from traces.records.trace import VIEW
 
-
 READS: Final = "reads_parameters"  # in a node's meta: the numbers of those that its op reads
 
 
@@ -101,7 +100,9 @@ class _Writing:
         else:
             call = Call(target=op.node.target, args=op.node.args, kwargs=dict(op.node.kwargs))
         copy = self._copy(graph, op.node, call, again, lambda n: self._resolve(n, graph))
-        copy.meta[READS] = tuple(k for s in self.program.rows[op_id].reads for k in self.parameters.get(s, ()))
+        copy.meta[READS] = tuple(
+            k for s in self.program.rows[op_id].reads for k in self.parameters.get(s, ())
+        )
         if schedule.takes[step] >= 0:
             twin = inplace_twin(copy.target)
             assert twin is not None

@@ -1,9 +1,9 @@
 """Train the untouched model and the planned one side by side from the same seed, and compare everything.
 
 After every step: the loss, every gradient, every parameter, the optimizer's state, every buffer, the state of the
-random generators, and the scale of a gradient scaler. The untouched side of a loop that frees gradients in backward is
-the ordinary loop, in which one step of the optimizer is of all parameters. Each side keeps its own generator state, so dropout draws the
-same numbers on both.
+random generators, and the scale of a gradient scaler. Each side keeps its own generator state, so dropout draws the
+same numbers on both. Of a loop that frees gradients in backward the untouched side is the ordinary loop, in which one
+step of the optimizer is of all parameters.
 """
 
 from __future__ import annotations

@@ -262,8 +262,9 @@ def in_hand(
     if not SEEDS[0] <= seed <= SEEDS[1]:
         raise SpecError(f"seed {seed} is none of torch's, which lie between {SEEDS[0]} and {SEEDS[1]}.")
     check_capturable(model)
-    held = InHand(model=model, batch=batch, loss=loss, optimizer=optimizer, scaler=scaler)
     chosen = parse_around(around)
+    released = chosen.get("release_gradients", False)
+    held = InHand(model=model, batch=batch, loss=loss, optimizer=optimizer, scaler=scaler, released=released)
     return BuildStep(model=held.label, options=chosen, seed=seed, make=held.step, policy=chosen)
 
 

@@ -36,6 +36,7 @@ def fit(
     budget_of: str | None = None,
     amp: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    release_gradients: bool = False,
     planner: str | None = None,
     seconds: float = DEFAULTS.seconds,
     in_place: bool = False,
@@ -55,6 +56,8 @@ def fit(
         budget_of: "allocated" or "reserved" memory; None: reserved on CUDA, under the allocator's settings of this
             process, and allocated on the CPU.
         amp: the type of autocast around model and loss; None: that which is on around this call.
+        release_gradients: hooks of the loop (`register_post_accumulate_grad_hook`) step each parameter in backward, as
+            this optimizer would, and free its gradient.
         planner, seconds: how plans are looked for, as in `simulator.plan`.
         in_place, on_mismatch: as in `apply_plan`.
         engine: "graph": the model is captured whole; "regions": if that cannot be, the largest of its parts that can
@@ -77,6 +80,7 @@ def fit(
         scaler=scaler,
         planner=planner,
         seconds=seconds,
+        loop={"release_gradients": True} if release_gradients else {},
     )
     if not model.training:
         say("the model is in evaluation mode; it is put into training mode, for which the plan is made")

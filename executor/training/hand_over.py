@@ -68,9 +68,9 @@ class Pool:
         self.pending.discard(call)
         if hands_over(parameters) and (k := used_outside(parameters)) >= 0:
             raise PlanError(
-                f"the loss uses a parameter of the model (number {k}, of shape {tuple(parameters[k].shape)}) beside the "
-                "planned step, so that its hook for accumulated gradients would run twice; put the loss into the model, "
-                "or take the hook off and step the optimizer after backward."
+                f"the loss uses a parameter of the model (number {k}, of shape {tuple(parameters[k].shape)}) beside "
+                "the planned step, so that its hook for accumulated gradients would run twice; put the loss into the "
+                "model, or take the hook off and step the optimizer after backward."
             )
         if self.pending:  # maybe in this same backward: nobody knows before its end
             gradients, rest = module(values)
@@ -132,7 +132,7 @@ def _handing(module: fx.GraphModule) -> Backward:
 def _places(graph: fx.Graph, gradients: Sequence[fx.Node | None]) -> dict[fx.Node, list[int]]:
     """The nodes after which gradients are handed over, and whose: as `Program.hand_over_places` has it."""
     at: dict[fx.Node, int] = {}
-    ends: dict[fx.Node, fx.Node] = {}  # an op, or a part of what it makes -> the last of its parts, which holds them all
+    ends: dict[fx.Node, fx.Node] = {}  # an op -> the last part of what it makes, which it holds till then
     reader: dict[int, fx.Node] = {}
     for n in graph.nodes:
         at[n] = len(at)

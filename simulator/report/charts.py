@@ -19,7 +19,7 @@ from simulator.core.replay import Replay, by_category
 from simulator.report.page import INSTALL
 from simulator.studies.comparison import Entrant
 from traces.errors import EnvironmentProblem
-from traces.records.trace import BACKWARD, CATEGORIES, PHASES, Trace
+from traces.records.trace import BACKWARD, CATEGORIES, OPTIMIZER, PHASES, Trace
 from traces.units import bytes_unit, show_bytes, show_time
 
 COLOURS: Final = {
@@ -549,7 +549,10 @@ def _phases(trace: Trace, run: Replay, x: Any) -> list[Any]:
     for step, op in enumerate(schedule.op):
         # A recompute step belongs to backward, though its op stands in forward.
         rerun = schedule.recompute[step] and step >= schedule.forward_steps
-        first.setdefault(BACKWARD if rerun else trace.ops.phase[op], step)
+        phase = BACKWARD if rerun else trace.ops.phase[op]
+        if phase == BACKWARD:  # the optimizer's steps before it are within it
+            first.pop(OPTIMIZER, None)
+        first.setdefault(phase, step)
     present = [p for p in PHASES if p in first]
     rows = []
     for k, p in enumerate(present):

@@ -20,6 +20,7 @@ from torch import nn
 from tracer.build.context import active_fake_mode, outside_fake_mode
 from tracer.build.loop import TrainingStep
 from tracer.build.optimizers import NO_OPTIMIZER, make_optimizer
+from tracer.build.release import hands_over
 from tracer.build.user_step import UserStep
 from tracer.torch_api import is_traceable_wrapper_subclass, pytree
 from traces.errors import SpecError
@@ -35,6 +36,9 @@ class InHand(UserStep):
     loss: Any
     optimizer: Any
     scaler: torch.amp.GradScaler | None = None
+    released: bool = (
+        False  # the loop's hooks step the parameters, in place of the user's, which are not copied
+    )
 
     @property
     def label(self) -> str:
@@ -67,11 +71,11 @@ class InHand(UserStep):
 
     def _check_hooks(self) -> None:
         for name, p in self.model.named_parameters():
-            if getattr(p, "_post_accumulate_grad_hooks", None):
+            if not self.released and hands_over([p]):
                 raise SpecError(
                     f"{self.label}: the parameter {name} has a hook that runs when its gradient is there "
-                    "(register_post_accumulate_grad_hook), as an optimizer inside backward has; such a step cannot be "
-                    "traced. Take the hooks off and step the optimizer after backward."
+                    "(register_post_accumulate_grad_hook), which a trace's copies do not. If it steps the parameter "
+                    "and frees the gradient, give release_gradients=True and the optimizer; else take it off."
                 )
 
     def _copy(self, what: str, value: Any, memo: dict[int, Any]) -> Any:

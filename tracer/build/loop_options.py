@@ -24,7 +24,9 @@ class Loop:
     zero_grad: str = BEFORE
     clip_grad_norm: float | None = None  # the most that the norm of all gradients may be
     accumulate: int = 1  # how often forward and backward run, on a batch each, before the optimizer's step
-    release_gradients: bool = False  # each parameter is stepped in backward, and its gradient freed (`released`)
+    release_gradients: bool = (
+        False  # each parameter is stepped in backward, and its gradient freed (`released`)
+    )
 
     @property
     def gradients_stay(self) -> bool:
@@ -69,8 +71,8 @@ def _check_release(loop: Loop) -> None:
     ):
         if needs:
             raise SpecError(
-                f"--release-gradients steps each parameter in backward and frees its gradient, which excludes {option}: "
-                f"{why}. Leave one of the two out."
+                "--release-gradients steps each parameter in backward and frees its gradient, which excludes "
+                f"{option}: {why}. Leave one of the two out."
             )
 
 

@@ -250,9 +250,9 @@ class _Stub:
             k = used_outside(self.parameters)
         if k >= 0:
             raise CaptureError(
-                f"the loss uses the parameter {self.program.captured.parameters[k]} beside the model, so its gradient is "
-                "whole only after backward, and a hook of it would see a part: put the loss into the model, or step the "
-                "optimizer after backward."
+                f"the loss uses the parameter {self.program.captured.parameters[k]} beside the model, so that its "
+                "gradient comes in two parts, and a hook of it would run for each: put the loss into the model, or "
+                "step the optimizer after backward."
             )
         boxes = {k: [g] for k, g in enumerate(grads[: len(places)]) if g is not None}
         grads[: len(places)] = [None] * len(places)

@@ -99,7 +99,9 @@ class Program:
         made = {n: i for i, op in enumerate(self.ops) for n in (op.node, *op.parts)}
         captured = self.captured
         return tuple(
-            -1 if g is None else max(self.forward_ops - 1, made.get(g, -1), last.get(self.storage_of[p][0], -1))
+            -1
+            if g is None
+            else max(self.forward_ops - 1, made.get(g, -1), last.get(self.storage_of[p][0], -1))
             for p, g in zip(captured.placeholders, captured.parameter_grads, strict=False)
         )
 
