@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from executor.training.engines import Engine
-from executor.training.hand_over import Pool
+from executor.training.hand_over import Pool, check_alone
 from tracer.build.loop import fit_tangent
 from tracer.precision.policy import without_autocast
 from traces.errors import PlanError
@@ -134,6 +134,8 @@ class _Model(torch.autograd.Function):
                 "backward of a planned step was called under autocast, which would cast in the untouched model's "
                 "backward too; leave the region before loss.backward(), as torch recommends."
             )
+        if passing.pool is not None:
+            check_alone(passing.parameters)
         _check_unchanged(passing, values)
         tangents, passing.tangents = passing.tangents, []
         backward = passing.engine.backward(tuple(x is None for x in tangents))

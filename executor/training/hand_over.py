@@ -44,6 +44,16 @@ def wanted(module: nn.Module, parameters: Sequence[torch.Tensor]) -> bool:
     return around.module is module and not around.find_unused_parameters and not around.static_graph
 
 
+def check_alone(parameters: Sequence[torch.Tensor]) -> None:
+    """Raise PlanError, inside a backward, if hooks would run for a part of a gradient and again for the rest."""
+    if hands_over(parameters) and (k := used_outside(parameters)) >= 0:
+        raise PlanError(
+            f"the loss uses a parameter of the model (number {k}, of shape {tuple(parameters[k].shape)}) beside the "
+            "planned step, so that its hook for accumulated gradients would run twice; put the loss into the model, or "
+            "take the hook off and step the optimizer after backward."
+        )
+
+
 @dataclass(eq=False)
 class Pool:
     """The calls of one module whose backward is to come, and what those that ran have left for the last of them."""
@@ -66,12 +76,6 @@ class Pool:
             the gradients of the arguments.
         """
         self.pending.discard(call)
-        if hands_over(parameters) and (k := used_outside(parameters)) >= 0:
-            raise PlanError(
-                f"the loss uses a parameter of the model (number {k}, of shape {tuple(parameters[k].shape)}) beside "
-                "the planned step, so that its hook for accumulated gradients would run twice; put the loss into the "
-                "model, or take the hook off and step the optimizer after backward."
-            )
         if self.pending:  # maybe in this same backward: nobody knows before its end
             gradients, rest = module(values)
             for p, g in zip(parameters, gradients, strict=True):
@@ -139,12 +143,12 @@ def _places(graph: fx.Graph, gradients: Sequence[fx.Node | None]) -> dict[fx.Nod
         whole = n.args[0] if n.target is operator.getitem else n
         ends[n] = ends[whole] = n
         if n.op == "placeholder":
-            first = n
+            last_input = n
         reader |= dict.fromkeys(n.meta.get(READS, ()), n)
     places: dict[fx.Node, list[int]] = {}
     for k, g in enumerate(gradients):
         if g is not None:
-            made = [ends[g.args[0] if g.target is operator.getitem else g], first]
+            made = [ends[g.args[0] if g.target is operator.getitem else g], last_input]
             made += [ends[reader[k]]] if k in reader else []
             places.setdefault(max(made, key=at.__getitem__), []).append(k)
     return places

@@ -43,6 +43,7 @@ from traces.records.trace import (
     PARAMETER,
     PHASES,
     TraceMeta,
+    eager_runs,
 )
 
 
@@ -355,7 +356,7 @@ def _arrange(
         forward_ops=n_forward,
         first_backward_graph_op=graph_id[n_forward] if n_graph > n_forward else n_ops,
         stretches=_stretches(program, graph_id, rows),
-        within_backward=_runs(i for i in eager_id[loss:] if i < max(graph_id, default=0)),
+        within_backward=eager_runs([row.flags for row in rows], graph_id[n_forward:]),
     )
     by_rule = program.captured.target is not None
     return Draft(
@@ -380,15 +381,6 @@ def _stretches(program: Program, graph_id: Sequence[int], rows: Sequence[OpRow])
         x for x in found
         if not any(s in seen for i, how in x.body if how == ROWS for s in rows[i].writes)
     )  # fmt: skip
-
-
-def _runs(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending numbers as runs: the first, and how many."""
-    runs: list[tuple[int, int]] = []
-    for i in ids:
-        first, count = runs.pop() if runs and sum(runs[-1]) == i else (i, 0)
-        runs.append((first, count + 1))
-    return tuple(runs)
 
 
 def _parameters(step: TrainingStep) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 from typing import Any, Final
 
 from traces.files.json_records import from_json, to_json
@@ -194,8 +195,8 @@ class TraceMeta:
     grad_outputs: tuple[int, ...] = ()  # flat indices of the model outputs that receive a gradient
     forward_ops: int = 0  # the captured graph's forward ops are the rows before this one
     first_backward_graph_op: int = 0  # and its backward ops a run of rows from this one
-    # Rows among those backward ops that are none of the graph's, in runs (first op, how many): optimizer steps of a loop
-    # that frees gradients in backward.
+    # Rows among those backward ops that are none of the graph's, in runs (first op, how many): the optimizer's, of a
+    # loop that frees gradients in backward.
     within_backward: tuple[tuple[int, int], ...] = ()
     # How many computing ops have their allocations from which source: "measured", "rules", "none" (unknown:
     # outputs only). Empty in traces older than this field.
@@ -352,6 +353,18 @@ def aliases_of(ops: Ops, storages: int) -> tuple[tuple[int, ...], ...]:
             for s in reads:
                 out[s].append(i)
     return tuple(map(tuple, out))
+
+
+def eager_runs(flags: Sequence[int], graph: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The ops outside the captured graph that stand among some of the graph's, in runs (first op, how many).
+
+    Args:
+        flags: of all ops.
+        graph: those of the graph, in order.
+    """
+    others = [i for i in range(graph[0], graph[-1]) if flags[i] & EAGER] if graph else []
+    starts = [k for k, i in enumerate(others) if not k or others[k - 1] != i - 1]
+    return tuple((others[a], b - a) for a, b in pairwise([*starts, len(others)]))
 
 
 def fingerprint(ops: Ops, storages: Storages, *, sizes: bool = True, eager: bool = True) -> str:

@@ -13,9 +13,9 @@ def validate(trace: Trace) -> Trace:
 
     Checked: every id is in range; no op reads or writes a storage or takes a value that does not exist yet, nor
     names a storage twice; every produced storage is written by its producer, which is no view; sizes and times are
-    not negative, and their sums fit 64 bits with room to spare; the phases stand in order, but for what the header has within backward; the
-    measured events of an op sum to what it leaves behind; first and last uses of what the step makes are its readers,
-    and views its aliases; flags are known ones; the header's rows exist.
+    not negative, and their sums fit 64 bits with room to spare; the phases stand in order, but for what the header
+    has within backward; the measured events of an op sum to what it leaves behind; first and last uses of what the step
+    makes are its readers, and views its aliases; flags are known ones; the header's rows exist.
     """
     for check in (_storages, _sums, _ops, _values, _uses, _header):
         for problem in check(trace):

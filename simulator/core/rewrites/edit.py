@@ -8,12 +8,14 @@ from typing import Any
 
 from traces.records.trace import (
     BACKWARD,
+    EAGER,
     FORWARD,
     Ops,
     Storages,
     Trace,
     TraceMeta,
     aliases_of,
+    eager_runs,
     fingerprint,
     uses_of,
 )
@@ -162,10 +164,13 @@ class Editing:
         def moved(old: int) -> int:
             return next((k for k, op in enumerate(self.order) if op.at >= old), len(self.order))
 
+        backward = moved(meta.first_backward_graph_op)
+        graph = [i for i in range(backward, len(ops)) if not ops.flags[i] & EAGER]
         return replace(
             meta,
             forward_ops=moved(meta.forward_ops),
-            first_backward_graph_op=moved(meta.first_backward_graph_op),
+            first_backward_graph_op=backward,
+            within_backward=eager_runs(ops.flags, graph),
             graph_fingerprint=fingerprint(ops, storages, eager=False),
             structure_fingerprint=fingerprint(ops, storages, sizes=False, eager=False),
             fingerprint=fingerprint(ops, storages),

@@ -1,0 +1,368 @@
+"""Gradients that are freed in backward: predicted to the byte, and the result that of the ordinary loop."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.profiler import record_function  # noqa: E402
+
+from executor import apply_plan, fit  # noqa: E402
+from executor.cli.main import main as execute  # noqa: E402
+from executor.measure import _ITERATION, peaks_of  # noqa: E402
+from executor.verify import verify  # noqa: E402
+from simulator.api import simulate  # noqa: E402
+from simulator.cli.main import main as simulate_command  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from simulator.core.schedule import build as schedule_of  # noqa: E402
+from tests.torch.steps import plan_of, random_actions, recompute_all  # noqa: E402
+from tests.torch.test_loops import CPU, ITERATIONS, looped, measured_peaks, recorded, wide  # noqa: E402
+from tracer import trace  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.cli.main import main as trace_command  # noqa: E402
+from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.recording import ProfileUse, record_real  # noqa: E402
+from traces.errors import LowtideError, PlanError, SpecError, TraceError  # noqa: E402
+from traces.records.plan import RECOMPUTE, Action  # noqa: E402
+from traces.records.trace import BACKWARD, GRADIENT, OPTIMIZER, PARAMETER, Trace  # noqa: E402
+from traces.records.validate import validate  # noqa: E402
+
+RELEASE = {"release_gradients": True}
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizer] = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-3, foreach=False),
+    "AdamW foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-3, foreach=True),
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=1e-3),
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps),
+}
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's as well, and norms, whose backward makes two gradients in one op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(50, 32), nn.LayerNorm(32), nn.Linear(32, 50)
+        self.inner = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.inner:
+            x = self.norm(x + functional.gelu(layer(x)))
+        y: torch.Tensor = self.head(x)
+        return y.flatten(0, 1)
+
+
+class Gate(nn.Module):
+    """The gradient of its gate is there before the op that reads the gate for the other factor's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.a, self.b = nn.Parameter(torch.randn(16, 48)), nn.Linear(24, 48), nn.Linear(48, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.b((self.gate * self.a(x).tanh()).relu())
+        return y
+
+
+class Peeks(nn.Module):
+    """Reads a weight apart from its gradient, before the layer whose backward comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.last = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = functional.linear(x, self.last.weight.detach()).sigmoid()
+        y: torch.Tensor = self.last(self.a(x) * mask)
+        return y
+
+
+def made(model: Callable[[], nn.Module], optimizer: Optimizer) -> Callable[[], tuple[Any, ...]]:
+    def make() -> tuple[Any, ...]:
+        net = model()
+        if model is Tied:
+            batch = torch.randint(50, (4, 8)), torch.randint(50, (32,))
+            return net, batch, functional.cross_entropy, optimizer(net.parameters())
+        return (
+            net,
+            (torch.randn(16, 24), torch.randn(16, 24)),
+            functional.mse_loss,
+            optimizer(net.parameters()),
+        )
+
+    return make
+
+
+STEPS: dict[str, Any] = {
+    "wide": wide,
+    "gate": made(Gate, OPTIMIZERS["SGD"]),
+    "peeks": made(Peeks, OPTIMIZERS["SGD"]),
+    **{f"tied {name}": made(Tied, kind) for name, kind in OPTIMIZERS.items()},
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_peaks_are_measured_and_the_result_is_the_ordinary_loops(step: str) -> None:
+    """Of the untouched loop, of one that recomputes all that may be, and of a plan of random actions."""
+    build = looped(STEPS[step], RELEASE)
+    found = recorded(build)
+    assert found.meta.untouched_peak_bytes == measured_peaks(build)[-1]
+    for actions in (recompute_all(Problem(found)), random_actions(found, random.Random(1))):
+        plan = plan_of(found, *actions)
+        predicted = simulate(found, plan).planned.timeline.peak_allocated_bytes
+        assert predicted == measured_peaks(build, plan)[-1]
+        outcome = verify(build, plan, "cpu", 3)
+        assert outcome.bit_equal, outcome.first_difference
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}),
+        ("gpt2-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}),
+        ("resnet18", {"batch_size": 2, "image_size": 64}),
+    ],
+)
+def test_models_by_name(model: str, options: dict[str, Any]) -> None:
+    build = load_spec(model, {**options, **RELEASE})
+    found = recorded(build)
+    plan = plan_of(found, *recompute_all(Problem(found))[::2])
+    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == measured_peaks(build, plan)[-1]
+    outcome = verify(build, plan, "cpu", 3)
+    assert outcome.bit_equal, outcome.first_difference
+
+
+def steps_of(found: Trace) -> list[str]:
+    return sorted(t for t, p in zip(found.ops.target, found.ops.phase, strict=True) if p == OPTIMIZER)
+
+
+def test_each_parameter_is_stepped_where_its_gradient_is_there() -> None:
+    found = recorded(looped(wide, RELEASE))
+    ops, sts = found.ops, found.storages
+    within = {i for first, n in found.meta.within_backward for i in range(first, first + n)}
+    for s, category in enumerate(sts.category):
+        if category == PARAMETER:
+            stepped = [i for i, writes in enumerate(ops.writes) if s in writes]
+            read = [i for i, reads in enumerate(ops.reads) if s in reads and ops.phase[i] == BACKWARD]
+            assert stepped and min(stepped) > max(read, default=0)
+        if category == GRADIENT and sts.producer[s] >= 0:
+            others = range(sts.producer[s] + 1, sts.hold[s] + 1)
+            graph = [i for i in others if i not in within and ops.phase[i] == BACKWARD]
+            # Of the graph only the other gradient of that layer, and its views, may come between.
+            assert sum(sts.producer[t] in graph for t in range(len(sts))) <= 1
+    assert ops.phase.index(OPTIMIZER) < max(i for i, p in enumerate(ops.phase) if p == BACKWARD)
+    ordinary = recorded(looped(wide, {}))
+    assert steps_of(found) == steps_of(ordinary)
+    assert found.meta.loop == "release_gradients True"
+    assert found.meta.graph_fingerprint == ordinary.meta.graph_fingerprint
+
+
+def most_gradients(found: Trace) -> int:
+    """The most bytes of gradients that are there at one time."""
+    run, sts = Problem(found).saved, found.storages
+    live = most = 0
+    for step in range(len(run.schedule)):
+        live += sum(sts.nbytes[s] for s in run.schedule.binds[step] if sts.category[s] == GRADIENT)
+        most = max(most, live)
+        live -= sum(sts.nbytes[s] for s in run.schedule.frees[step] if sts.category[s] == GRADIENT)
+    return most
+
+
+def test_gradients_never_all_exist() -> None:
+    weights = [4 * p.numel() for p in wide()[0].parameters()]
+    assert most_gradients(recorded(looped(wide, {}))) == sum(weights)
+    assert (
+        most_gradients(recorded(looped(wide, RELEASE))) == max(weights) + 1024
+    )  # and the bias of that layer
+
+
+def test_what_is_computed_from_a_parameter_that_was_stepped_is_not_recomputed() -> None:
+    """Peeks' mask is read after `last.weight` was stepped; without the rule a plan would compute another mask."""
+    ordinary, found = recorded(looped(STEPS["peeks"], {})), recorded(looped(STEPS["peeks"], RELEASE))
+    (mask,) = (s for s, name in enumerate(found.storages.name) if name == "sigmoid")
+    assert mask in Problem(ordinary).candidates
+    assert mask not in Problem(found).candidates
+    with pytest.raises(PlanError, match="stepped before its last use"):
+        schedule_of(Problem(found), [Action(storage=mask, recipe=RECOMPUTE)])
+
+
+def test_the_rows_within_backward_are_checked() -> None:
+    from dataclasses import replace
+
+    found = recorded(looped(wide, RELEASE))
+    with pytest.raises(TraceError, match="later phase"):
+        validate(replace(found, meta=replace(found.meta, within_backward=())))
+    with pytest.raises(TraceError, match="none that stand among backward's"):
+        validate(replace(found, meta=replace(found.meta, within_backward=((len(found.ops), 1),))))
+
+
+# -- the user's own loop ----------------------------------------------------------------------------------------------
+
+
+def own_hooks(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """One optimizer a parameter, as torch's tutorial has it."""
+    optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+
+    def hook(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in optimizers:
+        p.register_post_accumulate_grad_hook(hook)
+    return list(optimizers.values())
+
+
+def wide_step() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    model, batch, _, _ = wide()
+    return model, batch
+
+
+def test_the_users_own_hooks_run_inside_a_planned_backward() -> None:
+    """`fit` predicts that loop to the byte; its result is the ordinary loop's, and so are the optimizers' states."""
+    (plain, batch), (mine, _) = wide_step(), wide_step()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for _ in range(ITERATIONS):
+        functional.mse_loss(plain(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    said: list[str] = []
+    with memory_profiler() as prof:
+        model, batch = wide_step()
+        optimizers = own_hooks(model)
+        planned = fit(
+            model,
+            batch,
+            loss=functional.mse_loss,
+            optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+            budget="100%",
+            release_gradients=True,
+            say=said.append,
+        )
+        for k in range(ITERATIONS):
+            with record_function(f"{_ITERATION} {k}"):
+                loss = functional.mse_loss(planned(batch[0]), batch[1])
+                loss.backward()
+    assert prof.profiler is not None
+    peak = peaks_of(prof, ITERATIONS)[0][-1]
+    assert all(p.grad is None for p in planned.parameters())
+    assert peak == planned.receipt().plan.predicted["plan"]["peak_allocated_bytes"]  # type: ignore[operator]
+    for x, y in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert torch.equal(x, y)
+    state = optimizer.state_dict()["state"]
+    for k, one in enumerate(optimizers):
+        for key, x in one.state_dict()["state"][0].items():
+            assert torch.equal(x, state[k][key])
+
+
+def test_a_plan_of_the_ordinary_loop_waits_for_the_last_reader() -> None:
+    """Its recomputations may read a parameter whose gradient is long there."""
+    make = STEPS["peeks"]
+    found = recorded(looped(make, {}))
+    plan = plan_of(found, *recompute_all(Problem(found)))
+    torch.manual_seed(0)
+    plain, batch, loss, _ = make()
+    torch.manual_seed(0)
+    model = apply_plan(make()[0], plan)
+    own_hooks(model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for _ in range(3):
+        loss(plain(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss(model(batch[0]), batch[1]).backward()
+    assert all(torch.equal(x, y) for x, y in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_loss_that_uses_a_parameter_too_is_refused() -> None:
+    model, (x, y) = wide_step()
+    found = trace(model, (x, y), loss=functional.mse_loss, optimizer="sgd")
+    planned = apply_plan(model, plan_of(found))
+    own_hooks(planned)
+    with pytest.raises(PlanError, match="the loss uses a parameter of the model .*hook"):
+        (functional.mse_loss(planned(x), y) + planned.c.weight.square().sum()).backward()
+
+    def penalised() -> tuple[Any, ...]:
+        net, batch, _, optimizer = wide()
+        return net, batch, lambda out, y: functional.mse_loss(out, y) + net.c.weight.square().sum(), optimizer
+
+    with pytest.raises(LowtideError, match="the loss uses the parameter c.weight beside the model"):
+        recorded(looped(penalised, RELEASE))
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps in its group, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def stepped_by(kind: Optimizer) -> Callable[[], tuple[Any, ...]]:
+    def make() -> tuple[Any, ...]:
+        model, batch, loss, _ = wide()
+        return model, batch, loss, kind(model.parameters())
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "why"),
+    [
+        (wide, {"clip_grad_norm": 1.0}, "excludes --clip-grad-norm: the norm is of all"),
+        (wide, {"accumulate": 2}, "excludes --accumulate"),
+        (wide, {"zero_grad": "keep"}, "excludes --zero-grad"),
+        (wide, {"amp": "float16"}, "scaler looks at all gradients"),
+        (stepped_by(lambda ps: torch.optim.LBFGS(ps)), {}, "LBFGS wants a closure"),
+        (stepped_by(lambda ps: torch.optim.SGD([{"params": ps, "max_grad_norm": 1.0}])), {}, "max_grad_norm"),
+        (stepped_by(lambda ps: None), {}, "there is no optimizer"),  # type: ignore[arg-type,return-value]
+        (stepped_by(lambda ps: Counting(ps, lr=0.1)), {}, "Counting counts in its groups .'k'"),
+    ],
+)
+def test_what_needs_all_gradients_is_refused(make: Any, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        recorded(looped(make, {**options, **RELEASE}))
+
+
+def test_it_is_not_measured_op_by_op() -> None:
+    with pytest.raises(SpecError, match="--release-gradients: --device measures"):
+        record_real(looped(wide, RELEASE), CPU, "cpu", ProfileUse(off=True))
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    """`trace MODEL --release-gradients` is of that loop, and `execute` verifies and measures its plan in it."""
+    place, plan, out = tmp_path / "trace", tmp_path / "plan.json", tmp_path / "out.json"
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "import torch\nfrom torch import nn\ndef build():\n"
+        "    m = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))\n"
+        "    x, y = torch.randn(256, 64), torch.randn(256, 64)\n"
+        "    return m, (x, y), nn.functional.mse_loss, torch.optim.AdamW(m.parameters(), foreach=False)\n"
+    )
+    trace_command([f"{source}:build", "--release-gradients", "-o", str(place)], standalone_mode=False)
+    simulate_command([str(place), "--budget", "90%", "-o", str(plan)], standalone_mode=False)
+    execute([str(plan), "--steps", "3", "--runs", "1", "-o", str(out)], standalone_mode=False)
+    import json
+
+    measured = json.loads(out.read_text())
+    assert measured["verified"] is True
+    peak = "peak_allocated_bytes"
+    assert measured["measured"][peak] == measured["predicted"][peak]
