@@ -354,8 +354,8 @@ def test_the_commands(tmp_path: Path) -> None:
     source = tmp_path / "mine.py"
     source.write_text(
         "import torch\nfrom torch import nn\ndef build():\n"
-        "    m = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))\n"
-        "    x, y = torch.randn(256, 64), torch.randn(256, 64)\n"
+        "    m = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)))\n"
+        "    x, y = torch.randn(8, 128), torch.randn(8, 128)\n"
         "    return m, (x, y), nn.functional.mse_loss, torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)\n"
     )
     for command, *words in (
