@@ -127,6 +127,7 @@ def check_figures(plan: Plan, recorded: Trace) -> None:
         recorded: the step recorded again; one of another graph is not compared, which the run itself refuses.
     """
     from simulator.core.problem import Problem
+    from simulator.core.rewrites import rewritten_problem
 
     meta, mine = plan.meta, recorded.meta
     if mine.fingerprint != meta.fingerprint:
@@ -137,8 +138,9 @@ def check_figures(plan: Plan, recorded: Trace) -> None:
     if not same:
         recorded = replace(recorded, ops=replace(recorded.ops, events=((),) * len(recorded.ops)))
     problem = Problem(recorded)
-    for which, actions in (("baseline", ()), ("plan", plan.actions)):
-        told, line = plan.predicted.get(which, {}), problem.replay(actions).timeline
+    planned = rewritten_problem(problem, plan.rewrites).replay(plan.actions)
+    for which, replay in (("baseline", problem.saved), ("plan", planned)):
+        told, line = plan.predicted.get(which, {}), replay.timeline
         for key in ("peak_allocated_bytes", "step_time_ns") if same else ("peak_allocated_bytes",):
             said, gives = told.get(key), getattr(line, key)
             if isinstance(said, int) and (said != gives if same else said < gives):

@@ -123,7 +123,7 @@ def perform(job: Job) -> JobResult:
         step = build(job.device)
         model: Any = step.model
         if job.variant != EAGER:
-            model = apply_plan(model, plan if job.variant == PLAN else replace(plan, actions=()))
+            model = apply_plan(model, plan if job.variant == PLAN else replace(plan, actions=(), rewrites=()))
 
         def run(model: Any) -> bool:
             before = scale_of(step.scaler)
@@ -131,7 +131,7 @@ def perform(job: Job) -> JobResult:
             return scale_of(step.scaler) >= before
 
         def beside() -> Once:
-            other = planned_otherwise(model, replace(plan, actions=()))
+            other = planned_otherwise(model, replace(plan, actions=(), rewrites=()))
             return lambda: run(other)
 
         return _Ready(once=lambda: run(model), keep_all=beside if job.variant == PLAN else None)

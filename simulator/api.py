@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from simulator.core.limits import DEFAULTS, Constraints, Limits
+from simulator.core.limits import DEFAULTS, Constraints, Levers, Limits
 from simulator.core.problem import Problem
 from traces.errors import SpecError
 from traces.records.plan import ALLOCATED, RESERVED, Plan
@@ -106,6 +106,8 @@ def plan(
     planner: str | None = None,
     budget_of: str | None = None,
     device: Device | None = None,
+    allow: str = "bit",
+    levers: Sequence[str] | None = None,
     **options: Unpack[Planning],
 ) -> Plan:
     """Find what to recompute so that the step's peak stays within a budget, at the least added time.
@@ -117,6 +119,9 @@ def plan(
             is named, or its memory. Under a budget of reserved memory the allocator's settings are chosen too, unless
             `alloc_conf` gives them; the plan carries them.
         device: of a budget "device", or of a plan that is to fit it.
+        allow: how a plan may change the step beside recomputing: "bit" (gradients equal in every bit), "fp" (but for
+            rounding: a loss head in tiles, whose logits then do not exist), "approximate" (within a measured error).
+        levers: names of such changes (`simulate levers`); None: all that are allowed.
         options: those of `simulator.api.Planning`.
 
     Returns:
@@ -133,7 +138,16 @@ def plan(
     problem, limits, setting, progress = _asked(trace, device, **options)
     limit, of = budget_in_bytes(problem, budget, budget_of, setting)
     name = planner or DEFAULT
-    made = plan_for(problem, name, limits, setting, budget_bytes=limit, budget_of=of, progress=progress)
+    made = plan_for(
+        problem,
+        name,
+        limits,
+        setting,
+        budget_bytes=limit,
+        budget_of=of,
+        levers=levers_of(allow, levers),
+        progress=progress,
+    )
     return made.plan
 
 
@@ -279,6 +293,11 @@ def max_batch(
 
 
 # What the words mean
+
+
+def levers_of(allow: str, levers: Sequence[str] | None) -> Levers:
+    """The rewrites that a plan may take; the arguments are those of `plan`."""
+    return Levers(allow=allow, kinds=None if levers is None else tuple(levers))
 
 
 def _meant(

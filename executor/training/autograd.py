@@ -11,6 +11,7 @@ import torch
 
 from executor.training.engines import Engine
 from executor.training.hand_over import Pool, check_alone
+from executor.training.not_made import NotMade
 from tracer.build.loop import fit_tangent
 from tracer.precision.policy import without_autocast
 from traces.errors import PlanError
@@ -37,6 +38,8 @@ def run(engine: Engine, inputs: list[torch.Tensor], pool: Pool | None = None) ->
     differentiated = results[captured.grad_outputs[0]]
     for k in captured.other_outputs:
         results[k] = _Unplanned.apply(results[k], differentiated, k)
+    for k, why in captured.not_made.items():
+        results[k] = NotMade(engine.not_made[k], why)
     return captured.outputs_from(results)
 
 
@@ -189,7 +192,7 @@ class _Outputs(torch.autograd.Function):
 def _sharing(engine: Engine) -> set[int]:
     """Which outputs share memory with another output, or with a parameter, buffer or argument."""
     behind = engine.program.output_storages
-    uses = Counter(behind)
+    uses = Counter(s for k, s in enumerate(behind) if k not in engine.program.captured.not_made)
     return {k for k, s in enumerate(behind) if uses[s] > 1 or engine.program.storages[s].producer < 0}
 
 

@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from executor.matching import check_kind
 from executor.rewrite import Rewritten, rewrite
+from executor.rewriting import rewritten
 from executor.training.bypass import later_forward_off
 from executor.training.families import Family, kind_of, layouts_of
 from executor.training.guards import Path, State, Watch, argument, unread_of
@@ -36,7 +37,7 @@ from tracer.record.program import Program, program_of
 from tracer.record.sketch import ops_of, sketch
 from tracer.torch_api import CAPTURING, generated_code, inside_torch_func, pytree
 from traces.errors import CaptureError, PlanError
-from traces.records.plan import Action, Plan
+from traces.records.plan import Action, Plan, Rewrite
 from traces.records.trace import TraceMeta
 
 MOST: Final = 64  # engines of one model, of which each takes megabytes
@@ -67,6 +68,9 @@ class Engine:
     known: Known | None = None
     numbers: tuple[int, ...] = ()  # of the graph at those sizes
     larger: bool = False  # than the plan's call, so that what was predicted does not hold
+    not_made: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # outputs that the plan does not make: fake ones
 
     def backward(self, missing: tuple[bool, ...]) -> GraphModule:
         """The backward for a loss that leaves out these of the outputs that the plan's loss uses."""
@@ -320,7 +324,7 @@ def _many_sizes(
         if known is None:
             raise CaptureError("the model decides by sizes, and otherwise in another call.")
         programs.append(program_of(captured, engine.program.shares, known))
-        check_same(programs[-1], engine.program)
+        check_same(programs[-1], engine.program.as_captured)
     make = _all_saved if first.all_saved else engine_of
     made = make(programs[0], first.plan, first.kind)
     made.sizes, made.why, made.exact = sizes, "sizes vary", False
@@ -494,15 +498,17 @@ def engine_of(
     Raises:
         PlanError: the plan is for a graph of another structure; says what differs.
     """
-    meta = plan.meta
+    meta, program = plan.meta, program.as_captured
     shares = tuple(map(tuple, meta.sketch.get("shares", ())))
     if not _fits(program, meta) and program.shares != shares and not _writes_arguments(program):
         program = program_of(program.captured, shares)
     if not _fits(program, meta):
         sketch = now(program) if now is not None else {}
         raise another_graph(meta, sketch, program.fingerprint(sizes=False), kind)
-    engine = _rewritten(program, plan, kind, program_actions(plan, program))
+    changed = rewritten(program, program_rewrites(plan, program))
+    engine = _rewritten(changed, plan, kind, program_actions(plan, changed))
     engine.exact = program.fingerprint() == meta.graph_fingerprint
+    engine.not_made = {k: program.captured.outputs[k].meta["val"] for k in changed.captured.not_made}
     return engine
 
 
@@ -547,39 +553,52 @@ def _writes_arguments(program: Program) -> bool:
     return any(not arguments.isdisjoint(row.writes) for row in program.rows)
 
 
+def program_rewrites(plan: Plan, program: Program) -> tuple[Rewrite, ...]:
+    """The plan's rewrites with storages of the captured graph."""
+    more = _more_inputs([(r.storage, r.op) for r in plan.rewrites if r.op], program)
+    return tuple(replace(r, storage=r.storage + more) for r in plan.rewrites)
+
+
 def program_actions(plan: Plan, program: Program) -> tuple[Action, ...]:
     """The plan's actions with op ids of the captured graph alone instead of those of the whole step.
 
     Between its forward and its backward the user's loss code runs, which takes nothing that may be evicted: what goes
     there is absent when backward begins, as what goes with the last op of forward is.
+
+    Args:
+        program: rewritten as the plan says.
     """
-    last_forward, first_backward = plan.meta.forward_ops - 1, plan.meta.first_backward_graph_op
+    last_forward = program.forward_ops - 1
+    loss_ops = plan.meta.first_backward_graph_op - plan.meta.forward_ops
 
     def local(op: int) -> int:
-        if op < first_backward:
+        if op - loss_ops <= last_forward:
             return min(op, last_forward)
         others = sum(max(0, min(count, op - first + 1)) for first, count in plan.meta.within_backward)
-        return op - (first_backward - last_forward - 1) - others
+        return op - loss_ops - others
 
     def locals_of(a: Action) -> tuple[int, ...]:
         return tuple(sorted({c for o in a.evict_after if (c := local(o)) < len(program.ops)}))
 
-    more = _more_inputs(plan, program)
+    more = _more_inputs([(a.storage, a.op) for a in plan.actions if a.op], program)
     return tuple(replace(a, storage=a.storage + more, evict_after=locals_of(a)) for a in plan.actions)
 
 
-def _more_inputs(plan: Plan, program: Program) -> int:
+def _more_inputs(labelled: Sequence[tuple[int, str]], program: Program) -> int:
     """How many values the model has more than the plan's had before the first op: buffers that no op reads, so that
-    the graphs are the same, and all that ops make has a number so much higher."""
+    the graphs are the same, and all that ops make has a number so much higher.
+
+    Args:
+        labelled: storages that the plan names, and the ops that make them.
+    """
     made_by = [program.ops[s.producer].node.name if s.producer >= 0 else "" for s in program.storages]
 
     def fits(more: int) -> bool:
         there = range(len(made_by))
-        return all(a.storage + more in there and made_by[a.storage + more] == a.op for a in labelled)
+        return all(s + more in there and made_by[s + more] == op for s, op in labelled)
 
-    labelled = [a for a in plan.actions if a.op]
     if not labelled or fits(0):
         return 0
-    first = labelled[0]
-    found = [s - first.storage for s, name in enumerate(made_by) if name == first.op]
+    storage, op = labelled[0]
+    found = [s - storage for s, name in enumerate(made_by) if name == op]
     return next((more for more in found if fits(more)), 0)

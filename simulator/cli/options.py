@@ -18,7 +18,7 @@ from typing import Any, Final
 import click
 
 from simulator.allocator.settings import parse_alloc_conf
-from simulator.core.limits import DEFAULTS, Constraints
+from simulator.core.limits import ALLOW, BIT_EXACT, DEFAULTS, Constraints
 from simulator.core.selectors import check_selectors
 from traces.commands import echo, report_option
 from traces.errors import SpecError
@@ -55,6 +55,19 @@ SEARCH: Final = (
         multiple=True,
         metavar="SELECTOR",
         help="Ops whose values must be saved; may be repeated.",
+    ),
+)
+LEVERS: Final = (
+    click.option(
+        "--allow",
+        type=click.Choice(list(ALLOW)),
+        default=BIT_EXACT.allow,
+        show_default=True,
+        help="How the step may be changed beside recomputing: gradients equal in every bit, but for rounding, or "
+        "within a measured error.",
+    ),
+    click.option(
+        "--levers", metavar="NAMES", help="Which changes, such as tile (default: all; see `simulate levers`)."
     ),
 )
 PLANNER: Final = click.option("--planner", help="Which planner (default: search; see `simulate planners`).")
@@ -120,6 +133,11 @@ def _planning(seconds: float, seed: int, never: tuple[str, ...], always_save: tu
     return {"seconds": seconds, "seed": seed, "never": never, "always_save": always_save}
 
 
+def _levers(allow: str, levers: str | None) -> Words:
+    names = None if levers is None else tuple(x.strip() for x in levers.split(",") if x.strip())
+    return {"allow": allow, "levers": names}
+
+
 def _memory(alloc_conf: str | None, gpu: str | None, device_memory: str | None, context: str | None) -> Words:
     from simulator.allocator.device import device_memory as memory_of
     from traces.devices import device
@@ -132,6 +150,7 @@ def _memory(alloc_conf: str | None, gpu: str | None, device_memory: str | None, 
 
 
 search_options: Final = gathered("planning", _planning, *SEARCH)
+lever_options: Final = gathered("changes", _levers, *LEVERS)
 device_options: Final = gathered("memory", _memory, *DEVICE)
 
 

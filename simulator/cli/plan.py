@@ -13,6 +13,7 @@ from simulator.cli.options import (
     Output,
     Words,
     device_options,
+    lever_options,
     output_options,
     planning_options,
 )
@@ -20,7 +21,7 @@ from simulator.core.budget import check_budget
 from traces.commands import Refused
 from traces.errors import SpecError
 from traces.files.whole import check_writable
-from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
+from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan, Rewrite
 from traces.shapes import Shapes
 from traces.units import show_bytes, show_percent, show_time
 
@@ -46,6 +47,7 @@ TOP_HOLDERS = 5
     metavar="RANGE",
     help="What the plan needs at other sizes, such as seq-len=16:512.",
 )
+@lever_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
 @click.option("-f", "--force", is_flag=True, help="Replace the file of -o if it exists.")
 @output_options
@@ -57,6 +59,7 @@ def plan_command(
     planner: str | None,
     planning: Words,
     asked_shapes: str | None,
+    changes: Words,
     output: Path | None,
     force: bool,
     out: Output,
@@ -71,10 +74,10 @@ def plan_command(
     if output is not None:
         refuse_to_replace(output, force)
 
-    from simulator.bounds.bound import lower_bound
     from simulator.planners.annealing import begin_compiling
     from simulator.planners.outcome import Infeasible
     from simulator.studies.answer import Answer, refusal
+    from simulator.studies.levers import lower_bound
     from simulator.studies.shapes import over_shapes, traces_of
 
     problem = api.problem_of(trace_name, planning["never"], planning["always_save"])
@@ -84,7 +87,7 @@ def plan_command(
         begin_compiling()  # before the bound, whose loops this process compiles meanwhile
     saved = api.simulate(problem, **memory)
     budget_bytes, budget_of = api.budget_in_bytes(problem, budget, budget_of, saved.setting)
-    bound = None if budget_bytes is None else lower_bound(problem, budget_bytes)
+    bound = None if budget_bytes is None else lower_bound(problem, budget_bytes, api.levers_of(**changes))
     out.say(f"planning with {planner}")
     start = time.perf_counter()
     try:
@@ -94,6 +97,7 @@ def plan_command(
             planner=planner,
             budget_of=budget_of,
             progress=out.say,
+            **changes,
             **planning,
             **memory,
         )
@@ -149,8 +153,9 @@ def summary(found: Answer, output: Path | None) -> str:
         *peaks_table(c, saved).lines(),
         _budget_line(c, saved),
     ]
-    if plan.actions:
+    if plan.changes:
         added = show_percent(c.overhead_percent, signed=True)
+        lines += [f"rewrite {_in_words(r)}" for r in plan.rewrites]
         lines += [
             f"time    {show_time(before.step_time_ns)} -> {show_time(after.step_time_ns)} ({added})",
             f"plan    {plan.planner}: {len(plan.recomputed)} values recomputed by {after.recomputed_ops} op "
@@ -168,7 +173,7 @@ def summary(found: Answer, output: Path | None) -> str:
     lines += [*_reserved_lines(c), *_device_lines(c), *shapes, *warned, *_at_peak(c)]
     if output is not None:
         lines.append(f"Next: execute {output}")
-    elif plan.actions:
+    elif plan.changes:
         lines.append("Next: save the plan with -o plan.json, then run `execute plan.json`.")
     elif c.budget_bytes is None:
         lines.append(f"Next: simulate {found.trace_name} --budget 60% -o plan.json")
@@ -181,11 +186,17 @@ def _budget_line(c: Prediction, saved: Prediction) -> str:
     peak = figures.peak_reserved_bytes if of == RESERVED else figures.peak_allocated_bytes
     whole = saved.whole_bytes(of)
     parts = ["none" if c.budget_bytes is None else f"{show_bytes(c.budget_bytes)} of {of} memory"]
-    if peak is not None and (c.plan.actions or c.budget_bytes is not None):
+    if peak is not None and (c.plan.changes or c.budget_bytes is not None):
         share = f" ({show_percent(100 * peak / whole, digits=1)})" if whole else ""
         parts.append(f"the plan needs {show_bytes(peak)}{share}")
     parts.append(f"100 % is {show_bytes(whole)}, the captured graph with everything saved")
     return f"budget  {'; '.join(parts)}"
+
+
+def _in_words(r: Rewrite) -> str:
+    of = f" in {r.number} tiles" if r.number else ""
+    error = "" if r.error is None else f"; relative error of the gradient {r.error:.1e}"
+    return f"{r.kind}: {r.op}{of}{error}"
 
 
 def _swapped(plan: Plan) -> str:
@@ -244,7 +255,7 @@ def _at_peak(c: Prediction) -> list[str]:
     from simulator.core.replay import holdings, peak_by_category
     from simulator.planners.outcome import where
 
-    trace, schedule, step = c.trace, c.planned.schedule, c.planned.timeline.peak_step
+    trace, schedule, step = c.step.trace, c.planned.schedule, c.planned.timeline.peak_step
     if step < 0:
         return []
     peak = c.planned.timeline.peak_allocated_bytes

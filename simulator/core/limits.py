@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from simulator.kernels.clock import now
+from traces.errors import SpecError
+from traces.records.plan import APPROXIMATE, EXACT, FP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,22 @@ class Limits:
 
 
 DEFAULTS: Final = Limits()
+ALLOW: Final = {"bit": EXACT, "fp": FP, "approximate": APPROXIMATE}  # as the user says it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levers:
+    """Which rewrites of the step a plan may take, beside what it recomputes."""
+
+    allow: str = "bit"  # of ALLOW: gradients equal in every bit, but for rounding, or within a measured error
+    kinds: tuple[str, ...] | None = None  # some of `simulator.core.rewrites.KINDS`; None: all
+
+    def __post_init__(self) -> None:
+        if self.allow not in ALLOW:
+            raise SpecError(f"--allow {self.allow}: give one of {', '.join(ALLOW)}.")
+
+
+BIT_EXACT: Final = Levers()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

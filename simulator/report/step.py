@@ -74,7 +74,7 @@ def simulation_sections(
         Section("Memory over the step", memory_blocks(c, measured_curve)),
         Section("What holds the memory at the peak", peak_blocks(c)),
         Section("What is recomputed, and at what cost", recompute_blocks(c)),
-        Section("Static analysis of activations", activation_blocks(c.problem.unconstrained, c.plan)),
+        Section("Static analysis of activations", activation_blocks(c.step, c.plan)),
         Section("Model and trace", (metadata(c.trace),)),
     )
 
@@ -258,7 +258,7 @@ def memory_blocks(
     blocks: list[Block] = [Text(text), switch]
     for name, title, run, _ in runs:
         spec = charts.memory_over_step(
-            c.trace,
+            c.trace if run is c.saved else c.step.trace,
             run,
             extent,
             budget_bytes=c.budget_bytes,
@@ -280,11 +280,11 @@ def _stretched(curve: Sequence[tuple[int, int]], end_ns: int) -> tuple[tuple[int
 def peak_blocks(c: Prediction) -> tuple[Block, ...]:
     """The peak by category, with and without the plan, and the largest storages that stand there."""
     before = peak_by_category(c.trace, c.saved.schedule, c.saved.timeline)
-    after = peak_by_category(c.trace, c.planned.schedule, c.planned.timeline)
+    after = peak_by_category(c.step.trace, c.planned.schedule, c.planned.timeline)
     peak, at = sum(after.values()), c.planned.timeline.peak_step
     where = "The parts sum to the peak. Workspace is what the running op uses beyond its outputs."
     if at >= 0:
-        where += f" The plan's peak is reached while {c.trace.ops.name[c.planned.schedule.op[at]]} runs."
+        where += f" The plan's peak is reached while {c.step.trace.ops.name[c.planned.schedule.op[at]]} runs."
     return (
         Text(where),
         Chart(charts.peak_by_category({"keep-all": before, "plan": after}, c.budget_bytes)),
@@ -298,7 +298,7 @@ def peak_blocks(c: Prediction) -> tuple[Block, ...]:
             ),
             total=("peak", sum(before.values()), peak, 100.0),
         ),
-        holders(c.trace, c.planned, f"The {HOLDERS} largest storages at the plan's peak"),
+        holders(c.step.trace, c.planned, f"The {HOLDERS} largest storages at the plan's peak"),
         holders(c.trace, c.saved, f"The {HOLDERS} largest storages at the peak", folded=SAVED_HOLDERS),
     )
 
@@ -391,7 +391,7 @@ def by_module(trace: Trace, rows: Iterable[Recomputation], *, most: int = 24) ->
 
 def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
     """What runs again, by op and by module."""
-    trace, ops = c.trace, c.trace.ops
+    trace, ops = c.step.trace, c.step.trace.ops
     found = recomputations(trace, c.planned, c.plan.recomputed)
     if not found:
         return (Text("The plan recomputes nothing."),)

@@ -49,16 +49,23 @@ class Answer:
             "untouched": untouched_peaks(self.asked).to_json(),
             "baseline": _run(c.trace, c.saved, c.saved_fit),
             "plan": {
-                **_run(c.trace, c.planned, c.planned_fit),
+                **_run(c.step.trace, c.planned, c.planned_fit),
                 "overhead_percent": c.overhead_percent,
                 "recomputed_ops": c.planned.timeline.recomputed_ops,
                 "recomputed_storages": len(c.plan.recomputed),
                 "recipes": c.plan.by_recipe,
+                **_rewritten(c),
                 **_placed(c),
                 **planned_peaks(c).parts(),
             },
             **({} if self.shapes is None else {"shapes": self.shapes.to_json()}),
         }
+
+
+def _rewritten(c: Prediction) -> dict[str, Any]:
+    """How the step itself is changed, and what that means for its gradients; nothing where it is not."""
+    rewrites = [{"kind": r.kind, "op": r.op, "number": r.number, "error": r.error} for r in c.plan.rewrites]
+    return {"rewrites": rewrites, "exactness": c.plan.exactness} if rewrites else {}
 
 
 def _placed(c: Prediction) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from simulator.core.replay import Replay
 from simulator.show.tables import Table, table
 from simulator.studies.prediction import Prediction, untaken, untouched_fit, wider_masks
 from traces.records.measurement import RunFigures
-from traces.records.trace import OPTIMIZER, PHASES
+from traces.records.trace import OPTIMIZER, PHASES, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def peaks_table(c: Prediction, saved: Prediction, **more: str) -> Table:
         saved: the step under the settings that it was asked about.
     """
     loops = [("untouched", untouched_peaks(saved))]
-    if c.plan.actions or c.budget_bytes is not None:
+    if c.plan.changes or c.budget_bytes is not None:
         loops.append(("planned", planned_peaks(c)))
     rows: list[tuple[str, RunFigures, Mapping[str, RunFigures]]] = []
     for name, loop in loops:
@@ -96,7 +96,7 @@ def untouched_peaks(c: Prediction) -> LoopPeaks:
     fit, replay = untouched_fit(c), untaken(c)
     wider = wider_masks(c.trace, replay.schedule)
     step_bytes = tuple(n + w for n, w in zip(replay.timeline.peak_bytes, wider, strict=True))
-    return _peaks(c, fit, replay, step_bytes)
+    return _peaks(c.trace, fit, replay, step_bytes)
 
 
 def planned_peaks(c: Prediction) -> LoopPeaks:
@@ -105,12 +105,12 @@ def planned_peaks(c: Prediction) -> LoopPeaks:
     Counts and ignores: as the replay does, and on a GPU as `reserved_peak` does; in the first iteration the optimizer's
     state comes when its first step begins.
     """
-    return _peaks(c, c.planned_fit, c.planned, c.planned.timeline.peak_bytes)
+    return _peaks(c.step.trace, c.planned_fit, c.planned, c.planned.timeline.peak_bytes)
 
 
-def _peaks(c: Prediction, fit: DeviceFit, replay: Replay, step_bytes: tuple[int, ...]) -> LoopPeaks:
+def _peaks(trace: Trace, fit: DeviceFit, replay: Replay, step_bytes: tuple[int, ...]) -> LoopPeaks:
     """The peaks of what `fit` is of; `fit.peak_allocated_bytes` is what its highest comes to."""
-    found = _on_a_cpu(c, replay, step_bytes) if fit.reserved is None else _on_a_gpu(fit.reserved)
+    found = _on_a_cpu(trace, replay, step_bytes) if fit.reserved is None else _on_a_gpu(fit.reserved)
     peak, simulated = fit.peak_allocated_bytes, found.steady.peak_allocated_bytes or 0
     more = peak - simulated
     at_end = found.phases.get(OPTIMIZER, RunFigures()).peak_allocated_bytes or 0
@@ -130,13 +130,13 @@ def _peaks(c: Prediction, fit: DeviceFit, replay: Replay, step_bytes: tuple[int,
     )
 
 
-def _on_a_cpu(c: Prediction, replay: Replay, step_bytes: tuple[int, ...]) -> LoopPeaks:
-    schedule, residents = replay.schedule, Residents.of(c.trace)
+def _on_a_cpu(trace: Trace, replay: Replay, step_bytes: tuple[int, ...]) -> LoopPeaks:
+    schedule, residents = replay.schedule, Residents.of(trace)
     state, later = sum(residents.state), {op: sum(sizes) for op, sizes in residents.workspaces.items()}
     missing = state + sum(later.values())  # in the first iteration, so far
     at_first = []
     phases: dict[str, int] = {}
-    for phase, op, n in zip(phases_of(c.trace, schedule), schedule.op, step_bytes, strict=True):
+    for phase, op, n in zip(phases_of(trace, schedule), schedule.op, step_bytes, strict=True):
         phases[phase] = max(n, phases.get(phase, 0))
         if phase == OPTIMIZER:
             missing, state = missing - state, 0

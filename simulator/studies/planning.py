@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Final
 
 from simulator.allocator.device_fit import Setting, settings_to_try
-from simulator.core.limits import Limits
+from simulator.core.limits import BIT_EXACT, Levers, Limits
 from simulator.core.problem import Problem
+from simulator.core.rewrites import rewritten_problem
 from simulator.planners import DEFAULT, plan_with
 from simulator.planners.outcome import Infeasible, figures_of_plan
+from simulator.studies.levers import plan_with_levers
 from simulator.studies.lowest_peak import with_lowest_peak
 from simulator.studies.prediction import Prediction, predict
 from simulator.studies.warnings import provenance, texts
-from traces.records.plan import ALLOCATED, RESERVED
+from traces.records.plan import ALLOCATED, RESERVED, Plan
 
 UNLIMITED_BYTES: Final = 1 << 62
 
@@ -27,6 +29,7 @@ def plan_for(
     *,
     budget_bytes: int | None,
     budget_of: str = ALLOCATED,
+    levers: Levers = BIT_EXACT,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Prediction:
     """The plan for a budget beside everything saved; the plan in it is complete.
@@ -35,21 +38,25 @@ def plan_for(
         BudgetError: the planner finds none within the budget.
     """
 
-    if budget_bytes is not None and budget_of == RESERVED:
-        from simulator.studies.reserved_budget import plan_within_reserved
+    under: dict[str, Setting] = {}  # by the step that was planned
 
-        settings = (setting,) if setting.asked else settings_to_try(problem.trace.meta, setting)
-        within = plan_within_reserved(problem, planner, limits, settings, budget_bytes, progress)
-        plan, setting = within.plan, within.setting
-    else:
+    def make(step: Problem) -> Plan:
+        if budget_bytes is not None and budget_of == RESERVED:
+            from simulator.studies.reserved_budget import plan_within_reserved
+
+            settings = (setting,) if setting.asked else settings_to_try(step.trace.meta, setting)
+            within = plan_within_reserved(step, planner, limits, settings, budget_bytes, progress)
+            under[within.plan.meta.fingerprint] = within.setting
+            return within.plan
         try:
-            plan = plan_with(
-                planner, problem, UNLIMITED_BYTES if budget_bytes is None else budget_bytes, limits
-            )
+            return plan_with(planner, step, UNLIMITED_BYTES if budget_bytes is None else budget_bytes, limits)
         except Infeasible as error:
             if planner != DEFAULT:
                 raise
-            raise with_lowest_peak(problem, error, limits) from None
+            raise with_lowest_peak(step, error, limits) from None
+
+    plan = make(problem) if budget_bytes is None else plan_with_levers(problem, budget_bytes, levers, make)
+    setting = under.get(rewritten_problem(problem, plan.rewrites).trace.meta.fingerprint, setting)
     plan = replace(plan, budget_bytes=budget_bytes, budget_of=budget_of)
     return completed(predict(problem, setting, plan, budget_bytes))
 

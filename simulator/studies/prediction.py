@@ -12,6 +12,7 @@ from simulator.allocator.placement import Placement, lifetimes, place
 from simulator.allocator.requests import requests_of, untouched_requests
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay, run
+from simulator.core.rewrites import rewritten_problem
 from simulator.core.schedule import Schedule
 from simulator.planners import SAVE_ALL
 from simulator.planners.outcome import percent
@@ -44,18 +45,23 @@ class Prediction:
     @property
     def saved_fit(self) -> DeviceFit:
         """What the step needs of the device with everything saved."""
-        return self._fit((), self.saved)
+        return self._fit(self.problem.unconstrained, (), self.saved)
 
     @property
     def planned_fit(self) -> DeviceFit:
         """What it needs with the plan."""
-        return self._fit(self.plan.actions, self.planned)
+        return self._fit(self.step, self.plan.actions, self.planned)
 
-    def _fit(self, actions: tuple[Action, ...], replay: Replay) -> DeviceFit:
+    @property
+    def step(self) -> Problem:
+        """The step as the plan's rewrites change it, which its actions are of; without constraints."""
+        return rewritten_problem(self.problem.unconstrained, self.plan.rewrites)
+
+    def _fit(self, problem: Problem, actions: tuple[Action, ...], replay: Replay) -> DeviceFit:
         if replay == self.saved:
             actions = ()
         key = ("fit", self.setting, actions)
-        return self.problem.unconstrained.once(key, lambda p: device_fit(p, replay, self.setting))
+        return problem.once(key, lambda p: device_fit(p, replay, self.setting))
 
     @property
     def saved_figures(self) -> RunFigures:
@@ -70,8 +76,10 @@ class Prediction:
     @property
     def placed(self) -> Placement:
         """The plan's blocks in one pool, their addresses planned offline; of a GPU's trace."""
-        free, schedule = self.problem.unconstrained, self.planned.schedule
-        return free.once(("placed", self.plan.actions), lambda p: place(lifetimes(requests_of(p, schedule))))
+        schedule = self.planned.schedule
+        return self.step.once(
+            ("placed", self.plan.actions), lambda p: place(lifetimes(requests_of(p, schedule)))
+        )
 
     @property
     def overhead_percent(self) -> float:
@@ -82,7 +90,7 @@ class Prediction:
     def __repr__(self) -> str:
         before, after = self.saved_figures, self.planned_figures
         peaks, times = [show_bytes(before.peak_allocated_bytes)], [show_time(before.step_time_ns)]
-        if self.plan.actions:
+        if self.plan.changes:
             peaks.append(show_bytes(after.peak_allocated_bytes))
             times.append(
                 f"{show_time(after.step_time_ns)} ({show_percent(self.overhead_percent, signed=True)})"
@@ -96,7 +104,7 @@ class Prediction:
 
     def _repr_html_(self) -> str:
         curves = [(notebook.SAVED, notebook.curve(self.saved.timeline))]
-        if self.plan.actions:
+        if self.plan.changes:
             curves.append((notebook.PLANNED, notebook.curve(self.planned.timeline)))
         limits = [] if self.budget_bytes is None else [self.budget_bytes]
         picture = notebook.picture(curves, "ms", "allocated", limits, area=True)
@@ -105,7 +113,7 @@ class Prediction:
     def table(self) -> Table:
         """The headline figures with everything saved, and with the plan."""
         runs = [("everything saved", self.saved_figures, 0.0)]
-        if self.plan.actions:
+        if self.plan.changes:
             runs.append((f"plan ({self.plan.planner})", self.planned_figures, self.overhead_percent))
         return table(
             runs,
@@ -159,7 +167,8 @@ def predict(
     """
     plan = plan or Plan(meta=problem.trace.meta, planner=SAVE_ALL)
     free = problem.unconstrained
-    planned = free.replay(plan.actions) if plan.actions else free.saved
+    step = rewritten_problem(free, plan.rewrites)
+    planned = step.replay(plan.actions) if plan.actions else step.saved
     return Prediction(
         problem=problem,
         plan=plan,

@@ -174,7 +174,7 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int) -> SweepRow:
         overhead_percent=c.overhead_percent if fits else None,
         recomputed_ops=c.planned.timeline.recomputed_ops,
         breakdown_baseline=peak_by_category(trace, c.saved.schedule, c.saved.timeline),
-        breakdown_plan=peak_by_category(trace, c.planned.schedule, c.planned.timeline) if fits else {},
+        breakdown_plan=peak_by_category(c.step.trace, c.planned.schedule, c.planned.timeline) if fits else {},
         activation_bytes=sum(n for n, kept in zip(sts.nbytes, saved, strict=True) if kept),
         parameter_bytes=sum(n for n, c in zip(sts.nbytes, sts.category, strict=True) if c == PARAMETER),
         ops=len(trace.ops),

@@ -52,7 +52,7 @@ def provenance(meta: TraceMeta) -> str:
 def warnings(c: Prediction) -> tuple[PredictionWarning, ...]:
     """What must be said beside the figures of a prediction, the gravest first; empty if nothing."""
     meta = c.trace.meta
-    out = [*_unknown(c.trace, c.planned), *_untouched(c), *_derived(meta)]
+    out = [*_unknown(c.step.trace, c.planned), *_untouched(c), *_derived(meta)]
     if meta.mode in (FAKE, REHEARSED_MODE) and kind_of(meta) == CUDA:
         out.append(PredictionWarning(code="not-confirmed"))
     elif meta.mode == FAKE and _is_gpu(meta.target):
@@ -150,7 +150,7 @@ def _untouched(c: Prediction) -> list[PredictionWarning]:
     figures: dict[str, int] = {"extra_bytes": extra, "peak_bytes": peak}
     if extra > 0:
         return [PredictionWarning(code=UNTOUCHED, figures=figures)]
-    in_vain = bool(c.plan.actions) and c.planned.timeline.peak_allocated_bytes >= untouched
+    in_vain = c.plan.changes and c.planned.timeline.peak_allocated_bytes >= untouched
     return [PredictionWarning(code=UNTOUCHED_LESS, figures={**figures, "in_vain": int(in_vain)})]
 
 

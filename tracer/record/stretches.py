@@ -28,10 +28,27 @@ aten = torch.ops.aten
 PRODUCTS: Final = (aten.mm, aten.addmm)
 VIEWS: Final = (aten.view, aten._unsafe_view, aten.reshape)
 COPIES: Final = (aten.alias, aten.clone, aten.detach, aten._to_copy, aten.contiguous)
-SOFTMAXES: Final = (aten._softmax, aten._log_softmax)
-SOFTMAX_BACKWARDS: Final = (aten._softmax_backward_data, aten._log_softmax_backward_data)
+ALONG_ONE: Final = {  # pointwise but for one dimension, and which argument names it
+    aten._softmax: 1,
+    aten._log_softmax: 1,
+    aten._softmax_backward_data: 2,
+    aten._log_softmax_backward_data: 2,
+    aten.gather: 1,
+    aten.scatter_add: 1,
+}
 SUMS: Final = (aten.sum, aten.mean)
 ALONG: Final = (aten.logsumexp, aten.amax, aten.amin)
+PARTS: Final = (aten.slice, aten.select)
+PART_BACKWARDS: Final = (aten.slice_backward, aten.select_backward)
+ZEROS: Final = {aten.full: 0, aten.zeros: 0, aten.new_zeros: 1}  # and which argument has the sizes
+SIZES: Final = {
+    **dict.fromkeys((*VIEWS, *PART_BACKWARDS, aten.expand), 1),
+    **ZEROS,
+}  # of all that are told sizes
+STRAIGHT: Final = (  # what they make is proportional to what they take
+    *VIEWS, *COPIES, *SUMS, *PARTS, *PART_BACKWARDS, aten.neg, aten.t, aten.transpose, aten.permute, aten.unsqueeze,
+    aten.squeeze, aten.expand,
+)  # fmt: skip
 MEAN_LOSS: Final = 1  # torch's number of the reduction
 WIDE: Final = 2  # a value is wide if its rows have at least one of so many parts of the widest's elements
 SHARE: Final = 8  # a product is looked at if its size is at least one of so many parts of the largest value's
@@ -65,7 +82,9 @@ class Found:
     axes: dict[fx.Node, Axis | None] = field(default_factory=dict)  # of the body's values; None: whole
     sums: dict[fx.Node, str] = field(default_factory=dict)  # SUM or PRODUCT
     means: set[fx.Node] = field(default_factory=set)  # of the sums, those that are means over rows
-    losses: dict[fx.Node, fx.Node] = field(default_factory=dict)  # cross entropies divided by a weight -> it
+    losses: dict[fx.Node, fx.Node] = field(
+        default_factory=dict
+    )  # cross entropies -> the weight of their targets
     inputs: dict[fx.Node, Axis | None] = field(default_factory=dict)  # None: taken whole
     factor: fx.Node | None = None
     results: list[fx.Node] = field(default_factory=list)  # sums that forward makes
@@ -224,7 +243,7 @@ class _Search:
             to.body.append(n)
             if _packet(source) is aten.nll_loss_forward:
                 to.sums[n] = SUM
-                if n.args[1] == 1 and source.args[3] == MEAN_LOSS:
+                if n.args[1] == 1:
                     to.losses[source] = n
             else:
                 raise _NoStretch
@@ -265,7 +284,7 @@ class _Search:
         """Raise _NoStretch unless all that depends on the factor is proportional to it."""
         tainted = {self.to.factor}
         for n in self.to.body:
-            mine = [a for a in n.all_input_nodes if a in tainted]
+            mine = [a for a in n.all_input_nodes if a in tainted and _packet(n) not in ZEROS]
             if mine and not _proportional(n, tainted):
                 raise _NoStretch
             if mine:
@@ -333,32 +352,28 @@ def _follow(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis
         return _cross_entropy(n, n.args[1], n.args[2], n.args[4], to, cut)
     if packet in PRODUCTS:
         return _product(n, to, cut)
-    if packet is aten.expand and not rows:
+    if packet in ZEROS or (packet is aten.expand and not rows):
         return _spread(n, to)
     if not rows:
         return None
     axis = next(iter(rows.values()))
-    if packet in VIEWS:
+    if packet in (*VIEWS, aten.unsqueeze, aten.squeeze):
         return _viewed(n.args[0].meta["val"].shape, axis, n.meta["val"].shape, to.rows)
     if packet in COPIES:
         return axis
     if packet in (aten.t, aten.transpose, aten.permute):
         return _permuted(n, axis)
-    if packet in (aten.unsqueeze, aten.squeeze):
-        return _viewed(n.args[0].meta["val"].shape, axis, n.meta["val"].shape, to.rows)
     if packet is aten.expand:
         return _aligned(n.args[0], n, axis)
-    if packet in SOFTMAXES:
-        _not_along(n.args[1], axis, n)
-        return axis
-    if packet in SOFTMAX_BACKWARDS:
-        _not_along(n.args[2], axis, n)
-        return _pointwise(n, to, cut)
+    if packet in (*PARTS, *PART_BACKWARDS):
+        return _part(n, axis)
     if packet in (*SUMS, *ALONG):
         return _reduced(n, axis)
-    if torch.Tag.pointwise in n.target.tags:
-        return _pointwise(n, to, cut)
-    raise _NoStretch
+    if packet in ALONG_ONE:
+        _not_along(n.args[ALONG_ONE[packet]], axis, n)
+    elif torch.Tag.pointwise not in n.target.tags:
+        raise _NoStretch
+    return _pointwise(n, to, cut)
 
 
 def _pointwise(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis:
@@ -461,6 +476,21 @@ def _not_along(dim: int, axis: Axis, n: fx.Node) -> None:
         raise _NoStretch
 
 
+def _part(n: fx.Node, axis: Axis) -> Axis:
+    """A slice or one index of a dimension that has no rows; or what is zero but for such a part."""
+    packet = _packet(n)
+    whole = n if packet in PART_BACKWARDS else n.args[0]
+    dim = n.args[2 if packet in PART_BACKWARDS else 1] % whole.meta["val"].dim()
+    one = packet in (aten.select, aten.select_backward)
+    if packet in PART_BACKWARDS and one and dim <= axis.dim:
+        axis = Axis(axis.dim + 1, axis.span, axis.unit)
+    if dim in axis.dims:
+        raise _NoStretch
+    if packet is aten.select and dim < axis.dim:
+        axis = Axis(axis.dim - 1, axis.span, axis.unit)
+    return axis
+
+
 def _reduced(n: fx.Node, axis: Axis) -> Axis:
     rank = n.args[0].meta["val"].dim()
     dims = n.args[1] if len(n.args) > 1 and n.args[1] else range(rank)
@@ -483,13 +513,19 @@ def _proportional(n: fx.Node, tainted: set[Any]) -> bool:
         return sum(mine) == 1
     if packet in (aten.add, aten.sub):
         return len(mine) == 2 and all(mine)
+    if packet is aten.scatter_add:
+        return not mine[0] and mine[-1] and _is_zero(n.args[0])
     if packet is aten.masked_fill:
         return mine[0] and n.args[2] == 0
-    name = str(packet)
-    if packet is aten.div or name.endswith(("_backward", "_backward_data")):
+    backward = str(packet).endswith(("_backward", "_backward_data"))
+    if packet is aten.div or backward:
         return mine[0] and not any(mine[1:])
-    straight = (*VIEWS, *COPIES, *SUMS, aten.neg, aten.t, aten.transpose, aten.permute, aten.unsqueeze)
-    return packet in (*straight, aten.squeeze, aten.expand)
+    return packet in STRAIGHT
+
+
+def _is_zero(n: fx.Node) -> bool:
+    packet = _packet(n)
+    return packet in ZEROS and (packet is not aten.full or n.args[1] == 0)
 
 
 def _packet(n: fx.Node) -> Any:

@@ -38,5 +38,5 @@ class Stretch:
     gradients: tuple[Result, ...]
     weights: tuple[
         int, ...
-    ] = ()  # of each loss that is divided by its targets' weight: how many targets there are
+    ] = ()  # of each cross entropy, whose targets' weight is counted first: how many there are
     outputs: tuple[int, ...] = ()  # numbers of the model's outputs that do not exist any more

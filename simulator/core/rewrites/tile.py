@@ -51,6 +51,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     first = trace.storages.producer[stretch.storage]
     last = max(i for i in body if trace.ops.phase[i] == FORWARD)
     inputs, reads = _given(editing, stretch)
+    factor, made_by = _factor(editing, stretch)
     values = {r.storage: editing.value[r.storage] for r in (*stretch.losses, *stretch.gradients)}
     raw = {
         r.storage: Value(
@@ -71,12 +72,11 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         inputs=inputs,
         reads=reads,
         writes=[*(values[r.storage] for r in stretch.losses), *(raw[r.storage] for r in stretch.gradients)],
-        events=tuple(_events(trace, stretch, rewrite.number)),
+        events=tuple(_events(trace, stretch, rewrite.number, factor.nbytes)),
         flags=EFFECT,
         flops=sum(trace.ops.flops[i] for i in body),
         bytes_moved=sum(trace.ops.bytes_moved[i] for i in body),
     )
-    factor, made_by = _factor(editing, stretch)
     scaled = {}
     for r in stretch.gradients:
         old = editing.op[r.op]
@@ -151,12 +151,12 @@ def _time_ns(trace: Trace, stretch: Stretch, number: int) -> int:
     return sum(ops.time_ns[i] for i in computing) + (number - 1) * again
 
 
-def _events(trace: Trace, stretch: Stretch, number: int) -> Iterator[int]:
-    """What the tiles allocate and free: weights, whole gradients of rows, then tile by tile."""
+def _events(trace: Trace, stretch: Stretch, number: int, factor_bytes: int) -> Iterator[int]:
+    """What the tiles allocate and free: weights, a factor of one, whole gradients of rows, then tile by tile."""
     sts = trace.storages
     for targets in stretch.weights:
-        item = 4
-        yield from (targets, 8, -targets, item, -8)
+        yield from (targets, 8, -targets, 4, -8)
+    yield factor_bytes
     results = {r.storage: r for r in (*stretch.losses, *stretch.gradients)}
     yield from (sts.nbytes[s] for s, r in results.items() if r.grows == ROWS)
     step = -(-stretch.rows // number)
@@ -164,8 +164,7 @@ def _events(trace: Trace, stretch: Stretch, number: int) -> Iterator[int]:
     shown = [*enumerate(sizes[:-1][:SHOWN]), (len(sizes) - 1, sizes[-1])]
     for k, rows in shown:
         yield from _tile_events(trace, stretch, results, rows, first=k == 0)
-    # What a sum over tiles is divided by, the weights, goes when the last has run.
-    yield from (-4 for _ in stretch.weights)
+    yield from (-factor_bytes, *(-4 for _ in stretch.weights))
 
 
 def _tile_events(

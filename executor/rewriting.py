@@ -1,0 +1,102 @@
+"""Change a captured program by a plan's rewrites, as the simulator changes its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from importlib import import_module
+
+from torch import fx
+
+from simulator.core.rewrites import LEVERS
+from simulator.core.rewrites import rewritten as rewritten_trace
+from tracer.capture.capture import Captured
+from tracer.record.program import Program, program_of
+from tracer.record.stretches import stretches
+from traces.errors import PlanError
+from traces.records.plan import Rewrite
+
+
+def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
+    """The program of the step so changed, by the module `executor.emit.KIND` of each rewrite, which has a function
+    `change(changing, rewrite)`.
+
+    Args:
+        program: as it was captured; it is left as it is.
+        rewrites: their storages are the program's.
+
+    Raises:
+        PlanError: a rewrite is of no known kind, cannot be made in this graph, or makes another step than the simulator
+            has for it (a defect).
+    """
+    if not rewrites:
+        return program
+    if program.captured.numbers:
+        raise PlanError("a step that is rewritten is captured for each size.")
+    changing = Changing(program)
+    for rewrite in rewrites:
+        if rewrite.kind not in LEVERS:
+            raise PlanError(f"unknown rewrite {rewrite.kind!r}; there are {', '.join(LEVERS)}.")
+        import_module(f"executor.emit.{rewrite.kind}").change(changing, rewrite)
+    made = program_of(changing.captured(), program.shares)
+    base = program.trace()
+    found = tuple(x.record(program, range(len(program.ops))) for x in stretches(program))
+    simulated = rewritten_trace(replace(base, meta=replace(base.meta, stretches=found)), rewrites)
+    if made.fingerprint() != simulated.meta.graph_fingerprint:
+        raise PlanError("the rewritten step is not the one that was simulated; please report this.")
+    return replace(made, before=program)
+
+
+class Changing:
+    """A copy of a captured graph while it is changed; nodes are given as those of the original."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, captured = program, program.captured
+        self.graph = fx.Graph()
+        self.node: dict[fx.Node, fx.Node] = {}  # original -> what stands for it
+        self.graph.graph_copy(captured.graph_module.graph, self.node)
+        self.forward = frozenset(captured.forward)
+        self.outputs = [self.node[n] for n in captured.outputs]
+        self.grads = [
+            [None if g is None else self.node[g] for g in group]
+            for group in (captured.parameter_grads, captured.argument_grads)
+        ]
+        self.not_made: dict[int, str] = {}  # numbers of outputs -> why they do not exist
+
+    def name(self, new: fx.Node, name: str, like: fx.Node, module_of: fx.Node | None = None) -> None:
+        """Give a new node its name and what it shares with a node of the original."""
+        new.name = name
+        new.meta = dict(like.meta)
+        tag = "is_forward" if module_of in self.forward or like in self.forward else "is_backward"
+        new.meta["partitioner_tag"] = tag
+
+    def instead(self, old: fx.Node, new: fx.Node) -> None:
+        """Let a new node stand for one of the original wherever its value is taken."""
+        was = self.node[old]
+        was.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        self.outputs = [new if n is was else n for n in self.outputs]
+        self.grads = [[new if n is was else n for n in group] for group in self.grads]
+
+    def remove(self, nodes: Iterable[fx.Node]) -> None:
+        """Take nodes out that nothing else uses now."""
+        for n in reversed(list(nodes)):
+            self.graph.erase_node(self.node[n])
+
+    def captured(self) -> Captured:
+        """What was captured, so changed."""
+        before = self.program.captured
+        grads = [tuple(group) for group in self.grads]
+        self.graph.output((tuple(self.outputs), *grads))
+        self.graph.lint()
+        calls = [n for n in self.graph.nodes if n.op == "call_function"]
+        late = [n for n in calls if n.meta.get("partitioner_tag") == "is_backward"]
+        return replace(
+            before,
+            graph_module=fx.GraphModule(before.graph_module, self.graph),
+            forward=tuple(n for n in calls if n not in set(late)),
+            backward=tuple(late),
+            outputs=tuple(self.outputs),
+            parameter_grads=grads[0],
+            argument_grads=grads[1],
+            not_made={**before.not_made, **self.not_made},
+        )

@@ -1,0 +1,201 @@
+"""A loss head in tiles: found in heads of many kinds, equal to the untouched step but for rounding, and as large as
+predicted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from executor import apply_plan  # noqa: E402
+from executor.measure import Job  # noqa: E402
+from executor.verify import verify  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from simulator.core.rewrites import rewritten_problem  # noqa: E402
+from tests.torch.conftest import Measurer  # noqa: E402
+from tests.torch.steps import recorded  # noqa: E402
+from tracer import trace  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
+from traces.errors import PlanError  # noqa: E402
+from traces.records.plan import FP, Plan, Rewrite  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
+
+WIDTH, WORDS = 16, 211
+
+
+class Net(nn.Module):
+    """Words to a loss: an embedding, a layer, a head, and what the test makes of hidden values and targets."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor], *, tied: bool = False, bias: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        if tied:
+            self.head.weight = self.words.weight
+        self.loss = loss
+        self.register_buffer("weights", torch.linspace(0.5, 2.0, WORDS))
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
+        logits = self.head(torch.tanh(self.layer(self.words(ids))))
+        loss = self.loss(logits, targets, self.weights)
+        return {"loss": loss, "logits": logits}
+
+
+def flat(logits: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
+    return functional.cross_entropy(logits.view(-1, WORDS), targets.view(-1), **how)
+
+
+def with_z_loss(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    return flat(logits, targets) + 1e-2 * torch.logsumexp(logits, -1).pow(2).mean()
+
+
+def softcapped(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    return flat(2.0 * torch.tanh(logits / 2.0), targets)
+
+
+def shifted(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    return flat(logits[:, :-1].contiguous(), targets[:, 1:].contiguous())
+
+
+def masked_mean(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    each = -torch.log_softmax(logits.float(), -1)[..., 7] * (targets != 3)
+    return each.sum() / (targets != 3).sum()
+
+
+def gathered(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    return -torch.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).mean()
+
+
+def weighed(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    return flat(logits, targets) * (2 + logits.mean().detach())
+
+
+HEADS: dict[str, Callable[[], Net]] = {
+    "mean": lambda: Net(lambda x, t, w: flat(x, t)),
+    "tied": lambda: Net(lambda x, t, w: flat(x, t), tied=True),
+    "bias": lambda: Net(lambda x, t, w: flat(x, t), bias=True),
+    "sum": lambda: Net(lambda x, t, w: flat(x, t, reduction="sum") / 7),
+    "ignored": lambda: Net(lambda x, t, w: flat(x, t, ignore_index=3)),
+    "class weights": lambda: Net(lambda x, t, w: flat(x, t, weight=w)),
+    "smoothed": lambda: Net(lambda x, t, w: flat(x, t, label_smoothing=0.1)),
+    "z-loss": lambda: Net(with_z_loss),
+    "softcap": lambda: Net(softcapped),
+    "shifted": lambda: Net(shifted, bias=True),
+    "weighed": lambda: Net(weighed),
+    "gathered": lambda: Net(gathered),
+    "of its own": lambda: Net(masked_mean),
+}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, WORDS, (4, 15))
+    targets = torch.randint(0, WORDS, (4, 15))
+    targets[0, :5] = 3
+    return {"ids": ids, "targets": targets}
+
+
+def in_tiles(of: Trace, number: int) -> Plan:
+    """A plan that saves everything and runs the only stretch in tiles."""
+    (stretch,) = of.meta.stretches
+    return Plan(
+        meta=of.meta, rewrites=(Rewrite(kind="tile", storage=stretch.storage, number=number),), exactness=FP
+    )
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("number", [2, 4])
+def test_gradients_are_those_of_the_untouched_step(head: str, number: int) -> None:
+    torch.manual_seed(0)
+    model, given = HEADS[head](), batch()
+    of = trace(model, given)
+    planned = apply_plan(copy.deepcopy(model), in_tiles(of, number))
+    for scale in (1.0, 3.0):  # the factor that backward multiplies by
+        model.zero_grad()
+        planned.zero_grad()
+        (scale * model(**given)["loss"]).backward()
+        made = planned(**given)
+        (scale * made["loss"]).backward()
+        assert torch.allclose(made["loss"], model(**given)["loss"], rtol=1e-6)
+        for (name, p), q in zip(model.named_parameters(), planned.parameters(), strict=True):
+            assert float((p.grad - q.grad).norm()) <= 2e-6 * float(p.grad.norm()), name
+
+
+def test_what_the_plan_does_not_make_says_so() -> None:
+    model = HEADS["mean"]()
+    made = apply_plan(model, in_tiles(trace(model, batch()), 3))(**batch())
+    assert made["logits"].shape == (4, 15, WORDS)
+    assert made["logits"].detach().dtype is torch.float32
+    with pytest.raises(PlanError, match="does not exist whole"):
+        made["logits"].argmax(-1)
+
+
+def across_rows(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    return flat(torch.softmax(logits, 0), targets)
+
+
+def with_dropout(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    return flat(nn.functional.dropout(logits, 0.5), targets)
+
+
+def largest(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    return flat(logits, targets) + logits.max()
+
+
+@pytest.mark.parametrize("loss", [across_rows, with_dropout, largest])
+def test_a_head_whose_rows_depend_on_each_other_is_none(loss: Callable[..., torch.Tensor]) -> None:
+    assert trace(Net(loss), batch()).meta.stretches == ()
+
+
+def test_a_loss_of_the_logits_as_well_is_none() -> None:
+    model = Net(lambda x, t, w: flat(x, t))
+    of = trace(model, batch(), loss=lambda out: out["loss"] + out["logits"].pow(2).mean())
+    assert of.meta.stretches == ()
+
+
+def test_code_around_the_model_that_reads_the_logits_keeps_them() -> None:
+    model = Net(lambda x, t, w: flat(x, t))
+    of = trace(model, batch(), loss=lambda out: out["loss"] + 0 * out["logits"].detach().mean())
+    assert of.meta.stretches == ()
+
+
+def wide() -> tuple[Any, Any, Any, Any]:
+    """The head with a bias, at a size at which it decides the peak."""
+    torch.manual_seed(0)
+    model = Net(lambda x, t, w: flat(x, t), bias=True)
+    model.head = nn.Linear(WIDTH, WORDS)
+    ids = torch.randint(0, WORDS, (16, 50))
+    return model, {"ids": ids, "targets": ids.flip(1)}, None, None
+
+
+SPEC = f"{Path(__file__).resolve()}:wide"
+
+
+@pytest.mark.parametrize("number", [2, 7])
+def test_the_peak_is_as_predicted(number: int, measurer: Measurer, tmp_path: Path) -> None:
+    spec = load_spec(SPEC, {})
+    of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    plan = in_tiles(of, number)
+    problem = Problem(of)
+    predicted = rewritten_problem(problem, plan.rewrites).saved.timeline.peak_allocated_bytes
+    # 800 rows of 211 words in float32 are 675,200 bytes, three of them at once without tiles.
+    assert (
+        predicted
+        < problem.saved.timeline.peak_allocated_bytes - 3 * 675_200 * (number - 1) // number + 200_000
+    )
+    outcome = verify(spec, plan, steps=2)
+    assert outcome.equal
+    assert not outcome.bit_equal
+    path = str(plan.save(tmp_path / "plan.json"))
+    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
+    assert max(measurer.peaks(job)[2:]) == predicted
