@@ -31,7 +31,9 @@ def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:
     editing, done = Editing(trace), False
     for rewrite in rewrites:
         if trace.meta.within_backward:
-            raise PlanError("a step whose gradients are freed in backward cannot be rewritten: plan it without levers.")
+            raise PlanError(
+                "a step whose gradients are freed in backward cannot be rewritten: plan it without levers."
+            )
         if rewrite.kind not in LEVERS:
             raise PlanError(f"unknown rewrite {rewrite.kind!r}; there are {', '.join(LEVERS)}.")
         LEVERS[rewrite.kind].edit(editing, rewrite)
