@@ -8,6 +8,7 @@ from importlib import import_module
 
 from torch import fx
 
+from simulator.core.formats import FORMATS
 from simulator.core.rewrites import LEVERS
 from simulator.core.rewrites import rewritten as rewritten_trace
 from tracer.capture.capture import Captured
@@ -37,7 +38,8 @@ def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     for rewrite in rewrites:
         if rewrite.kind not in LEVERS:
             raise PlanError(f"unknown rewrite {rewrite.kind!r}; there are {', '.join(LEVERS)}.")
-        import_module(f"executor.emit.{rewrite.kind}").change(changing, rewrite)
+        module = "pack" if rewrite.kind in FORMATS else rewrite.kind
+        import_module(f"executor.emit.{module}").change(changing, rewrite)
     made = program_of(changing.captured(), program.shares)
     base = program.trace()
     found = tuple(x.record(program, range(len(program.ops))) for x in stretches(program))

@@ -20,6 +20,7 @@ class Verification:
     first_difference: str = ""  # where the first bit differed
     losses: tuple[float, ...] = ()
     first_step_relative: float = 0.0  # of the first step: largest difference / largest value, by kind
+    gradient_error: float = 0.0  # of the first step: relative L2 of the whole gradient
     note: str = ""  # how the verdict was reached, where it was not at the first comparison
     control_difference: dict[str, float] = field(
         default_factory=dict

@@ -1,0 +1,131 @@
+"""Packed values: the executor runs the simulated step, exact formats bit for bit, all in the predicted bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from executor.codecs.payloads import seed  # noqa: E402
+from executor.measure import Job  # noqa: E402
+from executor.verify import verify, with_errors  # noqa: E402
+from simulator.core.formats import FORMATS  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from simulator.core.rewrites import rewritten_problem  # noqa: E402
+from simulator.core.rewrites.pack import ranked  # noqa: E402
+from simulator.planners import plan_with  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.conftest import Measurer  # noqa: E402
+from tests.torch.steps import recorded  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
+from traces.records.plan import Plan, Rewrite  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
+
+
+class Net(nn.Module):
+    """Convolutions, max pooling, dropout, attention by a split product, and a mask of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.max_pool2d(functional.gelu(self.norm(self.before(x))), 2)
+        y = self.drop(y).flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(y).split(16, 2)
+        weights = (q @ k.transpose(1, 2)).masked_fill(q[:, :, :1] > k[:, :, :1].mT, -10.0).softmax(2)
+        y = y + self.drop(self.out(self.drop(weights) @ v))
+        return self.head(functional.gelu(y).mean(1))
+
+
+def net() -> small_nets.Built:
+    model = Net()
+    batch = torch.randn(4, 3, 32, 32), torch.randint(5, (4,))
+    return model, batch, functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+SPEC = f"{Path(__file__).resolve()}:net"
+EXACT = ("bits", "narrow8", "narrow16", "narrow32")
+LOSSY = tuple(name for name, rule in FORMATS.items() if not rule.exact)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    spec = load_spec(SPEC, {})
+    return measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+
+
+def packed(trace: Trace, *kinds: str) -> tuple[Rewrite, ...]:
+    return tuple(rewrite for rewrite, _, _ in ranked(trace, kinds))
+
+
+def test_masks_and_indices_are_found(trace: Trace) -> None:
+    masks = {"gt", "dropout_mask_default", "dropout_mask_default_1", "dropout_mask_default_2"}
+    indices = {"max_pool2d_with_indices": "narrow16"}
+    assert {r.op: r.kind for r in packed(trace, *EXACT)} == {**dict.fromkeys(masks, "bits"), **indices}
+
+
+def test_exact_formats_train_bit_for_bit_in_the_predicted_bytes(
+    trace: Trace, measurer: Measurer, tmp_path: Path
+) -> None:
+    plan = Plan(meta=trace.meta, rewrites=packed(trace, *EXACT))
+    assert verify(load_spec(SPEC, {}), plan, steps=3).bit_equal
+    problem = rewritten_problem(Problem(trace), plan.rewrites)
+    predicted = problem.saved.timeline
+    assert predicted.peak_allocated_bytes < Problem(trace).saved.timeline.peak_allocated_bytes
+    assert peak(plan, measurer, tmp_path) == predicted.peak_allocated_bytes
+
+
+def peak(plan: Plan, measurer: Measurer, tmp_path: Path) -> int:
+    path = str(plan.save(tmp_path / "plan.json"))
+    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
+    return max(measurer.peaks(job)[2:])
+
+
+@pytest.mark.parametrize("format", LOSSY)
+def test_lossy_formats_take_the_predicted_bytes(
+    format: str, trace: Trace, measurer: Measurer, tmp_path: Path
+) -> None:
+    rewrites = packed(trace, format)
+    assert len(rewrites) > 8
+    plan = Plan(meta=trace.meta, rewrites=rewrites, exactness="approximate")
+    predicted = rewritten_problem(Problem(trace), rewrites).saved.timeline
+    assert peak(plan, measurer, tmp_path) == predicted.peak_allocated_bytes
+
+
+def test_the_error_of_the_gradient_is_measured_and_stands_in_the_plan(trace: Trace) -> None:
+    spec = load_spec(SPEC, {})
+    rewrites = (*packed(trace, "int8")[:4], *packed(trace, "fp8_e4m3")[4:], *packed(trace, "bits"))
+    plan = Plan(meta=trace.meta, rewrites=rewrites, exactness="approximate")
+    seed()
+    told = {r.kind: r.error for r in with_errors(spec, plan).rewrites}
+    assert told["bits"] is None
+    assert 1e-4 < told["int8"] < told["fp8_e4m3"] < 0.1
+    found = verify(spec, with_errors(spec, plan), steps=2)
+    assert found.equal
+    assert not found.bit_equal
+    assert (
+        max(told["int8"], told["fp8_e4m3"]) / 2 < found.gradient_error < 2 * (told["int8"] + told["fp8_e4m3"])
+    )
+    # A plan that says less than it is off does not pass.
+    little = replace(plan, rewrites=tuple(replace(r, error=1e-6) for r in plan.rewrites))
+    assert not verify(spec, little, steps=1).equal
+
+
+def test_packing_and_recomputing_together_train_bit_for_bit(trace: Trace) -> None:
+    rewrites = packed(trace, *EXACT)
+    problem = rewritten_problem(Problem(trace), rewrites)
+    made = plan_with("search", problem, problem.saved.timeline.peak_allocated_bytes * 70 // 100)
+    again = {problem.trace.ops.name[i] for i in problem.replay(made.actions).schedule.recomputed_ops}
+    assert any(name.endswith("_unpacked_in_forward") for name in again)  # from what is saved of a mask
+    plan = replace(made, meta=trace.meta, rewrites=rewrites)
+    assert verify(load_spec(SPEC, {}), plan, steps=3).bit_equal
