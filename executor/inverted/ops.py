@@ -130,9 +130,10 @@ def _fast(body: Callable[..., torch.Tensor], kind: str) -> Callable[..., torch.T
         if not works or x.numel() < COMPILED_FROM:
             return body(x, *rest)
         if compiled is None:
-            # torch.compile counts versions by code object, and stops at eight: one for each kind.
+            # torch.compile counts versions by code object, and stops at eight: one for each kind, so that there are two
+            # for each type, one of the first size and one of all others.
             code = body.__code__.replace(co_name=f"{body.__name__}_{kind}")
-            compiled = torch.compile(FunctionType(code, body.__globals__), dynamic=True)
+            compiled = torch.compile(FunctionType(code, body.__globals__))
         try:
             return compiled(x, *rest)
         except (RuntimeError, OSError) as error:  # what torch raises where there is no C++ compiler

@@ -16,7 +16,17 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from executor.inverted import GELU, Hardswish, Mish, SiLU, convert, ops  # noqa: E402
+from executor.inverted import (  # noqa: E402
+    GELU,
+    BatchNorm1d,
+    BatchNorm2d,
+    Hardswish,
+    LayerNorm,
+    Mish,
+    SiLU,
+    convert,
+    ops,
+)
 from executor.inverted.fits import FITS, X_MIN  # noqa: E402
 from executor.inverted.formulas import FORWARD, slope  # noqa: E402
 from tests.bench.inverted_fit import FUNCTIONS, left_points, right_points  # noqa: E402
@@ -329,6 +339,123 @@ def test_compiled_without_a_graph_break(backend: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# norms
+
+NORMS = {
+    "layer": (lambda: LayerNorm(64), lambda: nn.LayerNorm(64), (32, 10, 64)),
+    "layer without weights": (
+        lambda: LayerNorm(64, elementwise_affine=False), lambda: nn.LayerNorm(64, elementwise_affine=False), (40, 64),
+    ),
+    "batch": (lambda: BatchNorm1d(16), lambda: nn.BatchNorm1d(16), (99, 16)),
+    "batch 2d": (lambda: BatchNorm2d(16), lambda: nn.BatchNorm2d(16), (8, 16, 5, 5)),
+    "batch 2d, leaky": (lambda: BatchNorm2d(16), lambda: nn.BatchNorm2d(16), (8, 16, 5, 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    ("dtype", "times"), [(torch.float32, 2.0), (torch.float16, 3.0), (torch.bfloat16, 3.0)]
+)
+def test_norms_are_about_as_exact_as_torchs(name: str, dtype: torch.dtype, times: float) -> None:
+    ours_made, torchs_made, shape = NORMS[name]
+    ours, torchs, exact = ours_made(), torchs_made(), torchs_made().double()
+    for p, low in zip(ours.parameters(), (0.2, -0.3), strict=False):
+        nn.init.uniform_(p, low, low + 1)
+    ours = ours.to(dtype)
+    torchs = torchs.to(dtype)
+    for m in (torchs, exact):
+        m.load_state_dict(ours.state_dict())
+    if slope := 0.1 if "leaky" in name else None:
+        ours.slope = slope
+        torchs, exact = (nn.Sequential(m, nn.LeakyReLU(slope)) for m in (torchs, exact))
+    x, grad = (torch.randn(shape) * 2 + 1).to(dtype), torch.randn(shape).to(dtype)
+    made = []
+    for m in (ours, torchs, exact):
+        own = grad.double() if m is exact else grad
+        if m is exact and slope:  # one element on the other side of 0 would be all of the difference
+            own = own * torch.where(made[0][0] < 0, slope, 1.0)
+            m = m[0]
+        y, gradient = gradients(m, x.to(own.dtype), own)
+        made.append((y, gradient, *(p.grad for p in m.parameters())))
+    assert torch.equal(made[0][0], made[1][0])
+    for found, rounded, wanted in list(zip(*made, strict=True))[1:]:
+        assert relative(found, wanted) < times * relative(rounded, wanted) + 1e-7
+    for a, b in zip(ours.buffers(), torchs.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_norm_saves_its_output() -> None:
+    def model(norm: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 64), norm, nn.Linear(64, 16))
+
+    x = torch.randn(32, 16)
+    assert saved_bytes(model(nn.LayerNorm(64)), x) == 2 * 32 * 64 * 4 + 2 * 32 * 4
+    assert saved_bytes(model(LayerNorm(64)), x) == 32 * 64 * 4 + 32 * 4
+
+
+def test_a_norm_with_small_weights_runs_as_torchs_does() -> None:
+    norm = LayerNorm(64)
+    x = torch.randn(8, 64, requires_grad=True)
+    assert "_LayerNorm" in type(norm(x).grad_fn).__name__
+    with torch.no_grad():
+        norm.weight[3] = 0.01
+    assert type(norm(x).grad_fn).__name__ == "NativeLayerNormBackward0"
+    assert norm._obstacle == "its smallest weight is 0.01, not above 0.05"
+    with torch.no_grad():
+        norm.weight[3] = 1
+        norm.bias[5] = 100
+    assert type(norm(x).grad_fn).__name__ == "NativeLayerNormBackward0"
+    assert norm._obstacle == "a bias is 100 times its weight, more than 64"
+    norm.weight.data[3] = float("nan")
+    assert type(norm(x).grad_fn).__name__ == "NativeLayerNormBackward0"
+    norm.load_state_dict(nn.LayerNorm(64).state_dict())
+    assert "_LayerNorm" in type(norm(x).grad_fn).__name__
+    with torch.autocast("cpu", torch.bfloat16):
+        assert type(norm(x).grad_fn).__name__ == "NativeLayerNormBackward0"
+
+
+def test_a_batch_norm_in_eval_mode_is_torchs() -> None:
+    norm, plain = BatchNorm2d(3), nn.BatchNorm2d(3)
+    norm.slope = 0.2
+    x = torch.randn(4, 3, 5, 5) + 2
+    assert torch.equal(norm(x), nn.functional.leaky_relu(plain(x), 0.2))
+    norm.eval(), plain.eval()
+    assert torch.equal(norm(x), nn.functional.leaky_relu(plain(x), 0.2))
+    assert norm.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_convert_takes_norms_whose_weights_allow_it() -> None:
+    shared = nn.LeakyReLU()
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU(0.2), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.BatchNorm2d(8), shared, nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.LeakyReLU(0.1), nn.LayerNorm((8, 4, 4)),
+        nn.LayerNorm((8, 4, 4)), shared,
+    )  # fmt: skip
+    nn.init.constant_(model[9].weight, 0.01)
+    nn.init.zeros_(model[12].weight)
+    before, x = copy.deepcopy(model), torch.randn(2, 3, 8, 8)
+    said = convert(model)
+    assert [*said.replaced] == ["1", "11"]
+    assert said.left == {
+        "6": "it or its leaky ReLU is used twice or has hooks",
+        "7": "there is no drop-in for LeakyReLU",
+        "9": "its smallest weight is 0.01, not above 0.05",
+        "10": "there is no drop-in for LeakyReLU",
+        "12": "its smallest weight is 0, not above 0.05",
+    }
+    assert before.state_dict().keys() == model.state_dict().keys()
+    made = []
+    for m in (model, before):
+        out = m(x)
+        out[:, :, 0].sum().backward()
+        made.append((out.detach(), [p.grad for p in m.parameters()]))
+    assert torch.equal(made[0][0], made[1][0])
+    for a, b in zip(made[0][1], made[1][1], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+    assert convert(before, norms=False).replaced == {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # models
 
 
@@ -351,7 +478,7 @@ def test_convert_says_what_it_replaced_and_what_not() -> None:
     said = convert(model)
     assert [*said.replaced] == ["1", "2", "6", "7", "8", "9", "10"]
     assert {*said.left} == {"3", "4", "11", "12"}
-    assert "11 stays as it is: no form of QuickGELUActivation" in str(said)
+    assert "11 stays as it is: there is no drop-in for QuickGELUActivation" in str(said)
     assert "1: GELU from its output" in str(said)
     torch.testing.assert_close(model(x), wanted, atol=1e-6, rtol=1e-5)
     assert seen == ["hook", "hook"]
