@@ -63,28 +63,56 @@ def rewrite(program: Program, schedule: Schedule) -> Rewritten:
     return writing.finish(schedule)
 
 
-class _Writing:
-    """The two graphs so far, and which copy of each captured node is the current one."""
+def rewrite_joint(
+    program: Program, schedule: Schedule
+) -> tuple[fx.Graph, frozenset[fx.Node], dict[fx.Node, fx.Node]]:
+    """Copy the program's graph in the schedule's order into one graph, which stays functional and has no output.
 
-    def __init__(self, program: Program) -> None:
-        self.program, self.captured = program, program.captured
-        self.forward, self.backward = fx.Graph(), fx.Graph()
+    Returns:
+        the graph; its nodes that run again in backward; and the first copy of each captured node.
+
+    Raises:
+        PlanError: a value is needed that the schedule has not made (a defect).
+    """
+    writing = _Writing(program, joint=True)
+    for step in range(schedule.forward_steps):
+        writing.step(schedule, step)
+    first = len(writing.forward.nodes)
+    for step in range(schedule.forward_steps, len(schedule)):
+        writing.step(schedule, step)
+    late = list(writing.forward.nodes)[first:]
+    return writing.forward, frozenset(n for n in late if "recomputed" in n.meta), writing.returned
+
+
+class _Writing:
+    """The graphs so far (one, if joint), and which copy of each captured node is the current one."""
+
+    def __init__(self, program: Program, *, joint: bool = False) -> None:
+        self.program, self.captured, self.joint = program, program.captured, joint
+        self.forward = fx.Graph()
+        self.backward = self.forward if joint else fx.Graph()
         self.current: dict[fx.Node, fx.Node] = {}  # captured node -> its latest copy
         self.side: dict[fx.Node, fx.Graph] = {}  # copy -> the graph that it stands in
         self.crossing: dict[fx.Node, fx.Node] = {}  # forward's copy -> placeholder in backward
         self.crossing_of: dict[fx.Node, fx.Node] = {}  # forward's copy -> captured node
         self.constants: dict[tuple[fx.Node, fx.Graph], fx.Node] = {}
-        self.returned: dict[fx.Node, fx.Node] = {}  # model output -> its copy in forward
+        self.returned: dict[fx.Node, fx.Node] = {}  # model output (if joint, any node) -> its first copy
         self.recomputed: list[str] = []
         self.outputs = set(self.captured.outputs)
         self.parameters: dict[int, list[int]] = {}  # by storage, numbers
         for k, n in enumerate(self.captured.placeholders[: len(self.captured.parameters)]):
             self.parameters.setdefault(program.storage_of[n][0], []).append(k)
-        for n in (*self.captured.placeholders, *self.captured.numbers):
+        holders = [*self.captured.placeholders, *self.captured.numbers]
+        if joint:
+            self.outputs = set(self.captured.graph_module.graph.nodes)
+            holders = [n for n in self.captured.graph_module.graph.nodes if n.op == "placeholder"]
+        for n in holders:
             graph = self.backward if "tangent_of" in n.meta else self.forward
             copy = graph.placeholder(n.name)
             copy.meta = dict(n.meta)
             self._put(n, copy, graph)
+            if joint:
+                self.returned[n] = copy
         self.first_tangent = next(iter(self.backward.nodes), None)
 
     def step(self, schedule: Schedule, step: int) -> None:
@@ -103,7 +131,7 @@ class _Writing:
         copy.meta[READS] = tuple(
             k for s in self.program.rows[op_id].reads for k in self.parameters.get(s, ())
         )
-        if schedule.takes[step] >= 0:
+        if schedule.takes[step] >= 0 and not self.joint:
             twin = inplace_twin(copy.target)
             assert twin is not None
             copy.target = twin

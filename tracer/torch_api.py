@@ -91,6 +91,11 @@ USED: Final = {
     # torch's own activation memory budget
     "functorch_config": "torch._functorch.config",
     "min_cut_rematerialization_partition": "torch._functorch.partitioners:min_cut_rematerialization_partition",
+    # torch.compile
+    "CustomPartitionerFn": "torch._inductor.custom_graph_pass:CustomPartitionerFn",
+    "current_compile_id": "torch._guards:CompileContext.current_compile_id",
+    "default_partition": "torch._functorch.partitioners:default_partition",
+    "get_hash_for_files": "torch._inductor.custom_graph_pass:get_hash_for_files",
     # modules in which `replaced` puts something else
     "bindings": "torch._C",
     "decompositions": "torch._decomp.decompositions",

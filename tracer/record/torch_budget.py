@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -63,25 +63,34 @@ class Setting:
             raise EnvironmentProblem("torch's solver ilp needs scipy; install it with: pip install scipy")
 
 
-def saved_set(program: Program, setting: Setting, graph_ops: Sequence[int]) -> SavedSet:
+def saved_set(
+    program: Program,
+    setting: Setting,
+    graph_ops: Sequence[int],
+    joint: Joint | None = None,
+    inputs: Sequence[Any] = (),
+    **given: Any,
+) -> SavedSet:
     """What torch saves of this program under this setting, in the ids of the trace.
 
     Args:
         program: the captured graph; it is left as it is.
         setting: checked with `Setting.check`.
         graph_ops: program op -> op of the trace.
+        joint: a copy of its graph; None: one is made of what was captured.
+        inputs, given: further arguments of torch's partitioner.
 
     Raises:
         CaptureError: torch's partitioner fails on this graph.
     """
-    joint = as_torch_sees_it(program.captured)
+    joint = joint or as_torch_sees_it(program.captured)
     begin = time.perf_counter()
     try:
         with functorch_config.patch(
             activation_memory_budget=setting.budget, activation_memory_budget_solver=setting.solver, cse=False
         ):
             forward, backward = min_cut_rematerialization_partition(
-                joint.module, (), num_fwd_outputs=joint.forward_outputs
+                joint.module, inputs, num_fwd_outputs=joint.forward_outputs, **given
             )
     except Exception as error:
         raise CaptureError(
