@@ -168,7 +168,9 @@ class PlanPartitioner(CustomPartitionerFn):
 
     def _within(self, problem: Problem, limit: int) -> Plan:
         seconds = self.seconds / len(SHARES)
-        return simulator.plan(problem, limit, planner=self.planner, budget_of=ALLOCATED, seconds=seconds)
+        return simulator.plan(
+            problem, limit, planner=self.planner, budget_of=ALLOCATED, levers=(), seconds=seconds
+        )
 
 
 def _devices(gm: fx.GraphModule) -> Iterable[torch.device]:
