@@ -78,11 +78,12 @@ def plan_command(
     from simulator.planners.outcome import Infeasible
     from simulator.studies.answer import Answer, refusal
     from simulator.studies.levers import lower_bound
-    from simulator.studies.shapes import over_shapes, traces_of
+    from simulator.studies.shapes import check_shapes, over_shapes, traces_of
 
     problem = api.problem_of(trace_name, planning["never"], planning["always_save"])
     shapes = None if asked_shapes is None else Shapes.parse(asked_shapes)
-    traces = [] if shapes is None else traces_of(problem.trace, trace_name, shapes, out.say)
+    if shapes is not None:
+        check_shapes(problem.trace.meta, trace_name, shapes)
     if planner == DEFAULT and budget is not None:
         begin_compiling()  # before the bound, whose loops this process compiles meanwhile
     saved = api.simulate(problem, **memory)
@@ -119,7 +120,10 @@ def plan_command(
 
         out.say(f"writing {out.report}")
         write_step(out.report, c, saved)
-    over = None if shapes is None else over_shapes(c, shapes, traces, planning["seed"])
+    over = None
+    if shapes is not None:
+        traces = traces_of(problem.trace, trace_name, shapes, out.say)
+        over = over_shapes(c, shapes, traces, planning["seed"])
     found = Answer(
         planned=c, asked=saved, trace_name=trace_name, solve_seconds=seconds, bound=bound, shapes=over
     )

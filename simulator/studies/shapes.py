@@ -25,7 +25,7 @@ from traces.model_spec import IN_HAND, is_build_function
 from traces.processes import ending_with_this
 from traces.records.plan import RESERVED
 from traces.records.store import load
-from traces.records.trace import Trace, as_named
+from traces.records.trace import Trace, TraceMeta, as_named
 from traces.shapes import Shapes, Sizes, in_words, label
 from traces.units import show_bytes
 
@@ -43,7 +43,6 @@ class ShapePeak:
     sizes: Sizes
     runs: str  # PLAN, SAVED or REFUSED: the plan is for another graph
     peak_allocated_bytes: int  # refused, with everything saved
-    saved_peak_bytes: int  # with everything saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,21 +84,14 @@ class OverShapes:
 
     @property
     def holds(self) -> bool:
-        """Whether every shape that was looked at runs within the budget, and the random steps in the device."""
-        limit, reserved = self.budget_bytes, self.reserved
-        too_much = limit is not None and self.budget_of == RESERVED and reserved is not None
-        if too_much and reserved is not None and limit is not None and reserved.peak_reserved_bytes > limit:
-            return False
-        return not (self.over or self.refused or (reserved is not None and reserved.out_of_memory))
+        """Whether every shape that was looked at runs within the budget, and the random steps in it and the device."""
+        limit, r = self.budget_bytes, self.reserved
+        enough = limit is None or self.budget_of != RESERVED or r is None or r.peak_reserved_bytes <= limit
+        return enough and not self.over and not self.refused and (r is None or not r.out_of_memory)
 
     def to_json(self) -> dict[str, Any]:
         def told(p: ShapePeak) -> dict[str, Any]:
-            return {
-                **p.sizes,
-                "runs": p.runs,
-                "peak_allocated_bytes": p.peak_allocated_bytes,
-                "saved_peak_bytes": p.saved_peak_bytes,
-            }
+            return {**p.sizes, "runs": p.runs, "peak_allocated_bytes": p.peak_allocated_bytes}
 
         r = self.reserved
         return {
@@ -176,14 +168,7 @@ def over_shapes(
                 f"the trace {show_bytes(planned_peak)}: they were recorded with other versions or device profiles. "
                 "Record the trace and its shapes again."
             )
-        peaks.append(
-            ShapePeak(
-                sizes=sizes,
-                runs=runs,
-                peak_allocated_bytes=peak,
-                saved_peak_bytes=problem.saved.timeline.peak_allocated_bytes,
-            )
-        )
+        peaks.append(ShapePeak(sizes=sizes, runs=runs, peak_allocated_bytes=peak))
         if c.setting.settings is not None and runs != REFUSED:
             asked.append(requests_of(problem, replay.schedule))
     return OverShapes(
@@ -235,18 +220,8 @@ def _random_steps(c: Prediction, asked: Sequence[Any], seed: int) -> RandomSteps
     )
 
 
-def traces_of(
-    trace: Trace, name: str, shapes: Shapes, say: Callable[[str], None]
-) -> list[tuple[Sizes, Trace]]:
-    """The step of a trace at the shapes that are looked at: those in the directory NAME-shapes, where `trace --shapes`
-    puts them, or if one is missing or is of another step, recorded by it now.
-
-    Raises:
-        SpecError: the trace is not of the largest shape, or nothing says how to record its step again, or a user's own
-            file would have to run for that.
-        LowtideError: `trace` failed; with what it wrote.
-    """
-    meta, place = trace.meta, Path(f"{name}-shapes")
+def check_shapes(meta: TraceMeta, name: str, shapes: Shapes) -> None:
+    """Raise SpecError if a trace is not of the largest shape, or nothing says how to record its step again."""
     here = {k: meta.options.get(k, 0) for k in shapes.ranges}
     if here != shapes.largest:
         raise SpecError(
@@ -258,6 +233,19 @@ def traces_of(
             f"--shapes {shapes.text}: the step of {name} was {'in hand' if meta.mode == 'fake' else 'measured'}, and "
             "so cannot be recorded at other sizes; record a model by its name or file without --device."
         )
+
+
+def traces_of(
+    trace: Trace, name: str, shapes: Shapes, say: Callable[[str], None]
+) -> list[tuple[Sizes, Trace]]:
+    """The step of a trace at the shapes that are looked at: those in the directory NAME-shapes, where `trace --shapes`
+    puts them, or if one is missing or is of another step, recorded by it now.
+
+    Raises:
+        SpecError: a user's own file would have to run for that.
+        LowtideError: `trace` failed; with what it wrote.
+    """
+    meta, place = trace.meta, Path(f"{name}-shapes")
     sizes = shapes.looked_at()
     if (found := _found(trace, place, sizes)) is not None:
         say(f"shapes: using {place}")

@@ -257,9 +257,10 @@ def test_a_trace_of_another_shape_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_recorded_again(header: dict[str, str], told: str, tmp_path: Path) -> None:
-    made = step(5, **header)
-    with pytest.raises(SpecError, match=told):
-        traces_of(made, str(tmp_path / "t"), Shapes.parse("seq-len=2:5"), lambda text: None)
+    store.save(step(5, **header), tmp_path / "t")
+    done = simulate(tmp_path / "t", "--shapes", "seq-len=2:5")
+    assert done.exit_code == 2
+    assert told in done.output
 
 
 def test_a_model_by_its_name_is_recorded_by_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import tracer.record.step as step_module  # noqa: E402
+from executor import apply_plan  # noqa: E402
+from executor.measure import peaks_of  # noqa: E402
+from simulator.api import plan as plan_for  # noqa: E402
 from simulator.api import simulate  # noqa: E402
 from simulator.cli.main import main as simulate_command  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
@@ -19,7 +24,10 @@ from simulator.studies.shapes import PLAN, SAVED, over_shapes  # noqa: E402
 from tests.torch.steps import plan_of, recompute_all  # noqa: E402
 from tests.torch.test_sizes import transformers  # noqa: E402
 from tracer.api import trace, trace_shapes  # noqa: E402
+from tracer.build.loop import run_step  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
 from tracer.cli.main import trace as trace_command  # noqa: E402
+from tracer.measure.probes import memory_profiler  # noqa: E402
 from traces.errors import SpecError  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 from traces.shapes import Shapes, Sizes  # noqa: E402
@@ -128,3 +136,61 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == json.loads(again.stdout)["shapes"]
     assert told["worst"]["seq_len"] == 8
     assert told["reserved"]["steps"] == 200
+
+
+def trained(
+    model: str, text: str, steps: int, **options: Any
+) -> tuple[list[int], list[int], list[int], dict[int, int], int]:
+    """Steps of random lengths by one plan, the first three of the longest.
+
+    Returns:
+        the length of each; its peak by the allocator's account; resident bytes after each; what is predicted of each
+        length; the budget.
+    """
+    shapes = Shapes.parse(text)
+    traces = over(model, shapes, **options)
+    longest, problem = traces[-1][1], Problem(traces[-1][1])
+    saved = problem.saved.timeline.peak_allocated_bytes
+    plan = plan_for(longest, (saved + problem.floor.peak_bytes) // 2, seconds=2.0)
+    told = over_shapes(simulate(longest, plan), shapes, traces)
+    assert told.holds
+    assert plan.actions
+    predicted = {p.sizes["seq_len"]: p.peak_allocated_bytes for p in told.peaks}
+    rng, given, resident = random.Random(1), [], []
+    # Made before anything is counted: what the batches take is added below.
+    made = {n: load_spec(model, {**options, "seq_len": n})("cpu") for n in predicted}
+    parts = {
+        n: {"args": s.args, "kwargs": s.kwargs, "loss": s.loss, "loss_inputs": s.loss_inputs}
+        for n, s in made.items()
+    }
+    batches = {n: sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in s.tensors()}.values())
+               for n, s in made.items()}  # fmt: skip
+    del made
+    with memory_profiler() as prof:
+        step = load_spec(model, {**options, "seq_len": shapes.largest["seq_len"]})("cpu")
+        planned = apply_plan(step.model, plan)
+        for k in range(steps):
+            given.append(rng.choice([*predicted]) if k > 2 else shapes.largest["seq_len"])
+            mine = replace(step, **parts[given[-1]])
+            with torch.profiler.record_function(f"lowtide iteration {k}"):
+                run_step(mine, planned, step.optimizer)
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+    own = batches[shapes.largest["seq_len"]]  # the built step's, counted and not used
+    peaks, _ = peaks_of(prof, steps)
+    peaks = [p + batches[n] - own for n, p in zip(given, peaks, strict=True)]
+    assert plan.budget_bytes is not None
+    return given, peaks, resident, predicted, plan.budget_bytes
+
+
+@pytest.mark.slow
+def test_two_hundred_random_lengths_take_what_is_predicted_of_each() -> None:
+    """To the byte, within the budget, and without more resident memory (what the profiler notes is a part of that)."""
+    transformers()
+    given, peaks, resident, predicted, budget = trained(
+        "gpt2-tiny", "seq-len=4:32:4", 200, batch_size=4, optimizer="sgd"
+    )
+    assert len(set(given)) == len(predicted) == 8
+    steady = list(zip(given, peaks, strict=True))[1:]  # in the first, there are no gradients to be added to
+    assert [(n, p) for n, p in steady if p != predicted[n]] == []
+    assert max(peaks) <= budget
+    assert max(resident[-20:]) - max(resident[20:40]) < 64 * 2**20

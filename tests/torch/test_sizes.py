@@ -161,6 +161,13 @@ def test_one_capture_serves_calls_of_all_sizes(
     assert fits(planned) == [(EXACT, 2 + 2 * own), (RESIZED, 2), (SYMBOLIC, 1 + again - 2 * own)]
 
 
+def test_a_plan_for_the_longest_that_the_model_takes_serves_shorter_calls() -> None:
+    """There torch records a slice of all as an alias, which makes no other structure and decides nothing."""
+    eager, planned, batch = pair(bert, (4, 24))
+    same_steps(eager, planned, batch, [(4, n) for n in (24, 12, 16, 9, 24, 2, 13, 23)])
+    assert fits(planned) == [(EXACT, 2), (RESIZED, 1), (SYMBOLIC, 5)]
+
+
 class Deciding(nn.Module):
     """Decides by its argument's length, makes a table of it, or computes with its root."""
 
