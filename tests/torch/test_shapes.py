@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
+import tracer.record.one_graph as one_graph  # noqa: E402
 import tracer.record.step as step_module  # noqa: E402
 from executor import apply_plan  # noqa: E402
 from executor.measure import peaks_of  # noqa: E402
@@ -28,7 +29,7 @@ from tracer.build.loop import run_step  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.cli.main import trace as trace_command  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
-from traces.errors import SpecError  # noqa: E402
+from traces.errors import CaptureError, SpecError  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 from traces.shapes import Shapes, Sizes  # noqa: E402
 
@@ -89,6 +90,52 @@ def test_one_captured_graph_gives_each_one_s_trace(
         assert one.meta.options == alone.meta.options
         assert one.meta.fingerprint == alone.meta.fingerprint
         assert one.meta.structure_fingerprint == alone.meta.structure_fingerprint
+
+
+class Deciding(torch.nn.Module):
+    """Has another op where its argument's length is even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(6, 6), torch.nn.Linear(6, 1)
+
+    def forward(self, x: Any) -> Any:
+        y = torch.tanh(self.a(x))
+        return self.b(y if x.shape[1] % 2 else torch.sin(y)).mean()
+
+
+def build(batch_size: int, seq_len: int) -> Any:
+    model = Deciding()
+    batch = {"x": torch.randn(batch_size, seq_len, 6)}
+    return model, batch, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+HERE = f"{__file__}:build"
+
+
+def test_a_model_that_decides_by_sizes() -> None:
+    """Each length has its own trace, and where the model has another graph than the plan's, the plan is refused."""
+    shapes = Shapes.parse("seq-len=2:9")
+    traces = over(HERE, shapes, batch_size=2)
+    for sizes, one in traces:
+        assert ("aten.sin.default" in one.ops.target) == (sizes["seq_len"] % 2 == 0)
+    longest = traces[-1][1]
+    found = over_shapes(simulate(longest, plan_of(longest, *recompute_all(Problem(longest)))), shapes, traces)
+    assert [p.sizes["seq_len"] for p in found.refused] == [2, 4, 6, 8]
+    assert not found.holds
+
+
+def test_a_graph_that_gives_another_trace_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = captures(monkeypatch)
+    assert len(over(HERE, Shapes.parse("seq-len=3:15:2"), batch_size=2)) == 7
+    assert len(seen) == one_graph.COMPARED
+    seen.clear()
+
+    def differs(*_: Any) -> None:
+        raise CaptureError("another")
+
+    monkeypatch.setattr(one_graph, "check_same", differs)
+    assert len(over(HERE, Shapes.parse("seq-len=3:15:2"), batch_size=2)) == len(seen) == 7
 
 
 def test_the_longest_that_the_model_takes_has_the_same_graph() -> None:
