@@ -32,7 +32,7 @@ def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     """
     if not rewrites:
         return program
-    if program.captured.numbers:
+    if program.known is not None:
         raise PlanError("a step that is rewritten is captured for each size.")
     changing = Changing(program)
     for rewrite in rewrites:

@@ -19,8 +19,9 @@ from simulator.allocator.requests import requests_of
 from simulator.allocator.reserved import reserved_over
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
+from simulator.core.rewrites import rewritten_problem
 from simulator.studies.prediction import Prediction
-from traces.errors import LowtideError, SpecError, TraceError
+from traces.errors import LowtideError, PlanError, SpecError, TraceError
 from traces.model_spec import IN_HAND, is_build_function
 from traces.processes import ending_with_this
 from traces.records.plan import RESERVED
@@ -159,8 +160,7 @@ def over_shapes(
     planned_peak = c.planned.timeline.peak_allocated_bytes
     peaks, asked = [], []
     for sizes, trace in traces:
-        problem = Problem(trace)
-        replay, runs = _run(c, problem, sizes)
+        step, replay, runs = _run(c, Problem(trace), sizes)
         peak = replay.timeline.peak_allocated_bytes
         if sizes == shapes.largest and (runs != PLAN or peak != planned_peak):
             raise TraceError(
@@ -170,7 +170,7 @@ def over_shapes(
             )
         peaks.append(ShapePeak(sizes=sizes, runs=runs, peak_allocated_bytes=peak))
         if c.setting.settings is not None and runs != REFUSED:
-            asked.append(requests_of(problem, replay.schedule))
+            asked.append(requests_of(step, replay.schedule))
     return OverShapes(
         shapes=shapes,
         budget_bytes=c.budget_bytes,
@@ -180,8 +180,8 @@ def over_shapes(
     )
 
 
-def _run(c: Prediction, problem: Problem, sizes: Mapping[str, int]) -> tuple[Replay, str]:
-    """The replay at other sizes, and how the step runs there."""
+def _run(c: Prediction, problem: Problem, sizes: Mapping[str, int]) -> tuple[Problem, Replay, str]:
+    """The step at other sizes as it runs there, its replay, and how it runs."""
     mine, planned = problem.trace, c.trace
     a, b = mine.ops, planned.ops
     same = (
@@ -190,14 +190,18 @@ def _run(c: Prediction, problem: Problem, sizes: Mapping[str, int]) -> tuple[Rep
         and mine.storages.producer == planned.storages.producer
     )
     if same:
-        return problem.replay(c.plan.actions), PLAN
+        try:
+            step = rewritten_problem(problem, c.plan.rewrites)
+            return step, step.replay(c.plan.actions), PLAN
+        except PlanError:  # more tiles than there are rows
+            return problem, problem.saved, REFUSED
     small = problem.saved.timeline.peak_allocated_bytes <= c.planned.timeline.peak_allocated_bytes
-    runs = SAVED if not c.plan.actions or (1 in sizes.values() and small) else REFUSED
-    return problem.saved, runs
+    runs = SAVED if not c.plan.changes or (1 in sizes.values() and small) else REFUSED
+    return problem, problem.saved, runs
 
 
 def _random_steps(c: Prediction, asked: Sequence[Any], seed: int) -> RandomSteps:
-    largest = requests_of(c.problem, c.planned.schedule)
+    largest = requests_of(c.step, c.planned.schedule)
     rng = random.Random(seed)
     order = [rng.choice(asked) for _ in range(STEPS - 1)]
     order.insert(rng.randrange(STEPS), largest)

@@ -19,12 +19,13 @@ from simulator.allocator.device_fit import setting_of
 from simulator.allocator.reserved import reserved_over, reserved_peak
 from simulator.cli.main import main
 from simulator.core.problem import Problem
+from simulator.core.rewrites import rewritten
 from simulator.studies.prediction import Prediction, predict
 from simulator.studies.shapes import PLAN, REFUSED, SAVED, OverShapes, over_shapes, traces_of
 from tests.tiny import bwd, fwd, trace
 from traces.errors import LowtideError, SpecError, TraceError
 from traces.records import store
-from traces.records.plan import Action, Plan
+from traces.records.plan import Action, Plan, Rewrite
 from traces.records.trace import ALIAS, SLICE, Trace
 from traces.shapes import MOST, Shapes, label
 
@@ -295,3 +296,16 @@ def test_traces_of_another_step_are_not_taken(tmp_path: Path, monkeypatch: pytes
     assert len(traces_of(step(5, seed=1), name, shapes, lambda text: None)) == 2
     with pytest.raises(LowtideError, match="recorded again"):
         traces_of(step(5), name, shapes, lambda text: None)
+
+
+def test_a_plan_that_rewrites_the_step_rewrites_it_at_every_size() -> None:
+    """Here x0 waits for backward as int8."""
+    shapes = Shapes.parse("seq-len=512:1024:512")
+    traces = [(s, step(s["seq_len"])) for s in shapes.looked_at()]
+    plan = Plan(meta=traces[-1][1].meta, rewrites=(Rewrite(kind="int8", storage=1),))
+    problem = Problem(traces[-1][1])
+    found = over_shapes(predict(problem, setting_of(traces[-1][1].meta), plan), shapes, traces)
+    assert {p.runs for p in found.peaks} == {PLAN}
+    for (_, one), p in zip(traces, found.peaks, strict=True):
+        alone = Problem(rewritten(one, plan.rewrites)).saved.timeline.peak_allocated_bytes
+        assert p.peak_allocated_bytes == alone != Problem(one).saved.timeline.peak_allocated_bytes
