@@ -9,6 +9,7 @@ import json
 import click
 
 from simulator.cli.compare import compare_command
+from simulator.cli.levers import levers_command
 from simulator.cli.max_batch import max_batch_command
 from simulator.cli.pareto import pareto_command
 from simulator.cli.plan import plan_command
@@ -53,6 +54,7 @@ def main() -> None:
     simulate sweep resnet152 --batch-sizes 8,16,32 --budget 60%
     simulate compare resnet152-b32 --budget 60%               all planners side by side
     simulate pareto resnet152-b32                             what each GiB costs
+    simulate levers resnet152-b32                             what else than recomputing could be done
     simulate max-batch bert-base --gpu a100-40                the largest batch that fits
     simulate planners                                         list the planners
     simulate replay snapshot.pickle                           a GPU's recorded allocations
@@ -77,6 +79,6 @@ def planners_command(as_json: bool) -> None:
 
 main.add_command(plan_command, DEFAULT_COMMAND)
 for command in (
-    sweep_command, planners_command, compare_command, pareto_command, max_batch_command, replay_command
+    sweep_command, planners_command, compare_command, pareto_command, levers_command, max_batch_command, replay_command
 ):  # fmt: skip
     main.add_command(command)

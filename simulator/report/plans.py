@@ -9,11 +9,12 @@ from simulator.report import charts
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, warned, write_page
 from simulator.report.step import about, metadata, saved_figure
 from simulator.studies.comparison import Comparison, ranked
+from simulator.studies.levers import Study
 from simulator.studies.max_batch import MaxBatch
 from simulator.studies.pareto import Front
 from simulator.studies.prediction import describe
 from traces.records.trace import Trace
-from traces.units import show_bytes, show_percent
+from traces.units import bytes_unit, show_bytes, show_percent
 
 CERTIFIED: Final = "certified for plans that keep the order of the ops"
 PREDICTED: Final = " Every figure on this page is predicted; nothing was run."
@@ -35,6 +36,32 @@ def write_front(path: str | Path, front: Front) -> Path:
     """Write the page of a front, whole or not at all; raises EnvironmentProblem like `write_comparison`."""
     section = Section("Overhead against budget", _front_blocks(front))
     return _write(path, front.trace, "what each GiB costs", f" · planner {front.planner}", section)
+
+
+def write_levers(path: str | Path, study: Study) -> Path:
+    """Write the page of a study of levers, whole or not at all; raises EnvironmentProblem like `write_comparison`."""
+    unit, unit_name = bytes_unit(study.rows[0].peak_allocated_bytes)
+    colours = {"no plan below": charts.BOUND_COLOUR, "everything saved": charts.PEER_COLOUR}
+    bars = [
+        (row.lever, series, value / unit, show_bytes(nbytes))
+        for row in study.rows
+        for series, value, nbytes in (
+            ("no plan below", row.floor_bytes, row.floor_bytes),
+            ("everything saved", row.peak_allocated_bytes - row.floor_bytes, row.peak_allocated_bytes),
+        )
+    ]
+    chart = Chart(
+        charts.by_name(
+            bars,
+            colours,
+            f"peak allocated, {unit_name}",
+            limit=study.budget_bytes and study.budget_bytes / unit,
+        ),
+        "Each bar ends at the peak with everything saved. Plans can bring it down to the end of its dark part, and no "
+        "further.",
+    )
+    blocks: tuple[Block, ...] = (*about(study.problem, PREDICTED), chart, study.table())
+    return _write(path, study.problem.trace, "levers", "", Section("What each lever reaches", blocks))
 
 
 def _write(path: str | Path, trace: Trace, title: str, by: str, section: Section) -> Path:

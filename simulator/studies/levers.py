@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from simulator.bounds.bound import Bound, bounder_of
 from simulator.core.limits import ALLOW, Levers
 from simulator.core.problem import Problem
 from simulator.core.rewrites import KINDS, LEVERS, exactness_of, rewritten_problem
-from simulator.planners.outcome import Infeasible
+from simulator.planners.outcome import Infeasible, percent
+from simulator.show.tables import Table, table
 from traces.errors import SpecError
-from traces.records.plan import EXACTNESS, Plan, Rewrite
+from traces.files.json_records import to_json
+from traces.records.plan import APPROXIMATE, EXACT, EXACTNESS, FP, Plan, Rewrite
+from traces.units import show_bytes
 
 
 def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
@@ -132,8 +135,23 @@ def plan_with_levers(
             best = _of(problem, made, step.rewrites)
     if best is None:
         assert refusal is not None
-        raise refusal
+        help_by = _helpful(problem, levers)
+        raise Infeasible(f"{refusal} {help_by}", refusal.figures) if help_by else refusal
     return best
+
+
+def _helpful(problem: Problem, levers: Levers) -> str:
+    """In words, the rewrite that would lower the floor most, if it is not allowed."""
+    allowed = {r for rewrites in offered(problem, levers).values() for r in rewrites}
+    could = offered(problem, Levers(allow="approximate", kinds=tuple(KINDS)))
+    found = [(rewritten_problem(problem, (r,)).floor.peak_bytes, r) for rs in could.values() for r in rs]
+    least, best = min(found, key=lambda x: x[0], default=(problem.floor.peak_bytes, None))
+    if best is None or best in allowed or least >= problem.floor.peak_bytes:
+        return ""
+    word = next(word for word, exactness in ALLOW.items() if exactness == LEVERS[best.kind].EXACTNESS)
+    return (
+        f"With --allow {word} the lever {best.kind} lowers what no plan can go below to {show_bytes(least)}."
+    )
 
 
 def _time_ns(plan: Plan) -> int:
@@ -145,3 +163,122 @@ def _of(problem: Problem, plan: Plan, rewrites: tuple[Rewrite, ...]) -> Plan:
     ops, sts = problem.trace.ops, problem.trace.storages
     named = tuple(replace(r, op=ops.name[sts.producer[r.storage]]) for r in rewrites)
     return replace(plan, meta=problem.trace.meta, rewrites=named, exactness=exactness_of(named))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What each lever could do
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How far a lever reaches by itself, or some together."""
+
+    lever: str
+    exactness: str
+    rewrites: int  # how many are taken
+    peak_allocated_bytes: int  # with everything saved
+    floor_bytes: int  # no plan can go below
+    added_time_ns: int  # with everything saved
+    bound_overhead_percent: float | None = (
+        None  # no plan within the budget adds less; None: no plan, or no budget
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What levers do to one trace; the first row is recomputation alone."""
+
+    trace_name: str
+    problem: Problem
+    budget_bytes: int | None
+    rows: tuple[Reach, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "trace": self.trace_name,
+            "model": self.problem.trace.meta.model,
+            "fingerprint": self.problem.trace.meta.fingerprint,
+            "budget_bytes": self.budget_bytes,
+            "levers": [to_json(row) for row in self.rows],
+        }
+
+    def table(self) -> Table:
+        """One row a lever."""
+        whole, time_ns = self.rows[0].peak_allocated_bytes, self.problem.trace.time_ns
+        return table(
+            self.rows,
+            (
+                ("lever", "", lambda r: r.lever),
+                ("gradients", "", lambda r: IN_WORDS[r.exactness]),
+                ("rewrites", "count", lambda r: r.rewrites),
+                ("everything saved", "bytes", lambda r: r.peak_allocated_bytes),
+                ("", "share", lambda r: percent(r.peak_allocated_bytes, whole)),
+                ("time", "+percent", lambda r: percent(r.added_time_ns, time_ns)),
+                ("no plan below", "bytes", lambda r: r.floor_bytes),
+                (" ", "share", lambda r: percent(r.floor_bytes, whole)),
+                ("within the budget", "+percent", lambda r: r.bound_overhead_percent),
+            ),
+        ).known()
+
+
+IN_WORDS: Final = {EXACT: "equal in every bit", FP: "equal but for rounding", APPROXIMATE: "approximate"}
+RECOMPUTE_ALONE: Final = "recompute"
+
+
+def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study:
+    """What each lever alone does to the step, and all of a class together.
+
+    Counts: the step with everything saved, and the floor of its plans; of a stretch the number of tiles with the lowest
+    floor, of other kinds all that is offered. Ignores: that fewer may do.
+
+    Args:
+        name: of the trace, for the answer.
+        budget_bytes: for what plans within it add at least.
+    """
+    found: dict[str, tuple[Rewrite, ...]] = {}
+    for kind in LEVERS:
+        chosen: tuple[Rewrite, ...] = ()
+        for choices in _choices(offered(problem, Levers(allow="approximate", kinds=(kind,)))):
+            reached = [(_floor(problem, (*chosen, *c)), k) for k, c in enumerate(choices)]
+            chosen = (*chosen, *choices[min(reached)[1]])
+        if chosen:
+            found[kind] = chosen
+    groups = {RECOMPUTE_ALONE: ()} | found
+    for name_of_all, most in (("all exact", EXACT), ("all up to rounding", FP), ("all", APPROXIMATE)):
+        kinds = [k for k in found if EXACTNESS.index(LEVERS[k].EXACTNESS) <= EXACTNESS.index(most)]
+        together = _together(problem, {k: found[k] for k in kinds})
+        if len({r.kind for r in together}) > 1:
+            groups[name_of_all] = together
+    rows = [_reach(problem, lever, rewrites, budget_bytes) for lever, rewrites in groups.items()]
+    return Study(trace_name=name, problem=problem, budget_bytes=budget_bytes, rows=tuple(rows))
+
+
+def _together(problem: Problem, found: dict[str, tuple[Rewrite, ...]]) -> tuple[Rewrite, ...]:
+    """All kinds together; of those that pack the same values in different formats the one with the lowest floor."""
+    alike = [k for k in found if LEVERS[k].EXACTNESS == APPROXIMATE]
+    rest = tuple(r for k, rewrites in found.items() if k not in alike for r in rewrites)
+    taken = {r.storage for r in rest}
+    choices = [(*rest, *(r for r in found[k] if r.storage not in taken)) for k in alike] or [rest]
+    return min(choices, key=lambda rewrites: _floor(problem, rewrites))
+
+
+def _floor(problem: Problem, rewrites: tuple[Rewrite, ...]) -> int:
+    return bounder_of(rewritten_problem(problem, rewrites)).floor.peak_bytes
+
+
+def _reach(problem: Problem, lever: str, rewrites: tuple[Rewrite, ...], budget_bytes: int | None) -> Reach:
+    step = rewritten_problem(problem, rewrites)
+    bound = None if budget_bytes is None else bounder_of(step).bound(budget_bytes)
+    added = step.trace.time_ns - problem.trace.time_ns
+    least = None
+    if bound is not None and bound.feasible:
+        least = percent(added + bound.added_time_ns, problem.trace.time_ns)
+    return Reach(
+        lever=lever,
+        exactness=exactness_of(rewrites),
+        rewrites=len(rewrites),
+        peak_allocated_bytes=step.saved.timeline.peak_allocated_bytes,
+        floor_bytes=bounder_of(step).floor.peak_bytes,
+        added_time_ns=added,
+        bound_overhead_percent=least,
+    )
