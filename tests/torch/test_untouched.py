@@ -353,3 +353,38 @@ def test_blocks_that_outlive_their_iteration_are_given_back_in_the_next() -> Non
 
 def test_what_was_there_before_and_is_replaced_leaves_no_requests() -> None:
     assert on_h100(Replacing).untouched == Untouched()
+
+
+class Masked(nn.Module):
+    """Lets transformers make a mask of one that masks nothing, or of one of which nothing is known."""
+
+    def __init__(self, known: bool) -> None:
+        super().__init__()
+        self.known, self.layer = known, nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from transformers.masking_utils import sdpa_mask
+
+        given = torch.ones(len(x), 64) if self.known else (x[:, 0] * 0 + 1)
+        mask = sdpa_mask(
+            batch_size=len(x),
+            q_length=64,
+            kv_length=64,
+            attention_mask=given.bool(),
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=True,
+        )
+        y = self.layer(x)
+        return y if mask is None else y * mask[:, 0]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_library_leaves_out_a_mask_that_is_known_to_mask_nothing(known: bool) -> None:
+    def step() -> tuple[Any, ...]:
+        model = Masked(known)
+        x = torch.randn(8, 64, 64)
+        return model, (x,), lambda out: out.sum(), torch.optim.SGD(model.parameters(), lr=0.01)
+
+    events = trace_step(build_of(step), device("h100"))
+    masks = [n for n in count_untouched(events, Costs())[1].nbytes if n == 8 * 64 * 64 * 4]
+    assert len(masks) == (2 if known else 3)  # the product with a mask, too

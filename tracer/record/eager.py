@@ -88,6 +88,10 @@ class EagerRecorder(TorchDispatchMode):
         """Ops from here on belong to `phase`."""
         self.phase = phase
 
+    def is_true(self) -> bool:
+        """Whether the value that is being asked for is known to be true."""
+        return False
+
     @property
     def active(self) -> bool:
         """Whether ops are being recorded."""
@@ -168,6 +172,8 @@ class EagerRecorder(TorchDispatchMode):
             if (value := self._scalars.value(args[0])) is not None:
                 return value
             return 1.0 if args[0].is_floating_point() else 1
+        if asked and self.is_true():
+            return True
         if self.phase == FORWARD and self.checks_loss:
             _refuse_strangers(args, kwargs)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:

@@ -33,11 +33,11 @@ from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder, given_to
 from tracer.record.rows import storage_key, tensors_in
 from tracer.record.step import fake_mode
-from tracer.torch_api import current_autograd_node, storage_expired, storage_uses, tensor_uses
+from tracer.torch_api import current_autograd_node, replaced, storage_expired, storage_uses, tensor_uses
 from traces.devices import Device
 from traces.errors import LowtideError
 from traces.records.events import replayed
-from traces.records.trace import BACKWARD, FIRST, LATER, OPTIMIZER, OPTIMIZER_STATE, Untouched
+from traces.records.trace import BACKWARD, FIRST, FORWARD, LATER, OPTIMIZER, OPTIMIZER_STATE, Untouched
 
 aten = torch.ops.aten
 NO_NODE: Final = -1  # of autograd
@@ -54,6 +54,10 @@ IN_PLACE: Final = {
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.index_put.default: aten._index_put_impl_.default,
 }
+
+MASKS: Final = "transformers.masking_utils"  # which leaves a mask out that masks nothing, if it may look
+ONES: Final = frozenset({aten.ones.default, aten.ones_like.default, aten.new_ones.default})
+LIKEWISE: Final = frozenset({aten._to_copy.default, aten.clone.default})
 
 MOST_OPS: Final = 20_000  # of a step that is counted: the work grows with the square
 MOST_PARTS: Final = 3  # of those that accumulate gradients: the third and all further ones ask the same
@@ -77,20 +81,27 @@ def count_untouched(draft: Draft, costs: Costs) -> tuple[int, Untouched]:
     if draft.target.kind != "cpu" and gpu is None:
         return 0, Untouched()
     peak_bytes, requests = 0, Untouched()
+    ones: set[int] = set()
 
     def run() -> None:
         nonlocal peak_bytes, requests
         from_the_first = step.loop.gradients_stay or step.own is not None
         shortened = replace(step, loop=replace(step.loop, accumulate=min(step.loop.accumulate, MOST_PARTS)))
-        counter = _Counter(draft, costs)
+        counter = _Counter(draft, costs, ones)
         if not from_the_first:
             _one_iteration(shortened, counter)
         if from_the_first or not counter.complete:
-            counter = _Counter(draft, costs)
+            counter = _Counter(draft, costs, ones)
             _from_the_first(shortened, counter)
         peak_bytes, requests = counter.peak_bytes, counter.requests()
 
-    with fake_mode(draft.mode), cuda_words(gpu), _ops_of(gpu):
+    def cannot_look(mask: torch.Tensor | None = None) -> bool:
+        return mask is None or storage_key(mask) not in ones
+
+    masks = sys.modules.get(MASKS)
+    known = hasattr(masks, "is_tracing")
+    looked_at = replaced(masks, is_tracing=cannot_look) if known else contextlib.nullcontext()
+    with fake_mode(draft.mode), cuda_words(gpu), _ops_of(gpu), looked_at:
         try:
             forward_once(step.model, run)
         except LowtideError:
@@ -163,8 +174,10 @@ class _Counter(EagerRecorder):
 
     checks_loss = False  # the recording of this step has
 
-    def __init__(self, draft: Draft, costs: Costs) -> None:
+    def __init__(self, draft: Draft, costs: Costs, ones: set[int]) -> None:
+        """`ones`: to which storages are added while they are known to hold nothing but ones."""
         super().__init__([])
+        self._ones = ones
         self.target, self.costs = draft.target, costs
         self.peak_bytes = 0
         self._live_bytes = sum(row.nbytes for row in draft.libraries)  # with storages that may be gone
@@ -255,6 +268,10 @@ class _Counter(EagerRecorder):
         block, nbytes, once, phase = zip(*rows, strict=True) if rows else ((), (), (), ())
         return Untouched(block=block, nbytes=nbytes, once=once, phase=phase)
 
+    def is_true(self) -> bool:
+        """MASKS asks only whether a mask of ones masks nothing."""
+        return self.phase == FORWARD and _asks_of_masks()
+
     def look(self) -> None:
         """Before an op: what is gone was given back."""
         if self.target.kind == "cuda":
@@ -289,6 +306,8 @@ class _Counter(EagerRecorder):
         for x in given_to(func, args, kwargs):
             self._stays(x)  # made before the step began, and known to nobody
         self.peak_bytes += self._live_bytes - before
+        if func in ONES or (func in LIKEWISE and storage_key(args[0]) in self._ones):
+            self._ones.update(map(storage_key, tensors_in(out)))
         there = results(func, args, kwargs, out, laptop=self.target.kind == "cuda")
         created, made = 0, {}
         for x, y in zip(tensors_in(out), tensors_in(there), strict=True):
@@ -314,6 +333,7 @@ class _Counter(EagerRecorder):
         gone = [key for key, (ref, _) in self._made.items() if storage_expired(ref.cdata)]
         for key in gone:
             self._live_bytes -= self._made.pop(key)[1]
+            self._ones.discard(key)
             if key in self._blocks:
                 self._asks.append((~self._blocks.pop(key), 0, 0, self.phase))
 
@@ -400,6 +420,14 @@ def _of_autograd() -> bool:
     while frame.f_globals.get("__name__", "").startswith("torch._") and frame.f_back is not None:
         frame = frame.f_back  # of what torch puts around a mode
     return frame.f_code.co_name == "_engine_run_backward"
+
+
+def _asks_of_masks() -> bool:
+    """Whether MASKS asks for a value."""
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__", "").startswith(("torch.", "tracer.")) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == MASKS
 
 
 def _node() -> int:
