@@ -79,6 +79,6 @@ def test_the_rules_tell_what_torch_allocates_inside_its_ops(gpu: str) -> None:
     assert len(met) > len(TABLE.rules) * LEAST_SHARE
     assert [r for r in wrong if r["op"] not in KNOWN] == []
     assert len(wrong) <= MOST_KNOWN
-    assert len(disordered) < len(rows) / 250  # most are 16 bytes of a flash attention's seed
+    assert len(disordered) < len(rows) / 150  # most are 16 bytes of a flash attention's seed
     assert len(unused) < len(rows) / 500
     assert not [text for text in answer["refused"] if "null driver" in text]
