@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from simulator.core.problem import Problem
-from simulator.core.rewrites import pack, tile
+from simulator.core.rewrites import invert, pack, tile
 from simulator.core.rewrites.edit import Editing
 from traces.errors import PlanError
 from traces.records.plan import EXACTNESS, Rewrite
 from traces.records.trace import Trace
 
 KINDS: Final[dict[str, Any]] = {"tile": tile}  # that planners take by themselves
-LEVERS: Final[dict[str, Any]] = KINDS | pack.LEVERS  # and those that must be named
+LEVERS: Final[dict[str, Any]] = KINDS | pack.LEVERS | {"invert": invert}  # and those that must be named
 
 
 def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:

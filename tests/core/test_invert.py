@@ -1,0 +1,125 @@
+"""Inverting an activation in a trace: what its ops then take, and which inputs are needed after all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from simulator.core.problem import Problem
+from simulator.core.rewrites import exactness_of, rewritten
+from simulator.core.rewrites.invert import CPU_FACTOR, offer
+from tests.tiny import Op, bwd, fwd, trace
+from traces.errors import PlanError
+from traces.records.plan import Rewrite
+from traces.records.trace import EAGER, Trace
+
+N = 1 << 16  # numbers; 4 bytes each
+GELU, BACKWARD = "aten.gelu.default", "aten.gelu_backward.default"
+NONE, TANH = ('[null,"none"]', '[null,null,"none"]'), ('[null,"tanh"]', '[null,null,"tanh"]')
+
+
+def step(*more: Op, arguments: tuple[str, str] = NONE, backward: str = BACKWARD, size: int = 4 * N) -> Trace:
+    """x -> y = gelu(x) -> z = y v, of which backward reads x, y and v; `more` at the end of forward."""
+    ops = [
+        fwd({"x": size}, "w"),
+        fwd({"y": size}, "x", target=GELU, arguments=arguments[0]),
+        fwd({"z": 8}, "y", "v"),
+        *more,
+        bwd({"gv": 4 * N}, "z", "y"),
+        bwd({"gy": size}, "z", "v"),
+        bwd({"gx": size}, "gy", "x", target=backward, arguments=arguments[1], overwrites="gy", time_ns=10),
+        bwd({"gw": 4 * N}, "gx"),
+    ]
+    return trace(ops, {"w": 4 * N, "v": 4 * N})
+
+
+def storage(t: Trace, name: str) -> int:
+    return t.storages.name.index(name)
+
+
+def names(t: Trace, column: str, op: str) -> list[str]:
+    found = getattr(t.ops, column)[t.ops.name.index(op)]
+    return [(t.ops if column == "inputs" else t.storages).name[k] for k in found]
+
+
+@pytest.mark.parametrize(("arguments", "kind"), [(NONE, "gelu"), (TANH, "gelu_tanh")])
+def test_backward_takes_the_output_and_a_bit_an_element(arguments: tuple[str, str], kind: str) -> None:
+    t = step(arguments=arguments)
+    (rewrite,) = offer(t)
+    assert rewrite == Rewrite(kind="invert", storage=storage(t, "x"), op="x")
+    made = rewritten(t, [rewrite])
+    assert made.ops.name == ("x", "y", "y_side", "z", "gv", "gy", "gx", "gw")
+    assert names(made, "reads", "y_side") == ["x"]
+    assert names(made, "reads", "gx") == ["gy", "y", "y_side"]
+    assert names(made, "inputs", "gx") == ["gy", "y", "y_side"]
+    assert made.storages.nbytes[storage(made, "y_side")] == N // 8
+    at = made.ops.name.index("gx")
+    assert made.ops.target[at] == "lowtide.backward_from_output.default"
+    assert made.ops.arguments[at] == f'[null,null,null,"{kind}"]'
+    assert made.ops.time_ns[at] == int(
+        10 * CPU_FACTOR
+    )  # the bytes of the bits take no time in a trace without them
+    assert names(made, "writes", "y_side") == ["y_side"]
+    assert exactness_of([rewrite]) == "fp"
+    before, after = (Problem(x).saved.timeline.peak_allocated_bytes for x in (t, made))
+    # At the peak gradients of y and v, y and x or the bits of x.
+    assert before - after == 4 * N - N // 8
+
+
+@pytest.mark.parametrize(
+    ("t", "why"),
+    [
+        (step(backward="aten.silu_backward.default"), "something else than one activation"),
+        (step(arguments=(NONE[0], TANH[1])), "are not one"),
+        (step(arguments=("", "")), "does not say with what arguments"),
+        (step(bwd({"g": 8}, "x")), "something else than one activation"),
+        (step(fwd({"u": 4 * N}, "x", target="aten.silu.default")), "something else than one activation"),
+        (step(fwd({}, "x", mutates=("x",))), "overwritten"),
+        (step(fwd({}, "y", mutates=("y",))), "the output is overwritten"),
+        (step(size=1 << 12), "has 1,024 numbers"),
+        (step(size=4 * N + 4), "has 65,537 numbers"),
+    ],
+)
+def test_an_input_that_is_needed_after_all_is_refused(t: Trace, why: str) -> None:
+    assert not [*offer(t)]
+    with pytest.raises(PlanError, match=why):
+        rewritten(t, [Rewrite(kind="invert", storage=storage(t, "x"))])
+
+
+def test_held_values_other_types_and_other_storages_are_refused() -> None:
+    t = step()
+    x, y = storage(t, "x"), storage(t, "y")
+    for changed, why in (
+        ({"hold": tuple(2 if s == x else -1 for s in range(len(t.storages)))}, "holds it"),
+        ({"hold": tuple(2 if s == y else -1 for s in range(len(t.storages)))}, "held outside"),
+        ({"dtype": ("float64",) * len(t.storages)}, "of float64"),
+        ({"nbytes": tuple(n + 64 * (s == x) for s, n in enumerate(t.storages.nbytes))}, "gaps"),
+        ({"nbytes": tuple(n + 64 * (s == y) for s, n in enumerate(t.storages.nbytes))}, "laid out otherwise"),
+    ):
+        other = replace(t, storages=replace(t.storages, **changed))
+        with pytest.raises(PlanError, match=why):
+            rewritten(other, [Rewrite(kind="invert", storage=x)])
+    for s in (99, storage(t, "w"), storage(t, "gy")):
+        with pytest.raises(PlanError, match="cannot be done without"):
+            rewritten(t, [Rewrite(kind="invert", storage=s)])
+    eager = replace(t, ops=replace(t.ops, flags=(EAGER, *t.ops.flags[1:])))
+    assert not [*offer(eager)]
+
+
+def test_only_an_output_that_backward_reads_is_worth_it() -> None:
+    t = step()
+    ops = replace(
+        t.ops, reads=tuple(r[:1] if n == "gv" else r for n, r in zip(t.ops.name, t.ops.reads, strict=True))
+    )
+    with pytest.raises(PlanError, match="backward does not read the output"):
+        rewritten(replace(t, ops=ops), [Rewrite(kind="invert", storage=storage(t, "x"))])
+
+
+def test_what_a_rewrite_before_took_away_is_left_as_it_is() -> None:
+    t = step()
+    x = storage(t, "x")
+    packed, inverted = Rewrite(kind="int8", storage=x), Rewrite(kind="invert", storage=x)
+    assert rewritten(t, [packed, inverted]) == rewritten(t, [packed])
+    assert rewritten(t, [inverted, packed]) == rewritten(t, [inverted])
+    assert rewritten(t, [inverted, inverted]) == rewritten(t, [inverted])

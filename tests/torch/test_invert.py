@@ -1,0 +1,115 @@
+"""Inverted activations in a plan: the executor runs the simulated step, to rounding, in the predicted bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from executor.measure import Job  # noqa: E402
+from executor.verify import verify  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from simulator.core.rewrites import exactness_of, rewritten_problem  # noqa: E402
+from simulator.core.rewrites.invert import offer  # noqa: E402
+from simulator.core.rewrites.pack import ranked  # noqa: E402
+from simulator.planners import plan_with  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.conftest import Measurer  # noqa: E402
+from tests.torch.steps import recorded  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
+from traces.records.plan import Plan, Rewrite  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
+
+# What torch.compile imports says of torch itself.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+
+
+class Net(nn.Module):
+    """Every activation, with outputs that backward reads; the hardswish's, and what is added to a mish, it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.wide = nn.ModuleList(nn.Linear(64, 256) for _ in range(5))
+        self.narrow = nn.ModuleList(nn.Linear(256, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, gate, up, b, c = self.wide
+        x = x + self.narrow[0](functional.gelu(a(self.norm(x))))
+        x = x + self.narrow[1](functional.silu(gate(x)) * up(x))
+        x = x + self.narrow[2](functional.gelu(b(x), approximate="tanh"))
+        return self.narrow[3](functional.hardswish(b(x)) + c(x) * functional.mish(c(x))).mean(1)
+
+
+def net() -> small_nets.Built:
+    torch.manual_seed(0)
+    model = Net()
+    batch = torch.randn(8, 64, 64), torch.randint(8, (8,))
+    return model, batch, functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+SPEC = f"{Path(__file__).resolve()}:net"
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    spec = load_spec(SPEC, {})
+    return measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+
+
+@pytest.fixture(scope="module")
+def rewrites(trace: Trace) -> tuple[Rewrite, ...]:
+    return tuple(offer(trace))
+
+
+def test_it_is_offered_where_backward_reads_the_output_too(
+    trace: Trace, rewrites: tuple[Rewrite, ...]
+) -> None:
+    readers = [
+        trace.ops.target[i]
+        for r in rewrites
+        for i in range(len(trace.ops))
+        if r.storage in trace.ops.reads[i]
+    ]
+    found = {t.split(".")[1] for t in readers if "backward" in t}
+    assert found == {"gelu_backward", "silu_backward", "mish_backward"}
+    assert len(rewrites) == 4
+
+
+def test_it_trains_to_rounding_in_the_predicted_bytes(
+    trace: Trace, rewrites: tuple[Rewrite, ...], measurer: Measurer, tmp_path: Path
+) -> None:
+    plan = Plan(meta=trace.meta, rewrites=rewrites, exactness=exactness_of(rewrites))
+    found = verify(load_spec(SPEC, {}), plan, steps=2)
+    assert found.equal
+    assert not found.bit_equal
+    assert found.gradient_error < 1e-5
+    problem = rewritten_problem(Problem(trace), rewrites)
+    predicted = problem.saved.timeline.peak_allocated_bytes
+    assert predicted < Problem(trace).saved.timeline.peak_allocated_bytes
+    # Each saves its input but for a bit an element.
+    before, after = (sum(t.storages.nbytes[s] for s in t.saved) for t in (trace, problem.trace))
+    assert before - after == sum(trace.storages.nbytes[r.storage] * 31 // 32 for r in rewrites)
+    path = str(plan.save(tmp_path / "plan.json"))
+    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
+    assert max(measurer.peaks(job)[2:]) == predicted
+
+
+def test_with_other_rewrites_and_recomputation(trace: Trace, rewrites: tuple[Rewrite, ...]) -> None:
+    packed = tuple(r for r, _, _ in ranked(trace, ("int8",)))
+    # Of the inputs that are packed, none is inverted, and the other way round: the first to come has them.
+    for both in ((*packed[::2], *rewrites), (*rewrites, *packed)):
+        plan = Plan(meta=trace.meta, rewrites=both, exactness=exactness_of(both))
+        assert plan.exactness == "approximate"
+        assert verify(load_spec(SPEC, {}), plan, steps=1).equal
+    problem = rewritten_problem(Problem(trace), rewrites)
+    made = plan_with("search", problem, problem.saved.timeline.peak_allocated_bytes * 75 // 100)
+    assert made.actions
+    plan = Plan(meta=trace.meta, rewrites=rewrites, actions=made.actions, exactness="fp")
+    assert verify(load_spec(SPEC, {}), plan, steps=1).gradient_error < 1e-5
