@@ -9,7 +9,7 @@ from importlib import import_module
 from torch import fx
 
 from simulator.core.formats import FORMATS
-from simulator.core.rewrites import LEVERS
+from simulator.core.rewrites import in_order
 from simulator.core.rewrites import rewritten as rewritten_trace
 from tracer.capture.capture import Captured
 from tracer.record.program import Program, program_of
@@ -35,9 +35,7 @@ def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     if program.known is not None:
         raise PlanError("a step that is rewritten is captured for each size.")
     changing = Changing(program)
-    for rewrite in rewrites:
-        if rewrite.kind not in LEVERS:
-            raise PlanError(f"unknown rewrite {rewrite.kind!r}; there are {', '.join(LEVERS)}.")
+    for rewrite in in_order(rewrites):
         module = "pack" if rewrite.kind in FORMATS else rewrite.kind
         import_module(f"executor.emit.{module}").change(changing, rewrite)
     made = program_of(changing.captured(), program.shares)

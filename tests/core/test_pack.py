@@ -8,7 +8,7 @@ import pytest
 
 from simulator.core.formats import FORMATS
 from simulator.core.problem import Problem
-from simulator.core.rewrites import exactness_of, rewritten
+from simulator.core.rewrites import exactness_of, in_order, rewritten
 from simulator.core.rewrites.pack import pass_ns, ranked
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError
@@ -133,10 +133,22 @@ def test_how_exact_it_is() -> None:
     assert exactness_of([Rewrite(kind="bits", storage=1), Rewrite(kind="int8", storage=1)]) == "approximate"
 
 
+def test_tiles_come_first_whatever_the_plan_says() -> None:
+    tile, one, other = (Rewrite(kind=kind, storage=1) for kind in ("tile", "bits", "int8"))
+    assert in_order([other, one, tile, replace(one, storage=2)]) == [
+        tile,
+        one,
+        replace(one, storage=2),
+        other,
+    ]
+    with pytest.raises(PlanError, match="unknown rewrite 'bit'"):
+        in_order([replace(one, kind="bit")])
+
+
 def test_a_value_that_backward_no_longer_reads_is_left_as_it_is() -> None:
     t = step()
     one = Rewrite(kind="int8", storage=storage(t, "x"))
-    assert rewritten(t, [one, replace(one, kind="fp8_e5m2")]) == rewritten(t, [one])
+    assert rewritten(t, [one, replace(one, kind="int4")]) == rewritten(t, [one])
 
 
 @pytest.mark.parametrize(

@@ -29,16 +29,27 @@ def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:
         PlanError: a rewrite means nothing in this trace.
     """
     editing, done = Editing(trace), False
-    for rewrite in rewrites:
+    for rewrite in in_order(rewrites):
         if trace.meta.within_backward:
             raise PlanError(
                 "a step whose gradients are freed in backward cannot be rewritten: plan it without levers."
             )
-        if rewrite.kind not in LEVERS:
-            raise PlanError(f"unknown rewrite {rewrite.kind!r}; there are {', '.join(LEVERS)}.")
         LEVERS[rewrite.kind].edit(editing, rewrite)
         done = True
     return editing.trace() if done else trace
+
+
+def in_order(rewrites: Iterable[Rewrite]) -> list[Rewrite]:
+    """Rewrites in the order in which they are made, whatever a plan's is: what takes ops out comes first.
+
+    Raises:
+        PlanError: one is of no known kind.
+    """
+    order = {kind: k for k, kind in enumerate(LEVERS)}
+    wanted = list(rewrites)
+    if unknown := [r.kind for r in wanted if r.kind not in order]:
+        raise PlanError(f"unknown rewrite {unknown[0]!r}; there are {', '.join(order)}.")
+    return sorted(wanted, key=lambda r: order[r.kind])
 
 
 def rewritten_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
