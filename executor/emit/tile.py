@@ -26,15 +26,16 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
     """
     program = changing.program
     found = next((x for x in stretches(program) if program.storage_of[x.product][0] == rewrite.storage), None)
-    if found is None or not 2 <= rewrite.number <= found.rows:
+    if found is None or rewrite.number < 1:
         raise PlanError(
             f"{rewrite.op or 'a stretch of the step'} cannot be made in {rewrite.number} tiles here: the rows of its "
-            "values depend on each other, or are fewer."
+            "values depend on each other, or they are not added up."
         )
+    number = min(rewrite.number, found.rows)  # a smaller batch than the plan's may have fewer rows than tiles
     graph, now = changing.graph, changing.node
     last = [n for n in found.body if n in changing.forward][-1]
     with graph.inserting_after(now[last]):
-        call = graph.call_function(Tiles(found, rewrite.number), tuple(now[n] for n in found.inputs))
+        call = graph.call_function(Tiles(found, number), tuple(now[n] for n in found.inputs))
     changing.name(call, f"{found.product.name}_tiles", found.product)
     call.meta.pop("val", None)
     behind = call
@@ -51,7 +52,7 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
             scaled = graph.call_function(aten.mul.Tensor, (made[n], now[found.factor]))
         changing.name(scaled, f"{n.name}_scaled", n)
         changing.instead(n, scaled)
-    why = f"a plan that runs the loss head in {rewrite.number} tiles does not make it"
+    why = f"a plan that runs the loss head in {number} tiles does not make it"
     for k in found.outputs:
         changing.not_made[k] = f"output {k} of the model does not exist whole: {why}"
         changing.outputs[k] = made[found.results[0]]

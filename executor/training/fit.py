@@ -37,6 +37,7 @@ def fit(
     amp: str | None = None,
     scaler: torch.amp.GradScaler | None = None,
     release_gradients: bool = False,
+    allow: str = "bit",
     planner: str | None = None,
     seconds: float = DEFAULTS.seconds,
     in_place: bool = False,
@@ -58,7 +59,7 @@ def fit(
         amp: the type of autocast around model and loss; None: that which is on around this call.
         release_gradients: hooks of the loop (`register_post_accumulate_grad_hook`) step each parameter in backward, as
             this optimizer would, and free its gradient.
-        planner, seconds: how plans are looked for, as in `simulator.plan`.
+        allow, planner, seconds: how plans are looked for, as in `simulator.plan`.
         in_place, on_mismatch: as in `apply_plan`.
         engine: "graph": the model is captured whole; "regions": if that cannot be, the largest of its parts that can
             be captured are planned, one by one, and the rest runs as it is. To learn what that needs, two forwards and
@@ -78,6 +79,7 @@ def fit(
         budget_of=budget_of,
         optimizer=optimizer,
         scaler=scaler,
+        allow=allow,
         planner=planner,
         seconds=seconds,
         loop={"release_gradients": True} if release_gradients else {},

@@ -50,6 +50,7 @@ class Wanted:
     budget_of: str | None = None
     optimizer: Any = None
     scaler: torch.amp.GradScaler | None = None
+    allow: str = "bit"
     planner: str | None = None
     seconds: float = DEFAULTS.seconds
     loop: Mapping[str, Any] = field(default_factory=dict)  # `tracer.build.loop_options`, such as accumulate
@@ -115,6 +116,7 @@ def plan_within(step: Recorded, wanted: Wanted) -> Plan:
     return simulator.plan(
         step.trace,
         wanted.budget,
+        allow=wanted.allow,
         planner=wanted.planner,
         budget_of=wanted.budget_of or (RESERVED if step.on_gpu else ALLOCATED),
         seconds=wanted.seconds,

@@ -95,6 +95,7 @@ def _choices(offered: dict[str, list[Rewrite]]) -> Iterator[Sequence[tuple[Rewri
             yield [tuple(rewrites[: -(-len(rewrites) * k // SHARES)]) for k in range(1, SHARES + 1)]
 
 
+SEARCHED: Final = 2  # so many changed steps are planned, where the first has a plan; beside the step as it is
 SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 
 
@@ -123,9 +124,9 @@ def plan_with_levers(
     """
     best: Plan | None = None
     refusal: Infeasible | None = None
-    for step in changed_steps(problem, budget_bytes, levers):
-        if best is not None and step.least_ns >= _time_ns(best):
-            break
+    for k, step in enumerate(changed_steps(problem, budget_bytes, levers)):
+        if best is not None and (step.least_ns >= _time_ns(best) or (k >= SEARCHED and step.rewrites)):
+            continue
         try:
             made = make(step.problem)
         except Infeasible as error:

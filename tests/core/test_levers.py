@@ -75,9 +75,13 @@ def test_times_are_those_of_the_ops_and_of_what_each_further_tile_adds() -> None
     assert of.ops.time_ns[1] == 500 + 3 * (5 * 10 + 10)
 
 
-def test_a_number_that_there_are_no_rows_for_is_refused() -> None:
-    with pytest.raises(PlanError, match="cannot be made in 5 tiles"):
-        rewritten(head(), [in_tiles(5)])
+def test_there_are_no_more_tiles_than_rows() -> None:
+    assert rewritten(head(), [in_tiles(5)]) == rewritten(head(), [in_tiles(4)])
+
+
+def test_what_cannot_be_made_in_tiles_is_refused() -> None:
+    with pytest.raises(PlanError, match="cannot be made in 0 tiles"):
+        rewritten(head(), [in_tiles(0)])
     with pytest.raises(PlanError, match="storage 1 cannot be made"):
         rewritten(head(), [replace(in_tiles(2), storage=1)])
     with pytest.raises(PlanError, match="unknown rewrite 'fold'"):

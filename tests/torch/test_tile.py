@@ -131,6 +131,16 @@ def test_gradients_are_those_of_the_untouched_step(head: str, number: int) -> No
             assert float((p.grad - q.grad).norm()) <= 2e-6 * float(p.grad.norm()), name
 
 
+def test_a_smaller_batch_runs_in_as_many_tiles_as_it_has_rows() -> None:
+    model, given = HEADS["mean"](), batch()
+    planned = apply_plan(copy.deepcopy(model), in_tiles(trace(model, given), 4))
+    few = {name: x[:1, :3] for name, x in given.items()}
+    few["targets"] = torch.tensor([[4, 5, 6]])
+    model(**few)["loss"].backward()
+    planned(**few)["loss"].backward()
+    assert torch.allclose(model.head.weight.grad, planned.head.weight.grad, rtol=1e-5)
+
+
 def test_what_the_plan_does_not_make_says_so() -> None:
     model = HEADS["mean"]()
     made = apply_plan(model, in_tiles(trace(model, batch()), 3))(**batch())

@@ -45,8 +45,11 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     """
     trace = editing.source
     stretch = next((x for x in trace.meta.stretches if x.storage == rewrite.storage), None)
-    if stretch is None or not 2 <= rewrite.number <= stretch.rows:
+    if stretch is None or rewrite.number < 1:
         raise PlanError(f"storage {rewrite.storage} cannot be made in {rewrite.number} tiles.")
+    number = min(
+        rewrite.number, stretch.rows
+    )  # a smaller batch than the plan's may have fewer rows than tiles
     body = [i for i, _ in stretch.body]
     first = trace.storages.producer[stretch.storage]
     last = max(i for i in body if trace.ops.phase[i] == FORWARD)
@@ -65,14 +68,14 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     }
     tiles = Op(
         name=f"{trace.ops.name[first]}_tiles",
-        target=f"lowtide.tiles_{rewrite.number}",
+        target=f"lowtide.tiles_{number}",
         phase=FORWARD,
         module=trace.ops.module[first],
-        time_ns=_time_ns(trace, stretch, rewrite.number),
+        time_ns=_time_ns(trace, stretch, number),
         inputs=inputs,
         reads=reads,
         writes=[*(values[r.storage] for r in stretch.losses), *(raw[r.storage] for r in stretch.gradients)],
-        events=tuple(_events(trace, stretch, rewrite.number, factor.nbytes)),
+        events=tuple(_events(trace, stretch, number, factor.nbytes)),
         flags=EFFECT,
         flops=sum(trace.ops.flops[i] for i in body),
         bytes_moved=sum(trace.ops.bytes_moved[i] for i in body),
