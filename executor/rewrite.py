@@ -24,7 +24,8 @@ from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE
 from traces.records.trace import VIEW
 
-READS: Final = "reads_parameters"  # in a node's meta: the numbers of those that its op reads
+# In a node's meta: numbers of parameters whose gradient is there once it has run, and which nothing reads after it.
+HANDED: Final = "handed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +100,11 @@ class _Writing:
         self.returned: dict[fx.Node, fx.Node] = {}  # model output (if joint, any node) -> its first copy
         self.recomputed: list[str] = []
         self.outputs = set(self.captured.outputs)
-        self.parameters: dict[int, list[int]] = {}  # by storage, numbers
-        for k, n in enumerate(self.captured.placeholders[: len(self.captured.parameters)]):
-            self.parameters.setdefault(program.storage_of[n][0], []).append(k)
+        self.handed: dict[int, fx.Node] = {}  # parameter -> the last node of backward that concerns it
+        self.concerning: dict[int | fx.Node, list[int]] = {}  # a storage, a gradient -> parameters
+        for k, g in enumerate(self.captured.parameter_grads):
+            for key in (program.storage_of[self.captured.placeholders[k]][0], *([] if g is None else [g])):
+                self.concerning.setdefault(key, []).append(k)
         holders = [*self.captured.placeholders, *self.captured.numbers]
         if joint:
             self.outputs = set(self.captured.graph_module.graph.nodes)
@@ -128,9 +131,6 @@ class _Writing:
         else:
             call = Call(target=op.node.target, args=op.node.args, kwargs=dict(op.node.kwargs))
         copy = self._copy(graph, op.node, call, again, lambda n: self._resolve(n, graph))
-        copy.meta[READS] = tuple(
-            k for s in self.program.rows[op_id].reads for k in self.parameters.get(s, ())
-        )
         if schedule.takes[step] >= 0 and not self.joint:
             twin = inplace_twin(copy.target)
             assert twin is not None
@@ -148,6 +148,9 @@ class _Writing:
             pick = Call(target=part.target, args=part.args, kwargs=dict(part.kwargs))
             parts[part] = self._copy(graph, part, pick, again, parts.__getitem__)
             self._put(part, parts[part], graph)
+        if graph is self.backward:
+            for key in (*self.program.rows[op_id].reads, *parts):
+                self.handed |= dict.fromkeys(self.concerning.get(key, ()), next(reversed(parts.values())))
         if graph is self.forward and not again:
             self.returned.update((n, x) for n, x in parts.items() if n in self.outputs)
 
@@ -162,6 +165,8 @@ class _Writing:
             tuple(None if g is None else self._resolve(g, self.backward) for g in group)
             for group in (captured.parameter_grads, captured.argument_grads)
         ]
+        for k, n in self.handed.items():
+            n.meta[HANDED] = (*n.meta.get(HANDED, ()), k)
         saved = list(self.crossing)
         self.forward.output((tuple(outputs), tuple(saved)))
         self.backward.output(tuple(grads))

@@ -152,16 +152,14 @@ def record_real(
         TraceError: the real step ran other ops than the captured one; the profile that was named is none, or is of
             another device.
     """
-    if build.policy.get("release_gradients"):
-        raise SpecError(
-            "--release-gradients: --device measures the ops of a loop whose optimizer steps after backward. Measure "
-            "without it, and trace with --target and --release-gradients; the measurements are in the device's profile "
-            "by then."
+    parts, released = build.policy.get("accumulate", 1), build.policy.get("release_gradients")
+    if parts > 1 or released:
+        option, loop = (
+            ("--accumulate", "of one part") if parts > 1 else ("--release-gradients", "that ends in a step")
         )
-    if (parts := build.policy.get("accumulate", 1)) > 1:
         raise SpecError(
-            f"--accumulate {parts}: --device measures the ops of a loop of one part. Measure without --accumulate, and "
-            "trace with --target and --accumulate; the measurements are in the device's profile by then."
+            f"{option}: --device measures the ops of a loop {loop}. Measure without {option}, and trace with --target "
+            f"and {option}; the measurements are in the device's profile by then."
         )
     if device.startswith("cuda"):
         set_tf32(build.policy)  # before anything asks whose measurements these are

@@ -10,9 +10,10 @@ from typing import Any, Final
 import torch
 
 from executor.training.engines import Engine
-from executor.training.hand_over import Pool, check_alone
+from executor.training.hand_over import Pool
 from executor.training.not_made import NotMade
 from tracer.build.loop import fit_tangent
+from tracer.build.release import check_alone, hands_over
 from tracer.precision.policy import without_autocast
 from traces.errors import PlanError
 
@@ -137,8 +138,8 @@ class _Model(torch.autograd.Function):
                 "backward of a planned step was called under autocast, which would cast in the untouched model's "
                 "backward too; leave the region before loss.backward(), as torch recommends."
             )
-        if passing.pool is not None:
-            check_alone(passing.parameters)
+        if passing.pool is not None and hands_over(passing.parameters):
+            check_alone(passing.parameters, PlanError)
         _check_unchanged(passing, values)
         tangents, passing.tangents = passing.tangents, []
         backward = passing.engine.backward(tuple(x is None for x in tangents))

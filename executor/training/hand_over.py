@@ -22,10 +22,9 @@ import torch
 from torch import fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from executor.rewrite import READS
-from tracer.build.release import hand, hands_over, used_outside
+from executor.rewrite import HANDED
+from tracer.build.release import hand, hands_over
 from tracer.torch_api import execution_engine
-from traces.errors import PlanError
 
 Backward = Callable[[list[Any]], Any]
 _variants: WeakKeyDictionary[fx.GraphModule, fx.GraphModule] = WeakKeyDictionary()
@@ -42,16 +41,6 @@ def wanted(module: nn.Module, parameters: Sequence[torch.Tensor]) -> bool:
     if around is None:
         return hands_over(parameters)
     return around.module is module and not around.find_unused_parameters and not around.static_graph
-
-
-def check_alone(parameters: Sequence[torch.Tensor]) -> None:
-    """Raise PlanError, inside a backward, if hooks would run for a part of a gradient and again for the rest."""
-    if hands_over(parameters) and (k := used_outside(parameters)) >= 0:
-        raise PlanError(
-            f"the loss uses a parameter of the model (number {k}, of shape {tuple(parameters[k].shape)}) beside the "
-            "planned step, so that its hook for accumulated gradients would run twice; put the loss into the model, or "
-            "take the hook off and step the optimizer after backward."
-        )
 
 
 @dataclass(eq=False)
@@ -120,35 +109,16 @@ def _handing(module: fx.GraphModule) -> Backward:
         put, go = graph.placeholder("lowtide_put"), graph.placeholder("lowtide_go")
         copies: dict[fx.Node, fx.Node] = {}
         gradients, rest = graph.graph_copy(module.graph, copies)
-        for place, of in _places(graph, gradients).items():
-            last = place
-            for k in of:
-                for call in ((put, k, gradients[k]), (go, k)):
-                    with graph.inserting_after(last):
-                        last = graph.call_function(operator.call, call)
+        left = {k: g for k, g in enumerate(gradients) if g is not None}
+        for n in list(graph.nodes):
+            for k in sorted(left.keys() & n.meta.get(HANDED, ())):
+                for call in ((put, k, left.pop(k)), (go, k)):
+                    with graph.inserting_after(n):
+                        n = graph.call_function(operator.call, call)
+        for k, g in left.items():  # made before backward, and read by no op of it
+            graph.call_function(operator.call, (put, k, g))
         graph.output(rest)
         graph.set_codegen(fx.graph._BoxedCodeGen())
         graph.lint()
         made = _variants[module] = fx.GraphModule(module, graph, class_name="LowtideBackwardHandingOver")
     return made
-
-
-def _places(graph: fx.Graph, gradients: Sequence[fx.Node | None]) -> dict[fx.Node, list[int]]:
-    """The nodes after which gradients are handed over, and whose: as `Program.hand_over_places` has it."""
-    at: dict[fx.Node, int] = {}
-    ends: dict[fx.Node, fx.Node] = {}  # an op -> the last part of what it makes, which it holds till then
-    reader: dict[int, fx.Node] = {}
-    for n in graph.nodes:
-        at[n] = len(at)
-        whole = n.args[0] if n.target is operator.getitem else n
-        ends[n] = ends[whole] = n
-        if n.op == "placeholder":
-            last_input = n
-        reader |= dict.fromkeys(n.meta.get(READS, ()), n)
-    places: dict[fx.Node, list[int]] = {}
-    for k, g in enumerate(gradients):
-        if g is not None:
-            made = [ends[g.args[0] if g.target is operator.getitem else g], last_input]
-            made += [ends[reader[k]]] if k in reader else []
-            places.setdefault(max(made, key=at.__getitem__), []).append(k)
-    return places

@@ -93,6 +93,10 @@ class Peeks(nn.Module):
         return y
 
 
+def grouped(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2], "lr": 0.1}]
+
+
 def made(model: Callable[[], nn.Module], optimizer: Optimizer) -> Callable[[], tuple[Any, ...]]:
     def make() -> tuple[Any, ...]:
         net = model()
@@ -113,6 +117,7 @@ STEPS: dict[str, Any] = {
     "wide": wide,
     "gate": made(Gate, OPTIMIZERS["SGD"]),
     "peeks": made(Peeks, OPTIMIZERS["SGD"]),
+    "groups": made(Tied, lambda ps: torch.optim.SGD(grouped(list(ps)), lr=0.01, momentum=0.9)),
     **{f"tied {name}": made(Tied, kind) for name, kind in OPTIMIZERS.items()},
 }
 
@@ -136,6 +141,7 @@ def test_peaks_are_measured_and_the_result_is_the_ordinary_loops(step: str) -> N
     [
         ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}),
         ("gpt2-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}),
+        ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd", "amp": "bfloat16"}),
         ("resnet18", {"batch_size": 2, "image_size": 64}),
     ],
 )
@@ -235,14 +241,13 @@ def wide_step() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 
 def test_the_users_own_hooks_run_inside_a_planned_backward() -> None:
     """`fit` predicts that loop to the byte; its result is the ordinary loop's, and so are the optimizers' states."""
-    plain, batch = wide_step()
+    plain, given = wide_step()  # whose batch stays: what is freed meanwhile must have been made meanwhile
     optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9)
     for _ in range(ITERATIONS):
-        functional.mse_loss(plain(batch[0]), batch[1]).backward()
+        functional.mse_loss(plain(given[0]), given[1]).backward()
         optimizer.step()
         optimizer.zero_grad()
     gc.collect()
-    said: list[str] = []
     with memory_profiler() as prof:
         model, batch = wide_step()
         optimizers = own_hooks(model)
@@ -253,7 +258,7 @@ def test_the_users_own_hooks_run_inside_a_planned_backward() -> None:
             optimizer=lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
             budget="100%",
             release_gradients=True,
-            say=said.append,
+            say=lambda line: None,
         )
         for k in range(ITERATIONS):
             with record_function(f"{_ITERATION} {k}"):
@@ -295,14 +300,14 @@ def test_a_loss_that_uses_a_parameter_too_is_refused() -> None:
     found = trace(model, (x, y), loss=functional.mse_loss, optimizer="sgd")
     planned = apply_plan(model, plan_of(found))
     own_hooks(planned)
-    with pytest.raises(PlanError, match=r"the loss uses a parameter of the model .*hook"):
+    with pytest.raises(PlanError, match=r"the loss uses a parameter of the model .*hook for"):
         (functional.mse_loss(planned(x), y) + planned.c.weight.square().sum()).backward()
 
     def penalised() -> tuple[Any, ...]:
         net, batch, _, optimizer = wide()
         return net, batch, lambda out, y: functional.mse_loss(out, y) + net.c.weight.square().sum(), optimizer
 
-    with pytest.raises(LowtideError, match=r"the loss uses the parameter c\.weight beside the model"):
+    with pytest.raises(LowtideError, match="the loss uses a parameter of the model"):
         recorded(looped(penalised, RELEASE))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tracer.torch_api import will_execute
-from traces.errors import SpecError
+from traces.errors import LowtideError, SpecError
 from traces.records.trace import BACKWARD, OPTIMIZER
 
 OPTION = "--release-gradients"
@@ -26,15 +26,8 @@ def released(optimizer: torch.optim.Optimizer, tell: Callable[[str], None]) -> I
         optimizer: called for one parameter at a time.
         tell: told that the optimizer's phase begins, and backward's again.
     """
-    seen: set[int] = set()
 
     def step(p: torch.Tensor, group: dict[str, Any]) -> None:
-        if id(p) in seen:
-            raise SpecError(
-                f"{OPTION}: a parameter of shape {tuple(p.shape)} gets its gradient in two parts in one backward, and "
-                "was stepped after the first."
-            )
-        seen.add(id(p))
         tell(OPTIMIZER)
         whole, alone = optimizer.param_groups, {**group, "params": [p]}
         optimizer.param_groups = [alone]
@@ -109,11 +102,13 @@ class _Gradient(torch.autograd.Function):
         return None, ctx.box.pop()
 
 
-def used_outside(parameters: Iterable[torch.Tensor]) -> int:
-    """Inside a backward: the number of the first parameter that gets a gradient from other code than the model, too; -1
-    if there is none. Its hooks would run for each part."""
-    edge = torch.autograd.graph.get_gradient_edge
-    return next(
-        (k for k, p in enumerate(parameters) if p.requires_grad and will_execute(edge(p).node)),
-        -1,
-    )
+def check_alone(parameters: Iterable[torch.Tensor], error: type[LowtideError]) -> None:
+    """Raise an error, inside a backward, if a parameter gets a gradient from other code than the model, too: its hooks
+    would run for each part."""
+    for p in parameters:
+        if p.requires_grad and will_execute(torch.autograd.graph.get_gradient_edge(p).node):
+            raise error(
+                f"the loss uses a parameter of the model (of shape {tuple(p.shape)}) beside its outputs, so that the "
+                "parameter's hook for accumulated gradients would run for a part; put that into the model, or take the "
+                "hook off and step the optimizer after backward."
+            )

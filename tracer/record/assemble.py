@@ -17,7 +17,7 @@ from torch import nn
 
 from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import TrainingStep, fit_tangent, run_step
-from tracer.build.release import hand, hands_over, used_outside
+from tracer.build.release import check_alone, hand, hands_over
 from tracer.build.user_errors import explained
 from tracer.costs.calibration import Costs
 from tracer.costs.libraries import library_storages, rerun_workspaces
@@ -246,22 +246,15 @@ class _Stub:
     def hand_over(self, grads: list[torch.Tensor | None]) -> None:
         """Give the parameters their gradients, each where a planned backward does, and note where that is; not before
         autograd has freed what it gave this backward."""
-        places = self.program.hand_over_places()
         with self.recorder.paused():
-            k = used_outside(self.parameters)
-        if k >= 0:
-            raise CaptureError(
-                f"the loss uses the parameter {self.program.captured.parameters[k]} beside the model, so that its "
-                "gradient comes in two parts, and a hook of it would run for each: put the loss into the model, or "
-                "step the optimizer after backward."
-            )
+            check_alone(self.parameters, CaptureError)
+        places = self.program.hand_over_places()
         boxes = {k: [g] for k, g in enumerate(grads[: len(places)]) if g is not None}
         grads[: len(places)] = [None] * len(places)
 
         def go() -> None:
             self.handing = True
             for place, k in sorted((places[k], k) for k in boxes):
-                self.recorder.look()
                 self.handed.append((len(self.recorder.rows), place))
                 hand(self.parameters[k], boxes[k], self.recorder.paused())
             self.handed.append((len(self.recorder.rows), len(self.program.ops)))

@@ -100,16 +100,14 @@ class Program:
 
     def hand_over_places(self) -> tuple[int, ...]:
         """Of each parameter the op after which its gradient is there and no op reads the parameter any more, so that it
-        may be stepped; -1: it has none."""
-        last = {s: i for i, row in enumerate(self.rows) for s in row.reads}
-        made = {n: i for i, op in enumerate(self.ops) for n in (op.node, *op.parts)}
-        captured = self.captured
-        return tuple(
-            -1
-            if g is None
-            else max(self.forward_ops - 1, made.get(g, -1), last.get(self.storage_of[p][0], -1))
-            for p, g in zip(captured.placeholders, captured.parameter_grads, strict=False)
-        )
+        may be stepped; as many as there are ops if none of backward concerns it."""
+        last: dict[Any, int] = {}
+        for i in range(self.forward_ops, len(self.ops)):
+            op = self.ops[i]
+            last |= dict.fromkeys((op.node, *op.parts, *self.rows[i].reads), i)
+        of = zip(self.captured.placeholders, self.captured.parameter_grads, strict=False)
+        places = (max(last.get(g, -1), last.get(self.storage_of[p][0], -1)) for p, g in of)
+        return tuple(i if i >= 0 else len(self.ops) for i in places)
 
     def fingerprint(self, *, sizes: bool = True, named_as: Sequence[str] = ()) -> str:
         """The digest of the graph that plans are matched by; `named_as`: another's targets (`trace.as_named`)."""
