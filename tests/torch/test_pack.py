@@ -14,17 +14,19 @@ from torch.nn import functional  # noqa: E402
 
 from executor.codecs.payloads import seed  # noqa: E402
 from executor.measure import Job  # noqa: E402
+from executor.rewriting import rewritten  # noqa: E402
 from executor.verify import verify, with_errors  # noqa: E402
 from simulator.core.formats import FORMATS  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.rewrites import rewritten_problem  # noqa: E402
 from simulator.core.rewrites.pack import ranked  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
-from tests.torch import small_nets  # noqa: E402
+from tests.torch import small_nets, steps  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
+from traces.errors import PlanError  # noqa: E402
 from traces.records.plan import Plan, Rewrite  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 
@@ -129,3 +131,23 @@ def test_packing_and_recomputing_together_train_bit_for_bit(trace: Trace) -> Non
     assert any(name.endswith("_unpacked_in_forward") for name in again)  # from what is saved of a mask
     plan = replace(made, meta=trace.meta, rewrites=rewrites)
     assert verify(load_spec(SPEC, {}), plan, steps=3).bit_equal
+
+
+class Spread(nn.Module):
+    """Pools a plane of which memory holds one number: the trace has no more positions than that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 2, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.max_pool2d((self.weight * x).expand(2, 2, 200, 200), 2)
+
+
+def test_indices_that_a_format_may_not_hold_are_refused_whatever_the_trace_says() -> None:
+    program = steps.program(Spread(), torch.ones(2, 2, 1, 1))
+    (rewrite,) = packed(program.trace(), "narrow8", "narrow16", "narrow32")
+    assert rewrite.kind == "narrow8"
+    with pytest.raises(PlanError, match="may have numbers that narrow8 cannot hold"):
+        rewritten(program, [rewrite])
+    assert rewritten(program, [replace(rewrite, kind="narrow32")])
