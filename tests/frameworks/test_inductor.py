@@ -12,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch._inductor import config as inductor_config  # noqa: E402
 
 from executor.frameworks.inductor import PlanPartitioner  # noqa: E402
 from tracer.measure.probes import cpu_account, memory_profiler  # noqa: E402
@@ -41,7 +40,6 @@ class Encoder(nn.Module):
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's own cache, empty."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(inductor_config, "compile_threads", 1)
     torch._dynamo.reset()
 
 

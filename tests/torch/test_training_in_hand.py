@@ -770,6 +770,7 @@ def test_a_model_that_checkpoints_itself_is_told_so_before_it_is_planned() -> No
     assert len(warned) == 1
     assert warned[0] < next(k for k, line in enumerate(told) if line.startswith("planned"))
     trace = record(model, (torch.randn(256, 32),), given["loss"], Wanted(budget="80%"), untouched=True).trace
+    assert "as it is     needs less" in trace.text("checkpointed")
     whole = simulator.simulate(trace)
     less = [w for w in warnings_of(whole.problem) if w.code == UNTOUCHED_LESS]
     extra = trace.meta.untouched_peak_bytes - whole.saved.timeline.peak_allocated_bytes
@@ -777,5 +778,9 @@ def test_a_model_that_checkpoints_itself_is_told_so_before_it_is_planned() -> No
     in_vain = warnings_beside(simulator.simulate(trace, simulator.plan(trace, "95%")))
     assert [w.figures["in_vain"] for w in in_vain if w.code == UNTOUCHED_LESS] == [1]
     told.clear()
+    plain = record(
+        nn.Linear(32, 4), (torch.randn(256, 32),), given["loss"], Wanted(budget="80%"), untouched=True
+    )
+    assert "needs less" not in plain.trace.text("plain")
     fit(nn.Linear(32, 4), (torch.randn(256, 32),), **{**given, "budget": "100%"})
     assert not [line for line in told if "warning" in line]
