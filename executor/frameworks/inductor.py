@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,6 +96,10 @@ class PlanPartitioner(CustomPartitionerFn):
         self.budget, self.planner, self.seconds, self.say = str(budget), planner, seconds, say
         self.graphs: list[CompiledGraph] = []
         self._frames: set[Any] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what differs from run to run: torch makes it a part of its cache's key, and has none otherwise."""
+        return partial(PlanPartitioner, planner=self.planner, seconds=self.seconds), (self.budget,)
 
     def uuid(self) -> Any:
         """Changes with all that a plan follows from but the graph: what was asked for, and Lowtide's own code."""

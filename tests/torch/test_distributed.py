@@ -25,7 +25,7 @@ from executor import apply_plan  # noqa: E402
 from executor.training.hand_over import Pool  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
-from traces.errors import PlanError  # noqa: E402
+from traces.errors import CaptureError, PlanError  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,9 +199,39 @@ def sharded(rank: int, order: str, plan: Plan) -> list[torch.Tensor]:
     return [*losses, *(p.full_tensor().detach() for p in model.parameters()), torch.get_rng_state()]
 
 
-def plan_of_block() -> Plan:
+def sharded_root(rank: int, plan: Plan) -> tuple[bool, list[str]]:
+    """Whether a planned model that is sharded as one trains as without, and what is said where its blocks are, too."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Block())
+        fully_shard(apply_plan(model, plan, in_place=True) if planned else model, mesh=mesh)
+        torch.manual_seed(7 + rank)
+        loss = model(batch(rank, 0)[0].requires_grad_()).pow(2).mean()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.full_tensor() for p in model.parameters())])
+    said = []
+    for first in (False, True):
+        model = nn.Sequential(Block())
+        if first:
+            apply_plan(model, plan, in_place=True)
+        fully_shard(model[0], mesh=mesh)
+        try:
+            fully_shard(model if first else apply_plan(model, plan, in_place=True), mesh=mesh)(
+                batch(rank, 0)[0]
+            )
+        except CaptureError as error:
+            said.append(str(error))
+    return all(map(torch.equal, *found)), said
+
+
+def plan_of_block(*, within: bool = False) -> Plan:
     def make() -> Any:
-        return Block(), (batch(0, 0)[0].requires_grad_(),), lambda y: y.pow(2).mean(), None
+        model = nn.Sequential(Block()) if within else Block()
+        return model, (batch(0, 0)[0].requires_grad_(),), lambda y: y.pow(2).mean(), None
 
     trace = recorded(build_of(make)).trace
     return plan_of(trace, *recompute_all(Problem(trace)))
@@ -227,6 +257,7 @@ def worker(rank: int, port: int) -> None:
     eager = sharded(rank, "shard", plan_b)
     for order_of in ("plan shard", "shard plan"):
         found[order_of] = all(map(torch.equal, eager, sharded(rank, order_of, plan_b)))
+    found["root"] = sharded_root(rank, plan_of_block(within=True))
     try:
         apply_plan(DistributedDataParallel(net()), plan)
     except PlanError as error:
@@ -288,6 +319,18 @@ def test_buckets_are_reduced_while_backward_still_computes(found: dict[str, Any]
 @pytest.mark.parametrize("order_of", ["plan shard", "shard plan"])
 def test_blocks_under_fully_shard_train_as_without_plans(found: dict[str, Any], order_of: str) -> None:
     assert found[order_of] is True
+
+
+def test_a_planned_model_is_sharded_as_one_and_sharded_blocks_in_it_are_refused(
+    found: dict[str, Any],
+) -> None:
+    equal, said = found["root"]
+    assert equal
+    assert len(said) == 2
+    for text in said:
+        assert text.startswith(
+            "a plan of a model cannot hold blocks that fully_shard shards by themselves (0)"
+        )
 
 
 def test_saved_values_are_not_held_beside_the_backward(found: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from traces.errors import CaptureError
 
 
 def check_capturable(model: nn.Module) -> None:
-    """Raise CaptureError for a model that is compiled or scripted, wholly or in part, or holds what is not dense."""
+    """Raise CaptureError for a model that is compiled or scripted, wholly or in part, has blocks of FSDP2, or holds what
+    is not dense."""
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.layout != torch.strided:
             kind = "parameter" if isinstance(x, nn.Parameter) else "buffer"
@@ -23,7 +25,14 @@ def check_capturable(model: nn.Module) -> None:
                 "depends on data. Only dense tensors can be planned; keep indices and values as two dense tensors "
                 "(torch.Tensor.index_add adds up rows by index), or take .to_dense()."
             )
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without which nothing is sharded
     for path, module in model.named_modules():
+        if path and fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            raise CaptureError(
+                f"a plan of a model cannot hold blocks that fully_shard shards by themselves ({path}): parameters of "
+                "theirs come and go while forward runs. Give each block a plan of its own, "
+                "fully_shard(apply_plan(block, plan, in_place=True)), or shard the planned model as one."
+            )
         where = f"its module {path}" if path else "it"
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise CaptureError(
