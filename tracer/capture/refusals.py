@@ -15,8 +15,8 @@ from traces.errors import CaptureError
 
 
 def check_capturable(model: nn.Module) -> None:
-    """Raise CaptureError for a model that is compiled or scripted, wholly or in part, has blocks of FSDP2, or holds what
-    is not dense."""
+    """Raise CaptureError for a model that is compiled or scripted, wholly or in part, has blocks of FSDP2, or holds
+    what is not dense."""
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.layout != torch.strided:
             kind = "parameter" if isinstance(x, nn.Parameter) else "buffer"
