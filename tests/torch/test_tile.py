@@ -209,3 +209,21 @@ def test_the_peak_is_as_predicted(number: int, measurer: Measurer, tmp_path: Pat
     path = str(plan.save(tmp_path / "plan.json"))
     job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
     assert max(measurer.peaks(job)[2:]) == predicted
+
+
+@pytest.mark.parametrize("head", ["mean", "tied", "z-loss", "shifted"])
+def test_under_autocast_the_error_is_that_of_autocast(head: str) -> None:
+    torch.manual_seed(0)
+    exact, given = HEADS[head](), batch()
+    model = copy.deepcopy(exact)
+    planned = apply_plan(copy.deepcopy(exact), in_tiles(trace(model, given, amp="bfloat16"), 4))
+    exact(**given)["loss"].backward()
+    for other in (model, planned):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = other(**given)["loss"]
+        loss.backward()
+    for (name, p), eager, tiled in zip(
+        exact.named_parameters(), model.parameters(), planned.parameters(), strict=True
+    ):
+        by_autocast, by_both = ((x.grad - p.grad).norm() / p.grad.norm() for x in (eager, tiled))
+        assert float(by_both) <= 1.3 * float(by_autocast), name
