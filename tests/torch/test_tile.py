@@ -212,7 +212,7 @@ def test_the_peak_is_as_predicted(number: int, measurer: Measurer, tmp_path: Pat
 
 
 @pytest.mark.parametrize("head", ["mean", "tied", "z-loss", "shifted"])
-def test_under_autocast_the_error_is_that_of_autocast(head: str) -> None:
+def test_under_autocast_the_error_is_that_of_autocast_and_one_rounding(head: str) -> None:
     torch.manual_seed(0)
     exact, given = HEADS[head](), batch()
     model = copy.deepcopy(exact)
@@ -226,4 +226,4 @@ def test_under_autocast_the_error_is_that_of_autocast(head: str) -> None:
         exact.named_parameters(), model.parameters(), planned.parameters(), strict=True
     ):
         by_autocast, by_both = ((x.grad - p.grad).norm() / p.grad.norm() for x in (eager, tiled))
-        assert float(by_both) <= 1.3 * float(by_autocast), name
+        assert float(by_both) <= float(by_autocast) + 2**-8, name  # sums of tiles are rounded, too
