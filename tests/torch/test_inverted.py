@@ -36,6 +36,7 @@ from tracer.build.named.torchvision_shim import import_torchvision  # noqa: E402
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning"),  # Python 3.13.0
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
