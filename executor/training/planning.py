@@ -194,8 +194,11 @@ def in_words(plan: Plan) -> str:
     """What a plan costs and brings."""
     before, after, of = plan.predicted["baseline"], plan.predicted["plan"], plan.budget_of
     key = f"peak_{of}_bytes"
+    changes = "".join(
+        f"{r.kind}: {r.op}{f' in {r.number} tiles' if r.number else ''}; " for r in plan.rewrites
+    )
     return (
-        f"{len(plan.actions)} values are recomputed; {of} peak {show_bytes(before[key])} -> {show_bytes(after[key])} "
+        f"{changes}{len(plan.actions)} values are recomputed; {of} peak {show_bytes(before[key])} -> {show_bytes(after[key])} "
         f"of {show_bytes(plan.budget_bytes or 0)}, step time {show_percent(after['overhead_percent'], signed=True)}"
     )
 
