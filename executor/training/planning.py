@@ -198,8 +198,8 @@ def in_words(plan: Plan) -> str:
         f"{r.kind}: {r.op}{f' in {r.number} tiles' if r.number else ''}; " for r in plan.rewrites
     )
     return (
-        f"{changes}{len(plan.actions)} values are recomputed; {of} peak {show_bytes(before[key])} -> {show_bytes(after[key])} "
-        f"of {show_bytes(plan.budget_bytes or 0)}, step time {show_percent(after['overhead_percent'], signed=True)}"
+        f"{changes}{len(plan.actions)} values are recomputed; {of} peak {show_bytes(before[key])} -> "
+        f"{show_bytes(after[key])} of {show_bytes(plan.budget_bytes or 0)}, step time {show_percent(after['overhead_percent'], signed=True)}"
     )
 
 
