@@ -199,7 +199,8 @@ def in_words(plan: Plan) -> str:
     )
     return (
         f"{changes}{len(plan.actions)} values are recomputed; {of} peak {show_bytes(before[key])} -> "
-        f"{show_bytes(after[key])} of {show_bytes(plan.budget_bytes or 0)}, step time {show_percent(after['overhead_percent'], signed=True)}"
+        f"{show_bytes(after[key])} of {show_bytes(plan.budget_bytes or 0)}, step time "
+        f"{show_percent(after['overhead_percent'], signed=True)}"
     )
 
 
