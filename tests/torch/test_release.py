@@ -22,6 +22,7 @@ from torch.profiler import record_function  # noqa: E402
 from executor import apply_plan, fit  # noqa: E402
 from executor.cli.main import execute  # noqa: E402
 from executor.measure import _ITERATION, peaks_of  # noqa: E402
+from executor.training.engines import program_actions  # noqa: E402
 from executor.verify import verify  # noqa: E402
 from simulator.api import simulate  # noqa: E402
 from simulator.cli.main import main as simulate_command  # noqa: E402
@@ -33,9 +34,11 @@ from tracer import trace  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.cli.main import trace as trace_command  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
+from tracer.record.program import program_of  # noqa: E402
+from tracer.record.step import capture_step  # noqa: E402
 from tracer.recording import ProfileUse, record_real  # noqa: E402
 from traces.errors import LowtideError, PlanError, SpecError, TraceError  # noqa: E402
-from traces.records.plan import RECOMPUTE, Action  # noqa: E402
+from traces.records.plan import RECOMPUTE, SAVE, Action  # noqa: E402
 from traces.records.trace import BACKWARD, GRADIENT, OPTIMIZER, PARAMETER, Trace  # noqa: E402
 from traces.records.validate import validate  # noqa: E402
 
@@ -76,7 +79,7 @@ class Gate(nn.Module):
         self.gate, self.a, self.b = nn.Parameter(torch.randn(16, 48)), nn.Linear(24, 48), nn.Linear(48, 24)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.b((self.gate * self.a(x).tanh()).relu())
+        y: torch.Tensor = self.b((self.a(x).tanh() * self.gate).relu())
         return y
 
 
@@ -217,6 +220,21 @@ def test_the_rows_within_backward_are_checked() -> None:
         validate(replace(found, meta=replace(found.meta, within_backward=((len(found.ops), 1),))))
 
 
+def test_an_eviction_in_backward_is_found_among_the_graphs_own_ops() -> None:
+    """The plan counts the optimizer's rows, the graph has none."""
+    build = looped(wide, RELEASE)
+    found = recorded(build)
+    ops, (value,) = found.ops, (s for s, name in enumerate(found.storages.name) if name == "relu")
+    readers = [i for i, reads in enumerate(ops.reads) if value in reads and ops.phase[i] == BACKWARD]
+    first = found.meta.within_backward[0][0]
+    assert len(readers) == 2
+    assert first < readers[0]
+    plan = plan_of(found, Action(storage=value, recipe=SAVE, evict_after=(readers[0],)))
+    program = program_of(capture_step(build("cpu")))
+    (local,) = program_actions(plan, program)[0].evict_after
+    assert program.rows[local].name == ops.name[readers[0]]
+
+
 # -- the user's own loop ----------------------------------------------------------------------------------------------
 
 
@@ -280,7 +298,7 @@ def test_a_plan_of_the_ordinary_loop_waits_for_the_last_reader() -> None:
     """Its recomputations may read a parameter whose gradient is long there."""
     make = STEPS["peeks"]
     found = recorded(looped(make, {}))
-    plan = plan_of(found, *recompute_all(Problem(found)))
+    plan = plan_of(found, *recompute_all(Problem(found), share=False))
     torch.manual_seed(0)
     plain, batch, loss, _ = make()
     torch.manual_seed(0)
