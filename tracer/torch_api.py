@@ -78,6 +78,7 @@ USED: Final = {
     "is_traceable_wrapper_subclass": "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
     "storage_expired": "torch._C:StorageBase._expired",
     "storage_uses": "torch._C:_storage_Use_Count",
+    "make_wrapper_subclass": "torch:Tensor._make_wrapper_subclass",
     "tensor_uses": "torch:Tensor._use_count",
     "foreach_zero_": "torch:_foreach_zero_",
     "cudnn_enabled": "torch._C:_get_cudnn_enabled",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tracer.torch_api import make_wrapper_subclass
 from traces.errors import PlanError
 
 PASSED_ON = ("detach", "alias", "_to_copy", "view_as")  # by code that only hands outputs on
@@ -18,8 +19,7 @@ class NotMade(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, why: str) -> NotMade:
-        make: Any = torch.Tensor._make_wrapper_subclass
-        made: NotMade = make(cls, like.shape, dtype=like.dtype, device=like.device)
+        made: NotMade = make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         made.why = why
         return made
 
