@@ -91,8 +91,7 @@ def reserved_peak(
     Counts: rounding, splitting, fragmentation, cached segments that stay reserved, the order in which the first
     iteration asks; the ops' own temporaries where they are known. Ignores: side streams, what ran before the first
     step (a model that was initialised on the device), and what only the first iteration allocates beside the
-    optimizer's state. Where an op allocates one size several times and frees it fewer times, the first ones are taken
-    to be its outputs.
+    optimizer's state.
     """
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; one at least must run")
