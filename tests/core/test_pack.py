@@ -128,6 +128,14 @@ def test_what_saves_most_for_its_time_comes_first() -> None:
         assert abs(ns - (made.time_ns - t.time_ns)) <= 2
 
 
+def test_the_rate_of_passes_is_that_of_ops_whose_launch_does_not_decide() -> None:
+    ops = step().ops
+    small = replace(ops, bytes_moved=(800, 800, 49, *(0,) * 5), time_ns=(10, 30, 10**9, *(7,) * 5))
+    assert pass_ns(replace(step(), ops=small), 160) == 4
+    products = replace(small, flops=(0, 10, *(0,) * 6))
+    assert pass_ns(replace(step(), ops=products), 160) == 2
+
+
 def test_how_exact_it_is() -> None:
     assert exactness_of([Rewrite(kind="bits", storage=1), Rewrite(kind="narrow16", storage=1)]) == "exact"
     assert exactness_of([Rewrite(kind="bits", storage=1), Rewrite(kind="int8", storage=1)]) == "approximate"

@@ -5,8 +5,8 @@ backward that does; that op and later ones read what was unpacked, through views
 as they are made, and forward reads them unpacked, too: so what forward makes of them can be recomputed in backward,
 from what is saved there. The rewrite's kind is the format.
 
-Counts: payloads; the buffers and the passes of both ops, at the rate that the trace's ops without matrix products have
-together. Ignores: launches of kernels beyond that.
+Counts: payloads; the buffers and the passes of both ops, at the rate that the trace's larger ops without matrix
+products have together. Ignores: launches of kernels beyond that.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from traces.records.trace import ACTIVATION, BACKWARD, EAGER, FORWARD, RANDOM, V
 
 LEAST: Final = 1 << 14  # numbers: fewer are not worth an op, and often statistics
 ITEM_BYTES: Final = {"bool": 1, "int64": 8, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+SHARE: Final = 16  # of the bytes that the largest op moves, that part makes an op a large one
 POOLS: Final = ("aten.max_pool", "aten.adaptive_max_pool", "aten.fractional_max_pool")
 
 
@@ -88,13 +89,15 @@ def costs(trace: Trace, s: int, format: str) -> tuple[int, int]:
 
 
 def pass_ns(trace: Trace, nbytes: int) -> int:
-    """The time in which passes read and write so many bytes, as the ops do that are no matrix products."""
+    """The time in which passes read and write so many bytes, as the larger ops do that are no matrix products."""
     ops = trace.ops
     timed = [
         (b, t) for b, t, flops in zip(ops.bytes_moved, ops.time_ns, ops.flops, strict=True) if b and not flops
     ]
-    moved = sum(b for b, _ in timed)
-    return -(-nbytes * sum(t for _, t in timed) // moved) if moved else 0
+    most = max((b for b, _ in timed), default=0)
+    large = [(b, t) for b, t in timed if SHARE * b >= most]  # of small ones the launch decides
+    moved = sum(b for b, _ in large)
+    return -(-nbytes * sum(t for _, t in large) // moved) if moved else 0
 
 
 def _positions(trace: Trace, s: int) -> int:
