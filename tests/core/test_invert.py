@@ -116,10 +116,11 @@ def test_only_an_output_that_backward_reads_is_worth_it() -> None:
         rewritten(replace(t, ops=ops), [Rewrite(kind="invert", storage=storage(t, "x"))])
 
 
-def test_what_a_rewrite_before_took_away_is_left_as_it_is() -> None:
+def test_an_input_that_is_done_without_is_not_packed() -> None:
     t = step()
     x = storage(t, "x")
     packed, inverted = Rewrite(kind="int8", storage=x), Rewrite(kind="invert", storage=x)
-    assert rewritten(t, [packed, inverted]) == rewritten(t, [packed])
-    assert rewritten(t, [inverted, packed]) == rewritten(t, [inverted])
-    assert rewritten(t, [inverted, inverted]) == rewritten(t, [inverted])
+    alone = rewritten(t, [inverted])
+    assert alone != rewritten(t, [packed])
+    for both in ([packed, inverted], [inverted, packed], [inverted, inverted]):
+        assert rewritten(t, both) == alone

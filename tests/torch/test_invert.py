@@ -103,7 +103,7 @@ def test_it_trains_to_rounding_in_the_predicted_bytes(
 
 def test_with_other_rewrites_and_recomputation(trace: Trace, rewrites: tuple[Rewrite, ...]) -> None:
     packed = tuple(r for r, _, _ in ranked(trace, ("int8",)))
-    # Of the inputs that are packed, none is inverted, and the other way round: the first to come has them.
+    # What is inverted is not packed.
     for both in ((*packed[::2], *rewrites), (*rewrites, *packed)):
         plan = Plan(meta=trace.meta, rewrites=both, exactness=exactness_of(both))
         assert plan.exactness == "approximate"

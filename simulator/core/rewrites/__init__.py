@@ -19,7 +19,7 @@ from traces.records.plan import EXACTNESS, Rewrite
 from traces.records.trace import Trace
 
 KINDS: Final[dict[str, Any]] = {"tile": tile}  # that planners take by themselves
-LEVERS: Final[dict[str, Any]] = KINDS | pack.LEVERS | {"invert": invert}  # and those that must be named
+LEVERS: Final[dict[str, Any]] = KINDS | {"invert": invert} | pack.LEVERS  # and those that must be named
 
 
 def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:
