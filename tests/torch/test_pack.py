@@ -20,14 +20,13 @@ from simulator.core.formats import FORMATS  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.rewrites import rewritten_problem  # noqa: E402
 from simulator.core.rewrites.pack import ranked  # noqa: E402
-from simulator.planners import plan_with  # noqa: E402
 from tests.torch import small_nets, steps  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
-from traces.records.plan import Plan, Rewrite  # noqa: E402
+from traces.records.plan import Plan, Rewrite, label_actions  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 
 
@@ -126,10 +125,10 @@ def test_the_error_of_the_gradient_is_measured_and_stands_in_the_plan(trace: Tra
 def test_packing_and_recomputing_together_train_bit_for_bit(trace: Trace) -> None:
     rewrites = packed(trace, *EXACT)
     problem = rewritten_problem(Problem(trace), rewrites)
-    made = plan_with("search", problem, problem.saved.timeline.peak_allocated_bytes * 70 // 100)
-    again = {problem.trace.ops.name[i] for i in problem.replay(made.actions).schedule.recomputed_ops}
+    actions = steps.recompute_all(problem)
+    again = {problem.trace.ops.name[i] for i in problem.replay(actions).schedule.recomputed_ops}
     assert any(name.endswith("_unpacked_in_forward") for name in again)  # from what is saved of a mask
-    plan = replace(made, meta=trace.meta, rewrites=rewrites)
+    plan = Plan(meta=trace.meta, actions=label_actions(problem.trace, actions), rewrites=rewrites)
     assert verify(load_spec(SPEC, {}), plan, steps=3).bit_equal
 
 
