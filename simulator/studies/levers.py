@@ -35,8 +35,6 @@ def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
     if unknown := [k for k in levers.kinds or () if k not in LEVERS]:
         raise SpecError(f"--levers {unknown[0]}: there is no such lever; there are {', '.join(LEVERS)}.")
     most = EXACTNESS.index(ALLOW[levers.allow])
-    if problem.trace.meta.within_backward:
-        return {}  # `rewritten` says why
     asked = KINDS if levers.kinds is None else levers.kinds
     kinds = [k for k in asked if EXACTNESS.index(LEVERS[k].EXACTNESS) <= most]
     return {k: found for k in kinds if (found := list(LEVERS[k].offer(problem.trace)))}
@@ -163,7 +161,9 @@ def _of(problem: Problem, plan: Plan, rewrites: tuple[Rewrite, ...]) -> Plan:
     """A plan of the changed step as one of the step itself."""
     ops, sts = problem.trace.ops, problem.trace.storages
     named = tuple(replace(r, op=ops.name[sts.producer[r.storage]]) for r in rewrites)
-    return replace(plan, meta=problem.trace.meta, rewrites=named, exactness=exactness_of(named))
+    # Where the optimizer steps in backward is told of the step that the plan's op ids are of.
+    meta = replace(problem.trace.meta, within_backward=plan.meta.within_backward)
+    return replace(plan, meta=meta, rewrites=named, exactness=exactness_of(named))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

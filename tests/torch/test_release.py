@@ -24,6 +24,7 @@ from executor.cli.main import execute  # noqa: E402
 from executor.measure import _ITERATION, peaks_of  # noqa: E402
 from executor.training.engines import program_actions  # noqa: E402
 from executor.verify import verify  # noqa: E402
+from simulator.api import plan as plan_within  # noqa: E402
 from simulator.api import simulate  # noqa: E402
 from simulator.cli.main import main as simulate_command  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
@@ -155,6 +156,18 @@ def test_models_by_name(model: str, options: dict[str, Any]) -> None:
     assert simulate(found, plan).planned.timeline.peak_allocated_bytes == measured_peaks(build, plan)[-1]
     outcome = verify(build, plan, "cpu", 3)
     assert outcome.bit_equal, outcome.first_difference
+
+
+@pytest.mark.parametrize("share", [0.55, 0.4])
+def test_with_a_loss_head_in_tiles(share: float) -> None:
+    build = load_spec("gpt2-tiny", {"batch_size": 8, "seq_len": 128, "optimizer": "sgd", **RELEASE})
+    found = recorded(build)
+    whole = Problem(found).saved.timeline.peak_allocated_bytes
+    plan = plan_within(found, int(share * whole), allow="fp", seconds=0.5)
+    assert [r.kind for r in plan.rewrites] == ["tile"]
+    assert simulate(found, plan).planned.timeline.peak_allocated_bytes == measured_peaks(build, plan)[-1]
+    outcome = verify(build, plan, "cpu", 2)
+    assert outcome.equal, outcome.note
 
 
 def steps_of(found: Trace) -> list[str]:
