@@ -159,7 +159,7 @@ def summary(found: Answer, output: Path | None) -> str:
     ]
     if plan.changes:
         added = show_percent(c.overhead_percent, signed=True)
-        lines += [f"rewrite {_in_words(r)}" for r in plan.rewrites]
+        lines += _rewrite_lines(plan)
         lines += [
             f"time    {show_time(before.step_time_ns)} -> {show_time(after.step_time_ns)} ({added})",
             f"plan    {plan.planner}: {len(plan.recomputed)} values recomputed by {after.recomputed_ops} op "
@@ -167,7 +167,7 @@ def summary(found: Answer, output: Path | None) -> str:
         ]
         if bound is not None and gap is not None:
             lines.append(
-                f"bound   no plan for this budget adds less than {show_percent(bound.overhead_percent)}; "
+                f"bound   no plan {'with such rewrites ' if len(plan.rewrites) > 1 else ''}for this budget adds less than {show_percent(bound.overhead_percent)}; "
                 f"this one is within {gap:.2f} points of it"
             )
     else:
@@ -197,10 +197,21 @@ def _budget_line(c: Prediction, saved: Prediction) -> str:
     return f"budget  {'; '.join(parts)}"
 
 
-def _in_words(r: Rewrite) -> str:
-    of = f" in {r.number} tiles" if r.number else ""
-    error = "" if r.error is None else f"; relative error of the gradient {r.error:.1e}"
-    return f"{r.kind}: {r.op}{of}{error}"
+def _rewrite_lines(plan: Plan) -> list[str]:
+    """How the step is changed, a line a kind."""
+    by_kind: dict[str, list[Rewrite]] = {}
+    for r in plan.rewrites:
+        by_kind.setdefault(r.kind, []).append(r)
+    lines = []
+    for kind, rewrites in by_kind.items():
+        of = (
+            ", ".join(f"{r.op} in {r.number} tiles" for r in rewrites if r.number)
+            or f"{len(rewrites)} values"
+        )
+        errors = [r.error for r in rewrites if r.error is not None]
+        error = f"; relative error of the gradient {max(errors):.1e}" if errors else ""
+        lines.append(f"rewrite {kind}: {of}{error}")
+    return lines
 
 
 def _swapped(plan: Plan) -> str:

@@ -61,24 +61,19 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
         q = rewritten_problem(problem, rewrites)
         return Changed(rewrites=tuple(rewrites), problem=q, bound=bounder_of(q).bound(budget_bytes))
 
-    def better(a: Changed, b: Changed) -> bool:
-        return (a.bound.feasible, -a.least_ns) > (b.bound.feasible, -b.least_ns)
+    def worth(x: Changed) -> tuple[bool, int]:
+        return x.bound.feasible, -(x.least_ns if x.bound.feasible else x.problem.floor.peak_bytes)
 
-    as_is = step(())
-    out = [as_is]
+    best = step(())
+    out = [best]
     if problem.saved.timeline.peak_allocated_bytes <= budget_bytes:
         return out
-    taken: tuple[Rewrite, ...] = ()
     for choices in _choices(offered(problem, levers)):
-        tried = [step((*taken, *choice)) for choice in choices]
+        tried = [step((*best.rewrites, *choice)) for choice in choices]
         out += tried
-        best = tried[0]
-        for one in tried[1:]:
-            best = one if better(one, best) else best
-        if best.bound.feasible or not as_is.bound.feasible:
-            taken = best.rewrites
+        best = max((best, *tried), key=worth)  # of equals the first
     possible = [x for x in out if x.bound.feasible]
-    return sorted(possible, key=lambda x: (x.least_ns, len(x.rewrites))) or [as_is]
+    return sorted(possible, key=lambda x: (x.least_ns, len(x.rewrites))) or out[:1]
 
 
 def _choices(offered: dict[str, list[Rewrite]]) -> Iterator[Sequence[tuple[Rewrite, ...]]]:
@@ -98,12 +93,18 @@ SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 
 
 def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
-    """What every plan within the budget adds at least, with these levers or without."""
+    """What every plan within the budget adds at least, with these levers or without; of more than one stretch, or of
+    rewrites of single values, in the combinations that were tried."""
     best = changed_steps(problem, budget_bytes, levers)[0]
     if not best.rewrites:
         return best.bound
     added, whole = best.least_ns - problem.trace.time_ns, problem.trace.time_ns
-    return replace(best.bound, added_time_ns=added, overhead_percent=100 * added / whole if whole else 0.0)
+    reason = best.bound.reason
+    if len(best.rewrites) > 1:  # of one stretch, every number of tiles was tried
+        reason += "; of the steps as the rewrites that were tried change them"
+    return replace(
+        best.bound, reason=reason, added_time_ns=added, overhead_percent=100 * added / whole if whole else 0.0
+    )
 
 
 def plan_with_levers(
