@@ -166,9 +166,10 @@ def summary(found: Answer, output: Path | None) -> str:
             f"runs{_swapped(plan)}, found in {found.solve_seconds:.2f} s",
         ]
         if bound is not None and gap is not None:
+            such = "with such rewrites " if len(plan.rewrites) > 1 else ""
             lines.append(
-                f"bound   no plan {'with such rewrites ' if len(plan.rewrites) > 1 else ''}for this budget adds less than {show_percent(bound.overhead_percent)}; "
-                f"this one is within {gap:.2f} points of it"
+                f"bound   no plan {such}for this budget adds less than {show_percent(bound.overhead_percent)}; this one "
+                f"is within {gap:.2f} points of it"
             )
     else:
         lines.append(f"time    {show_time(after.step_time_ns)}")

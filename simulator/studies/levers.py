@@ -99,12 +99,11 @@ def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     if not best.rewrites:
         return best.bound
     added, whole = best.least_ns - problem.trace.time_ns, problem.trace.time_ns
+    share = percent(added, whole)
     reason = best.bound.reason
     if len(best.rewrites) > 1:  # of one stretch, every number of tiles was tried
         reason += "; of the steps as the rewrites that were tried change them"
-    return replace(
-        best.bound, reason=reason, added_time_ns=added, overhead_percent=100 * added / whole if whole else 0.0
-    )
+    return replace(best.bound, reason=reason, added_time_ns=added, overhead_percent=share)
 
 
 def plan_with_levers(
