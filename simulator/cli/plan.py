@@ -168,8 +168,8 @@ def summary(found: Answer, output: Path | None) -> str:
         if bound is not None and gap is not None:
             such = "with such rewrites " if len(plan.rewrites) > 1 else ""
             lines.append(
-                f"bound   no plan {such}for this budget adds less than {show_percent(bound.overhead_percent)}; this one "
-                f"is within {gap:.2f} points of it"
+                f"bound   no plan {such}for this budget adds less than {show_percent(bound.overhead_percent)}; "
+                f"this one is within {gap:.2f} points of it"
             )
     else:
         lines.append(f"time    {show_time(after.step_time_ns)}")
