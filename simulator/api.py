@@ -241,6 +241,8 @@ def max_batch(
     multiple_of: int = 1,
     maximum: int = 65536,
     trace_options: Sequence[str] = (),
+    allow: str = "bit",
+    levers: Sequence[str] | None = None,
     **options: Unpack[Planning],
 ) -> MaxBatch:
     """The largest batch of a model that fits a device, without a plan and with one.
@@ -253,6 +255,7 @@ def max_batch(
         planner: as for `plan`.
         multiple_of, maximum: of the batch sizes that are tried.
         trace_options: further words for `trace`, such as ["--seq-len", "512"].
+        allow, levers: as for `plan`.
         options: those of `simulator.api.Planning`; `seconds` for each plan.
 
     Returns:
@@ -284,6 +287,7 @@ def max_batch(
         planner=planner or DEFAULT,
         limits=limits,
         constraints=constraints,
+        levers=levers_of(allow, levers),
         alloc_conf=alloc_conf,
         multiple_of=multiple_of,
         maximum=maximum,

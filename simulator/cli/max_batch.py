@@ -13,6 +13,7 @@ from simulator.cli.options import (
     Output,
     Words,
     check_alloc_conf,
+    lever_options,
     output_options,
     planning_options,
     words_for_trace,
@@ -47,6 +48,7 @@ DEFAULT_RESERVE = "2%"  # of a GPU: the median error that the prediction is mean
               help="The largest batch size to try.")  # fmt: skip
 @ALLOC_CONF
 @planning_options
+@lever_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-max-batch).")
 @output_options
 def max_batch_command(
@@ -59,6 +61,7 @@ def max_batch_command(
     budget_overhead: str,
     alloc_conf: str | None,
     planning: Words,
+    changes: Words,
     output: Path | None,
     out: Output,
     **others: Any,
@@ -91,6 +94,7 @@ def max_batch_command(
         alloc_conf=alloc_conf,
         trace_options=trace_words,
         progress=out.say,
+        **changes,
         **planning,
         **others,
     )

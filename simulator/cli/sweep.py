@@ -14,6 +14,7 @@ from simulator.cli.options import (
     Output,
     Words,
     check_alloc_conf,
+    lever_options,
     output_options,
     planning_options,
     words_for_trace,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 @ALLOC_CONF
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-sweep).")
 @planning_options
+@lever_options
 @output_options
 def sweep_command(
     model: str,
@@ -50,6 +52,7 @@ def sweep_command(
     output: Path | None,
     planner: str | None,
     planning: Words,
+    changes: Words,
     out: Output,
 ) -> None:
     """Trace and plan MODEL at several batch sizes.
@@ -58,6 +61,7 @@ def sweep_command(
     to one directory; a trace that the same options made before is used again. A batch size for which no plan fits is
     reported as such; the exit code is 1 only if none fits.
     """
+    from simulator.api import levers_of
     from simulator.planners import DEFAULT
     from simulator.studies.sweep import SweepRequest, sweep
 
@@ -72,6 +76,7 @@ def sweep_command(
         planner=planner or DEFAULT,
         limits=Limits(seconds=planning["seconds"], seed=planning["seed"]),
         constraints=Constraints(never=planning["never"], always_save=planning["always_save"]),
+        levers=levers_of(**changes),
         directory=output or Path(f"{short_name(model)}-sweep"),
         tracer_options=words_for_trace(model, trace_words),
     )

@@ -92,6 +92,17 @@ SEARCHED: Final = 2  # so many changed steps are planned, where the first has a 
 SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 
 
+def lowest_floor(problem: Problem, levers: Levers) -> int:
+    """A peak that no plan can go below, with these levers or without; of combinations as `changed_steps`."""
+    taken: tuple[Rewrite, ...] = ()
+    least = _floor(problem, taken)
+    for choices in _choices(offered(problem, levers)):
+        lower, k = min((_floor(problem, (*taken, *choice)), k) for k, choice in enumerate(choices))
+        if lower < least:
+            least, taken = lower, (*taken, *choices[k])
+    return least
+
+
 def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     """What every plan within the budget adds at least, with these levers or without; of more than one stretch, or of
     rewrites of single values, in the combinations that were tried."""

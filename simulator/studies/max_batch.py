@@ -14,12 +14,12 @@ from typing import Any, Final
 
 from simulator.allocator.device import CPU, CUDA, DeviceMemory
 from simulator.allocator.device_fit import DeviceFit, Setting, kind_of, setting_of
-from simulator.bounds.bound import bounder_of, lower_bound
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.show.notebook import framed
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.boundary import Verdict, boundary
+from simulator.studies.levers import lower_bound, lowest_floor
 from simulator.studies.planning import completed, plan_for
 from simulator.studies.prediction import Prediction, predict, untouched_fit
 from simulator.studies.tracing import ModelRequest
@@ -148,6 +148,7 @@ class MaxBatch:
             "alloc_conf": self.alloc_conf,
             "budget_overhead_percent": r.overhead_percent,
             "planner": r.planner,
+            "allow": r.levers.allow,
             "multiple_of": r.multiple_of,
             "maximum": r.maximum,
             "stopped_at_maximum": self.stopped_at_maximum,
@@ -217,7 +218,8 @@ class _Search:
 
     def floor_excess(self, batch_size: int) -> float:
         """How far the peak that no plan can go below is over what there is, as a share of it."""
-        return self.over(bounder_of(self.said[batch_size].problem.unconstrained).floor.peak_bytes)
+        problem = self.said[batch_size].problem.unconstrained
+        return self.over(problem.once("lowest", lambda p: lowest_floor(p, self.request.levers)))
 
     def beyond(self, step: int) -> int:
         """The batch size up to which the line through the two largest probes' floors stays within what there is."""
@@ -237,7 +239,7 @@ class _Search:
         none = replace(probe, plan_fits=False, message="no plan needs so little")
         if self.floor_excess(probe.batch_size) > 0:
             return none, 0.0
-        bound = lower_bound(problem, usable)
+        bound = lower_bound(problem, usable, request.levers)
         least = bound.overhead_percent
         if not bound.feasible:
             return none, SLIGHTLY
@@ -246,7 +248,15 @@ class _Search:
             return replace(none, overhead_percent=least, message=why), _over(least, price)
         of, setting = RESERVED if request.device.kind == CUDA else ALLOCATED, self.setting(problem.trace)
         try:
-            c = plan_for(problem, request.planner, request.limits, setting, budget_bytes=usable, budget_of=of)
+            c = plan_for(
+                problem,
+                request.planner,
+                request.limits,
+                setting,
+                budget_bytes=usable,
+                budget_of=of,
+                levers=request.levers,
+            )
         except Infeasible as error:
             lowest = int(error.figures.get("lowest_peak_bytes") or 0)
             return replace(none, message=str(error)), max(SLIGHTLY, self.over(lowest))

@@ -156,7 +156,13 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int) -> SweepRow:
     message = ""
     try:
         c = plan_for(
-            problem, request.planner, request.limits, setting, budget_bytes=budget_bytes, budget_of=of
+            problem,
+            request.planner,
+            request.limits,
+            setting,
+            budget_bytes=budget_bytes,
+            budget_of=of,
+            levers=request.levers,
         )
         c.plan.save(plan_path)
     except BudgetError as error:

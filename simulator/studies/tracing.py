@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from simulator.core.limits import DEFAULTS, NONE, Constraints, Limits
+from simulator.core.limits import BIT_EXACT, DEFAULTS, NONE, Constraints, Levers, Limits
 from traces.devices import device
 from traces.errors import LowtideError, TraceError
 from traces.files.json_records import canonical_json, read_json
@@ -37,6 +37,7 @@ class ModelRequest:
     planner: str
     limits: Limits = DEFAULTS
     constraints: Constraints = NONE
+    levers: Levers = BIT_EXACT
     alloc_conf: str | None = None  # None: as the traces were recorded
     tracer_options: tuple[str, ...] = ()  # further words for `trace`, such as --seq-len 512
 

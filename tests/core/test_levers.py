@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from simulator.allocator.device import DeviceMemory
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten, rewritten_problem, tile
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.studies.levers import changed_steps, lower_bound, plan_with_levers, study
+from simulator.studies.max_batch import MaxBatch, Request, max_batch
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.records.plan import EXACT, FP, Plan, Rewrite
@@ -21,16 +24,17 @@ from traces.records.trace import EAGER, Trace
 SECONDS = Limits(seconds=0.2)
 
 
-def head() -> Trace:
-    """x of 8 bytes (4 rows), z = x w of 400, loss of 4; g of 4; backward: gz of 400, gx of 8, gw of 8; w has 8."""
+def head(batch: int = 1) -> Trace:
+    """Of each example x of 8 bytes (4 rows), z = x w of 400; loss of 4; g of 4; backward: gz of 400, gx of 8; gw of 8;
+    w has 8."""
     made = trace(
         [
-            fwd({"x": 8}, "w", time_ns=100),
-            fwd({"z": 400}, "x", "w", time_ns=100, events=(400,)),
+            fwd({"x": 8 * batch}, "w", time_ns=100),
+            fwd({"z": 400 * batch}, "x", "w", time_ns=100, events=(400 * batch,)),
             fwd({"loss": 4}, "z", time_ns=100),
             bwd({"g": 4}, "loss", time_ns=10, flags=EAGER),
-            bwd({"gz": 400}, "g", "z", time_ns=100),
-            bwd({"gx": 8}, "gz", "w", time_ns=100),
+            bwd({"gz": 400 * batch}, "g", "z", time_ns=100),
+            bwd({"gx": 8 * batch}, "gz", "w", time_ns=100),
             bwd({"gw": 8}, "gz", "x", time_ns=100),
             bwd({"gv": 8}, "gx", "gw", time_ns=100),
         ],
@@ -38,13 +42,15 @@ def head() -> Trace:
     )
     stretch = Stretch(
         storage=2,
-        rows=4,
+        rows=4 * batch,
         body=((1, ROWS), (2, SUM), (4, ROWS), (5, ROWS), (6, PRODUCT)),
         inputs=((0, 1), (-1, 0)),
         losses=(Result(op=2, storage=3, grows=SUM),),
         gradients=(Result(op=5, storage=6, grows=ROWS), Result(op=6, storage=7, grows=PRODUCT)),
     )
-    meta = replace(made.meta, forward_ops=3, first_backward_graph_op=4, stretches=(stretch,))
+    meta = replace(
+        made.meta, batch_size=batch, forward_ops=3, first_backward_graph_op=4, stretches=(stretch,)
+    )
     return replace(made, meta=meta)
 
 
@@ -140,3 +146,19 @@ def test_the_study_says_how_far_each_lever_reaches() -> None:
     assert (tiled.lever, tiled.exactness, tiled.rewrites) == ("tile", FP, 1)
     assert tiled.floor_bytes < alone.floor_bytes
     assert tiled.bound_overhead_percent is not None
+
+
+def test_a_larger_batch_fits_with_the_loss_head_in_tiles(tmp_path: Path) -> None:
+    def largest(allow: str) -> MaxBatch:
+        device = DeviceMemory(name="d", kind="cpu", memory_bytes=2000)
+        asked = Request(
+            model="m", device=device, directory=tmp_path, overhead_percent=200.0, planner="search", limits=SECONDS,
+            levers=Levers(allow=allow),
+        )  # fmt: skip
+        return max_batch(asked, head, lambda line: None)
+
+    # Without: w 8, x 8, z and gz 400 each, loss or g 4: 820 for one example, 1,636 for two.
+    assert largest("bit").with_plan == 2
+    found = largest("fp")
+    assert found.with_plan > 8
+    assert found.to_json()["allow"] == "fp"

@@ -145,7 +145,11 @@ def test_peaks_are_measured_and_the_result_is_the_ordinary_loops(step: str) -> N
     [
         ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}),
         ("gpt2-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}),
-        ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd", "amp": "bfloat16"}),
+        pytest.param(
+            "bert-tiny",
+            {"batch_size": 2, "seq_len": 32, "optimizer": "sgd", "amp": "bfloat16"},
+            marks=pytest.mark.slow,
+        ),
         ("resnet18", {"batch_size": 2, "image_size": 64}),
     ],
 )
@@ -158,7 +162,7 @@ def test_models_by_name(model: str, options: dict[str, Any]) -> None:
     assert outcome.bit_equal, outcome.first_difference
 
 
-@pytest.mark.parametrize("share", [0.55, 0.4])
+@pytest.mark.parametrize("share", [0.55, pytest.param(0.4, marks=pytest.mark.slow)])
 def test_with_a_loss_head_in_tiles(share: float) -> None:
     build = load_spec("gpt2-tiny", {"batch_size": 8, "seq_len": 128, "optimizer": "sgd", **RELEASE})
     found = recorded(build)

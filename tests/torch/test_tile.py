@@ -114,7 +114,7 @@ def in_tiles(of: Trace, number: int) -> Plan:
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_gradients_are_those_of_the_untouched_step(head: str, number: int) -> None:
     torch.manual_seed(0)
     model, given = HEADS[head](), batch()
@@ -191,7 +191,7 @@ def wide() -> tuple[Any, Any, Any, Any]:
 SPEC = f"{Path(__file__).resolve()}:wide"
 
 
-@pytest.mark.parametrize("number", [2, 7])
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 7])
 def test_the_peak_is_as_predicted(number: int, measurer: Measurer, tmp_path: Path) -> None:
     spec = load_spec(SPEC, {})
     of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
