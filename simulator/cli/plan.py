@@ -21,7 +21,7 @@ from simulator.core.budget import check_budget
 from traces.commands import Refused
 from traces.errors import SpecError
 from traces.files.whole import check_writable
-from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan, Rewrite
+from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.shapes import Shapes
 from traces.units import show_bytes, show_percent, show_time
 
@@ -146,6 +146,7 @@ def refuse_to_replace(path: Path, force: bool) -> None:
 
 def summary(found: Answer, output: Path | None) -> str:
     """The answer to read; the plan went to `output`."""
+    from simulator.studies.levers import rewrites_in_words
     from simulator.studies.loop_peaks import peaks_table
     from simulator.studies.prediction import describe
     from simulator.studies.warnings import texts_beside_untouched
@@ -159,7 +160,7 @@ def summary(found: Answer, output: Path | None) -> str:
     ]
     if plan.changes:
         added = show_percent(c.overhead_percent, signed=True)
-        lines += _rewrite_lines(plan)
+        lines += [f"rewrite {line}" for line in rewrites_in_words(plan)]
         lines += [
             f"time    {show_time(before.step_time_ns)} -> {show_time(after.step_time_ns)} ({added})",
             f"plan    {plan.planner}: {len(plan.recomputed)} values recomputed by {after.recomputed_ops} op "
@@ -196,23 +197,6 @@ def _budget_line(c: Prediction, saved: Prediction) -> str:
         parts.append(f"the plan needs {show_bytes(peak)}{share}")
     parts.append(f"100 % is {show_bytes(whole)}, the captured graph with everything saved")
     return f"budget  {'; '.join(parts)}"
-
-
-def _rewrite_lines(plan: Plan) -> list[str]:
-    """How the step is changed, a line a kind."""
-    by_kind: dict[str, list[Rewrite]] = {}
-    for r in plan.rewrites:
-        by_kind.setdefault(r.kind, []).append(r)
-    lines = []
-    for kind, rewrites in by_kind.items():
-        of = (
-            ", ".join(f"{r.op} in {r.number} tiles" for r in rewrites if r.number)
-            or f"{len(rewrites)} values"
-        )
-        errors = [r.error for r in rewrites if r.error is not None]
-        error = f"; relative error of the gradient {max(errors):.1e}" if errors else ""
-        lines.append(f"rewrite {kind}: {of}{error}")
-    return lines
 
 
 def _swapped(plan: Plan) -> str:

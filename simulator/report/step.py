@@ -24,6 +24,7 @@ from simulator.report.page import (
     write_page,
 )
 from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell
+from simulator.studies.levers import rewrites_in_words
 from simulator.studies.loop_peaks import held_bytes, peaks_table, untouched_peaks
 from simulator.studies.prediction import Prediction, describe
 from simulator.studies.warnings import texts_beside_untouched, texts_of
@@ -171,6 +172,7 @@ def headline(c: Prediction, asked: Prediction) -> tuple[Block, ...]:
         figures.append(Figure(f"Fits {fit.device.name}", value, left, tone))
     return (
         Figures(tuple(figures)),
+        *(Text(f"The step is changed, {line}.", "note") for line in rewrites_in_words(c.plan)),
         Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
         *warned(texts_beside_untouched(c)),
         peaks_table(c, asked, caption=PEAKS),

@@ -177,6 +177,23 @@ def _of(problem: Problem, plan: Plan, rewrites: tuple[Rewrite, ...]) -> Plan:
     return replace(plan, meta=meta, rewrites=named, exactness=exactness_of(named))
 
 
+def rewrites_in_words(plan: Plan) -> list[str]:
+    """How the step is changed, a line a kind."""
+    by_kind: dict[str, list[Rewrite]] = {}
+    for r in plan.rewrites:
+        by_kind.setdefault(r.kind, []).append(r)
+    lines = []
+    for kind, rewrites in by_kind.items():
+        of = (
+            ", ".join(f"{r.op} in {r.number} tiles" for r in rewrites if r.number)
+            or f"{len(rewrites)} values"
+        )
+        errors = [r.error for r in rewrites if r.error is not None]
+        error = f"; relative error of the gradient {max(errors):.1e}" if errors else ""
+        lines.append(f"{kind}: {of}{error}")
+    return lines
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What each lever could do
 
