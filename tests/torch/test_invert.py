@@ -82,6 +82,7 @@ def test_it_is_offered_where_backward_reads_the_output_too(
     assert len(rewrites) == 4
 
 
+@pytest.mark.slow
 def test_it_trains_to_rounding_in_the_predicted_bytes(
     trace: Trace, rewrites: tuple[Rewrite, ...], measurer: Measurer, tmp_path: Path
 ) -> None:
