@@ -162,7 +162,8 @@ def test_models_by_name(model: str, options: dict[str, Any]) -> None:
     assert outcome.bit_equal, outcome.first_difference
 
 
-@pytest.mark.parametrize("share", [0.55, pytest.param(0.4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [0.55, 0.4])
+@pytest.mark.slow
 def test_with_a_loss_head_in_tiles(share: float) -> None:
     build = load_spec("gpt2-tiny", {"batch_size": 8, "seq_len": 128, "optimizer": "sgd", **RELEASE})
     found = recorded(build)
@@ -389,6 +390,7 @@ def test_it_is_not_measured_op_by_op() -> None:
         record_real(looped(wide, RELEASE), CPU, "cpu", ProfileUse(off=True))
 
 
+@pytest.mark.slow
 def test_the_commands(tmp_path: Path) -> None:
     """`trace MODEL --release-gradients` is of that loop, and `execute` verifies and measures its plan in it."""
     place, plan, out = tmp_path / "trace", tmp_path / "plan.json", tmp_path / "out.json"

@@ -60,11 +60,12 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("gpt2-tiny", "seq-len=20:32:2", {"batch_size": 2, "target": "h100"}, 3),
         pytest.param("gpt2-tiny", "seq-len=3:5,batch-size=2:4", {}, 3, marks=pytest.mark.slow),
         pytest.param(
-            "resnet18", "batch-size=2:6", {"image_size": 32, "target": "a100-80"}, 3, marks=pytest.mark.slow
+            "resnet18", "batch-size=2:6", {"image_size": 32, "target": "a100-80"}, 3
         ),
         pytest.param("resnet18", "image-size=64:96:8", {"batch_size": 3}, 5, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_one_captured_graph_gives_each_one_s_trace(
     model: str, text: str, options: dict[str, Any], single: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +153,7 @@ def test_the_longest_that_the_model_takes_has_the_same_graph() -> None:
     assert found.holds
 
 
+@pytest.mark.slow
 def test_a_length_of_one_has_another_graph() -> None:
     transformers()
     shapes = Shapes.parse("seq-len=1:4")

@@ -161,6 +161,7 @@ def test_one_capture_serves_calls_of_all_sizes(
     assert fits(planned) == [(EXACT, 2 + 2 * own), (RESIZED, 2), (SYMBOLIC, 1 + again - 2 * own)]
 
 
+@pytest.mark.slow
 def test_a_plan_for_the_longest_that_the_model_takes_serves_shorter_calls() -> None:
     """There torch records a slice of all as an alias, which makes no other structure and decides nothing."""
     eager, planned, batch = pair(bert, (4, 24))
@@ -322,6 +323,7 @@ def peaks_and_resident(steps: int) -> tuple[list[int], list[int]]:
     return peaks, resident
 
 
+@pytest.mark.slow
 def test_no_shorter_call_needs_more_than_the_longest() -> None:
     peaks, _ = peaks_and_resident(12)
     assert max(peaks) == peaks[0]
