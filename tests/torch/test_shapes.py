@@ -59,9 +59,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         pytest.param("gpt2-tiny", "seq-len=2:17:3", {"batch_size": 3}, 3, marks=pytest.mark.slow),
         ("gpt2-tiny", "seq-len=20:32:2", {"batch_size": 2, "target": "h100"}, 3),
         pytest.param("gpt2-tiny", "seq-len=3:5,batch-size=2:4", {}, 3, marks=pytest.mark.slow),
-        pytest.param(
-            "resnet18", "batch-size=2:6", {"image_size": 32, "target": "a100-80"}, 3
-        ),
+        pytest.param("resnet18", "batch-size=2:6", {"image_size": 32, "target": "a100-80"}, 3),
         pytest.param("resnet18", "image-size=64:96:8", {"batch_size": 3}, 5, marks=pytest.mark.slow),
     ],
 )
