@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from importlib import import_module
 
 from torch import fx
@@ -13,7 +14,7 @@ from simulator.core.rewrites import in_order
 from simulator.core.rewrites import rewritten as rewritten_trace
 from tracer.capture.capture import Captured
 from tracer.record.program import Program, program_of
-from tracer.record.stretches import stretches
+from tracer.record.stretches import Found, stretches
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 
@@ -40,7 +41,7 @@ def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
         import_module(f"executor.emit.{module}").change(changing, rewrite)
     made = program_of(changing.captured(), program.shares)
     base = program.trace()
-    found = tuple(x.record(program, range(len(program.ops))) for x in stretches(program))
+    found = tuple(x.record(program, range(len(program.ops))) for x in changing.stretches)
     simulated = rewritten_trace(replace(base, meta=replace(base.meta, stretches=found)), rewrites)
     if made.fingerprint() != simulated.meta.graph_fingerprint:
         raise PlanError("the rewritten step is not the one that was simulated; please report this.")
@@ -62,6 +63,11 @@ class Changing:
             for group in (captured.parameter_grads, captured.argument_grads)
         ]
         self.not_made: dict[int, str] = {}  # numbers of outputs -> why they do not exist
+
+    @cached_property
+    def stretches(self) -> tuple[Found, ...]:
+        """The stretches of the original that could run in tiles."""
+        return stretches(self.program)
 
     def name(self, new: fx.Node, name: str, like: fx.Node, module_of: fx.Node | None = None) -> None:
         """Give a new node its name and what it shares with a node of the original."""

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from executor.rewriting import Changing
-from tracer.record.stretches import MEAN_LOSS, SIZES, Axis, Found, stretches
+from tracer.record.stretches import MEAN_LOSS, SIZES, Axis, Found
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 from traces.records.stretch import PRODUCT, ROWS
@@ -25,7 +25,7 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
         PlanError: the graph has no such stretch.
     """
     program = changing.program
-    found = next((x for x in stretches(program) if program.storage_of[x.product][0] == rewrite.storage), None)
+    found = next((x for x in changing.stretches if program.storage_of[x.product][0] == rewrite.storage), None)
     if found is None or rewrite.number < 1:
         raise PlanError(
             f"{rewrite.op or 'a stretch of the step'} cannot be made in {rewrite.number} tiles here: the rows of its "

@@ -20,7 +20,7 @@ from simulator.show.notebook import framed
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.boundary import Verdict, boundary
 from simulator.studies.levers import lower_bound, lowest_floor
-from simulator.studies.planning import completed, plan_for
+from simulator.studies.planning import completed
 from simulator.studies.prediction import Prediction, predict, untouched_fit
 from simulator.studies.tracing import ModelRequest
 from simulator.studies.warnings import provenance, texts_beside_untouched
@@ -248,15 +248,7 @@ class _Search:
             return replace(none, overhead_percent=least, message=why), _over(least, price)
         of, setting = RESERVED if request.device.kind == CUDA else ALLOCATED, self.setting(problem.trace)
         try:
-            c = plan_for(
-                problem,
-                request.planner,
-                request.limits,
-                setting,
-                budget_bytes=usable,
-                budget_of=of,
-                levers=request.levers,
-            )
+            c = request.plan(problem, setting, usable, of)
         except Infeasible as error:
             lowest = int(error.figures.get("lowest_peak_bytes") or 0)
             return replace(none, message=str(error)), max(SLIGHTLY, self.over(lowest))

@@ -15,7 +15,6 @@ from simulator.core.budget import parse_budget
 from simulator.core.problem import Problem
 from simulator.core.replay import peak_by_category
 from simulator.show.tables import UNKNOWN, Table, no, table, yes
-from simulator.studies.planning import plan_for
 from simulator.studies.prediction import predict
 from simulator.studies.tracing import ModelRequest
 from simulator.studies.warnings import text, texts, warnings
@@ -155,15 +154,7 @@ def _row(request: SweepRequest, trace: Trace, batch_size: int) -> SweepRow:
     plan_path = request.directory / f"plan-b{batch_size}.json"
     message = ""
     try:
-        c = plan_for(
-            problem,
-            request.planner,
-            request.limits,
-            setting,
-            budget_bytes=budget_bytes,
-            budget_of=of,
-            levers=request.levers,
-        )
+        c = request.plan(problem, setting, budget_bytes, of)
         c.plan.save(plan_path)
     except BudgetError as error:
         message = str(error)

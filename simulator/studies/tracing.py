@@ -14,7 +14,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+from simulator.allocator.device_fit import Setting
 from simulator.core.limits import BIT_EXACT, DEFAULTS, NONE, Constraints, Levers, Limits
+from simulator.core.problem import Problem
+from simulator.studies.planning import plan_for
+from simulator.studies.prediction import Prediction
 from traces.devices import device
 from traces.errors import LowtideError, TraceError
 from traces.files.json_records import canonical_json, read_json
@@ -46,6 +50,18 @@ class ModelRequest:
         place = self.directory / f"trace-b{batch_size}"
         ensure_trace(self.model, batch_size, self.tracer_options, place, progress)
         return load(place)
+
+    def plan(self, problem: Problem, setting: Setting, budget_bytes: int, budget_of: str) -> Prediction:
+        """The plan for a budget, as was asked; raises as `plan_for` does."""
+        return plan_for(
+            problem,
+            self.planner,
+            self.limits,
+            setting,
+            budget_bytes=budget_bytes,
+            budget_of=budget_of,
+            levers=self.levers,
+        )
 
 
 def ensure_trace(

@@ -115,12 +115,6 @@ class Editing:
         self.order = [op for op in self.order if op not in gone]
         self.values = [v for v in self.values if v.producer not in gone]
 
-    def take_instead(self, ops: Iterable[Op], old: Op, value: Value, new: Op, instead: Value) -> None:
-        """Let ops take the value of another op in place of one: what reads that storage reads the other."""
-        for op in ops:
-            op.inputs = list(dict.fromkeys(new if x is old else x for x in op.inputs))
-            op.reads = list(dict.fromkeys(instead if x is value else x for x in op.reads))
-
     def trace(self) -> Trace:
         """The trace as it is now."""
         number = {op: i for i, op in enumerate(self.order)}
