@@ -257,10 +257,9 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
 
     _enough(iterate, job.memory_steps)
     last_reserved = torch.cuda.memory_stats()["reserved_bytes.all.peak"]
-    first_steady = min(2, len(peaks) - 1)
     figures = RunFigures(
-        peak_allocated_bytes=max(peaks[first_steady:]),
-        peak_block_bytes=max(blocks[first_steady:]),
+        peak_allocated_bytes=max(peaks[min(2, len(peaks) - 1) :]),
+        peak_block_bytes=max(blocks[1:] or blocks),
         peak_reserved_bytes=last_reserved,
         peaks_bytes=tuple(peaks),
         reserved_bytes=tuple(reserved),

@@ -26,13 +26,16 @@ class ReservedFigures:
     iterations: tuple[AllocatorFigures, ...]  # up to the first that repeats the one before it
     segment_requests: int  # in all iterations; fragmentation that grows shows as requests after the first
     steady: bool  # whether the last iteration asked for nothing new, so that all later ones are equal to it
-    # Of the last, with the peaks of each phase by itself.
+    # The highest after the first iteration, with the peaks of each phase by itself.
     phases: Mapping[str, AllocatorFigures] = field(default_factory=dict, compare=False)
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """Of the last iteration; with the rounding of blocks."""
-        return self.iterations[-1].peak_allocated_bytes
+        """With the rounding of blocks, the highest after the first iteration.
+
+        It may be of an iteration that still asks for new memory: what is too small to be split off counts as allocated.
+        """
+        return max(i.peak_allocated_bytes for i in self.iterations[1:] or self.iterations)
 
     @property
     def peak_requested_bytes(self) -> int:
@@ -103,12 +106,17 @@ def reserved_peak(
     figures: list[AllocatorFigures] = []
     held: dict[int, list[Block]] = {}
     steady = False
+    parts: list[tuple[str, AllocatorFigures]] = []
     while len(figures) < iterations and not steady:
         before = len(events)
         asked = requests if figures or requests.first is None else requests.first
-        whole, phases = _play(asked, allocator, held, first=not figures)
+        played = _play(asked, allocator, held, first=not figures)
+        parts = parts + played if len(figures) > 1 else played
         steady = len(figures) > 0 and len(events) == before
-        figures.append(whole)
+        figures.append(_highest(played))
+    phases = {
+        name: _highest([p for p in parts if p[0] == name]) for name in dict.fromkeys(n for n, _ in parts if n)
+    }
     grown = sum(1 for e in events if e.action in ("segment_alloc", "segment_map"))
     return ReservedFigures(iterations=tuple(figures), segment_requests=grown, steady=steady, phases=phases)
 
@@ -135,7 +143,7 @@ def reserved_over(
         allocator.malloc(size)
     held: dict[int, list[Block]] = {}
     asked = [r if k or r.first is None else r.first for k, r in enumerate(iterations)]
-    return tuple(_play(r, allocator, held, first=not k)[0] for k, r in enumerate(asked))
+    return tuple(_highest(_play(r, allocator, held, first=not k)) for k, r in enumerate(asked))
 
 
 def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:
@@ -157,8 +165,8 @@ def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:
 
 def _play(
     requests: Requests, allocator: Allocator, held: dict[int, list[Block]], *, first: bool
-) -> tuple[AllocatorFigures, dict[str, AllocatorFigures]]:
-    """One iteration: what it comes to, and each phase, with the peaks reset before it.
+) -> list[tuple[str, AllocatorFigures]]:
+    """One iteration: its stretches in order, each of a phase or before the first (""), with the peaks reset before it.
 
     `held` are the blocks by number, the older first: one may be of the iteration before.
     """
@@ -188,11 +196,10 @@ def _play(
     while once:
         allocator.malloc(once.pop()[1])
     begin("")
-    phases_in_order = dict.fromkeys(phase for phase, _ in parts if phase)
-    return _highest(parts), {p: _highest([part for part in parts if part[0] == p]) for p in phases_in_order}
+    return parts
 
 
 def _highest(parts: Sequence[tuple[str, AllocatorFigures]]) -> AllocatorFigures:
-    """The figures at the end of some stretches of an iteration, with the highest peaks of all of them."""
+    """The figures at the end of some stretches, with the highest peaks of all of them."""
     peaks = {name: max(getattr(f, name) for _, f in parts) for name in PEAKS}
     return replace(parts[-1][1], **peaks)

@@ -22,7 +22,7 @@ class LoopPeaks:
     """Peaks of allocated bytes, of blocks and of reserved memory; the last two are None on a CPU."""
 
     iterations: tuple[RunFigures, ...]  # from the first to the steady one; two on a CPU
-    phases: Mapping[str, RunFigures]  # of the steady one, in order
+    phases: Mapping[str, RunFigures]  # of those after the first, in order
 
     @property
     def first(self) -> RunFigures:
@@ -30,14 +30,16 @@ class LoopPeaks:
 
     @property
     def steady(self) -> RunFigures:
-        return self.iterations[-1]
+        """What the iterations after the first come to, of which one that asks for new memory may have larger blocks."""
+        later = [f.peak_block_bytes or 0 for f in self.iterations[1:] or self.iterations]
+        return replace(self.iterations[-1], peak_block_bytes=max(later) or None)
 
     def to_json(self) -> dict[str, Any]:
-        """The steady iteration's peaks, and those of each iteration and of each phase."""
+        """The peaks after the first iteration, and those of each iteration and of each phase."""
         return {**_json(self.steady), **self.parts()}
 
     def parts(self) -> dict[str, Any]:
-        """The peaks of each iteration, and of each phase of the steady one."""
+        """The peaks of each iteration, and of each phase after the first one."""
         return {
             "iterations": [_json(f) for f in self.iterations],
             "phases": {phase: _json(f) for phase, f in self.phases.items()},

@@ -45,6 +45,25 @@ def test_large_tensors_round_to_segments() -> None:
     assert figures.fragmentation == 0
 
 
+def test_an_iteration_that_asks_for_new_memory_may_have_the_largest_blocks() -> None:
+    # First: 6 in a segment of 20, 15 in one of 16, whose rest of 1 is not split off; then 12, for good, into the 16.
+    # Second: 6 in the 20, of which 14 are left; so 15 gets a new 16: 12 + 6 + 16. Third: 6 in that, 15 in the 20: 33.
+    sizes = (6 * MIB, 15 * MIB, 0, 0)
+    asked = Requests(
+        residents=(),
+        blocks=(0, 1, ~1, ~0),
+        sizes=sizes,
+        once=((4, 12 * MIB),),
+        count=2,
+        phases=((FORWARD, 0),),
+    )
+    t = chain(1, 4)
+    figures = reserved_peak(Problem(t), build(Problem(t)), requests=asked)
+    assert [i.peak_allocated_bytes for i in figures.iterations] == [22 * MIB, 34 * MIB, 33 * MIB]
+    assert figures.peak_allocated_bytes == figures.phases[FORWARD].peak_allocated_bytes == 34 * MIB
+    assert figures.peak_reserved_bytes == 52 * MIB
+
+
 def test_measured_temporaries_count_and_outputs_stay() -> None:
     # The op allocates a 30 MiB scratch, its 2 MiB output, frees the scratch. w: 2 MiB in a 20 MiB segment.
     # Peak allocated: 2 (w) + 30 + 2. Reserved: 20 (w and the output) + 30 (scratch, cached afterwards).
