@@ -148,18 +148,14 @@ def record_real(
         fake: the same step on such, if it is recorded already. For the others see `measure`.
 
     Raises:
-        SpecError: the loop accumulates gradients, or frees them in backward; a profile is named in a rehearsal.
+        SpecError: the loop frees gradients in backward; a profile is named in a rehearsal.
         TraceError: the real step ran other ops than the captured one; the profile that was named is none, or is of
             another device.
     """
-    parts, released = build.policy.get("accumulate", 1), build.policy.get("release_gradients")
-    if parts > 1 or released:
-        option, loop = (
-            ("--accumulate", "of one part") if parts > 1 else ("--release-gradients", "that ends in a step")
-        )
+    if build.policy.get("release_gradients"):
         raise SpecError(
-            f"{option}: --device measures the ops of a loop {loop}. Measure without {option}, and trace with --target "
-            f"and {option}; the measurements are in the device's profile by then."
+            "--release-gradients: --device measures the ops of a loop that ends in a step. Measure without it, and "
+            "trace with --target and --release-gradients; the measurements are in the device's profile by then."
         )
     if device.startswith("cuda"):
         set_tf32(build.policy)  # before anything asks whose measurements these are
@@ -177,11 +173,6 @@ def record_real(
             fake = _on_fakes(build, target, say)
     else:
         draft = fake or trace_step(build, target, costs=Costs())
-    if draft.step.own is not None:
-        raise SpecError(
-            f"{draft.step.name}: --device measures the ops of a loop that Lowtide runs, and this step runs its own; "
-            "trace it with --target, and measure whole steps with `execute`."
-        )
     say(f"{'Rehearsing' if rehearsed else 'Measuring'} {len(draft.rows)} ops on {identity.device} ...")
     measured = measure(draft, build, device, rounds=rounds, warmup=warmup, say=say, progress=progress)
     own = measured.profile(identity, rounds)

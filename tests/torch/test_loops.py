@@ -145,9 +145,15 @@ def test_a_plan_trains_in_the_loop_that_it_was_made_for() -> None:
     assert outcome.losses != verify(looped(wide, {}), plan, "cpu", 3).losses
 
 
-def test_a_loop_of_one_part_is_measured_op_by_op() -> None:
-    build = looped(wide, {"clip_grad_norm": 1.0, "zero_grad": "keep"})
+@pytest.mark.parametrize(
+    "loop", [{"clip_grad_norm": 1.0, "zero_grad": "keep"}, {"accumulate": 3, "zero_grad": "after"}]
+)
+def test_a_loop_is_measured_op_by_op(loop: dict[str, Any]) -> None:
+    """Of several parts the last one, and the optimizer's step."""
+    build = looped(wide, loop)
     found = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    assert found.meta.mode == "real"
+    assert found.ops.target == recorded(build).ops.target
     assert found.meta.untouched_peak_bytes == measured_peaks(build)[-1]
 
 
@@ -162,11 +168,6 @@ def test_a_loop_of_one_part_is_measured_op_by_op() -> None:
 def test_what_is_no_loop_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         load_spec("resnet18", options)
-
-
-def test_parts_are_not_measured_op_by_op() -> None:
-    with pytest.raises(SpecError, match="--accumulate"):
-        record_real(looped(wide, {"accumulate": 2}), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
 
 
 def test_a_loop_around_a_model_in_hand() -> None:
@@ -301,6 +302,9 @@ def test_loops_of_the_user_s_own_that_are_refused(
         recorded(own(tmp_path, OWN.replace(old, new), **options))
 
 
-def test_a_loop_of_the_user_s_own_is_not_measured_op_by_op(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="runs its own"):
-        record_real(own(tmp_path), CPU, "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+def test_a_loop_of_the_user_s_own_is_measured_op_by_op(tmp_path: Path) -> None:
+    """From its last call of the model on."""
+    build = own(tmp_path)
+    found = record_real(build, CPU, "cpu", ProfileUse(off=True), rounds=2, warmup=1)
+    assert found.meta.loop == "step()"
+    assert found.ops.target == recorded(build).ops.target

@@ -1,20 +1,21 @@
 """Training steps in which every op of the captured model is watched, inside the ordinary training loop.
 
 The model runs as code (`tracer.measure.stepcode`): under a timer as it does outside a trace, with ops in place, under
-any other probe as the graph has it. The loss code and the optimizer run under a dispatch mode.
+any other probe as the graph has it. The loss code and the optimizer run under a dispatch mode. Of a loop that calls the
+model several times before the optimizer's step, the probe watches what the trace is of: the last call and what follows.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tracer.build.loop import TrainingStep, fit_tangent, run_step
 from tracer.build.user_errors import explained
-from tracer.measure.probes import Names, Probe, Timer
+from tracer.measure.probes import Names, Probe, Silent, Timer
 from tracer.measure.stepcode import StepCode, step_code
 from tracer.precision.policy import without_autocast
 from tracer.record.eager import is_op
@@ -34,16 +35,31 @@ class GraphRunner:
         self._in_place = in_place
         self._targets = [str(op.node.target) for op in program.ops]
         self._codes: dict[Timer, StepCode] = {}
+        self.unwatched = Silent()  # in earlier calls of the model than the last
+        self._calls = 1  # of the model in a step, once the first round has counted them
+
+    def first(self, probe: Probe) -> None:
+        """The first training step, in which the probe watches every call of the model."""
+        self._calls = self._run(probe, 1)
 
     def round(self, probe: Probe) -> None:
         """One training step."""
-        with explained(self.step.name), _EagerProbe(probe) as eager:
-            run_step(self.step, _Callable(self, probe, eager), self.step.optimizer)
+        self._run(probe, self._calls)
 
-    def whole(self, timer: Timer) -> None:
-        """One training step in which the timer, if it watches at all, watches the captured model's ops only."""
+    def _run(self, probe: Probe, since: int) -> int:
+        with explained(self.step.name), _EagerProbe(probe, since == 1) as eager:
+            model = _Callable(self, probe, eager, since)
+            run_step(self.step, model, self.step.optimizer)
+        return model.calls
+
+    def whole(self, timer: Timer, at_last_call: Callable[[], object] = lambda: None) -> None:
+        """One training step in which the timer, if it watches at all, watches the captured model's ops only.
+
+        at_last_call: told when the last of several calls of the model begins.
+        """
         with explained(self.step.name):
-            run_step(self.step, _Callable(self, timer, None), self.step.optimizer)
+            model = _Callable(self, timer, None, self._calls, at_last_call)
+            run_step(self.step, model, self.step.optimizer)
         timer.finish()
 
     def settle(self, targets: Sequence[str]) -> None:
@@ -76,11 +92,27 @@ class GraphRunner:
 class _Callable:
     """Called as the model is; runs the graph under the probe."""
 
-    def __init__(self, runner: GraphRunner, probe: Probe, eager: _EagerProbe | None) -> None:
+    def __init__(
+        self,
+        runner: GraphRunner,
+        probe: Probe,
+        eager: _EagerProbe | None,
+        since: int,
+        at_since: Callable[[], object] = lambda: None,
+    ) -> None:
+        """since: the call from which on the probe watches; at_since: told when that begins, if it is not the first."""
         self.runner, self.probe, self.eager = runner, probe, eager
+        self.since, self.at_since, self.calls = since, at_since, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        runner, probe = self.runner, self.probe
+        if not torch.is_grad_enabled():
+            return self.runner.step.model(*args, **kwargs)
+        self.calls += 1
+        runner, probe = self.runner, self.probe if self.calls >= self.since else self.runner.unwatched
+        if self.calls == self.since > 1:
+            self.at_since()
+            if self.eager is not None:
+                self.eager.watches = True
         code = runner.code(probe)
         unwatched = contextlib.nullcontext if self.eager is None else self.eager.paused
         captured, model = runner.program.captured, runner.step.model
@@ -131,9 +163,9 @@ class _Callable:
 class _EagerProbe(TorchDispatchMode):
     """Puts the probe around the ops outside the captured model."""
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: Probe, watches: bool) -> None:
         super().__init__()
-        self.probe = probe
+        self.probe, self.watches = probe, watches
 
     def paused(self) -> contextlib.AbstractContextManager[Any]:
         """A context without this mode, in which ops take their usual path."""
@@ -141,6 +173,6 @@ class _EagerProbe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default or not is_op(func):
+        if not self.watches or func is torch.ops.aten._local_scalar_dense.default or not is_op(func):
             return func(*args, **kwargs)
         return self.probe.run(func, lambda: func(*args, **kwargs))

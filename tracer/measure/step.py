@@ -98,7 +98,9 @@ def measure(
     runner = GraphRunner(draft.program, step, in_place=takeovers(draft))
     kept = _first_cuda_round(runner) if cuda else None
     timer: Timer = CudaTimer() if cuda else CpuTimer()
-    for _ in range(max(warmup, 1) - (1 if cuda else 0)):
+    if not cuda:
+        runner.first(timer)
+    for _ in range(max(warmup, 1) - 1):
         runner.round(timer)
     timer.finish()
     expected = [row.target for row in draft.rows]
@@ -175,9 +177,15 @@ def with_the_rest(times_ns: Sequence[int], flags: Sequence[int], whole_ns: int) 
 
 
 def _whole_ns(runner: GraphRunner, silent: Silent, wait: Callable[[], object]) -> int:
-    wait()
-    begin = time.perf_counter_ns()
-    runner.whole(silent)
+    begin = 0
+
+    def start() -> None:
+        nonlocal begin
+        wait()
+        begin = time.perf_counter_ns()
+
+    start()
+    runner.whole(silent, start)
     wait()
     return time.perf_counter_ns() - begin
 
@@ -187,7 +195,7 @@ def _first_cuda_round(runner: GraphRunner) -> tuple[LibraryWorkspace, ...]:
     from tracer.torch_api import clear_cublas_workspaces
 
     clear_cublas_workspaces()
-    return _cuda_round(runner.round).workspaces
+    return _cuda_round(runner.first).workspaces
 
 
 def _cuda_round(work: Callable[[Probe], None]) -> History:
