@@ -290,6 +290,22 @@ def silmont_attention() -> dict[str, Any]:
     return {"model": Attention(), "batch": {"q": q, "k": k, "v": v}, "loss": _sum, "optimizer": None}
 
 
+class OfParameters(Attention):
+    """The same step where what has gradients is the model's own."""
+
+    def __init__(self, batch: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.given = nn.ParameterDict(batch)
+
+    def forward(self, nothing: None) -> torch.Tensor:
+        return super().forward(**self.given)
+
+
+def silmont_attention_parameters() -> dict[str, Any]:
+    made = silmont_attention()
+    return {**made, "model": OfParameters(made["batch"]), "batch": {"nothing": None}}
+
+
 def ack_llama8() -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaModel
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,11 @@ from executor.rehearsal.run import rehearse
 from simulator import api
 from simulator.studies.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
 from tracer import trace
+from traces.records.store import load
+from traces.records.trace import Trace
 
 pytestmark = pytest.mark.rehearsal
+ROOT = Path(__file__).resolve().parents[2]
 GPU = "h100"
 LANGUAGE = {"batch_size": 2, "seq_len": 64, "optimizer": "adamw"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -47,8 +53,9 @@ def test_predicted_is_rehearsed_in_bfloat16(model: str) -> None:
     check(model, {**MODELS[model], "amp": "bfloat16"})
 
 
-def check(model: str, options: dict[str, Any]) -> None:
-    predicted = untouched_peaks(api.simulate(trace(model, target=GPU, profile=False, **options)))
+def check(model: str, options: dict[str, Any], recorded: Trace | None = None) -> None:
+    recorded = recorded or trace(model, target=GPU, profile=False, **options)
+    predicted = untouched_peaks(api.simulate(recorded))
     found = rehearse(model, GPU, options=options, script=False, iterations=4)
     alike(predicted, found)
     for phase, theirs in found.iterations[-1].phases.items():
@@ -99,6 +106,22 @@ def test_a_loop_of_the_user_s_own_is_rehearsed(tmp_path: Path) -> None:
     """Parts, autocast, a gradient scaler, several losses, clipping, gradients that stay."""
     (tmp_path / "mine.py").write_text(OWN)
     check(f"{tmp_path / 'mine.py'}:build", {})
+
+
+@pytest.mark.parametrize(
+    "words", [("mine.py:build",), ("resnet18", "--batch-size", "8", "--accumulate", "2")]
+)
+def test_a_trace_that_is_made_there_is_of_such_a_loop(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    command = [sys.executable, "-m", "executor", "rehearse", "--gpu", GPU, "--", "trace", *words]
+    subprocess.run(
+        [*command, "--device", "cuda", "-o", "t", "-q"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
+    )  # fmt: skip
+    recorded = load(tmp_path / "t")
+    assert recorded.meta.mode == "rehearsed"
+    model = str(tmp_path / words[0]) if len(words) == 1 else words[0]
+    check(model, {"batch_size": 8, "accumulate": 2} if len(words) > 1 else {}, recorded)
 
 
 @pytest.mark.parametrize(
