@@ -47,8 +47,7 @@ def test_the_example_runs_as_shown(tmp_path: Path) -> None:
     run("-m", "simulator", "my-trace", "--budget", "80%", "-o", "my-plan.json")
     assert '"recompute"' in (tmp_path / "my-plan.json").read_text(encoding="utf-8")
     assert scripts
-    for script in scripts:
-        run(script)
+    run("-c", "import runpy, sys; [runpy.run_path(s, run_name='__main__') for s in sys.argv[1:]]", *scripts)
     lines = run("train.py").splitlines()
     shown = blocks(section(README, "In your own loop"), "")[0].splitlines()
     # The losses' digits belong to a machine; all else does not.
