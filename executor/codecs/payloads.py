@@ -6,7 +6,7 @@ their result is known and small.
 
 What does not lie in memory without gaps is copied first, and comes back row by row. A group that holds an infinity or a
 NaN, or whose numbers lie farther apart than float32 can say, comes back without one finite number; a group of equal
-numbers comes back as it was from `int*`. Rounding draws from a generator of its own, one a device: the model's random
+numbers comes back as it was from `int*`. `fewbit*` formats are given with their activation, as `fewbit4:gelu`. Rounding draws from a generator of its own, one a device: the model's random
 stream stays as it is. `seed` starts it anew.
 """
 
@@ -18,6 +18,7 @@ from typing import Final
 
 import torch
 
+from executor.codecs.fewbit import intervals
 from simulator.core.formats import CHUNK, FORMATS, GROUP, SCALE_BYTES
 from traces.errors import PlanError
 
@@ -48,6 +49,8 @@ def pack(x: torch.Tensor, format: str) -> torch.Tensor:
         _pack_bits(flat.view(torch.uint8), payload)
     elif format in NARROW:
         payload.view(NARROW[format]).copy_(flat)
+    elif ":" in format:
+        _pack_numbers(flat, payload, format)
     elif x.numel():
         _pack_groups(flat, payload, format)
     return payload
@@ -55,7 +58,7 @@ def pack(x: torch.Tensor, format: str) -> torch.Tensor:
 
 @pack.register_fake
 def new_payload(x: torch.Tensor, format: str) -> torch.Tensor:
-    rule = FORMATS[format]
+    rule = FORMATS[format.partition(":")[0]]
     if str(x.dtype).removeprefix("torch.") not in rule.dtypes:
         raise PlanError(
             f"a tensor of {x.dtype} cannot be packed as {format}, which takes {', '.join(rule.dtypes)}."
@@ -74,6 +77,8 @@ def unpack(
         _unpack_bits(payload, flat.view(torch.uint8))
     elif format in NARROW:
         flat.copy_(payload.view(NARROW[format]))
+    elif ":" in format:
+        _unpack_numbers(payload, flat, format)
     elif out.numel():
         _unpack_groups(payload, flat, format)
     return out
@@ -165,10 +170,42 @@ def _unpack_groups(payload: torch.Tensor, flat: torch.Tensor, format: str) -> No
         numbers.copy_(x.view(-1)[: len(numbers)])
 
 
-def _buffer(flat: torch.Tensor) -> torch.Tensor:
+def _pack_numbers(flat: torch.Tensor, payload: torch.Tensor, format: str) -> None:
+    """The numbers of eight intervals, one of each eighth of a chunk, make one word, of which the lower bytes stay."""
+    bits, buffer, bounds = _few_bits(flat, format, 0)
+    for numbers, codes in zip(flat.split(CHUNK), payload.view(-1, bits).split(CHUNK // 8), strict=True):
+        places = buffer[: 8 * len(codes)]
+        torch.bucketize(numbers, bounds, out_int32=True, out=places[: len(numbers)])
+        places[len(numbers) :].zero_()
+        words, *others = places.view(8, -1)
+        for k, row in enumerate(others, 1):
+            words.bitwise_or_(row.bitwise_left_shift_(bits * k))
+        codes.copy_(words.view(torch.uint8).view(-1, 4)[:, :bits])
+
+
+def _unpack_numbers(payload: torch.Tensor, flat: torch.Tensor, format: str) -> None:
+    bits, buffer, points = _few_bits(flat, format, 1)
+    for numbers, codes in zip(flat.split(CHUNK), payload.view(-1, bits).split(CHUNK // 8), strict=True):
+        places = buffer[: 8 * len(codes)]
+        words, *others = places.view(8, -1)
+        words.zero_().view(torch.uint8).view(-1, 4)[:, :bits].copy_(codes)
+        for k, row in enumerate(others, 1):
+            torch.bitwise_right_shift(words, bits * k, out=row).bitwise_and_((1 << bits) - 1)
+        words.bitwise_and_((1 << bits) - 1)
+        torch.index_select(points, 0, places[: len(numbers)], out=numbers)
+
+
+def _few_bits(flat: torch.Tensor, format: str, which: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """The bits of a number; room for a chunk of places; and the bounds (0) or the points (1) of the intervals."""
+    name, _, activation = format.partition(":")
+    bits, buffer = FORMATS[name].bits, _buffer(flat, torch.int32).view(-1)
+    return bits, buffer, flat.new_tensor(intervals(activation, 1 << bits)[which])
+
+
+def _buffer(flat: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Room for a chunk of these numbers, by groups."""
     groups = min(CHUNK // GROUP, -(-len(flat) // GROUP))
-    return torch.empty((groups, GROUP), dtype=torch.float32, device=flat.device)
+    return torch.empty((groups, GROUP), dtype=dtype, device=flat.device)
 
 
 def _chunks(

@@ -6,7 +6,8 @@ import torch
 
 from executor.inverted import ops
 from executor.rewriting import Changing
-from simulator.core.rewrites.invert import kind, pair_of
+from simulator.core.rewrites.activations import kind
+from simulator.core.rewrites.invert import pair_of
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 

@@ -11,7 +11,8 @@ from torch import fx
 
 from executor.codecs.payloads import lies_dense, new_payload, new_tensor
 from executor.rewriting import Changing
-from simulator.core.formats import HOLDS
+from simulator.core.formats import FORMATS, HOLDS
+from simulator.core.rewrites.activations import activation_of, kind
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
 from traces.records.trace import VIEW
@@ -27,7 +28,7 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
     Raises:
         PlanError: the value has gaps in memory, or is an index that the format may not hold.
     """
-    program, graph, format = changing.program, changing.graph, rewrite.kind
+    program, graph, format = changing.program, changing.graph, _format(changing, rewrite)
     made_by = program.storages[rewrite.storage].producer
     beside = [s for s, row in enumerate(program.storages) if row.producer == made_by]
     suffix = f"_{beside.index(rewrite.storage)}" if len(beside) > 1 else ""
@@ -77,6 +78,17 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
         with graph.inserting_after(packed):
             back = unpacked(f"unpacked{suffix}_in_forward", "is_forward")
         _redirect(forward, {value: back})
+
+
+def _format(changing: Changing, rewrite: Rewrite) -> str:
+    """The format as the ops take it: with the activation whose input it holds."""
+    if not FORMATS[rewrite.kind].of_activations:
+        return rewrite.kind
+    trace = changing.program.trace()
+    pair = activation_of(trace, rewrite.storage)
+    if isinstance(pair, str):
+        raise PlanError(f"{rewrite.op or 'a value'} cannot be packed as {rewrite.kind} here: {pair}.")
+    return f"{rewrite.kind}:{kind(trace, pair[0])}"
 
 
 def _views(changing: Changing) -> set[fx.Node]:

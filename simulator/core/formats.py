@@ -4,7 +4,8 @@
 bit. The others have floating-point numbers in groups of `GROUP` neighbours in memory: `fp8_*` as that type, scaled by
 the group's largest magnitude and rounded to nearest; `int*` as so many even levels from the group's least to its
 largest number, rounded up or down at random so that the mean is right (ActNN, Chen et al. 2021, section 3; Mesa, Pan et
-al. 2021; GACT, Liu et al. 2022). `executor.codecs` is the code; its tests hold what stands here against it.
+al. 2021; GACT, Liu et al. 2022). `fewbit*` has the input of an activation as the number of one of so many intervals, in
+each of which backward takes one derivative (Few-Bit Backward, Novikov et al. 2022, arXiv:2202.00441). `executor.codecs` is the code; its tests hold what stands here against it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Format:
     bits: int  # of a number's code
     dtypes: tuple[str, ...]  # that can be packed
     scales: int = 0  # float32 numbers a group
+    of_activations: bool = False  # only inputs of activations that backward reads for nothing else
     buffers: int = 0  # of `CHUNK` float32 numbers, while it is packed
     # Bytes that the passes of packing and of unpacking read and write, a number, beside its own and its code's.
     pack_moves: int = 0
@@ -32,28 +34,33 @@ class Format:
     @property
     def exact(self) -> bool:
         """Whether every bit comes back."""
-        return not self.scales
+        return not self.scales and not self.of_activations
 
     def payload_bytes(self, elements: int) -> int:
         """Bytes of the payload of so many numbers."""
-        if not self.scales:
+        if self.exact:
             return -(-elements * self.bits // 8)
         return -(-elements // GROUP) * (SCALE_BYTES * self.scales + GROUP * self.bits // 8)
 
-    def pack_events(self, elements: int) -> tuple[int, ...]:
-        """What packing allocates (+bytes) and frees (-bytes), in order, as `Ops.events`.
+    def pack_events(self, elements: int, item_bytes: int) -> tuple[int, ...]:
+        """What packing numbers of so many bytes each allocates (+bytes) and frees (-bytes), in order, as `Ops.events`.
 
         Ignores: the 12 bytes in which torch puts a number on the CPU, for a pass.
         """
-        return self._events(self.payload_bytes(elements), elements, self.buffers)
+        bounds = ((1 << self.bits) - 1) * item_bytes
+        return self._events(self.payload_bytes(elements), elements, self.buffers, bounds)
 
     def unpack_events(self, elements: int, item_bytes: int) -> tuple[int, ...]:
-        """The same of unpacking into numbers of so many bytes each."""
-        return self._events(elements * item_bytes, elements, min(1, self.buffers))
+        """The same of unpacking."""
+        return self._events(
+            elements * item_bytes, elements, min(1, self.buffers), (1 << self.bits) * item_bytes
+        )
 
-    def _events(self, made: int, elements: int, buffers: int) -> tuple[int, ...]:
-        buffer = min(CHUNK, -(-elements // GROUP) * GROUP) * 4
-        return (made, *[buffer] * buffers, *[-buffer] * buffers) if elements else ()
+    def _events(self, made: int, elements: int, buffers: int, table: int) -> tuple[int, ...]:
+        if not elements:
+            return ()
+        inside = [min(CHUNK, -(-elements // GROUP) * GROUP) * 4] * buffers + [table] * self.of_activations
+        return (made, *inside, *(-n for n in reversed(inside)))
 
     def pack_bytes_moved(self, elements: int, item_bytes: int) -> int:
         """Bytes that packing reads and writes.
@@ -75,6 +82,11 @@ def _ints(bits: int, pack: int, unpack: int) -> Format:
     return Format(bits=bits, dtypes=_FLOATS, scales=2, buffers=2, pack_moves=pack, unpack_moves=unpack)
 
 
+def _fewbit(bits: int) -> Format:
+    # Codes are four bytes until eight of them are shifted into one word, and again when they are back.
+    return Format(bits=bits, dtypes=_FLOATS, of_activations=True, buffers=1, pack_moves=22, unpack_moves=19)
+
+
 FORMATS: Final = {
     # Packing adds seven eighths of the numbers, shifted, to the eighth that holds the sums; unpacking shifts the
     # payload seven times and masks eighths in place.
@@ -87,6 +99,9 @@ FORMATS: Final = {
     "int8": _ints(8, 44, 16),
     "int4": _ints(4, 56, 31),
     "int2": _ints(2, 58, 38),
+    "fewbit4": _fewbit(4),
+    "fewbit3": _fewbit(3),
+    "fewbit2": _fewbit(2),
 }
 
 

@@ -37,7 +37,7 @@ def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
     most = EXACTNESS.index(ALLOW[levers.allow])
     asked = KINDS if levers.kinds is None else levers.kinds
     kinds = [k for k in asked if EXACTNESS.index(LEVERS[k].EXACTNESS) <= most]
-    return {k: found for k in kinds if (found := list(LEVERS[k].offer(problem.trace)))}
+    return {k: found for k in kinds if (found := list(LEVERS[k].offer(problem)))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

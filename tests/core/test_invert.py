@@ -46,7 +46,7 @@ def names(t: Trace, column: str, op: str) -> list[str]:
 @pytest.mark.parametrize(("arguments", "kind"), [(NONE, "gelu"), (TANH, "gelu_tanh")])
 def test_backward_takes_the_output_and_a_bit_an_element(arguments: tuple[str, str], kind: str) -> None:
     t = step(arguments=arguments)
-    (rewrite,) = offer(t)
+    (rewrite,) = offer(Problem(t))
     assert rewrite == Rewrite(kind="invert", storage=storage(t, "x"), op="x")
     made = rewritten(t, [rewrite])
     assert made.ops.name == ("x", "y", "y_side", "z", "gv", "gy", "gx", "gw")
@@ -82,7 +82,7 @@ def test_backward_takes_the_output_and_a_bit_an_element(arguments: tuple[str, st
     ],
 )
 def test_an_input_that_is_needed_after_all_is_refused(t: Trace, why: str) -> None:
-    assert not [*offer(t)]
+    assert not [*offer(Problem(t))]
     with pytest.raises(PlanError, match=why):
         rewritten(t, [Rewrite(kind="invert", storage=storage(t, "x"))])
 
@@ -104,7 +104,7 @@ def test_held_values_other_types_and_other_storages_are_refused() -> None:
         with pytest.raises(PlanError, match="cannot be done without"):
             rewritten(t, [Rewrite(kind="invert", storage=s)])
     eager = replace(t, ops=replace(t.ops, flags=(EAGER, *t.ops.flags[1:])))
-    assert not [*offer(eager)]
+    assert not [*offer(Problem(eager))]
 
 
 def test_only_an_output_that_backward_reads_is_worth_it() -> None:

@@ -126,7 +126,7 @@ def test_the_bound_is_that_of_the_cheapest_way() -> None:
         step = rewritten_problem(problem, plan.rewrites).replay(plan.actions).timeline
         assert bound.feasible
         assert problem.trace.time_ns + bound.added_time_ns <= step.step_time_ns
-        for rewrite in tile.offer(problem.trace):  # no number of tiles beats it
+        for rewrite in tile.offer(problem):  # no number of tiles beats it
             q = rewritten_problem(problem, (rewrite,))
             if q.saved.timeline.peak_allocated_bytes <= budget:
                 assert q.trace.time_ns >= problem.trace.time_ns + bound.added_time_ns

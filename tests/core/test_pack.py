@@ -118,7 +118,7 @@ def test_the_peak_is_what_by_hand_it_is() -> None:
 
 def test_what_saves_most_for_its_time_comes_first() -> None:
     t = step()
-    found = ranked(t)
+    found = ranked(Problem(t))
     assert {t.storages.name[r.storage] for r, _, _ in found} == {"x", "y", "z"}  # statistics are not offered
     worth = [saved / ns for _, saved, ns in found]
     assert worth == sorted(worth, reverse=True)
@@ -218,7 +218,7 @@ def test_indices_are_as_wide_as_the_planes_that_they_point_into(side: int, forma
             },
         ),
     )
-    assert [r.kind for r, _, _ in ranked(t, ("narrow8", "narrow16", "narrow32"))] == [format]
+    assert [r.kind for r, _, _ in ranked(Problem(t), ("narrow8", "narrow16", "narrow32"))] == [format]
     order = ["narrow8", "narrow16", "narrow32"]
     for other in order:
         if order.index(other) >= order.index(format):

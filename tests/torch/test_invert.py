@@ -65,7 +65,7 @@ def trace() -> Trace:
 
 @pytest.fixture(scope="module")
 def rewrites(trace: Trace) -> tuple[Rewrite, ...]:
-    return tuple(offer(trace))
+    return tuple(offer(Problem(trace)))
 
 
 def test_it_is_offered_where_backward_reads_the_output_too(
@@ -103,7 +103,7 @@ def test_it_trains_to_rounding_in_the_predicted_bytes(
 
 
 def test_with_other_rewrites_and_recomputation(trace: Trace, rewrites: tuple[Rewrite, ...]) -> None:
-    packed = tuple(r for r, _, _ in ranked(trace, ("int8",)))
+    packed = tuple(r for r, _, _ in ranked(Problem(trace), ("int8",)))
     # What is inverted is not packed.
     for both in ((*packed[::2], *rewrites), (*rewrites, *packed)):
         plan = Plan(meta=trace.meta, rewrites=both, exactness=exactness_of(both))

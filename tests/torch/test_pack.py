@@ -66,7 +66,7 @@ def trace() -> Trace:
 
 
 def packed(trace: Trace, *kinds: str) -> tuple[Rewrite, ...]:
-    return tuple(rewrite for rewrite, _, _ in ranked(trace, kinds))
+    return tuple(rewrite for rewrite, _, _ in ranked(Problem(trace), kinds))
 
 
 def test_masks_and_indices_are_found(trace: Trace) -> None:
@@ -97,7 +97,7 @@ def test_lossy_formats_take_the_predicted_bytes(
     format: str, trace: Trace, measurer: Measurer, tmp_path: Path
 ) -> None:
     rewrites = packed(trace, format)
-    assert len(rewrites) > 8
+    assert len(rewrites) == 2 if FORMATS[format].of_activations else len(rewrites) > 8
     plan = Plan(meta=trace.meta, rewrites=rewrites, exactness="approximate")
     predicted = rewritten_problem(Problem(trace), rewrites).saved.timeline
     assert peak(plan, measurer, tmp_path) == predicted.peak_allocated_bytes

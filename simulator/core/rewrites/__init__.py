@@ -1,7 +1,7 @@
 """Rewrites: the ways in which a step is changed before anything is recomputed; each module here is a lever that offers
 some.
 
-A lever is a module with `offer(trace)`, which yields rewrites; `edit(editing, rewrite)`, which changes the trace as the
+A lever is a module with `offer(facts)`, which yields rewrites; `edit(editing, rewrite)`, which changes the trace as the
 executor's emitter of the same name (`executor.emit.KIND`) changes the graph; and `EXACTNESS`, one of
 `traces.records.plan.EXACTNESS`. `LEVERS` has them by name; `pack` stands there once for each of its formats.
 """

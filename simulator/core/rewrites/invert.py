@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from simulator.core.facts import Facts
+from simulator.core.rewrites.activations import activation_of, kind
 from simulator.core.rewrites.edit import Editing, Op, Value
 from simulator.core.rewrites.pack import ITEM_BYTES, pass_ns
 from traces.errors import PlanError
@@ -26,12 +27,11 @@ EXACTNESS: Final = FP
 LEAST: Final = 1 << 16  # numbers: the ops compile their loops from here on
 TYPES: Final = ("float32", "float16", "bfloat16")
 CPU_FACTOR: Final = 2.4  # of torch's gelu_backward
-NAMES: Final = ("gelu", "silu", "mish", "hardswish")
 
 
-def offer(trace: Trace) -> Iterator[Rewrite]:
+def offer(facts: Facts) -> Iterator[Rewrite]:
     """The saved inputs of activations that can be done without; first the largest."""
-    facts, sts = Facts(trace), trace.storages
+    trace, sts = facts.trace, facts.trace.storages
     for s in sorted(trace.saved, key=lambda s: (-sts.nbytes[s], s)):
         if not facts.pinned[s] and not isinstance(pair_of(trace, s), str):
             yield Rewrite(kind="invert", storage=s, op=trace.ops.name[sts.producer[s]])
@@ -89,12 +89,6 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         backward.overwrites = None
 
 
-def kind(trace: Trace, op: int) -> str:
-    """The activation of an op of forward, by the name that `executor.inverted` has for it."""
-    name = trace.ops.target[op].split(".")[1]
-    return "gelu_tanh" if name == "gelu" and json.loads(trace.ops.arguments[op])[1] == "tanh" else name
-
-
 def pair_of(trace: Trace, s: int) -> tuple[int, int] | str:
     """The activation of forward that reads a storage, and its op of backward; or why the storage is needed."""
     ops, sts = trace.ops, trace.storages
@@ -116,22 +110,10 @@ def pair_of(trace: Trace, s: int) -> tuple[int, int] | str:
     readers = [i for i in range(made_by + 1, len(ops)) if s in ops.reads[i]]
     if any(s in ops.writes[i] for i in readers):
         return "it is overwritten"
-    forwards = [i for i in readers if ops.target[i] in _TARGETS]
-    backwards = [i for i in readers if ops.phase[i] != FORWARD]
-    if (
-        len(forwards) != 1
-        or len(backwards) != 1
-        or ops.target[backwards[0]] != _TARGETS[ops.target[forwards[0]]]
-    ):
-        return "backward reads it for something else than one activation"
-    f, b = forwards[0], backwards[0]
-    if not (ops.arguments[f] and ops.arguments[b]):
-        return "the trace does not say with what arguments its ops run"
-    if (
-        ops.inputs[f] != ops.inputs[b][1:]
-        or json.loads(ops.arguments[f])[1:] != json.loads(ops.arguments[b])[2:]
-    ):
-        return "its activation and that of backward are not one"
+    pair = activation_of(trace, s)
+    if isinstance(pair, str):
+        return pair
+    f, b = pair
     y = ops.writes[f][0]
     if sts.nbytes[y] != sts.nbytes[s] or sts.dtype[y] != sts.dtype[s] or sts.hold[y] >= 0:
         return "the output is laid out otherwise, or held outside the captured graph"
@@ -140,6 +122,3 @@ def pair_of(trace: Trace, s: int) -> tuple[int, int] | str:
     if not any(y in ops.reads[i] and ops.phase[i] != FORWARD for i in range(f + 1, len(ops))):
         return "backward does not read the output"
     return f, b
-
-
-_TARGETS: Final = {f"aten.{name}.default": f"aten.{name}_backward.default" for name in NAMES}

@@ -18,6 +18,7 @@ from typing import Final
 
 from simulator.core.facts import Facts
 from simulator.core.formats import FORMATS, HOLDS, narrow
+from simulator.core.rewrites.activations import activation_of
 from simulator.core.rewrites.edit import Editing, Op, Value
 from traces.errors import PlanError
 from traces.records.plan import APPROXIMATE, EXACT, Rewrite
@@ -39,9 +40,9 @@ class Lever:
     def EXACTNESS(self) -> str:  # noqa: N802 - a lever that is a module has a constant
         return EXACT if FORMATS[self.format].exact else APPROXIMATE
 
-    def offer(self, trace: Trace) -> Iterator[Rewrite]:
+    def offer(self, facts: Facts) -> Iterator[Rewrite]:
         """The saved values that can be packed and are worth it; first what saves most for its time."""
-        return (rewrite for rewrite, _, _ in ranked(trace, (self.format,)))
+        return (rewrite for rewrite, _, _ in ranked(facts, (self.format,)))
 
     def edit(self, editing: Editing, rewrite: Rewrite) -> None:
         """Put the two ops (three for a mask) into the step; a value that backward no longer reads, because of a rewrite
@@ -61,10 +62,10 @@ class Lever:
 LEVERS: Final = {name: Lever(format=name) for name in FORMATS}
 
 
-def ranked(trace: Trace, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[Rewrite, int, int]]:
+def ranked(facts: Facts, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[Rewrite, int, int]]:
     """What can be packed, with the bytes that each saves from forward to backward, and the time that it takes in ns;
     first what saves most for its time. One storage may be there in several formats, of which a plan takes one."""
-    facts, sts = Facts(trace), trace.storages
+    trace, sts = facts.trace, facts.trace.storages
     found = []
     for s in trace.saved:
         if facts.pinned[s] or math.prod(sts.shape[s]) < LEAST:
@@ -122,6 +123,8 @@ def _reason(trace: Trace, s: int, format: str) -> str:
         return f"it is of {sts.dtype[s]}"
     if sts.nbytes[s] != math.prod(sts.shape[s]) * ITEM_BYTES[sts.dtype[s]]:
         return "its memory has gaps"
+    if FORMATS[format].of_activations and isinstance(why := activation_of(trace, s), str):
+        return why
     if format in HOLDS and _positions(trace, s) > HOLDS[format]:
         return f"it may have numbers from {HOLDS[format]:,} up"
     # What an op makes beside something larger, or as a column, is statistics, in which an error is a whole row's.
@@ -182,8 +185,9 @@ class _Packing:
             shape=(rule.payload_bytes(n),),
             category=ACTIVATION,
         )
-        moved = rule.pack_bytes_moved(n, ITEM_BYTES[value.dtype])
-        return self._op("pack", FORWARD, (self.made_by, value), payload, rule.pack_events(n), moved)
+        item = ITEM_BYTES[value.dtype]
+        events, moved = rule.pack_events(n, item), rule.pack_bytes_moved(n, item)
+        return self._op("pack", FORWARD, (self.made_by, value), payload, events, moved)
 
     def _unpack(self, pack: Op, phase: str) -> Op:
         rule, n, value = FORMATS[self.format], self.elements, self.value

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from simulator.core.facts import Facts
 from simulator.core.rewrites.edit import Editing, Op, Value
 from traces.errors import PlanError
 from traces.records.plan import FP, Rewrite
@@ -29,9 +30,9 @@ SHOWN: Final = (
 )
 
 
-def offer(trace: Trace) -> Iterator[Rewrite]:
+def offer(facts: Facts) -> Iterator[Rewrite]:
     """The stretches that can run in tiles, each in any number of them."""
-    for stretch in trace.meta.stretches:
+    for stretch in facts.trace.meta.stretches:
         for number in NUMBERS:
             if number <= stretch.rows:
                 yield Rewrite(kind="tile", storage=stretch.storage, number=number)
