@@ -1,4 +1,4 @@
-"""Few-bit derivatives: the intervals of an activation's input, and a point of each where its derivative is the mean there.
+"""Few-bit derivatives: intervals of an activation's input, and of each a point where its derivative is the mean there.
 
 The intervals are those in which constants are nearest to the derivative, in squares over `REACH` on both sides of 0,
 found by dynamic programming over a grid (Few-Bit Backward, Novikov et al. 2022, arXiv:2202.00441, section 3). What

@@ -6,8 +6,9 @@ their result is known and small.
 
 What does not lie in memory without gaps is copied first, and comes back row by row. A group that holds an infinity or a
 NaN, or whose numbers lie farther apart than float32 can say, comes back without one finite number; a group of equal
-numbers comes back as it was from `int*`. `fewbit*` formats are given with their activation, as `fewbit4:gelu`. Rounding draws from a generator of its own, one a device: the model's random
-stream stays as it is. `seed` starts it anew.
+numbers comes back as it was from `int*`. `fewbit*` formats are given with their activation, as `fewbit4:gelu`; a NaN
+comes back as a number, and is in the activation's output. Rounding draws from a generator of its own, one a device: the
+model's random stream stays as it is. `seed` starts it anew.
 """
 
 from __future__ import annotations

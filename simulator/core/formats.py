@@ -5,7 +5,8 @@ bit. The others have floating-point numbers in groups of `GROUP` neighbours in m
 the group's largest magnitude and rounded to nearest; `int*` as so many even levels from the group's least to its
 largest number, rounded up or down at random so that the mean is right (ActNN, Chen et al. 2021, section 3; Mesa, Pan et
 al. 2021; GACT, Liu et al. 2022). `fewbit*` has the input of an activation as the number of one of so many intervals, in
-each of which backward takes one derivative (Few-Bit Backward, Novikov et al. 2022, arXiv:2202.00441). `executor.codecs` is the code; its tests hold what stands here against it.
+each of which backward takes one derivative (Few-Bit Backward, Novikov et al. 2022, arXiv:2202.00441). `executor.codecs`
+is the code; its tests hold what stands here against it.
 """
 
 from __future__ import annotations
