@@ -6,8 +6,8 @@ python -m tests.bench.inverted_study --parts derivative,gradients -o part.json
 
 Five parts, each of which can be asked for alone: the error of the derivative (`derivative`), of the gradient of small
 models (`gradients`), what a step needs and takes on an H200 (`memory`, simulated from its trace; nothing ran on a GPU),
-what it takes on this CPU (`times`), and a thousand steps of a language model of bytes (`training`). The text is Python's
-own reference, which every Python carries (`pydoc_data.topics`).
+what it takes on this CPU (`times`), and a thousand steps of a language model of bytes (`training`). The text is
+Python's own reference, which every Python carries (`pydoc_data.topics`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import mean
 from typing import Any, Final
 
 import click
@@ -30,15 +31,15 @@ from executor.codecs.fewbit import intervals
 from executor.codecs.payloads import seed
 from executor.inverted.fits import X_MIN, least_output
 from executor.inverted.formulas import DIGITS, FORWARD, slope
-from executor.training.module import capture_now
 from executor.verify import verify
 from simulator.core.formats import FORMATS
 from simulator.core.problem import Problem
 from simulator.core.rewrites import LEVERS, exactness_of, rewritten_problem
-from simulator.core.rewrites.pack import ranked
+from simulator.core.rewrites.activations import activation_of
+from simulator.planners.outcome import percent
 from tracer import trace
 from tracer.build.step import load_spec
-from traces.records.plan import APPROXIMATE, Plan, Rewrite
+from traces.records.plan import APPROXIMATE, Action, Plan, Rewrite, label_actions
 from traces.records.trace import Trace
 
 LOSSY: Final = tuple(name for name, rule in FORMATS.items() if not rule.exact)
@@ -107,7 +108,7 @@ def slopes(x: torch.Tensor, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
     y, left = FORWARD[kind](x), x < X_MIN[kind]
     yield "Lowtide", slope(y.float(), left, kind, least_output(kind, DIGITS[y.dtype])).to(x.dtype)
     if kind in ("gelu", "silu"):
-        yield "the paper's", published(y, left, kind)
+        yield "the paper's", published(y.float(), left, kind).to(x.dtype)  # as it is compiled
     for bits in (4, 3, 2):
         bounds, points = (x.new_tensor(v) for v in intervals(kind, 1 << bits))
         yield f"few-bit, {bits} bits", exact_slope(points, kind)[torch.bucketize(x, bounds)]
@@ -247,3 +248,175 @@ def gradients() -> list[dict[str, Any]]:
                     })  # fmt: skip
                     click.echo(f"  {rows[-1]}", err=True)
     return rows
+
+
+# Memory and time
+
+
+def memory() -> list[dict[str, Any]]:
+    """Bytes from forward to backward, peak and time of a step on an H200, by its trace: simulated, nothing ran there."""
+    rows = []
+    for build, says in ((bert_base, -23.1), (mistral, -15.7)):
+        problem = Problem(trace(spec_of(build), target="h200", profile=False))
+        before = problem.saved.timeline
+
+        def row(way: str, step: Problem, actions: tuple[Action, ...] = (), before: Any = before,
+                name: str = build.__name__) -> dict[str, Any]:  # fmt: skip
+            after = step.replay(actions).timeline
+            last = step.trace.meta.forward_ops - 1
+            held = after.live_bytes[last] - after.resident_bytes
+            return {
+                "model": name, "way": way, "held_bytes": held, "peak_bytes": after.peak_allocated_bytes,
+                "time_ns": after.step_time_ns, "added_percent": percent(after.step_time_ns - before.step_time_ns,
+                                                                        before.step_time_ns),
+            }  # fmt: skip
+
+        mine = [row("untouched", problem)]
+        rewrites = {kind: tuple(LEVERS[kind].offer(problem)) for kind in ("invert", *LOSSY)}
+        for kind, made in rewrites.items():
+            if made:
+                mine.append(row(kind, rewritten_problem(problem, made)))
+        outputs = _outputs(problem, rewrites["invert"])
+        mine.append(row("recompute", problem, outputs))
+        for r in mine:
+            r["held_percent"] = percent(r["held_bytes"] - mine[0]["held_bytes"], mine[0]["held_bytes"])
+        rows += [*mine, {"model": build.__name__, "way": "the paper", "held_percent": says}]
+    return rows
+
+
+def _outputs(problem: Problem, inverted: Sequence[Rewrite]) -> tuple[Action, ...]:
+    """What saves as much exactly: each activation is computed again from its input."""
+    trace = problem.trace
+    pairs = [activation_of(trace, r.storage) for r in inverted]
+    outputs = [trace.ops.writes[p[0]][0] for p in pairs if not isinstance(p, str)]
+    return tuple(Action(storage=s) for s in outputs if s in problem.candidates)
+
+
+def times() -> list[dict[str, Any]]:
+    """Processor time of a step of the small BERT on this CPU: the least of several, in turns."""
+    made = trace(spec_of(bert), target="cpu", profile=False)
+    problem = Problem(made)
+    inverted = plan_by(made, "invert")
+    again = Plan(meta=made.meta, actions=label_actions(made, _outputs(problem, inverted.rewrites)))
+    plans = {"untouched": Plan(meta=made.meta), "invert": inverted, "recompute": again}
+    plans |= {kind: plan_by(made, kind) for kind in ("int8", "fp8_e4m3", "fewbit3")}
+    steps = {}
+    for way, plan in plans.items():
+        model, batch, _, _ = bert()
+        steps[way] = apply_plan(model, plan), batch
+    best = dict.fromkeys(plans, float("inf"))
+    for _ in range(8):
+        for way, (model, batch) in steps.items():
+            began = time.process_time()
+            model(**batch).loss.backward()
+            best[way] = min(best[way], time.process_time() - began)
+            model.zero_grad()
+    peaks = {
+        way: rewritten_problem(problem, plan.rewrites).replay(plan.actions).timeline.peak_allocated_bytes
+        for way, plan in plans.items()
+    }
+    return [{"way": way, "seconds": best[way], "peak_bytes": peaks[way]} for way in plans]
+
+
+# A thousand steps
+
+
+@cache
+def text() -> torch.Tensor:
+    """Python's reference as bytes."""
+    from pydoc_data import topics
+
+    return torch.frombuffer(bytearray("\n".join(topics.topics.values()).encode()), dtype=torch.uint8)
+
+
+def byte_model() -> tuple[Any, ...]:
+    """A GPT-2 of bytes: 2 layers, 128 wide, dropout 0.1, batches of 16 × 64."""
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=256, n_positions=64, n_embd=128, n_layer=2, n_head=4, activation_function="gelu", use_cache=False,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.zeros(16, 64, dtype=torch.int64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, {"input_ids": tokens, "labels": tokens}, None, optimizer
+
+
+class Published(nn.Module):
+    """GELU whose backward takes its output and the side, by the paper's constants."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _Published.apply(x)
+        return y
+
+
+class _Published(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = functional.gelu(x)
+        ctx.save_for_backward(y, x < X_MIN["gelu"])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * published(*ctx.saved_tensors, "gelu")
+
+
+def training(steps: int) -> dict[str, Any]:
+    """Loss curves from one start, on the same batches with the same dropout; `1e-6` begins at weights so far off, which
+    shows how far rounding alone leads."""
+    made = trace(spec_of(byte_model), target="cpu", profile=False)
+    runs = {}
+    for way in ("exact", "1e-6", "the paper's", "bits", "invert", *LOSSY):
+        began = time.process_time()
+        runs[way] = {
+            "values": len(rewrites_of(made, way)) if way in LEVERS else 0,
+            "losses": train(made, way, steps),
+        }
+        runs[way]["seconds"] = time.process_time() - began
+        click.echo(
+            f"  {way}: {runs[way]['seconds']:.0f} s, at last {last(runs[way]['losses']):.4f}", err=True
+        )
+    width = max(1, steps // POINTS)
+    exact = runs["exact"]["losses"]
+    for run in runs.values():
+        losses = run.pop("losses")
+        run["equal"] = losses == exact
+        run["last"], run["off_percent"] = last(losses), 100 * (last(losses) / last(exact) - 1)
+        run["curve"] = [round(mean(losses[k : k + width]), 5) for k in range(0, steps, width)]
+    return {"steps": steps, "per_point": width, "bytes": len(text()), "runs": runs}
+
+
+def last(losses: Sequence[float]) -> float:
+    """The mean of the last tenth."""
+    return mean(losses[-max(1, len(losses) // 10) :])
+
+
+def train(made: Trace, way: str, steps: int) -> list[float]:
+    torch.manual_seed(0)
+    seed()
+    model, _, _, optimizer = byte_model()
+    if way == "1e-6":
+        noise = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + 1e-6 * torch.randn(p.shape, generator=noise))
+    if way == "the paper's":
+        for block in model.transformer.h:
+            block.mlp.act = Published()
+    if way in LEVERS:
+        model = apply_plan(model, plan_by(made, way))
+    draw, losses = torch.Generator().manual_seed(2), []
+    for _ in range(steps):
+        starts = torch.randint(len(text()) - 64, (16,), generator=draw)
+        tokens = torch.stack([text()[s : s + 64] for s in starts]).long()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    main()
