@@ -254,7 +254,7 @@ def gradients() -> list[dict[str, Any]]:
 
 
 def memory() -> list[dict[str, Any]]:
-    """Bytes from forward to backward, peak and time of a step on an H200, by its trace: simulated, nothing ran there."""
+    """Bytes from forward to backward, peak and time of a step on an H200, by its trace: simulated."""
     rows = []
     for build, says in ((bert_base, -23.1), (mistral, -15.7)):
         problem = Problem(trace(spec_of(build), target="h200", profile=False))
