@@ -6,8 +6,10 @@ Source: c10/core/AllocatorConfig.h and the notes on memory management in torch's
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from traces.errors import SpecError
 
@@ -36,6 +38,7 @@ WITHOUT_EFFECT: Final = frozenset(
         "pinned_max_round_threshold_mb",
         "graph_capture_record_stream_reuse",
         "pinned_free_catch_all",
+        "backend",
     }
 )
 
@@ -73,39 +76,33 @@ def parse_alloc_conf(text: str) -> AllocatorSettings:
         raise SpecError(
             f"allocator settings: {len(text):,} characters are none; torch's options take some hundred."
         )
-    out = AllocatorSettings()
     pairs = _pairs(text)
+    size = _whole("large_segment_size_mb", dict(pairs).get("large_segment_size_mb", "20"), 11)
+    least = size // MIB
+    options: dict[str, tuple[str, Callable[[str, str], object]]] = {
+        "large_segment_size_mb": ("large_segment_bytes", partial(_whole, least=11)),
+        "max_split_size_mb": ("max_split_bytes", partial(_whole, least=least)),
+        "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", partial(_whole, least=least)),
+        "roundup_power2_divisions": ("roundup_divisions", lambda _, value: _divisions(value)),
+        "garbage_collection_threshold": ("garbage_collection_threshold", _share),
+        "per_process_memory_fraction": ("memory_fraction", partial(_share, closed=True)),
+        "throw_on_cudamalloc_oom": ("throw_on_oom", _truth),
+        "expandable_segments": ("expandable_segments", _truth),
+    }
+    found: dict[str, Any] = {"max_non_split_rounding_bytes": size}
     for key, value in pairs:
-        if key == "large_segment_size_mb":
-            size = _whole(key, value, 11) * MIB
-            out = replace(out, large_segment_bytes=size, max_non_split_rounding_bytes=size)
-    least = out.large_segment_bytes // MIB
-    for key, value in pairs:
-        if key == "max_split_size_mb":
-            out = replace(out, max_split_bytes=_whole(key, value, least) * MIB)
-        elif key == "max_non_split_rounding_mb":
-            out = replace(out, max_non_split_rounding_bytes=_whole(key, value, least) * MIB)
-        elif key == "garbage_collection_threshold":
-            out = replace(out, garbage_collection_threshold=_share(key, value))
-        elif key == "per_process_memory_fraction":
-            out = replace(out, memory_fraction=_share(key, value, closed=True))
-        elif key == "throw_on_cudamalloc_oom":
-            out = replace(out, throw_on_oom=_truth(key, value))
-        elif key == "roundup_power2_divisions":
-            out = replace(out, roundup_divisions=_divisions(value))
-        elif key == "expandable_segments":
-            out = replace(out, expandable_segments=_truth(key, value))
-        elif key == "backend":
-            if value != "native":
-                raise SpecError(f"backend:{value}: only torch's own allocator (backend:native) is simulated.")
-        elif key not in WITHOUT_EFFECT and key != "large_segment_size_mb":
+        if key in options:
+            field, read = options[key]
+            found[field] = read(key, value)
+        elif key == "backend" and value != "native":
+            raise SpecError(f"backend:{value}: only torch's own allocator (backend:native) is simulated.")
+        elif key not in WITHOUT_EFFECT:
+            *all_but_last, last = options
             raise SpecError(
-                f"allocator settings: torch has no option {key!r}; those with an effect are max_split_size_mb, "
-                "max_non_split_rounding_mb, large_segment_size_mb, roundup_power2_divisions, "
-                "garbage_collection_threshold, per_process_memory_fraction, throw_on_cudamalloc_oom and "
-                "expandable_segments."
+                f"allocator settings: torch has no option {key!r}; those with an effect are {', '.join(all_but_last)} "
+                f"and {last}."
             )
-    return out
+    return AllocatorSettings(**found)
 
 
 def as_in(settings: AllocatorSettings, torch_version: str) -> AllocatorSettings:
@@ -148,7 +145,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
 def _whole(key: str, value: str, least: int) -> int:
     if not (value.isascii() and value.isdigit() and len(value) < 13) or int(value) < least:
         raise SpecError(f"{key}:{value}: give a whole number of MiB, {least} or more.")
-    return int(value)
+    return int(value) * MIB
 
 
 def _share(key: str, value: str, closed: bool = False) -> float:

@@ -41,20 +41,8 @@ class State:
         return State(saved=self.saved.copy(), retained=self.retained.copy(), evictions=dict(self.evictions))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """One evaluation. Steps are numbered as the schedule's, views left out: forward first, recomputations included."""
-
-    peak_bytes: int
-    time_ns: int
-    peak_step: int  # the first step at the peak; -1: nothing runs
-    seq: list[int]  # position of the op of every step after forward
-    again: list[bool]  # whether that step is a recomputation
-    peaks: list[int]  # the most that is allocated while each step runs, forward included
-
-
 class Evaluator:
-    """One trace in the form that `evaluate` needs. Positions number the ops that are left when views are dissolved."""
+    """One trace in the form that `walk` needs. Positions number the ops that are left when views are dissolved."""
 
     facts: Packed
     _work: Work
@@ -189,7 +177,7 @@ class Evaluator:
         return State(saved=saved, retained=retained, evictions=evictions)
 
     def cost(self, state: State) -> tuple[int, int]:
-        """(peak bytes, time) of a plan: `evaluate` without its lists.
+        """(peak bytes, time) of a plan.
 
         Raises:
             PlanError: a chain needs an op that may not run again.
@@ -197,37 +185,13 @@ class Evaluator:
         peak_bytes, added_ns, _, _ = self.walk(state)
         return peak_bytes, self.base_time_ns + added_ns
 
-    def excess(self, state: State, budget_bytes: int) -> tuple[int, int, int]:
-        """(peak bytes, added time, bytes over the budget summed over the steps that are over it) of a plan.
-
-        Raises:
-            PlanError: a chain needs an op that may not run again.
-        """
-        peak_bytes, added_ns, _, steps = self.walk(state)
-        if peak_bytes <= budget_bytes:
-            return peak_bytes, added_ns, 0
-        return peak_bytes, added_ns, int(np.maximum(self.peaks(steps) - budget_bytes, 0).sum())
-
-    def evaluate(self, state: State) -> Result:
-        """Peak and time of a plan, and what happens on the way.
-
-        Raises:
-            PlanError: a chain needs an op that may not run again.
-        """
-        peak_bytes, added_ns, peak_step, steps = self.walk(state)
-        seq = self.sequence(steps)
-        again = seq < 0
-        return Result(
-            peak_bytes=peak_bytes,
-            time_ns=self.base_time_ns + added_ns,
-            peak_step=peak_step,
-            seq=np.where(again, ~seq, seq).tolist(),
-            again=again.tolist(),
-            peaks=self.peaks(steps).tolist(),
-        )
+    def excess(self, state: State, budget_bytes: int) -> int:
+        """Bytes over the budget of a plan, summed over its steps; raises PlanError as `cost` does."""
+        *_, steps = self.walk(state)
+        return int(np.maximum(self.peaks(steps) - budget_bytes, 0).sum())
 
     def walk(self, state: State) -> tuple[int, int, int, int]:
-        """(peak, added time, peak step, steps with those of forward); raises PlanError as `evaluate` does."""
+        """(peak, added time, peak step, steps with those of forward); raises PlanError as `cost` does."""
         if state.evictions != self._evictions:
             flat = [(k, s) for k, each in sorted(state.evictions.items()) for s in each]
             self._evictions = dict(state.evictions)

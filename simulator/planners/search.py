@@ -156,7 +156,7 @@ def _find(greedy: Search, annealer: Annealer, walk: Walk, steps: int) -> Best | 
     rest = int((1 - COARSE_SHARE) * steps)
     if annealer.best is not None:
         return _last_walks(greedy, annealer, walk, rest, annealer.best)
-    nearest = min(starts, key=lambda state: ev.excess(state, greedy.budget_bytes)[2])
+    nearest = min(starts, key=lambda state: ev.excess(state, greedy.budget_bytes))
     return walk(nearest, rest)
 
 

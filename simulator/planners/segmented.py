@@ -15,6 +15,7 @@ import numpy as np
 
 from simulator.core.evaluator import Evaluator, State, evaluator_of
 from simulator.core.problem import Problem
+from simulator.planners.segments import actions_for
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,30 +35,20 @@ class Segmentations:
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = ev = evaluator
         trace, problem = ev.trace, ev.problem
-        ops, sts = trace.ops, trace.storages
+        sts = trace.storages
         forward_end = problem.forward_end
         self.known: list[Segmentation] = []
         self.ended = False
         self.segment = np.zeros(forward_end, np.int64)  # op of forward -> its segment
-        self.producer = np.array(sts.producer, np.int64)
-        self.candidates = np.array(problem.candidates, np.int64)
-        links = [
-            s
-            for c in problem.creates[:forward_end]
-            for s in c
-            if not (problem.saved_by_default[s] or problem.pinned[s])
-        ]
-        self.links = np.array(links, np.int64)
-        read = [(s, i) for i in range(forward_end) for s in ops.reads[i] if sts.producer[s] >= 0]
-        self.read, self.reader = np.array(read, np.int64).reshape(-1, 2).T
-        sizes = np.array(sts.nbytes, np.int64)
-        self.weight = np.zeros(forward_end, np.int64)
-        np.add.at(self.weight, self.producer[self.candidates], sizes[self.candidates])
-        is_candidate = np.zeros(len(sts), np.bool_)
-        is_candidate[self.candidates] = True
+        self.weight = np.zeros(
+            forward_end, np.int64
+        )  # op of forward -> bytes of the candidates that it makes
+        for s in problem.candidates:
+            self.weight[sts.producer[s]] += sts.nbytes[s]
+        candidates = frozenset(problem.candidates)
         self.crossing = np.zeros(forward_end + 1, np.int64)  # bytes that a border after each op would save
         for s in ev.made_forward:
-            if is_candidate[s] or not (problem.pinned[s] or problem.saved_by_default[s]):
+            if s in candidates or not (problem.pinned[s] or problem.saved_by_default[s]):
                 first, last = sts.producer[s], sts.last_forward_use[s]
                 if last > first:
                     # A value that backward reads itself is the better border: of two equal ones it is needed anyway.
@@ -73,7 +64,8 @@ class Segmentations:
         return self.known[k] if k < len(self.known) else None
 
     def _next(self) -> None:
-        ev, state = self.evaluator, self._state()
+        ev = self.evaluator
+        state = ev.state(actions_for(ev.problem, self.segment.tolist()))
         peak_bytes, _, peak_step, steps = ev.walk(state)
         self.known.append(Segmentation(state=state, peak_bytes=peak_bytes))
         seq = ev.sequence(steps)[: max(0, peak_step - ev.forward + 1)]
@@ -86,17 +78,6 @@ class Segmentations:
             if border >= 0:
                 self.segment[members[members > border]] = len(self.known)
                 self.ended = False
-
-    def _state(self) -> State:
-        """What `segments.actions_for` says of these segments."""
-        state, segment = self.evaluator.state(), self.segment
-        crosses = np.zeros(len(self.producer), np.bool_)
-        crosses[self.read[segment[self.producer[self.read]] != segment[self.reader]]] = True
-        inner = self.candidates[~crosses[self.candidates]]
-        state.saved[inner], state.retained[inner] = 0, 1
-        links = self.links[crosses[self.links]]
-        state.saved[links] = state.retained[links] = 1
-        return state
 
 
 def split(members: NDArray[np.int64], weight: NDArray[np.int64], crossing: NDArray[np.int64]) -> int:

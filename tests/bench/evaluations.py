@@ -57,7 +57,7 @@ def measure(name: str, trace: Trace) -> list[dict[str, Any]]:
             evaluator.cost(state)
             return 1
 
-        steps = len(evaluator.evaluate(state).seq) + evaluator.forward
+        steps = evaluator.walk(state)[3]
         out.append(
             {
                 "trace": name,

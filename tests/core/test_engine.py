@@ -11,6 +11,7 @@ from simulator.core.schedule import build
 from tests import oracle
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, opt, trace
+from tests.walked import evaluate
 from traces.records.plan import SAVE, Action
 from traces.records.trace import GRADIENT, OPTIMIZER_STATE, Trace
 
@@ -123,7 +124,7 @@ def test_an_empty_step_peaks_at_what_is_resident() -> None:
     of = trace([], {"w": 12})
     timeline = Problem(of).saved.timeline
     assert (timeline.peak_allocated_bytes, timeline.peak_step, timeline.step_time_ns) == (12, -1, 0)
-    assert Evaluator(Problem(of)).evaluate(Evaluator(Problem(of)).state()).peak_bytes == 12
+    assert (evaluator := Evaluator(Problem(of))).cost(evaluator.state()) == (12, 0)
     assert Problem(of).floor.peak_bytes == 12
 
 
@@ -162,7 +163,7 @@ def test_the_fast_evaluation_equals_the_engine(case: tuple[Trace, tuple[Action, 
     of, actions = case
     timeline = Problem(of).replay(actions).timeline
     evaluator = Evaluator(Problem(of))
-    result = evaluator.evaluate(evaluator.state(actions))
+    result = evaluate(evaluator, evaluator.state(actions))
     assert result.peak_bytes == timeline.peak_allocated_bytes
     assert result.time_ns == timeline.step_time_ns
 

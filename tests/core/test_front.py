@@ -19,6 +19,7 @@ from simulator.planners.segments import actions_for
 from simulator.studies.pareto import pareto
 from tests.strategies import traces
 from tests.tiny import chain
+from tests.walked import evaluate
 from traces.records.plan import Action, Plan
 from traces.records.trace import Trace
 
@@ -117,4 +118,4 @@ def test_drops_that_are_edited_between_two_walks_count() -> None:
         ev.cost(state)
         state.evictions[g5] = drops
         fresh = Evaluator(Problem(of))
-        assert ev.evaluate(state) == fresh.evaluate(state)
+        assert evaluate(ev, state) == evaluate(fresh, state)

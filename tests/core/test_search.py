@@ -86,7 +86,7 @@ def test_what_a_walk_evaluates_is_what_its_actions_mean(
             continue
         state = walk.state()
         assert search.evaluator.cost(state)[1] == of.time_ns + walk.figures["added_ns"]
-        over = search.evaluator.excess(state, budget_bytes)[2]
+        over = search.evaluator.excess(state, budget_bytes)
         assert bool(over) == walk.over
         timeline = run(problem, build(problem, search.actions(Found(state=state, time_ns=0))))
         assert timeline.step_time_ns == of.time_ns + walk.figures["added_ns"]

@@ -1,0 +1,36 @@
+"""What one evaluation of a planner's state comes to, step by step, as lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from simulator.core.evaluator import Evaluator, State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One evaluation. Steps are numbered as the schedule's, views left out: forward first, recomputations included."""
+
+    peak_bytes: int
+    time_ns: int
+    peak_step: int  # the first step at the peak; -1: nothing runs
+    seq: list[int]  # position of the op of every step after forward
+    again: list[bool]  # whether that step is a recomputation
+    peaks: list[int]  # the most that is allocated while each step runs, forward included
+
+
+def evaluate(evaluator: Evaluator, state: State) -> Result:
+    """Peak and time of a plan, and what happens on the way; raises PlanError as `Evaluator.walk` does."""
+    peak_bytes, added_ns, peak_step, steps = evaluator.walk(state)
+    seq = evaluator.sequence(steps)
+    again = seq < 0
+    return Result(
+        peak_bytes=peak_bytes,
+        time_ns=evaluator.base_time_ns + added_ns,
+        peak_step=peak_step,
+        seq=np.where(again, ~seq, seq).tolist(),
+        again=again.tolist(),
+        peaks=evaluator.peaks(steps).tolist(),
+    )
