@@ -37,9 +37,8 @@ class Planning(TypedDict, total=False):
     seed: int  # 0: of random choices; equal seeds make equal plans
     never: Sequence[str]  # selectors of ops that must not run again
     always_save: Sequence[str]  # selectors of ops whose values must be saved
-    alloc_conf: (
-        str | None
-    )  # as PYTORCH_ALLOC_CONF would be; None: as the trace was recorded. GPUs' traces only
+    # As PYTORCH_ALLOC_CONF would be; None: as the trace was recorded. GPUs' traces only.
+    alloc_conf: str | None
     progress: Callable[[str], None]  # told one line about each thing that is done
 
 

@@ -31,7 +31,7 @@ from executor.campaign.record_step import UNCALIBRATED_DIR
 from executor.isolated import run_fresh
 from executor.measure import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, run_job
 from simulator.core.budget import parse_budget
-from traces.devices import DEVICES
+from traces.devices import devices
 from traces.errors import BudgetError, OutOfMemoryProblem, SpecError
 from traces.provenance import REHEARSED, provenance_of
 
@@ -63,7 +63,7 @@ class Bench:
         found = run_fresh(call, {"device": method.device}, what=what)
         target = method.target or str(found["target"])
         if not target:
-            known = ", ".join(d.name for d in DEVICES if d.kind == "cuda")
+            known = ", ".join(d.name for d in devices() if d.kind == "cuda")
             raise SpecError(
                 f"{found['name']} is not in the device table; name the entry nearest to it as target in [campaign]: "
                 f"{known}."

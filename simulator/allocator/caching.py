@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from simulator.allocator.blocks import Block, Pool, SegmentEvent
@@ -50,6 +50,9 @@ class AllocatorFigures:
     peak_reserved_bytes: int
     num_alloc_retries: int
     num_ooms: int
+
+
+FIGURES: Final = {f.name: f.name.removesuffix("_bytes") for f in fields(AllocatorFigures)}
 
 
 class Allocator:
@@ -204,18 +207,7 @@ class Allocator:
         self.peak_active, self.peak_reserved = self.active, self.reserved
 
     def figures(self) -> AllocatorFigures:
-        return AllocatorFigures(
-            allocated_bytes=self.allocated,
-            requested_bytes=self.requested,
-            active_bytes=self.active,
-            reserved_bytes=self.reserved,
-            peak_allocated_bytes=self.peak_allocated,
-            peak_requested_bytes=self.peak_requested,
-            peak_active_bytes=self.peak_active,
-            peak_reserved_bytes=self.peak_reserved,
-            num_alloc_retries=self.num_alloc_retries,
-            num_ooms=self.num_ooms,
-        )
+        return AllocatorFigures(**{name: getattr(self, own) for name, own in FIGURES.items()})
 
     def _find(self, pool: Pool, size: int, stream: int, likely: int | None = None) -> Block | None:
         """Take the best fitting free block of the stream from the pool."""

@@ -111,20 +111,13 @@ def _rows64(rows: Any) -> tuple[Any, Any]:
 
 def _settled(ev: Evaluator) -> tuple[list[list[int]], list[int]]:
     """By position: the storages that backward makes and that go with that op, and which of them it takes over (-1)."""
-    ops, sts, first = ev.trace.ops, ev.trace.storages, ev.problem.forward_end
-    late = [s for s, p in enumerate(sts.producer) if p >= first]
-    last = {s: (ev.position[sts.producer[s]], False) for s in late}
-    for i in range(first, len(ops)):
-        for s in (*ops.reads[i], *(h for h in late if sts.hold[h] == i)):
-            if s in last:
-                last[s] = max(last[s], (ev.before[i], i not in ev.position))
+    ops, sts = ev.trace.ops, ev.trace.storages
+    late = {s for s, p in enumerate(sts.producer) if p >= ev.problem.forward_end and sts.nbytes[s]}
     goes: list[list[int]] = [[] for _ in ev.op_id]
-    takes = [-1] * len(ev.op_id)
-    for s, (k, _) in last.items():
-        if sts.nbytes[s]:
-            goes[k].append(s)
-    for k, i in enumerate(ev.op_id):
-        s = ops.overwrites[i]
-        if s in last and last[s] == (k, False) and s not in ev.problem.creates[i] and sts.nbytes[s]:
-            takes[k] = s
+    for s in sorted(late):
+        goes[ev.last[s][0]].append(s)
+    takes = [
+        s if s in late and ev.last[s] == (k, False) and s not in ev.problem.creates[i] else -1
+        for k, (i, s) in enumerate((i, ops.overwrites[i]) for i in ev.op_id)
+    ]
     return goes, takes

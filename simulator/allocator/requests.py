@@ -271,9 +271,8 @@ class Residents:
 
     first: tuple[int, ...]  # before the first iteration
     state: tuple[int, ...]  # of the optimizer: when its first step begins, as torch's own make it
-    workspaces: Mapping[
-        int, tuple[int, ...]
-    ]  # of libraries, and state made later: by the first op that uses them
+    # Of libraries, and state made later: by the first op that uses them.
+    workspaces: Mapping[int, tuple[int, ...]]
 
     @classmethod
     def of(cls, trace: Trace, *, gradients: bool = True) -> Residents:

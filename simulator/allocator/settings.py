@@ -55,12 +55,10 @@ class AllocatorSettings:
     roundup_divisions: tuple[int, ...] = (0,) * INTERVALS
     expandable_segments: bool = False
     memory_fraction: float | None = None  # of the whole device; None and 1: no limit, no garbage collection
-    ties: str = (
-        OLDER_SEGMENT  # which of equally large free blocks is taken; no option, it goes by the version
-    )
-    throw_on_oom: bool = (
-        False  # give up at once, cached memory or not, when a segment would exceed the device
-    )
+    # Which of equally large free blocks is taken; no option, it goes by the version.
+    ties: str = OLDER_SEGMENT
+    # Give up at once, cached memory or not, when a segment would exceed the device.
+    throw_on_oom: bool = False
 
 
 def parse_alloc_conf(text: str) -> AllocatorSettings:

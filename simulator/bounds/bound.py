@@ -59,10 +59,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
-from simulator.bounds.instants import TURN, Instants
+from simulator.bounds.instants import TURN, Floor, Instants
 from simulator.bounds.lowest import lowest
 from simulator.bounds.working_sets import WorkingSets
-from simulator.core.problem import Floor, Problem
+from simulator.core.problem import Problem
 from simulator.core.swaps import relaxed
 
 TWICE = "what backward reads must be brought together op after op in so little memory that some ops run again twice"

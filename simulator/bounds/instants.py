@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
@@ -64,6 +65,19 @@ class Setting:
     wanted: NDArray[np.bool_]
     forced: NDArray[np.bool_]
     at: int  # what was made before this op can be in memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """A peak below which no plan can go, and the op that decides it: what must be there while it runs."""
+
+    peak_bytes: int
+    op: int  # -1: the start of the step
+    resident_bytes: int  # of the peak: parameters, buffers, optimizer state, inputs
+    gradient_bytes: int  # of the peak: gradients and other storages that no plan can free by then
+    working_bytes: int  # of the peak: what the op itself reads, creates and uses as workspace
+    # The working bytes are what bringing back the op's inputs takes, before it runs.
+    brings_back: bool = False
 
 
 class Instants:
@@ -138,6 +152,29 @@ class Instants:
             return -1
         until = self.forced_until[s]
         return s if until == op or (until < op and s in self.trace.ops.reads[op]) else -1
+
+    @cached_property
+    def floor(self) -> Floor:
+        """The highest of the instants' unavoidable bytes, at the first op that has them.
+
+        Counts: resident storages; storages alive at that instant that are no candidates and that backward or a hold
+        still needs; the op's own reads, outputs and workspace. Ignores: the working set of recomputation chains, and
+        non-candidates that only chains need; so the best possible plan may lie above it. `simulator.bounds.lowest`
+        goes on from here.
+        """
+        resident, sts = self.trace.resident_bytes, self.trace.storages
+        peak = max(resident, max(self.unavoidable_bytes, default=0))
+        op = self.unavoidable_bytes.index(peak) if peak > resident else -1
+        reads = set(self.trace.ops.reads[op]) if op >= 0 else ()
+        inside = sum(sts.nbytes[s] for s in reads if sts.producer[s] >= 0 and self.sure(s, op))
+        stays = self.sure_bytes[op] - resident - inside if op >= 0 else 0
+        return Floor(
+            peak_bytes=peak,
+            op=op,
+            resident_bytes=resident,
+            gradient_bytes=stays,
+            working_bytes=peak - resident - stays,
+        )
 
     def at(self, op: int) -> Instant:
         """The instant at which op `op` first runs, or the turn."""

@@ -2,7 +2,7 @@
 
 The argument
 ------------
-`Problem.floor` looks at one op at a time: what must be there while it runs. This module asks as well how what it reads
+`Instants.floor` looks at one op at a time: what must be there while it runs. This module asks as well how what it reads
 came to be there. Take a plan within the budget B, an op u of backward, and the set S of storages made in forward that
 u reads. Just before u runs, all of S is in memory, beside what is in memory there whatever the plan (*base*). Go back
 in time from there:
@@ -19,7 +19,7 @@ an op at most once in a gap, the ops that ran later in it are no way back any mo
 allows is a floor; it is found by following the sets that need least first (a shortest path whose length is its greatest
 need). Where that would take too long, the floor is what the sets not yet followed need at least.
 
-This is a pebble game played backwards on sets of values (Sethi 1975; for one op at a time, `Problem.floor` is its
+This is a pebble game played backwards on sets of values (Sethi 1975; for one op at a time, `Instants.floor` is its
 first move).
 
 Counts: at each run in a gap, the bytes that must be there in every plan, the op's reads, its outputs and workspace,
@@ -32,8 +32,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import Final
 
-from simulator.bounds.instants import Instants
-from simulator.core.problem import Floor
+from simulator.bounds.instants import Floor, Instants
 
 MOST_STATES: Final = 300  # of one question: states seen
 MOST_WORK: Final = 100_000  # of one trace
@@ -121,15 +120,14 @@ class Pebbles:
 def lowest(instants: Instants, *, close: bool = False) -> Floor:
     """The highest floor that can be shown, with the op that decides it.
 
-    Where it is higher than `Problem.floor`, its `working_bytes` are what bringing back the op's inputs takes at once,
+    Where it is higher than `Instants.floor`, its `working_bytes` are what bringing back the op's inputs takes at once,
     beside `resident_bytes` and `gradient_bytes`.
 
     Args:
         instants: of the trace.
         close: follow more sets, of the ops that need most; that takes about a second.
     """
-    trace, problem = instants.trace, instants.problem
-    best = problem.floor
+    trace, best = instants.trace, instants.floor
     pebbles = Pebbles(instants)
     left = CLOSE_STATES if close else MOST_WORK
     later = range(instants.turn, len(trace.ops))

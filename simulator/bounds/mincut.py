@@ -8,22 +8,16 @@ from dataclasses import dataclass, field
 class Network:
     """A directed graph with int capacities, grown edge by edge; nodes are numbered from 0.
 
-    Capacities are Python ints of any size, so nothing is ever rounded. Dinic's algorithm (Dinitz 1970): level graph
-    by breadth-first search, then augmenting paths along it; O(nodes^2 * edges), far less on the networks here.
+    Capacities are Python ints of any size, so nothing is ever rounded. Shortest augmenting paths (Edmonds and Karp
+    1972); O(nodes * edges^2), far less on the networks here.
     """
 
     def __init__(self, nodes: int) -> None:
-        self._out: list[list[int]] = [[] for _ in range(nodes)]  # node -> edge ids; edge e's reverse is e ^ 1
-        self._to: list[int] = []
-        self._left: list[int] = []  # residual capacity by edge id
+        self._left: list[dict[int, int]] = [{} for _ in range(nodes)]  # node -> head -> capacity that is left
 
     def edge(self, tail: int, head: int, capacity: int) -> None:
-        self._out[tail].append(len(self._to))
-        self._to.append(head)
-        self._left.append(capacity)
-        self._out[head].append(len(self._to))
-        self._to.append(tail)
-        self._left.append(0)
+        self._left[tail][head] = self._left[tail].get(head, 0) + capacity
+        self._left[head].setdefault(tail, 0)
 
     def source_side(self, source: int, sink: int) -> list[bool]:
         """Node -> whether it lies on the source's side of the minimum cut with the fewest nodes there.
@@ -31,51 +25,29 @@ class Network:
         Uses the network up: call it once.
         """
         while True:
-            level = self._levels(source, sink)
-            if level[sink] < 0:
-                return [d >= 0 for d in level]
-            self._block(source, sink, level)
+            came = self._reached(source, sink)
+            if sink not in came:
+                return [node in came for node in range(len(self._left))]
+            path, node = [], sink
+            while node != source:
+                path.append((came[node], node))
+                node = came[node]
+            flow = min(self._left[tail][head] for tail, head in path)
+            for tail, head in path:
+                self._left[tail][head] -= flow
+                self._left[head][tail] += flow
 
-    def _levels(self, source: int, sink: int) -> list[int]:
-        out, to, left = self._out, self._to, self._left
-        level = [-1] * len(out)
-        level[source] = 0
-        queue = [source]
+    def _reached(self, source: int, sink: int) -> dict[int, int]:
+        """Node -> the one before it on a shortest way from the source; as far as the sink, if that is reached."""
+        came, queue = {source: source}, [source]
         for node in queue:
-            for e in out[node]:
-                if left[e] and level[to[e]] < 0:
-                    level[to[e]] = level[node] + 1
-                    queue.append(to[e])
-        return level
-
-    def _block(self, source: int, sink: int, level: list[int]) -> None:
-        """Saturate every shortest path."""
-        out, to, left = self._out, self._to, self._left
-        position = [0] * len(out)
-        path: list[int] = []
-        node = source
-        while True:
-            if node == sink:
-                flow = min(left[e] for e in path)
-                for e in path:
-                    left[e] -= flow
-                    left[e ^ 1] += flow
-                first = next(k for k, e in enumerate(path) if not left[e])
-                node = to[path[first] ^ 1]
-                del path[first:]
-                continue
-            while position[node] < len(out[node]):
-                e = out[node][position[node]]
-                if left[e] and level[to[e]] == level[node] + 1:
-                    path.append(e)
-                    node = to[e]
-                    break
-                position[node] += 1
-            else:
-                if not path:
-                    return
-                node = to[path.pop() ^ 1]
-                position[node] += 1
+            for head, room in self._left[node].items():
+                if room and head not in came:
+                    came[head] = node
+                    queue.append(head)
+            if sink in came:
+                break
+        return came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,9 +78,9 @@ class Evaluator:
         self.reads = [tuple(s for s in ops.reads[i] if made_forward[s]) for i in chosen]
         self.needs = _dissolve_views(problem, chosen, made_forward)
 
-        last = self._last_uses(made_forward)
-        self.last_forward = [a for a, _ in last]
-        self._takeovers(made_forward, last)
+        self.last = self._last_uses(made_forward)
+        self.last_forward = [a for a, _ in self.last]
+        self._takeovers(made_forward, self.last)
         self.made_forward = [s for s in range(n_st) if made_forward[s]]
         self.resident_bytes = trace.resident_bytes
         # What a library holds, from the start of the step on, if an op of forward runs again; and with all of them.

@@ -7,18 +7,17 @@ another from the trace, so what is worked out once (arrays, floors, the replay w
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from functools import cached_property
 
 from simulator.core.facts import Facts
 from simulator.core.limits import NONE, Constraints
 from simulator.core.replay import Replay, replay
 from traces.records.plan import Action
-from traces.records.trace import EAGER, Trace
+from traces.records.trace import Trace
 
 
 class Problem(Facts):
-    """The facts about one trace, with the replay of plans and the floor."""
+    """The facts about one trace, with the replay of plans."""
 
     def __init__(
         self, trace: Trace, constraints: Constraints = NONE, *, only: Collection[int] | None = None
@@ -42,69 +41,3 @@ class Problem(Facts):
     def saved(self) -> Replay:
         """The step with everything saved."""
         return replay(self, ())
-
-    @cached_property
-    def floor(self) -> Floor:
-        """A peak below which no plan can go, seen from one op at a time; see `Floor`."""
-        return _floor(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Floor:
-    """A peak below which no plan can go, and the op that decides it: what must be there while it runs.
-
-    Counts: resident storages; storages alive at that instant that are no candidates and that backward or a hold
-    still needs; the op's own reads, outputs and workspace. Ignores: the working set of recomputation chains, and
-    non-candidates that only chains need; so the best possible plan may lie above it. `simulator.bounds.lowest` goes
-    on from here.
-    """
-
-    peak_bytes: int
-    op: int
-    resident_bytes: int  # of the peak: parameters, buffers, optimizer state, inputs
-    gradient_bytes: int  # of the peak: gradients and other storages that no plan can free by then
-    working_bytes: int  # of the peak: what the op itself reads, creates and uses as workspace
-    brings_back: bool = (
-        False  # the working bytes are what bringing back the op's inputs takes, before it runs
-    )
-
-
-def _floor(problem: Problem) -> Floor:
-    trace = problem.trace
-    ops, sts = trace.ops, trace.storages
-    evictable = [problem.is_evictable(s) for s in range(len(sts))]  # need only be there when it is read
-    last = list(sts.hold)
-    for i in range(len(ops)):
-        for s in (*ops.reads[i], *problem.creates[i]):
-            eager = i < problem.forward_end and ops.flags[i] & EAGER
-            if not evictable[s] or eager or s in problem.creates[i]:
-                last[s] = max(last[s], i)
-    resident = trace.resident_bytes
-    fixed = 0  # live and unavoidable
-    dying: list[list[int]] = [[] for _ in range(len(ops))]
-    best = Floor(peak_bytes=resident, op=-1, resident_bytes=resident, gradient_bytes=0, working_bytes=0)
-    for i in range(len(ops)):
-        reads = {s for s in ops.reads[i] if not problem.resident[s]}
-        back = sum(sts.nbytes[s] for s in reads if evictable[s] and last[s] < i)
-        inside = sum(sts.nbytes[s] for s in reads if last[s] >= i)
-        total = resident + fixed + back + problem.transient_bytes[i] - _taken(trace, i, last)
-        if total > best.peak_bytes:
-            best = Floor(
-                peak_bytes=total,
-                op=i,
-                resident_bytes=resident,
-                gradient_bytes=fixed - inside,
-                working_bytes=total - resident - fixed + inside,
-            )
-        for s in problem.creates[i]:
-            fixed += sts.nbytes[s]
-            dying[last[s]].append(s)
-        for s in dying[i]:
-            fixed -= sts.nbytes[s]
-    return best
-
-
-def _taken(trace: Trace, i: int, last: list[int]) -> int:
-    """Bytes that op i need not allocate because it may take over its input's memory at its last use."""
-    s = trace.ops.overwrites[i]
-    return trace.storages.nbytes[s] if s >= 0 and last[s] <= i else 0

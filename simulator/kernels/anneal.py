@@ -49,9 +49,8 @@ FIGURES: Final = table(
 )
 VALUE: Final = table([("storage", np.int32), ("made", np.int32)])  # and the op of forward that makes it
 # One row an op of forward: what is made up to it and read after it.
-BORDER_AT: Final = np.dtype(
-    [("cross_at", np.int64), ("cross_bytes", np.int64)]
-)  # of `cross`; MOST: no border there
+# Of `cross`; MOST: no border there.
+BORDER_AT: Final = np.dtype([("cross_at", np.int64), ("cross_bytes", np.int64)])
 
 
 class Moves(NamedTuple):

@@ -18,9 +18,8 @@ MOST: Final = 1 << 62
 LEAST: Final = 512  # every block is a multiple of it
 SMALL: Final = MIB  # blocks up to this size have a pool of their own; larger rests are split off large blocks
 SMALL_SEGMENT: Final = 2 * MIB
-LARGE_REQUEST: Final = (
-    10 * MIB
-)  # from here on a request has a segment of its own size, in steps of SMALL_SEGMENT
+# From here on a request has a segment of its own size, in steps of SMALL_SEGMENT.
+LARGE_REQUEST: Final = 10 * MIB
 BLOCK: Final = table(
     [
         ("address", np.int64),

@@ -39,9 +39,8 @@ STORAGE: Final = table(
         ("first_read", np.int64),  # the first op of backward that reads it
     ]
 )
-NODE: Final = np.dtype(
-    [("least", np.int64), ("so_far", np.int64), ("gap", np.int32), ("stale", np.int32)]
-)  # a bound on all ways through it, and the cost from it to the end
+# A bound on all ways through it, and the cost from it to the end.
+NODE: Final = np.dtype([("least", np.int64), ("so_far", np.int64), ("gap", np.int32), ("stale", np.int32)])
 
 
 class Way(NamedTuple):

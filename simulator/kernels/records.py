@@ -76,9 +76,8 @@ class Work(NamedTuple):
 
     present: Any  # [storage]: whether it may be read
     last: Any  # [storage]: the step that last read the instance that is there
-    first_end: (
-        Any  # [storage]: the step that last read what forward made, once it has come back; NEVER: it has not
-    )
+    # [storage]: the step that last read what forward made, once it has come back; NEVER: it has not.
+    first_end: Any
     demanded: Any  # [storage]: the op whose chain needs it
     visited: Any  # [op]: the op in whose chain it is
     step_of: Any  # [op]

@@ -76,14 +76,7 @@ class _Offer:
         self.search, self.state, self.plan_ns = search, state, time_ns
         problem, ev, is_saved = search.problem, search.evaluator, state.saved
         self.costs = costs = Costs(ev, state)
-        links = [
-            s
-            for s in ev.made_forward
-            if ev.nbytes[s]
-            and problem.rebuildable[s]
-            and not problem.saved_by_default[s]
-            and not problem.pinned[s]
-        ]
+        links = [s for s in ev.made_forward if ev.nbytes[s] and problem.recompute_only[s]]
         saved = [s for s in (*problem.candidates, *links) if is_saved[s]]
         saved.sort(key=lambda s: ((costs.of(s) + 1) / ev.nbytes[s], s))
         self.is_candidate = np.frombuffer(search.is_candidate, np.uint8)

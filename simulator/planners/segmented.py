@@ -40,9 +40,8 @@ class Segmentations:
         self.known: list[Segmentation] = []
         self.ended = False
         self.segment = np.zeros(forward_end, np.int64)  # op of forward -> its segment
-        self.weight = np.zeros(
-            forward_end, np.int64
-        )  # op of forward -> bytes of the candidates that it makes
+        # Op of forward -> bytes of the candidates that it makes.
+        self.weight = np.zeros(forward_end, np.int64)
         for s in problem.candidates:
             self.weight[sts.producer[s]] += sts.nbytes[s]
         candidates = frozenset(problem.candidates)

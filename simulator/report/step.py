@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from simulator.core.evaluator import evaluator_of
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay, holdings, peak_by_category
 from simulator.core.timeline import Timeline
+from simulator.planners.costs import Costs
 from simulator.report import charts
 from simulator.report.page import (
     Block,
@@ -473,12 +475,12 @@ def activations(problem: Problem) -> tuple[Activation, ...]:
     for t in ops.time_ns:
         begin.append(now)
         now += t
+    costs = Costs(ev := evaluator_of(problem), ev.state())
     candidates = set(problem.candidates)
     out = []
     for s in range(len(sts)):
         if not problem.saved_by_default[s] or sts.category[s] != ACTIVATION or not sts.nbytes[s]:
             continue
-        chain = _chain(problem, s) if s in candidates else None
         rest = max(sts.last_forward_use[s], sts.producer[s])
         out.append(
             Activation(
@@ -486,29 +488,11 @@ def activations(problem: Problem) -> tuple[Activation, ...]:
                 nbytes=sts.nbytes[s],
                 producer=sts.producer[s],
                 idle_ns=begin[sts.first_backward_use[s]] - begin[rest] - ops.time_ns[rest],
-                recompute_ns=None if chain is None else sum(ops.time_ns[i] for i in chain),
-                links=0 if chain is None else len(chain) - 1,
+                recompute_ns=costs.of(s) if s in candidates else None,
+                links=len(costs.chain(s)) - 1 if s in candidates else 0,
             )
         )
     return tuple(sorted(out, key=lambda a: (-a.nbytes, a.storage)))
-
-
-def _chain(problem: Problem, storage: int) -> frozenset[int]:
-    """The ops that rebuild a storage from what is saved by default; views cost nothing and are left out."""
-    trace = problem.trace
-    chain: set[int] = set()
-    stack = [trace.storages.producer[storage]]
-    while stack:
-        i = stack.pop()
-        if i not in chain:
-            chain.add(i)
-            missing = (s for s in trace.ops.reads[i] if not problem.resident[s])
-            stack += [
-                trace.storages.producer[s]
-                for s in missing
-                if not problem.saved_by_default[s] and not problem.pinned[s]
-            ]
-    return frozenset(chain)
 
 
 def activation_blocks(problem: Problem, plan: Plan) -> tuple[Block, ...]:

@@ -62,7 +62,9 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
         return Changed(rewrites=tuple(rewrites), problem=q, bound=bounder_of(q).bound(budget_bytes))
 
     def worth(x: Changed) -> tuple[bool, int]:
-        return x.bound.feasible, -(x.least_ns if x.bound.feasible else x.problem.floor.peak_bytes)
+        return x.bound.feasible, -(
+            x.least_ns if x.bound.feasible else bounder_of(x.problem).instants.floor.peak_bytes
+        )
 
     best = step(())
     out = [best]
@@ -154,9 +156,13 @@ def _helpful(problem: Problem, levers: Levers) -> str:
     """In words, the rewrite that would lower the floor most, if it is not allowed."""
     allowed = {r for rewrites in offered(problem, levers).values() for r in rewrites}
     could = offered(problem, Levers(allow="approximate", kinds=tuple(KINDS)))
-    found = [(rewritten_problem(problem, (r,)).floor.peak_bytes, r) for rs in could.values() for r in rs]
-    least, best = min(found, key=lambda x: x[0], default=(problem.floor.peak_bytes, None))
-    if best is None or best in allowed or least >= problem.floor.peak_bytes:
+
+    def floor(*rewrites: Rewrite) -> int:
+        return bounder_of(rewritten_problem(problem, rewrites)).instants.floor.peak_bytes
+
+    found = [(floor(r), r) for rs in could.values() for r in rs]
+    least, best = min(found, key=lambda x: x[0], default=(floor(), None))
+    if best is None or best in allowed or least >= floor():
         return ""
     word = next(word for word, exactness in ALLOW.items() if exactness == LEVERS[best.kind].EXACTNESS)
     return (

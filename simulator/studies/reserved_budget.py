@@ -28,9 +28,8 @@ ATTEMPTS: Final = 6  # plans that are made at most for one budget of reserved me
 STRIDES: Final = 8  # the budget falls by an eighth of the limit at most
 CLOSE: Final = 400  # stop when the highest budget that may do is within 1/400 of the one that did
 LEAST_FALL: Final = 200  # it falls by 1/200 at least
-STARTS: Final = (
-    2  # walks begin at so many of the plans, and at one within the limit, or once more at the first
-)
+# Walks begin at so many of the plans, and at one within the limit, or once more at the first.
+STARTS: Final = 2
 SIMILAR: Final = 1.02  # they look under the most welcome setting too where it reserves so much at most
 WALK: Final = 0.3  # how long one is, in shares of the time
 

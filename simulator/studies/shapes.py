@@ -7,8 +7,6 @@ one makes other ops, the step runs with everything saved if that takes no more t
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +19,9 @@ from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.core.rewrites import rewritten_problem
 from simulator.studies.prediction import Prediction
-from traces.errors import LowtideError, PlanError, SpecError, TraceError
+from simulator.studies.tracing import run_trace
+from traces.errors import PlanError, SpecError, TraceError
 from traces.model_spec import IN_HAND, is_build_function
-from traces.processes import ending_with_this
 from traces.records.plan import RESERVED
 from traces.records.store import load
 from traces.records.trace import Trace, TraceMeta, as_named
@@ -262,10 +260,7 @@ def traces_of(
             f"is run unasked: run `trace {' '.join(words)}` first."
         )
     say(f"shapes: recording {len(sizes)} traces")
-    command = [sys.executable, "-m", "tracer", *words, "-q"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **ending_with_this())
-    if done.returncode:
-        raise LowtideError(f"the shapes could not be traced: {done.stderr.strip().removeprefix('Error: ')}")
+    run_trace(words, "the shapes")
     if (found := _found(trace, place, sizes)) is None:
         raise TraceError(
             f"{place}: recorded now, and with other versions than {name}; record that again, too."

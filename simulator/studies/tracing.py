@@ -78,14 +78,19 @@ def ensure_trace(
         progress(f"batch {batch_size}: using {directory}")
         return
     progress(f"batch {batch_size}: tracing")
-    command = [sys.executable, "-m", "tracer", *words, "-o", str(directory), "--force", "-q"]
+    run_trace([*words, "-o", str(directory), "--force"], f"batch {batch_size}")
+    made = stamp(model, words)  # with what --calibrate has added to the profile
+    write_text(note, canonical_json({**made, "fingerprint": _fingerprint(directory)}) + "\n")
+
+
+def run_trace(words: Sequence[str], what: str) -> None:
+    """Run `trace` with these words, in a process of its own; raises LowtideError with what it wrote if it failed."""
+    command = [sys.executable, "-m", "tracer", *words, "-q"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, **ending_with_this())
     if done.returncode:
         said = done.stderr.strip().removeprefix("Error: ")
         told = said or f"`trace` ended with exit code {done.returncode}"
-        raise LowtideError(f"batch {batch_size} could not be traced: {told}")
-    made = stamp(model, words)  # with what --calibrate has added to the profile
-    write_text(note, canonical_json({**made, "fingerprint": _fingerprint(directory)}) + "\n")
+        raise LowtideError(f"{what} could not be traced: {told}")
 
 
 def _fresh(note: Path, directory: Path, now: dict[str, Any]) -> bool:
@@ -134,9 +139,8 @@ def same(made: dict[str, Any], now: dict[str, Any]) -> bool:
 
 def _profiles(words: Sequence[str]) -> str:
     """A digest of the profiles that the command may read; empty if it reads none."""
-    if (
-        "--no-profile" in words or _value(words, "--device") is not None
-    ):  # measured: profiles are written only
+    # Measured: profiles are written only.
+    if "--no-profile" in words or _value(words, "--device") is not None:
         return ""
     named = _value(words, "--profile")
     if named is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 from simulator.bounds.bound import lower_bound
+from simulator.bounds.instants import Instants
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.planners import DEFAULT, find, plan_with
@@ -158,7 +159,7 @@ def rows(
         trace = without_takeovers(GRAPHS[name](cache))
         problem = problem_of(trace)
         base = Problem(trace).saved.timeline
-        least = Problem(trace).floor.peak_bytes
+        least = Instants(Problem(trace)).floor.peak_bytes
         for share in shares:
             budget_bytes = least + round(share * (base.peak_allocated_bytes - least))
             optimum = solve(problem, budget_bytes, seconds)

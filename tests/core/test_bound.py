@@ -170,10 +170,13 @@ def test_a_hold_that_outlasts_the_instant_counts() -> None:
 
 def test_below_the_floor_is_infeasible_with_the_reason() -> None:
     of = chain(4)
-    bound = lower_bound(Problem(of), Problem(of).floor.peak_bytes - 1)
+    bound = lower_bound(Problem(of), Instants(Problem(of)).floor.peak_bytes - 1)
     assert not bound.feasible
     assert bound.reason.startswith("no plan fits: while ")
-    assert lower_bound(Problem(of), Problem(of).floor.peak_bytes - 1).to_json()["overhead_percent"] is None
+    assert (
+        lower_bound(Problem(of), Instants(Problem(of)).floor.peak_bytes - 1).to_json()["overhead_percent"]
+        is None
+    )
 
 
 def test_chain_bound_equals_the_optimum_where_one_instant_says_it_all() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 
+from simulator.bounds.instants import Instants
 from simulator.core.evaluator import Evaluator
 from simulator.core.problem import Problem
 from simulator.core.replay import by_category, holdings, peak_by_category, run
@@ -125,7 +126,7 @@ def test_an_empty_step_peaks_at_what_is_resident() -> None:
     timeline = Problem(of).saved.timeline
     assert (timeline.peak_allocated_bytes, timeline.peak_step, timeline.step_time_ns) == (12, -1, 0)
     assert (evaluator := Evaluator(Problem(of))).cost(evaluator.state()) == (12, 0)
-    assert Problem(of).floor.peak_bytes == 12
+    assert Instants(Problem(of)).floor.peak_bytes == 12
 
 
 def test_the_floor_counts_what_no_plan_can_release() -> None:
@@ -141,7 +142,7 @@ def test_the_floor_counts_what_no_plan_can_release() -> None:
         ],
         {"w": 100},
     )
-    least = Problem(of).floor
+    least = Instants(Problem(of)).floor
     # in forward x is made while y and r are there: 100 + 30 + 50 + 10 = 190
     assert (least.peak_bytes, least.op) == (190, 2)
     assert (least.resident_bytes, least.gradient_bytes, least.working_bytes) == (100, 30, 60)
@@ -183,7 +184,7 @@ def test_the_categories_sum_to_what_is_allocated(case: tuple[Trace, tuple[Action
 def test_no_plan_goes_below_the_floor(case: tuple[Trace, tuple[Action, ...]]) -> None:
     of, actions = case
     timeline = Problem(of).replay(actions).timeline
-    assert timeline.peak_allocated_bytes >= Problem(of).floor.peak_bytes
+    assert timeline.peak_allocated_bytes >= Instants(Problem(of)).floor.peak_bytes
     assert min(timeline.live_bytes) >= of.resident_bytes
     assert timeline.live_bytes[-1] == of.resident_bytes
     assert timeline.step_time_ns >= of.time_ns

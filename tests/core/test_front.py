@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.allocator.device_fit import Setting
+from simulator.bounds.instants import Instants
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
@@ -100,7 +101,7 @@ def test_a_split_leaves_enough_on_either_side_where_least_crosses(
 def test_the_replay_of_a_plan_is_its_own() -> None:
     of = chain(6, size=100)
     problem = Problem(of)
-    made = plan_with("mu-two", problem, problem.floor.peak_bytes * 3 // 2)
+    made = plan_with("mu-two", problem, Instants(problem).floor.peak_bytes * 3 // 2)
     other = Plan(meta=of.meta, actions=(Action(storage=of.storages.name.index("x1")),))
     for plan in (made, other, made):
         schedule = build(Problem(of), plan.actions)

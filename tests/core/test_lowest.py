@@ -40,7 +40,7 @@ def far_apart(taken: str = "") -> Trace:
 def test_what_an_op_reads_must_be_brought_back() -> None:
     of = far_apart()
     # One op at a time: op 2 in forward has w 4, b 50, c 50; op 5 has w 4, g 40, t 60: both 104.
-    assert Problem(of).floor.peak_bytes == 104
+    assert Instants(Problem(of)).floor.peak_bytes == 104
     # But c comes back for op 7 only beside g: before op 6 with t 60 there, or before op 7: w 4, g 40, b 50, c 50.
     found = lowest(Instants(Problem(of)))
     assert (found.peak_bytes, found.op, found.brings_back) == (144, 7, True)
@@ -53,7 +53,7 @@ def test_what_an_op_reads_must_be_brought_back() -> None:
 def test_an_op_that_takes_over_its_input_needs_less_to_run_again() -> None:
     # c takes b's memory: b comes back beside a, 4 + 40 + 8 + 50 = 102, less than op 5's own 104.
     of = far_apart("b")
-    assert lowest(Instants(Problem(of))) == Problem(of).floor
+    assert lowest(Instants(Problem(of))) == Instants(Problem(of)).floor
     front = frontier(of)
     assert front is not None
     assert min(front) == 104
@@ -75,7 +75,7 @@ def test_what_two_inputs_need_together() -> None:
         {"w": 4},
     )
     # Forward: op 2 has w 4, x 30, v 20, y 30 = 84; op 5 has w 4, g 10, t 76 = 90, and op 7 w 4, g 10, x 30, y 30.
-    assert Problem(of).floor.peak_bytes == 90
+    assert Instants(Problem(of)).floor.peak_bytes == 90
     # Before op 7, w 4 and g 10 are there. The last of x and y to come back, y say, is made beside x: 30 + 20 + 30,
     # 94 in all. Before that, x and v: v comes with u, 20 + 20 beside x or before it, which is less.
     found = lowest(Instants(Problem(of)))
@@ -103,7 +103,7 @@ def test_an_op_runs_at_most_once_in_a_gap() -> None:
         {"w": 4},
     )
     # Op 7 has w 4, g 40 and x 65: 109, and neither a nor b has room beside that within 118.
-    assert Problem(of).floor.peak_bytes == 109
+    assert Instants(Problem(of)).floor.peak_bytes == 109
     # Before op 8, w 4 and g 40 are there. Were a made twice, first for t and then, beside b, from s, it would take
     # 44 + 30 + 30 and 44 + 10 + 40 + 10. It is made once, so it waits while u is made: 44 + 10 + 30 + 30.
     found = lowest(Instants(Problem(of)))
@@ -131,7 +131,7 @@ def test_it_stays_below_every_plan_and_often_reaches_the_best_one() -> None:
         if not front:
             continue
         instants = Instants(Problem(of))
-        simple, found = Problem(of).floor, lowest(instants)
+        simple, found = Instants(Problem(of)).floor, lowest(instants)
         close = lowest(instants, close=True)
         assert simple.peak_bytes <= found.peak_bytes <= close.peak_bytes <= min(front), seed
         seen += 1
@@ -144,12 +144,12 @@ def test_it_stays_below_every_plan_and_often_reaches_the_best_one() -> None:
 
 def test_too_much_work_counts_as_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lowest_module, "MOST_STATES", 0)
-    assert lowest(Instants(Problem(far_apart()))) == Problem(far_apart()).floor
+    assert lowest(Instants(Problem(far_apart()))) == Instants(Problem(far_apart())).floor
     monkeypatch.setattr(lowest_module, "MOST_STATES", 300)
     monkeypatch.setattr(lowest_module, "MOST_WORK", 0)
-    assert lowest(Instants(Problem(far_apart()))) == Problem(far_apart()).floor
+    assert lowest(Instants(Problem(far_apart()))) == Instants(Problem(far_apart())).floor
     monkeypatch.setattr(lowest_module, "CLOSE_STATES", 0)
-    assert lowest(Instants(Problem(far_apart())), close=True) == Problem(far_apart()).floor
+    assert lowest(Instants(Problem(far_apart())), close=True) == Instants(Problem(far_apart())).floor
 
 
 def test_the_bound_and_the_refusal_know_it() -> None:
@@ -168,4 +168,4 @@ def test_on_a_network_the_parts_make_the_whole() -> None:
     of = resnet((1, 1, 1, 1), batch=2, side=64)
     found = Bounder(Problem(of)).floor
     assert found.peak_bytes == found.resident_bytes + found.gradient_bytes + found.working_bytes
-    assert Problem(of).floor.peak_bytes <= found.peak_bytes
+    assert Instants(Problem(of)).floor.peak_bytes <= found.peak_bytes

@@ -17,7 +17,7 @@ from executor.rehearsal import driver
 from executor.rehearsal.elf import undefined_symbols
 from executor.rehearsal.run import is_script, rehearse
 from executor.rehearsal.stubs import stub_source
-from traces.devices import DEVICES, architecture, device
+from traces.devices import architecture, device, devices
 from traces.errors import EnvironmentProblem, SpecError
 
 LINUX = pytest.mark.skipif(sys.platform != "linux" or shutil.which("cc") is None, reason="needs cc on Linux")
@@ -136,7 +136,7 @@ def test_a_driver_is_found_again_by_the_very_text_that_is_compiled(
 
 
 def test_every_gpu_of_the_table_can_be_rehearsed() -> None:
-    for gpu in DEVICES:
+    for gpu in devices():
         if gpu.kind == "cuda":
             assert architecture(gpu).threads >= 1024
             assert gpu.l2_bytes

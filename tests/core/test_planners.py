@@ -116,7 +116,7 @@ def test_a_refusal_names_the_budget_the_lowest_peak_the_floor_and_what_makes_it(
     with pytest.raises(BudgetError) as caught:
         plan_with("mu-two", Problem(of), 2**20)
     message = str(caught.value)
-    least = Problem(of).floor
+    least = Instants(Problem(of)).floor
     for part in (
         "1.00 MiB",
         str(least.peak_bytes),
@@ -328,7 +328,7 @@ def test_mu_two_stops_in_time_where_no_plan_fits() -> None:
     """A budget below the floor is refused anyway, so the time limit ends the descent; a possible one is met."""
     of = ladder(24, seed=2)
     problem = Problem(of)
-    least = problem.floor.peak_bytes
+    least = Instants(problem).floor.peak_bytes
     no_time = Limits(seconds=0)
     search = Search(problem, least - 1, no_time.clock())
     assert cheapest(search) is None

@@ -19,6 +19,7 @@ from executor import apply_plan  # noqa: E402
 from executor.measure import peaks_of  # noqa: E402
 from simulator.api import plan as plan_for  # noqa: E402
 from simulator.api import simulate  # noqa: E402
+from simulator.bounds.instants import Instants  # noqa: E402
 from simulator.cli.main import main as simulate_command  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.studies.shapes import PLAN, SAVED, over_shapes  # noqa: E402
@@ -199,7 +200,7 @@ def trained(
     traces = over(model, shapes, **options)
     longest, problem = traces[-1][1], Problem(traces[-1][1])
     saved = problem.saved.timeline.peak_allocated_bytes
-    plan = plan_for(longest, (saved + problem.floor.peak_bytes) // 2, seconds=2.0)
+    plan = plan_for(longest, (saved + Instants(problem).floor.peak_bytes) // 2, seconds=2.0)
     told = over_shapes(simulate(longest, plan), shapes, traces)
     assert told.holds
     assert plan.actions

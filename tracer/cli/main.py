@@ -207,9 +207,9 @@ def models(as_json: bool) -> None:
 @trace.command()
 def targets() -> None:
     """List the devices that --target knows."""
-    from traces.devices import DEVICES
+    from traces.devices import devices
 
-    for d in DEVICES:
+    for d in devices():
         echo(
             f"{d.name:12} {show_bytes(d.memory_bytes):>11} {d.bandwidth_bytes_per_s / 1e9:8.0f} GB/s  {d.source}"
         )

@@ -11,7 +11,7 @@ from typing import Final
 
 from tracer.costs.calibration import Cost
 from tracer.costs.rows import OpRow
-from traces.devices import DEVICES, GIB, Device
+from traces.devices import GIB, Device, devices
 from traces.errors import TraceError
 from traces.provenance import provenance_of
 from traces.records import device_profile as store
@@ -127,7 +127,7 @@ def _words(name: str) -> set[str]:
 def _boards(name: str, but: frozenset[str] = frozenset()) -> list[Device]:
     """The GPUs that a name may mean: none if one of its words, but for these, makes it another board."""
     other = (_words(name) - but) & OTHER_BOARDS
-    return [] if other else [d for d in DEVICES if d.kind == "cuda"]
+    return [] if other else [d for d in devices() if d.kind == "cuda"]
 
 
 def _is_memory(word: str, entry: Device) -> bool:

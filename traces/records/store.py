@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,38 +23,10 @@ STORAGES_FILE: Final = "storages.parquet"
 UNTOUCHED_FILE: Final = "untouched.parquet"  # only of a trace that has it
 GALLERY: Final = Path(__file__).parents[1] / "gallery"
 
-OPS_COLUMNS: Final = {
-    "name": TEXT,
-    "target": TEXT,
-    "phase": TEXT,
-    "module": TEXT,
-    "time_ns": INT,
-    "flops": INT,
-    "bytes_moved": INT,
-    "inputs": IDS,
-    "reads": IDS,
-    "writes": IDS,
-    "events": INTS,
-    "overwrites": ID,
-    "flags": ID,
-    "arguments": TEXT,
-}
-STORAGES_COLUMNS: Final = {
-    "name": TEXT,
-    "nbytes": INT,
-    "category": TEXT,
-    "producer": ID,
-    "first_forward_use": ID,
-    "last_forward_use": ID,
-    "first_backward_use": ID,
-    "last_backward_use": ID,
-    "hold": ID,
-    "dtype": TEXT,
-    "shape": INTS,
-    "aliases": IDS,
-}
-
-UNTOUCHED_COLUMNS: Final = {"block": INT, "nbytes": INT, "once": ID, "phase": TEXT}
+KINDS: Final = {"Texts": TEXT, "Numbers": INT, "Ids": ID, "NumberLists": INTS, "IdLists": IDS}
+OPS_COLUMNS, STORAGES_COLUMNS, UNTOUCHED_COLUMNS = (
+    {f.name: KINDS[str(f.type)] for f in fields(table)} for table in (Ops, Storages, Untouched)
+)
 
 
 def _form(columns: dict[str, str]) -> tables.Format:

@@ -36,7 +36,6 @@ class Stretch:
     inputs: tuple[tuple[int, int], ...]  # what they take from outside: the op (-1: none), and the storage
     losses: tuple[Result, ...]
     gradients: tuple[Result, ...]
-    weights: tuple[
-        int, ...
-    ] = ()  # of each cross entropy, whose targets' weight is counted first: how many there are
+    # Of each cross entropy, whose targets' weight is counted first: how many there are.
+    weights: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()  # numbers of the model's outputs that do not exist any more

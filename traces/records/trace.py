@@ -85,29 +85,37 @@ MOST: Final = 1 << 61  # of all sizes, and of all times, together: plans are rec
 FORBIDS_RECOMPUTE: Final = RANDOM | MUTATES | COLLECTIVE | EFFECT | EAGER
 
 
+# The columns of the tables. A file has ids in 32 bits, and other numbers in 64.
+Texts = tuple[str, ...]
+Ids = tuple[int, ...]
+Numbers = tuple[int, ...]
+IdLists = tuple[Ids, ...]
+NumberLists = tuple[Numbers, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     """The ops table: one row an op, in execution order; row number = op id."""
 
-    name: tuple[str, ...]
-    target: tuple[str, ...]  # e.g. "aten.convolution.default"
-    phase: tuple[str, ...]  # one of PHASES
-    module: tuple[str, ...]  # path of the module that ran it, "" for none
-    time_ns: tuple[int, ...]
-    flops: tuple[int, ...]
-    bytes_moved: tuple[int, ...]  # bytes of all tensors read and written
-    inputs: tuple[tuple[int, ...], ...]  # op ids whose values this op takes
-    reads: tuple[tuple[int, ...], ...]  # storage ids
-    writes: tuple[tuple[int, ...], ...]  # storage ids, created (producer == this op) or overwritten
+    name: Texts
+    target: Texts  # e.g. "aten.convolution.default"
+    phase: Texts  # one of PHASES
+    module: Texts  # path of the module that ran it, "" for none
+    time_ns: Numbers
+    flops: Numbers
+    bytes_moved: Numbers  # bytes of all tensors read and written
+    inputs: IdLists  # op ids whose values this op takes
+    reads: IdLists  # storage ids
+    writes: IdLists  # storage ids, created (producer == this op) or overwritten
     # What the op allocates and frees while it runs, in order: +bytes and -bytes. The sum is the size of
     # the storages that it leaves behind. Empty: nothing was measured, so outputs only. What is freed is the youngest
     # of the op's own blocks of that size; each 0 before it means the one that is older.
-    events: tuple[tuple[int, ...], ...]
+    events: NumberLists
     # A storage whose memory the op may take over for its output when nothing else needs it; -1: none.
-    overwrites: tuple[int, ...]
-    flags: tuple[int, ...]
+    overwrites: Ids
+    flags: Ids
     # The op's arguments by its schema, defaults included, as JSON: null for a tensor. "": not recorded.
-    arguments: tuple[str, ...]
+    arguments: Texts
 
     def __len__(self) -> int:
         return len(self.name)
@@ -117,18 +125,18 @@ class Ops:
 class Storages:
     """The storages table: one row a storage; row number = storage id. -1 stands for "none" everywhere."""
 
-    name: tuple[str, ...]  # a label for people: the parameter's name, or the producing op's
-    nbytes: tuple[int, ...]  # size of the untyped storage
-    category: tuple[str, ...]  # one of CATEGORIES
-    producer: tuple[int, ...]  # op id; -1: exists throughout the step
-    first_forward_use: tuple[int, ...]  # op ids of readers in each phase
-    last_forward_use: tuple[int, ...]
-    first_backward_use: tuple[int, ...]
-    last_backward_use: tuple[int, ...]
-    hold: tuple[int, ...]  # not released before this op has ended
-    dtype: tuple[str, ...]
-    shape: tuple[tuple[int, ...], ...]  # of the tensor that created the storage
-    aliases: tuple[tuple[int, ...], ...]  # view ops whose values share this storage
+    name: Texts  # a label for people: the parameter's name, or the producing op's
+    nbytes: Numbers  # size of the untyped storage
+    category: Texts  # one of CATEGORIES
+    producer: Ids  # op id; -1: exists throughout the step
+    first_forward_use: Ids  # op ids of readers in each phase
+    last_forward_use: Ids
+    first_backward_use: Ids
+    last_backward_use: Ids
+    hold: Ids  # not released before this op has ended
+    dtype: Texts
+    shape: NumberLists  # of the tensor that created the storage
+    aliases: IdLists  # view ops whose values share this storage
 
     def __len__(self) -> int:
         return len(self.name)
@@ -141,12 +149,12 @@ class Untouched:
     A block may be given back in the iteration after the one that made it: of two with one number, the older.
     """
 
-    block: tuple[int, ...] = ()  # numbers of new blocks; ~number: that block is given back
-    nbytes: tuple[int, ...] = ()  # of a new block; 0 where one is given back
+    block: Numbers = ()  # numbers of new blocks; ~number: that block is given back
+    nbytes: Numbers = ()  # of a new block; 0 where one is given back
     # 0: in every iteration; FIRST: in the first alone, and where it is for good without a number (-1); LATER: in all
     # others.
-    once: tuple[int, ...] = ()
-    phase: tuple[str, ...] = ()  # in which it is asked
+    once: Ids = ()
+    phase: Texts = ()  # in which it is asked
 
     def __post_init__(self) -> None:
         if len(self.phase) != len(self.block) or not {*self.phase} <= {*PHASES}:
@@ -306,9 +314,8 @@ class Trace:
             "step": f"{show_time(figures['time_ns'])} ({origin}); {phases}",
             "fingerprint": f"{meta.fingerprint} (graph {meta.graph_fingerprint})",
         }
-        there = (
-            self.resident_bytes + figures["saved_bytes"]
-        )  # when backward begins, and nothing is recomputed
+        # When backward begins, and nothing is recomputed.
+        there = self.resident_bytes + figures["saved_bytes"]
         if 0 < 100 * meta.untouched_peak_bytes < 98 * there:
             rows["as it is"] = (
                 f"needs less: {show_bytes(meta.untouched_peak_bytes)} at its peak, and what is captured of it "
