@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from simulator.allocator.caching import OutOfMemory
@@ -152,25 +153,16 @@ def device_fit(
     if settings is None:
         short = "" if device is None else _short(peak, device, "allocates")
         return DeviceFit(peak_allocated_bytes=peak, wanted_bytes=peak, device=device, out_of_memory=short)
-    figures = reserved_peak(problem, schedule, settings, requests=requests)
-    wanted = figures.highest_reserved_bytes
-    by_default = None
+    reserved = partial(reserved_peak, problem, schedule, requests=requests)
+    figures = reserved(settings)
+    wanted, by_default, out_of_memory = figures.highest_reserved_bytes, None, ""
     if setting.asked:
         plain = as_in(AllocatorSettings(), problem.trace.meta.torch_version)
-        by_default = (
-            figures if settings == plain else reserved_peak(problem, schedule, plain, requests=requests)
-        )
-    out_of_memory = ""
+        by_default = figures if settings == plain else reserved(plain)
     if device is not None and (settings.memory_fraction is not None or wanted > device.usable_bytes):
+        usable, whole = device.usable_bytes, device.memory_bytes
         try:
-            figures = reserved_peak(
-                problem,
-                schedule,
-                settings,
-                device_memory_bytes=device.usable_bytes,
-                total_memory_bytes=device.memory_bytes,
-                requests=requests,
-            )
+            figures = reserved(settings, device_memory_bytes=usable, total_memory_bytes=whole)
         except OutOfMemory as error:
             out_of_memory = _short(wanted, device, "reserves") or str(error)
     return DeviceFit(

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.allocator.requests import Requests
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 ALIGN_BYTES: Final = 512
 CLOSE: Final = 0.005  # a pool within so much of what no placement can go below is good enough

@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.bounds.mincut import Corner, Link, Rerun, corners
 from simulator.core.problem import Problem
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 NEVER: Final = -1  # the time of an op that may not run again
 NONE: Final = -1

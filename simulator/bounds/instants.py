@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.bounds.components import Alone, Components
 from simulator.core.problem import Problem
 from traces.records.trace import EAGER
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 TURN: Final = -1  # the instant when forward has ended, in place of an op id
 LEAST_INSTANTS: Final = 8  # looked at for one budget, if so many exceed it

@@ -38,14 +38,12 @@ matter (SMALL, FEW), and of a state all but the largest `pebbles.WIDTH`; before 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.bounds.instants import TURN, Instants, Setting
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Storages smaller than these shares of what is free at the instant, and of the largest one, are left out.
 SMALL, FEW = 64, 8

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.core.problem import Problem
 from simulator.kernels.records import OP, STORAGE, Packed, Work, pack_lists, steps
 from simulator.kernels.walk import FORBIDDEN, FULL, walk
 from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE, SAVE, Action
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass(slots=True, kw_only=True)

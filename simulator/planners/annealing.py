@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import numpy as np
 from numba import typeof
+from numpy.typing import NDArray
 
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.limits import Clock
@@ -29,9 +30,6 @@ from simulator.kernels import beside
 from simulator.kernels.anneal import BORDER_AT, FIGURES, KINDS, MOST, VALUE, Moves, Walked, anneal
 from simulator.kernels.records import OP, STORAGE, Packed, Work, pack_rows
 from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 NEGLIGIBLE: Final = 1000  # values smaller than this share of the largest one are left as they are
 HOT: Final = 2.0  # the first temperature, in median times of an op that a plan may run again

@@ -9,16 +9,14 @@ Counts: the exact peak and time of every plan tried. Ignores: exchanges of sever
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.core.evaluator import State, without
 from simulator.planners.costs import Costs
 from simulator.planners.greedy import Found, Search
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # How often more may be evicted for one value, because the peak has moved; how often all values are looked at.
 ROUNDS: Final = 4

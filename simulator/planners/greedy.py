@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.bounds.bound import bounder_of
 from simulator.core.evaluator import State, evaluator_of, without
@@ -24,9 +25,6 @@ from simulator.core.problem import Problem
 from simulator.planners.costs import Costs
 from simulator.planners.segmented import Segmentation, segmentations_of
 from traces.records.plan import SAVE, Action
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Far from the budget, several values are evicted between two simulations: as many as cover this share of the excess.
 STRIDE = 4

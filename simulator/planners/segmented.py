@@ -9,16 +9,13 @@ Counts: the exact peak of every segmentation. Ignores: which of two segments wit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.core.evaluator import Evaluator, State, evaluator_of
 from simulator.core.problem import Problem
 from simulator.planners.segments import actions_for
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

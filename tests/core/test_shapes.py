@@ -276,7 +276,7 @@ def test_a_model_by_its_name_is_recorded_by_trace(tmp_path: Path, monkeypatch: p
         commands.append(command)
         return Done()
 
-    monkeypatch.setattr(study.subprocess, "run", run)
+    monkeypatch.setattr("simulator.studies.tracing.subprocess.run", run)
     with pytest.raises(LowtideError, match="could not be traced: no such model"):
         traces_of(made, str(tmp_path / "t"), Shapes.parse("seq-len=2:5"), lambda text: None)
     assert commands[0][3:] == [
@@ -291,7 +291,7 @@ def test_traces_of_another_step_are_not_taken(tmp_path: Path, monkeypatch: pytes
     def refuse(*_: Any, **__: Any) -> None:
         raise LowtideError("recorded again")
 
-    monkeypatch.setattr(study.subprocess, "run", refuse)
+    monkeypatch.setattr("simulator.studies.tracing.subprocess.run", refuse)
     shapes, name = Shapes.parse("seq-len=4:5"), str(tmp_path / "t")
     assert len(traces_of(step(5, seed=1), name, shapes, lambda text: None)) == 2
     with pytest.raises(LowtideError, match="recorded again"):
