@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from simulator.bounds.instants import Instants
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten, tile
@@ -92,7 +93,7 @@ def test_a_plan_with_more_levers_is_never_worse() -> None:
     for seed in range(12):
         of = drawn(seed)
         problem = Problem(of)
-        least = min(p for s in changed_steps(problem, 1 << 40, ANY) for p in (s.problem.floor.peak_bytes,))
+        least = min(p for s in changed_steps(problem, 1 << 40, ANY) for p in (Instants(s.problem).floor.peak_bytes,))
         whole = problem.saved.timeline.peak_allocated_bytes
         for budget in range(least, whole + 1, max(1, (whole - least) // 6)):
             ns = [_time_ns(problem, budget, levers) for levers in (NONE, ANY)]
