@@ -71,7 +71,7 @@ def test_the_bound_holds_for_every_plan_of_every_number_of_tiles() -> None:
         of = drawn(seed)
         problem = Problem(of)
         fronts = {}  # peak -> least time of the whole step, of each number of tiles
-        for rewrites in ((), *((r,) for r in tile.offer(of))):
+        for rewrites in ((), *((r,) for r in tile.offer(Problem(of)))):
             step = rewritten(of, rewrites)
             front = frontier(step, drops=0, anywhere=True)
             assert front is not None
@@ -93,7 +93,9 @@ def test_a_plan_with_more_levers_is_never_worse() -> None:
     for seed in range(12):
         of = drawn(seed)
         problem = Problem(of)
-        least = min(p for s in changed_steps(problem, 1 << 40, ANY) for p in (Instants(s.problem).floor.peak_bytes,))
+        least = min(
+            p for s in changed_steps(problem, 1 << 40, ANY) for p in (Instants(s.problem).floor.peak_bytes,)
+        )
         whole = problem.saved.timeline.peak_allocated_bytes
         for budget in range(least, whole + 1, max(1, (whole - least) // 6)):
             ns = [_time_ns(problem, budget, levers) for levers in (NONE, ANY)]
