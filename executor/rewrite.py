@@ -17,8 +17,10 @@ from typing import Any, Final
 
 from torch import fx
 
+from executor.codecs.host import WAIT_IN
 from executor.emit import Call, emitter
 from simulator.core.schedule import Schedule
+from simulator.core.transfers import PREFETCH, RELOAD
 from tracer.record.program import Program, inplace_twin
 from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE
@@ -99,6 +101,9 @@ class _Writing:
         self.constants: dict[tuple[fx.Node, fx.Graph], fx.Node] = {}
         self.returned: dict[fx.Node, fx.Node] = {}  # model output (if joint, any node) -> its first copy
         self.recomputed: list[str] = []
+        self.arriving: dict[
+            int, fx.Node
+        ] = {}  # storage -> the captured node that reloads it, until something waits
         self.outputs = set(self.captured.outputs)
         self.handed: dict[int, fx.Node] = {}  # parameter -> the last node of backward that concerns it
         self.concerning: dict[int | fx.Node, list[int]] = {}  # a storage, a gradient -> parameters
@@ -123,7 +128,11 @@ class _Writing:
         op_id, again = schedule.op[step], schedule.recompute[step]
         op = self.program.ops[op_id]
         graph = self.forward if step < schedule.forward_steps else self.backward
-        recipe = schedule.swapped[step]
+        recipe, row = schedule.swapped[step], self.program.rows[op_id]
+        if row.target != PREFETCH and not row.flags & VIEW:
+            for s in (*row.reads, *([recipe.payload] if recipe else [])):
+                if s in self.arriving:
+                    graph.call_function(WAIT_IN, (self._resolve(self.arriving.pop(s), graph),))
         if again:
             self.recomputed.append(op.node.name)
         if again or recipe is not None:
@@ -138,6 +147,8 @@ class _Writing:
         # A view that runs again looks at its base's new copy with all its parts; another op may run again for some
         # of its outputs only, while the others are still there.
         partial = again and not self.program.rows[op_id].flags & VIEW
+        if again and row.target == RELOAD:
+            self.arriving |= dict.fromkeys(row.writes, op.node)
         parts = {op.node: copy}
         self.side[copy] = graph
         if not op.parts or not partial:

@@ -17,6 +17,7 @@ from tracer.record.program import Program, program_of
 from tracer.record.stretches import Found, stretches
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
+from traces.records.trace import Trace
 
 
 def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
@@ -63,6 +64,11 @@ class Changing:
             for group in (captured.parameter_grads, captured.argument_grads)
         ]
         self.not_made: dict[int, str] = {}  # numbers of outputs -> why they do not exist
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The original as a trace."""
+        return self.program.trace()
 
     @cached_property
     def stretches(self) -> tuple[Found, ...]:

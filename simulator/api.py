@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from simulator.core.limits import DEFAULTS, Constraints, Levers, Limits
+from simulator.core.limits import DEFAULTS, HOST_BYTES, Constraints, Levers, Limits
 from simulator.core.problem import Problem
 from traces.errors import SpecError
 from traces.records.plan import ALLOCATED, RESERVED, Plan
@@ -107,6 +107,8 @@ def plan(
     device: Device | None = None,
     allow: str = "bit",
     levers: Sequence[str] | None = None,
+    host_memory: str | None = None,
+    host_bandwidth: str | None = None,
     **options: Unpack[Planning],
 ) -> Plan:
     """Find what to recompute so that the step's peak stays within a budget, at the least added time.
@@ -120,7 +122,9 @@ def plan(
         device: of a budget "device", or of a plan that is to fit it.
         allow: how a plan may change the step beside recomputing: "bit" (gradients equal in every bit), "fp" (but for
             rounding: a loss head in tiles, whose logits then do not exist), "approximate" (within a measured error).
-        levers: names of such changes (`simulate levers`); None: all that are allowed.
+        levers: names of such changes (`simulate levers`); None: all that are allowed and need no name.
+        host_memory, host_bandwidth: sizes, of pinned host memory and of what is copied to it or back in a second, for
+            the change "offload"; None: 32 GiB, and what the device table has.
         options: those of `simulator.api.Planning`.
 
     Returns:
@@ -144,7 +148,7 @@ def plan(
         setting,
         budget_bytes=limit,
         budget_of=of,
-        levers=levers_of(allow, levers),
+        levers=levers_of(allow, levers, host_memory, host_bandwidth),
         progress=progress,
     )
     return made.plan
@@ -242,6 +246,8 @@ def max_batch(
     trace_options: Sequence[str] = (),
     allow: str = "bit",
     levers: Sequence[str] | None = None,
+    host_memory: str | None = None,
+    host_bandwidth: str | None = None,
     **options: Unpack[Planning],
 ) -> MaxBatch:
     """The largest batch of a model that fits a device, without a plan and with one.
@@ -254,7 +260,7 @@ def max_batch(
         planner: as for `plan`.
         multiple_of, maximum: of the batch sizes that are tried.
         trace_options: further words for `trace`, such as ["--seq-len", "512"].
-        allow, levers: as for `plan`.
+        allow, levers, host_memory, host_bandwidth: as for `plan`.
         options: those of `simulator.api.Planning`; `seconds` for each plan.
 
     Returns:
@@ -286,7 +292,7 @@ def max_batch(
         planner=planner or DEFAULT,
         limits=limits,
         constraints=constraints,
-        levers=levers_of(allow, levers),
+        levers=levers_of(allow, levers, host_memory, host_bandwidth),
         alloc_conf=alloc_conf,
         multiple_of=multiple_of,
         maximum=maximum,
@@ -298,9 +304,21 @@ def max_batch(
 # What the words mean
 
 
-def levers_of(allow: str, levers: Sequence[str] | None) -> Levers:
+def levers_of(
+    allow: str,
+    levers: Sequence[str] | None,
+    host_memory: str | None = None,
+    host_bandwidth: str | None = None,
+) -> Levers:
     """The rewrites that a plan may take; the arguments are those of `plan`."""
-    return Levers(allow=allow, kinds=None if levers is None else tuple(levers))
+    from simulator.allocator.device import size_of
+
+    return Levers(
+        allow=allow,
+        kinds=None if levers is None else tuple(levers),
+        host_bytes=HOST_BYTES if host_memory is None else size_of("--host-memory", host_memory),
+        host_bytes_per_s=0 if host_bandwidth is None else size_of("--host-bandwidth", host_bandwidth),
+    )
 
 
 def _meant(

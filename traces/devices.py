@@ -36,6 +36,9 @@ class Device:
     sm: tuple[int, int] = (0, 0)  # CUDA compute capability, which decides the kernels; (0, 0): no NVIDIA GPU
     multiprocessors: int = 0  # of the board, by which some kernels choose how to split their work
     l2_bytes: int = 0  # its cache, by which some kernels choose their tiles
+    # To and from pinned host memory, either way by itself. Rules of thumb for what PCI Express with 16 lanes reaches in
+    # practice, about 80 % of its rate: generation 3 12 GB/s, 4 25 GB/s, 5 50 GB/s; not measured here.
+    host_bytes_per_s: int = 12 * GIGA
 
     def peak_flops_per_s(self, dtype: str, *, tf32: bool = False) -> int:
         """The dense peak for a dtype. tf32: for float32, the rate of TF32 tensor cores if there are any.
@@ -78,6 +81,7 @@ def devices() -> tuple[Device, ...]:
             sm=tuple(row.get("sm", (0, 0))),
             multiprocessors=row.get("multiprocessors", 0),
             l2_bytes=row.get("l2_mib", 0) * MIB,
+            host_bytes_per_s=row.get("host_gb_per_s", 12) * GIGA,
         )
         for row in _table()["device"]
     )

@@ -43,8 +43,7 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
             raise PlanError(
                 f"{captured.name} may have numbers that {format} cannot hold; please report this."
             )
-    views = _views(changing)
-    forward, backward = _readers(graph, value, views)
+    forward, backward = readers(changing, value)
     if not backward:
         return
     layout = (list(val.shape), list(val.stride()), val.dtype)
@@ -68,6 +67,7 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
     with graph.inserting_before(backward[0]):
         back = unpacked(f"unpacked{suffix}", "is_backward")
     instead, behind = {value: back}, back
+    views = _views(changing)
     for n in _taken([x for x in forward if x in views], backward):
         with graph.inserting_after(behind):
             behind = instead[n] = graph.node_copy(n, lambda a: instead.get(a, a))
@@ -98,17 +98,18 @@ def _views(changing: Changing) -> set[fx.Node]:
     return {changing.node[n] for op in found for n in (op.node, *op.parts)}
 
 
-def _readers(graph: fx.Graph, value: fx.Node, views: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+def readers(changing: Changing, value: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """What takes a value or a view of it: in forward, and in backward; in order."""
+    views = _views(changing)
     found, looking = set(value.users), list(value.users)
     while looking:
         n = looking.pop()
         more = [] if n not in views else [x for x in n.users if x not in found]
         found.update(more)
         looking += more
-    readers = [n for n in graph.nodes if n in found]
-    late = {n for n in readers if n.meta.get("partitioner_tag") == "is_backward"}
-    return [n for n in readers if n not in late], [n for n in readers if n in late]
+    taking = [n for n in changing.graph.nodes if n in found]
+    late = {n for n in taking if n.meta.get("partitioner_tag") == "is_backward"}
+    return [n for n in taking if n not in late], [n for n in taking if n in late]
 
 
 def _taken(views: list[fx.Node], backward: list[fx.Node]) -> list[fx.Node]:

@@ -86,8 +86,11 @@ class Instants:
         trace = problem.trace
         ops, sts = trace.ops, trace.storages
         self.turn = turn = problem.forward_end
-        # By op: the schedule of an empty plan has no further steps.
-        self.peaks = problem.saved.timeline.peak_bytes
+        # By op: the schedule of an empty plan has no further steps but for what comes back from host memory.
+        of_steps = problem.saved.timeline
+        self.peaks = [
+            n for n, again in zip(of_steps.peak_bytes, of_steps.recompute, strict=True) if not again
+        ]
         self._instants: dict[int, Instant] = {}
         # Each pair of an op and a storage that it reads, once.
         n_st = max(1, len(sts))

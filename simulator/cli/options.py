@@ -69,6 +69,14 @@ LEVERS: Final = (
     click.option(
         "--levers", metavar="NAMES", help="Which changes, such as tile (default: all; see `simulate levers`)."
     ),
+    click.option(
+        "--host-memory", metavar="SIZE", help="Of pinned host memory that --levers offload may take (32GiB)."
+    ),
+    click.option(
+        "--host-bandwidth",
+        metavar="SIZE",
+        help="How much a second is copied to host memory or back, such as 25GB (default: by the device table).",
+    ),
 )
 PLANNER: Final = click.option("--planner", help="Which planner (default: search; see `simulate planners`).")
 ALLOC_CONF: Final = click.option(
@@ -133,9 +141,9 @@ def _planning(seconds: float, seed: int, never: tuple[str, ...], always_save: tu
     return {"seconds": seconds, "seed": seed, "never": never, "always_save": always_save}
 
 
-def _levers(allow: str, levers: str | None) -> Words:
+def _levers(allow: str, levers: str | None, host_memory: str | None, host_bandwidth: str | None) -> Words:
     names = None if levers is None else tuple(x.strip() for x in levers.split(",") if x.strip())
-    return {"allow": allow, "levers": names}
+    return {"allow": allow, "levers": names, "host_memory": host_memory, "host_bandwidth": host_bandwidth}
 
 
 def _memory(alloc_conf: str | None, gpu: str | None, device_memory: str | None, context: str | None) -> Words:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.core.problem import Problem
+from simulator.core.transfers import RELOAD, transfer_ns
 from simulator.kernels.records import OP, STORAGE, Packed, Work, pack_lists, steps
 from simulator.kernels.walk import FORBIDDEN, FULL, walk
 from traces.errors import PlanError
@@ -60,8 +61,10 @@ class Evaluator:
         self.op_id = chosen
         self.forward = sum(1 for i in chosen if i < forward_end)
         self.nbytes = list(sts.nbytes)
-        self.time_ns = [0 if problem.is_view[i] else ops.time_ns[i] for i in chosen]
-        self.base_time_ns = trace.time_ns
+        # A copy from host memory takes no time of its own where it is hidden, which only the first can be.
+        copies = {i: transfer_ns(trace, i) for i in chosen if ops.target[i] == RELOAD}
+        self.time_ns = [0 if problem.is_view[i] else copies.get(i, ops.time_ns[i]) for i in chosen]
+        self.base_time_ns = trace.time_ns - sum(copies.values())
         self.may_rerun = [problem.may_rerun[i] for i in chosen]
         self.last_backward_use = list(sts.last_backward_use)
         position = {i: k for k, i in enumerate(chosen)}
@@ -98,6 +101,7 @@ class Evaluator:
             ],
             np.uint8,
         )
+        self._saved_by_default[list(problem.reloaded)] = 0
         self._pack()
 
     def _last_uses(self, made_forward: list[bool]) -> list[tuple[int, bool]]:
@@ -159,6 +163,7 @@ class Evaluator:
         problem = self.problem
         saved = self._saved_by_default.copy()
         retained = np.zeros_like(saved)
+        retained[list(problem.reloaded)] = 1
         evictions: dict[int, tuple[int, ...]] = {}
         for a in actions:
             saved[a.storage] = a.recipe == SAVE or problem.pinned[a.storage]

@@ -8,6 +8,7 @@ from typing import Self, TypeVar, cast
 
 from simulator.core.limits import NONE, Constraints
 from simulator.core.selectors import resolve
+from simulator.core.transfers import RELOAD
 from traces.records.trace import EAGER, FORBIDS_RECOMPUTE, FORWARD, OPTIMIZER, VIEW, Trace
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class Facts:
         rebuildable: storage -> can be computed again from what can be saved.
         recompute_only: storage -> rebuildable, but only recomputations would read it after forward.
         until: storage -> the first op that overwrites it, or what it would be computed again from.
+        reloaded: what comes back from host memory whatever the plan; backward reads it, and nothing saves it.
         candidates: storages that a plan may recompute, in order of their production.
         transient_bytes: op -> bytes that its own run adds at most, outputs and workspace.
         created_bytes: op -> bytes of all that it creates.
@@ -101,11 +103,15 @@ class Facts:
                         ok and s not in forbidden.always_saved and sts.last_backward_use[s] <= end
                     )
                     until[s] = end
+        reloaded = frozenset(
+            s for i in range(forward_end) if ops.target[i] == RELOAD for s in creates[i] if read_back[s]
+        )
         candidates = tuple(
             s
             for i in range(forward_end)
             for s in creates[i]
             if saved_by_default[s] and rebuildable[s] and not pinned[s] and sts.nbytes[s] > 0
+            if s not in reloaded
             if only is None or s in only
         )
         created_bytes = tuple(sum(sts.nbytes[s] for s in c) for c in creates)
@@ -119,7 +125,7 @@ class Facts:
         self.creates, self.is_view, self.may_rerun = creates, is_view, may_rerun
         self.forward_end = forward_end
         self.resident, self.saved_by_default, self.pinned = resident, saved_by_default, pinned
-        self.rebuildable, self.candidates = tuple(rebuildable), candidates
+        self.rebuildable, self.candidates, self.reloaded = tuple(rebuildable), candidates, reloaded
         self.until = tuple(until)
         self.recompute_only = tuple(
             r and not w and not p for r, w, p in zip(rebuildable, saved_by_default, pinned, strict=True)

@@ -54,6 +54,7 @@ class Limits:
 
 
 DEFAULTS: Final = Limits()
+HOST_BYTES: Final = 32 << 30
 ALLOW: Final = {"bit": EXACT, "fp": FP, "approximate": APPROXIMATE}  # as the user says it
 
 
@@ -62,7 +63,9 @@ class Levers:
     """Which rewrites of the step a plan may take, beside what it recomputes."""
 
     allow: str = "bit"  # of ALLOW: gradients equal in every bit, but for rounding, or within a measured error
-    kinds: tuple[str, ...] | None = None  # some of `simulator.core.rewrites.KINDS`; None: all
+    kinds: tuple[str, ...] | None = None  # some of `simulator.core.rewrites.LEVERS`; None: all of `KINDS`
+    host_bytes: int = HOST_BYTES  # of pinned host memory, for copies
+    host_bytes_per_s: int = 0  # of copies, either way; 0: what the device table has
 
     def __post_init__(self) -> None:
         if self.allow not in ALLOW:

@@ -3,7 +3,8 @@
 A step has two instants. While it runs, its outputs and its workspace are allocated and its inputs are still there;
 when it has ended, the workspace is gone and the storages that nobody needs any more are freed.
 
-Counts: every storage of the trace once, however many views it has; the measured allocations inside each op. Ignores:
+Counts: every storage of the trace once, however many views it has; the measured allocations inside each op; how long
+a step waits for copies to and from host memory, which run beside (`core.transfers`). Ignores:
 rounding and fragmentation of the device's allocator, and library workspaces that outlive an op.
 """
 
@@ -16,8 +17,9 @@ from itertools import islice
 from simulator.core.facts import Facts
 from simulator.core.schedule import Schedule, build, rerun_workspace_bytes
 from simulator.core.timeline import Timeline
+from simulator.core.transfers import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, transfer_ns
 from traces.records.plan import Action
-from traces.records.trace import CATEGORIES, WORKSPACE, Trace
+from traces.records.trace import CATEGORIES, VIEW, WORKSPACE, Trace
 
 
 def run(facts: Facts, schedule: Schedule) -> Timeline:
@@ -26,6 +28,7 @@ def run(facts: Facts, schedule: Schedule) -> Timeline:
     ops, nbytes = trace.ops, trace.storages.nbytes
     live = resident = trace.resident_bytes + rerun_workspace_bytes(facts, schedule)
     now = 0
+    waits = stalls(trace, schedule)
     start, duration, peaks, after = [], [], [], []
     for step, i in enumerate(schedule.op):
         taken = nbytes[schedule.takes[step]] if schedule.takes[step] >= 0 else 0
@@ -37,6 +40,7 @@ def run(facts: Facts, schedule: Schedule) -> Timeline:
         after.append(live)
         start.append(now)
         time_ns = 0 if schedule.recompute[step] and facts.is_view[i] else ops.time_ns[i]
+        time_ns += waits.get(step, 0)
         duration.append(time_ns)
         now += time_ns
     return Timeline(
@@ -48,6 +52,37 @@ def run(facts: Facts, schedule: Schedule) -> Timeline:
         live_bytes=tuple(after),
         resident_bytes=resident,
     )
+
+
+def stalls(trace: Trace, schedule: Schedule) -> dict[int, int]:
+    """How long steps wait before they run for copies to and from host memory (`core.transfers`), by step, in ns."""
+    ops, beside = trace.ops, trace.meta.device != "cpu"
+    if OFFLOAD not in ops.target:
+        return {}
+    now = out_free = in_free = 0
+    is_out: dict[int, int] = {}  # ticket -> when its copy is in host memory
+    is_in: dict[int, int] = {}  # value -> when its latest copy is back
+    waits: dict[int, int] = {}
+    for step, i in enumerate(schedule.op):
+        target, again, until = ops.target[i], schedule.recompute[step], now
+        if target == OFFLOAD:
+            out_free = is_out[ops.writes[i][0]] = max(now, out_free) + transfer_ns(trace, i)
+            until = until if beside else out_free
+        elif target == RELOAD and again:
+            in_free = is_in[ops.writes[i][0]] = max(now, in_free, is_out[ops.reads[i][0]]) + transfer_ns(
+                trace, i
+            )
+            until = until if beside else in_free
+        elif target == WAIT_OUT:
+            until = max(is_out.get(s, 0) for s in ops.reads[i])
+        elif target != PREFETCH and not ops.flags[i] & VIEW:
+            recipe = schedule.swapped[step]
+            read = (*ops.reads[i], recipe.payload) if recipe else ops.reads[i]
+            until = max((is_in.get(s, 0) for s in read), default=0)
+        if until > now:
+            waits[step], now = until - now, until
+        now += 0 if again and ops.flags[i] & VIEW else ops.time_ns[i]
+    return waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

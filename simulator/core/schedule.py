@@ -145,8 +145,9 @@ class _Building:
         self.facts, self.trace = facts, facts.trace
         sts = self.trace.storages
         n_st, self.forward_end = len(sts), facts.forward_end
-        self.saved = [w or p for w, p in zip(facts.saved_by_default, facts.pinned, strict=True)]
-        self.retained = [False] * n_st
+        self.retained = [s in facts.reloaded for s in range(n_st)]
+        saved = zip(facts.saved_by_default, facts.pinned, self.retained, strict=True)
+        self.saved = [(w or p) and not reloaded for w, p, reloaded in saved]
         self.reads, self.inputs = list(self.trace.ops.reads), list(self.trace.ops.inputs)
         self.swapped: dict[int, Recipe] = {}  # op -> by which it takes other values than in the trace
         self.evictions: dict[int, list[int]] = {}  # op -> storages that are absent once it has run

@@ -159,7 +159,7 @@ class Annealer:
         fixed = ev.most_resident_bytes + settled - np.array(ev.settled)
         ops["fixed_bytes"][:-1] = fixed
         storages["last_use"], storages["weight"], storages["best_weight"] = last_use, 1.0, 1.0
-        storages["may_stay"][list(self.problem.candidates)] = 1
+        storages["may_stay"][[*self.problem.candidates, *self.problem.reloaded]] = 1
         return Retaining(
             done=done,
             ops=ops,

@@ -206,6 +206,8 @@ class Search:
                 out.append(Action(storage=s, retain=retain, evict_after=after))
             elif self.is_candidate[s] and after:
                 out.append(Action(storage=s, recipe=SAVE, retain=retain, evict_after=after))
+            elif s in self.problem.reloaded and after:
+                out.append(Action(storage=s, retain=retain, evict_after=after))
             elif self.problem.saved_by_default[s] or self.problem.pinned[s]:
                 continue
             elif found.state.saved[s]:

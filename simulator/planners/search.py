@@ -108,13 +108,14 @@ def _anneal(
     walk = partial(
         annealer.run,
         clock=greedy.clock,
-        target_ns=good_enough_ns - greedy.trace.time_ns,
+        target_ns=good_enough_ns - ev.base_time_ns,
         ns_per_byte=bound.price_ns / bound.price_bytes,
     )
     best: Best | None
     if known:
         time_ns = greedy.trace.time_ns
-        near = _Near(added_ns=bound.added_time_ns + int(NEAR * time_ns), gain_ns=int(STALE * time_ns))
+        added_ns = bound.added_time_ns + time_ns - ev.base_time_ns
+        near = _Near(added_ns=added_ns + int(NEAR * time_ns), gain_ns=int(STALE * time_ns))
         best = _improve(greedy, annealer, walk, known, steps, near)
     else:
         best = _find(greedy, annealer, walk, steps)

@@ -11,6 +11,7 @@ stand for single values, the ranking of their kind in shares. Ignores: other com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from simulator.bounds.bound import Bound, bounder_of
 from simulator.core.limits import ALLOW, Levers
 from simulator.core.problem import Problem
 from simulator.core.rewrites import KINDS, LEVERS, exactness_of, rewritten_problem
+from simulator.core.transfers import OFFLOAD, WAIT_OUT
 from simulator.planners.outcome import Infeasible, percent
 from simulator.show.tables import Table, table
 from traces.errors import SpecError
@@ -50,8 +52,14 @@ class Changed:
 
     @property
     def least_ns(self) -> int:
-        """The step's time with the cheapest plan, at least."""
-        return self.problem.trace.time_ns + self.bound.added_time_ns
+        """The step's time with the cheapest plan, at least.
+
+        Recomputing in backward makes no copy of forward earlier, nor a step that waits for its copies shorter.
+        """
+        trace, saved = self.problem.trace, self.problem.saved.timeline
+        steps = zip(saved.op, saved.duration_ns, strict=True)
+        waits_ns = sum(ns for i, ns in steps if trace.ops.target[i] in (OFFLOAD, WAIT_OUT))
+        return max(saved.step_time_ns, trace.time_ns + waits_ns + self.bound.added_time_ns)
 
 
 def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:
@@ -70,7 +78,7 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
     out = [best]
     if problem.saved.timeline.peak_allocated_bytes <= budget_bytes:
         return out
-    for choices in _choices(offered(problem, levers)):
+    for choices in _choices(problem, levers):
         tried = [step((*best.rewrites, *choice)) for choice in choices]
         out += tried
         best = max((best, *tried), key=worth)  # of equals the first
@@ -78,13 +86,15 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
     return sorted(possible, key=lambda x: (x.least_ns, len(x.rewrites))) or out[:1]
 
 
-def _choices(offered: dict[str, list[Rewrite]]) -> Iterator[Sequence[tuple[Rewrite, ...]]]:
+def _choices(problem: Problem, levers: Levers) -> Iterator[Sequence[tuple[Rewrite, ...]]]:
     """What can be chosen one after the other: of each stretch the number of tiles, of other kinds how many."""
-    for rewrites in offered.values():
+    for kind, rewrites in offered(problem, levers).items():
         of_storage: dict[int, list[Rewrite]] = {}
         for r in rewrites:
             of_storage.setdefault(r.storage, []).append(r)
-        if any(r.number for r in rewrites):
+        if (of_kind := getattr(LEVERS[kind], "choices", None)) is not None:
+            yield list(of_kind(problem, rewrites, levers))
+        elif any(r.number for r in rewrites):
             yield from ([(r,) for r in numbers] for numbers in of_storage.values())
         else:
             yield [tuple(rewrites[: -(-len(rewrites) * k // SHARES)]) for k in range(1, SHARES + 1)]
@@ -98,7 +108,7 @@ def lowest_floor(problem: Problem, levers: Levers) -> int:
     """A peak that no plan can go below, with these levers or without; of combinations as `changed_steps`."""
     taken: tuple[Rewrite, ...] = ()
     least = _floor(problem, taken)
-    for choices in _choices(offered(problem, levers)):
+    for choices in _choices(problem, levers):
         lower, k = min((_floor(problem, (*taken, *choice)), k) for k, choice in enumerate(choices))
         if lower < least:
             least, taken = lower, (*taken, *choices[k])
@@ -273,9 +283,10 @@ def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study
     found: dict[str, tuple[Rewrite, ...]] = {}
     for kind in LEVERS:
         chosen: tuple[Rewrite, ...] = ()
-        for choices in _choices(offered(problem, Levers(allow="approximate", kinds=(kind,)))):
-            reached = [(_floor(problem, (*chosen, *c)), k) for k, c in enumerate(choices)]
-            chosen = (*chosen, *choices[min(reached)[1]])
+        with suppress(SpecError):  # nobody says how fast copies to host memory are
+            for choices in _choices(problem, Levers(allow="approximate", kinds=(kind,))):
+                reached = [(_floor(problem, (*chosen, *c)), k) for k, c in enumerate(choices)]
+                chosen = (*chosen, *choices[min(reached)[1]])
         if chosen:
             found[kind] = chosen
     groups = {RECOMPUTE_ALONE: ()} | found
@@ -304,10 +315,11 @@ def _floor(problem: Problem, rewrites: tuple[Rewrite, ...]) -> int:
 def _reach(problem: Problem, lever: str, rewrites: tuple[Rewrite, ...], budget_bytes: int | None) -> Reach:
     step = rewritten_problem(problem, rewrites)
     bound = None if budget_bytes is None else bounder_of(step).bound(budget_bytes)
-    added = step.trace.time_ns - problem.trace.time_ns
+    added = step.saved.timeline.step_time_ns - problem.trace.time_ns
     least = None
     if bound is not None and bound.feasible:
-        least = percent(added + bound.added_time_ns, problem.trace.time_ns)
+        least_ns = Changed(rewrites=rewrites, problem=step, bound=bound).least_ns
+        least = percent(least_ns - problem.trace.time_ns, problem.trace.time_ns)
     return Reach(
         lever=lever,
         exactness=exactness_of(rewrites),

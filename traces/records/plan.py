@@ -86,6 +86,15 @@ class Rewrite:
     number: int = 0  # how many tiles; 0: the kind takes no number
     error: float | None = None  # of the step's whole gradient, relative L2; None: not measured
     op: str = ""  # label: the producing op's name, for people
+    # Of a copy to host memory: the op of forward before which it must be complete, the op of backward before which it
+    # begins to come back, and how fast either way goes.
+    out_before: str = ""
+    in_before: str = ""
+    bytes_per_s: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        of_copies = ("out_before", "in_before", "bytes_per_s")
+        return {k: v for k, v in to_json(self).items() if v or k not in of_copies}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +164,7 @@ class Plan(JsonRecord):
             "constraints": dict(self.constraints),
             "seal": self.seal,
             "actions": [a.to_json() for a in self.actions],
-            **({"rewrites": to_json(self.rewrites)} if self.rewrites else {}),
+            **({"rewrites": [r.to_json() for r in self.rewrites]} if self.rewrites else {}),
         }
 
     def sealed(self) -> Plan:

@@ -197,7 +197,7 @@ class TraceMeta:
     versions: dict[str, str] = field(default_factory=dict)
     alloc_conf: str = ""
     # Of older traces, by a roofline of measured rates: what ops reached (`float32_flops_per_s`, ..., `bytes_per_s`),
-    # and `op_ns`, the least that an op took.
+    # and `op_ns`, the least that an op took. Of a step that copies to host memory `host_bytes_per_s`.
     rates: dict[str, int] = field(default_factory=dict)
     threads: int = 0  # with which ops or rates were measured on the CPU; 0: they were not, or not told
     grad_outputs: tuple[int, ...] = ()  # flat indices of the model outputs that receive a gradient

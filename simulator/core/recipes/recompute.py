@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def offer(facts: Facts) -> Iterator[Recipe]:
     """A recipe for each candidate, and for each value that only chains read."""
-    candidates = frozenset(facts.candidates)
+    candidates = facts.reloaded.union(facts.candidates)
     for s, producer in enumerate(facts.trace.storages.producer):
         if facts.recompute_only[s] or s in candidates:
             yield Recipe(kind=RECOMPUTE, storage=s, restore=(producer,))

@@ -3,7 +3,8 @@ some.
 
 A lever is a module with `offer(facts)`, which yields rewrites; `edit(editing, rewrite)`, which changes the trace as the
 executor's emitter of the same name (`executor.emit.KIND`) changes the graph; and `EXACTNESS`, one of
-`traces.records.plan.EXACTNESS`. `LEVERS` has them by name; `pack` stands there once for each of its formats.
+`traces.records.plan.EXACTNESS`; maybe `choices(facts, rewrites, levers)`, the sets of what it offers that are worth a
+plan. `LEVERS` has them by name; `pack` stands there once for each of its formats.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from simulator.core.problem import Problem
-from simulator.core.rewrites import invert, pack, tile
+from simulator.core.rewrites import invert, offload, pack, tile
 from simulator.core.rewrites.edit import Editing
 from traces.errors import PlanError
 from traces.records.plan import EXACTNESS, Rewrite
 from traces.records.trace import Trace
 
 KINDS: Final[dict[str, Any]] = {"tile": tile}  # that planners take by themselves
-LEVERS: Final[dict[str, Any]] = KINDS | {"invert": invert} | pack.LEVERS  # and those that must be named
+LEVERS: Final[dict[str, Any]] = (
+    KINDS | {"invert": invert} | pack.LEVERS | {"offload": offload}
+)  # and those that must be named
 
 
 def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:

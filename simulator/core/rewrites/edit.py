@@ -87,6 +87,7 @@ class Editing:
             value.producer = self.op[sts.producer[s]] if sts.producer[s] >= 0 else None
             value.hold = self.op[sts.hold[s]] if sts.hold[s] >= 0 else None
         self.order, self.values = list(self.op), list(self.value)
+        self.rates = dict(trace.meta.rates)
         self._instead: dict[Op, Op] = {}  # what was taken out -> what stands there now
 
     def insert(self, new: Op, place: Op, *, after: bool = False) -> None:
@@ -94,10 +95,11 @@ class Editing:
         k = self.order.index(place) + after
         self.order.insert(k, new)
         new.at = place.at
-        later = set(map(id, self.order[k + 1 :]))
-        graph = [v.producer is not None and id(v.producer) in later for v in self.values]
-        first = graph.index(True) if any(graph) else len(graph)
         made = [v for v in new.writes if v.producer is None and v not in self.value]
+        if not made:
+            return
+        later = set(self.order[k + 1 :])
+        first = next((n for n, v in enumerate(self.values) if v.producer in later), len(self.values))
         for value in made:
             value.producer = new
         self.values[first:first] = made
@@ -169,5 +171,6 @@ class Editing:
             structure_fingerprint=fingerprint(ops, storages, sizes=False, eager=False),
             fingerprint=fingerprint(ops, storages),
             stretches=(),
+            rates=self.rates,
             untouched_peak_bytes=0,
         )

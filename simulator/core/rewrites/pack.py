@@ -56,7 +56,7 @@ class Lever:
         if why := _reason(trace, s, self.format) if known else "there is none":
             name = f"storage {s} ({rewrite.op})" if rewrite.op else f"storage {s}"
             raise PlanError(f"{name} cannot be packed as {self.format}: {why}.")
-        _Packing(editing, editing.value[s], self.format).edit()
+        Packing(editing, editing.value[s], self.format).edit()
 
 
 LEVERS: Final = {name: Lever(format=name) for name in FORMATS}
@@ -114,15 +114,10 @@ def _positions(trace: Trace, s: int) -> int:
 def _reason(trace: Trace, s: int, format: str) -> str:
     """Why a storage cannot be packed; "": it can."""
     ops, sts, made_by = trace.ops, trace.storages, trace.storages.producer[s]
-    made = made_by >= 0 and ops.phase[made_by] == FORWARD and not ops.flags[made_by] & EAGER
-    if not made or sts.last_backward_use[s] < 0:
-        return "it is not made in forward and read in backward"
-    if sts.hold[s] >= 0:
-        return "code outside the captured graph holds it"
+    if why := needed(trace, s):
+        return why
     if sts.dtype[s] not in FORMATS[format].dtypes:
         return f"it is of {sts.dtype[s]}"
-    if sts.nbytes[s] != math.prod(sts.shape[s]) * ITEM_BYTES[sts.dtype[s]]:
-        return "its memory has gaps"
     if FORMATS[format].of_activations and isinstance(why := activation_of(trace, s), str):
         return why
     if format in HOLDS and _positions(trace, s) > HOLDS[format]:
@@ -131,6 +126,19 @@ def _reason(trace: Trace, s: int, format: str) -> str:
     largest = max(sts.nbytes[x] for x in ops.writes[made_by])
     if not FORMATS[format].exact and (sts.nbytes[s] < largest or sts.shape[s][-1:] in ((), (1,))):
         return "it is statistics of rows"
+    return ""
+
+
+def needed(trace: Trace, s: int) -> str:
+    """Why nothing else can take a storage's place in the captured graph; "": something can."""
+    ops, sts, made_by = trace.ops, trace.storages, trace.storages.producer[s]
+    made = made_by >= 0 and ops.phase[made_by] == FORWARD and not ops.flags[made_by] & EAGER
+    if not made or sts.last_backward_use[s] < 0:
+        return "it is not made in forward and read in backward"
+    if sts.hold[s] >= 0:
+        return "code outside the captured graph holds it"
+    if sts.nbytes[s] != math.prod(sts.shape[s]) * ITEM_BYTES.get(sts.dtype[s], 0):
+        return f"it is of {sts.dtype[s]}, or its memory has gaps"
     for i in range(made_by + 1, max(sts.last_forward_use[s], sts.last_backward_use[s]) + 1):
         if s in ops.writes[i]:
             return f"{ops.name[i]} overwrites it"
@@ -141,8 +149,8 @@ def _reason(trace: Trace, s: int, format: str) -> str:
     return ""
 
 
-class _Packing:
-    """One value as it is packed."""
+class Packing:
+    """One value as another takes its place."""
 
     def __init__(self, editing: Editing, value: Value, format: str) -> None:
         self.editing, self.value, self.format = editing, value, format
@@ -170,11 +178,11 @@ class _Packing:
             view = replace(op, name=f"{op.name}_unpacked", phase=BACKWARD)
             editing.insert(view, behind, after=True)
             instead[op] = behind = view
-        self._redirect([x for x in instead.values() if x is not unpack] + backward, instead, unpack.writes[0])
+        self.redirect([x for x in instead.values() if x is not unpack] + backward, instead, unpack.writes[0])
         if at_once:
             unpack = self._unpack(pack, FORWARD)
             editing.insert(unpack, pack, after=True)
-            self._redirect(forward, {self.made_by: unpack}, unpack.writes[0])
+            self.redirect(forward, {self.made_by: unpack}, unpack.writes[0])
 
     def _pack(self) -> Op:
         rule, n, value = FORMATS[self.format], self.elements, self.value
@@ -216,7 +224,7 @@ class _Packing:
             bytes_moved=moved,
         )
 
-    def _redirect(self, ops: Iterable[Op], instead: dict[Op, Op], value: Value) -> None:
+    def redirect(self, ops: Iterable[Op], instead: dict[Op, Op], value: Value) -> None:
         """Let ops take other ops' values where they take this one's, and read what is behind those."""
         for op in ops:
             inputs: list[Op] = []

@@ -1,0 +1,98 @@
+"""Values in host memory: the executor runs the simulated step, equal in every bit, in the predicted bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from executor.measure import Job  # noqa: E402
+from executor.verify import verify  # noqa: E402
+from simulator.core.limits import Levers  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from simulator.core.rewrites import exactness_of, offload, rewritten_problem  # noqa: E402
+from simulator.planners import plan_with  # noqa: E402
+from tests.torch import small_nets  # noqa: E402
+from tests.torch.conftest import Measurer  # noqa: E402
+from tests.torch.steps import recorded  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from traces.records.plan import EXACT, Plan, Rewrite  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
+
+
+class Block(nn.Module):
+    """Layer norms, which make three values each, heads taken apart by views, dropout, and a sum that waits long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(128), nn.LayerNorm(128)
+        self.qkv, self.out = nn.Linear(128, 384), nn.Linear(128, 128)
+        self.up, self.down, self.drop = nn.Linear(128, 512), nn.Linear(512, 128), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (4, 32)).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
+        mixed = self.drop((q @ k.transpose(-1, -2) / 6).softmax(-1)) @ v
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.drop(self.down(functional.gelu(self.up(self.second(x)))))
+
+
+def net() -> small_nets.Built:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(128, 8))
+    batch = torch.randn(8, 256, 128), torch.randint(8, (8, 256))
+
+    def loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(y.flatten(0, 1), target.flatten())
+
+    return model, batch, loss, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+SPEC = f"{Path(__file__).resolve()}:net"
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return recorded(load_spec(SPEC, {})).finish()
+
+
+@pytest.fixture(scope="module")
+def rewrites(trace: Trace) -> tuple[Rewrite, ...]:
+    return tuple(offload.offer(trace, Levers(host_bytes_per_s=10**10)))
+
+
+def test_it_is_equal_in_every_bit_over_some_steps(trace: Trace, rewrites: tuple[Rewrite, ...]) -> None:
+    assert len(rewrites) > 20
+    assert exactness_of(rewrites) == EXACT
+    assert verify(load_spec(SPEC, {}), Plan(meta=trace.meta, rewrites=rewrites), steps=3).bit_equal
+
+
+def test_what_is_recomputed_from_copies_is_equal_in_every_bit(
+    trace: Trace, rewrites: tuple[Rewrite, ...]
+) -> None:
+    """Each second value waits in host memory; the others are recomputed, from those."""
+    problem = rewritten_problem(Problem(trace), rewrites[::2])
+    made = plan_with("search", problem, int(1.05 * problem.floor.peak_bytes))
+    schedule = problem.replay(made.actions).schedule
+    again = [problem.trace.ops.target[i] for i in schedule.recomputed_ops]
+    assert len(made.recomputed) > 5
+    plan = Plan(meta=trace.meta, rewrites=rewrites[::2], actions=made.actions)
+    assert again.count("lowtide.reload.default") >= len(rewrites[::2])
+    assert verify(load_spec(SPEC, {}), plan, steps=2).bit_equal
+
+
+@pytest.mark.slow
+def test_the_measured_peak_is_the_predicted_one(
+    trace: Trace, rewrites: tuple[Rewrite, ...], measurer: Measurer, tmp_path: Path
+) -> None:
+    """Host memory is none of torch's, so what is measured is what a device would need."""
+    plan = Plan(meta=trace.meta, rewrites=rewrites)
+    predicted = rewritten_problem(Problem(trace), rewrites).saved.timeline.peak_allocated_bytes
+    assert predicted < 0.6 * Problem(trace).saved.timeline.peak_allocated_bytes
+    path = str(plan.save(tmp_path / "plan.json"))
+    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
+    assert max(measurer.peaks(job)[2:]) == predicted
