@@ -41,7 +41,7 @@ def offload(x: torch.Tensor) -> torch.Tensor:
         host = torch.from_numpy(np.empty(len(given), np.uint8))
         host.copy_(given)
     ticket = new_ticket(x)
-    ticket.lowtide = _Copy(host=host, here=x, is_out=event)  # type: ignore[attr-defined]
+    ticket.lowtide = _Copy(host=host, here=x, is_out=event)
     return ticket
 
 
@@ -55,13 +55,13 @@ def reload(
     ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """The value of a ticket: at first what is there, later as it comes back."""
-    copy: _Copy = ticket.lowtide  # type: ignore[attr-defined]
+    copy: _Copy = ticket.lowtide
     x, copy.here = copy.here, None
     if x is not None:
         return x
     out = new_value(ticket, size, stride, dtype)
     if out.is_cuda:
-        out.lowtide = _beside(_bytes(out), copy.host, "in")  # type: ignore[attr-defined]
+        out.lowtide = _beside(_bytes(out), copy.host, "in")
     else:
         _bytes(out).copy_(copy.host)
     return out
@@ -77,7 +77,7 @@ def new_value(
 @torch.library.custom_op("lowtide::wait_out", mutates_args=())
 def wait_out(x: torch.Tensor, ticket: torch.Tensor) -> None:
     """Let what runs from here on wait until the value's copy is in host memory."""
-    _wait(ticket.lowtide.is_out)  # type: ignore[attr-defined]
+    _wait(ticket.lowtide.is_out)
 
 
 @torch.library.custom_op("lowtide::prefetch", mutates_args=())

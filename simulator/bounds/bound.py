@@ -41,7 +41,7 @@ Each instant is a valid bound alone; the best of those looked at is reported, an
 how tight it is, not whether it holds.
 
 Assumed of a plan, and true of all that `schedule.build` makes: ops run first in the order of the trace, only ops of
-forward run again, and nothing is copied elsewhere. A plan that reorders or offloads is not bound by this.
+forward run again. A plan that reorders is not bound by this. What waits in host memory comes back at no time here.
 
 From the best instant the bound goes on to what must run again more than once, because little can be in memory at a
 time: `bounds.working_sets`.

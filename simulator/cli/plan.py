@@ -160,7 +160,7 @@ def summary(found: Answer, output: Path | None) -> str:
     ]
     if plan.changes:
         added = show_percent(c.overhead_percent, signed=True)
-        lines += [f"rewrite {line}" for line in rewrites_in_words(plan)]
+        lines += [f"rewrite {line}" for line in rewrites_in_words(c.trace, plan)]
         lines += [
             f"time    {show_time(before.step_time_ns)} -> {show_time(after.step_time_ns)} ({added})",
             f"plan    {plan.planner}: {len(plan.recomputed)} values recomputed by {after.recomputed_ops} op "

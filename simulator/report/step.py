@@ -174,7 +174,7 @@ def headline(c: Prediction, asked: Prediction) -> tuple[Block, ...]:
         figures.append(Figure(f"Fits {fit.device.name}", value, left, tone))
     return (
         Figures(tuple(figures)),
-        *(Text(f"The step is changed, {line}.", "note") for line in rewrites_in_words(c.plan)),
+        *(Text(f"The step is changed, {line}.", "note") for line in rewrites_in_words(c.trace, c.plan)),
         Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
         *warned(texts_beside_untouched(c)),
         peaks_table(c, asked, caption=PEAKS),

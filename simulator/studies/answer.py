@@ -9,6 +9,7 @@ from simulator.allocator.device_fit import DeviceFit
 from simulator.bounds.bound import Bound
 from simulator.core.replay import Replay, peak_by_category
 from simulator.planners.outcome import Infeasible
+from simulator.studies.levers import host_bytes
 from simulator.studies.loop_peaks import planned_peaks, untouched_peaks
 from simulator.studies.prediction import Prediction
 from simulator.studies.shapes import OverShapes
@@ -65,7 +66,9 @@ class Answer:
 def _rewritten(c: Prediction) -> dict[str, Any]:
     """How the step itself is changed, and what that means for its gradients; nothing where it is not."""
     rewrites = [{"kind": r.kind, "op": r.op, "number": r.number, "error": r.error} for r in c.plan.rewrites]
-    return {"rewrites": rewrites, "exactness": c.plan.exactness} if rewrites else {}
+    copied = host_bytes(c.trace, c.plan)
+    told = {"rewrites": rewrites, "exactness": c.plan.exactness} if rewrites else {}
+    return told | ({"host_bytes": copied} if copied else {})
 
 
 def _placed(c: Prediction) -> dict[str, Any]:

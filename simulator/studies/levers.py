@@ -25,6 +25,7 @@ from simulator.show.tables import Table, table
 from traces.errors import SpecError
 from traces.files.json_records import to_json
 from traces.records.plan import APPROXIMATE, EXACT, EXACTNESS, FP, Plan, Rewrite
+from traces.records.trace import Trace
 from traces.units import show_bytes
 
 
@@ -193,7 +194,12 @@ def _of(problem: Problem, plan: Plan, rewrites: tuple[Rewrite, ...]) -> Plan:
     return replace(plan, meta=meta, rewrites=named, exactness=exactness_of(named))
 
 
-def rewrites_in_words(plan: Plan) -> list[str]:
+def host_bytes(trace: Trace, plan: Plan) -> int:
+    """What waits in host memory at most: all that is copied there, when forward ends."""
+    return sum(trace.storages.nbytes[r.storage] for r in plan.rewrites if r.bytes_per_s)
+
+
+def rewrites_in_words(trace: Trace, plan: Plan) -> list[str]:
     """How the step is changed, a line a kind."""
     by_kind: dict[str, list[Rewrite]] = {}
     for r in plan.rewrites:
@@ -206,7 +212,8 @@ def rewrites_in_words(plan: Plan) -> list[str]:
         )
         errors = [r.error for r in rewrites if r.error is not None]
         error = f"; relative error of the gradient {max(errors):.1e}" if errors else ""
-        lines.append(f"{kind}: {of}{error}")
+        copied = f", {show_bytes(host_bytes(trace, plan))} in host memory" if rewrites[0].bytes_per_s else ""
+        lines.append(f"{kind}: {of}{copied}{error}")
     return lines
 
 

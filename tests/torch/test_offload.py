@@ -21,6 +21,7 @@ from tests.torch import small_nets  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
 from traces.records.plan import EXACT, Plan, Rewrite  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 
@@ -57,7 +58,8 @@ SPEC = f"{Path(__file__).resolve()}:net"
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return recorded(load_spec(SPEC, {})).finish()
+    spec = load_spec(SPEC, {})
+    return measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
 
 
 @pytest.fixture(scope="module")
