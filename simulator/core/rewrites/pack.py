@@ -114,8 +114,8 @@ def _positions(trace: Trace, s: int) -> int:
 def _reason(trace: Trace, s: int, format: str) -> str:
     """Why a storage cannot be packed; "": it can."""
     ops, sts, made_by = trace.ops, trace.storages, trace.storages.producer[s]
-    if why := needed(trace, s):
-        return why
+    if reason := needed(trace, s):
+        return reason
     if sts.dtype[s] not in FORMATS[format].dtypes:
         return f"it is of {sts.dtype[s]}"
     if FORMATS[format].of_activations and isinstance(why := activation_of(trace, s), str):
