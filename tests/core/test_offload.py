@@ -8,6 +8,7 @@ from itertools import chain, combinations, product
 
 import pytest
 
+from simulator.bounds.bound import bounder_of
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
@@ -217,7 +218,7 @@ def test_plans_lie_between_the_bound_and_the_plan_without_and_near_the_best_ther
         t = random_step(seed)
         problem = Problem(t)
         saved = problem.saved.timeline.peak_allocated_bytes
-        budget = (9 * problem.floor.peak_bytes + 11 * saved) // 20
+        budget = (9 * bounder_of(problem).floor.peak_bytes + 11 * saved) // 20
         found = offered(t)
         times = []
         for chosen in subsets([r.storage for r in found]):

@@ -13,7 +13,7 @@ from torch.nn import functional  # noqa: E402
 
 from executor.measure import Job  # noqa: E402
 from executor.verify import verify  # noqa: E402
-from simulator.core.limits import Levers  # noqa: E402
+from simulator.bounds.bound import bounder_of  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.rewrites import exactness_of, offload, rewritten_problem  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
@@ -64,7 +64,7 @@ def trace() -> Trace:
 
 @pytest.fixture(scope="module")
 def rewrites(trace: Trace) -> tuple[Rewrite, ...]:
-    return tuple(offload.offer(trace, Levers(host_bytes_per_s=10**10)))
+    return tuple(offload.offer(Problem(trace)))
 
 
 def test_it_is_equal_in_every_bit_over_some_steps(trace: Trace, rewrites: tuple[Rewrite, ...]) -> None:
@@ -78,7 +78,7 @@ def test_what_is_recomputed_from_copies_is_equal_in_every_bit(
 ) -> None:
     """Each second value waits in host memory; the others are recomputed, from those."""
     problem = rewritten_problem(Problem(trace), rewrites[::2])
-    made = plan_with("search", problem, int(1.05 * problem.floor.peak_bytes))
+    made = plan_with("search", problem, int(1.05 * bounder_of(problem).floor.peak_bytes))
     schedule = problem.replay(made.actions).schedule
     again = [problem.trace.ops.target[i] for i in schedule.recomputed_ops]
     assert len(made.recomputed) > 5
