@@ -43,47 +43,65 @@ class Entrant:
     peer: bool = False  # another system's plan, imported
 
 
-def asked_of(problem: Problem, setting: Setting) -> dict[str, Any]:
-    """What every answer about many plans of one trace begins with, behind the trace's name."""
-    meta, device = problem.trace.meta, setting.device
-    return {
-        "model": meta.model,
-        "batch_size": meta.batch_size,
-        "target": meta.target,
-        "fingerprint": meta.fingerprint,
-        "alloc_conf": setting.alloc_conf,
-        "device": None if device is None else device.to_json(),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ManyPlans:
+    """What answers about many plans of one trace have in common: the step, and what each plan is judged under."""
 
+    problem: Problem  # with the constraints of the plans
+    trace_name: str
+    setting: Setting
 
-def fit_of(problem: Problem, replay: Replay, setting: Setting) -> DeviceFit:
-    """What a plan needs of the device, without a look at torch's defaults."""
-    return device_fit(problem, replay, replace(setting, asked=False))
+    @property
+    def trace(self) -> Trace:
+        return self.problem.trace
 
+    @property
+    def saved(self) -> Replay:
+        """The step with everything saved."""
+        return self.problem.unconstrained.saved
 
-def figures_of(problem: Problem, replay: Replay, setting: Setting) -> dict[str, Any]:
-    """What a plan comes to, by the names that it has in every answer."""
-    timeline, base_ns = replay.timeline, problem.unconstrained.saved.timeline.step_time_ns
-    fit = fit_of(problem, replay, setting)
-    return {
-        "peak_allocated_bytes": timeline.peak_allocated_bytes,
-        "peak_reserved_bytes": fit.figures().peak_reserved_bytes,
-        "step_time_ns": timeline.step_time_ns,
-        "overhead_percent": round(percent(timeline.step_time_ns - base_ns, base_ns), 4),
-        "recomputed_ops": timeline.recomputed_ops,
-        "fits": fit.fits,
-    }
+    def fit(self, replay: Replay) -> DeviceFit:
+        """What a plan needs of the device, without a look at torch's defaults."""
+        return device_fit(self.problem, replay, replace(self.setting, asked=False))
+
+    def figures(self, replay: Replay) -> dict[str, Any]:
+        """What a plan comes to, by the names that it has in every answer."""
+        timeline, base_ns = replay.timeline, self.problem.unconstrained.saved.timeline.step_time_ns
+        fit = self.fit(replay)
+        return {
+            "peak_allocated_bytes": timeline.peak_allocated_bytes,
+            "peak_reserved_bytes": fit.figures().peak_reserved_bytes,
+            "step_time_ns": timeline.step_time_ns,
+            "overhead_percent": round(percent(timeline.step_time_ns - base_ns, base_ns), 4),
+            "recomputed_ops": timeline.recomputed_ops,
+            "fits": fit.fits,
+        }
+
+    def asked(self) -> dict[str, Any]:
+        """What the JSON begins with."""
+        meta, device = self.trace.meta, self.setting.device
+        return {
+            "trace": self.trace_name,
+            "model": meta.model,
+            "batch_size": meta.batch_size,
+            "target": meta.target,
+            "fingerprint": meta.fingerprint,
+            "alloc_conf": self.setting.alloc_conf,
+            "device": None if device is None else device.to_json(),
+        }
+
+    def told(self) -> dict[str, Any]:
+        """The step with everything saved, and what must be said beside every figure."""
+        baseline = self.fit(self.saved).figures(self.saved.timeline.step_time_ns)
+        return {"baseline": baseline.headline(), "warnings": texts_of(self.problem)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Comparison:
+class Comparison(ManyPlans):
     """One trace and one budget under several planners."""
 
-    problem: Problem  # what the bound assumes of a plan, beside the budget, are its constraints
-    trace_name: str
     budget_bytes: int
-    bound: Bound
-    setting: Setting
+    bound: Bound  # of the constrained problem
     entrants: tuple[Entrant, ...] = ()
 
     def __repr__(self) -> str:
@@ -113,15 +131,6 @@ class Comparison:
             "Solve times are of this machine.",
         )
 
-    @property
-    def trace(self) -> Trace:
-        return self.problem.trace
-
-    @property
-    def saved(self) -> Replay:
-        """The step with everything saved."""
-        return self.problem.unconstrained.saved
-
     def with_entrants(self, entrants: Iterable[Entrant]) -> Comparison:
         """The same with more rows."""
         return replace(self, entrants=(*self.entrants, *entrants))
@@ -148,20 +157,19 @@ class Comparison:
             gap_points=self.bound.gap_points(*times) if feasible else None,
             message=message,
             peer=peer,
-            **figures_of(self.problem, replay, self.setting),
+            **self.figures(replay),
         )
 
     def to_json(self) -> dict[str, Any]:
         """What `simulate compare --json` prints."""
-        bound, saved = self.bound.to_json(), fit_of(self.problem, self.saved, self.setting)
+        bound, told = self.bound.to_json(), self.told()
         return {
-            "trace": self.trace_name,
-            **asked_of(self.problem, self.setting),
+            **self.asked(),
             "budget_bytes": self.budget_bytes,
             "feasible": any(e.feasible for e in self.entrants),
-            "baseline": saved.figures(self.saved.timeline.step_time_ns).headline(),
+            "baseline": told["baseline"],
             "bound": {k: bound[k] for k in ("overhead_percent", "added_time_ns", "feasible", "reason")},
-            "warnings": texts_of(self.problem),
+            "warnings": told["warnings"],
             "planners": [asdict(e) for e in self.entrants],
         }
 

@@ -21,12 +21,9 @@ from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.show import notebook
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
-from simulator.studies.comparison import asked_of, figures_of, fit_of
-from simulator.studies.warnings import texts_of
+from simulator.studies.comparison import ManyPlans
 from traces.errors import UnfinishedError
-from traces.records.measurement import RunFigures
 from traces.records.plan import Plan
-from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent, show_time
 
 GIB: Final = 2**30
@@ -56,18 +53,14 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Front:
+class Front(ManyPlans):
     """All points, by rising budget; the last is the peak with everything saved."""
 
-    problem: Problem
-    trace_name: str
     planner: str
-    setting: Setting
-    baseline: RunFigures  # of the step with everything saved
     floor_bytes: int  # no plan can go below
-    points: tuple[Point, ...]
-    solve_seconds: float
-    plans: tuple[Plan | None, ...]  # by point
+    points: tuple[Point, ...] = ()
+    solve_seconds: float = 0.0
+    plans: tuple[Plan | None, ...] = ()  # by point
 
     def __repr__(self) -> str:
         fitting = [p for p in self.points if p.feasible]
@@ -87,12 +80,8 @@ class Front:
         return notebook.framed(head, self.table(), picture)
 
     @property
-    def trace(self) -> Trace:
-        return self.problem.trace
-
-    @property
     def saved(self) -> Replay:
-        """The step with everything saved."""
+        """The step with everything saved, and what constraints save beside."""
         return self.problem.saved
 
     def table(self) -> Table:
@@ -138,12 +127,10 @@ class Front:
         """What `simulate pareto --json` prints."""
         reached = [p.peak_allocated_bytes for p in self.points if p.peak_allocated_bytes is not None]
         return {
-            "trace": self.trace_name,
-            **asked_of(self.problem, self.setting),
+            **self.asked(),
             "planner": self.planner,
             "solve_seconds": round(self.solve_seconds, 3),
-            "baseline": self.baseline.headline(),
-            "warnings": texts_of(self.problem),
+            **self.told(),
             "floor_bytes": self.floor_bytes,
             "smallest_peak_bytes": min(reached, default=None),
             "points": [asdict(p) for p in self.points],
@@ -186,8 +173,9 @@ def pareto(
         SpecError: the planner cannot plan this trace at all.
     """
     start = time.perf_counter()
-    saved = problem.saved
-    least, most = bounder_of(problem).close_floor.peak_bytes, saved.timeline.peak_allocated_bytes
+    least, saved = bounder_of(problem).close_floor.peak_bytes, problem.saved
+    most = saved.timeline.peak_allocated_bytes
+    front = Front(problem=problem, trace_name=trace_name, setting=setting, planner=planner, floor_bytes=least)
     budgets = sorted({least + (most - least) * k // (points - 1) for k in range(points)})
     clock = limits.clock()
     made: dict[int, Pick | Infeasible | UnfinishedError] = {}
@@ -212,7 +200,7 @@ def pareto(
     chosen = cheapest(budgets, [p for p in made.values() if isinstance(p, Pick)])
     # What is the same for all budgets that share a plan, by where that was made.
     known = {p.made_for_bytes: p for p in chosen if p is not None}
-    figures = {budget: figures_of(problem, p.replay, setting) for budget, p in known.items()}
+    figures = {budget: front.figures(p.replay) for budget, p in known.items()}
     rows = []
     for budget, pick, bound in zip(budgets, chosen, bound_curve(problem, budgets), strict=True):
         result = made[budget]
@@ -234,13 +222,8 @@ def pareto(
                 **({} if pick is None else figures[pick.made_for_bytes]),
             )
         )
-    return Front(
-        problem=problem,
-        trace_name=trace_name,
-        planner=planner,
-        setting=setting,
-        baseline=fit_of(problem, saved, setting).figures(saved.timeline.step_time_ns),
-        floor_bytes=least,
+    return replace(
+        front,
         points=_priced(rows),
         solve_seconds=time.perf_counter() - start,
         plans=tuple(None if pick is None else pick.plan for pick in chosen),
