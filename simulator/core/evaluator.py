@@ -241,25 +241,13 @@ class Evaluator:
         starts, ids = pack_lists(self.needs, self.reads, self.creates, [made])
         ops["needs_at"], ops["reads_at"], ops["creates_at"], (made_at, _) = starts
         ops["rerun_bytes"][:forward] = self.rerun_bytes
-        of_op = {
-            "time_ns": self.time_ns,
-            "overwrites": self.overwrites,
-            "id": self.op_id,
-            "may_rerun": self.may_rerun,
-        }
-        for name, column in of_op.items():
-            ops[name][:n_op] = column
-        of_storage = {
-            "nbytes": self.nbytes,
-            "producer": np.array(self.producer, np.int32).astype(np.uint32),
-            "last_forward": self.last_forward,
-            "last_backward": self.last_backward_use,
-            "hold": self.hold,
-            "hold_after": self.hold_after,
-            "forward_take": self.forward_take,
-        }
-        for name, column in of_storage.items():
-            storages[name] = column
+        ops["id"][:n_op] = self.op_id
+        for name in ("time_ns", "overwrites", "may_rerun"):
+            ops[name][:n_op] = getattr(self, name)
+        storages["producer"] = np.array(self.producer, np.int32).astype(np.uint32)
+        storages["last_backward"] = self.last_backward_use
+        for name in ("nbytes", "last_forward", "hold", "hold_after", "forward_take"):
+            storages[name] = getattr(self, name)
         self.facts = Packed(
             forward=forward,
             resident_bytes=self.resident_bytes,
