@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pprint import pformat
 from typing import Any, Final
 
-from executor.matching import draft_of
 from simulator.core.problem import Problem
 from simulator.planners.segments import block_paths
 from simulator.studies.torch_budget import plans
+from tracer.record.step import recorded_again
 from traces.errors import PlanError
 from traces.records.plan import Plan
 from traces.records.saved_sets import SavedSets
@@ -97,7 +97,7 @@ def exports(plan: Plan, model: str = "", device: str = "cpu", *, torch_budget: b
     Raises:
         PlanError: the model has no repeated blocks, is another than the plan's, or its step cannot be counted.
     """
-    draft = draft_of(plan, model, device)
+    draft = recorded_again(plan.meta, model, device)
     trace = draft.trace
     if trace.meta.graph_fingerprint != plan.meta.graph_fingerprint:
         raise PlanError("the model's graph is not the plan's; export a plan of this model as it is here.")

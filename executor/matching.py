@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from traces.alloc_conf import alloc_conf
 from traces.errors import EnvironmentProblem, PlanError
 from traces.records.plan import Plan
 from traces.records.trace import Trace, TraceMeta
-
-if TYPE_CHECKING:
-    from tracer.record.draft import Draft
 
 
 def check_alloc_conf(meta: TraceMeta, device: str) -> None:
@@ -95,24 +91,9 @@ def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Tr
                 "--trace out, and the step is recorded again."
             )
         return trace
-    return draft_of(plan, model, device).trace
+    from tracer.record.step import recorded_again
 
-
-def draft_of(plan: Plan, model: str, device: str) -> Draft:
-    """The step behind a plan, recorded again on fake tensors; the arguments are those of `trace_of`."""
-    from tracer.build.step import load_spec
-    from tracer.costs.profiles import board_of
-    from tracer.record.step import trace_step
-    from traces.devices import device as device_entry
-    from traces.errors import SpecError
-
-    try:
-        target = device_entry(board_of(plan.meta.target) or plan.meta.target)
-    except SpecError:
-        # A GPU that the device table lacks: its times are another's, which the page says; sizes do not depend on it.
-        target = device_entry("cpu" if device == "cpu" else "h200")
-    build = load_spec(model or plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)
-    return trace_step(build, target, device=device, graph=plan.meta.device)
+    return recorded_again(plan.meta, model, device).trace
 
 
 def check_figures(plan: Plan, recorded: Trace) -> None:

@@ -270,16 +270,13 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
 def _with_times(figures: RunFigures, ready: _Ready, job: Job, wait: Callable[[], None]) -> RunFigures:
     """The figures with the times of steps: of a plan in turns with the keep-all step, where that fits too."""
     keep_all = _fitting(ready.keep_all, limited=job.limit_bytes > 0)
+    beside: tuple[int, ...] = ()
     if keep_all is None:
         times = alone(ready.once, warmup=job.warmup, runs=job.runs, wait=wait)
-        return replace(figures, step_time_ns=int(statistics.median(times)), times_ns=times)
-    turns = in_turns(ready.once, keep_all, warmup=job.warmup, runs=job.runs, wait=wait)
-    return replace(
-        figures,
-        step_time_ns=int(statistics.median(turns.first_ns)),
-        times_ns=turns.first_ns,
-        keep_all_times_ns=turns.second_ns,
-    )
+    else:
+        times, beside = in_turns(ready.once, keep_all, warmup=job.warmup, runs=job.runs, wait=wait)
+    median = int(statistics.median(times))
+    return replace(figures, step_time_ns=median, times_ns=times, keep_all_times_ns=beside)
 
 
 def _fitting(make: Callable[[], Once] | None, *, limited: bool) -> Once | None:

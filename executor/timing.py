@@ -9,21 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 Step = Callable[[], object]
 Wait = Callable[[], object]
+Times = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
-    """Times of two steps that ran in turns: the k-th of each make a pair."""
-
-    first_ns: tuple[int, ...]
-    second_ns: tuple[int, ...]
-
-
-def alone(step: Step, *, warmup: int, runs: int, wait: Wait) -> tuple[int, ...]:
+def alone(step: Step, *, warmup: int, runs: int, wait: Wait) -> Times:
     """Time a step `runs` times, after `warmup` times.
 
     Args:
@@ -34,8 +26,9 @@ def alone(step: Step, *, warmup: int, runs: int, wait: Wait) -> tuple[int, ...]:
     return tuple(_timed(step, wait) for _ in range(runs))
 
 
-def in_turns(first: Step, second: Step, *, warmup: int, runs: int, wait: Wait) -> Turns:
-    """Time two steps in `runs` pairs, after `warmup` pairs; who begins a pair alternates."""
+def in_turns(first: Step, second: Step, *, warmup: int, runs: int, wait: Wait) -> tuple[Times, Times]:
+    """Time two steps in `runs` pairs, after `warmup` pairs; who begins a pair alternates. The k-th times of both make a
+    pair."""
     for _ in range(warmup):
         first()
         second()
@@ -43,7 +36,7 @@ def in_turns(first: Step, second: Step, *, warmup: int, runs: int, wait: Wait) -
     for k in range(runs):
         for which in (0, 1) if k % 2 == 0 else (1, 0):
             times[which].append(_timed((first, second)[which], wait))
-    return Turns(first_ns=tuple(times[0]), second_ns=tuple(times[1]))
+    return tuple(times[0]), tuple(times[1])
 
 
 def _timed(step: Step, wait: Wait) -> int:

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from executor.training import bypass
-from executor.training.module import PlannedModule, apply_plan, capture_now, engines_of
+from executor.training.module import apply_plan, apply_recorded
 from executor.training.planning import Say, Wanted, loss_of, on_stderr, plan_within, record
 from tracer.build.batch import SplitBatch
 from tracer.build.context import is_fake
@@ -41,20 +40,15 @@ class FirstBatch:
         Raises:
             BudgetError, SpecError, CaptureError, PlanError: as `executor.fit` and `apply_plan`.
         """
-        plan, step = self.plan, None
-        if self.wanted is not None:
-            call = SplitBatch(args=tuple(args), kwargs=kwargs, loss=self.loss or loss_of, loss_inputs=())
-            step = record(module, call, None, self.wanted)
-            plan = plan_within(step, self.wanted)
-            self.say(f"planned {type(module).__name__} from its first batch: {plan}")
-        assert plan is not None
-        planned = apply_plan(module, plan, in_place=True, on_mismatch=self.on_mismatch)
-        assert isinstance(planned, PlannedModule)
-        planned._lowtide.wanted = self.wanted
-        if step is not None:
-            engines_of(planned).unread = step.unread
-            if torch.is_autocast_cache_enabled():  # which it was captured with
-                capture_now(planned, args, kwargs, step.program)
+        if self.wanted is None:
+            assert self.plan is not None
+            apply_plan(module, self.plan, in_place=True, on_mismatch=self.on_mismatch)
+            return
+        call = SplitBatch(args=tuple(args), kwargs=kwargs, loss=self.loss or loss_of, loss_inputs=())
+        step = record(module, call, None, self.wanted)
+        plan = plan_within(step, self.wanted)
+        self.say(f"planned {type(module).__name__} from its first batch: {plan}")
+        apply_recorded(module, plan, step, self.wanted, in_place=True, on_mismatch=self.on_mismatch)
 
 
 class Awaiting(nn.Module):

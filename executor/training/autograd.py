@@ -178,10 +178,9 @@ class _Outputs(torch.autograd.Function):
             )
         passing: _Passing = ctx.passing
         captured = passing.engine.program.captured
-        holders = [n for n in captured.placeholders if "tangent_of" in n.meta]
         passing.tangents = [
             None if tangents[k] is None else fit_tangent(tangents[k], passing.engine.at_sizes(n.meta["val"]))
-            for k, n in zip(captured.grad_outputs, holders, strict=True)
+            for k, n in zip(captured.grad_outputs, captured.tangents, strict=True)
         ]
         return (
             None,

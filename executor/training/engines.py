@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import linecache
 import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final
@@ -29,11 +28,12 @@ from executor.training.unreached import without
 from simulator.core.problem import Problem
 from simulator.core.replay import replay
 from simulator.core.schedule import build
-from tracer.capture.capture import Captured, capture
+from tracer.capture.capture import Captured, capture, only_these
 from tracer.capture.sizes import Known, Layout, Sizes, at, number, symbolic, with_numbers
 from tracer.precision.policy import Autocast
 from tracer.record.one_graph import check_same
 from tracer.record.program import Program, program_of
+from tracer.record.rows import shared_groups, storage_key
 from tracer.record.sketch import ops_of, sketch
 from tracer.torch_api import CAPTURING, generated_code, inside_torch_func, pytree
 from traces.errors import CaptureError, PlanError
@@ -43,7 +43,6 @@ from traces.records.trace import TraceMeta
 MOST: Final = 64  # engines of one model, of which each takes megabytes
 MOST_PARTIAL: Final = 8  # backwards of one engine that leave out some outputs
 OFTEN: Final = 4  # captures after which it is said what causes them
-OF_MODULES: Final = frozenset(vars(nn.Module()))  # the attributes that torch gives every module
 
 
 @dataclass(slots=True)
@@ -78,8 +77,8 @@ class Engine:
             return self.rewritten.backward
         key = missing, self.numbers
         if key not in self.partial:
-            holders = [n.name for n in self.program.captured.placeholders if "tangent_of" in n.meta]
-            absent = frozenset(n for n, gone in zip(holders, missing, strict=True) if gone)
+            holders = zip(self.program.captured.tangents, missing, strict=True)
+            absent = frozenset(n.name for n, gone in holders if gone)
             _make_room(self.partial, MOST_PARTIAL)
             self.partial[key] = without(self.rewritten.backward, absent, self.at_sizes)
         return self.partial[key]
@@ -113,8 +112,7 @@ class Engines(dict[Any, Engine]):
         assert self.watch is not None
         with CAPTURING:
             parameters, buffers = self.watch.tensors()
-        captured = engine.program.captured
-        return [parameters[n] for n in captured.parameters] + [buffers[n] for n in captured.buffers]
+        return engine.program.captured.tensors_of(parameters, buffers)
 
     def planned_bytes(self) -> int:
         """What the model takes by its plan in a call of the plan's sizes; 0 if there was none yet."""
@@ -449,37 +447,12 @@ def _captured(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, autocast: Autocast
 ) -> Captured:
     """What is captured of the model for these arguments, with the outputs differentiated that the plan's loss uses."""
-    wanted = set(plan.meta.grad_outputs)
-
-    def gradient_flags(outputs: Any) -> list[bool]:
-        flags, number = [], 0
-        for x in pytree.tree_leaves(outputs):
-            if isinstance(x, torch.Tensor):
-                flags.append(number in wanted and x.requires_grad)
-                number += 1
-            else:
-                flags.append(False)
-        return flags
-
     known = set(generated_code.eval_cache)
-    with without_hooks(model), later_forward_off(model):
-        captured = capture(model, args, kwargs, gradient_flags, autocast=autocast)
+    with later_forward_off(model):
+        captured = capture(model, args, kwargs, only_these(plan.meta.grad_outputs), autocast=autocast)
     for file in generated_code.eval_cache.keys() - known:
         _forget_code(file)  # of graphs that were steps on the way
     return captured
-
-
-@contextlib.contextmanager
-def without_hooks(model: nn.Module) -> Iterator[None]:
-    """The model's own hooks run around every planned call, and so must not be captured; those of submodules are."""
-    found = {
-        k: v for k, v in vars(model).items() if k in OF_MODULES and k.startswith(("_forward_", "_backward_"))
-    }
-    vars(model).update({k: type(v)() for k, v in found.items()})
-    try:
-        yield
-    finally:
-        vars(model).update(found)
 
 
 def engine_of(
@@ -537,9 +510,8 @@ def _sharing_alike(engine: Engine, leaves: Sequence[Any]) -> Engine:
     """The engine; PlanError if forward writes into arguments, of which now others share memory than did."""
     if not engine.writes_arguments:
         return engine
-    storages = [x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor)]
-    groups = {s: tuple(k for k, t in enumerate(storages) if t == s) for s in storages}
-    if tuple(g for g in groups.values() if len(g) > 1) != engine.program.shares:
+    storages = [storage_key(x) for x in leaves if isinstance(x, torch.Tensor)]
+    if shared_groups(storages) != engine.program.shares:
         raise PlanError(
             "forward writes into its arguments, and in this call others of them share memory than when it was "
             "captured; pass copies (x.clone())."

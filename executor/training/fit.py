@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from executor.training.module import REPLAN, PlannedModule, apply_plan, capture_now, engines_of
+from executor.training.module import REPLAN, apply_recorded
 from executor.training.planning import Clock, Say, Wanted, in_words, on_stderr, plan_within, record
 from executor.training.regions import plan_regions
 from executor.training.twin import twin_of
@@ -107,12 +107,6 @@ def fit(
             say(f"warning: {text(warning)}")
     plan = plan_within(step, wanted)
     clock.done(f"planned: {in_words(plan)}")
-    planned = apply_plan(model, plan, in_place=in_place, on_mismatch=on_mismatch)
-    assert isinstance(planned, PlannedModule)
-    planned._lowtide.wanted = wanted
-    engines_of(planned).unread = step.unread
-    if not planned.training:
-        planned.train()
-    capture_now(planned, step.given.args, step.given.kwargs, step.program)
+    planned = apply_recorded(model, plan, step, wanted, in_place=in_place, on_mismatch=on_mismatch)
     say(f"ready after {time.monotonic() - began:.1f} s")
     return planned

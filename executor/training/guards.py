@@ -55,6 +55,7 @@ CODE: Final = (type, types.FunctionType, types.MethodType, partial)
 DEEPEST: Final = 5  # how far containers and objects are followed from a module's attribute
 LONGEST: Final = 4_096  # elements of a container that are looked at
 OWN: Final = "_lowtide"  # attributes that Lowtide adds
+OWN_CLASS: Final = "_lowtide_class"  # and that of a planned module's class with the model's own
 TENSORS: Final = ("_parameters", "_buffers")
 # Attributes of torch's own that no forward reads; the root's hooks run around a planned call and are not captured.
 UNREAD: Final = ("_state_dict_", "_load_state_dict_", "_non_persistent_buffers_set", OWN)
@@ -571,8 +572,8 @@ class _Code(tuple[Any, ...]):
 
 def own_class(kind: type) -> type:
     """The model's own class behind the one that a planned module has; any other class as it is."""
-    bases = kind.__bases__
-    return bases[1] if len(bases) == 2 and bases[0].__name__ == "PlannedModule" else kind
+    found: type = vars(kind).get(OWN_CLASS, kind)
+    return found
 
 
 def followed(value: Any) -> bool:

@@ -27,10 +27,11 @@ from torch import nn
 from executor.training import bypass, hand_over
 from executor.training.autograd import run
 from executor.training.engines import Engine, Engines, device_kind, engine_for, engine_of
+from executor.training.guards import OWN_CLASS, own_class
 from executor.training.mismatch import HINT, check_parameters
-from executor.training.planning import Wanted, plan_call, wanted_of
+from executor.training.planning import Recorded, Wanted, plan_call, wanted_of
 from executor.training.receipt import EXACT, REPLANNED, RESIZED, SAVED, SYMBOLIC, CaptureNote, Receipt
-from executor.training.twin import OWN_CLASS, STATE, own_class, twin_of
+from executor.training.twin import STATE, twin_of
 from tracer.build.context import is_fake
 from tracer.capture.refusals import check_capturable
 from tracer.precision.policy import Autocast, ambient
@@ -367,6 +368,30 @@ def planned_otherwise(planned: nn.Module, plan: Plan) -> nn.Module:
     other = apply_plan(planned, plan)
     engines_of(other).adopt(engines, lambda engine: engine_of(engine.program, plan, engine.kind))
     return other
+
+
+def apply_recorded(
+    model: nn.Module,
+    plan: Plan,
+    step: Recorded,
+    wanted: Wanted | None = None,
+    *,
+    in_place: bool,
+    on_mismatch: str,
+) -> nn.Module:
+    """`apply_plan` of a step that was recorded for its plan: what was captured then serves the calls like it.
+
+    Args:
+        wanted: of plans to come; None: what the plan says.
+    """
+    planned = apply_plan(model, plan, in_place=in_place, on_mismatch=on_mismatch)
+    assert isinstance(planned, PlannedModule)
+    planned._lowtide.wanted, planned._lowtide.engines.unread = wanted, step.unread
+    if not planned.training:
+        planned.train()
+    if torch.is_autocast_cache_enabled():  # with which it was captured
+        capture_now(planned, step.given.args, step.given.kwargs, step.program)
+    return planned
 
 
 def capture_now(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from executor.training.bypass import later_forward_off
-from executor.training.engines import without_hooks
 from executor.training.guards import Path, Watch, unread_of
 from executor.training.twin import STATE, twin_of
 from simulator import api as simulator
@@ -22,6 +23,7 @@ from simulator.core.limits import DEFAULTS
 from simulator.planners.outcome import Infeasible
 from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
 from tracer.build.batch import SplitBatch, loss_in_outputs, split_batch
+from tracer.capture.state import own_hooks_off
 from tracer.costs.profiles import board_of
 from tracer.precision.policy import ambient
 from tracer.record.program import Program
@@ -98,7 +100,7 @@ def record(
     )
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
-    with left_as_found(False), without_hooks(bare), unread_of(Watch(bare), frozenset()) as unread:
+    with left_as_found(False), own_hooks_off(bare), unread_of(Watch(bare), frozenset()) as unread:
         draft, trace = record_drafted(step, target, ProfileUse(), device=str(where), untouched=untouched)
     given = split_batch(bare, pytree.tree_map_only(torch.Tensor, lambda x: x.to(where), batch), loss)
     return Recorded(
@@ -148,7 +150,8 @@ def plan_call(
     Raises:
         BudgetError, SpecError, CaptureError: there is none.
     """
-    call = SplitBatch(args=tuple(args), kwargs=dict(kwargs), loss=_loss_like(plan), loss_inputs=())
+    loss = partial(loss_of, grad_outputs=plan.meta.grad_outputs)
+    call = SplitBatch(args=tuple(args), kwargs=dict(kwargs), loss=loss, loss_inputs=())
     step = record(model, call, None, wanted, amp)
     try:
         return plan_within(step, wanted), step.program
@@ -157,37 +160,17 @@ def plan_call(
         return plan_within(step, least), step.program
 
 
-def _loss_like(plan: Plan) -> Callable[[Any], torch.Tensor]:
-    """A loss that differentiates what the plan's does: the model's own loss, else the sum of those outputs."""
-
-    def loss(outputs: Any) -> torch.Tensor:
-        with suppress(SpecError):
-            return cast(torch.Tensor, loss_in_outputs(outputs))
-        tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
-        could = {k: x for k, x in enumerate(tensors) if x.requires_grad}
-        chosen = [could[k] for k in plan.meta.grad_outputs if k in could] or list(could.values())
-        if not chosen:
-            raise SpecError("no output of the model requires a gradient.")
-        return torch.stack(
-            [x.abs().sum().float() if x.is_complex() else x.sum().float() for x in chosen]
-        ).sum()
-
-    return loss
-
-
-def loss_of(outputs: Any) -> torch.Tensor:
-    """The loss that the module computes, if it does; else a sum that differentiates all its outputs, as the loss code
-    around it may."""
-    try:
-        return loss_in_outputs(outputs)
-    except SpecError:
-        parts = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.requires_grad]
-        if not parts:
-            raise
-        total = parts[0].float().mean()
-        for x in parts[1:]:
-            total = total + x.float().mean()
-        return total
+def loss_of(outputs: Any, grad_outputs: Sequence[int] = ()) -> torch.Tensor:
+    """The loss that the module computes, if it does; else a sum that differentiates its tensor outputs of these
+    numbers, or all, as the loss code around it may."""
+    with suppress(SpecError):
+        return cast(torch.Tensor, loss_in_outputs(outputs))
+    tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
+    could = {k: x for k, x in enumerate(tensors) if x.requires_grad}
+    chosen = [could[k] for k in grad_outputs if k in could] or list(could.values())
+    if not chosen:
+        raise SpecError("the model returns no loss, and no output of it requires a gradient.")
+    return reduce(operator.add, ((x.abs() if x.is_complex() else x).float().mean() for x in chosen))
 
 
 def in_words(plan: Plan) -> str:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from executor.training import bypass
 from executor.training.engines import Engine
-from executor.training.module import apply_plan, capture_now, engines_of
+from executor.training.module import apply_recorded, engines_of
 from executor.training.planning import Recorded, Say, Wanted, loss_of, record
 from executor.training.twin import twin_of
 from simulator import api as simulator
@@ -296,11 +296,10 @@ def _option(step: Recorded, replay: Replay, plan: Plan | None) -> Option:
     )
 
 
-def _apply(part: Part, option: int, model: nn.Module, on_mismatch: str) -> Engine:
+def _apply(part: Part, option: int, model: nn.Module, on_mismatch: str) -> None:
     plan = part.options[option].plan
-    planned = apply_plan(model.get_submodule(part.path), plan, in_place=True, on_mismatch=on_mismatch)
-    engines_of(planned).unread = part.step.unread
-    return capture_now(planned, part.step.given.args, part.step.given.kwargs, part.step.program)
+    module = model.get_submodule(part.path)
+    apply_recorded(module, plan, part.step, in_place=True, on_mismatch=on_mismatch)
 
 
 # What the whole step needs

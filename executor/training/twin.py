@@ -10,17 +10,11 @@ from typing import Any, Final, cast
 from torch import nn
 
 from executor.training import bypass
-from executor.training.engines import OF_MODULES
+from executor.training.guards import own_class
 
 STATE: Final = "_lowtide"  # the attribute of a planned module that holds its state
-OWN_CLASS: Final = "_lowtide_class"  # and that of its class that holds the model's
+OF_MODULES: Final = frozenset(vars(nn.Module()))  # the attributes that torch gives every module
 DEEPEST: Final = 4  # how many containers deep a module's attributes are searched for modules
-
-
-def own_class(kind: type) -> type:
-    """The class of the model behind a planned module's; any other class as it is."""
-    found: type = vars(kind).get(OWN_CLASS, kind)
-    return found
 
 
 def twin_of(model: nn.Module) -> nn.Module:

@@ -34,11 +34,11 @@ BUDGET = 0.5  # of torch: in between, so that it runs all of its minimum cuts an
 
 def measure(name: str, cache: Path, rounds: int, points: int, planner: str) -> dict[str, Any]:
     """Both sides of one model."""
-    from tracer.record.torch_budget import Setting, recorded_again, saved_set
+    from tracer.record.torch_budget import Setting, same_graph_again, saved_set
 
     options = MODELS[name]
     trace = trace_of(cache, name, **options)
-    again = recorded_again(trace.meta)
+    again = same_graph_again(trace.meta)
     words = [sys.executable, "-m", "simulator", "pareto", str(directory_of(cache, name, **options))]
     words += ["--points", str(points), "--planner", planner, "--json", "-q"]
     front(words)  # so that the loops are compiled

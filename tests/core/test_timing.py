@@ -65,18 +65,20 @@ def test_what_the_device_still_has_to_do_belongs_to_the_step(monkeypatch: pytest
 def test_steps_in_turns_alternate_who_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     turns = in_turns(clock.step("p", 30), clock.step("k", 20), warmup=1, runs=3, wait=clock.wait)
-    assert (turns.first_ns, turns.second_ns) == ((30, 30, 30), (20, 20, 20))
+    assert turns == ((30, 30, 30), (20, 20, 20))
     assert "".join(clock.ran) == "pk" + "pk" + "kp" + "pk"
 
 
 def test_pairs_cancel_the_drift_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine gets slower by 10 % of its first speed with every step; the plan costs 25 %."""
     clock = Clock(monkeypatch, drift=10)
-    turns = in_turns(clock.step("p", 1_250), clock.step("k", 1_000), warmup=0, runs=4, wait=clock.wait)
+    first, second = in_turns(
+        clock.step("p", 1_250), clock.step("k", 1_000), warmup=0, runs=4, wait=clock.wait
+    )
     # Step n takes 1 + n/10 times as long: p 0, k 1, k 2, p 3, p 4, k 5, k 6, p 7.
-    assert turns.first_ns == (1_250, 1_625, 1_750, 2_125)
-    assert turns.second_ns == (1_100, 1_200, 1_500, 1_600)
-    plan = RunFigures(step_time_ns=1_687, times_ns=turns.first_ns, keep_all_times_ns=turns.second_ns)
+    assert first == (1_250, 1_625, 1_750, 2_125)
+    assert second == (1_100, 1_200, 1_500, 1_600)
+    plan = RunFigures(step_time_ns=1_687, times_ns=first, keep_all_times_ns=second)
     # Ratios 1.1364, 1.3542, 1.1667, 1.3281: the median is (1.1667 + 1.3281) / 2.
     assert measured_slowdown_percent(plan, RunFigures(step_time_ns=1_000)) == pytest.approx(24.74, abs=0.01)
     # One after the other, k first: its four steps take 1.15 on average, those of p 1.55.

@@ -102,8 +102,8 @@ def test_exports_run_as_they_are_counted(plan: Plan) -> None:
         row = next(e for e in made.exports if name in (e.kind, e.setting.partition("(")[2].partition(":")[0]))
         assert all(torch.equal(a, b) for a, b in zip(eager, gradients, strict=True)), name
         assert peak_bytes < eager_bytes, name
-        # Gradients of a block that runs again are counted as gone a little early: 1.1 to 1.7 % short here.
-        assert abs(peak_bytes - row.peak_bytes) <= 0.02 * peak_bytes, (name, peak_bytes, row.peak_bytes)
+        # The states of the generator, 5,056 bytes that checkpoint holds for each block, are among them.
+        assert peak_bytes == row.peak_bytes, name
     assert plan.budget_bytes is not None
     assert all(e.within_budget is (e.peak_bytes <= plan.budget_bytes) for e in made.exports)
     assert "'aten." in made.policy  # what the plan saves in blocks

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -106,10 +107,30 @@ class Captured:
         leaves = [next(rest) if x is TENSOR else x for x in self.output_template]
         return pytree.tree_unflatten(leaves, self.output_spec)
 
+    def tensors_of(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> list[Any]:
+        """A model's own among the graph's inputs, in placeholder order."""
+        return [*(parameters[n] for n in self.parameters), *(buffers[n] for n in self.buffers)]
+
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:
-        nodes = self.graph_module.graph.nodes
-        return tuple(n for n in nodes if n.op == "placeholder" and n not in self.numbers)
+        nodes = self.graph_module.graph.find_nodes(op="placeholder")
+        return tuple(n for n in nodes if n not in self.numbers)
+
+    @property
+    def tangents(self) -> tuple[fx.Node, ...]:
+        """The placeholders of gradients of outputs, as many as `grad_outputs`."""
+        return tuple(n for n in self.placeholders if "tangent_of" in n.meta)
+
+
+def only_these(numbers: Collection[int]) -> Callable[[Any], list[bool]]:
+    """For `capture`: the loss differentiates those of the model's tensor outputs that have these numbers and can be."""
+
+    def flags(outputs: Any) -> list[bool]:
+        number = count()
+        leaves = pytree.tree_leaves(outputs)
+        return [isinstance(x, torch.Tensor) and next(number) in numbers and x.requires_grad for x in leaves]
+
+    return flags
 
 
 @one_at_a_time

@@ -35,6 +35,16 @@ class Layout:
     device: torch.device
     requires_grad: bool
 
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Layout:
+        return cls(
+            shape=tuple(x.shape),
+            stride=x.stride(),
+            dtype=x.dtype,
+            device=x.device,
+            requires_grad=x.requires_grad,
+        )
+
     def made(self) -> torch.Tensor:
         return torch.empty_strided(
             self.shape, self.stride, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad

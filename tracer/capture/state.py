@@ -70,17 +70,26 @@ class Effects:
 
 @contextlib.contextmanager
 def nothing_changed(model: nn.Module) -> Iterator[None]:
-    """Around a capture: torch's generator is seeded in it, and the model's own hooks, which run around every call, are
-    away; both are as they were at its end."""
+    """Around a capture: torch's generator is seeded in it, and the model's own hooks are away; both are as they were at
+    its end."""
     generator = torch.default_generator
     state = generator.get_state()
+    try:
+        with own_hooks_off(model):
+            yield
+    finally:
+        generator.set_state(state)
+
+
+@contextlib.contextmanager
+def own_hooks_off(model: nn.Module) -> Iterator[None]:
+    """The model's own hooks run around every planned call, and so must not be captured; those of submodules are."""
     own = {k: v for k, v in vars(model).items() if k.startswith(("_forward_", "_backward_")) and "hooks" in k}
     vars(model).update({k: type(v)() for k, v in own.items()})
     try:
         yield
     finally:
         vars(model).update(own)
-        generator.set_state(state)
 
 
 def run_watched(model: nn.Module, run: Callable[[], Any], effects: Effects) -> Any:

@@ -216,32 +216,12 @@ def cpu_allocations(work: Callable[[CpuMarker], None], n_ops: int) -> list[tuple
     marker = CpuMarker()
     with memory_profiler() as prof:
         work(marker)
-    assert prof.profiler is not None
-    results: Any = prof.profiler.kineto_results
-    events: list[list[tuple[int, int]]] = [[] for _ in range(n_ops)]
-    spans: list[tuple[int, int, int]] = []
-    strays: list[tuple[int, int]] = []
-    stack: list[tuple[Any, int]] = [(e, -1) for e in results.experimental_event_tree()]
-    while stack:
-        event, inside = stack.pop()
-        name = event.name
-        if name.startswith(MARK):
-            inside = int(name.removeprefix(MARK))
-            spans.append((event.start_time_ns, event.end_time_ns, inside))
-        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
-            change = (event.start_time_ns, event.extra_fields.alloc_size)
-            if inside >= 0:
-                events[inside].append(change)
-            else:
-                strays.append(change)
-        stack.extend((child, inside) for child in event.children)
-    # What another thread allocates for an op stands beside the op's mark in the tree, but within its time.
-    spans.sort()
-    for moment, size in strays:
-        k = bisect.bisect_right(spans, (moment, 1 << 62, 0)) - 1
-        if k >= 0 and moment <= spans[k][1]:
-            events[spans[k][2]].append((moment, size))
-    return [tuple(size for _, size in sorted(found, key=lambda e: e[0])) for found in events]
+    # By time, not by place in the profiler's tree, where another thread's allocations for an op stand beside its mark.
+    events, marks = cpu_account(prof, MARK)
+    spans = [marks[f"{MARK}{k}"] for k in range(n_ops)]
+    moments = [moment for moment, _ in events]
+    places = [(bisect.bisect_left(moments, a), bisect.bisect_right(moments, b)) for a, b in spans]
+    return [tuple(size for _, size in events[first:last]) for first, last in places]
 
 
 def settle(events: tuple[int, ...], created: int) -> tuple[int, ...]:

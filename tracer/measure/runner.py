@@ -118,10 +118,7 @@ class _Callable:
         captured, model = runner.program.captured, runner.step.model
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        inputs = (
-            [parameters[n] for n in captured.parameters] + [buffers[n] for n in captured.buffers] + tensors
-        )
-        holders = [n for n in captured.placeholders if "tangent_of" in n.meta]
+        inputs = captured.tensors_of(parameters, buffers) + tensors
 
         class Model(torch.autograd.Function):
             @staticmethod
@@ -147,7 +144,7 @@ class _Callable:
                 state, ctx.state = ctx.state, None
                 fitting = [
                     fit_tangent(tangents[k], n.meta["val"])
-                    for k, n in zip(captured.grad_outputs, holders, strict=True)
+                    for k, n in zip(captured.grad_outputs, captured.tangents, strict=True)
                 ]
                 given = [*state, *fitting]
                 state.clear()

@@ -62,7 +62,6 @@ def step_code(
     twins = {program.ops[k].node: inplace_twin(program.ops[k].node.target) for k in in_place}
     forward, backward = program.ops[: program.forward_ops], program.ops[program.forward_ops :]
     inputs = [n for n in captured.placeholders if "tangent_of" not in n.meta]
-    tangents = [n for n in captured.placeholders if "tangent_of" in n.meta]
     gradients = (list(captured.parameter_grads), list(captured.argument_grads))
     made = {n for op in forward for n in (op.node, *op.parts)} | set(inputs)
     wanted = [a for op in backward for n in (op.node, *op.parts) for a in n.all_input_nodes]
@@ -95,7 +94,7 @@ def step_code(
 
     return StepCode(
         forward=code(inputs, forward, (list(captured.outputs), crossing)),
-        backward=code([*crossing, *tangents], backward, gradients),
+        backward=code([*crossing, *captured.tangents], backward, gradients),
     )
 
 

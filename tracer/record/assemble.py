@@ -98,12 +98,10 @@ def assemble(
 
 def _know_residents(step: TrainingStep, program: Program, recorder: EagerRecorder) -> None:
     """Tell the recorder what is there before the step."""
-    captured, parameters = program.captured, dict(step.model.named_parameters())
-    buffers = dict(step.model.named_buffers())
-    for k, name in enumerate(captured.parameters):
-        recorder.know(parameters[name], k)
-    for k, name in enumerate(captured.buffers):
-        recorder.know(buffers[name], len(captured.parameters) + k)
+    captured, model = program.captured, step.model
+    own = captured.tensors_of(dict(model.named_parameters()), dict(model.named_buffers()))
+    for k, x in enumerate(own):
+        recorder.know(x, k)
     first_argument = len(captured.parameters) + len(captured.buffers)
     arguments = [x for x in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(x, torch.Tensor)]
     for k, x in enumerate(arguments):
@@ -203,8 +201,7 @@ class _Stub:
             def backward(ctx: Any, *tangents: Any) -> Any:
                 outer._open = False
                 recorder.look()
-                holders = [n for n in captured.placeholders if "tangent_of" in n.meta]
-                for k, n in zip(captured.grad_outputs, holders, strict=True):
+                for k, n in zip(captured.grad_outputs, captured.tangents, strict=True):
                     given = tangents[k]
                     with recorder.paused():
                         like = program.val(n)

@@ -11,11 +11,11 @@ import torch
 from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import TrainingStep
 from tracer.build.step import BuildStep
-from tracer.capture.capture import Captured, capture
+from tracer.capture.capture import Captured, capture, only_these
 from tracer.capture.sizes import Layout, Sizes, symbolic, with_numbers
 from tracer.costs.rows import OpRow
 from tracer.record.program import Program, program_of
-from tracer.record.rows import storage_key
+from tracer.record.rows import shared_groups, storage_key
 from tracer.record.step import fake_mode
 from tracer.torch_api import pytree
 from traces.devices import Device
@@ -90,28 +90,14 @@ class OneGraph:
             args, kwargs = pytree.tree_unflatten(
                 [next(given) if isinstance(x, torch.Tensor) else x for x in leaves], spec
             )
-
-            def wanted(outputs: Any) -> list[bool]:
-                tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
-                flags = iter(k in single.grad_outputs for k in range(len(tensors)))
-                return [isinstance(x, torch.Tensor) and next(flags) for x in pytree.tree_leaves(outputs)]
-
+            wanted = only_these(single.grad_outputs)
             captured = capture(again.model, args, kwargs, wanted, gpu, again.autocast)
         return _Graph(captured=with_numbers(captured, sizes), sizes=sizes)
 
 
 def layouts_of(step: TrainingStep) -> tuple[Layout, ...]:
     """The layouts of the tensors that the model of a step is called with."""
-    return tuple(
-        Layout(
-            shape=tuple(x.shape),
-            stride=x.stride(),
-            dtype=x.dtype,
-            device=x.device,
-            requires_grad=x.requires_grad,
-        )
-        for x in _arguments(step)
-    )
+    return tuple(map(Layout.of, _arguments(step)))
 
 
 def _arguments(step: TrainingStep) -> list[torch.Tensor]:
@@ -119,10 +105,7 @@ def _arguments(step: TrainingStep) -> list[torch.Tensor]:
 
 
 def _shares(step: TrainingStep) -> tuple[tuple[int, ...], ...]:
-    groups: dict[int, list[int]] = {}
-    for k, x in enumerate(_arguments(step)):
-        groups.setdefault(storage_key(x), []).append(k)
-    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+    return shared_groups(map(storage_key, _arguments(step)))
 
 
 def check_same(many: Program, single: Program) -> None:

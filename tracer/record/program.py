@@ -23,7 +23,15 @@ from tracer.capture.torch_fixes.grouped import true_results, whole_histograms
 from tracer.costs.roofline import result_bytes
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.precision.policy import without_autocast
-from tracer.record.rows import op_row, overwritten, storage_key, storage_row, tables_of, tensors_in
+from tracer.record.rows import (
+    op_row,
+    overwritten,
+    shared_groups,
+    storage_key,
+    storage_row,
+    tables_of,
+    tensors_in,
+)
 from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, pytree
 from traces.errors import CaptureError
 from traces.records.trace import (
@@ -235,10 +243,7 @@ class _Run:
 
     def sharing(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of tensor arguments that share a storage, in groups."""
-        groups: dict[int, list[int]] = {}
-        for k, s in sorted(self.arguments.items()):
-            groups.setdefault(s, []).append(k)
-        return tuple(tuple(g) for g in groups.values() if len(g) > 1)
+        return shared_groups(s for _, s in sorted(self.arguments.items()))
 
     def constants(self) -> None:
         for n in self.captured.graph_module.graph.nodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -76,6 +76,14 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 def storage_key(x: torch.Tensor) -> int:
     """What two tensors have in common exactly if they share a storage."""
     return int(x.untyped_storage()._cdata)
+
+
+def shared_groups(keys: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+    """The numbers of equal keys among some, in groups; those of a key alone are left out."""
+    groups: dict[Any, list[int]] = {}
+    for k, key in enumerate(keys):
+        groups.setdefault(key, []).append(k)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

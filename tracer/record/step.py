@@ -31,17 +31,19 @@ from tracer.build.context import copies_of_constants
 from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import Enough, TrainingStep, run_step
 from tracer.build.loop_options import ORDINARY
-from tracer.build.step import BuildStep
+from tracer.build.step import BuildStep, load_spec
 from tracer.capture.capture import Captured, capture
 from tracer.capture.refusals import check_step
 from tracer.costs.calibration import Costs
+from tracer.costs.profiles import board_of
 from tracer.record.assemble import assemble
 from tracer.record.draft import Draft
 from tracer.record.program import Program, program_of
 from tracer.record.sketch import sketch
 from tracer.torch_api import FakeTensorMode, pytree, replaced
 from traces.devices import Device
-from traces.errors import CaptureError
+from traces.devices import device as device_entry
+from traces.errors import CaptureError, SpecError
 from traces.records.trace import OPTIMIZER, TraceMeta
 
 
@@ -175,6 +177,22 @@ def trace_step(
         return assemble(step, made, mode, target, header(step, made, build, kind, target), costs)
 
 
+def recorded_again(meta: TraceMeta, model: str = "", device: str = "cpu") -> Draft:
+    """Record the step that a trace's header describes once more, on fake tensors.
+
+    Args:
+        model: build this instead of what the header names.
+        device: of the fake tensors.
+    """
+    try:
+        target = device_entry(board_of(meta.target) or meta.target)
+    except SpecError:
+        # A GPU that the device table lacks: its times are another's, which pages say; sizes do not depend on it.
+        target = device_entry("cpu" if device == "cpu" else "h200")
+    build = load_spec(model or meta.model, dict(meta.options), seed=meta.seed)
+    return trace_step(build, target, device=device, graph=meta.device)
+
+
 @contextlib.contextmanager
 def fake_mode(again: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
     """A fake mode that survives `copy.deepcopy` of its tensors (torch's own transformer stacks copy their layers), and
@@ -226,8 +244,7 @@ def header(
 def _moved(model: nn.Module, captured: Captured) -> tuple[int, ...]:
     """The storages of parameters and buffers in the order of `Module._apply`: children first."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    tensors = (*(parameters[n] for n in captured.parameters), *(buffers[n] for n in captured.buffers))
-    number = {id(x): k for k, x in enumerate(tensors)}
+    number = {id(x): k for k, x in enumerate(captured.tensors_of(parameters, buffers))}
     found: dict[int, None] = {}
 
     def walk(module: nn.Module) -> None:

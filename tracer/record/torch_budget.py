@@ -25,19 +25,17 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from tracer.build.step import load_spec
 from tracer.capture.capture import Captured
 from tracer.capture.passes.dropout import merged_dropout
 from tracer.record.draft import Draft
 from tracer.record.program import Program, is_random
-from tracer.record.step import trace_step
+from tracer.record.step import recorded_again
 from tracer.torch_api import (
     OpOverload,
     functorch_config,
     min_cut_rematerialization_partition,
     pytree,
 )
-from traces.devices import device
 from traces.errors import CaptureError, EnvironmentProblem, PlanError, SpecError
 from traces.records.saved_sets import SavedSet, SavedSets
 from traces.records.trace import VIEW, Trace, TraceMeta
@@ -110,7 +108,7 @@ def saved_sets(trace: Trace, settings: Sequence[Setting], progress: Callable[[st
     """
     begin = time.perf_counter()
     progress(f"Capturing {trace.meta.model} ...")
-    again = recorded_again(trace.meta)
+    again = same_graph_again(trace.meta)
     seconds = time.perf_counter() - begin
     sets = []
     for setting in settings:
@@ -120,17 +118,9 @@ def saved_sets(trace: Trace, settings: Sequence[Setting], progress: Callable[[st
     return SavedSets(trace=trace.meta, source=source, capture_seconds=seconds, sets=tuple(sets))
 
 
-def recorded_again(meta: TraceMeta) -> Draft:
-    """Record the step that a trace's header describes once more, on fake tensors.
-
-    Raises:
-        PlanError: it is not the same graph any more.
-    """
-    real = meta.mode != "fake"
-    kind = meta.device if real else "cpu"
-    target = device(("cpu" if kind == "cpu" else "h200") if real else meta.target)
-    build = load_spec(meta.model, dict(meta.options), seed=meta.seed)
-    again = trace_step(build, target, device=kind, graph=meta.device)
+def same_graph_again(meta: TraceMeta) -> Draft:
+    """`recorded_again`, for ids that are to be a trace's own; PlanError if it is not the same graph any more."""
+    again = recorded_again(meta, device=meta.device if meta.mode != "fake" else "cpu")
     if again.program.fingerprint() != meta.graph_fingerprint:
         raise PlanError(
             f"{meta.model}: the model that was built here has another graph than the trace (which was recorded with "

@@ -115,7 +115,7 @@ def _one_iteration(step: TrainingStep, counter: _Counter) -> None:
     with step.autocast.region():  # the model makes what it keeps from step to step
         step.loss_of(step.model(*step.args, **step.kwargs))
     forget_gradients((*step.model.parameters(), *step.loss_parameters.values()))
-    with counter:
+    with counter.counting():
         counter.start(step)
         run_step(step, step.model, step.optimizer, counter.begin)
         counter.end()
@@ -128,7 +128,7 @@ def _from_the_first(step: TrainingStep, counter: _Counter) -> None:
         step.optimizer.state.clear()
     if step.own is not None:  # what it gives the model it makes, or takes of the batch
         step = replace(step, args=(), kwargs={})
-    with counter:
+    with counter.counting():
         counter.start(step)
         for _ in range(ITERATIONS):
             counter.begin_iteration()
@@ -198,6 +198,21 @@ class _Counter(EagerRecorder):
         ] = []  # bytes of a gradient scaler's state, which it makes when it first scales a loss
         self._late_state = any(r.category == OPTIMIZER_STATE and r.used_from >= 0 for r in draft.storages)
         self._marks: list[tuple[int, int]] = []  # where iterations begin: so many rows and blocks come before
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """In the body ops are counted, and of a CPU the states of its generator that somebody asks for, which is no op:
+        `torch.utils.checkpoint` holds one of 5,056 bytes for each block until that runs again."""
+        ask = torch.get_rng_state
+
+        def state() -> torch.Tensor:
+            x = ask()
+            self._stays(x, elsewhere=self.target.kind == "cuda")
+            self._peak(0)
+            return x
+
+        with replaced(torch, get_rng_state=state), self:
+            yield
 
     def start(self, step: TrainingStep) -> None:
         """The step is complete and nothing of it has run: what is there now stays."""
@@ -324,10 +339,14 @@ class _Counter(EagerRecorder):
         rise = max(created, *accumulate(events, initial=0))
         self._ask(events, made)
         self._ask_for_workspaces(str(func))
-        if self._live_bytes + rise > self.peak_bytes:
-            self._release()
-            self.peak_bytes = max(self.peak_bytes, self._live_bytes + rise)
+        self._peak(rise)
         self._live_bytes += created
+
+    def _peak(self, more: int) -> None:
+        """So many bytes are there for a while, beside what is live."""
+        if self._live_bytes + more > self.peak_bytes:
+            self._release()
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes + more)
 
     def _release(self) -> None:
         gone = [key for key, (ref, _) in self._made.items() if storage_expired(ref.cdata)]
