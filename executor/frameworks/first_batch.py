@@ -6,7 +6,6 @@ planned, and evaluation runs as ever; the first training call is planned before 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -81,11 +80,9 @@ def await_first_batch(module: nn.Module, first: FirstBatch) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return Awaiting.forward(self, *args, **kwargs)
 
-    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     bypass.take_forward(module)
     object.__setattr__(module, AWAITED, first)
-    module.__class__ = type(kind.__name__, (Awaiting, kind), {**names, "forward": forward})
+    module.__class__ = bypass.mixed_in(Awaiting, kind, forward=forward)
 
 
 def awaits(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from executor.training.engines import Engine
+from executor.training.engine import Engine
 from executor.training.hand_over import Pool
 from executor.training.not_made import NotMade
 from tracer.build.loop import fit_tangent

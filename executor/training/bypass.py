@@ -8,6 +8,7 @@ all is well; one that replaces it would train without the plan, which is found a
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,6 +64,16 @@ def check_replica(module: nn.Module) -> None:
         raise PlanError(
             f"nn.DataParallel copies the planned model to every device at every step, {DATA_PARALLEL}"
         )
+
+
+def mixed_in(mixin: type, kind: type, **attributes: Any) -> type:
+    """A class of the mixin before a model's own, under the name and with the signature of that.
+
+    Who unwraps a forward, as Accelerate does, finds this one's.
+    """
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    attributes["forward"].__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    return type(kind.__name__, (mixin, kind), {**names, **attributes})
 
 
 def take_forward(model: nn.Module) -> None:

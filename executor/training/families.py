@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from torch import nn
 
-from tracer.capture.sizes import Layout
+from executor.training.engine import Engine, all_saved, captured_for, engine_of
+from tracer.capture.sizes import Layout, symbolic, with_numbers
+from tracer.record.one_graph import check_same
+from tracer.record.program import program_of
+from tracer.torch_api import pytree
+from traces.errors import CaptureError
 
 SEEN: Final = 8  # calls that are remembered, of which what varies is learnt
 ENOUGH: Final = 2  # captures of single calls after which one for many sizes is worth its seconds
@@ -20,9 +28,8 @@ class Family:
     calls: list[Any] = field(default_factory=list)
     single: int = 0  # captures of single calls since the last try
     tried: set[frozenset[Any]] = field(default_factory=set)  # what varied in each try
-    resized: dict[Any, Any] = field(
-        default_factory=dict
-    )  # engines of the capture for many sizes, by the call
+    # Engines of the capture for many sizes, by the call.
+    resized: dict[Any, Any] = field(default_factory=dict)
     why_not: str = ""  # there is no such capture
 
     def add(self, call: Any) -> None:
@@ -47,6 +54,40 @@ class Family:
         self.tried.add(varying)
         self.single = 0
         return True
+
+
+def many_sizes(module: nn.Module, leaves: Sequence[Any], call: Any, singles: Mapping[Any, Engine]) -> Engine:
+    """An engine for all calls of a family.
+
+    Args:
+        module, leaves, call: what is called, with these flat arguments.
+        singles: by the call, the engines that were captured for single ones, with which it is compared.
+
+    Raises:
+        CaptureError: the model decides by sizes, so that none is for all of these calls.
+    """
+    spec, _, autocast = call
+    first = next(iter(singles.values()), None)
+    if first is None or first.plan is None or first.writes_arguments:
+        raise CaptureError("the calls to compare it with are gone, or forward writes into its arguments.")
+    # The smallest call decides: the largest may be where a slice takes all, and a graph with that is for it alone.
+    sizes = symbolic(sorted(map(layouts_of, (*singles, call)), key=size_of))
+    given = iter(sizes.arguments)
+    args, kwargs = pytree.tree_unflatten(
+        [next(given) if isinstance(x, torch.Tensor) else x for x in leaves], spec
+    )
+    captured = with_numbers(captured_for(module, args, kwargs, first.plan, autocast), sizes)
+    programs = []
+    for single, engine in singles.items():
+        known = sizes.known(layouts_of(single))
+        if known is None:
+            raise CaptureError("the model decides by sizes, and otherwise in another call.")
+        programs.append(program_of(captured, engine.program.shares, known))
+        check_same(programs[-1], engine.program.as_captured)
+    make = all_saved if first.all_saved else engine_of
+    made = make(programs[0], first.plan, first.kind)
+    made.sizes, made.why, made.exact = sizes, "sizes vary", False
+    return made
 
 
 def kind_of(call: Any) -> Any:
@@ -74,3 +115,8 @@ def layouts_of(call: Any) -> tuple[Layout, ...]:
         Layout(shape=tuple(shape), stride=stride, dtype=dtype, device=device, requires_grad=wants)
         for shape, stride, dtype, device, wants in filter(is_tensor, call[1])
     )
+
+
+def size_of(layouts: Sequence[Layout]) -> int:
+    """How many elements tensors of these layouts have together."""
+    return sum(math.prod(x.shape) for x in layouts)

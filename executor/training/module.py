@@ -10,7 +10,6 @@ for x, y in data:                                 # the loop stays as it was
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import time
 import warnings
@@ -26,7 +25,8 @@ from torch import nn
 
 from executor.training import bypass, hand_over
 from executor.training.autograd import run
-from executor.training.engines import Engine, Engines, device_kind, engine_for, engine_of
+from executor.training.engine import Engine, device_kind, engine_of
+from executor.training.engines import Engines, engine_for
 from executor.training.guards import OWN_CLASS, own_class
 from executor.training.mismatch import HINT, check_parameters
 from executor.training.planning import Recorded, Wanted, plan_call, wanted_of
@@ -249,17 +249,14 @@ def _made_again(state: _State, make: Callable[..., nn.Module], args: tuple[Any, 
 def _planned_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of planned models of this class, under its name and with its signature."""
 
-    @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if STATE not in vars(self):  # what wraps this stayed behind when the plan was removed
             return kind.forward(self, *args, **kwargs)
         return PlannedModule.forward(self, *args, **kwargs)
 
-    # Who unwraps a forward, as Accelerate does, would find the model's own, which has no plan.
-    forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
-    del forward.__wrapped__
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (PlannedModule, kind), {**names, OWN_CLASS: kind, "forward": forward})
+    functools.update_wrapper(forward, kind.forward)
+    del forward.__wrapped__  # type: ignore[attr-defined]
+    return bypass.mixed_in(PlannedModule, kind, forward=forward, **{OWN_CLASS: kind})
 
 
 def _planned(model: nn.Module, state: _State) -> nn.Module:

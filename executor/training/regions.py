@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from executor.training import bypass
-from executor.training.engines import Engine
+from executor.training.engine import Engine
 from executor.training.module import apply_recorded, engines_of
 from executor.training.planning import Recorded, Say, Wanted, loss_of, record
 from executor.training.twin import twin_of

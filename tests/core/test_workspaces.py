@@ -10,7 +10,7 @@ from tracer.costs.rules_cuda.cub import radix_sort, scan, unique_by_key
 from tracer.costs.rules_cuda.reductions import partial_results
 from tracer.costs.rules_cuda.workspaces import TABLE, flash_splits, rule_events
 from tracer.costs.signature import Signature, TensorSpec
-from tracer.costs.table import CONFIDENCES, copied
+from tracer.costs.table import copied
 from traces.devices import device
 
 A100, H200, T4 = device("a100-40"), device("h200"), device("t4")
@@ -42,7 +42,6 @@ def test_every_row_says_where_it_comes_from() -> None:
     names = [rule.name for rule in TABLE.rules]
     assert len(names) == len(set(names)) >= 20
     for rule in TABLE.rules:
-        assert rule.confidence in CONFIDENCES
         assert len(rule.source) > 20
         known = {name for name, _ in rule.let}
         for event in rule.events:

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+import executor.training.engine as engine_module  # noqa: E402
 import executor.training.engines as engines_module  # noqa: E402
 from executor import PlannedModule, apply_plan  # noqa: E402
 from executor.training.module import capture_now, planned_otherwise  # noqa: E402
@@ -489,7 +490,7 @@ def test_verification_notices_another_dropout_kernel(monkeypatch: pytest.MonkeyP
 
 def test_verification_notices_statistics_that_are_written_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     build, plan = fresh()
-    original = engines_module.rewrite
+    original = engine_module.rewrite
 
     def twice(program: Any, schedule: Any) -> Any:
         made = original(program, schedule)
@@ -501,7 +502,7 @@ def test_verification_notices_statistics_that_are_written_twice(monkeypatch: pyt
         made.forward.recompile()
         return made
 
-    monkeypatch.setattr(engines_module, "rewrite", twice)
+    monkeypatch.setattr(engine_module, "rewrite", twice)
     outcome = verify(build, plan, steps=1)
     assert not outcome.equal
     assert outcome.max_abs_difference["buffers"] > 0
@@ -514,7 +515,7 @@ def test_verification_notices_random_numbers_that_eager_does_not_draw(
 ) -> None:
     """All values are right, but the next step's would not be."""
     build, plan = fresh()
-    original = engines_module.rewrite
+    original = engine_module.rewrite
 
     def wasteful(program: Any, schedule: Any) -> Any:
         made = original(program, schedule)
@@ -525,7 +526,7 @@ def test_verification_notices_random_numbers_that_eager_does_not_draw(
         made.forward.recompile()
         return made
 
-    monkeypatch.setattr(engines_module, "rewrite", wasteful)
+    monkeypatch.setattr(engine_module, "rewrite", wasteful)
     outcome = verify(build, plan, steps=1)
     assert not outcome.equal
     assert {k for k, d in outcome.max_abs_difference.items() if d} == {"rng_state"}
@@ -553,7 +554,7 @@ def test_a_graph_whose_kernels_differ_from_eager_s_by_rounding_is_equal_but_not_
 def test_verification_notices_an_overwritten_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     """An op that takes over memory which another op still reads."""
     build, plan = fresh()
-    original = engines_module.rewrite
+    original = engine_module.rewrite
 
     def greedy(program: Any, schedule: Any) -> Any:
         made = original(program, schedule)
@@ -565,13 +566,13 @@ def test_verification_notices_an_overwritten_activation(monkeypatch: pytest.Monk
 
     keep_all = Plan(meta=plan.meta)
     assert verify(build, keep_all, steps=1).bit_equal
-    monkeypatch.setattr(engines_module, "rewrite", greedy)
+    monkeypatch.setattr(engine_module, "rewrite", greedy)
     assert not verify(build, keep_all, steps=1).equal
 
 
 def test_verification_notices_a_gradient_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     build, plan = fresh()
-    original = engines_module.rewrite
+    original = engine_module.rewrite
 
     def forgetful(program: Any, schedule: Any) -> Any:
         made = original(program, schedule)
@@ -581,7 +582,7 @@ def test_verification_notices_a_gradient_that_is_missing(monkeypatch: pytest.Mon
         made.backward.recompile()
         return made
 
-    monkeypatch.setattr(engines_module, "rewrite", forgetful)
+    monkeypatch.setattr(engine_module, "rewrite", forgetful)
     outcome = verify(build, plan, steps=1)
     assert not outcome.equal
     assert outcome.max_abs_difference["gradients"] == float("inf")

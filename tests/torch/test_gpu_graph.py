@@ -18,7 +18,7 @@ from torch.nn import functional  # noqa: E402
 
 from executor.plans import Settings, measure_plan  # noqa: E402
 from executor.training.autograd import run as run_engine  # noqa: E402
-from executor.training.engines import engine_of  # noqa: E402
+from executor.training.engine import engine_of  # noqa: E402
 from executor.training.module import apply_plan  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+import executor.training.engine as engine_module  # noqa: E402
 import executor.training.engines as engines_module  # noqa: E402
 from executor import apply_plan  # noqa: E402
 from executor.measure import peaks_of  # noqa: E402
@@ -154,7 +155,7 @@ def test_one_capture_serves_calls_of_all_sizes(
 ) -> None:
     eager, planned, batch = pair(make, first)
     same_steps(eager, planned, batch, [first, *others[:2]])
-    monkeypatch.setattr(engines_module, "capture", lambda *a, **k: pytest.fail("captured once more"))
+    monkeypatch.setattr(engine_module, "capture", lambda *a, **k: pytest.fail("captured once more"))
     same_steps(eager, planned, batch, [*others[2:], first, *others])
     again = len(others) + len(others) - 2 - 1  # but for those that have a capture of their own
     own = sum(s == first for s in others)

@@ -6,7 +6,9 @@ A table is a TOML file with one [[rule]] a kind of op; the first row that names 
                 a character
     name        of the row, if it has one
     source      where the row was read; files are those of github.com/pytorch/pytorch
-    confidence  one of CONFIDENCES, "measured" where it is left out
+    confidence  what it rests on, for readers: "source" (restated from torch's, releases 2.11 to 2.13 or the main branch
+                near them), "partial" (so, with a size filled in, say a library's scratch space), "assumed" (from how
+                such kernels are written elsewhere), or, left out, the allocator's events as torch's profiler shows them
     when        the row holds only if this is true; else no rule says anything of the call
     let         names for values, in order
     events      what is allocated, in order: "out" for the op's outputs (nothing for an op that writes in place), a name
@@ -35,12 +37,6 @@ from typing import Any, Final
 from tracer.costs.signature import Signature, TensorSpec
 from traces.records.events import OwnEvents
 
-# source: restated from torch's source, releases 2.11 to 2.13 or the main branch near them
-# partial: the allocations are torch's, a size in them was filled in (say a library's scratch space)
-# assumed: from how such kernels are written elsewhere; torch does not show it
-# measured: read off torch's profiler
-MEASURED: Final = "measured"
-CONFIDENCES: Final = ("source", "partial", "assumed", MEASURED)
 OUT: Final = "out"
 Events = tuple[int, ...]
 Formula = Callable[[Mapping[str, Any]], Any]
@@ -53,7 +49,6 @@ class Rule:
     name: str
     ops: tuple[str, ...]
     source: str
-    confidence: str
     when: Formula | None
     let: tuple[tuple[str, Formula], ...]
     events: tuple[str, ...]
@@ -108,7 +103,6 @@ def _rule(row: Mapping[str, Any]) -> Rule:
         name=row.get("name", ""),
         ops=tuple(row["ops"]),
         source=row["source"],
-        confidence=row.get("confidence", MEASURED),
         when=formula(row["when"]) if "when" in row else None,
         let=tuple((name, formula(text)) for name, text in let),
         events=tuple(row["events"]),
@@ -165,11 +159,26 @@ def is_pointwise(target: str) -> bool:
     """Whether torch tags an op ("aten.mul.Tensor") as pointwise: elements of its result need one of each argument."""
     import torch
 
+    try:
+        return torch.Tag.pointwise in resolve(target).tags
+    except LookupError:
+        return False
+
+
+def resolve(target: str) -> Any:
+    """The operator of that name ("aten.mul.Tensor").
+
+    Raises:
+        LookupError: torch has none.
+    """
+    import torch
+
     namespace, _, rest = target.partition(".")
     name, _, overload = rest.rpartition(".")
-    packet = getattr(getattr(torch.ops, namespace, None), name, None)
-    op = getattr(packet, overload, None)
-    return op is not None and torch.Tag.pointwise in op.tags
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except AttributeError:
+        raise LookupError(f"torch has no operator {target}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,7 +204,13 @@ def copied(x: TensorSpec, *permutation: int) -> int:
     return 0
 
 
+def fits_blas(x: TensorSpec) -> bool:
+    """Whether a matrix lies in rows or in columns, which may have gaps between them."""
+    (rows, columns), (down, across) = x.shape[-2:], x.stride[-2:]
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
 def by_name(*functions: Callable[..., Any]) -> Mapping[str, Any]:
     """What formulas of a table may call: these, and what those of every table may."""
-    common = (ceil_div, round_up, copied, min, max, sum, len)
+    common = (ceil_div, round_up, copied, fits_blas, min, max, sum, len)
     return {"product": math.prod, **{f.__name__: f for f in (*common, *functions)}}

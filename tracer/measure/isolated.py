@@ -21,6 +21,7 @@ import torch
 
 from tracer.costs.profiles import entry_of
 from tracer.costs.signature import DEVICE, Signature, TensorSpec
+from tracer.costs.table import resolve
 from tracer.measure.probes import (
     CpuMarker,
     CpuTimer,
@@ -148,20 +149,6 @@ class _Call:
         """The call with arguments made up for it. An op that writes in place finds what its last run has left."""
         args, kwargs = _arguments(self._op, self.signature, self._pool)
         return lambda: self._op(*args, **kwargs)
-
-
-def resolve(target: str) -> Any:
-    """The operator of that name.
-
-    Raises:
-        LookupError: torch has none.
-    """
-    namespace, _, rest = target.partition(".")
-    name, _, overload = rest.rpartition(".")
-    try:
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    except AttributeError:
-        raise LookupError(f"torch has no operator {target}") from None
 
 
 class _Pool:

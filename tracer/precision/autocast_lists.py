@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from tracer.precision.cast_cache import kernels
+from tracer.precision.cast_cache import aten_op, kernels
 from tracer.torch_api import (
     DispatchKey,
     DispatchKeySet,
@@ -110,11 +110,6 @@ def listed(key: str) -> list[str]:
 # The policies, as in ATen/autocast_mode.h
 
 
-def _op(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-
 def _below() -> Any:
     return ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastCPU))
 
@@ -159,7 +154,7 @@ def _cast_to(name: str, wanted: Callable[[Any], torch.dtype], casts: dict[int, A
     def call(*args: Any, **kwargs: Any) -> Any:
         dtype = wanted((args, kwargs))
         with _below():
-            return _with_casts(_op(name), args, kwargs, dtype, casts)
+            return _with_casts(aten_op(name), args, kwargs, dtype, casts)
 
     return call
 
@@ -178,7 +173,7 @@ def _widest(given: Any) -> torch.dtype:
 
 
 def _float32_result(name: str) -> Callable[..., Any]:
-    op = _op(name)
+    op = aten_op(name)
     place = next(k for k, a in enumerate(op._schema.arguments) if a.name == "dtype")
     by_name = op._schema.arguments[place].kwarg_only
 
@@ -195,7 +190,7 @@ def _float32_result(name: str) -> Callable[..., Any]:
 
 
 def _float32_norm(name: str, overload: str) -> Callable[..., Any]:
-    op = getattr(_op(name).overloadpacket, overload)
+    op = getattr(aten_op(name).overloadpacket, overload)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         x = args[0]

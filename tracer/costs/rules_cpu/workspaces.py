@@ -19,7 +19,7 @@ from tracer.costs.rules_cpu import onednn
 from tracer.costs.rules_cpu.convolutions import convolution, convolution_backward
 from tracer.costs.rules_cpu.onednn import channels_last
 from tracer.costs.signature import ITEM_BYTES, Signature, TensorSpec
-from tracer.costs.table import Events, Table, copied, is_pointwise, made, short_name
+from tracer.costs.table import Events, Table, copied, fits_blas, is_pointwise, made, short_name
 from traces.devices import Device
 
 FLOATS: Final = ("float32", "float64")
@@ -83,13 +83,6 @@ def _apart(x: TensorSpec, dimensions: tuple[int, ...]) -> bool:
     return sum(d in gone for d in dims) - joined > 1
 
 
-def fits_blas(x: TensorSpec) -> bool:
-    """Whether a matrix lies in rows or in columns, which may have gaps between them."""
-    rows, columns = x.shape[-2:]
-    down, across = x.stride[-2:]
-    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
-
-
 def product_takes(a: TensorSpec, b: TensorSpec, y: TensorSpec) -> tuple[int, ...] | None:
     """Bytes of copies of factors whose strides BLAS does not take, one matrix of a batch at a time; None: oneDNN
     multiplies, in bfloat16, and what its blocks take is not known."""
@@ -103,7 +96,7 @@ def product_takes(a: TensorSpec, b: TensorSpec, y: TensorSpec) -> tuple[int, ...
 
 TABLE: Final = Table(
     path=Path(__file__).with_name("workspaces.toml"),
-    functions=table.by_name(casts, channels_last, copies, fits_blas, product_takes, summed),
+    functions=table.by_name(casts, channels_last, copies, product_takes, summed),
 )
 COMPUTED: Final[Mapping[str, Callable[[Signature], Events | None]]] = {
     "convolution": convolution,

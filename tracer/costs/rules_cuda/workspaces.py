@@ -124,15 +124,12 @@ def blas(x: TensorSpec) -> int:
         return 0
     if len(x.shape) == 1:
         return 0 if x.stride[0] else x.nbytes
-    (rows, columns), (down, along) = x.shape[-2:], x.stride[-2:]
-    fits = (along == 1 and down >= max(1, columns)) or (down == 1 and along >= max(1, rows))
-    return 0 if fits else x.nbytes
+    return 0 if table.fits_blas(x) else x.nbytes
 
 
 def copied_like(x: TensorSpec, like: TensorSpec) -> int:
     """Bytes of `x` made contiguous in the memory format of `like`, 0 if that is no copy."""
-    last = len(like.shape) == 4 and like.stride[1] == 1 and table.copied(like)
-    return table.copied(x, 0, 2, 3, 1) if last else table.copied(x)
+    return in_format(x, len(like.shape) == 4 and like.stride[1] == 1 and table.copied(like) > 0)
 
 
 def channels_last(*of: TensorSpec) -> bool:
