@@ -262,3 +262,17 @@ def test_convolutions_of_every_kind_as_the_profiler_measures_them(number: int) -
     ):
         told, found = told_and_found(op, *args)
         assert abs(peak(told) - peak(found)) <= 2048 + peak(found) // 100, (op, found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "last"), [((1, 64, 147), False), ((6, 9), False), ((4, 16, 8, 8), False), ((4, 16, 8, 8), True)]
+)
+def test_a_batch_norm_without_statistics_as_weights_are_standardised(
+    shape: tuple[int, ...], last: bool
+) -> None:
+    x = torch.randn(shape)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    told, found = told_and_found(
+        torch.ops.aten._native_batch_norm_legit.no_stats, x, None, None, True, 0.0, 1e-5
+    )
+    assert told == found
