@@ -139,15 +139,15 @@ class Bench:
         """The step's record with everything saved, made unless an earlier case or run did."""
         key = self.keys.of_step(step)
         if key not in self.steps:
-            known = self.store.record(key, "steps")
+            known = self.store.record(key)
             if known is None or known.status in RETRIED or not (self.traces(step) / KEEP_ALL_PLAN).is_file():
-                record = replace(self.empty(Case(step=step, planner="save-all")), key=key)
+                record = self.empty(step.keep_all)
                 try:
                     known = self._keep_all(record)
                 except Exception as error:
                     known = record.failed(error)
                 if known.status not in RETRIED:
-                    self.store.save(known, "steps")
+                    self.store.save(known)
             self.steps[key] = known
         return self.steps[key]
 

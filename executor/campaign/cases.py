@@ -46,6 +46,11 @@ class Step:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def keep_all(self) -> Case:
+        """The case in which it has no plan."""
+        return Case(step=self, planner="save-all")
+
+    @property
     def label(self) -> str:
         """`resnet50 b8 px64 amp bfloat16`."""
         known = [f"{mark}{self.options[k]}" for k, mark in SHORT.items() if k in self.options]

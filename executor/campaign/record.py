@@ -131,7 +131,7 @@ class Book(JsonRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """The directory of a campaign: `cases/KEY.json`, `steps/KEY.json`, traces, plans, and `campaign.json`."""
+    """The directory of a campaign: `cases/KEY.json`, traces, plans, and `campaign.json`."""
 
     root: Path
 
@@ -152,13 +152,13 @@ class Store:
             Book.load(root / "campaign.json")
         return cls(root=root)
 
-    def record(self, key: str, folder: str = "cases") -> Record | None:
-        """The finished case of that key, if there is one; in `steps`, what the cases of a step share.
+    def record(self, key: str) -> Record | None:
+        """The finished case of that key, if there is one.
 
         Raises:
             TraceError: the file in its place is no record, or another case's.
         """
-        path = self.root / folder / f"{key}.json"
+        path = self._path(key)
         if not path.is_file():
             return None
         record = Record.load(path)
@@ -166,9 +166,12 @@ class Store:
             raise TraceError(f"{path}: holds the record of another case ({record.key}); delete it.")
         return record
 
-    def save(self, record: Record, folder: str = "cases") -> None:
+    def save(self, record: Record) -> None:
         """Write a record, whole or not at all."""
-        record.save(self.root / folder / f"{record.key}.json")
+        record.save(self._path(record.key))
+
+    def _path(self, key: str) -> Path:
+        return self.root / "cases" / f"{key}.json"
 
     def plan(self, name: str, plan: Plan) -> Path:
         """Where the plan stands now, for the processes that run it."""
@@ -202,15 +205,13 @@ class Keys:
     environment: Mapping[str, str]
 
     def of_case(self, case: Case) -> str:
-        return self._of({"case": to_json(case), "source": source_digest(case.step.model)})
+        method = {k: v for k, v in to_json(self.method).items() if k not in ("device", "timeout_minutes")}
+        told = {"case": to_json(case), "source": source_digest(case.step.model), "method": method}
+        return digest({**told, "code": self.code, "environment": dict(self.environment)})
 
     def of_step(self, step: Step) -> str:
-        """The same for all cases that differ in the plan only."""
-        return self._of({"step": to_json(step), "source": source_digest(step.model)})
-
-    def _of(self, data: Mapping[str, Any]) -> str:
-        method = {k: v for k, v in to_json(self.method).items() if k not in ("device", "timeout_minutes")}
-        return digest({**data, "method": method, "code": self.code, "environment": dict(self.environment)})
+        """Of its case with everything saved, what all share that differ in the plan only."""
+        return self.of_case(step.keep_all)
 
 
 def code_digest() -> str:

@@ -72,10 +72,7 @@ def _run(case: Case, bench: Bench) -> Record:
     step = bench.step(case.step)
     begin = time.perf_counter()
     try:
-        if case.budget == NONE:
-            record = replace(step, case=case, key=bench.keys.of_case(case))
-        else:
-            record = bench.case(case, step)
+        record = step if case.budget == NONE else bench.case(case, step)
     except Exception as error:
         record = bench.empty(case).failed(error)
     seconds = round(time.perf_counter() - begin, 2)
