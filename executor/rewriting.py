@@ -63,6 +63,7 @@ class Changing:
             [None if g is None else self.node[g] for g in group]
             for group in (captured.parameter_grads, captured.argument_grads)
         ]
+        self._replaced: dict[fx.Node, fx.Node] = {}  # original -> its copy, for which another node stands
         self.not_made: dict[int, str] = {}  # numbers of outputs -> why they do not exist
 
     @cached_property
@@ -84,15 +85,17 @@ class Changing:
 
     def instead(self, old: fx.Node, new: fx.Node) -> None:
         """Let a new node stand for one of the original wherever its value is taken."""
-        was = self.node[old]
+        was = self._replaced[old] = self.node[old]
+        self.node[old] = new
         was.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self.outputs = [new if n is was else n for n in self.outputs]
         self.grads = [[new if n is was else n for n in group] for group in self.grads]
 
     def remove(self, nodes: Iterable[fx.Node]) -> None:
-        """Take nodes out that nothing else uses now."""
+        """Take nodes out, but for those that something else uses."""
         for n in reversed(list(nodes)):
-            self.graph.erase_node(self.node[n])
+            if not (was := self._replaced.get(n, self.node[n])).users:
+                self.graph.erase_node(was)
 
     def captured(self) -> Captured:
         """What was captured, so changed."""

@@ -37,6 +37,7 @@ class Op:
     mutates: tuple[str, ...] = ()
     target: str = ""
     arguments: str = ""
+    bytes_moved: int = 0
 
 
 def fwd(makes: dict[str, int], *reads: str, **more: object) -> Op:
@@ -93,7 +94,7 @@ def trace(
                 "module": op.module,
                 "time_ns": op.time_ns,
                 "flops": 0,
-                "bytes_moved": 0,
+                "bytes_moved": op.bytes_moved,
                 "inputs": tuple(dict.fromkeys(maker[r] for r in op.reads if r in maker)),
                 "reads": tuple(dict.fromkeys(reads)),
                 "writes": tuple(dict.fromkeys(writes)),

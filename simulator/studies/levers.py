@@ -4,8 +4,8 @@ A rewrite is worth taking if the step so changed has a cheaper plan, or one at a
 bound of their plans first: a step whose bound is above a plan that is known already is not planned at all. So a plan
 with more levers allowed is never worse, and one search is mostly enough.
 
-Counts: each number of tiles of each stretch, one stretch at a time, then all that help together; of rewrites that
-stand for single values, the ranking of their kind in shares. Ignores: other combinations.
+Counts: each number of tiles of a single stretch; of the like stretches of layers one number together, by steps while
+they help; of rewrites that stand for single values, the ranking of their kind in shares. Ignores: other combinations.
 """
 
 from __future__ import annotations
@@ -65,67 +65,98 @@ class Changed:
 
 def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:
     """The step as it is and as levers change it, those for which a plan may exist by rising bound; never empty."""
+    tried: dict[tuple[Rewrite, ...], Changed] = {}
 
-    def step(rewrites: Sequence[Rewrite]) -> Changed:
-        q = rewritten_problem(problem, rewrites)
-        return Changed(rewrites=tuple(rewrites), problem=q, bound=bounder_of(q).bound(budget_bytes))
+    def worth(rewrites: tuple[Rewrite, ...]) -> tuple[bool, int]:
+        if rewrites not in tried:
+            q = rewritten_problem(problem, rewrites)
+            bound = bounder_of(q).bound(budget_bytes)
+            tried[rewrites] = Changed(rewrites=rewrites, problem=q, bound=bound)
+        x = tried[rewrites]
+        return x.bound.feasible, -(x.least_ns if x.bound.feasible else _floor(problem, rewrites))
 
-    def worth(x: Changed) -> tuple[bool, int]:
-        return x.bound.feasible, -(
-            x.least_ns if x.bound.feasible else bounder_of(x.problem).instants.floor.peak_bytes
-        )
+    worth(())
+    if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
+        _best(list(_choices(problem, levers)), worth)
+    steps = list(tried.values())
+    possible = [x for x in steps if x.bound.feasible]
+    return sorted(possible, key=lambda x: (x.least_ns, len(x.rewrites))) or steps[:1]
 
-    best = step(())
-    out = [best]
-    if problem.saved.timeline.peak_allocated_bytes <= budget_bytes:
-        return out
-    for choices in _choices(problem, levers):
-        tried = [step((*best.rewrites, *choice)) for choice in choices]
-        out += tried
-        best = max((best, *tried), key=worth)  # of equals the first
-    possible = [x for x in out if x.bound.feasible]
-    return sorted(possible, key=lambda x: (x.least_ns, len(x.rewrites))) or out[:1]
+
+def _best(
+    groups: Sequence[Sequence[tuple[Rewrite, ...]]], worth: Callable[[tuple[Rewrite, ...]], Any]
+) -> tuple[Rewrite, ...]:
+    """Of each group none or one choice, those that together are worth most; of equals those that were tried first.
+
+    One group after the other, and all of them again while that helps: first all choices, but of layers in a middle
+    number of tiles; from the best one on to the next while that is better.
+    """
+    groups = [choices for choices in groups if choices]
+    taken = [-1] * len(groups)  # numbers of choices; -1: none
+
+    def together(k: int, choice: int) -> tuple[Rewrite, ...]:
+        now = (choice if j == k else n for j, n in enumerate(taken))
+        return tuple(r for choices, n in zip(groups, now, strict=True) if n >= 0 for r in choices[n])
+
+    for attempt in range(ATTEMPTS):
+        before = list(taken)
+        for k, choices in enumerate(groups):
+            layers = len(choices[0]) > 1 and bool(choices[0][0].number)
+            first = [len(choices) // 3] if layers or attempt else [*range(len(choices))]
+            start = [taken[k]] if taken[k] >= 0 else first
+            at = max(start, key=lambda n: worth(together(k, n)))
+            for step in (1, -1):
+                while 0 <= at + step < len(choices) and worth(together(k, at + step)) > worth(
+                    together(k, at)
+                ):
+                    at += step
+            taken[k] = max(taken[k], at, key=lambda n: worth(together(k, n)))
+        if taken == before:
+            break
+    return together(0, taken[0]) if groups else ()
 
 
 def _choices(problem: Problem, levers: Levers) -> Iterator[Sequence[tuple[Rewrite, ...]]]:
-    """What can be chosen one after the other: of each stretch the number of tiles, of other kinds how many."""
+    """What can be chosen one after the other: of stretches that are alike the number of tiles, of other kinds how
+    many."""
     for kind, rewrites in offered(problem, levers).items():
-        of_storage: dict[int, list[Rewrite]] = {}
-        for r in rewrites:
-            of_storage.setdefault(r.storage, []).append(r)
         if (of_kind := getattr(LEVERS[kind], "choices", None)) is not None:
             yield list(of_kind(problem, rewrites, levers))
-        elif any(r.number for r in rewrites):
-            yield from ([(r,) for r in numbers] for numbers in of_storage.values())
-        else:
+            continue
+        groups: list[tuple[object, dict[int, list[Rewrite]]]] = []
+        for r in (r for r in rewrites if r.number):
+            like = LEVERS[kind].alike(problem.trace, r)
+            known = next((group for other, group in groups if other == like), None)
+            if known is None:
+                groups.append((like, known := {}))
+            known.setdefault(r.number, []).append(r)
+        for _, group in groups:
+            yield [tuple(group[number]) for number in sorted(group)]
+        if not groups:
             yield [tuple(rewrites[: -(-len(rewrites) * k // SHARES)]) for k in range(1, SHARES + 1)]
 
 
+ATTEMPTS: Final = 3
 SEARCHED: Final = 2  # so many changed steps are planned, where the first has a plan; beside the step as it is
 SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 
 
 def lowest_floor(problem: Problem, levers: Levers) -> int:
     """A peak that no plan can go below, with these levers or without; of combinations as `changed_steps`."""
-    taken: tuple[Rewrite, ...] = ()
-    least = _floor(problem, taken)
-    for choices in _choices(problem, levers):
-        lower, k = min((_floor(problem, (*taken, *choice)), k) for k, choice in enumerate(choices))
-        if lower < least:
-            least, taken = lower, (*taken, *choices[k])
-    return least
+    return _floor(problem, _best(list(_choices(problem, levers)), lambda rs: -_floor(problem, rs)))
 
 
 def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
-    """What every plan within the budget adds at least, with these levers or without; of more than one stretch, or of
-    rewrites of single values, in the combinations that were tried."""
+    """What every plan within the budget adds at least, with these levers or without; if there is more to choose than
+    the number of tiles of one stretch, in the combinations that were tried."""
     best = changed_steps(problem, budget_bytes, levers)[0]
     if not best.rewrites:
         return best.bound
     added, whole = best.least_ns - problem.trace.time_ns, problem.trace.time_ns
     share = percent(added, whole)
     reason = best.bound.reason
-    if len(best.rewrites) > 1:  # of one stretch, every number of tiles was tried
+    rewrites = [r for of_kind in offered(problem, levers).values() for r in of_kind]
+    if len({r.storage for r in rewrites}) > 1:  # of one stretch, every number of tiles was tried
         reason += "; of the steps as the rewrites that were tried change them"
     return replace(best.bound, reason=reason, added_time_ns=added, overhead_percent=share)
 
@@ -289,20 +320,18 @@ def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study
     """
     found: dict[str, tuple[Rewrite, ...]] = {}
     for kind in LEVERS:
-        chosen: tuple[Rewrite, ...] = ()
         with suppress(SpecError):  # nobody says how fast copies to host memory are
-            for choices in _choices(problem, Levers(allow="approximate", kinds=(kind,))):
-                reached = [(_floor(problem, (*chosen, *c)), k) for k, c in enumerate(choices)]
-                chosen = (*chosen, *choices[min(reached)[1]])
-        if chosen:
-            found[kind] = chosen
-    groups = {RECOMPUTE_ALONE: ()} | found
+            groups = list(_choices(problem, Levers(allow="approximate", kinds=(kind,))))
+            lowest = _best(groups, lambda rs: -_floor(problem, rs))
+            if chosen := lowest or next((choice for choices in groups for choice in choices), ()):
+                found[kind] = chosen
+    rows_of = {RECOMPUTE_ALONE: ()} | found
     for name_of_all, most in (("all exact", EXACT), ("all up to rounding", FP), ("all", APPROXIMATE)):
         kinds = [k for k in found if EXACTNESS.index(LEVERS[k].EXACTNESS) <= EXACTNESS.index(most)]
         together = _together(problem, {k: found[k] for k in kinds})
         if len({r.kind for r in together}) > 1:
-            groups[name_of_all] = together
-    rows = [_reach(problem, lever, rewrites, budget_bytes) for lever, rewrites in groups.items()]
+            rows_of[name_of_all] = together
+    rows = [_reach(problem, lever, rewrites, budget_bytes) for lever, rewrites in rows_of.items()]
     return Study(trace_name=name, problem=problem, budget_bytes=budget_bytes, rows=tuple(rows))
 
 

@@ -18,7 +18,7 @@ from simulator.studies.max_batch import MaxBatch, Request, max_batch
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.records.plan import EXACT, FP, Plan, Rewrite
-from traces.records.stretch import PRODUCT, ROWS, SUM, Result, Stretch
+from traces.records.stretch import PRODUCT, ROWS, SUM, Part, Result, Stretch
 from traces.records.trace import EAGER, Trace
 
 SECONDS = Limits(seconds=0.2)
@@ -31,7 +31,7 @@ def head(batch: int = 1) -> Trace:
         [
             fwd({"x": 8 * batch}, "w", time_ns=100),
             fwd({"z": 400 * batch}, "x", "w", time_ns=100, events=(400 * batch,)),
-            fwd({"loss": 4}, "z", time_ns=100),
+            fwd({"loss": 4}, "z", time_ns=100, bytes_moved=400),
             bwd({"g": 4}, "loss", time_ns=10, flags=EAGER),
             bwd({"gz": 400 * batch}, "g", "z", time_ns=100),
             bwd({"gx": 8 * batch}, "gz", "w", time_ns=100),
@@ -77,8 +77,11 @@ def test_two_tiles_byte_by_byte() -> None:
 
 def test_times_are_those_of_the_ops_and_of_what_each_further_tile_adds() -> None:
     of = rewritten(head(), [in_tiles(4)])
-    # Five ops of 100 ns; three further tiles, each with five of the least (10 ns) and the pass that adds gw up (10).
-    assert of.ops.time_ns[1] == 500 + 3 * (5 * 10 + 10)
+    # Passes run at 4 bytes a ns. Five ops of 100 ns, gx is put together (8 bytes read and written: 4 ns); three further
+    # tiles, each with five of the least (10 ns) and the passes that add up gw, in its product, and loss (2 * 8 and
+    # 3 * 4 bytes: 7).
+    assert of.ops.time_ns[1] == 500 + 4 + 3 * (5 * 10 + 7)
+    assert of.ops.time_ns[4] == 4  # and gx is multiplied
 
 
 def test_there_are_no_more_tiles_than_rows() -> None:
@@ -92,6 +95,82 @@ def test_what_cannot_be_made_in_tiles_is_refused() -> None:
         rewritten(head(), [replace(in_tiles(2), storage=1)])
     with pytest.raises(PlanError, match="unknown rewrite 'fold'"):
         rewritten(head(), [replace(in_tiles(2), kind="fold")])
+
+
+def block(layers: int = 1) -> Trace:
+    """In each layer, of x of 8 bytes (4 rows), z = x w of 400 and y of 8; w has 8. Then a loss of 4, and back: gy of 8
+    to gz of 400, gx of 8 and gw of 8."""
+    ops, back, stretches = [fwd({"x0": 8}, time_ns=100)], [], []
+    for k in range(layers):
+        ops += [
+            fwd({f"z{k}": 400}, f"x{k}", "w", time_ns=100, bytes_moved=400),
+            fwd({f"x{k + 1}": 8}, f"z{k}", time_ns=100),
+        ]
+        back += [
+            bwd({f"gz{k}": 400}, f"gx{k + 1}", f"z{k}", time_ns=100),
+            bwd({f"gx{k}": 8}, f"gz{k}", "w", time_ns=100),
+            bwd({f"gw{k}": 8}, f"gz{k}", f"x{k}", time_ns=100),
+        ][::-1]
+    n = len(ops)
+    ops += [
+        fwd({"loss": 4}, f"x{layers}", time_ns=100, flags=EAGER),
+        bwd({f"gx{layers}": 8}, "loss", time_ns=10, flags=EAGER),
+    ]
+    made = trace(ops + back[::-1], {"w": 8})
+    s = {name: k for k, name in enumerate(made.storages.name)}
+    for k in range(layers):
+        z, gz = 2 * k + 1, n + 2 + 3 * (layers - 1 - k)
+        gradients = (
+            Result(op=gz + 1, storage=s[f"gx{k}"], grows=ROWS),
+            Result(op=gz + 2, storage=s[f"gw{k}"], grows=PRODUCT),
+        )
+        given = ((z - 1, s[f"x{k}"]), (-1, s["w"]))
+        stretches.append(
+            Stretch(
+                storage=s[f"z{k}"],
+                rows=4,
+                body=((z, ROWS), (z + 1, ROWS)),
+                inputs=given,
+                losses=(Result(op=z + 1, storage=s[f"x{k + 1}"], grows=ROWS),),
+                gradients=(),
+                backward=Part(
+                    body=((z, ROWS), (gz, ROWS), (gz + 1, ROWS), (gz + 2, PRODUCT)),
+                    inputs=(*given, (gz - 1, s[f"gx{k + 1}"])),
+                    results=gradients,
+                ),
+            )
+        )
+    meta = replace(
+        made.meta, batch_size=1, forward_ops=n, first_backward_graph_op=n + 2, stretches=tuple(stretches)
+    )
+    return replace(made, meta=meta)
+
+
+def test_a_stretch_with_a_backward_of_its_own_byte_by_byte() -> None:
+    of = rewritten(block(), [in_tiles(2)])
+    assert of.ops.target[1] == of.ops.target[4] == "lowtide.tiles_2"
+    # y whole 8; in each tile z 200, y 4, z goes, y is copied and goes.
+    assert of.ops.events[1] == (8, *(200, 4, -200, -4) * 2)
+    # gx whole 8; z again 200, gz 200, z goes, gx 4 is copied and goes, gw 8 stays, gz goes; then gw is added in place.
+    again = (200, 200, -200, 4, -4)
+    assert of.ops.events[4] == (8, *again, 8, -200, *again, -200)
+    # w and x 16; y 8, and z 200 and y 4 of a tile; loss 4, then y goes; gy 8, then loss goes; at last gx 8, gw 8, and
+    # z and gz of the second tile.
+    assert Problem(of).saved.timeline.peak_bytes == (16, 24 + 204, 28, 28, 24 + 8 + 8 + 400)
+    # The forward's call runs again where y is recomputed: nothing in it is done for good.
+    assert of.ops.flags[1] == of.ops.flags[4] == 0
+    # Two ops of 100 ns, y put together in 4 ns, and two of the least (10 ns) for the second tile; then four ops.
+    assert (of.ops.time_ns[1], of.ops.time_ns[4]) == (200 + 4 + 2 * 10, 400 + 4 + 4 * 10 + 4)
+
+
+def test_layers_that_are_alike_run_in_one_number_of_tiles() -> None:
+    of = block(3)
+    assert len(of.meta.stretches) == 3
+    # With everything saved, three z of 400 are there; of the last layer's tiles in four, z and gz of 100 each.
+    plan = planned(of, 500, "fp")
+    assert len(plan.rewrites) == 3
+    assert len({r.number for r in plan.rewrites}) == 1
+    assert "that were tried" in lower_bound(Problem(of), 500, Levers(allow="fp")).reason
 
 
 def planned(of: Trace, budget_bytes: int, allow: str) -> Plan:

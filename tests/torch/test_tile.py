@@ -1,5 +1,5 @@
-"""A loss head in tiles: found in heads of many kinds, equal to the untouched step but for rounding, and as large as
-predicted."""
+"""Stretches in tiles: found in heads, attention and MLPs of many kinds, equal to the untouched step but for rounding,
+and as large as predicted."""
 
 from __future__ import annotations
 
@@ -106,11 +106,10 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def in_tiles(of: Trace, number: int) -> Plan:
-    """A plan that saves everything and runs the only stretch in tiles."""
-    (stretch,) = of.meta.stretches
-    return Plan(
-        meta=of.meta, rewrites=(Rewrite(kind="tile", storage=stretch.storage, number=number),), exactness=FP
-    )
+    """A plan that saves everything and runs all stretches in tiles."""
+    assert of.meta.stretches
+    rewrites = tuple(Rewrite(kind="tile", storage=x.storage, number=number) for x in of.meta.stretches)
+    return Plan(meta=of.meta, rewrites=rewrites, exactness=FP)
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -179,6 +178,135 @@ def test_code_around_the_model_that_reads_the_logits_keeps_them() -> None:
     assert of.meta.stretches == ()
 
 
+class Attention(nn.Module):
+    """By matrix products: `scores` changes them, `weigh` makes weights of them."""
+
+    def __init__(self, scores: Callable[..., torch.Tensor], weigh: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scores, self.weigh = scores, weigh
+        self.bias = nn.Parameter(torch.zeros(4, 48, 48), requires_grad=scores is biased)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        weights = self.weigh(self.scores(q @ k.transpose(-1, -2) / 2, self.bias))
+        return self.out((weights @ v).transpose(1, 2).flatten(-2))
+
+
+class Gated(nn.Module):
+    """An MLP with a gate."""
+
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(WIDTH, 96), nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Blocks(nn.Module):
+    """Two layers, each with a norm, something beside a residual, and a loss of what comes out."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer(norm(x))
+        return x.pow(2).mean()
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    return x.softmax(-1)
+
+
+def by_hand(x: torch.Tensor) -> torch.Tensor:
+    e = torch.exp(x - x.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+def causal(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return x.masked_fill(torch.ones(48, 48, dtype=torch.bool).triu(1), -1e9)
+
+
+def biased(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return x + bias
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH))
+
+
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many tiles there are at most
+    "attention": (lambda: Attention(lambda x, _: x, softmax), 16),
+    "causal": (lambda: Attention(causal, softmax), 16),
+    "softcapped": (lambda: Attention(lambda x, _: 5 * torch.tanh(x / 5), softmax), 16),
+    "softmax by hand": (lambda: Attention(causal, by_hand), 16),
+    "bias": (lambda: Attention(biased, softmax), 4),  # an example each: heads have their own
+    "mlp": (mlp, 192),
+    "gated": (lambda: Gated(functional.silu), 192),
+}
+
+
+def tokens() -> torch.Tensor:
+    torch.manual_seed(2)
+    return torch.randn(4, 48, WIDTH)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_gradients_of_blocks_are_those_of_the_untouched_step(block: str) -> None:
+    torch.manual_seed(0)
+    make, rows = BLOCKS[block]
+    model, x = Blocks(make), tokens()
+    of = trace(model, (x,), loss=lambda out: 3 * out)
+    assert [stretch.rows for stretch in of.meta.stretches] == [rows, rows]
+    planned = apply_plan(copy.deepcopy(model), in_tiles(of, 3))
+    for other in (model, planned):
+        (3 * other(x)).backward()
+    for (name, p), q in zip(model.named_parameters(), planned.parameters(), strict=True):
+        if p.requires_grad:
+            assert float((p.grad - q.grad).norm()) <= 2e-6 * float(p.grad.norm()), name
+
+
+def with_dropped(x: torch.Tensor) -> torch.Tensor:
+    return functional.dropout(x.softmax(-1), 0.5)
+
+
+def across_batch(x: torch.Tensor) -> torch.Tensor:
+    return x.softmax(0)
+
+
+@pytest.mark.parametrize("weigh", [with_dropped, across_batch])
+def test_attention_that_is_random_or_not_by_itself_is_none(weigh: Callable[..., torch.Tensor]) -> None:
+    model = Blocks(lambda: Attention(lambda x, _: x, weigh))
+    assert trace(model, (tokens(),), loss=lambda out: out).meta.stretches == ()
+
+
+def test_attention_whose_weights_are_returned_is_none() -> None:
+    class Shown(Attention):
+        def forward(self, x: torch.Tensor) -> Any:
+            scores = self.q(x) @ self.k(x).transpose(-1, -2)
+            return scores.softmax(-1) @ self.v(x), scores
+
+    model = Shown(causal, softmax)
+    assert trace(model, (tokens(),), loss=lambda out: out[0].pow(2).mean()).meta.stretches == ()
+
+
+def layers() -> tuple[Any, Any, Any, Any]:
+    """Attention and MLPs at a size at which they decide the peak."""
+    torch.manual_seed(0)
+
+    def both() -> nn.Module:
+        return nn.Sequential(
+            Attention(causal, softmax), nn.Linear(WIDTH, 4 * 96), nn.GELU(), nn.Linear(4 * 96, WIDTH)
+        )
+
+    return Blocks(both), torch.randn(16, 48, WIDTH), None, None
+
+
 def wide() -> tuple[Any, Any, Any, Any]:
     """The head with a bias, at a size at which it decides the peak."""
     torch.manual_seed(0)
@@ -189,6 +317,7 @@ def wide() -> tuple[Any, Any, Any, Any]:
 
 
 SPEC = f"{Path(__file__).resolve()}:wide"
+LAYERS = f"{Path(__file__).resolve()}:layers"
 
 
 @pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 7])
@@ -206,6 +335,20 @@ def test_the_peak_is_as_predicted(number: int, measurer: Measurer, tmp_path: Pat
     outcome = verify(spec, plan, steps=2)
     assert outcome.equal
     assert not outcome.bit_equal
+    path = str(plan.save(tmp_path / "plan.json"))
+    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
+    assert max(measurer.peaks(job)[2:]) == predicted
+
+
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 5])
+def test_the_peak_of_layers_is_as_predicted(number: int, measurer: Measurer, tmp_path: Path) -> None:
+    spec = load_spec(LAYERS, {})
+    of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    plan = in_tiles(of, number)
+    assert len(plan.rewrites) == 4
+    predicted = rewritten_problem(Problem(of), plan.rewrites).saved.timeline.peak_allocated_bytes
+    assert predicted < Problem(of).saved.timeline.peak_allocated_bytes // 2
+    assert verify(spec, plan, steps=2).equal
     path = str(plan.save(tmp_path / "plan.json"))
     job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
     assert max(measurer.peaks(job)[2:]) == predicted

@@ -366,11 +366,13 @@ def _arrange(
 def _stretches(program: Program, graph_id: Sequence[int], rows: Sequence[OpRow]) -> tuple[Stretch, ...]:
     """The stretches that could run in tiles; the code around the model must not read what then does not exist."""
     seen = {s for row in rows if row.flags & EAGER for s in row.reads}
+
+    def hidden(x: Stretch) -> set[int]:
+        made = {s for part in x.parts for i, how in part.body if how == ROWS for s in rows[i].writes}
+        return made - {r.storage for part in x.parts for r in part.results}
+
     found = (x.record(program, graph_id) for x in stretches(program))
-    return tuple(
-        x for x in found
-        if not any(s in seen for i, how in x.body if how == ROWS for s in rows[i].writes)
-    )  # fmt: skip
+    return tuple(x for x in found if seen.isdisjoint(hidden(x)))
 
 
 def _parameters(step: TrainingStep) -> dict[str, torch.Tensor]:

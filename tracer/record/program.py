@@ -379,7 +379,7 @@ def _overwritten_inputs(captured: Captured) -> set[fx.Node]:
 def _flags(n: fx.Node, reads_overwritten: bool, *, view: bool) -> int:
     target = n.target
     if not isinstance(target, OpOverload):
-        return EFFECT
+        return int(getattr(target, "flags", EFFECT))  # a call that a plan's rewrite put there says so itself
     flags = VIEW if view else 0
     if is_random(n):
         flags |= RANDOM

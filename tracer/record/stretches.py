@@ -1,12 +1,13 @@
-"""Find the stretches of a captured graph that can run in tiles: loss heads, from their matrix product to the loss.
+"""Find the stretches of a captured graph that can run in tiles: loss heads, attention by matrix products, MLP blocks.
 
-What is sought is a matrix product whose rows are independent of each other up to a sum over them: in forward each op
-on the way works on rows alone (a view, a cast, a pointwise function, a softmax along another dimension, a cross
-entropy), and the sums are the last that forward makes of them. In backward all that reads the wide values works on rows
-or sums over them, and is linear in one number, the gradient of the loss.
+What is sought is a matrix product whose rows are independent of each other: each op that reads what is as wide works on
+rows alone (a view, a cast, a pointwise function, a softmax along another dimension, a product with what has no rows),
+or sums over them. In a loss head, the sums are the last that forward makes, and backward is linear in one number, the
+gradient of the loss; so all of it runs in forward. Any other stretch ends where values are narrow again; its backward
+begins with the gradients of those, and makes again what it reads of forward.
 
-Counts: the ops that `_follow` knows. Ignores: stretches that end otherwise than in sums, and float16, whose gradients
-without the factor of a gradient scaler would be rounded to zero.
+Counts: the ops that `_follow` knows. Ignores: random ops; in heads float16, whose gradients without the factor of a
+gradient scaler would be rounded to zero.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -22,15 +24,18 @@ from torch import fx
 
 from tracer.record.program import GraphOp, Program, is_random
 from tracer.torch_api import OpOverload
-from traces.records.stretch import PRODUCT, ROWS, SUM, WHOLE, Result, Stretch
+from traces.records.stretch import PRODUCT, ROWS, SUM, WHOLE, Part, Result, Stretch
 
 aten = torch.ops.aten
 PRODUCTS: Final = (aten.mm, aten.addmm)
+BATCHES: Final = (aten.bmm,)
 VIEWS: Final = (aten.view, aten._unsafe_view, aten.reshape)
+TURNS: Final = (aten.t, aten.transpose, aten.permute)
 COPIES: Final = (aten.alias, aten.clone, aten.detach, aten._to_copy, aten.contiguous)
 ALONG_ONE: Final = {  # pointwise but for one dimension, and which argument names it
     aten._softmax: 1,
     aten._log_softmax: 1,
+    aten._safe_softmax: 1,
     aten._softmax_backward_data: 2,
     aten._log_softmax_backward_data: 2,
     aten.gather: 1,
@@ -46,12 +51,13 @@ SIZES: Final = {
     **ZEROS,
 }  # of all that are told sizes
 STRAIGHT: Final = (  # what they make is proportional to what they take
-    *VIEWS, *COPIES, *SUMS, *PARTS, *PART_BACKWARDS, aten.neg, aten.t, aten.transpose, aten.permute, aten.unsqueeze,
-    aten.squeeze, aten.expand,
+    *VIEWS, *TURNS, *COPIES, *SUMS, *PARTS, *PART_BACKWARDS, aten.neg, aten.unsqueeze, aten.squeeze, aten.expand,
 )  # fmt: skip
 MEAN_LOSS: Final = 1  # torch's number of the reduction
 WIDE: Final = 2  # a value is wide if its rows have at least one of so many parts of the widest's elements
-SHARE: Final = 8  # a product is looked at if its size is at least one of so many parts of the largest value's
+SHARE: Final = (
+    32  # a product is looked at if its size is at least one of so many parts of the largest value's
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,15 @@ class _NoStretch(Exception):
     """An op on the way does not work on rows alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Nodes that run tile by tile in one call, in order; what they take from outside, and what they leave."""
+
+    body: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+
+
 @dataclass(eq=False, kw_only=True)
 class Found:
     """A stretch as nodes: what the executor makes tiles of."""
@@ -87,9 +102,10 @@ class Found:
     )  # cross entropies -> the weight of their targets
     inputs: dict[fx.Node, Axis | None] = field(default_factory=dict)  # None: taken whole
     factor: fx.Node | None = None
-    results: list[fx.Node] = field(default_factory=list)  # sums that forward makes
-    gradients: list[fx.Node] = field(default_factory=list)  # but for the factor
+    results: list[fx.Node] = field(default_factory=list)  # that forward makes: sums; not of a head, rows
+    gradients: list[fx.Node] = field(default_factory=list)  # of a head, but for the factor
     outputs: tuple[int, ...] = ()  # numbers of the model's outputs that are rows of the body
+    parts: tuple[Call, ...] = ()  # of a head one; forward and backward
 
     def axis(self, n: fx.Node) -> Axis | None:
         return self.axes.get(n) or self.inputs.get(n)
@@ -102,10 +118,6 @@ class Found:
     def record(self, program: Program, ids: Sequence[int]) -> Stretch:
         """The stretch in ids of a trace; `ids`: op of the program -> op of the trace."""
         op_of = {n: i for i, op in enumerate(program.ops) for n in (op.node, *op.parts)}
-        grows: dict[int, str] = {}
-        for n in self.body:
-            if op_of[n] not in grows or n in self.sums:
-                grows[op_of[n]] = self.grows(n)
 
         def place(n: fx.Node) -> tuple[int, int]:
             return ids[op_of[n]] if n in op_of else -1, program.storage_of[n][0]
@@ -114,15 +126,29 @@ class Found:
             op, storage = place(n)
             return Result(op=op, storage=storage, grows=self.grows(n))
 
+        def part(call: Call) -> Part:
+            grows: dict[int, str] = {}
+            for n in call.body:
+                if op_of[n] not in grows or n in self.sums:
+                    grows[op_of[n]] = self.grows(n)
+            return Part(
+                body=tuple((ids[i], how) for i, how in grows.items()),
+                inputs=tuple(place(n) for n in call.inputs),
+                results=tuple(result(n) for n in call.results),
+            )
+
+        first, *others = (part(call) for call in self.parts)
+        left = len(self.results)
         return Stretch(
             storage=program.storage_of[self.product][0],
             rows=self.rows,
-            body=tuple((ids[i], how) for i, how in grows.items()),
-            inputs=tuple(place(n) for n in self.inputs),
-            losses=tuple(result(n) for n in self.results),
-            gradients=tuple(result(n) for n in self.gradients),
+            body=first.body,
+            inputs=first.inputs,
+            losses=first.results[:left],
+            gradients=first.results[left:],
             weights=tuple(_elements(x.args[1]) for x in self.losses),
             outputs=self.outputs,
+            backward=others[0] if others else None,
         )
 
 
@@ -132,29 +158,36 @@ def stretches(program: Program) -> tuple[Found, ...]:
         return ()
     made = [row.nbytes for row in program.storages if row.producer >= 0]
     least = max(made, default=0) // SHARE
+
+    def nbytes(op: GraphOp) -> int:
+        return program.storages[program.storage_of[op.node][0]].nbytes
+
+    forward = program.ops[: program.forward_ops]
     products = [
-        op for op in program.ops[: program.forward_ops]
-        if _packet(op.node) in PRODUCTS and program.storages[program.storage_of[op.node][0]].nbytes >= max(1, least)
-    ]  # fmt: skip
-    products.sort(key=lambda op: -program.storages[program.storage_of[op.node][0]].nbytes)
+        op for op in forward if _packet(op.node) in (*PRODUCTS, *BATCHES) and nbytes(op) >= max(1, least)
+    ]
+    kinds: tuple[type[_Head | _Inner], ...] = (_Head, _Inner)
+    taken: set[fx.Node] = set()
     found: list[Found] = []
-    for op in products:
-        for rows, unit in _ways(op.node):
-            if any(op.node in other.body for other in found):
+    for op in sorted(products, key=lambda op: -nbytes(op)):
+        for kind, (rows, unit) in product(kinds, _ways(op.node)):
+            if op.node in taken:
                 break
             try:
-                found.append(_Search(program, op, rows, unit).found())
-                break
+                stretch = kind(program, op, rows, unit).found()
             except _NoStretch:
                 continue
+            if taken.isdisjoint(stretch.body):
+                found.append(stretch)
+                taken.update(stretch.body)
     return tuple(found)
 
 
-def _ways(product: fx.Node) -> Iterator[tuple[int, int]]:
+def _ways(of: fx.Node) -> Iterator[tuple[int, int]]:
     """How its rows can be counted, and the elements of its first dimension that one has: each, or each example's."""
-    n = product.meta["val"].shape[0]
+    n = of.meta["val"].shape[0]
     yield n, 1
-    for user in product.users:
+    for user in of.users:
         if _packet(user) in VIEWS and n % (first := user.meta["val"].shape[0]) == 0 and 1 < first < n:
             yield first, n // first
 
@@ -162,53 +195,158 @@ def _ways(product: fx.Node) -> Iterator[tuple[int, int]]:
 class _Search:
     """One attempt: the body grows until it is closed, or `_NoStretch` is raised."""
 
-    def __init__(self, program: Program, product: GraphOp, rows: int, unit: int) -> None:
+    def __init__(self, program: Program, op: GraphOp, rows: int, unit: int) -> None:
         self.program, self.captured = program, program.captured
-        self.to = Found(product=product.node, rows=rows, unit=unit)
-        self.forward = set(self.captured.forward)
+        self.to = Found(product=op.node, rows=rows, unit=unit)
+        self.forward, self.backward = set(self.captured.forward), set(self.captured.backward)
         self.order = {n: k for k, n in enumerate((*self.captured.forward, *self.captured.backward))}
-        self.wide = _elements(product.node) // rows // WIDE
+        self.wide = _elements(op.node) // rows // WIDE
+        self.inside: set[fx.Node] = set()  # the body
         self.numbers: set[fx.Node] = set()  # made in backward, of one element, and not in the body
+
+    def _start(self) -> None:
+        if self.to.rows < 2:
+            raise _NoStretch
+        self._seed(self.to.product)
+
+    def _seed(self, n: fx.Node) -> None:
+        """Add a product of which each row is made of one of its first argument, of a batch of both arguments."""
+        to, axis = self.to, Axis(0, 1, self.to.unit)
+        *biases, left, right = (a for a in n.args if isinstance(a, fx.Node))
+        if left is right or any(bias.meta["val"].dim() != 1 for bias in biases):
+            raise _NoStretch
+        cut = (left, right) if _packet(n) in BATCHES else (left,)
+        for a in (left, right, *biases):
+            if a in cut:
+                self._cut(a, axis)
+            elif to.axis(a) is not None or a in to.sums:
+                raise _NoStretch
+            elif a not in to.axes:
+                to.inputs[a] = None
+        to.axes[n] = axis
+        self._put(n)
+
+    def _put(self, n: fx.Node) -> None:
+        self.to.body.append(n)
+        self.inside.add(n)
+
+    def _is_wide(self, n: fx.Node) -> bool:
+        return self.to.axes.get(n) is not None and self._is_large(n)
+
+    def _is_large(self, n: fx.Node) -> bool:
+        return _elements(n) // self.to.rows >= self.wide
+
+    def _add(self, n: fx.Node) -> None:
+        """Add a node; raises _NoStretch if it does not work on rows alone."""
+        to = self.to
+        if n in self.inside:
+            return
+        if n.target is operator.getitem:
+            source = n.args[0]
+            self._put(n)
+            if _packet(source) is aten.nll_loss_forward:
+                to.sums[n] = SUM
+                if n.args[1] == 1:
+                    to.losses[source] = n
+            else:
+                raise _NoStretch
+            return
+        if not isinstance(n.target, OpOverload) or n.target._schema.is_mutable or is_random(n):
+            raise _NoStretch
+        for a in n.all_input_nodes:
+            if a not in to.axes and a not in to.inputs and a not in self.numbers and not self._weight(n, a):
+                if a in to.sums or a in self.inside:
+                    raise _NoStretch  # a sum of all tiles, which none has yet
+                to.inputs[a] = None
+        axis = _follow(n, to, self._cut)
+        self._put(n)
+        if axis is SUMMED:
+            to.sums[n] = PRODUCT if _packet(n) in PRODUCTS else SUM
+            if _packet(n) is aten.mean:
+                to.means.add(n)
+        elif _packet(n) is not aten.nll_loss_forward:
+            to.axes[n] = axis
+
+    def _weight(self, n: fx.Node, a: fx.Node) -> bool:
+        """Whether a is the weight by which the cross entropy was divided whose backward n is."""
+        return _packet(n) is aten.nll_loss_backward and a in self.to.losses.values()
+
+    def _cut(self, a: fx.Node, axis: Axis) -> None:
+        """Take an input in rows."""
+        if self.to.axis(a) == axis:
+            return
+        if self.to.axis(a) is not None or a in self.to.axes or not self._has_rows(a, axis):
+            raise _NoStretch
+        shape, strides = a.meta["val"].shape, a.meta["val"].stride()
+        if any(strides[d] != shape[d + 1] * strides[d + 1] for d in axis.dims[:-1]):
+            raise _NoStretch  # rows that are no one dimension in memory
+        if any(a in n.all_input_nodes for n in self.to.body):
+            raise _NoStretch  # another op takes it whole
+        self.to.inputs[a] = axis
+
+    def _has_rows(self, a: fx.Node, axis: Axis) -> bool:
+        shape = a.meta["val"].shape
+        return axis.dim >= 0 and math.prod(shape[axis.dim : axis.dims.stop]) == self.to.rows * axis.unit
+
+    def _leaves(self, n: fx.Node) -> tuple[list[fx.Node], list[int], bool]:
+        """Who takes a node of the body outside: nodes, numbers of outputs, the optimizer as a gradient."""
+        outside = [u for u in n.users if u not in self.inside and u.op != "output"]
+        returned = [k for k, x in enumerate(self.captured.outputs) if x is n]
+        return outside, returned, n in self.captured.parameter_grads or n in self.captured.argument_grads
+
+    def _call(self, results: Sequence[fx.Node], phase: set[fx.Node]) -> Call:
+        """What of the body makes the results, in one call among the nodes of a phase.
+
+        Raises:
+            _NoStretch: a result is no whole storage, or that of another one, or something takes one before all inputs
+                are there.
+        """
+        for n in results:
+            own, x = self.program.storage_of[n], n.meta["val"]
+            whole = len(own) == 1 and x.numel() * x.itemsize == self.program.storages[own[0]].nbytes
+            if self.to.grows(n) == WHOLE or not whole or not x.is_contiguous():
+                raise _NoStretch
+        if len({self.program.storage_of[n] for n in results}) < len(results):
+            raise _NoStretch
+        needed: set[fx.Node] = set()
+        for n in reversed(self.to.body):
+            if n in results or not needed.isdisjoint(n.users):
+                needed.add(n)
+        taken = {a for n in needed for a in n.all_input_nodes}
+        call = Call(
+            body=tuple(n for n in self.to.body if n in needed),
+            inputs=tuple(a for a in self.to.inputs if a in taken),
+            results=tuple(results),
+        )
+        users = {u for n in results for u in self._leaves(n)[0]} & phase
+        first = min(map(self.order.__getitem__, users), default=len(self.order))
+        if any(self.order[a] >= first for a in phase.intersection(call.inputs)):
+            raise _NoStretch
+        return call
+
+
+class _Head(_Search):
+    """A stretch whose forward ends in sums, one of them the loss."""
 
     def found(self) -> Found:
         to = self.to
-        if to.rows < 2 or to.product.meta["val"].dtype is torch.float16:
+        if to.product.meta["val"].dtype is torch.float16 or _packet(to.product) in BATCHES:
             raise _NoStretch
-        self._grow_forward()
-        self._grow_backward()
-        self._one_factor()
-        to.body.sort(key=self.order.__getitem__)
-        self._check_linear()
-        self._close()
-        return to
-
-    def _grow_forward(self) -> None:
-        to = self.to
-        axis = Axis(0, 1, to.unit)
-        first, *others = [a for a in to.product.args if isinstance(a, fx.Node)][-2:]
-        to.inputs[first] = axis
-        for other in others:
-            to.inputs.setdefault(other, None)
-        for bias in to.product.args[:-2]:
-            if bias.meta["val"].dim() != 1:
-                raise _NoStretch
-            to.inputs.setdefault(bias, None)
-        to.axes[to.product] = axis
-        to.body.append(to.product)
+        self._start()
         for n in self.captured.forward[self.order[to.product] + 1 :]:
             if any(
                 a in to.axes or (_packet(a) is aten.nll_loss_forward and a in to.sums)
                 for a in n.all_input_nodes
             ):
                 self._add(n)
-
-    def _grow_backward(self) -> None:
         for n in self.captured.backward:
-            if any(self._is_wide(a) for a in n.all_input_nodes) and n not in self.to.body:
+            if any(self._is_wide(a) for a in n.all_input_nodes) and n not in self.inside:
                 self._pull(n)
-
-    def _is_wide(self, n: fx.Node) -> bool:
-        return self.to.axes.get(n) is not None and _elements(n) // self.to.rows >= self.wide
+        self._one_factor()
+        to.body.sort(key=self.order.__getitem__)
+        self._check_linear()
+        self._close()
+        return to
 
     def _pull(self, n: fx.Node) -> None:
         """Add a node of backward, and before it what it takes that backward makes, up to numbers."""
@@ -233,53 +371,6 @@ class _Search:
             raise _NoStretch
         self.to.factor = next(iter(self.numbers))
 
-    def _add(self, n: fx.Node) -> None:
-        """Add a node; raises _NoStretch if it does not work on rows alone."""
-        to = self.to
-        if n in to.body:
-            return
-        if n.target is operator.getitem:
-            source = n.args[0]
-            to.body.append(n)
-            if _packet(source) is aten.nll_loss_forward:
-                to.sums[n] = SUM
-                if n.args[1] == 1:
-                    to.losses[source] = n
-            else:
-                raise _NoStretch
-            return
-        if not isinstance(n.target, OpOverload) or n.target._schema.is_mutable or is_random(n):
-            raise _NoStretch
-        for a in n.all_input_nodes:
-            if a not in to.axes and a not in to.inputs and a not in self.numbers and not self._weight(n, a):
-                if a in to.sums or a in to.body:
-                    raise _NoStretch  # a sum of all tiles, which none has yet
-                to.inputs[a] = None
-        axis = _follow(n, to, self._cut)
-        to.body.append(n)
-        if axis is SUMMED:
-            to.sums[n] = PRODUCT if _packet(n) in PRODUCTS else SUM
-            if _packet(n) is aten.mean:
-                to.means.add(n)
-        elif _packet(n) is not aten.nll_loss_forward:
-            to.axes[n] = axis
-
-    def _weight(self, n: fx.Node, a: fx.Node) -> bool:
-        """Whether a is the weight by which the cross entropy was divided whose backward n is."""
-        return _packet(n) is aten.nll_loss_backward and a in self.to.losses.values()
-
-    def _cut(self, a: fx.Node, axis: Axis) -> None:
-        """Take an input in rows."""
-        known = self.to.inputs.get(a)
-        shape = a.meta["val"].shape
-        if a in self.to.axes or known not in (None, axis):
-            raise _NoStretch
-        if math.prod(shape[d] for d in axis.dims) != self.to.rows * axis.unit:
-            raise _NoStretch
-        if any(a in n.all_input_nodes for n in self.to.body) and known is None:
-            raise _NoStretch  # another op takes it whole
-        self.to.inputs[a] = axis
-
     def _check_linear(self) -> None:
         """Raise _NoStretch unless all that depends on the factor is proportional to it."""
         tainted = {self.to.factor}
@@ -293,38 +384,109 @@ class _Search:
 
     def _close(self) -> None:
         """What leaves the body, and whether forward can make all of it."""
-        to = self.to
-        body, outputs = set(to.body), []
-        last = max(self.order[n] for n in body if n in self.forward)
+        to, outputs = self.to, []
         for n in to.body:
             if n in to.losses or (_packet(n) is aten.nll_loss_forward):
                 continue
-            outside = [u for u in n.users if u not in body and u.op != "output"]
-            returned = [k for k, x in enumerate(self.captured.outputs) if x is n]
-            gradient = n in self.captured.parameter_grads or n in self.captured.argument_grads
+            outside, returned, gradient = self._leaves(n)
             if not (outside or returned or gradient):
                 continue
             if n in self.tainted:
                 to.gradients.append(n)
             elif n in to.sums:
-                if any(self.order[u] < last for u in outside):
-                    raise _NoStretch
                 to.results.append(n)
             elif n in self.forward and not outside and not set(returned) & set(self.captured.grad_outputs):
                 outputs += returned
             else:
                 raise _NoStretch
-        given = [*to.inputs]
-        if not to.gradients or any(
-            a in self.order and not (a in self.forward and self.order[a] < last) for a in given
-        ):
+        if not to.gradients or not self.backward.isdisjoint(to.inputs):
             raise _NoStretch
-        for n in to.gradients:
-            own, x = self.program.storage_of[n], n.meta["val"]
-            whole = len(own) == 1 and x.numel() * x.itemsize == self.program.storages[own[0]].nbytes
-            if to.grows(n) == WHOLE or not whole or not x.is_contiguous():
-                raise _NoStretch
         to.outputs = tuple(outputs)
+        to.parts = (self._call([*to.results, *to.gradients], self.forward),)
+
+
+class _Inner(_Search):
+    """A stretch between narrow values, whose backward makes again what it reads of forward."""
+
+    def found(self) -> Found:
+        to = self.to
+        self.after: set[fx.Node] = set()  # the body of one phase, and what depends on it there
+        self.copied: set[fx.Node] = set()  # of the body, what stays outside as well, if that takes it
+        self._start()
+        for phase in (self.captured.forward, self.captured.backward):
+            self.after.clear()
+            for n in phase:
+                if any(self._is_wide(a) for a in n.all_input_nodes):
+                    self._add(n)
+                if not self.after.isdisjoint((n, *n.all_input_nodes)):
+                    self.after.add(n)
+        to.body.sort(key=self.order.__getitem__)
+        for n in to.body:
+            outside, *returned = self._leaves(n)
+            if (outside and n not in self.copied) or any(returned):
+                if self._is_wide(n):
+                    raise _NoStretch
+                (to.results if n in self.forward else to.gradients).append(n)
+        if not to.results or not to.gradients:
+            raise _NoStretch
+        to.parts = (self._call(to.results, self.forward), self._call(to.gradients, self.backward))
+        if len(to.body) > len({n for call in to.parts for n in call.body}):
+            raise _NoStretch  # something that nobody takes
+        return to
+
+    def _put(self, n: fx.Node) -> None:
+        super()._put(n)
+        self.after.add(n)
+
+    def _add(self, n: fx.Node) -> None:
+        if n in self.inside:
+            return
+        if n.target is operator.getitem or _packet(n) in (aten.nll_loss_forward, aten.nll_loss_backward):
+            raise _NoStretch
+        for a in n.all_input_nodes:
+            if a in self.after and a not in self.inside:
+                self._add(a)
+        super()._add(n)
+        for a in n.all_input_nodes:  # what backward makes of nothing, and views, whose place may be later
+            whole = a in self.backward and a in self.to.inputs and self.to.inputs[a] is None
+            if whole and (not a.all_input_nodes or _packet(a) in (*VIEWS, *TURNS)):
+                del self.to.inputs[a]
+                self.copied.add(a)
+                self._add(a)
+                if self.to.axes.get(a) is not None:
+                    raise _NoStretch
+
+    def _cut(self, a: fx.Node, axis: Axis) -> None:
+        """Take a value in rows: as an input, or with what makes it, if that is wide or a view of backward."""
+        to = self.to
+        alone = sum(u in self.forward for u in a.users) == 1
+        made = a in self.backward or (a in self.forward and alone)
+        turned = a in self.backward and _packet(a) in (*VIEWS, *TURNS) and not self._is_large(a)
+        if to.axis(a) == axis:
+            return
+        if a in to.axes or not made or not (turned or self._is_large(a)):
+            super()._cut(a, axis)
+            return
+        if to.inputs.pop(a, None) is not None or any(a in n.all_input_nodes for n in to.body):
+            raise _NoStretch
+        packet = _packet(a)
+        if turned:
+            self.copied.add(a)
+        if packet in (*PRODUCTS, *BATCHES):
+            self._seed(a)
+        else:
+            source = a.args[0]
+            if packet in VIEWS:
+                self._cut(source, _viewed(a.meta["val"].shape, axis, source.meta["val"].shape, to.rows))
+            elif packet in TURNS:
+                self._cut(source, _permuted(a, axis, back=True))
+            else:
+                for b in a.all_input_nodes:
+                    if self._has_rows(b, same := _aligned(a, b, axis)):
+                        self._cut(b, same)
+            self._add(a)
+        if to.axes.get(a) != axis:
+            raise _NoStretch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,6 +514,8 @@ def _follow(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis
         return _cross_entropy(n, n.args[1], n.args[2], n.args[4], to, cut)
     if packet in PRODUCTS:
         return _product(n, to, cut)
+    if packet in BATCHES:
+        return _batch(n, to, cut)
     if packet in ZEROS or (packet is aten.expand and not rows):
         return _spread(n, to)
     if not rows:
@@ -361,7 +525,7 @@ def _follow(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis
         return _viewed(n.args[0].meta["val"].shape, axis, n.meta["val"].shape, to.rows)
     if packet in COPIES:
         return axis
-    if packet in (aten.t, aten.transpose, aten.permute):
+    if packet in TURNS:
         return _permuted(n, axis)
     if packet is aten.expand:
         return _aligned(n.args[0], n, axis)
@@ -415,16 +579,17 @@ def _cross_entropy(
 
 
 def _product(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis:
-    if _packet(n) is not aten.mm:
+    *biases, first, second = n.args
+    left, right = to.axis(first), to.axis(second)
+    if biases and (right or biases[0].meta["val"].dim() != 1 or to.axis(biases[0])):
         raise _NoStretch
-    left, right = (to.axis(a) for a in n.args)
     if left and left.dim == 0 and left.span == 1 and right is None:
         return left
     if right and right.dim == 1 and left is None:
         return right
-    inner = [(n.args[0], left, 1), (n.args[1], right, 0)]
+    inner = [(first, left, 1), (second, right, 0)]
     known = [axis.unit for _, axis, dim in inner if axis and axis.dim == dim and axis.span == 1]
-    if not known or any(axis and axis.dim != dim for _, axis, dim in inner):
+    if biases or not known or any(axis and axis.dim != dim for _, axis, dim in inner):
         raise _NoStretch
     for a, axis, dim in inner:
         if axis is None:
@@ -432,9 +597,22 @@ def _product(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axi
     return SUMMED
 
 
+def _batch(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis:
+    """A batch of products whose rows are batches."""
+    axis = Axis(0, 1, next((x.unit for a in n.args if (x := to.axis(a)) is not None), 1))
+    for a in n.args:
+        if to.axis(a) is None:
+            cut(a, axis)
+        elif to.axis(a) != axis:
+            raise _NoStretch
+    return axis
+
+
 def _spread(n: fx.Node, to: Found) -> Axis | None:
     """A number spread over rows, where its first dimensions have as many."""
     shape = n.meta["val"].shape
+    if any(_elements(a) != 1 for a in n.all_input_nodes if _packet(n) is aten.expand):
+        raise _NoStretch
     for span in range(1, len(shape) + 1):
         if math.prod(shape[:span]) == to.rows:
             return Axis(0, span)
@@ -458,7 +636,8 @@ def _viewed(before: Sequence[int], axis: Axis, after: Sequence[int], rows: int) 
     raise _NoStretch
 
 
-def _permuted(n: fx.Node, axis: Axis) -> Axis:
+def _permuted(n: fx.Node, axis: Axis, *, back: bool = False) -> Axis:
+    """Where the rows are behind a permutation; `back`: before it, if they are there behind it."""
     rank = n.meta["val"].dim()
     order = list(range(rank))
     if _packet(n) is aten.permute:
@@ -468,7 +647,7 @@ def _permuted(n: fx.Node, axis: Axis) -> Axis:
         order[a], order[b] = b, a
     if axis.span != 1:
         raise _NoStretch
-    return Axis(order.index(axis.dim), 1, axis.unit)
+    return Axis(order[axis.dim] if back else order.index(axis.dim), 1, axis.unit)
 
 
 def _not_along(dim: int, axis: Axis, n: fx.Node) -> None:
@@ -509,7 +688,7 @@ def _proportional(n: fx.Node, tainted: set[Any]) -> bool:
     """Whether what an op makes grows in proportion with those of its arguments."""
     packet = _packet(n)
     mine = [a in tainted for a in n.args if isinstance(a, fx.Node)]
-    if packet in (aten.mul, *PRODUCTS):
+    if packet in (aten.mul, aten.mm, aten.bmm):
         return sum(mine) == 1
     if packet in (aten.add, aten.sub):
         return len(mine) == 2 and all(mine)

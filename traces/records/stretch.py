@@ -14,7 +14,7 @@ PRODUCT: Final = "product"  # added up by the matrix product itself, which makes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a tiled stretch leaves: a sum that forward makes, or a gradient but for its factor."""
+    """What a tiled stretch leaves."""
 
     op: int  # of the trace: the one that makes it there
     storage: int
@@ -22,20 +22,37 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """A stretch from a matrix product to a sum over its rows, with the backward of both; ids are of the trace.
+class Part:
+    """Ops that run tile by tile in one call."""
 
-    Each row of the wide value is made and used by itself, and backward is linear in one number, the factor, which is
-    what it takes beside `inputs`. So all of it can run in forward, tile by tile, for a factor of one; backward
-    multiplies the gradients by what it is.
+    body: tuple[tuple[int, str], ...]  # the ops, in order, and how what they make grows
+    inputs: tuple[tuple[int, int], ...]  # what they take from outside: the op (-1: none), and the storage
+    results: tuple[Result, ...]  # what is left when all tiles are done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A stretch around a wide value, each row of which is made and used by itself; ids are of the trace.
+
+    Either it leads from a matrix product to a sum over its rows, and backward is linear in one number, the factor,
+    which is what it takes beside `inputs`: then all of it can run in forward, tile by tile, for a factor of one;
+    backward multiplies the gradients by what it is. Or it leaves something narrow, and its backward is a part by
+    itself, which makes again in each tile what it needs of forward.
     """
 
     storage: int  # the wide value
     rows: int  # how many it has: the most tiles
     body: tuple[tuple[int, str], ...]  # the ops, in order, and how what they make grows
     inputs: tuple[tuple[int, int], ...]  # what they take from outside: the op (-1: none), and the storage
-    losses: tuple[Result, ...]
-    gradients: tuple[Result, ...]
+    losses: tuple[Result, ...]  # what it leaves: sums; rows, too, if it has a backward
+    gradients: tuple[Result, ...]  # none if it has a backward, whose results they are
     # Of each cross entropy, whose targets' weight is counted first: how many there are.
     weights: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()  # numbers of the model's outputs that do not exist any more
+    backward: Part | None = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What runs in one call each, by its phase."""
+        first = Part(body=self.body, inputs=self.inputs, results=(*self.losses, *self.gradients))
+        return (first,) if self.backward is None else (first, self.backward)

@@ -88,6 +88,7 @@ class Editing:
             value.hold = self.op[sts.hold[s]] if sts.hold[s] >= 0 else None
         self.order, self.values = list(self.op), list(self.value)
         self.rates = dict(trace.meta.rates)
+        self._redirected: dict[Op, Op] = {}
         self._instead: dict[Op, Op] = {}  # what was taken out -> what stands there now
 
     def insert(self, new: Op, place: Op, *, after: bool = False) -> None:
@@ -95,7 +96,7 @@ class Editing:
         k = self.order.index(place) + after
         self.order.insert(k, new)
         new.at = place.at
-        made = [v for v in new.writes if v.producer is None and v not in self.value]
+        made = [v for v in new.writes if v.producer is None and v not in self.values]
         if not made:
             return
         later = set(self.order[k + 1 :])
@@ -104,15 +105,26 @@ class Editing:
             value.producer = new
         self.values[first:first] = made
 
+    def standing(self, op: Op) -> Op:
+        """The op whose value stands for that of one of the trace."""
+        while op in self._redirected:
+            op = self._redirected[op]
+        return op
+
     def redirect(self, old: Op, new: Op) -> None:
         """Let ops take the value of `new` where they take that of `old`."""
+        self._redirected[old] = new
         for op in self.order:
             if old in op.inputs and op is not new:
                 op.inputs = list(dict.fromkeys(new if x is old else x for x in op.inputs))
 
     def remove(self, old: Iterable[Op], new: Op) -> None:
-        """Take ops out, with what they make; what else refers to them (a hold, a first use) refers to `new`."""
+        """Take ops out, with what they make, but for those that others take; what else refers to them (a hold, a first
+        use) refers to `new`."""
         gone = set(old)
+        for op in reversed(self.order):
+            if op not in gone:
+                gone.difference_update(op.inputs)
         self._instead |= dict.fromkeys(gone, new)
         self.order = [op for op in self.order if op not in gone]
         self.values = [v for v in self.values if v.producer not in gone]

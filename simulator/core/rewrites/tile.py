@@ -1,30 +1,38 @@
-"""Tile: a loss head runs in tiles over its rows, so that the widest values of the step never exist whole.
+"""Tile: a stretch runs in tiles over its rows, so that the widest values of the step never exist whole.
 
-The loss is one number, so all of the stretch runs in forward, backward's part too, for a gradient of the loss of one:
-what it leaves are the loss and the gradients of what it read, but for that factor, by which backward multiplies them.
-No matrix product runs twice. (As Liger's and Cut Cross-Entropy's kernels do by hand; here of any graph.)
+Of a loss head the loss is one number, so all of it runs in forward, backward's part too, for a gradient of the loss of
+one: what it leaves are the loss and the gradients of what it read, but for that factor, by which backward multiplies
+them. No matrix product runs twice. (As Liger's and Cut Cross-Entropy's kernels do by hand; here of any graph.) Any
+other stretch (attention by matrix products, an MLP block, as in ALST) is a call in forward, and one in backward, which
+makes again in each tile what it reads of forward.
 
 Counts: the sizes of what a tile makes, its rows' share of what the ops made; freed after their last use; sums in place.
 The time of the ops, and for each further tile the least time that an op of the trace takes, for each op; the passes in
-which sums are added up and gradients are multiplied, by the rate of the trace's fastest pass. Ignores: that small
-matrix products may run slower than their share, and what ops allocate inside does not grow in proportion.
+which rows are put together, sums are added up and gradients are multiplied. Ignores: that small matrix products may run
+slower than their share, and what ops allocate inside does not grow in proportion.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
 
 from simulator.core.facts import Facts
 from simulator.core.rewrites.edit import Editing, Op, Value
+from simulator.core.rewrites.pack import pass_ns
 from traces.errors import PlanError
 from traces.records.plan import FP, Rewrite
-from traces.records.stretch import PRODUCT, ROWS, Result, Stretch
+from traces.records.stretch import PRODUCT, ROWS, SUM, Part, Result, Stretch
 from traces.records.trace import ACTIVATION, BACKWARD, EFFECT, FORWARD, VIEW, Trace
 
 EXACTNESS: Final = FP
 NUMBERS: Final = (2, 4, 8, 16, 32, 64, 128)  # of tiles that are tried
+PASSES: Final = {
+    ROWS: 2,
+    PRODUCT: 2,
+    SUM: 3,
+}  # in which a result is copied, or added to that of the tiles before
 SHOWN: Final = (
     2  # so many tiles' allocations stand in the trace, beside the last: further ones are like the second
 )
@@ -36,6 +44,13 @@ def offer(facts: Facts) -> Iterator[Rewrite]:
         for number in NUMBERS:
             if number <= stretch.rows:
                 yield Rewrite(kind="tile", storage=stretch.storage, number=number)
+
+
+def alike(trace: Trace, rewrite: Rewrite) -> object:
+    """Of stretches for which this is equal one number of tiles is chosen: those of a model's layers."""
+    stretch = next(x for x in trace.meta.stretches if x.storage == rewrite.storage)
+    nbytes, target = trace.storages.nbytes[stretch.storage], trace.ops.target
+    return stretch.rows, nbytes, [target[i] for part in stretch.parts for i, _ in part.body]
 
 
 def edit(editing: Editing, rewrite: Rewrite) -> None:
@@ -51,70 +66,107 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     number = min(
         rewrite.number, stretch.rows
     )  # a smaller batch than the plan's may have fewer rows than tiles
-    body = [i for i, _ in stretch.body]
+    if stretch.backward is None:
+        _edit_head(editing, stretch, number)
+        return
     first = trace.storages.producer[stretch.storage]
-    last = max(i for i in body if trace.ops.phase[i] == FORWARD)
-    inputs, reads = _given(editing, stretch)
+    body = {i for part in stretch.parts for i, _ in part.body}
+    calls = []
+    for part, phase in zip(stretch.parts, (FORWARD, BACKWARD), strict=True):
+        tiles = Op(
+            name=f"{trace.ops.name[first]}_tiles{'' if phase == FORWARD else '_backward'}",
+            phase=phase,
+            writes=[_unmade(editing, r) for r in part.results],
+            events=tuple(_events(trace, stretch, part, number)),
+            **_figures(editing, stretch, part, number),
+        )
+        _put(editing, part, tiles)
+        for r in part.results:
+            editing.redirect(editing.op[r.op], tiles)
+        calls.append(tiles)
+    for tiles in reversed(calls):
+        editing.remove([editing.op[i] for i in body if trace.ops.phase[i] == tiles.phase], tiles)
+
+
+def _edit_head(editing: Editing, stretch: Stretch, number: int) -> None:
+    trace = editing.source
+    (part,) = stretch.parts
     factor, made_by = _factor(editing, stretch)
-    values = {r.storage: editing.value[r.storage] for r in (*stretch.losses, *stretch.gradients)}
     raw = {
-        r.storage: Value(
-            name=f"{values[r.storage].name} in tiles",
-            nbytes=values[r.storage].nbytes,
-            dtype=values[r.storage].dtype,
-            shape=values[r.storage].shape,
+        r.storage: replace(
+            editing.value[r.storage],
+            name=f"{editing.value[r.storage].name} in tiles",
             category=ACTIVATION,
+            producer=None,
+            hold=None,
+            uses=(),
         )
         for r in stretch.gradients
     }
     tiles = Op(
-        name=f"{trace.ops.name[first]}_tiles",
-        target=f"lowtide.tiles_{number}",
+        name=f"{trace.ops.name[trace.storages.producer[stretch.storage]]}_tiles",
         phase=FORWARD,
-        module=trace.ops.module[first],
-        time_ns=_time_ns(trace, stretch, number),
-        inputs=inputs,
-        reads=reads,
-        writes=[*(values[r.storage] for r in stretch.losses), *(raw[r.storage] for r in stretch.gradients)],
-        events=tuple(_events(trace, stretch, number, factor.nbytes)),
+        writes=[*(_unmade(editing, r) for r in stretch.losses), *raw.values()],
+        events=tuple(_events(trace, stretch, part, number, factor.nbytes)),
         flags=EFFECT,
-        flops=sum(trace.ops.flops[i] for i in body),
-        bytes_moved=sum(trace.ops.bytes_moved[i] for i in body),
+        **_figures(editing, stretch, part, number),
     )
-    scaled = {}
+    _put(editing, part, tiles)
     for r in stretch.gradients:
-        old = editing.op[r.op]
-        scaled[r.op] = Op(
+        old, value = editing.op[r.op], editing.value[r.storage]
+        scaled = Op(
             name=f"{old.name}_scaled",
             target="aten.mul.Tensor",
             phase=BACKWARD,
             module=old.module,
-            time_ns=_pass_ns(trace, 2 * values[r.storage].nbytes),
+            time_ns=pass_ns(trace, 2 * value.nbytes),
             inputs=[tiles, *made_by],
             reads=[raw[r.storage], factor],
-            writes=[values[r.storage]],
-            events=(values[r.storage].nbytes,),
+            writes=[value],
+            events=(value.nbytes,),
             overwrites=raw[r.storage],
-            bytes_moved=2 * values[r.storage].nbytes,
+            bytes_moved=2 * value.nbytes,
         )
-    for value in values.values():
-        value.producer = None
-    for r in stretch.losses:
-        values[r.storage].producer = tiles
-    editing.insert(tiles, editing.op[last], after=True)
-    for r in stretch.gradients:
-        editing.insert(scaled[r.op], editing.op[r.op])
-        values[r.storage].producer = scaled[r.op]
-        editing.redirect(editing.op[r.op], scaled[r.op])
+        editing.insert(scaled, old)
+        value.producer = scaled
+        editing.redirect(old, scaled)
     for r in stretch.losses:
         editing.redirect(editing.op[r.op], tiles)
-    editing.remove([editing.op[i] for i in body], tiles)
+    editing.remove([editing.op[i] for i, _ in part.body], tiles)
 
 
-def _given(editing: Editing, stretch: Stretch) -> tuple[list[Op], list[Value]]:
-    """The ops and the storages that the tiles take, in their order."""
-    ops = [editing.op[i] for i, _ in stretch.inputs if i >= 0]
-    return list(dict.fromkeys(ops)), list(dict.fromkeys(editing.value[s] for _, s in stretch.inputs))
+def _unmade(editing: Editing, result: Result) -> Value:
+    """A result's storage, which another op is going to make."""
+    value = editing.value[result.storage]
+    value.producer = None
+    editing.values.remove(value)
+    return value
+
+
+def _figures(editing: Editing, stretch: Stretch, part: Part, number: int) -> dict[str, Any]:
+    """What the op of a part has in common in both phases."""
+    ops = editing.source.ops
+    body = [i for i, _ in part.body]
+    given = (editing.standing(editing.op[i]) for i, _ in part.inputs if i >= 0)
+    return {
+        "target": f"lowtide.tiles_{number}",
+        "module": ops.module[editing.source.storages.producer[stretch.storage]],
+        "time_ns": _time_ns(editing.source, part, number),
+        "inputs": list(dict.fromkeys(given)),
+        "reads": list(dict.fromkeys(editing.value[s] for _, s in part.inputs)),
+        "flops": sum(ops.flops[i] for i in body),
+        "bytes_moved": sum(ops.bytes_moved[i] for i in body),
+    }
+
+
+def _put(editing: Editing, part: Part, tiles: Op) -> None:
+    """Put a call behind the last of what it takes, or before its first op, if nothing of its phase is."""
+    given = [op for op in tiles.inputs if op.phase == tiles.phase]
+    if given:
+        editing.insert(tiles, max(given, key=editing.order.index), after=True)
+    else:
+        body = (editing.op[i] for i, _ in part.body)
+        editing.insert(tiles, next(op for op in body if op.phase == tiles.phase))
 
 
 def _factor(editing: Editing, stretch: Stretch) -> tuple[Value, list[Op]]:
@@ -133,75 +185,67 @@ def _factor(editing: Editing, stretch: Stretch) -> tuple[Value, list[Op]]:
     return value, sorted(makers, key=lambda op: op.at)
 
 
-def _pass_ns(trace: Trace, nbytes: int) -> int:
-    """The time in which so many bytes are read or written, by the rate of the trace's fastest op, and no less than its
-    quickest op."""
-    ops = trace.ops
-    timed = zip(ops.bytes_moved, ops.time_ns, ops.flags, strict=True)
-    rate = max((b / t for b, t, flags in timed if t and not flags & VIEW), default=0.0)
-    return max(_least_ns(trace), math.ceil(nbytes / rate) if rate else 0)
-
-
 def _least_ns(trace: Trace) -> int:
     """The least that an op of the trace takes."""
     return min((t for t in trace.ops.time_ns if t), default=0)
 
 
-def _time_ns(trace: Trace, stretch: Stretch, number: int) -> int:
+def _time_ns(trace: Trace, part: Part, number: int) -> int:
     ops = trace.ops
-    computing = [i for i, _ in stretch.body if not ops.flags[i] & VIEW]
-    sums = sum(trace.storages.nbytes[r.storage] for r in stretch.gradients if r.grows != ROWS)
-    again = len(computing) * _least_ns(trace) + _pass_ns(trace, 2 * sums)
-    return sum(ops.time_ns[i] for i in computing) + (number - 1) * again
+    computing = [i for i, _ in part.body if not ops.flags[i] & VIEW]
+    moved = {
+        how: sum(trace.storages.nbytes[r.storage] for r in part.results if r.grows == how) for how in PASSES
+    }
+    sums = sum(PASSES[how] * moved[how] for how in (PRODUCT, SUM))
+    again = len(computing) * _least_ns(trace) + pass_ns(trace, sums)
+    once = sum(ops.time_ns[i] for i in computing) + pass_ns(trace, PASSES[ROWS] * moved[ROWS])
+    return once + (number - 1) * again
 
 
-def _events(trace: Trace, stretch: Stretch, number: int, factor_bytes: int) -> Iterator[int]:
-    """What the tiles allocate and free: weights, a factor of one, whole gradients of rows, then tile by tile."""
+def _events(trace: Trace, stretch: Stretch, part: Part, number: int, factor_bytes: int = 0) -> Iterator[int]:
+    """What the tiles allocate and free: weights, a factor of one, whole results of rows, then tile by tile."""
     sts = trace.storages
     for targets in stretch.weights:
         yield from (targets, 8, -targets, 4, -8)
-    yield factor_bytes
-    results = {r.storage: r for r in (*stretch.losses, *stretch.gradients)}
+    if factor_bytes:
+        yield factor_bytes
+    results = {r.storage: r for r in part.results}
     yield from (sts.nbytes[s] for s, r in results.items() if r.grows == ROWS)
     step = -(-stretch.rows // number)
     sizes = [min(step, stretch.rows - start) for start in range(0, stretch.rows, step)]
     shown = [*enumerate(sizes[:-1][:SHOWN]), (len(sizes) - 1, sizes[-1])]
     for k, rows in shown:
-        yield from _tile_events(trace, stretch, results, rows, first=k == 0)
-    yield from (-factor_bytes, *(-4 for _ in stretch.weights))
+        yield from _tile_events(trace, stretch.rows, part, results, rows, first=k == 0)
+    if factor_bytes:
+        yield -factor_bytes
+    yield from (-4 for _ in stretch.weights)
 
 
 def _tile_events(
-    trace: Trace, stretch: Stretch, results: dict[int, Result], rows: int, *, first: bool
+    trace: Trace, whole: int, part: Part, results: dict[int, Result], rows: int, *, first: bool
 ) -> Iterator[int]:
     ops, sts = trace.ops, trace.storages
-    last = {s: k for k, (i, _) in enumerate(stretch.body) for s in (*ops.reads[i], *ops.writes[i])}
+    last = {s: k for k, (i, _) in enumerate(part.body) for s in (*ops.reads[i], *ops.writes[i])}
 
     def size(nbytes: int, how: str) -> int:
-        return -(-nbytes * rows // stretch.rows) if how == ROWS else nbytes
+        return -(-nbytes * rows // whole) if how == ROWS else nbytes
 
     there: dict[int, int] = {}
-    for k, (i, how) in enumerate(stretch.body):
+    for k, (i, how) in enumerate(part.body):
         made = {s: size(sts.nbytes[s], how) for s in ops.writes[i] if sts.producer[s] == i}
         in_place = how == PRODUCT and not first
         if not in_place:
-            yield from _inside(ops.events[i], {sts.nbytes[s] for s in made}, lambda n: size(n, ROWS))
-            yield from made.values()
+            sizes = {sts.nbytes[s]: made[s] for s in made}
+            events = ops.events[i] or [sts.nbytes[s] for s in made]
+            yield from (_signed(n, sizes.get(abs(n)) or size(abs(n), ROWS)) for n in events)
             there |= made
         for s in made:
             r = results.get(s)
-            if (
-                r is not None and not in_place and (r.grows == ROWS or not first)
-            ):  # copied, or added to the sum
-                yield -there.pop(s)
-            elif r is not None:
+            if r is not None and r.grows != ROWS and (first or in_place):  # stays, or is no value of its own
                 there.pop(s, None)
         for s in [s for s in there if last[s] <= k]:
             yield -there.pop(s)
 
 
-def _inside(events: Sequence[int], made: set[int], scaled: Callable[[int], int]) -> Iterator[int]:
-    """What an op allocates and frees while it runs, beside what it makes, at a tile's size."""
-    for n in events:
-        if abs(n) not in made:
-            yield scaled(n) if n > 0 else -scaled(-n)
+def _signed(like: int, nbytes: int) -> int:
+    return nbytes if like > 0 else -nbytes
