@@ -52,6 +52,7 @@ REGISTRY: Final[dict[str, tuple[str, str]]] = {
         "save everything that backward needs: the step as it is",
     ),
 }
+MU_TWO_SWAP: Final = "mu-two-swap"  # also copies to host memory, so it must be named
 DEFAULT: Final = "search"
 SAVE_ALL: Final = "save-all"
 
@@ -63,6 +64,8 @@ def find(name: str) -> Planner:
         SpecError: there is none.
     """
     place = REGISTRY[name][0] if name in REGISTRY else name
+    if name == MU_TWO_SWAP:
+        place = "simulator.planners.mu_two_swap:plan"
     module, colon, function = place.partition(":")
     if not colon:
         raise SpecError(f"{name!r} is no planner; there are {', '.join(REGISTRY)}, or give module:function.")

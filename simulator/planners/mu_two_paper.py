@@ -96,18 +96,26 @@ class Greedy:
         sts = self.trace.storages
         peak = self.peak()
         while self.pool:
-            # largest bytes per added time, ties by id; compared as time per byte, so that zero time wins
-            r = min(self.pool, key=lambda s: (self.total[s] / sts.nbytes[s], s))
+            r = self.pick()
             self.pool.discard(r)
             count = self._update_chosen(r)
             self.chosen.add(r)
             self._update_remaining(r, count)
             self.relief[self.idle_from[r]] += sts.nbytes[r]
-            self.relief[sts.first_backward_use[r]] -= sts.nbytes[r]
+            self.relief[self.until(r)] -= sts.nbytes[r]
             peak = self.peak()
             if peak <= budget_bytes:
                 break
         return peak
+
+    def pick(self) -> int:
+        """The tensor with most bytes per added time, ties by id; compared as time per byte, so that zero time wins."""
+        nbytes = self.trace.storages.nbytes
+        return min(self.pool, key=lambda s: (self.total[s] / nbytes[s], s))
+
+    def until(self, s: int) -> int:
+        """The op until which a chosen tensor is away."""
+        return self.trace.storages.first_backward_use[s]
 
     def _inherit(self, t: int, r: int) -> None:
         """t is rebuilt from r no longer, but from what r is rebuilt from."""
@@ -139,9 +147,12 @@ class Greedy:
             self.total[c] = count * self.recomp_time[c]
 
     def peak(self) -> int:
-        """Algorithm G's peak: the step with everything saved, less what is away just then."""
+        """Algorithm G's peak."""
+        return max(self.levels(), default=self.trace.resident_bytes)
+
+    def levels(self) -> list[int]:
+        """What Algorithm G counts at each op: the step with everything saved, less what is away just then."""
         rerun = self.evaluator.rerun_bytes
         again = max((rerun[k] for s in self.chosen for k in self.ops[s]), default=0)
         saved = self.problem.saved.timeline.peak_bytes  # one step an op
-        levels = (p - away + again for p, away in zip(saved, accumulate(self.relief), strict=False))
-        return max(levels, default=self.trace.resident_bytes)
+        return [p - away + again for p, away in zip(saved, accumulate(self.relief), strict=False)]

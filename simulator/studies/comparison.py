@@ -13,6 +13,7 @@ from simulator.core.breaches import breach
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
+from simulator.core.rewrites import rewritten_problem
 from simulator.planners import find, plan_with
 from simulator.planners.outcome import Infeasible, percent
 from simulator.show.notebook import framed
@@ -60,14 +61,14 @@ class ManyPlans:
         """The step with everything saved."""
         return self.problem.unconstrained.saved
 
-    def fit(self, replay: Replay) -> DeviceFit:
-        """What a plan needs of the device, without a look at torch's defaults."""
-        return device_fit(self.problem, replay, replace(self.setting, asked=False))
+    def fit(self, replay: Replay, step: Problem | None = None) -> DeviceFit:
+        """What a plan needs of the device, without a look at torch's defaults; `step`: another than the problem's."""
+        return device_fit(step or self.problem, replay, replace(self.setting, asked=False))
 
-    def figures(self, replay: Replay) -> dict[str, Any]:
+    def figures(self, replay: Replay, step: Problem | None = None) -> dict[str, Any]:
         """What a plan comes to, by the names that it has in every answer."""
         timeline, base_ns = replay.timeline, self.problem.unconstrained.saved.timeline.step_time_ns
-        fit = self.fit(replay)
+        fit = self.fit(replay, step)
         return {
             "peak_allocated_bytes": timeline.peak_allocated_bytes,
             "peak_reserved_bytes": fit.figures().peak_reserved_bytes,
@@ -145,8 +146,9 @@ class Comparison(ManyPlans):
         Raises:
             PlanError: the plan does not fit the trace.
         """
-        replay = self.problem.unconstrained.replay(plan.actions)
-        if broken := breach(self.problem, replay.schedule):
+        replay = rewritten_problem(self.problem.unconstrained, plan.rewrites).replay(plan.actions)
+        step = rewritten_problem(self.problem, plan.rewrites)
+        if broken := breach(step, replay.schedule):
             message = "; ".join(part for part in (f"breaks the constraints: {broken}", message) if part)
         feasible = replay.timeline.peak_allocated_bytes <= self.budget_bytes and not broken
         times = replay.timeline.step_time_ns, self.saved.timeline.step_time_ns
@@ -154,10 +156,10 @@ class Comparison(ManyPlans):
             planner=planner,
             feasible=feasible,
             solve_seconds=None if solve_seconds is None else round(solve_seconds, 3),
-            gap_points=self.bound.gap_points(*times) if feasible else None,
+            gap_points=self.bound.gap_points(*times) if feasible and step is self.problem else None,
             message=message,
             peer=peer,
-            **self.figures(replay),
+            **self.figures(replay, step),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -219,7 +219,9 @@ def _time_ns(plan: Plan) -> int:
 def _of(problem: Problem, plan: Plan, rewrites: tuple[Rewrite, ...]) -> Plan:
     """A plan of the changed step as one of the step itself."""
     ops, sts = problem.trace.ops, problem.trace.storages
-    named = tuple(replace(r, op=ops.name[sts.producer[r.storage]]) for r in rewrites)
+    if rewrites and plan.rewrites:
+        raise SpecError(f"{plan.planner} changes the step itself: name no --levers beside it.")
+    named = tuple(replace(r, op=ops.name[sts.producer[r.storage]]) for r in rewrites or plan.rewrites)
     # Where the optimizer steps in backward is told of the step that the plan's op ids are of.
     meta = replace(problem.trace.meta, within_backward=plan.meta.within_backward)
     return replace(plan, meta=meta, rewrites=named, exactness=exactness_of(named))

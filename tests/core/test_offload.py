@@ -8,6 +8,7 @@ from itertools import chain, combinations, product
 
 import pytest
 
+from simulator.allocator.device_fit import Setting
 from simulator.bounds.bound import bounder_of
 from simulator.core.evaluator import Evaluator
 from simulator.core.limits import Levers, Limits
@@ -16,6 +17,7 @@ from simulator.core.rewrites import exactness_of, offload, rewritten, rewritten_
 from simulator.core.schedule import Schedule
 from simulator.core.transfers import LATENCY_NS, OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns
 from simulator.planners import plan_with
+from simulator.studies.comparison import compare
 from simulator.studies.levers import changed_steps, lower_bound, plan_with_levers, study
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError
@@ -279,3 +281,26 @@ def test_what_code_outside_the_graph_reads_stays() -> None:
     t = step()
     t = replace(t, ops=replace(t.ops, flags=(0, EAGER, 0, 0, 0, 0, 0, 0)))
     assert [r.op for r in offered(t)] == ["b"] or not offered(t)
+
+
+def test_mu_two_as_printed_swaps_or_recomputes_by_overhead() -> None:
+    # A copy of M bytes takes 36 us of an H100's rate: where ops take a millisecond it hides, which recomputing does
+    # not; where they take 2 us, it does not either, and one op is cheaper.
+    long = Problem(step())
+    plan = plan_with("mu-two-swap", long, 4 * M + 8)
+    assert [r.kind for r in plan.rewrites] == ["offload"] * 2
+    assert not plan.actions
+    line = rewritten_problem(long, plan.rewrites).saved.timeline
+    assert (line.step_time_ns, line.peak_allocated_bytes) == (long.trace.time_ns, 4 * M + 4)
+    row = compare(long, "step", 4 * M + 8, ("mu-two-swap", "mu-two"), Limits(), Setting()).entrants
+    assert [(e.feasible, e.overhead_percent) for e in row] == [(True, 0.0), (True, 25.0)]
+    assert row[0].gap_points is None  # the bound is of plans that copy nothing
+    short = plan_with("mu-two-swap", Problem(step(u=2000)), 5 * M + 8)
+    assert not short.rewrites
+    assert len(short.actions) == 1
+    with pytest.raises(SpecError, match="lacks NVIDIA Quux"):
+        plan_with(
+            "mu-two-swap",
+            Problem(replace(step(), meta=replace(step().meta, target="NVIDIA Quux"))),
+            4 * M + 8,
+        )
