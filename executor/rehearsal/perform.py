@@ -6,8 +6,8 @@ import pickle
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from executor.measure import environment
 from executor.rehearsal.record import Rehearsal, Task
 from executor.rehearsal.watch import Enough, Watch, names, null_driver
+from tracer.torch_api import replaced
 from traces.errors import LowtideError, SpecError
 from traces.files.json_records import from_json, to_json
 from traces.files.whole import replacing
@@ -132,20 +133,12 @@ def _explained(error: Exception) -> Exception:
     )
 
 
-@contextmanager
-def initialisers_without_values() -> Iterator[None]:
+def initialisers_without_values() -> AbstractContextManager[None]:
     """Let torch.nn.init leave tensors as they are: values mean nothing here, and untouched pages take no memory."""
 
     def skip(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return tensor
 
-    wanted = ("normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_",
-              "xavier_uniform_", "orthogonal_")  # fmt: skip
-    before: dict[str, Callable[..., Any]] = {name: getattr(nn.init, name) for name in wanted}
-    for name in wanted:
-        setattr(nn.init, name, skip)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(nn.init, name, function)
+    kinds = ("normal", "uniform", "trunc_normal", "kaiming_normal", "kaiming_uniform", "xavier_normal",
+             "xavier_uniform", "orthogonal")  # fmt: skip
+    return replaced(nn.init, **{f"{kind}_": skip for kind in kinds})
