@@ -7,19 +7,23 @@ f' = y / y_min * left(u).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import frexp
 from typing import Final
+
+from simulator.core.rewrites.invert import DIGITS, TWO_BITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """One activation's coefficients, lowest power first.
 
-    `y_top` is the output from which on the derivative is taken to be constant. `error` is the largest absolute error of
-    f' in exact arithmetic. What is measured is larger, since y is rounded and its slope is 0 at the minimum: against
-    float64, relative L2 for inputs from N(0, 1), at most 4e-6 in float32, 7e-4 in float16, 3.2e-3 in bfloat16 (of
-    which 1.7e-3 is the rounding of the result, which torch's own has, too).
+    `scale`: the fit is of `scale` times the output. `y_top` is the output from which on the derivative is taken to be
+    constant. `error` is the largest absolute error of f' in exact arithmetic. What is measured is larger, since y is
+    rounded and its slope is 0 at the minimum: against float64, relative L2 for inputs from N(0, 1), at most 4e-6 in
+    float32, 7e-4 in float16, 3e-3 in bfloat16 (of which 1.9e-3 is the rounding of the result, which torch's own has,
+    too). There no function of GELU's y and the one bit is better than 2.8e-3; of SiLU's it would be 3.0e-3 and of
+    Mish's 3.2e-3, so these have a second bit.
     """
 
     x_min: float
@@ -30,10 +34,11 @@ class Fit:
     under: tuple[float, ...]
     left: tuple[float, ...]
     error: float
+    scale: float = 1.0
 
 
 # fmt: off
-FITS: Final = {
+FITS: Final[dict[str, Fit]] = {
     "gelu": Fit(
         x_min=-0.7517915246935645, y_min=-0.16997120747990369, y_top=5.5, middle=1.19,
         over=(0.94819993, -1.8944444, 2.3300425, -0.28520352, -0.37208307, 0.74132252, -0.029410202),
@@ -69,18 +74,23 @@ FITS: Final = {
 }
 # fmt: on
 
+# x sigmoid(1.702 x), of which 1.702 times is SiLU's of 1.702 x.
+FITS["quick_gelu"] = replace(FITS["silu"], scale=1.702)
+
 # x (x + 3) / 6 between -3 and 3 is a parabola, whose inverse needs no fit.
-X_MIN: Final = {"hardswish": -1.5, **{kind: fit.x_min for kind, fit in FITS.items()}}
+X_MIN: Final = {"hardswish": -1.5, **{kind: fit.x_min / fit.scale for kind, fit in FITS.items()}}
 Y_MIN: Final = {"hardswish": -0.375, **{kind: fit.y_min for kind, fit in FITS.items()}}
 
 
-def least_output(kind: str, digits: int) -> float:
-    """What outputs below it are taken for, in a type with a mantissa of that many binary digits.
+def half_cell(kind: str, digits: int) -> float:
+    """Outputs around the minimum (times `scale`) are rounded by at most that, in a type with so many binary digits; of
+    what has two bits an element, one says in what half of that cell the output lies."""
+    scale = FITS[kind].scale if kind in FITS else 1.0
+    half = 2.0 ** (frexp(Y_MIN[kind] / scale)[1] - digits - 1) * scale
+    return half / 2 if two_bits(kind, digits) else half
 
-    Outputs up to the edge of the cell around the number nearest to y_min are rounded to that. Inputs are spread evenly
-    over such a cell, and so is sqrt(y - y_min), whose mean is half its largest value: with it the derivative is right
-    on average.
-    """
-    y_min = Y_MIN[kind]
-    spacing = 2.0 ** (frexp(y_min)[1] - digits)
-    return y_min + ((round(y_min / spacing) + 0.5) * spacing - y_min) / 4
+
+def two_bits(kind: str, digits: int) -> bool:
+    """Whether a second bit an element says in what half of its cell an output lies: where gradients would be off by
+    more than 3e-3 without."""
+    return digits == DIGITS["bfloat16"] and kind in TWO_BITS

@@ -1,4 +1,7 @@
-"""The side bits and the derivative from the output in torch's own ops: run eagerly, or compiled into one loop."""
+"""The bits beside an output and the derivative from both in torch's own ops: run eagerly, or compiled into one loop.
+
+Elements are 8 × m, bytes planes × m; bit k of a byte belongs to row k.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,15 @@ from typing import Final
 import torch
 from torch.nn import functional
 
-from executor.inverted.fits import FITS, X_MIN, least_output
+from executor.inverted.fits import FITS, X_MIN, Y_MIN, half_cell, two_bits
+from simulator.core.rewrites import invert
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x sigmoid(1.702 x), rounded once."""
+    wide = x.float() if x.itemsize < 4 else x
+    return (wide * torch.sigmoid(1.702 * wide)).to(x.dtype)
+
 
 # y in the exact bits that torch's own module gives.
 FORWARD: Final[dict[str, Callable[..., torch.Tensor]]] = {
@@ -17,38 +28,63 @@ FORWARD: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "silu": functional.silu,
     "mish": functional.mish,
     "hardswish": functional.hardswish,
+    "quick_gelu": quick_gelu,
 }
-DIGITS: Final = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # of the mantissa
+DIGITS: Final = {getattr(torch, name): digits for name, digits in invert.DIGITS.items()}  # of the mantissa
+LOWER: Final = (
+    0.3  # of half a cell: the root's mean over a cell beside the minimum's is that much below its middle
+)
 TINY: Final = 1e-37  # the least share of y_min that is told from 0
 
 
 def pack(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """The eight rows of x, 8 × m, as m bytes: bit k is set where row k lies left of the function's minimum."""
-    bits = [(row.float() < X_MIN[kind]).to(torch.int32) << k for k, row in enumerate(x.unbind())]
+    """Where x lies left of the function's minimum; in a second plane, where there is one, whether its output is no
+    nearer to 0 than what it was rounded to."""
+    wide = x.float()
+    planes = [wide < X_MIN[kind]]
+    if two_bits(kind, DIGITS[x.dtype]):
+        y = FORWARD[kind](wide)
+        planes.append(y.abs() >= y.to(x.dtype).float().abs())
+    return torch.cat([_bytes(plane) for plane in planes])
+
+
+def _bytes(plane: torch.Tensor) -> torch.Tensor:
+    bits = [row.to(torch.int32) << k for k, row in enumerate(plane.unbind())]
     while len(bits) > 1:
         bits = [a | b for a, b in zip(bits[::2], bits[1::2], strict=True)]
     return bits[0].to(torch.uint8)
 
 
 def gradient(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
-    """grad * f'(x) in grad's type, from y = f(x), both 8 × m, and the m bytes of `pack`."""
+    """grad * f'(x) in grad's type, from y = f(x) and what `pack` made of x."""
     # As int32: shifts of bytes are not vectorized.
     shifts = torch.arange(8, dtype=torch.int32, device=y.device)[:, None]
-    left = ((side.to(torch.int32) >> shifts) & 1) != 0
-    return (grad.float() * slope(y.float(), left, kind, least_output(kind, DIGITS[y.dtype]))).to(grad.dtype)
+    digits, wide = DIGITS[y.dtype], y.float()
+    planes = side.view(1 + two_bits(kind, digits), -1)
+    left, *up = (((plane.to(torch.int32) >> shifts) & 1) != 0 for plane in planes.unbind())
+    if up:
+        share = half_cell(kind, digits) / -Y_MIN[kind]
+        wide = wide * torch.where(up[0], 1 + share, 1 - share)
+    return (grad.float() * slope(wide, left, kind, half_cell(kind, digits))).to(grad.dtype)
 
 
-def slope(y: torch.Tensor, left: torch.Tensor, kind: str, least: float) -> torch.Tensor:
-    """f'(x) in y's type; NaN where y is, but for left of the minimum, where an input of -inf made it and f' is 0."""
-    if kind == "hardswish":
-        root = torch.sqrt(6 * torch.clamp(y, min=least) + 2.25) / 3
+def slope(y: torch.Tensor, left: torch.Tensor, kind: str, half: float) -> torch.Tensor:
+    """f'(x) in y's type; NaN where y is, but for left of the minimum, where an input of -inf made it and f' is 0.
+
+    y stands for a cell of outputs, `half` above and below but not below the minimum, over which the root of the height
+    is even: it is taken at its mean, or nearly so.
+    """
+    fit = FITS.get(kind)
+    y = y * fit.scale if fit and fit.scale != 1 else y
+    height = torch.clamp(y - Y_MIN[kind], -half, (fit.y_top if fit else 3.0) - Y_MIN[kind])
+    height = torch.maximum(height - LOWER * half, (height + half) / 4)
+    s = torch.sqrt(height)
+    if fit is None:
+        root = s * (24**0.5 / 6)
         return torch.where(left, torch.where(y < 0, -root, 0.0), torch.where(y >= 3, 1.0, root))
-    fit = FITS[kind]
-    y = torch.clamp(y, least, fit.y_top)
-    share = y * (1 / fit.y_min)
+    share = height * (1 / fit.y_min) + 1
     share = torch.where(share > TINY, share, TINY)
     u = torch.sqrt(torch.clamp(-torch.log(share), min=0))
-    s = torch.sqrt(y - fit.y_min)
     t = s - fit.middle
     return torch.where(left, share * horner(fit.left, u), s * horner(fit.over, t) / horner(fit.under, t))
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from executor.inverted.fits import FITS, X_MIN, least_output
-from executor.inverted.formulas import DIGITS, TINY
+from executor.inverted.fits import FITS, X_MIN, Y_MIN, half_cell, two_bits
+from executor.inverted.formulas import DIGITS, LOWER, TINY
 
 try:
     import triton
@@ -37,6 +37,8 @@ def _activation(v, kind: tl.constexpr):  # type: ignore[no-untyped-def]
     elif kind == "mish":
         e = tl.exp(tl.minimum(v, 20.0))
         y = v * ((e * (e + 2)) / (e * (e + 2) + 2))
+    elif kind == "quick_gelu":
+        y = v / (1 + tl.exp(-1.702 * v))
     else:
         y = v * tl.minimum(tl.maximum(v + 3, 0.0), 6.0) / 6
     return y
@@ -44,18 +46,27 @@ def _activation(v, kind: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @_jit
 def _forward(  # type: ignore[no-untyped-def]
-    x, y, side, n, m, x_min: tl.constexpr, kind: tl.constexpr, with_y: tl.constexpr, block: tl.constexpr
-):
+    x, y, side, n, m, x_min: tl.constexpr, kind: tl.constexpr, with_y: tl.constexpr, two: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
     j = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    byte = tl.zeros((block,), tl.int32)
+    left = tl.zeros((block,), tl.int32)
+    up = tl.zeros((block,), tl.int32)
     for k in tl.static_range(8):
         i = k * m + j
         there = (j < m) & (i < n)
         v = tl.load(x + i, there, other=0.0).to(tl.float32)
-        byte |= (v < x_min).to(tl.int32) << k
-        if with_y:
-            tl.store(y + i, _activation(v, kind), there)
-    tl.store(side + j, byte.to(tl.uint8), j < m)
+        left |= (v < x_min).to(tl.int32) << k
+        if with_y or two:
+            value = _activation(v, kind)
+            rounded = value.to(x.dtype.element_ty)
+            if with_y:
+                tl.store(y + i, rounded, there)
+            if two:
+                up |= (tl.abs(value) >= tl.abs(rounded.to(tl.float32))).to(tl.int32) << k
+    tl.store(side + j, left.to(tl.uint8), j < m)
+    if two:
+        tl.store(side + m + j, up.to(tl.uint8), j < m)
 
 
 @_jit
@@ -68,44 +79,43 @@ def _horner(c: tl.constexpr, t):  # type: ignore[no-untyped-def]
 
 @_jit
 def _slope(  # type: ignore[no-untyped-def]
-    y, left, least: tl.constexpr, top: tl.constexpr, y_min: tl.constexpr, tiny: tl.constexpr, middle: tl.constexpr,
-    over: tl.constexpr, under: tl.constexpr, falling: tl.constexpr,
+    y, left, half: tl.constexpr, lower: tl.constexpr, scale: tl.constexpr, top: tl.constexpr, y_min: tl.constexpr,
+    tiny: tl.constexpr, middle: tl.constexpr, over: tl.constexpr, under: tl.constexpr, falling: tl.constexpr,
 ):  # fmt: skip
-    inside = tl.minimum(tl.maximum(y, least), top)
-    share = inside * (1 / y_min)
-    share = tl.where(share > tiny, share, tiny)
-    share = tl.where(y != y, tiny, share)
-    s = tl.sqrt(inside - y_min)
-    right = s * _horner(over, s - middle) / _horner(under, s - middle)
-    right = tl.where(y != y, y, right)  # minimum and maximum may lose a NaN
-    return tl.where(left, share * _horner(falling, tl.sqrt(tl.maximum(-tl.log(share), 0.0))), right)
-
-
-@_jit
-def _parabola(y, left, least: tl.constexpr):  # type: ignore[no-untyped-def]
-    root = tl.sqrt(6 * tl.maximum(y, least) + 2.25) / 3
-    right = tl.where(y != y, y, tl.where(y >= 3, 1.0, root))
-    return tl.where(left, tl.where(y < 0, -root, 0.0), right)
+    y = y * scale
+    height = tl.minimum(tl.maximum(y - y_min, -half), top - y_min)
+    height = tl.maximum(height - lower * half, (height + half) / 4)
+    s = tl.sqrt(height)
+    if len(over) == 0:  # a parabola
+        root = s * 0.8164965809277260
+        falls = tl.where(y < 0, -root, 0.0)
+        rises = tl.where(y >= 3, 1.0, root)
+    else:
+        share = height * (1 / y_min) + 1
+        share = tl.where(share > tiny, share, tiny)
+        share = tl.where(y != y, tiny, share)
+        falls = share * _horner(falling, tl.sqrt(tl.maximum(-tl.log(share), 0.0)))
+        rises = s * _horner(over, s - middle) / _horner(under, s - middle)
+    return tl.where(left, falls, tl.where(y != y, y, rises))  # minimum and maximum may lose a NaN
 
 
 @_jit
 def _backward(  # type: ignore[no-untyped-def]
-    grad, y, side, out, n, m, fitted: tl.constexpr, least: tl.constexpr, top: tl.constexpr, y_min: tl.constexpr,
-    tiny: tl.constexpr, middle: tl.constexpr, over: tl.constexpr, under: tl.constexpr, falling: tl.constexpr,
-    block: tl.constexpr,
+    grad, y, side, out, n, m, two: tl.constexpr, half: tl.constexpr, lower: tl.constexpr, scale: tl.constexpr,
+    top: tl.constexpr, y_min: tl.constexpr, tiny: tl.constexpr, middle: tl.constexpr, over: tl.constexpr,
+    under: tl.constexpr, falling: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     j = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    byte = tl.load(side + j, j < m, other=0).to(tl.int32)
+    left = tl.load(side + j, j < m, other=0).to(tl.int32)
+    up = tl.load(side + m + j, j < m, other=0).to(tl.int32) if two else left
     for k in tl.static_range(8):
         i = k * m + j
         there = (j < m) & (i < n)
         v = tl.load(y + i, there, other=0.0).to(tl.float32)
-        left = ((byte >> k) & 1) != 0
-        slope = (
-            _slope(v, left, least, top, y_min, tiny, middle, over, under, falling)
-            if fitted
-            else _parabola(v, left, least)
-        )
+        if two:
+            v = v * tl.where(((up >> k) & 1) != 0, 1 - half / y_min, 1 + half / y_min)
+        below = ((left >> k) & 1) != 0
+        slope = _slope(v, below, half, lower, scale, top, y_min, tiny, middle, over, under, falling)
         tl.store(out + i, tl.load(grad + i, there, other=0.0).to(tl.float32) * slope, there)
 
 
@@ -113,10 +123,12 @@ def constants(kind: str, dtype: torch.dtype) -> dict[str, Any]:
     """What the kernel of backward is specialized on."""
     fit = FITS.get(kind)
     return {
-        "fitted": fit is not None,
-        "least": least_output(kind, DIGITS[dtype]),
-        "top": fit.y_top if fit else 0.0,
-        "y_min": fit.y_min if fit else 0.0,
+        "two": two_bits(kind, DIGITS[dtype]),
+        "half": half_cell(kind, DIGITS[dtype]),
+        "lower": LOWER,
+        "scale": fit.scale if fit else 1.0,
+        "top": fit.y_top if fit else 3.0,
+        "y_min": Y_MIN[kind],
         "tiny": TINY,
         "middle": fit.middle if fit else 0.0,
         "over": fit.over if fit else (),
@@ -130,12 +142,22 @@ def forward(x: torch.Tensor, kind: str, with_output: bool) -> tuple[torch.Tensor
     """The activation of a dense x (x itself where its output is not wanted), and its side bits."""
     m = (x.numel() + 7) // 8
     y = torch.empty_like(x) if with_output else x
-    side = x.new_empty((m,), dtype=torch.uint8)
+    two = two_bits(kind, DIGITS[x.dtype])
+    side = x.new_empty((m * (1 + two),), dtype=torch.uint8)
     with torch.cuda.device_of(x):
         if m:
             grid = (-(-m // BLOCK),)
             _forward[grid](
-                x, y, side, x.numel(), m, x_min=X_MIN[kind], kind=kind, with_y=with_output, block=BLOCK
+                x,
+                y,
+                side,
+                x.numel(),
+                m,
+                x_min=X_MIN[kind],
+                kind=kind,
+                with_y=with_output,
+                two=two,
+                block=BLOCK,
             )
     return y, side
 
@@ -144,6 +166,6 @@ def backward(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str)
     """The gradient, laid out as y and grad are, which are dense."""
     out = torch.empty_like(y)
     with torch.cuda.device_of(y):
-        if m := side.numel():
+        if m := (y.numel() + 7) // 8:
             _backward[(-(-m // BLOCK),)](grad, y, side, out, y.numel(), m, **constants(kind, y.dtype))
     return out

@@ -38,7 +38,7 @@ class _FromOutput(torch.autograd.Function):
 
 
 def from_output(x: torch.Tensor, kind: str, inplace: bool = False) -> torch.Tensor:
-    """The activation `kind` (gelu, gelu_tanh, silu, mish, hardswish) of x, which saves its output in place of x.
+    """The activation `kind` (one of `formulas.FORWARD`) of x, which saves its output in place of x.
 
     Forward is torch's own (on CUDA, one kernel of ours by the same formula). Types other than float32, float16 and
     bfloat16 take torch's backward, too. Memory is saved where the next layer saves the output anyway and nothing else
@@ -55,6 +55,13 @@ class GELU(nn.GELU):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return from_output(input, "gelu" if self.approximate == "none" else "gelu_tanh")
+
+
+class QuickGELU(nn.Module):
+    """x sigmoid(1.702 x), as in CLIP, from its output."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return from_output(input, "quick_gelu")
 
 
 class SiLU(nn.SiLU):

@@ -1,4 +1,4 @@
-"""Drop-in layer norm and batch norm (+ leaky ReLU) that save their output, as long as their weights allow it.
+"""Drop-in layer norm, RMS norm and batch norm (+ leaky ReLU) that save their output, as long as their weights allow it.
 
 The normalized input is (y - bias) / weight, so that what y was rounded by is divided by the weight (Rota Bulò, Porzi
 and Kontschieder, In-Place Activated BatchNorm, arXiv:1712.02616). Where a weight is small, or small beside its bias,
@@ -54,6 +54,29 @@ class _LayerNorm(torch.autograd.Function):
             grad, x, ctx.shape, torch.zeros_like(rstd), rstd, weight, bias, needed
         )
         return *made, None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, shape: Any, eps: float | None) -> torch.Tensor:
+        y, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        ctx.dims = len(shape)
+        ctx.save_for_backward(y, rstd, weight)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        # In torch's passes: its fused backward is there for CUDA alone.
+        y, rstd, weight = ctx.saved_tensors
+        grad, x = grad.float(), y.float()
+        over = grad
+        if weight is not None:
+            x, over = x / weight, grad * weight
+        dims = tuple(range(-ctx.dims, 0))
+        made = rstd * (over - x * (over * x).mean(dims, keepdim=True))
+        of_weight = None if weight is None else (grad * x).sum_to_size(weight.shape).to(weight.dtype)
+        return made.to(y.dtype), of_weight, None, None
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -124,6 +147,17 @@ class LayerNorm(_Guarded, nn.LayerNorm):
         if self._can(input):
             return _LayerNorm.apply(input, self.weight, self.bias, self.normalized_shape, self.eps)
         return super().forward(input)
+
+
+class RMSNorm(_Guarded, nn.RMSNorm):
+    """`torch.nn.RMSNorm`, from its output."""
+
+    bias = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._can(x):
+            return _RMSNorm.apply(x, self.weight, self.normalized_shape, self.eps)
+        return super().forward(x)
 
 
 class _BatchNormFromOutput(_Guarded):

@@ -1,8 +1,8 @@
 """The ops `lowtide::side`, `lowtide::activate` and `lowtide::backward_from_output`, on any device and for fake tensors.
 
 One bit an element, eight to a byte, in planes: bit k of byte j belongs to element k * m + j of the tensor's memory, m
-the number of bytes, so that neighbours are read together. Autocast changes nothing: like torch's own activations, the
-ops run in the type of what they are given.
+the number of bytes, so that neighbours are read together; where `fits.two_bits` says so, as many bytes more. Autocast
+changes nothing: like torch's own activations, the ops run in the type of what they are given.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from executor.inverted.formulas import FORWARD, gradient, pack
+from executor.inverted.fits import two_bits
+from executor.inverted.formulas import DIGITS, FORWARD, gradient, pack
 
 # Smaller tensors are not worth a compiler's seconds.
 COMPILED_FROM = 1 << 16
@@ -26,7 +27,7 @@ COMPILED_FROM = 1 << 16
 
 @torch.library.custom_op("lowtide::side", mutates_args=())
 def side(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """Where x lies left of the minimum of `kind`: uint8, ceil(elements / 8), in the order of x's memory."""
+    """Where x lies left of the minimum of `kind`: uint8, ceil(elements / 8) or twice as many, as x's memory lies."""
     return pack(_planes(_dense(x)), kind)
 
 
@@ -69,13 +70,14 @@ def _planes(x: torch.Tensor) -> torch.Tensor:
 
 
 @side.register_fake
-def _(x: torch.Tensor, kind: str) -> torch.Tensor:
-    return x.new_empty(((x.numel() + 7) // 8,), dtype=torch.uint8)
+def new_side(x: torch.Tensor, kind: str) -> torch.Tensor:
+    planes = 1 + two_bits(kind, DIGITS[x.dtype])
+    return x.new_empty((planes * ((x.numel() + 7) // 8),), dtype=torch.uint8)
 
 
 @activate.register_fake
 def _(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), x.new_empty(((x.numel() + 7) // 8,), dtype=torch.uint8)
+    return torch.empty_like(x), new_side(x, kind)
 
 
 @backward_from_output.register_fake

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.inverted.modules import GELU, Hardswish, Mish, SiLU
-from executor.inverted.norms import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, obstacle
+from executor.inverted.modules import GELU, Hardswish, Mish, QuickGELU, SiLU
+from executor.inverted.norms import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, RMSNorm, obstacle
 
 # By name, since transformers may not be installed: its class, ours, and the attributes that ours needs.
 _TRANSFORMERS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
@@ -22,6 +22,7 @@ _TRANSFORMERS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "AccurateGELUActivation": (GELU, {"approximate": "tanh"}),
     "SiLUActivation": (SiLU, {"inplace": False}),
     "MishActivation": (Mish, {"inplace": False}),
+    "QuickGELUActivation": (QuickGELU, {}),
 }
 _TORCH: dict[type[nn.Module], type[nn.Module]] = {
     nn.GELU: GELU, nn.SiLU: SiLU, nn.Mish: Mish, nn.Hardswish: Hardswish,
@@ -46,12 +47,13 @@ class Converted:
 
 
 def convert(model: nn.Module, *, norms: bool = True) -> Converted:
-    """Let the model's GELU, SiLU, Mish and Hardswish modules, transformers' among them, save their output.
+    """Let the model's GELU, SiLU, Mish, Hardswish and QuickGELU modules, transformers' among them, save their output.
 
-    With `norms` its layer norms, too, and each batch norm that a leaky ReLU follows in an `nn.Sequential`, as one, if
-    their weights allow it. A module changes its class in place: parameters, hooks, modes and the keys of `state_dict`
-    stay. Forward of torch's own modules stays to the bit on the CPU; formulas that transformers writes out become
-    torch's fused ops, which round otherwise. Activations that a model calls as functions (`torch.nn.functional.gelu`)
+    With `norms` its layer norms and RMS norms, too, and each batch norm that a leaky ReLU follows in an
+    `nn.Sequential`, as one, if their weights allow it. A module changes its class in place: parameters, hooks, modes
+    and the keys of `state_dict` stay. Forward of torch's own modules stays to the bit on the CPU; formulas that
+    transformers writes out become fused ops, which round otherwise. Activations that a model calls as functions
+    (`torch.nn.functional.gelu`)
     are not seen, and where a module's input is saved by something else, too, nothing is gained: whether it is, autograd
     decides.
     """
@@ -67,8 +69,12 @@ def convert(model: nn.Module, *, norms: bool = True) -> Converted:
             module.__class__ = ours
             vars(module).update(attributes)
             said.replaced[name] = f"{kind.__name__} from its output"
-        elif norms and kind is nn.LayerNorm:
-            _convert_norm(said, name, module, LayerNorm)
+        elif norms and kind in (nn.LayerNorm, nn.RMSNorm):
+            _convert_norm(said, name, module, LayerNorm if kind is nn.LayerNorm else RMSNorm)
+        elif norms and _is_rms_norm(module):
+            if _convert_norm(said, name, module, RMSNorm):
+                more = {"normalized_shape": module.weight.shape, "eps": module.variance_epsilon}
+                vars(module).update(more, elementwise_affine=True)
         elif norms and kind is nn.Sequential:
             _convert_pairs(said, name, module, used)
         elif reason := _reason(module, ours):
@@ -76,9 +82,21 @@ def convert(model: nn.Module, *, norms: bool = True) -> Converted:
     return said
 
 
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Whether it is one of transformers' RMS norms (over a hundred classes) and computes what torch's does."""
+    weight, eps = (getattr(module, name, None) for name in ("weight", "variance_epsilon"))
+    ours = type(module).__module__.startswith("transformers.") and isinstance(eps, float)
+    if not (ours and isinstance(weight, nn.Parameter) and weight.dim() == 1) or weight.is_meta:
+        return False
+    x = torch.linspace(-2, 3, 2 * len(weight), dtype=weight.dtype, device=weight.device).view(2, -1)
+    with torch.no_grad():
+        wanted = nn.functional.rms_norm(x, weight.shape, weight, eps)
+        return torch.allclose(type(module).forward(module, x), wanted, rtol=0.02, atol=1e-4)
+
+
 def _convert_norm(said: Converted, name: str, norm: nn.Module, ours: type[nn.Module]) -> bool:
     weight: Any = norm.weight
-    why = obstacle(weight, norm.bias, torch.float32 if weight is None else weight.dtype)
+    why = obstacle(weight, getattr(norm, "bias", None), torch.float32 if weight is None else weight.dtype)
     if why or "forward" in vars(norm):
         said.left[name] = why or "its forward was replaced"
         return False

@@ -49,7 +49,7 @@ def test_backward_takes_the_output_and_a_bit_an_element(arguments: tuple[str, st
     (rewrite,) = offer(Problem(t))
     assert rewrite == Rewrite(kind="invert", storage=storage(t, "x"), op="x")
     made = rewritten(t, [rewrite])
-    assert made.ops.name == ("x", "y", "y_side", "z", "gv", "gy", "gx", "gw")
+    assert made.ops.name == ("x", "y_side", "y", "z", "gv", "gy", "gx", "gw")
     assert names(made, "reads", "y_side") == ["x"]
     assert names(made, "reads", "gx") == ["gy", "y", "y_side"]
     assert names(made, "inputs", "gx") == ["gy", "y", "y_side"]

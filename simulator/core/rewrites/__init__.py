@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from simulator.core.problem import Problem
-from simulator.core.rewrites import invert, offload, pack, tile
+from simulator.core.rewrites import fuse, invert, offload, pack, tile
 from simulator.core.rewrites.edit import Editing
 from traces.errors import PlanError
 from traces.records.plan import EXACTNESS, Rewrite
 from traces.records.trace import Trace
 
-KINDS: Final[dict[str, Any]] = {"tile": tile}  # that planners take by themselves
+KINDS: Final[dict[str, Any]] = {"tile": tile, "fuse": fuse}  # that planners take by themselves
 LEVERS: Final[dict[str, Any]] = (
     KINDS | {"invert": invert} | pack.LEVERS | {"offload": offload}
 )  # and those that must be named

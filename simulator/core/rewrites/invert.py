@@ -1,7 +1,8 @@
 """Invert: an activation's backward takes its output and one bit an element in place of its input.
 
-`lowtide::side` makes the bits behind the activation; where backward reads the output for another op in any case, the
-input then need not wait for it (Inverted Activations, Novikov and Oseledets, arXiv:2407.15545; `executor.inverted`).
+`lowtide::side` makes the bits before the activation, which may then work in place; where backward reads the output for
+another op in any case, the input then need not wait for it (Inverted Activations, Novikov and Oseledets,
+arXiv:2407.15545; `executor.inverted`). An activation that is written out in steps is fused first.
 
 Counts: the bits; their pass over the input, at the rate that the trace's ops without matrix products have together;
 on a CPU, where backward computes more than it reads, the factor that `tests/bench/inverted.py` shows. Ignores: what the
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from simulator.core.facts import Facts
+from simulator.core.rewrites import fuse
 from simulator.core.rewrites.activations import activation_of, kind
 from simulator.core.rewrites.edit import Editing, Op, Value
 from simulator.core.rewrites.pack import ITEM_BYTES, pass_ns
@@ -25,7 +28,8 @@ from traces.records.trace import ACTIVATION, EAGER, FORWARD, Trace
 
 EXACTNESS: Final = FP
 LEAST: Final = 1 << 16  # numbers: the ops compile their loops from here on
-TYPES: Final = ("float32", "float16", "bfloat16")
+DIGITS: Final = {"float32": 24, "float16": 11, "bfloat16": 8}  # binary, of the types' mantissas
+TWO_BITS: Final = ("silu", "mish", "quick_gelu")  # an element of bfloat16 has, of these activations
 CPU_FACTOR: Final = 2.4  # of torch's gelu_backward
 
 
@@ -37,8 +41,27 @@ def offer(facts: Facts) -> Iterator[Rewrite]:
             yield Rewrite(kind="invert", storage=s, op=trace.ops.name[sts.producer[s]])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """An activation and its op of backward, by their ids."""
+
+    forward: int
+    backward: int
+    kind: str  # by the name that `executor.inverted` has for it
+    copy: int = (
+        -1
+    )  # the op that copies the input for backward, as torch does where the activation works in place
+    fuse: Rewrite | None = (
+        None  # what comes first: the activation is written out in steps, of which these are the last
+    )
+
+    @property
+    def two_bits(self) -> bool:
+        return self.kind in TWO_BITS
+
+
 def edit(editing: Editing, rewrite: Rewrite) -> None:
-    """Put the op of the bits behind the activation, and let the backward op take the output and the bits; where a
+    """Put the op of the bits before the activation, and let the backward op take the output and the bits; where a
     rewrite before has taken one of them out, or its input away, all is left as it is.
 
     Raises:
@@ -49,17 +72,15 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     pair = pair_of(trace, s) if known else "there is none"
     if isinstance(pair, str):
         raise PlanError(f"the input of an activation in storage {s} cannot be done without: {pair}.")
-    forward, backward = (editing.op[i] for i in pair)
-    x, y = editing.value[s], forward.writes[0]
-    if forward not in editing.order or backward not in editing.order or x not in backward.reads:
+    if pair.fuse is not None:
+        fuse.edit(editing, pair.fuse)
+    forward, backward, value = editing.op[pair.forward], editing.op[pair.backward], editing.value[s]
+    if forward not in editing.order or backward not in editing.order or value not in backward.reads:
         return
-    n = math.prod(x.shape)
+    x, y = forward.reads[0], forward.writes[0]
+    nbytes = math.prod(x.shape) // 8 * (1 + (x.dtype == "bfloat16" and pair.two_bits))
     bits = Value(
-        name=f"{forward.name}_side",
-        nbytes=-(-n // 8),
-        dtype="uint8",
-        shape=(-(-n // 8),),
-        category=ACTIVATION,
+        name=f"{forward.name}_side", nbytes=nbytes, dtype="uint8", shape=(nbytes,), category=ACTIVATION
     )
     moved = x.nbytes + bits.nbytes
     side = Op(
@@ -73,24 +94,28 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         writes=[bits],
         events=(bits.nbytes,),
         bytes_moved=moved,
-        arguments=json.dumps([None, kind(trace, pair[0])], separators=(",", ":")),
+        arguments=json.dumps([None, pair.kind], separators=(",", ":")),
     )
-    editing.insert(side, forward, after=True)
-    taken = forward.inputs[0]
+    editing.insert(side, forward)
+    copy = editing.op[pair.copy] if pair.copy >= 0 else None
+    taken = copy or forward.inputs[0]
     backward.inputs = list(dict.fromkeys([*(i for i in backward.inputs if i is not taken), forward, side]))
-    backward.reads = list(dict.fromkeys([*(v for v in backward.reads if v is not x), y, bits]))
+    backward.reads = list(dict.fromkeys([*(v for v in backward.reads if v is not value), y, bits]))
     backward.target = "lowtide.backward_from_output.default"
-    backward.arguments = json.dumps([None, None, None, kind(trace, pair[0])], separators=(",", ":"))
+    backward.arguments = json.dumps([None, None, None, pair.kind], separators=(",", ":"))
     backward.bytes_moved += bits.nbytes
     backward.time_ns += pass_ns(trace, bits.nbytes)
     if trace.meta.device == "cpu":
         backward.time_ns = int(backward.time_ns * CPU_FACTOR)
-    if backward.overwrites is x:
+    if backward.overwrites is value:
         backward.overwrites = None
+    if copy is not None:
+        editing.remove([copy], forward)
 
 
-def pair_of(trace: Trace, s: int) -> tuple[int, int] | str:
-    """The activation of forward that reads a storage, and its op of backward; or why the storage is needed."""
+def pair_of(trace: Trace, s: int) -> Pair | str:
+    """The activation whose input a storage is, or whose input is copied there, and its op of backward; or why the
+    storage is needed."""
     ops, sts = trace.ops, trace.storages
     made_by = sts.producer[s]
     if (
@@ -103,22 +128,37 @@ def pair_of(trace: Trace, s: int) -> tuple[int, int] | str:
     if sts.hold[s] >= 0:
         return "code outside the captured graph holds it"
     size = math.prod(sts.shape[s])
-    if sts.dtype[s] not in TYPES or size < LEAST or size % 8:
+    if sts.dtype[s] not in DIGITS or size < LEAST or size % 8:
         return f"it has {size:,} numbers of {sts.dtype[s]}"
     if sts.nbytes[s] != size * ITEM_BYTES[sts.dtype[s]]:
         return "its memory has gaps"
     readers = [i for i in range(made_by + 1, len(ops)) if s in ops.reads[i]]
     if any(s in ops.writes[i] for i in readers):
         return "it is overwritten"
-    pair = activation_of(trace, s)
-    if isinstance(pair, str):
-        return pair
-    f, b = pair
-    y = ops.writes[f][0]
+    pair = _in_steps(trace, s, readers)
+    if pair is None:
+        if isinstance(found := activation_of(trace, s, copied=True), str):
+            return found
+        f, b = found
+        copy = made_by if ops.inputs[f] != ops.inputs[b][1:] else -1
+        pair = Pair(forward=f, backward=b, kind=kind(trace, f), copy=copy)
+    y = ops.writes[pair.forward][0]
     if sts.nbytes[y] != sts.nbytes[s] or sts.dtype[y] != sts.dtype[s] or sts.hold[y] >= 0:
         return "the output is laid out otherwise, or held outside the captured graph"
-    if any(y in ops.writes[i] for i in range(f + 1, b)):
+    if any(y in ops.writes[i] for i in range(pair.forward + 1, pair.backward)):
         return "the output is overwritten"
-    if not any(y in ops.reads[i] and ops.phase[i] != FORWARD for i in range(f + 1, len(ops))):
+    later = range(pair.forward + 1, len(ops))
+    if not any(y in ops.reads[i] and ops.phase[i] != FORWARD and i != pair.backward for i in later):
         return "backward does not read the output"
-    return f, b
+    return pair
+
+
+def _in_steps(trace: Trace, s: int, readers: Sequence[int]) -> Pair | None:
+    ops = trace.ops
+    for chain in fuse.chains(trace):
+        late = {i for i in readers if ops.phase[i] != FORWARD}
+        if fuse.storage_behind(trace, chain.x) == s and late <= {*chain.backward}:
+            first = Rewrite(kind="fuse", storage=ops.writes[chain.y][0], op=ops.name[chain.y])
+            name = f"{chain.name}_tanh" if "tanh" in chain.options else chain.name
+            return Pair(forward=chain.y, backward=chain.dx, kind=name, fuse=first)
+    return None
