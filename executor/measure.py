@@ -12,8 +12,10 @@ from __future__ import annotations
 import gc
 import platform
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any, Final
 
 from executor.isolated import run_fresh
@@ -216,23 +218,15 @@ def peaks_of(prof: Any, iterations: int) -> tuple[list[int], tuple[tuple[int, in
     from tracer.measure.probes import cpu_account
 
     events, spans = cpu_account(prof, _ITERATION)
-    peaks = [0] * iterations
-    curve: list[tuple[int, int]] = []
-    live = 0
-    position = 0
+    moments, live = [moment for moment, _ in events], list(accumulate((n for _, n in events), initial=0))
+    peaks: list[int] = []
+    curve: tuple[tuple[int, int], ...] = ()
     for k in range(iterations):
         begin, end = spans[f"{_ITERATION} {k}"]
-        while position < len(events) and events[position][0] < begin:
-            live += events[position][1]
-            position += 1
-        peaks[k] = live
-        while position < len(events) and events[position][0] <= end:
-            live += events[position][1]
-            peaks[k] = max(peaks[k], live)
-            if k == iterations - 1:
-                curve.append((events[position][0] - begin, live))
-            position += 1
-    return peaks, tuple(curve)
+        inside = range(bisect_left(moments, begin), bisect_right(moments, end))
+        peaks.append(max(live[inside.start : inside.stop + 1]))
+        curve = tuple((moments[i] - begin, live[i + 1]) for i in inside)
+    return peaks, curve
 
 
 def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:

@@ -10,8 +10,10 @@ need in place of that is simulated.
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +35,7 @@ from simulator.core.replay import Replay
 from simulator.planners.outcome import Infeasible
 from tracer.api import left_as_found
 from tracer.build.batch import SplitBatch, split_batch
+from tracer.capture.sizes import Layout
 from tracer.measure.probes import cpu_account, memory_profiler
 from tracer.precision.policy import Autocast, ambient
 from tracer.torch_api import RecordFunctionFast, pytree
@@ -58,6 +61,15 @@ class Option:
     forward_bytes: int  # the most that its forward needs beyond what is there when it begins
     backward_bytes: int
 
+    @property
+    def held_bytes(self) -> int:
+        return sum(self.held.values())
+
+    def no_worse(self, other: Option) -> bool:
+        """Whether it takes no more memory than another anywhere."""
+        figures = [(o.held_bytes, o.forward_bytes, o.backward_bytes) for o in (self, other)]
+        return all(a <= b for a, b in zip(*figures, strict=True))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -70,7 +82,7 @@ class Part:
     @property
     def least(self) -> int:
         """The option that saves the fewest bytes; of equals the fastest."""
-        return min(range(len(self.options)), key=lambda k: sum(self.options[k].held.values()))
+        return min(range(len(self.options)), key=lambda k: self.options[k].held_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +101,8 @@ class RegionsPlan:
     refused: Mapping[str, str]  # why modules above and beside the parts are none
 
     def __str__(self) -> str:
-        most = sum(sum(p.options[0].held.values()) for p in self.parts)
-        held = sum(sum(p.options[k].held.values()) for p, k in zip(self.parts, self.chosen, strict=True))
+        most = sum(p.options[0].held_bytes for p in self.parts)
+        held = sum(p.options[k].held_bytes for p, k in zip(self.parts, self.chosen, strict=True))
         return (
             f"{len(self.parts)} parts ({', '.join(p.path for p in self.parts[:4])}{', ...' if self.parts[4:] else ''}) "
             f"hold {show_bytes(held)} of {show_bytes(most)}; allocated peak {show_bytes(self.saved_peak_bytes)} -> "
@@ -144,34 +156,16 @@ def plan_regions(
 # Which parts there are
 
 
-@dataclass(frozen=True, slots=True)
-class _Like:
-    """A tensor's form, to make one like it without its memory being held meanwhile."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    wants: bool
-
-    def make(self) -> torch.Tensor:
-        x = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return (x if x.is_floating_point() or x.is_complex() else x.zero_()).requires_grad_(self.wants)
-
-
-def _like(x: torch.Tensor) -> _Like:
-    return _Like(x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
-
-
 def _calls(model: nn.Module, given: SplitBatch) -> dict[str, list[Any]]:
-    """The arguments of every training call of a submodule in one forward, of which nothing is saved for a backward."""
+    """The arguments, of tensors the layouts alone, of every training call of a submodule in one forward, of which
+    nothing is saved for a backward."""
     found: dict[str, list[Any]] = {}
     handles: list[RemovableHandle] = []
 
     def watch(path: str, module: nn.Module) -> RemovableHandle:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             if bypass.trains(module):
-                made = pytree.tree_map_only(torch.Tensor, _like, (args, kwargs))
+                made = pytree.tree_map_only(torch.Tensor, Layout.of, (args, kwargs))
                 found.setdefault(path, []).append(made)
 
         return module.register_forward_pre_hook(note, with_kwargs=True)
@@ -198,7 +192,7 @@ def _parts(
     def look(path: str, module: nn.Module) -> None:
         seen = calls.get(path, [])
         if len(seen) == 1:
-            args, kwargs = pytree.tree_map_only(_Like, _Like.make, seen[0])
+            args, kwargs = pytree.tree_map_only(Layout, _like, seen[0])
             call = SplitBatch(args=tuple(args), kwargs=kwargs, loss=loss_of, loss_inputs=())
             try:
                 steps[path] = record(module, call, None, replace(wanted, optimizer=None), amp)
@@ -212,7 +206,7 @@ def _parts(
 
     look("", model)
     saved = {path: Problem(step.trace).saved for path, step in steps.items()}
-    bytes_of = {path: sum(_option(steps[path], r, None).held.values()) for path, r in saved.items()}
+    bytes_of = {path: _option(steps[path], r, None).held_bytes for path, r in saved.items()}
     large = [path for path, n in bytes_of.items() if n >= LEAST * sum(bytes_of.values())]
     kinds = {steps[path].trace.meta.graph_fingerprint for path in large}
     share = replace(wanted, seconds=wanted.seconds / max(1, len(kinds)))
@@ -225,6 +219,12 @@ def _parts(
             plans = known[step.trace.meta.graph_fingerprint] = _plans(step.trace, share)
         parts.append(Part(path=path, step=step, options=_options(step, plans)))
     return tuple(parts), refused
+
+
+def _like(layout: Layout) -> torch.Tensor:
+    """A tensor of that layout, of which indices are within bounds."""
+    x = layout.made()
+    return x if x.is_floating_point() or x.is_complex() else x.zero_()
 
 
 def _plans(trace: Trace, wanted: Wanted) -> list[Plan]:
@@ -253,19 +253,9 @@ def _options(step: Recorded, plans: Sequence[Plan]) -> tuple[Option, ...]:
     empty = Plan(meta=step.trace.meta)
     made = [_option(step, problem.saved, empty)]
     made += [_option(step, problem.replay(p.actions), replace(p, meta=step.trace.meta)) for p in plans]
-    made.sort(key=lambda o: (o.added_ns, sum(o.held.values())))
-    out = made[:1]
-    for o in made[1:]:
-        figures = (sum(o.held.values()), o.forward_bytes, o.backward_bytes)
-        if not any(
-            all(
-                a <= b
-                for a, b in zip(
-                    (sum(x.held.values()), x.forward_bytes, x.backward_bytes), figures, strict=True
-                )
-            )
-            for x in out
-        ):
+    out: list[Option] = []
+    for o in sorted(made, key=lambda o: (o.added_ns, o.held_bytes)):
+        if not any(x.no_worse(o) for x in out):
             out.append(o)
     return tuple(out)
 
@@ -332,15 +322,13 @@ class _Watch:
     def account(self, prof: Any) -> None:
         """Fill in a CPU's figures: the running sum of the allocator's events."""
         events, spans = cpu_account(prof, MARK)
-        live = peak = at = 0
+        moments, live = [moment for moment, _ in events], list(accumulate((n for _, n in events), initial=0))
+        before = 0
         for k in range(len(self.marks)):
-            moment = spans[f"{MARK}{k}"][0]
-            while at < len(events) and events[at][0] <= moment:
-                live += events[at][1]
-                peak, at = max(peak, live), at + 1
-            self.live.append(live)
-            self.peak.append(peak)
-            peak = live
+            now = bisect_right(moments, spans[f"{MARK}{k}"][0])
+            self.live.append(live[now])
+            self.peak.append(max(live[before : now + 1]))
+            before = now
 
     def put_around(self, part: int, engine: Engine) -> Engine:
         """The engine with marks around its forward and its backward."""
@@ -476,7 +464,7 @@ def _within(
         for k, o, other in others(chosen):
             new, old = parts[k].options[o], parts[k].options[chosen[k]]
             gain = old.added_ns - new.added_ns
-            price = gain / max(1, sum(new.held.values()) - sum(old.held.values()))
+            price = gain / max(1, new.held_bytes - old.held_bytes)
             if gain > 0 and (best is None or price > best[0]) and peak(other) <= limit:
                 best = price, other
         if best is None:
