@@ -22,6 +22,5 @@ class Verification:
     first_step_relative: float = 0.0  # of the first step: largest difference / largest value, by kind
     gradient_error: float = 0.0  # of the first step: relative L2 of the whole gradient
     note: str = ""  # how the verdict was reached, where it was not at the first comparison
-    control_difference: dict[str, float] = field(
-        default_factory=dict
-    )  # eager against itself; empty: not needed
+    # Eager against itself; empty: not needed.
+    control_difference: dict[str, float] = field(default_factory=dict)

@@ -101,9 +101,8 @@ class Forecast:
 
     def plan(self, planner: str, budget_bytes: int) -> Prediction:
         """The step with the plan for a budget; raises BudgetError if there is none."""
-        here = replace(
-            self.setting(), asked=True
-        )  # no other settings are tried: the runs have the environment's
+        # No other settings are tried: the runs have the environment's.
+        here = replace(self.setting(), asked=True)
         return plan_for(self.base, planner, DEFAULTS, here, budget_bytes=budget_bytes)
 
 

@@ -174,9 +174,8 @@ def _made(
         if before is None or not changed:
             raise
         raise PlanError(f"{error} Since the last planned step {_few(state.changes(before))}.") from error
-    unread = (
-        frozenset(left) if program is None else engines.unread
-    )  # of a given program nothing was read here
+    # Of a given program nothing was read here.
+    unread = frozenset(left) if program is None else engines.unread
     if unread != engines.unread:
         engines.unread = unread
         watch.leave_out(unread)

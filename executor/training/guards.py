@@ -207,9 +207,8 @@ class _Reading:
         self._dicts: list[Mapping[Any, Any]] = []
         self._lists: list[Any] = []
         self._empty: list[Any] = []  # containers, whose first element is a change
-        self._named: list[
-            dict[str, Any]
-        ] = []  # whose keys are watched, and of the values only what a graph sees
+        # Whose keys are watched, and of the values only what a graph sees.
+        self._named: list[dict[str, Any]] = []
         self._sets: list[tuple[Any, frozenset[Any]]] = []
         self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors that are no parameters or buffers
         self._arrays: list[tuple[Any, bytes]] = []

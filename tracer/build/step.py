@@ -59,9 +59,8 @@ class BuildStep:
         check_device(device)
         if device.startswith("cuda"):
             set_tf32(self.policy)
-            if (
-                device != "cuda" and not is_fake()
-            ):  # without a number torch refuses it; the current one is meant
+            # Without a number torch refuses it; the current one is meant.
+            if device != "cuda" and not is_fake():
                 # What asks for the GPU's name, memory, generator or events then asks this one.
                 torch.cuda.set_device(device)
         random.seed(self.seed)

@@ -97,9 +97,8 @@ class Captured:
     writes: tuple[tuple[str, str, Any], ...] = ()  # attributes that forward sets: module, name, value
     target: Device | None = None  # the GPU whose ops these are, if the capture's tensors are on the CPU
     numbers: tuple[fx.Node, ...] = ()  # placeholders that stand for what follows from the arguments' sizes
-    not_made: Mapping[int, str] = field(
-        default_factory=dict
-    )  # outputs that do not exist in a changed graph, and why
+    # Outputs that do not exist in a changed graph, and why.
+    not_made: Mapping[int, str] = field(default_factory=dict)
 
     def outputs_from(self, tensors: Iterable[Any]) -> Any:
         """What the model returns, with `tensors` in the places of its tensor outputs."""

@@ -149,9 +149,8 @@ class _Ops(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ran: list[str] = []
-        self._made: dict[
-            int, tuple[int, torch.Tensor]
-        ] = {}  # by address: which op, and the tensor to hold it there
+        # By address: which op, and the tensor to hold it there.
+        self._made: dict[int, tuple[int, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -114,9 +114,8 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-        while (
-            open_scopes
-        ):  # forward failed; torch may have put its notes back already, and 2.11 then finds none
+        # Forward failed; torch may have put its notes back already, and 2.11 then finds none.
+        while open_scopes:
             with contextlib.suppress(KeyError):
                 open_scopes.pop().__exit__(None, None, None)
 

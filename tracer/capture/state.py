@@ -36,10 +36,8 @@ from traces.errors import CaptureError
 SEED: Final = 0x10_71DE  # what torch's generator is seeded with while a model is captured
 CONTAINERS: Final = (list, dict, set, deque)
 LONGEST: Final = 4_096  # elements of a container that is copied
-REFERENCES: Final = (
-    "_flat_weights",
-    "_flat_weight_refs",
-)  # what torch's recurrent layers hold of their parameters
+# What torch's recurrent layers hold of their parameters.
+REFERENCES: Final = ("_flat_weights", "_flat_weight_refs")
 # A weight that torch's hooks (weight norm, spectral norm, pruning) make of others right before it is used.
 DERIVED: Final = "derived"
 _UTILITIES: Final = str(Path(nn.utils.__file__).parent)

@@ -37,8 +37,7 @@ class StorageRow:
     category: str = ACTIVATION
     producer: int = -1
     hold: int = -1
-    used_from: int = (
-        -1
-    )  # op with which it comes, in the first iteration: a library's workspace, an optimizer's state
+    # Op with which it comes, in the first iteration: a library's workspace, an optimizer's state.
+    used_from: int = -1
     dtype: str = ""
     shape: tuple[int, ...] = ()

@@ -72,9 +72,8 @@ class EagerRecorder(TorchDispatchMode):
         self.late_state = False  # whether the optimizer makes a parameter's state when it comes to it
         self._paused = 0
         self._on = False
-        self.died_after: dict[
-            int, int
-        ] = {}  # storage id -> row after which it was gone (-1: before the first)
+        # Storage id -> row after which it was gone (-1: before the first).
+        self.died_after: dict[int, int] = {}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -164,9 +163,8 @@ class EagerRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         asked = func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
-        if (
-            asked and self.phase == OPTIMIZER
-        ):  # the loss code is not answered: it would branch on a made-up value
+        # The loss code is not answered: it would branch on a made-up value.
+        if asked and self.phase == OPTIMIZER:
             if storage_key(args[0]) in self._found_inf:
                 return 0.0
             if (value := self._scalars.value(args[0])) is not None:

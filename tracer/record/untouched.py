@@ -193,9 +193,8 @@ class _Counter(EagerRecorder):
             (rows[w.used_from].target, rows[w.used_from].phase, w.nbytes) for w in draft.libraries
         ]
         self._state: dict[int, int] = {}  # storage of the optimizer's state -> bytes
-        self._scaler: list[
-            int
-        ] = []  # bytes of a gradient scaler's state, which it makes when it first scales a loss
+        # Bytes of a gradient scaler's state, which it makes when it first scales a loss.
+        self._scaler: list[int] = []
         self._late_state = any(r.category == OPTIMIZER_STATE and r.used_from >= 0 for r in draft.storages)
         self._marks: list[tuple[int, int]] = []  # where iterations begin: so many rows and blocks come before
 

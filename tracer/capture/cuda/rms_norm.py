@@ -28,9 +28,8 @@ def fused_rms_norm() -> Iterator[None]:
         yield
         return
     op, key = aten._fused_rms_norm.default, DispatchKey.CompositeImplicitAutograd
-    op.py_kernels[key] = lambda *_args, **_kwargs: (
-        NotImplemented
-    )  # below autograd nobody takes it apart either
+    # Below autograd nobody takes it apart either.
+    op.py_kernels[key] = lambda *_args, **_kwargs: NotImplemented
     try:
         with kernels("AutogradCPU", {NAME: lambda *args: _Fused.apply(*args)}):
             yield

@@ -96,9 +96,8 @@ def partial_results(
 def _axes(x: TensorSpec, summed: tuple[int, ...]) -> list[_Axis]:
     """The dimensions in the kernel's order: the summed ones first, each group from the fastest to the slowest."""
     rank = len(x.shape)
-    gone = (
-        {d % rank for d in summed} if summed and rank else set(range(rank))
-    )  # a scalar has dimension 0 to sum
+    # A scalar has dimension 0 to sum.
+    gone = {d % rank for d in summed} if summed and rank else set(range(rank))
     results = [0] * rank
     step = 1
     for d in reversed(range(rank)):
