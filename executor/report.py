@@ -98,18 +98,14 @@ def _headline(m: Measurement, where: str) -> tuple[Block, ...]:
 
 
 def _errors(m: Measurement, meta: TraceMeta, where: str) -> tuple[Block, ...]:
-    pairs = (("keep-all", m.keep_all_predicted, m.keep_all), ("plan", m.predicted, m.measured))
     rows: list[tuple[Cell | str, ...]] = []
-    for way, predicted, measured in pairs:
+    for way, predicted, measured in _runs(m):
         errors = signed_error_percent(predicted, measured)
         before, after = predicted.headline(), measured.headline()
         for key, label, cell in _FIGURES:
             if before[key] is not None or after[key] is not None:
                 error = percent_cell(errors[key], signed=True, digits=3)
                 rows.append((way, label, cell(before[key]), cell(after[key]), error))
-    for key, label, cell in _FIGURES:
-        if m.eager.headline()[key] is not None:
-            rows.append(("eager", label, "–", cell(m.eager.headline()[key]), "–"))
     notes: list[Block] = [
         Text(
             text=f"Measured figures come from the {where}, each way of running the step in a process of its own. Eager "
@@ -138,13 +134,20 @@ def _errors(m: Measurement, meta: TraceMeta, where: str) -> tuple[Block, ...]:
             caption="Error is 100·(predicted − measured)/measured; negative: the prediction was too low.",
         ),
         *(Text(text=f"Beside the prediction: {text}", tone="warning") for text in m.warnings),
-        Chart(spec=_chart(m, "peak_allocated_bytes", where), title="Peak allocated"),
         *(
-            (Chart(spec=_chart(m, "peak_reserved_bytes", where), title="Peak reserved"),)
-            if m.measured.peak_reserved_bytes is not None
-            else ()
+            Chart(spec=_chart(m, key, where), title=label.capitalize())
+            for key, label, _ in _FIGURES
+            if key != "peak_block_bytes" and m.measured.headline()[key] is not None
         ),
-        Chart(spec=_chart(m, "step_time_ns", where), title="Step time"),
+    )
+
+
+def _runs(m: Measurement) -> tuple[tuple[str, RunFigures, RunFigures], ...]:
+    """The ways of running the step: what was predicted of each, of eager nothing, and what was measured."""
+    return (
+        ("eager", RunFigures(), m.eager),
+        ("keep-all", m.keep_all_predicted, m.keep_all),
+        ("plan", m.predicted, m.measured),
     )
 
 
@@ -158,15 +161,9 @@ _FIGURES = (
 
 def _chart(m: Measurement, figure: str, where: str) -> dict[str, object]:
     bars = []
-    runs: tuple[tuple[str, RunFigures | None, RunFigures], ...] = (
-        ("eager", None, m.eager),
-        ("keep-all", m.keep_all_predicted, m.keep_all),
-        ("plan", m.predicted, m.measured),
-    )
-    for way, predicted, measured in runs:
+    for way, predicted, measured in _runs(m):
         for run, real in ((predicted, False), (measured, True)):
-            value = None if run is None else run.headline()[figure]
-            if value is not None:
+            if (value := run.headline()[figure]) is not None:
                 bars.append(Bar(group=way, way=way, measured=real, value=value, where=where if real else ""))
     is_bytes = figure.endswith("_bytes")
     limited = figure == f"peak_{m.budget_of}_bytes" and m.budget_bytes is not None
@@ -181,9 +178,8 @@ def _chart(m: Measurement, figure: str, where: str) -> dict[str, object]:
 
 
 def _iterations(m: Measurement, where: str) -> tuple[Block, ...]:
-    runs = (("eager", m.eager), ("keep-all", m.keep_all), ("plan", m.measured))
-    peaks = [(way, list(run.peaks_bytes)) for way, run in runs if run.peaks_bytes]
-    times = [(way, list(run.times_ns)) for way, run in runs if run.times_ns]
+    peaks = [(way, list(run.peaks_bytes)) for way, _, run in _runs(m) if run.peaks_bytes]
+    times = [(way, list(run.times_ns)) for way, _, run in _runs(m) if run.times_ns]
     blocks: list[Block] = []
     if peaks:
         spec = spread(peaks, title="peak allocated", is_bytes=True)

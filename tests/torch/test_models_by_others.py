@@ -51,6 +51,7 @@ GROUPED_ONES = (
     "qwen2",
     "qwen3",
     "phi3",
+    "mixtral",
     "gemma",
     "stablelm",
     "olmo",
