@@ -14,7 +14,7 @@ def describe_device(*, device: str) -> dict[str, Any]:
     """The device of a campaign: its name, its memory, its entry in the device table ("": none), its environment."""
     from executor.measure import environment
     from tracer.build.step import check_device
-    from tracer.costs.profiles import board_of, nearest_board, processor
+    from tracer.costs.profiles import board_of, processor
 
     check_device(device)
     found = {"environment": environment(device)}
@@ -23,8 +23,7 @@ def describe_device(*, device: str) -> dict[str, Any]:
 
         memory_bytes = int(torch.cuda.get_device_properties(device).total_memory)
         name = torch.cuda.get_device_name(device)
-        target = board_of(name) or nearest_board(name, memory_bytes)
-        return {**found, "name": name, "memory_bytes": memory_bytes, "target": target}
+        return {**found, "name": name, "memory_bytes": memory_bytes, "target": board_of(name)}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {**found, "name": processor(), "memory_bytes": memory_bytes, "target": "cpu"}
 

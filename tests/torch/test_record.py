@@ -18,7 +18,6 @@ from tracer.costs.profiles import (  # noqa: E402
     identity_here,
     identity_wanted,
     mismatch,
-    nearest_board,
 )
 from tracer.record.step import trace_step  # noqa: E402
 from tracer.recording import ProfileUse, record_fake, record_real, skipped_text, sources_text  # noqa: E402
@@ -230,29 +229,15 @@ def test_a_gpu_s_profile_serves_a_laptop(cache: Path) -> None:
         ("NVIDIA GeForce RTX 4090 Laptop GPU", ""),
         ("Tesla T4", "T4"),
         ("Some Other GPU", ""),
+        # The same chips at other clocks: whoever wants their figures nearly right names the entry.
+        ("NVIDIA A100 80GB PCIe", ""),
+        ("NVIDIA H100 NVL", ""),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", ""),
+        ("NVIDIA GH200 480GB", ""),
     ],
 )
 def test_boards_by_the_driver_s_name(name: str, board: str) -> None:
     assert board_of(name) == board
-
-
-@pytest.mark.parametrize(
-    ("name", "gib", "board"),
-    [
-        ("NVIDIA A100 80GB PCIe", 80, "A100-80"),
-        ("NVIDIA A100-PCIE-40GB", 40, "A100-40"),
-        ("NVIDIA H100 PCIe", 80, "H100"),
-        ("NVIDIA H100 NVL", 94, "H100"),
-        ("NVIDIA GeForce RTX 3060", 12, ""),  # another chip than the RTX 3090, which has the nearest memory
-        ("NVIDIA RTX A6000", 48, ""),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, ""),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 5, ""),
-        ("NVIDIA GH200 480GB", 96, ""),
-    ],
-)
-def test_boards_of_the_same_chip(name: str, gib: int, board: str) -> None:
-    assert board_of(name) == ""
-    assert nearest_board(name, gib << 30) == board
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

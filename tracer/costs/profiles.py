@@ -11,7 +11,7 @@ from typing import Final
 
 from tracer.costs.calibration import Cost
 from tracer.costs.rows import OpRow
-from traces.devices import GIB, Device, devices
+from traces.devices import Device, devices
 from traces.errors import TraceError
 from traces.provenance import provenance_of
 from traces.records import device_profile as store
@@ -24,8 +24,7 @@ from traces.records.device_profile import (
 from traces.records.trace import VIEW
 
 # Words in a GPU's name that make it another board than the one of the plain name.
-PACKAGES: Final = frozenset({"nvl", "pcie"})  # the same chip
-OTHER_BOARDS: Final = frozenset({"ti", "super", "laptop", "max", "d", "mig"}) | PACKAGES
+OTHER_BOARDS: Final = frozenset({"ti", "super", "laptop", "max", "d", "mig", "nvl", "pcie"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,36 +102,9 @@ def processor() -> str:
 
 def board_of(name: str) -> str:
     """The device table's entry for a GPU as the driver names it ("NVIDIA A100-SXM4-80GB" -> "A100-80"); "" if none."""
-    return next((d.name for d in _boards(name) if set(d.name.lower().split("-")) <= _words(name)), "")
-
-
-def nearest_board(name: str, memory_bytes: int) -> str:
-    """The entry of the same chip in another package (PCIe, NVL), of several the one of nearest memory; "" if none.
-
-    Counts: the chip. Ignores: that such boards have lower clocks and bandwidths, so times are too short. For what
-    must be right, `board_of`.
-    """
-    fitting = [
-        d
-        for d in _boards(name, but=PACKAGES)
-        if {w for w in d.name.lower().split("-") if not _is_memory(w, d)} <= _words(name)
-    ]
-    return min(fitting, key=lambda d: abs(d.memory_bytes - memory_bytes)).name if fitting else ""
-
-
-def _words(name: str) -> set[str]:
-    return {w.removesuffix("gb") for w in re.findall(r"[a-z0-9]+", name.lower())}
-
-
-def _boards(name: str, but: frozenset[str] = frozenset()) -> list[Device]:
-    """The GPUs that a name may mean: none if one of its words, but for these, makes it another board."""
-    other = (_words(name) - but) & OTHER_BOARDS
-    return [] if other else [d for d in devices() if d.kind == "cuda"]
-
-
-def _is_memory(word: str, entry: Device) -> bool:
-    """Whether a part of an entry's name says its memory in GiB: the 80 of A100-80."""
-    return word.isdigit() and abs(int(word) * GIB - entry.memory_bytes) < 2 * GIB
+    words = {w.removesuffix("gb") for w in re.findall(r"[a-z0-9]+", name.lower())}
+    known = () if words & OTHER_BOARDS else (d.name for d in devices() if d.kind == "cuda")
+    return next((board for board in known if set(board.lower().split("-")) <= words), "")
 
 
 def mismatch(have: Identity, want: Identity) -> str:
