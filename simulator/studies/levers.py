@@ -195,20 +195,26 @@ def plan_with_levers(
 
 
 def _helpful(problem: Problem, levers: Levers) -> str:
-    """In words, the rewrite that would lower the floor most, if it is not allowed."""
+    """In words, the rewrites that would lower the floor most, if they are not allowed; or why there are none."""
+    could = Levers(allow="approximate", kinds=tuple(KINDS))
+    best = _best(list(_choices(problem, could)), lambda rs: -_floor(problem, rs))
     allowed = {r for rewrites in offered(problem, levers).values() for r in rewrites}
-    could = offered(problem, Levers(allow="approximate", kinds=tuple(KINDS)))
+    if allowed.issuperset(best):
+        return nothing_in_tiles(problem.trace, levers)
+    word = next(word for word, exactness in ALLOW.items() if exactness == exactness_of(best))
+    lower = show_bytes(_floor(problem, best))
+    kinds = ", ".join(dict.fromkeys(r.kind for r in best))
+    return f"With --allow {word} the lever {kinds} lowers what no plan can go below to {lower}."
 
-    def floor(*rewrites: Rewrite) -> int:
-        return bounder_of(rewritten_problem(problem, rewrites)).instants.floor.peak_bytes
 
-    found = [(floor(r), r) for rs in could.values() for r in rs]
-    least, best = min(found, key=lambda x: x[0], default=(floor(), None))
-    if best is None or best in allowed or least >= floor():
+def nothing_in_tiles(trace: Trace, levers: Levers) -> str:
+    """In words, why a step has nothing that could run in tiles, if tiles are allowed; "": it has, or they are not."""
+    allowed = EXACTNESS.index(ALLOW[levers.allow]) >= EXACTNESS.index(FP)
+    if trace.meta.stretches or not allowed or "tile" not in (levers.kinds or KINDS):
         return ""
-    word = next(word for word, exactness in ALLOW.items() if exactness == LEVERS[best.kind].EXACTNESS)
     return (
-        f"With --allow {word} the lever {best.kind} lowers what no plan can go below to {show_bytes(least)}."
+        "The trace names nothing that could run in tiles: an older trace does not say it, so trace again; a loss is "
+        "found only where the model's own forward computes it."
     )
 
 
@@ -239,10 +245,12 @@ def rewrites_in_words(trace: Trace, plan: Plan) -> list[str]:
         by_kind.setdefault(r.kind, []).append(r)
     lines = []
     for kind, rewrites in by_kind.items():
-        of = (
-            ", ".join(f"{r.op} in {r.number} tiles" for r in rewrites if r.number)
-            or f"{len(rewrites)} values"
-        )
+        tiles: dict[int, list[str]] = {}
+        for r in rewrites:
+            tiles.setdefault(r.number, []).append(r.op)
+        more = {n: f" and {len(names) - 1} more" if names[1:] else "" for n, names in tiles.items()}
+        of = ", ".join(f"{names[0]}{more[n]} in {n} tiles" for n, names in tiles.items() if n)
+        of = of or f"{len(rewrites)} values"
         errors = [r.error for r in rewrites if r.error is not None]
         error = f"; relative error of the gradient {max(errors):.1e}" if errors else ""
         copied = f", {show_bytes(host_bytes(trace, plan))} in host memory" if rewrites[0].bytes_per_s else ""

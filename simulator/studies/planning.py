@@ -12,7 +12,7 @@ from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten_problem
 from simulator.planners import DEFAULT, plan_with
 from simulator.planners.outcome import Infeasible, figures_of_plan
-from simulator.studies.levers import plan_with_levers
+from simulator.studies.levers import nothing_in_tiles, plan_with_levers
 from simulator.studies.lowest_peak import with_lowest_peak
 from simulator.studies.prediction import Prediction, predict
 from simulator.studies.warnings import provenance, texts
@@ -55,6 +55,8 @@ def plan_for(
                 raise
             raise with_lowest_peak(step, error, limits) from None
 
+    if why := nothing_in_tiles(problem.trace, levers):
+        progress(why)
     plan = make(problem) if budget_bytes is None else plan_with_levers(problem, budget_bytes, levers, make)
     setting = under.get(rewritten_problem(problem, plan.rewrites).trace.meta.fingerprint, setting)
     plan = replace(plan, budget_bytes=budget_bytes, budget_of=budget_of)

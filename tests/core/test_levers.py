@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from simulator.allocator.device import DeviceMemory
+from simulator.allocator.device_fit import Setting
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten, rewritten_problem, tile
@@ -15,6 +16,7 @@ from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.studies.levers import changed_steps, lower_bound, plan_with_levers, study
 from simulator.studies.max_batch import MaxBatch, Request, max_batch
+from simulator.studies.planning import plan_for
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.records.plan import EXACT, FP, Plan, Rewrite
@@ -195,6 +197,22 @@ def test_a_plan_takes_what_is_allowed_and_no_more() -> None:
     assert [r.number for r in planned(of, 300, "fp").rewrites] == [4]
     free = planned(of, 900, "fp")
     assert (free.rewrites, free.exactness) == ((), EXACT)
+
+
+def test_a_trace_without_stretches_says_what_to_do() -> None:
+    older = replace(head(), meta=replace(head().meta, stretches=()))
+    with pytest.raises(Infeasible, match="so trace again"):
+        planned(older, 500, "fp")
+    with pytest.raises(Infeasible) as refused:
+        planned(older, 500, "bit")
+    assert "trace again" not in str(refused.value)
+    said: list[str] = []
+    levers = Levers(allow="fp")
+    made = plan_for(
+        Problem(older), "search", SECONDS, Setting(), budget_bytes=900, levers=levers, progress=said.append
+    )
+    assert made.plan.rewrites == ()
+    assert any("so trace again" in line for line in said)
 
 
 def test_the_bound_is_that_of_the_cheapest_way() -> None:
