@@ -285,6 +285,16 @@ def test_attention_that_is_random_or_not_by_itself_is_none(weigh: Callable[..., 
     assert trace(model, (tokens(),), loss=lambda out: out).meta.stretches == ()
 
 
+def test_attention_by_one_op_is_none() -> None:
+    class Fused(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+    model = Blocks(lambda: Fused(causal, softmax))
+    assert trace(model, (tokens(),), loss=lambda out: out).meta.stretches == ()
+
+
 def test_attention_whose_weights_are_returned_is_none() -> None:
     class Shown(Attention):
         def forward(self, x: torch.Tensor) -> Any:

@@ -460,7 +460,7 @@ class _Inner(_Search):
         """Take a value in rows: as an input, or with what makes it, if that is wide or a view of backward."""
         to = self.to
         alone = sum(u in self.forward for u in a.users) == 1
-        made = a in self.backward or (a in self.forward and alone)
+        made = isinstance(a.target, OpOverload) and (a in self.backward or (a in self.forward and alone))
         turned = a in self.backward and _packet(a) in (*VIEWS, *TURNS) and not self._is_large(a)
         if to.axis(a) == axis:
             return
