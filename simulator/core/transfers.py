@@ -31,6 +31,11 @@ def copy_ns(nbytes: int, bytes_per_s: int) -> int:
     return LATENCY_NS - (-nbytes * 10**9 // bytes_per_s)
 
 
+def pinned_bytes(nbytes: int) -> int:
+    """The host memory that a copy takes: torch's allocator of pinned memory rounds up to a power of two."""
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
 def transfer_ns(trace: Trace, op: int) -> int:
     """The time of the copy that an `OFFLOAD` or `RELOAD` asks for."""
     ids = trace.ops.reads[op] if trace.ops.target[op] == OFFLOAD else trace.ops.writes[op]

@@ -10,6 +10,7 @@ they help; of rewrites that stand for single values, the ranking of their kind i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,13 +20,13 @@ from simulator.bounds.bound import Bound, bounder_of
 from simulator.core.limits import ALLOW, Levers
 from simulator.core.problem import Problem
 from simulator.core.rewrites import KINDS, LEVERS, exactness_of, rewritten_problem
-from simulator.core.transfers import OFFLOAD, WAIT_OUT
+from simulator.core.transfers import OFFLOAD, WAIT_OUT, pinned_bytes
 from simulator.planners.outcome import Infeasible, percent
 from simulator.show.tables import Table, table
 from traces.errors import SpecError
 from traces.files.json_records import to_json
 from traces.records.plan import APPROXIMATE, EXACT, EXACTNESS, FP, Plan, Rewrite
-from traces.records.trace import Trace
+from traces.records.trace import MOST, Trace
 from traces.units import show_bytes
 
 
@@ -70,6 +71,11 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
     def worth(rewrites: tuple[Rewrite, ...]) -> tuple[bool, int]:
         if rewrites not in tried:
             q = rewritten_problem(problem, rewrites)
+            waits_until = q.saved.timeline.step_time_ns
+            if waits_until > q.trace.time_ns and any(
+                x.bound.feasible and x.least_ns <= waits_until for x in tried.values()
+            ):
+                return False, -MOST  # the copies alone take longer
             bound = bounder_of(q).bound(budget_bytes)
             tried[rewrites] = Changed(rewrites=rewrites, problem=q, bound=bound)
         x = tried[rewrites]
@@ -137,7 +143,7 @@ def _choices(problem: Problem, levers: Levers) -> Iterator[Sequence[tuple[Rewrit
 
 
 ATTEMPTS: Final = 3
-SEARCHED: Final = 2  # so many changed steps are planned, where the first has a plan; beside the step as it is
+SEARCHED: Final = 2  # so many steps that the same kinds change are planned, where the first has a plan
 SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 
 
@@ -177,9 +183,12 @@ def plan_with_levers(
     """
     best: Plan | None = None
     refusal: Infeasible | None = None
-    for k, step in enumerate(changed_steps(problem, budget_bytes, levers)):
-        if best is not None and (step.least_ns >= _time_ns(best) or (k >= SEARCHED and step.rewrites)):
+    planned: Counter[frozenset[str]] = Counter()
+    for step in changed_steps(problem, budget_bytes, levers):
+        kinds = frozenset(r.kind for r in step.rewrites)
+        if best is not None and (step.least_ns >= _time_ns(best) or planned[kinds] >= SEARCHED):
             continue
+        planned[kinds] += 1
         try:
             made = make(step.problem)
         except Infeasible as error:
@@ -235,7 +244,7 @@ def _of(problem: Problem, plan: Plan, rewrites: tuple[Rewrite, ...]) -> Plan:
 
 def host_bytes(trace: Trace, plan: Plan) -> int:
     """What waits in host memory at most: all that is copied there, when forward ends."""
-    return sum(trace.storages.nbytes[r.storage] for r in plan.rewrites if r.bytes_per_s)
+    return sum(pinned_bytes(trace.storages.nbytes[r.storage]) for r in plan.rewrites if r.bytes_per_s)
 
 
 def rewrites_in_words(trace: Trace, plan: Plan) -> list[str]:

@@ -9,12 +9,14 @@ import pytest
 
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.device_fit import Setting
+from simulator.bounds.bound import bounder_of
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten, rewritten_problem, tile
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
-from simulator.studies.levers import changed_steps, lower_bound, plan_with_levers, study
+from simulator.studies import levers
+from simulator.studies.levers import Changed, changed_steps, lower_bound, plan_with_levers, study
 from simulator.studies.max_batch import MaxBatch, Request, max_batch
 from simulator.studies.planning import plan_for
 from tests.tiny import bwd, fwd, trace
@@ -259,3 +261,24 @@ def test_a_larger_batch_fits_with_the_loss_head_in_tiles(tmp_path: Path) -> None
     found = largest("fp")
     assert found.with_plan > 8
     assert found.to_json()["allow"] == "fp"
+
+
+def test_steps_that_fewer_kinds_change_are_planned_although_others_promise_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bits, tiled = Rewrite(kind="bits", storage=2), in_tiles(2)
+    bound = bounder_of(Problem(head())).bound(1 << 30)
+    steps = [
+        Changed(rewrites=rewrites, problem=Problem(head()), bound=bound)
+        for rewrites in ((tiled, bits), (tiled, bits), (tiled, bits), (tiled,), ())
+    ]
+    monkeypatch.setattr(levers, "changed_steps", lambda *_: steps)
+    asked: list[int] = []
+
+    def make(problem: Problem) -> Plan:
+        asked.append(next(k for k, x in enumerate(steps) if x.problem is problem))
+        told = {"plan": {"step_time_ns": 10**6 - asked[-1]}}
+        return Plan(meta=problem.trace.meta, predicted=told)
+
+    assert plan_with_levers(Problem(head()), 1, Levers(allow="fp"), make).rewrites == ()
+    assert asked == [0, 1, 3, 4]

@@ -25,7 +25,7 @@ from simulator.core.limits import Levers
 from simulator.core.replay import replay
 from simulator.core.rewrites.edit import Editing, Op, Value
 from simulator.core.rewrites.pack import Packing, needed
-from simulator.core.transfers import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns
+from simulator.core.transfers import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns, pinned_bytes
 from traces.devices import device
 from traces.errors import PlanError, SpecError
 from traces.records.plan import EXACT, Rewrite
@@ -34,7 +34,7 @@ from traces.records.trace import ACTIVATION, BACKWARD, EAGER, EFFECT, FORWARD, R
 EXACTNESS: Final = EXACT
 LEAST: Final = 1 << 20  # bytes: smaller values are not worth a copy's latency
 UNKNOWN: Final = 10**10  # bytes a second
-SHARES: Final = 4  # of what hides, and of the rest
+SHARES: Final = 4  # of what does not hide
 
 
 def offer(facts: Facts) -> Iterator[Rewrite]:
@@ -62,11 +62,11 @@ def choices(facts: Facts, rewrites: Sequence[Rewrite], levers: Levers) -> Iterat
     hidden: list[int] = []
     rest: list[int] = []
     for s in (r.storage for r in rewrites):
-        nbytes = facts.trace.storages.nbytes[s]
+        nbytes = pinned_bytes(facts.trace.storages.nbytes[s])
         if nbytes <= left:
             left -= nbytes
             (hidden if step.copies([*hidden, s], rate).hide else rest).append(s)
-    sizes = [-(-len(hidden) * k // SHARES) for k in range(SHARES, 0, -1)]
+    sizes = [len(hidden), len(hidden) // 2]
     sizes += [len(hidden) + -(-len(rest) * k // SHARES) for k in range(1, SHARES + 1)]
     for n in dict.fromkeys(sizes):
         if n:
