@@ -38,7 +38,6 @@ def test_rules_are_asked_and_a_rule_that_does_not_fit_is_not_believed(
     assert told.time_ns > 0
     other = Costs().of(row(), 300, GPU)  # the rule's events leave 256 bytes
     assert (other.events, other.source) == ((), NONE)
-    assert Costs(rules=False).of(row(), 256, GPU).source == NONE
     view = Costs().of(row(flags=VIEW), 0, CPU)
     assert (view.events, view.source, view.time_ns) == ((), "", 0)
 
@@ -73,8 +72,8 @@ def test_measured_comes_before_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_measurements_that_leave_other_bytes_are_not_believed() -> None:
     known = profile(b4=(40, 256, -40), b8=(80, 512, -80))
-    assert Costs(profile=known, rules=False).of(row(batch=4), 260, CPU).source == NONE
-    assert Costs(profile=known, rules=False).of(row(batch=6), 380, CPU).source == NONE
+    assert Costs(profile=known).of(row(batch=4), 260, CPU).source == NONE
+    assert Costs(profile=known).of(row(batch=6), 380, CPU).source == NONE
 
 
 def test_a_trace_counts_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -548,10 +548,7 @@ def test_the_header_says_what_the_graph_is_for() -> None:
     build = load_spec(small_nets.spec("residual"))
     trace = trace_step(build, device("h200")).trace
     assert (trace.meta.device, trace.meta.target, trace.meta.mode) == ("cuda", "H200", "fake")
-    old = trace_step(build, device("h200"), graph="cpu").trace
-    assert (old.meta.device, old.meta.target) == ("cpu", "H200")
-    cpu = trace_step(build, device("cpu")).trace
-    assert old.meta.graph_fingerprint == cpu.meta.graph_fingerprint != trace.meta.graph_fingerprint
+    assert trace_step(build, device("cpu")).trace.meta.graph_fingerprint != trace.meta.graph_fingerprint
 
 
 def test_a_plan_for_a_gpu_is_refused_on_the_cpu(tmp_path: Any) -> None:

@@ -23,7 +23,6 @@ from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import random_actions, recompute_all, recorded  # noqa: E402
 from tracer.build.loop import run_step  # noqa: E402
 from tracer.build.step import BuildStep, load_spec, under_policy  # noqa: E402
-from tracer.costs.calibration import Costs  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 from tracer.precision import policy as precision  # noqa: E402
 from tracer.precision.policy import Autocast, ambient, parse_policy  # noqa: E402
@@ -415,7 +414,7 @@ def test_tf32_decides_the_rate_of_matrix_products() -> None:
 
     def time_ns(policy: dict[str, Any]) -> int:
         spec = BuildStep(model="test", options={}, seed=0, make=make, policy=policy)
-        trace = trace_step(spec, device("h200"), costs=Costs(rules=False)).trace
+        trace = trace_step(spec, device("h200")).trace
         return trace.ops.time_ns[trace.ops.target.index("aten.mm.default")]
 
     flops = 2 * 4096**3

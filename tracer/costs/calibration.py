@@ -40,12 +40,10 @@ class Costs:
     """What ops cost in a trace that is not measured.
 
     profile: measurements of the target, or None.
-    rules: whether the rules table is asked.
     tf32: whether float32 matrix products and convolutions run on TF32 tensor cores; None: as torch's defaults have it.
     """
 
     profile: DeviceProfile | None = None
-    rules: bool = True
     tf32: bool | None = None
 
     def of(self, row: OpRow, created_bytes: int, device: Device) -> Cost:
@@ -63,7 +61,7 @@ class Costs:
             entry = self.profile.entries.get(row.signature.key)
             if entry is not None and _leaves(entry.events, created_bytes):
                 return Cost(time_ns=entry.time_ns, events=entry.events, source=MEASURED)
-        by_rule = self._by_rule(row, created_bytes, device)
+        by_rule = _by_rule(row, created_bytes, device)
         tf32 = uses_tf32(row.target) if self.tf32 is None else self.tf32
         time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=tf32)
         if by_rule is not None:
@@ -74,15 +72,16 @@ class Costs:
             return Cost(time_ns=time_ns, events=by_rule, source=source)
         return Cost(time_ns=time_ns, events=(), source=NONE)
 
-    def _by_rule(self, row: OpRow, created_bytes: int, device: Device) -> tuple[int, ...] | None:
-        """What the rules say of an op; None: nothing, or what does not fit this call."""
-        if not self.rules or row.signature is None:
-            return None
-        if device.kind == "cpu":
-            events = cpu_events(row.signature, device)
-        else:
-            events = rule_events(row.signature, device, release())
-        return events if events is not None and _leaves(events, created_bytes) else None
+
+def _by_rule(row: OpRow, created_bytes: int, device: Device) -> tuple[int, ...] | None:
+    """What the rules say of an op; None: nothing, or what does not fit this call."""
+    if row.signature is None:
+        return None
+    if device.kind == "cpu":
+        events = cpu_events(row.signature, device)
+    else:
+        events = rule_events(row.signature, device, release())
+    return events if events is not None and _leaves(events, created_bytes) else None
 
 
 def _leaves(events: tuple[int, ...], created_bytes: int) -> bool:

@@ -145,7 +145,6 @@ def trace_step(
     *,
     device: str = "cpu",
     costs: Costs | None = None,
-    graph: str = "",
     program: Callable[[TrainingStep], Program | None] = lambda step: None,
 ) -> Draft:
     """Record the step that `build` makes on fake tensors: sizes from torch, times and allocations from `costs`.
@@ -156,7 +155,6 @@ def trace_step(
             that it would run, as far as `tracer.capture.cuda.gpu` knows them.
         device: the device of the fake tensors; anything but "cpu" needs a build of torch for it.
         costs: what ops cost; default: the roofline and the rules table.
-        graph: "cpu" for the CPU's ops with a GPU's times (as older traces have them); default: the target's ops.
         program: what is known of the step's model already; None: it is captured.
 
     Raises:
@@ -165,7 +163,7 @@ def trace_step(
     costs = costs or Costs()
     if "tf32" in build.policy:
         costs = replace(costs, tf32=build.policy["tf32"])
-    as_gpu = device == "cpu" and target.kind == "cuda" and graph != "cpu"
+    as_gpu = device == "cpu" and target.kind == "cuda"
     with fake_mode() as mode:
         with cuda_words(target if as_gpu else None):
             # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
@@ -190,7 +188,7 @@ def recorded_again(meta: TraceMeta, model: str = "", device: str = "cpu") -> Dra
         # A GPU that the device table lacks: its times are another's, which pages say; sizes do not depend on it.
         target = device_entry("cpu" if device == "cpu" else "h200")
     build = load_spec(model or meta.model, dict(meta.options), seed=meta.seed)
-    return trace_step(build, target, device=device, graph=meta.device)
+    return trace_step(build, target, device=device)
 
 
 @contextlib.contextmanager
