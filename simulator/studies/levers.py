@@ -65,7 +65,8 @@ class Changed:
 
 
 def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:
-    """The step as it is and as levers change it, those for which a plan may exist by rising bound; never empty."""
+    """The step as it is and as levers change it, those for which a plan may exist, by rising bound; where there is none
+    for any, the one with the lowest floor."""
     tried: dict[tuple[Rewrite, ...], Changed] = {}
 
     def worth(rewrites: tuple[Rewrite, ...]) -> tuple[bool, int]:
@@ -86,7 +87,8 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
         _best(list(_choices(problem, levers)), worth)
     steps = list(tried.values())
     possible = [x for x in steps if x.bound.feasible]
-    return sorted(possible, key=lambda x: (x.least_ns, len(x.rewrites))) or steps[:1]
+    lowest = max(steps, key=lambda x: worth(x.rewrites))
+    return sorted(possible, key=lambda x: (x.least_ns, len(x.rewrites))) or [lowest]
 
 
 def _best(
@@ -158,7 +160,8 @@ def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     best = changed_steps(problem, budget_bytes, levers)[0]
     if not best.rewrites:
         return best.bound
-    added, whole = best.least_ns - problem.trace.time_ns, problem.trace.time_ns
+    added = best.least_ns - problem.trace.time_ns if best.bound.feasible else 0
+    whole = problem.trace.time_ns
     share = percent(added, whole)
     reason = best.bound.reason
     rewrites = [r for of_kind in offered(problem, levers).values() for r in of_kind]
@@ -179,7 +182,8 @@ def plan_with_levers(
         make: the plan of one step within the budget.
 
     Raises:
-        BudgetError: there is none; the refusal of the step as it is names a lever that is not allowed and would help.
+        BudgetError: there is none. The refusal is that of the step with the lowest peak, and names a lever that is not
+            allowed and would help.
     """
     best: Plan | None = None
     refusal: Infeasible | None = None
@@ -192,7 +196,8 @@ def plan_with_levers(
         try:
             made = make(step.problem)
         except Infeasible as error:
-            refusal = error if refusal is None or not step.rewrites else refusal
+            told = _with(step.rewrites, error)
+            refusal = min(refusal or told, told, key=lambda e: e.figures["lowest_peak_bytes"])
             continue
         if best is None or _time_ns(made) < _time_ns(best):
             best = _of(problem, made, step.rewrites)
@@ -225,6 +230,14 @@ def nothing_in_tiles(trace: Trace, levers: Levers) -> str:
         "The trace names nothing that could run in tiles: an older trace does not say it, so trace again; a loss is "
         "found only where the model's own forward computes it."
     )
+
+
+def _with(rewrites: Sequence[Rewrite], refusal: Infeasible) -> Infeasible:
+    """The refusal of a step as rewrites change it, which says so."""
+    if not rewrites:
+        return refusal
+    kinds = " and ".join(dict.fromkeys(r.kind for r in rewrites))
+    return Infeasible(f"{refusal} That is with {kinds} beside recomputation.", refusal.figures)
 
 
 def _time_ns(plan: Plan) -> int:

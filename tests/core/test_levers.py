@@ -16,7 +16,14 @@ from simulator.core.rewrites import rewritten, rewritten_problem, tile
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.studies import levers
-from simulator.studies.levers import Changed, changed_steps, lower_bound, plan_with_levers, study
+from simulator.studies.levers import (
+    Changed,
+    changed_steps,
+    lower_bound,
+    lowest_floor,
+    plan_with_levers,
+    study,
+)
 from simulator.studies.max_batch import MaxBatch, Request, max_batch
 from simulator.studies.planning import plan_for
 from tests.tiny import bwd, fwd, trace
@@ -193,6 +200,11 @@ def test_a_plan_takes_what_is_allowed_and_no_more() -> None:
     with pytest.raises(Infeasible) as refused:
         planned(of, 30, "fp")
     assert "--allow" not in str(refused.value)
+    # Refused is the step with the lowest peak, and it is said which one that is.
+    assert refused.value.figures["floor"]["peak_allocated_bytes"] == lowest_floor(
+        Problem(of), Levers(allow="fp")
+    )
+    assert "That is with tile beside recomputation." in str(refused.value)
     plan = planned(of, 500, "fp")
     assert [r.number for r in plan.rewrites] == [2]
     assert (plan.exactness, plan.meta) == (FP, of.meta)
