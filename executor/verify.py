@@ -8,19 +8,17 @@ step of the optimizer is of all parameters.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from executor.training.gradient_errors import deterministic, relative_error
 from executor.training.module import apply_plan, capture_now
 from executor.verification import Verification
-from simulator.core.rewrites import LEVERS
 from tracer.build.loop import TrainingStep, run_step
 from tracer.build.step import BuildStep
 from tracer.precision.policy import scaler_tensors
@@ -115,31 +113,12 @@ def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -
     return replace(outcome, equal=within, control_difference=control.max_abs_difference)
 
 
-def with_errors(build: BuildStep, plan: Plan, device: str = "cpu") -> Plan:
-    """The plan with the gradient's error of each approximate kind of rewrite, measured in one step on the user's batch:
-    with all rewrites of that kind, and nothing else, beside the untouched model. `Verification.gradient_error` of the
-    plan is that of all kinds.
-
-    Args:
-        build, device: as `verify` takes them.
-        plan: with rewrites of class approximate; others are left as they are.
-    """
-    measured: dict[str, float] = {}
-    for kind in {r.kind for r in plan.rewrites if LEVERS[r.kind].EXACTNESS == APPROXIMATE}:
-        alone = tuple(r for r in plan.rewrites if r.kind == kind)
-        found = _compare(build, None, replace(plan, actions=(), rewrites=alone), device, 1)
-        measured[kind] = found.gradient_error
-    rewrites = tuple(replace(r, error=measured.get(r.kind, r.error)) for r in plan.rewrites)
-    made = replace(plan, rewrites=rewrites)
-    return made.sealed() if plan.seal else made
-
-
 def _rounded(outcome: Verification, plan: Plan) -> Verification:
     """The verdict on a plan that rounds otherwise: the first step's loss, gradients and buffers agree to rounding, and
     counters and random states in every bit. Later steps carry the difference on."""
     if plan.exactness == APPROXIMATE:
-        stated = {r.kind: r.error for r in plan.rewrites if r.error is not None}
-        most = 2 * sum(stated.values()) if stated else LARGEST_ERROR  # another draw of roundings
+        stated = plan.stated_error
+        most = LARGEST_ERROR if stated is None else 2 * stated  # another draw of roundings
         return replace(
             outcome,
             equal=outcome.gradient_error <= most,
@@ -198,19 +177,6 @@ def _with_control(outcome: Verification, build: BuildStep, device: str, steps: i
     )
 
 
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
 def _compare(
     build: BuildStep,
     first: Plan | None,
@@ -221,7 +187,7 @@ def _compare(
     """Train two models side by side, each by its plan or (None) untouched, and compare."""
     a, b = _side(build, first, device), _side(build, second, device)
     b.rng = [x.clone() for x in a.rng]
-    with _deterministic():
+    with deterministic():
         return _train(a, b, steps)
 
 
@@ -263,7 +229,7 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
             if difference > 0 and not first:
                 first = f"step {k + 1}: {kind} {name} differs by {difference:.3g}"
         if k == 0:
-            error = _error([(x, y) for kind, _, x, y in pairs if kind == "gradients"])
+            error = relative_error([(x, y) for kind, _, x, y in pairs if kind == "gradients"])
             for kind, size in largest.items():
                 if worst[kind] > 0:
                     relative = max(relative, worst[kind] / size if size else float("inf"))
@@ -281,21 +247,6 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
         first_step_relative=relative,
         gradient_error=error,
     )
-
-
-def _error(gradients: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> float:
-    """How far the second gradients are from the first, all together: relative L2; infinite if one side lacks some."""
-    off = size = 0.0
-    for x, y in gradients:
-        if x is None or y is None or x.shape != y.shape:
-            off = off if x is y else float("inf")
-            continue
-        wide = torch.complex128 if x.is_complex() else torch.float64
-        whole = x.to(wide)
-        off += float(torch.linalg.vector_norm(y.to(wide) - whole)) ** 2
-        size += float(torch.linalg.vector_norm(whole)) ** 2
-    error = (off / size) ** 0.5 if size else float(off > 0)
-    return float("inf") if math.isnan(error) else error
 
 
 def _same_bits(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from simulator.core.limits import DEFAULTS, HOST_BYTES, Constraints, Levers, Limits
 from simulator.core.problem import Problem
 from traces.errors import SpecError
+from traces.records.gradient_errors import GradientErrors
 from traces.records.plan import ALLOCATED, RESERVED, Plan
 from traces.records.trace import Trace
 
@@ -109,6 +110,8 @@ def plan(
     levers: Sequence[str] | None = None,
     host_memory: str | None = None,
     host_bandwidth: str | None = None,
+    max_gradient_error: float | None = None,
+    errors: GradientErrors | str | Path | None = None,
     **options: Unpack[Planning],
 ) -> Plan:
     """Find what to recompute so that the step's peak stays within a budget, at the least added time.
@@ -125,6 +128,9 @@ def plan(
         levers: names of such changes (`simulate levers`); None: all that are allowed and need no name.
         host_memory, host_bandwidth: sizes, of pinned host memory and of what is copied to it or back in a second, for
             the change "offload"; None: 32 GiB, and what the device table has.
+        max_gradient_error: of an approximate plan, relative L2, by the `errors` of its parts as if they were
+            independent.
+        errors: what `execute errors` measured of this step, or its file; without them no plan is approximate.
         options: those of `simulator.api.Planning`.
 
     Returns:
@@ -148,7 +154,7 @@ def plan(
         setting,
         budget_bytes=limit,
         budget_of=of,
-        levers=levers_of(allow, levers, host_memory, host_bandwidth),
+        levers=levers_of(allow, levers, host_memory, host_bandwidth, max_gradient_error, errors),
         progress=progress,
     )
     return made.plan
@@ -309,6 +315,8 @@ def levers_of(
     levers: Sequence[str] | None,
     host_memory: str | None = None,
     host_bandwidth: str | None = None,
+    max_gradient_error: float | None = None,
+    errors: GradientErrors | str | Path | None = None,
 ) -> Levers:
     """The rewrites that a plan may take; the arguments are those of `plan`."""
     from simulator.allocator.device import size_of
@@ -318,6 +326,8 @@ def levers_of(
         kinds=None if levers is None else tuple(levers),
         host_bytes=HOST_BYTES if host_memory is None else size_of("--host-memory", host_memory),
         host_bytes_per_s=0 if host_bandwidth is None else size_of("--host-bandwidth", host_bandwidth),
+        max_gradient_error=max_gradient_error,
+        errors=GradientErrors.load(errors) if isinstance(errors, str | Path) else errors,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,7 @@ def execute() -> None:
     execute plan.json --json
     execute sweep DIR                      the plans that `simulate sweep -o DIR` made
     execute campaign cpu -o DIR            how wrong predictions are, over many models and budgets
+    execute errors TRACE -o errors.json    by how much approximate formats change the gradient
     execute rehearse train.py --gpu h100   your own loop on a GPU that is not there: its memory
     execute plan.json --rehearse h100      the planned step there
 
@@ -190,6 +192,59 @@ def export(plan: Path, model: str, torch_budget: bool, output: Path | None, as_j
         )
     if output is not None:
         echo(f"Next: from {output.stem} import apply; apply(model)")
+
+
+@execute.command()
+@click.argument("what", metavar="TRACE_OR_PLAN")
+@click.option("-o", "--output", type=OutputFile(), required=True, help="Where the answer goes.")
+@click.option(
+    "--model", default="", help="Build this instead of what the trace names (the same step elsewhere)."
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--levers", metavar="NAMES", help="Which formats (default: all that are approximate).")
+@click.option("--max-gradient-error", type=float, help="Measure no more of a format once it is over that.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+def errors(
+    what: str,
+    output: Path,
+    model: str,
+    device: str,
+    levers: str | None,
+    max_gradient_error: float | None,
+    quiet: bool,
+) -> None:
+    """By how much approximate formats change the gradient of one step on its batch, for `simulate --errors`.
+
+    Of a PLAN: by how much it changes the gradient as a whole, written into the plan.
+    """
+    from executor.matching import check_kind
+    from executor.training.gradient_errors import ANY, LOSSY, gradient_errors, with_error
+    from tracer.build.step import check_device, load_spec
+    from traces.records.plan import Plan
+    from traces.records.store import load
+
+    check_device(device)
+    given = Plan.load(what) if Path(what).is_file() else load(what)
+    check_kind(given.meta, device)
+    build = load_spec(model or given.meta.model, dict(given.meta.options), seed=given.meta.seed)
+    if isinstance(given, Plan):
+        measured = with_error(build, given, device)
+        measured.save(output)
+        echo(f"relative error of the gradient {measured.gradient_error:.2e}")
+        return
+    kinds = LOSSY if levers is None else [x.strip() for x in levers.split(",") if x.strip()]
+    tell = partial(say, quiet=quiet)
+    found = gradient_errors(build, given, kinds, device, most=max_gradient_error or ANY, say=tell)
+    found.save(output)
+    for kind in found.kinds:
+        parts = [p for p in found.parts if p.kind == kind]
+        whole = math.sqrt(sum(p.error**2 for p in parts))
+        echo(
+            f"{kind:10} {sum(len(p.storages) for p in parts):4} values: relative error of the gradient {whole:.2e}"
+        )
+    echo(
+        f"Next: simulate {what} --budget 60% --allow approximate --max-gradient-error 0.01 --errors {output}"
+    )
 
 
 @execute.command()

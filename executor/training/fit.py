@@ -13,8 +13,17 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from executor.training.gradient_errors import plan_measured
 from executor.training.module import REPLAN, apply_recorded
-from executor.training.planning import Clock, Say, Wanted, in_words, on_stderr, plan_within, record
+from executor.training.planning import (
+    Clock,
+    Say,
+    Wanted,
+    in_words,
+    on_stderr,
+    plan_within,
+    record,
+)
 from executor.training.regions import plan_regions
 from executor.training.twin import twin_of
 from simulator.core.limits import DEFAULTS
@@ -38,6 +47,7 @@ def fit(
     scaler: torch.amp.GradScaler | None = None,
     release_gradients: bool = False,
     allow: str = "bit",
+    max_gradient_error: float | None = None,
     planner: str | None = None,
     seconds: float = DEFAULTS.seconds,
     in_place: bool = False,
@@ -60,6 +70,9 @@ def fit(
         release_gradients: hooks of the loop (`register_post_accumulate_grad_hook`) step each parameter in backward, as
             this optimizer would, and free its gradient.
         allow, planner, seconds: how plans are looked for, as in `simulator.plan`.
+        max_gradient_error: with allow="approximate" the relative L2 error of the step's gradient that a plan may
+            make by saving values in fewer bits. Then copies of model and batch do run: the errors of the formats are
+            measured on this batch, and that of the plan, in which it stands.
         in_place, on_mismatch: as in `apply_plan`.
         engine: "graph": the model is captured whole; "regions": if that cannot be, the largest of its parts that can
             be captured are planned, one by one, and the rest runs as it is. To learn what that needs, two forwards and
@@ -80,6 +93,7 @@ def fit(
         optimizer=optimizer,
         scaler=scaler,
         allow=allow,
+        max_gradient_error=max_gradient_error,
         planner=planner,
         seconds=seconds,
         loop={"release_gradients": True} if release_gradients else {},
@@ -87,6 +101,8 @@ def fit(
     if not model.training:
         say("the model is in evaluation mode; it is put into training mode, for which the plan is made")
     began, clock = time.monotonic(), Clock(say)
+    if max_gradient_error is not None and engine == REGIONS:
+        raise SpecError("parts of a model are planned exactly: leave max_gradient_error out.")
     if engine not in (GRAPH, REGIONS):
         raise SpecError(f"engine {engine!r}: give {GRAPH} or {REGIONS}.")
     try:
@@ -105,7 +121,7 @@ def fit(
     for warning in warnings_of(Problem(step.trace)):
         if warning.code == UNTOUCHED_LESS:
             say(f"warning: {text(warning)}")
-    plan = plan_within(step, wanted)
+    plan = plan_within(step, wanted) if max_gradient_error is None else plan_measured(step, wanted, say)
     clock.done(f"planned: {in_words(plan)}")
     planned = apply_recorded(model, plan, step, wanted, in_place=in_place, on_mismatch=on_mismatch)
     say(f"ready after {time.monotonic() - began:.1f} s")

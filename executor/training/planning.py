@@ -23,6 +23,7 @@ from simulator.core.limits import DEFAULTS
 from simulator.planners.outcome import Infeasible
 from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
 from tracer.build.batch import SplitBatch, loss_in_outputs, split_batch
+from tracer.build.step import BuildStep
 from tracer.capture.state import own_hooks_off
 from tracer.costs.profiles import board_of
 from tracer.precision.policy import ambient
@@ -32,6 +33,7 @@ from tracer.torch_api import pytree
 from traces.alloc_conf import alloc_conf
 from traces.devices import device as device_entry
 from traces.errors import SpecError
+from traces.records.gradient_errors import GradientErrors
 from traces.records.plan import ALLOCATED, RESERVED, Plan
 from traces.records.trace import Trace
 from traces.units import show_bytes, show_percent
@@ -53,6 +55,7 @@ class Wanted:
     optimizer: Any = None
     scaler: torch.amp.GradScaler | None = None
     allow: str = "bit"
+    max_gradient_error: float | None = None
     planner: str | None = None
     seconds: float = DEFAULTS.seconds
     loop: Mapping[str, Any] = field(default_factory=dict)  # `tracer.build.loop_options`, such as accumulate
@@ -63,6 +66,7 @@ class Recorded:
     """A training step of a model in hand: its trace, what was captured of the model, and the call that it was of."""
 
     trace: Trace
+    build: BuildStep  # of copies of what the user holds
     program: Program
     given: SplitBatch
     on_gpu: bool
@@ -104,12 +108,20 @@ def record(
         draft, trace = record_drafted(step, target, ProfileUse(), device=str(where), untouched=untouched)
     given = split_batch(bare, pytree.tree_map_only(torch.Tensor, lambda x: x.to(where), batch), loss)
     return Recorded(
-        trace=trace, program=draft.program, given=given, on_gpu=bool(name), unread=frozenset(unread)
+        trace=trace,
+        build=step,
+        program=draft.program,
+        given=given,
+        on_gpu=bool(name),
+        unread=frozenset(unread),
     )
 
 
-def plan_within(step: Recorded, wanted: Wanted) -> Plan:
+def plan_within(step: Recorded, wanted: Wanted, errors: GradientErrors | None = None) -> Plan:
     """The plan for a recorded step; on CUDA under the allocator's settings of this process.
+
+    Args:
+        errors: of approximate formats, which no plan takes without.
 
     Raises:
         BudgetError: no plan was found within the budget.
@@ -119,6 +131,8 @@ def plan_within(step: Recorded, wanted: Wanted) -> Plan:
         step.trace,
         wanted.budget,
         allow=wanted.allow,
+        max_gradient_error=wanted.max_gradient_error,
+        errors=errors,
         planner=wanted.planner,
         budget_of=wanted.budget_of or (RESERVED if step.on_gpu else ALLOCATED),
         seconds=wanted.seconds,

@@ -78,6 +78,14 @@ LEVERS: Final = (
         help="How much a second is copied to host memory or back, such as 25GB (default: by the device table).",
     ),
 )
+ERRORS: Final = (
+    click.option(
+        "--max-gradient-error",
+        type=float,
+        help="With --allow approximate: relative error of the gradient, such as 0.01.",
+    ),
+    click.option("--errors", type=click.Path(path_type=Path), help="What `execute errors TRACE` measured."),
+)
 PLANNER: Final = click.option("--planner", help="Which planner (default: search; see `simulate planners`).")
 ALLOC_CONF: Final = click.option(
     "--alloc-conf",
@@ -146,6 +154,18 @@ def _levers(allow: str, levers: str | None, host_memory: str | None, host_bandwi
     return {"allow": allow, "levers": names, "host_memory": host_memory, "host_bandwidth": host_bandwidth}
 
 
+def _measured_levers(
+    allow: str,
+    levers: str | None,
+    host_memory: str | None,
+    host_bandwidth: str | None,
+    max_gradient_error: float | None,
+    errors: Path | None,
+) -> Words:
+    changes = _levers(allow, levers, host_memory, host_bandwidth)
+    return {**changes, "max_gradient_error": max_gradient_error, "errors": errors}
+
+
 def _memory(alloc_conf: str | None, gpu: str | None, device_memory: str | None, context: str | None) -> Words:
     from simulator.allocator.device import device_memory as memory_of
     from traces.devices import device
@@ -159,6 +179,7 @@ def _memory(alloc_conf: str | None, gpu: str | None, device_memory: str | None, 
 
 search_options: Final = gathered("planning", _planning, *SEARCH)
 lever_options: Final = gathered("changes", _levers, *LEVERS)
+measured_lever_options: Final = gathered("changes", _measured_levers, *LEVERS, *ERRORS)
 device_options: Final = gathered("memory", _memory, *DEVICE)
 
 

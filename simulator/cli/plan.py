@@ -13,7 +13,7 @@ from simulator.cli.options import (
     Output,
     Words,
     device_options,
-    lever_options,
+    measured_lever_options,
     output_options,
     planning_options,
 )
@@ -47,7 +47,7 @@ TOP_HOLDERS = 5
     metavar="RANGE",
     help="What the plan needs at other sizes, such as seq-len=16:512.",
 )
-@lever_options
+@measured_lever_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the plan here.")
 @click.option("-f", "--force", is_flag=True, help="Replace the file of -o if it exists.")
 @output_options

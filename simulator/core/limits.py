@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
 from simulator.kernels.clock import now
 from traces.errors import SpecError
+from traces.records.gradient_errors import GradientErrors
 from traces.records.plan import APPROXIMATE, EXACT, FP
 
 
@@ -63,13 +65,22 @@ class Levers:
     """Which rewrites of the step a plan may take, beside what it recomputes."""
 
     allow: str = "bit"  # of ALLOW: gradients equal in every bit, but for rounding, or within a measured error
-    kinds: tuple[str, ...] | None = None  # some of `simulator.core.rewrites.LEVERS`; None: all of `KINDS`
+    # Of `simulator.core.rewrites.LEVERS`; None: all of `KINDS`, and what `errors` were measured of.
+    kinds: tuple[str, ...] | None = None
     host_bytes: int = HOST_BYTES  # of pinned host memory, for copies
     host_bytes_per_s: int = 0  # of copies, either way; 0: what the device table has
+    errors: GradientErrors | None = None  # of approximate kinds, which no plan takes without
+    max_gradient_error: float | None = None  # of a plan's rewrites together, relative L2
 
     def __post_init__(self) -> None:
         if self.allow not in ALLOW:
             raise SpecError(f"--allow {self.allow}: give one of {', '.join(ALLOW)}.")
+        if self.allow != "approximate" and (self.errors or self.max_gradient_error is not None):
+            raise SpecError("errors of gradients are of plans with --allow approximate.")
+        if self.max_gradient_error is not None and not 0 < self.max_gradient_error < math.inf:
+            raise SpecError(
+                f"--max-gradient-error {self.max_gradient_error:g}: give a share of the gradient such as 0.01."
+            )
 
 
 BIT_EXACT: Final = Levers()

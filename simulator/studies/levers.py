@@ -11,9 +11,10 @@ they help; of rewrites that stand for single values, the ranking of their kind i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from simulator.bounds.bound import Bound, bounder_of
@@ -25,6 +26,7 @@ from simulator.planners.outcome import Infeasible, percent
 from simulator.show.tables import Table, table
 from traces.errors import SpecError
 from traces.files.json_records import to_json
+from traces.records.gradient_errors import COMMAND
 from traces.records.plan import APPROXIMATE, EXACT, EXACTNESS, FP, Plan, Rewrite
 from traces.records.trace import MOST, Trace
 from traces.units import show_bytes
@@ -34,14 +36,32 @@ def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
     """The rewrites that are allowed, by kind.
 
     Raises:
-        SpecError: there is no such kind.
+        SpecError: there is no such kind, or the errors are of another step.
     """
+    if levers.errors is not None and levers.errors.fingerprint != problem.trace.meta.graph_fingerprint:
+        raise SpecError(
+            f"the errors of gradients were measured on another step, of {levers.errors.model}: `{COMMAND}`."
+        )
     if unknown := [k for k in levers.kinds or () if k not in LEVERS]:
         raise SpecError(f"--levers {unknown[0]}: there is no such lever; there are {', '.join(LEVERS)}.")
     most = EXACTNESS.index(ALLOW[levers.allow])
-    asked = KINDS if levers.kinds is None else levers.kinds
+    asked = (*KINDS, *_known(levers)) if levers.kinds is None else levers.kinds
     kinds = [k for k in asked if EXACTNESS.index(LEVERS[k].EXACTNESS) <= most]
     return {k: found for k in kinds if (found := list(LEVERS[k].offer(problem)))}
+
+
+def _check_measured(levers: Levers) -> None:
+    """Raise SpecError if an approximate kind is asked for whose error was not measured."""
+    lossy = [k for k in levers.kinds or () if k in LEVERS and LEVERS[k].EXACTNESS == APPROXIMATE]
+    if lacking := [k for k in lossy if levers.allow == "approximate" and k not in _known(levers)]:
+        raise SpecError(
+            f"by how much {', '.join(lacking)} changes the gradient of this step is not known: measure it with "
+            f"`{COMMAND} --levers {','.join(lacking)}`, then give --errors errors.json."
+        )
+
+
+def _known(levers: Levers) -> tuple[str, ...]:
+    return () if levers.errors is None else levers.errors.kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +87,12 @@ class Changed:
 def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:
     """The step as it is and as levers change it, those for which a plan may exist, by rising bound; where there is none
     for any, the one with the lowest floor."""
+    _check_measured(levers)
     tried: dict[tuple[Rewrite, ...], Changed] = {}
 
     def worth(rewrites: tuple[Rewrite, ...]) -> tuple[bool, int]:
+        if not _allowed(rewrites, levers):
+            return False, -MOST
         if rewrites not in tried:
             q = rewritten_problem(problem, rewrites)
             waits_until = q.saved.timeline.step_time_ns
@@ -104,7 +127,7 @@ def _best(
 
     def together(k: int, choice: int) -> tuple[Rewrite, ...]:
         now = (choice if j == k else n for j, n in enumerate(taken))
-        return tuple(r for choices, n in zip(groups, now, strict=True) if n >= 0 for r in choices[n])
+        return _one_format(r for choices, n in zip(groups, now, strict=True) if n >= 0 for r in choices[n])
 
     for attempt in range(ATTEMPTS):
         before = list(taken)
@@ -124,6 +147,32 @@ def _best(
     return together(0, taken[0]) if groups else ()
 
 
+def _one_format(rewrites: Iterable[Rewrite]) -> tuple[Rewrite, ...]:
+    """Without the approximate ones of values that one before them is of."""
+    taken, out = set(), []
+    for r in rewrites:
+        if r.storage not in taken or LEVERS[r.kind].EXACTNESS != APPROXIMATE:
+            out.append(r)
+        taken.add(r.storage)
+    return tuple(out)
+
+
+def _allowed(rewrites: Iterable[Rewrite], levers: Levers) -> bool:
+    return error_of(rewrites, levers) <= (levers.max_gradient_error or ANY)
+
+
+def error_of(rewrites: Iterable[Rewrite], levers: Levers) -> float:
+    """The error of the gradient that rewrites make together, as it was measured of their parts."""
+    lossy = [r for r in rewrites if LEVERS[r.kind].EXACTNESS == APPROXIMATE]
+    return levers.errors.of(lossy) if levers.errors is not None and lossy else 0.0
+
+
+def parts(rewrites: Sequence[Rewrite]) -> list[tuple[Rewrite, ...]]:
+    """Rewrites of single values, in the parts of which the first, the first two and so on can be chosen."""
+    ends = [-(-len(rewrites) * k // SHARES) for k in range(SHARES + 1)]
+    return [tuple(rewrites[a:b]) for a, b in pairwise(ends) if a < b]
+
+
 def _choices(problem: Problem, levers: Levers) -> Iterator[Sequence[tuple[Rewrite, ...]]]:
     """What can be chosen one after the other: of stretches that are alike the number of tiles, of other kinds how
     many."""
@@ -141,17 +190,23 @@ def _choices(problem: Problem, levers: Levers) -> Iterator[Sequence[tuple[Rewrit
         for _, group in groups:
             yield [tuple(group[number]) for number in sorted(group)]
         if not groups:
-            yield [tuple(rewrites[: -(-len(rewrites) * k // SHARES)]) for k in range(1, SHARES + 1)]
+            yield list(accumulate(parts(rewrites)))
 
 
 ATTEMPTS: Final = 3
 SEARCHED: Final = 2  # so many steps that the same kinds change are planned, where the first has a plan
+ANY: Final = 1.0  # error of the gradient, relative L2, where the user gives no limit
 SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 
 
 def lowest_floor(problem: Problem, levers: Levers) -> int:
     """A peak that no plan can go below, with these levers or without; of combinations as `changed_steps`."""
-    return _floor(problem, _best(list(_choices(problem, levers)), lambda rs: -_floor(problem, rs)))
+    _check_measured(levers)
+
+    def worth(rewrites: tuple[Rewrite, ...]) -> int:
+        return -_floor(problem, rewrites) if _allowed(rewrites, levers) else -MOST
+
+    return _floor(problem, _best(list(_choices(problem, levers)), worth))
 
 
 def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
@@ -200,7 +255,7 @@ def plan_with_levers(
             refusal = min(refusal or told, told, key=lambda e: e.figures["lowest_peak_bytes"])
             continue
         if best is None or _time_ns(made) < _time_ns(best):
-            best = _of(problem, made, step.rewrites)
+            best = _of(problem, made, step.rewrites, levers)
     if best is None:
         assert refusal is not None
         help_by = _helpful(problem, levers)
@@ -244,12 +299,14 @@ def _time_ns(plan: Plan) -> int:
     return int(plan.predicted["plan"]["step_time_ns"])
 
 
-def _of(problem: Problem, plan: Plan, rewrites: tuple[Rewrite, ...]) -> Plan:
+def _of(problem: Problem, plan: Plan, rewrites: tuple[Rewrite, ...], levers: Levers) -> Plan:
     """A plan of the changed step as one of the step itself."""
     ops, sts = problem.trace.ops, problem.trace.storages
     if rewrites and plan.rewrites:
         raise SpecError(f"{plan.planner} changes the step itself: name no --levers beside it.")
-    named = tuple(replace(r, op=ops.name[sts.producer[r.storage]]) for r in rewrites or plan.rewrites)
+    made = rewrites or plan.rewrites
+    errors = {k: error_of([r for r in made if r.kind == k], levers) or None for k in {r.kind for r in made}}
+    named = tuple(replace(r, op=ops.name[sts.producer[r.storage]], error=errors[r.kind]) for r in made)
     # Where the optimizer steps in backward is told of the step that the plan's op ids are of.
     meta = replace(problem.trace.meta, within_backward=plan.meta.within_backward)
     return replace(plan, meta=meta, rewrites=named, exactness=exactness_of(named))

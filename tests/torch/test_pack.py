@@ -12,10 +12,13 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+from executor import fit  # noqa: E402
 from executor.codecs.payloads import seed  # noqa: E402
 from executor.measure import Job  # noqa: E402
 from executor.rewriting import rewritten  # noqa: E402
-from executor.verify import verify, with_errors  # noqa: E402
+from executor.training.gradient_errors import gradient_errors, with_error  # noqa: E402
+from executor.verify import verify  # noqa: E402
+from simulator import api  # noqa: E402
 from simulator.core.formats import FORMATS  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.rewrites import rewritten_problem  # noqa: E402
@@ -103,23 +106,54 @@ def test_lossy_formats_take_the_predicted_bytes(
     assert peak(plan, measurer, tmp_path) == predicted.peak_allocated_bytes
 
 
-def test_the_error_of_the_gradient_is_measured_and_stands_in_the_plan(trace: Trace) -> None:
+def test_a_plan_keeps_to_the_errors_that_were_measured_of_its_parts(trace: Trace, tmp_path: Path) -> None:
     spec = load_spec(SPEC, {})
-    rewrites = (*packed(trace, "int8")[:4], *packed(trace, "fp8_e4m3")[4:], *packed(trace, "bits"))
-    plan = Plan(meta=trace.meta, rewrites=rewrites, exactness="approximate")
     seed()
-    told = {r.kind: r.error for r in with_errors(spec, plan).rewrites}
-    assert told["bits"] is None
-    assert 1e-4 < told["int8"] < told["fp8_e4m3"] < 0.1
-    found = verify(spec, with_errors(spec, plan), steps=2)
-    assert found.equal
-    assert not found.bit_equal
-    assert (
-        max(told["int8"], told["fp8_e4m3"]) / 2 < found.gradient_error < 2 * (told["int8"] + told["fp8_e4m3"])
-    )
+    known = gradient_errors(spec, trace, ("int8", "int2"), most=0.01)
+    of = {k: [p.error for p in known.parts if p.kind == k] for k in known.kinds}
+    assert (len(of["int8"]), len(of["int2"])) == (4, 1)  # the first quarter is over what is allowed already
+    assert 1e-4 < max(of["int8"]) < min(of["int2"])
+    # Parts that round independently come to what all of them come to at once.
+    rewrites = packed(trace, "int8")
+    whole = with_error(spec, Plan(meta=trace.meta, rewrites=rewrites, exactness="approximate"))
+    assert whole.gradient_error is not None
+    assert known.of(rewrites) / 1.5 < whole.gradient_error < known.of(rewrites) * 1.5
+    plan = api.plan(trace, "95%", allow="approximate", errors=known, max_gradient_error=0.05, never=["*"])
+    assert {r.kind for r in plan.rewrites} == {"int8"}
+    measured = with_error(spec, plan)
+    assert measured.gradient_error is not None
+    assert measured.gradient_error < 0.05
+    assert Plan.load(measured.save(tmp_path / "plan.json")).stated_error == measured.gradient_error
+    assert verify(spec, measured, steps=2).equal
     # A plan that says less than it is off does not pass.
-    little = replace(plan, rewrites=tuple(replace(r, error=1e-6) for r in plan.rewrites))
-    assert not verify(spec, little, steps=1).equal
+    assert not verify(spec, replace(measured, gradient_error=1e-6), steps=1).equal
+
+
+def test_fit_measures_the_errors_of_parts_and_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "simulator.core.rewrites.pack.pass_ns", lambda trace, nbytes: 0
+    )  # cheaper than recomputing
+    torch.manual_seed(0)
+    model, (x, y), loss, optimizer = net()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state, said = torch.get_rng_state(), []
+    planned = fit(
+        model,
+        (x, y),
+        loss,
+        optimizer,
+        budget="92%",
+        allow="approximate",
+        max_gradient_error=0.05,
+        say=said.append,
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    plan = planned._lowtide.plan
+    assert 0 < plan.gradient_error <= 0.05
+    assert any("int8" in line for line in said)
+    loss(planned(x), y).backward()
 
 
 def test_packing_and_recomputing_together_train_bit_for_bit(trace: Trace) -> None:

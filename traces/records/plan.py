@@ -36,6 +36,7 @@ storage of the trace. The plan's actions then count ops and storages of the step
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -84,7 +85,7 @@ class Rewrite:
     kind: str  # one of `simulator.core.rewrites.KINDS`
     storage: int  # of the trace
     number: int = 0  # how many tiles; 0: the kind takes no number
-    error: float | None = None  # of the step's whole gradient, relative L2; None: not measured
+    error: float | None = None  # of the step's gradient by all of this kind, relative L2; None: not measured
     op: str = ""  # label: the producing op's name, for people
     # Of a copy to host memory: the op of forward before which it must be complete, the op of backward before which it
     # begins to come back, and how fast either way goes.
@@ -114,6 +115,9 @@ class Plan(JsonRecord):
     budget_bytes: int | None = None
     budget_of: str = ALLOCATED  # or RESERVED
     exactness: str = EXACT  # one of EXACTNESS
+    gradient_error: float | None = (
+        None  # of the whole plan on the user's batch, relative L2; None: not measured
+    )
     predicted: Mapping[str, Any] = field(default_factory=dict)
     constraints: Mapping[str, Any] = field(default_factory=dict)  # what the user forbade; empty: nothing
     seal: str = ""  # a digest of the actions and the figures that they gave; "": none was made
@@ -142,6 +146,13 @@ class Plan(JsonRecord):
         return bool(self.actions or self.rewrites)
 
     @property
+    def stated_error(self) -> float | None:
+        """The error of the gradient: as it was measured of the plan, or composed of its kinds'; None: of neither."""
+        errors = [e**2 for e in {r.kind: r.error for r in self.rewrites}.values() if e is not None]
+        composed = math.sqrt(sum(errors)) if errors else None
+        return composed if self.gradient_error is None else self.gradient_error
+
+    @property
     def recomputed(self) -> frozenset[int]:
         """Ids of the storages that are recomputed: from their last use in forward on, or once they were evicted."""
         return frozenset(a.storage for a in self.actions if a.recipe == RECOMPUTE or a.evict_after)
@@ -160,6 +171,7 @@ class Plan(JsonRecord):
             "budget_bytes": self.budget_bytes,
             "budget_of": self.budget_of,
             "exactness": self.exactness,
+            **({} if self.gradient_error is None else {"gradient_error": self.gradient_error}),
             "predicted": dict(self.predicted),
             "constraints": dict(self.constraints),
             "seal": self.seal,

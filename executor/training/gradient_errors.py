@@ -1,0 +1,160 @@
+"""By how much approximate formats change the gradient of a step, measured on the user's batch, and plans by that."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from executor.training.module import apply_plan, capture_now
+from executor.training.planning import Recorded, Say, Wanted, plan_within
+from simulator.core.problem import Problem
+from simulator.core.rewrites import LEVERS
+from simulator.studies.levers import ANY, parts
+from tracer.api import left_as_found
+from tracer.build.loop import run_step
+from tracer.build.loop_options import BEFORE
+from tracer.build.step import BuildStep
+from tracer.record.program import Program
+from traces.errors import BudgetError, SpecError
+from traces.records.gradient_errors import GradientErrors, Part
+from traces.records.plan import APPROXIMATE, Plan
+from traces.records.trace import Trace
+
+LOSSY: Final = tuple(name for name, lever in LEVERS.items() if lever.EXACTNESS == APPROXIMATE)
+TRIES: Final = 3  # plans that are measured, with ever less error of their parts
+
+
+class _Step:
+    """A step whose gradient is taken untouched, then by plans, from the same random state; the optimizer never runs."""
+
+    def __init__(self, build: BuildStep, device: str) -> None:
+        step = build(device)
+        if step.own is not None:
+            raise SpecError(
+                f"{step.name}: of an iteration of one's own the gradient's error is not measured."
+            )
+        loop = replace(step.loop, release_gradients=False, zero_grad=BEFORE)
+        self.step = replace(step, optimizer=None, loop=loop)
+        self.program: Program | None = None
+        self.rng = [torch.get_rng_state()]
+        if device.startswith("cuda"):
+            self.rng.append(torch.cuda.get_rng_state())
+        self.exact = self._gradient(step.model)
+
+    def error(self, plan: Plan) -> float:
+        """How far the gradient by a plan is from the untouched model's: relative L2."""
+        planned = apply_plan(self.step.model, plan)
+        engine = capture_now(planned, self.step.args, self.step.kwargs, self.program)
+        self.program = engine.program.as_captured
+        return relative_error(list(zip(self.exact, self._gradient(planned), strict=True)))
+
+    def _gradient(self, model: Callable[..., Any]) -> list[torch.Tensor | None]:
+        torch.set_rng_state(self.rng[0])
+        if len(self.rng) > 1:
+            torch.cuda.set_rng_state(self.rng[1])
+        with deterministic():
+            run_step(self.step, model, None)
+        return [None if p.grad is None else p.grad.clone() for p in self.step.model.parameters()]
+
+
+def gradient_errors(
+    build: BuildStep,
+    made: Trace,
+    kinds: Sequence[str] = LOSSY,
+    device: str = "cpu",
+    *,
+    most: float = ANY,
+    say: Say = lambda line: None,
+) -> GradientErrors:
+    """By how much each approximate format changes the gradient of one step on the user's batch, by parts of the values
+    that it can hold, each alone. One model is there; nothing is recomputed, so the untouched step must fit.
+
+    Args:
+        build: makes the step; the optimizer does not run.
+        made: its trace.
+        most: of a format no more parts are measured once those before come to a larger error.
+
+    Raises:
+        SpecError: a kind is none that is approximate, or the step is the user's own iteration.
+    """
+    if unknown := [k for k in kinds if k not in LOSSY]:
+        raise SpecError(f"{unknown[0]} changes no gradient by an error; there are {', '.join(LOSSY)}.")
+    step, problem, found = _Step(build, device), Problem(made), []
+    for kind in kinds:
+        square = 0.0
+        for part in parts(list(LEVERS[kind].offer(problem))):
+            error = step.error(Plan(meta=made.meta, rewrites=part, exactness=APPROXIMATE))
+            square += error**2
+            found.append(Part(kind=kind, storages=tuple(r.storage for r in part), error=error))
+            say(f"{kind}, {len(part)} values: {error:.2e}")
+            if square > most**2:
+                break
+    meta = made.meta
+    return GradientErrors(
+        fingerprint=meta.graph_fingerprint, model=meta.model, device=device, parts=tuple(found)
+    )
+
+
+def with_error(build: BuildStep, plan: Plan, device: str = "cpu") -> Plan:
+    """The plan with the error of its gradient, measured in one step on the user's batch beside the untouched model."""
+    made = replace(plan, gradient_error=_Step(build, device).error(plan))
+    return made.sealed() if plan.seal else made
+
+
+def plan_measured(step: Recorded, wanted: Wanted, say: Say) -> Plan:
+    """The plan whose gradient's error was measured as a whole, after those of its parts, on the user's batch.
+
+    Copies of model and batch run, on the device of the model; the untouched step must fit there.
+
+    Raises:
+        BudgetError: no plan was found within budget and error. SpecError: as `plan_within`.
+    """
+    most, asked = wanted.max_gradient_error or ANY, wanted
+    device = step.trace.meta.device
+    with left_as_found(False):
+        errors = gradient_errors(step.build, step.trace, device=device, most=most, say=say)
+        for _ in range(TRIES):
+            plan = with_error(step.build, plan_within(step, asked, errors), device)
+            error = plan.gradient_error or 0.0
+            if error <= most:
+                return plan
+            say(f"the plan's gradient is off by {error:.1e}; its parts came to {most:.1e} at most")
+            asked = replace(asked, max_gradient_error=most * most / error / 2)
+    raise BudgetError(
+        f"every plan that was tried changes the gradient by more than {most:g}, at last by {error:.1e}: give a larger "
+        "budget or error."
+    )
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Deterministic algorithms are on in the body, with a warning where there is none."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def relative_error(gradients: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> float:
+    """How far the second gradients are from the first, all together: relative L2; infinite if one side lacks some."""
+    off = size = 0.0
+    for x, y in gradients:
+        if x is None or y is None or x.shape != y.shape:
+            off = off if x is y else float("inf")
+            continue
+        wide = torch.complex128 if x.is_complex() else torch.float64
+        whole = x.to(wide)
+        off += float(torch.linalg.vector_norm(y.to(wide) - whole)) ** 2
+        size += float(torch.linalg.vector_norm(whole)) ** 2
+    error = (off / size) ** 0.5 if size else float(off > 0)
+    return float("inf") if math.isnan(error) else error
