@@ -119,8 +119,8 @@ def _best(
 ) -> tuple[Rewrite, ...]:
     """Of each group none or one choice, those that together are worth most; of equals those that were tried first.
 
-    One group after the other, and all of them again while that helps: first all choices, but of layers in a middle
-    number of tiles; from the best one on to the next while that is better.
+    One group after the other, and all of them again while that helps: first all choices, but of several groups of
+    stretches two tiles and a middle number; if one is no worse than none, on to the next number while that is better.
     """
     groups = [choices for choices in groups if choices]
     taken = [-1] * len(groups)  # numbers of choices; -1: none
@@ -132,10 +132,11 @@ def _best(
     for attempt in range(ATTEMPTS):
         before = list(taken)
         for k, choices in enumerate(groups):
-            layers = len(choices[0]) > 1 and bool(choices[0][0].number)
-            first = [len(choices) // 3] if layers or attempt else [*range(len(choices))]
-            start = [taken[k]] if taken[k] >= 0 else first
-            at = max(start, key=lambda n: worth(together(k, n)))
+            tiles = bool(choices[0][0].number) and (len(groups) > 1 or attempt)
+            first = {0, len(choices) // 3} if tiles else range(len(choices))
+            at = max((taken[k],) if taken[k] >= 0 else first, key=lambda n: worth(together(k, n)))
+            if worth(together(k, at)) < worth(together(k, taken[k])):
+                continue
             for step in (1, -1):
                 while 0 <= at + step < len(choices) and worth(together(k, at + step)) > worth(
                     together(k, at)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from traces.records.trace import (
     BACKWARD,
@@ -21,6 +21,7 @@ from traces.records.trace import (
 )
 from traces.records.validate import validate
 
+Known = TypeVar("Known")
 USES = tuple(f"{which}_{phase}_use" for phase in (FORWARD, BACKWARD) for which in ("first", "last"))
 
 
@@ -89,6 +90,7 @@ class Editing:
         self.order, self.values = list(self.op), list(self.value)
         self.rates = dict(trace.meta.rates)
         self._redirected: dict[Op, Op] = {}
+        self._known: dict[Callable[[Trace], Any], Any] = {}
         self._instead: dict[Op, Op] = {}  # what was taken out -> what stands there now
 
     def insert(self, new: Op, place: Op, *, after: bool = False) -> None:
@@ -104,6 +106,12 @@ class Editing:
         for value in made:
             value.producer = new
         self.values[first:first] = made
+
+    def once(self, of: Callable[[Trace], Known]) -> Known:
+        """What a function says of the trace as it was, asked once for all rewrites."""
+        if of not in self._known:
+            self._known[of] = of(self.source)
+        return cast(Known, self._known[of])
 
     def standing(self, op: Op) -> Op:
         """The op whose value stands for that of one of the trace."""

@@ -91,14 +91,23 @@ def costs(trace: Trace, s: int, format: str) -> tuple[int, int]:
 
 def pass_ns(trace: Trace, nbytes: int) -> int:
     """The time in which passes read and write so many bytes, as the larger ops do that are no matrix products."""
+    return at_rate(pass_rate(trace), nbytes)
+
+
+def at_rate(rate: tuple[int, int], nbytes: int) -> int:
+    time_ns, moved = rate
+    return -(-nbytes * time_ns // moved) if moved else 0
+
+
+def pass_rate(trace: Trace) -> tuple[int, int]:
+    """The time in ns that those ops take together, and the bytes that they move."""
     ops = trace.ops
     timed = [
         (b, t) for b, t, flops in zip(ops.bytes_moved, ops.time_ns, ops.flops, strict=True) if b and not flops
     ]
     most = max((b for b, _ in timed), default=0)
     large = [(b, t) for b, t in timed if SHARE * b >= most]  # of small ones the launch decides
-    moved = sum(b for b, _ in large)
-    return -(-nbytes * sum(t for _, t in large) // moved) if moved else 0
+    return sum(t for _, t in large), sum(b for b, _ in large)
 
 
 def _positions(trace: Trace, s: int) -> int:

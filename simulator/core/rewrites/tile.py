@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from simulator.core.facts import Facts
 from simulator.core.rewrites.edit import Editing, Op, Value
-from simulator.core.rewrites.pack import pass_ns
+from simulator.core.rewrites.pack import at_rate, pass_rate
 from traces.errors import PlanError
 from traces.records.plan import FP, Rewrite
 from traces.records.stretch import PRODUCT, ROWS, SUM, Part, Result, Stretch
@@ -119,7 +119,7 @@ def _edit_head(editing: Editing, stretch: Stretch, number: int) -> None:
             target="aten.mul.Tensor",
             phase=BACKWARD,
             module=old.module,
-            time_ns=pass_ns(trace, 2 * value.nbytes),
+            time_ns=at_rate(editing.once(pass_rate), 2 * value.nbytes),
             inputs=[tiles, *made_by],
             reads=[raw[r.storage], factor],
             writes=[value],
@@ -151,7 +151,7 @@ def _figures(editing: Editing, stretch: Stretch, part: Part, number: int) -> dic
     return {
         "target": f"lowtide.tiles_{number}",
         "module": ops.module[editing.source.storages.producer[stretch.storage]],
-        "time_ns": _time_ns(editing.source, part, number),
+        "time_ns": _time_ns(editing, part, number),
         "inputs": list(dict.fromkeys(given)),
         "reads": list(dict.fromkeys(editing.value[s] for _, s in part.inputs)),
         "flops": sum(ops.flops[i] for i in body),
@@ -190,15 +190,16 @@ def _least_ns(trace: Trace) -> int:
     return min((t for t in trace.ops.time_ns if t), default=0)
 
 
-def _time_ns(trace: Trace, part: Part, number: int) -> int:
+def _time_ns(editing: Editing, part: Part, number: int) -> int:
+    trace, rate = editing.source, editing.once(pass_rate)
     ops = trace.ops
     computing = [i for i, _ in part.body if not ops.flags[i] & VIEW]
     moved = {
         how: sum(trace.storages.nbytes[r.storage] for r in part.results if r.grows == how) for how in PASSES
     }
     sums = sum(PASSES[how] * moved[how] for how in (PRODUCT, SUM))
-    again = len(computing) * _least_ns(trace) + pass_ns(trace, sums)
-    once = sum(ops.time_ns[i] for i in computing) + pass_ns(trace, PASSES[ROWS] * moved[ROWS])
+    again = len(computing) * editing.once(_least_ns) + at_rate(rate, sums)
+    once = sum(ops.time_ns[i] for i in computing) + at_rate(rate, PASSES[ROWS] * moved[ROWS])
     return once + (number - 1) * again
 
 
