@@ -579,7 +579,7 @@ STEPS = release() >= CUDNN_DROPOUT_STEPS
         pytest.param(
             "vit-tiny", {"dtype": "bfloat16", "image_size": 32}, "a100-40", "flash", marks=pytest.mark.slow
         ),
-        ("t5-tiny", {}, "t4", "efficient"),
+        pytest.param("t5-tiny", {}, "t4", "efficient", marks=pytest.mark.slow),
     ],
 )
 def test_models_by_name(model: str, options: dict[str, Any], on: str, kernel: str | None) -> None:

@@ -87,10 +87,10 @@ def test_image_sizes_are_those_of_the_published_weights() -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("googlenet", {"image_size": 64}),
+        pytest.param("googlenet", {"image_size": 64}, marks=pytest.mark.slow),
         pytest.param("inception_v3", {}, marks=pytest.mark.slow),
         pytest.param("swin_t", {}, marks=pytest.mark.slow),
-        ("vit_b_32", {}),
+        pytest.param("vit_b_32", {}, marks=pytest.mark.slow),
         pytest.param("maxvit_t", {}, marks=pytest.mark.slow),
         pytest.param("densenet121", {"image_size": 64}, marks=pytest.mark.slow),
         ("resnet18", {"dtype": "bf16", "image_size": 64}),

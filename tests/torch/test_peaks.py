@@ -72,14 +72,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("resnet18", {"batch_size": 4, "image_size": 64, "optimizer": "none"}),
     ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
     ("gpt2-tiny", {"batch_size": 2, "seq_len": 32}),
-    ("llama-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
-    ("t5-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
     (small_nets.spec("tied"), {"amp": "bfloat16"}),
     (small_nets.spec("residual"), {"amp": "bfloat16"}),
     (small_nets.spec("overflowing"), {}),
-    ("gpt2-tiny", {"batch_size": 1, "seq_len": 8, "optimizer": "sgd", "amp": "float16"}),
 ]
-BY_NAME = {"resnet18", "bert-tiny", "gpt2-tiny", "llama-tiny", "t5-tiny"}  # each job captures them anew
+BY_NAME = {"resnet18", "bert-tiny", "gpt2-tiny"}  # each job captures them anew
 
 
 @pytest.mark.parametrize(("model", "options"), CASES, ids=lambda x: str(x).rpartition("/")[2])
@@ -94,6 +91,9 @@ def test_the_predicted_peak_is_the_measured_one(
     ("model", "options"),
     [
         ("resnet18", {"batch_size": 2, "image_size": 64}),
+        ("llama-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
+        ("t5-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none"}),
+        ("gpt2-tiny", {"batch_size": 1, "seq_len": 8, "optimizer": "sgd", "amp": "float16"}),
         ("gpt2-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd", "amp": "float16"}),
         ("resnet18", {"batch_size": 4, "image_size": 64, "optimizer": "none", "amp": "bfloat16"}),
         ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "none", "amp": "bfloat16"}),

@@ -280,7 +280,13 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "bidirectional"), [(nn.LSTM, False), (nn.LSTM, True), (nn.GRU, True), (nn.RNN, False)]
+    ("kind", "bidirectional"),
+    [
+        (nn.LSTM, False),
+        pytest.param(nn.LSTM, True, marks=pytest.mark.slow),
+        (nn.GRU, True),
+        (nn.RNN, False),
+    ],
 )
 def test_recurrent_layers_keep_the_dropout_between_them(kind: type[nn.Module], bidirectional: bool) -> None:
     def make() -> tuple[Any, ...]:

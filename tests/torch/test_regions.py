@@ -187,7 +187,7 @@ CASES: dict[str, tuple[Callable[[], tuple[nn.Module, Any, Any]], str]] = {
 MOST_OFF_BYTES = 64  # scalars that the loop holds
 
 
-SLOW = ("packed", "retinanet")
+SLOW = ("packed", "matching", "retinanet")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])

@@ -124,9 +124,10 @@ STEPS: dict[str, Any] = {
     "groups": made(Tied, lambda ps: torch.optim.SGD(grouped(list(ps)), lr=0.01, momentum=0.9)),
     **{f"tied {name}": made(Tied, kind) for name, kind in OPTIMIZERS.items()},
 }
+SLOW = ("groups", "tied NAdam", "tied AdamW foreach", "tied AdamW fused")
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [pytest.param(s, marks=[pytest.mark.slow] * (s in SLOW)) for s in STEPS])
 def test_peaks_are_measured_and_the_result_is_the_ordinary_loops(step: str) -> None:
     """Of the untouched loop, of one that recomputes all that may be, and of a plan of random actions."""
     build = looped(STEPS[step], RELEASE)
@@ -144,7 +145,9 @@ def test_peaks_are_measured_and_the_result_is_the_ordinary_loops(step: str) -> N
     ("model", "options"),
     [
         ("bert-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}),
-        ("gpt2-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}),
+        pytest.param(
+            "gpt2-tiny", {"batch_size": 2, "seq_len": 32, "optimizer": "sgd"}, marks=pytest.mark.slow
+        ),
         pytest.param(
             "bert-tiny",
             {"batch_size": 2, "seq_len": 32, "optimizer": "sgd", "amp": "bfloat16"},

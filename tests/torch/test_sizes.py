@@ -147,7 +147,7 @@ def fits(planned: nn.Module) -> list[tuple[str, int]]:
     [
         (bert, (4, 12), [(4, 16), (4, 9), (4, 24), (4, 2), (4, 13)]),
         (conv, (6, 32), [(4, 40), (3, 36), (2, 64), (5, 33), (6, 47)]),
-        (gpt2, (4, 12), [(3, 16), (2, 9), (6, 24), (7, 2), (4, 4)]),
+        pytest.param(gpt2, (4, 12), [(3, 16), (2, 9), (6, 24), (7, 2), (4, 4)], marks=pytest.mark.slow),
     ],
 )
 def test_one_capture_serves_calls_of_all_sizes(
@@ -271,8 +271,8 @@ def test_arguments_that_are_laid_out_otherwise(sliced: bool) -> None:
     ("make", "first", "ones"),
     [
         (gpt2, (4, 12), [(1, 12), (1, 9), (1, 20)]),
-        (bert, (4, 12), [(1, 12), (4, 1)]),
-        (conv, (4, 16), [(1, 16)]),
+        pytest.param(bert, (4, 12), [(1, 12), (4, 1)], marks=pytest.mark.slow),
+        pytest.param(conv, (4, 16), [(1, 16)], marks=pytest.mark.slow),
     ],
 )
 def test_a_batch_or_length_of_one(make: Any, first: Sizes, ones: list[Sizes]) -> None:
