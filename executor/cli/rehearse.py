@@ -31,7 +31,7 @@ MOST_LINES = 8
 @click.option(
     "--iterations",
     type=click.IntRange(min=1),
-    default=3,
+    default=5,  # as many as a prediction plays: reserved memory may grow until then
     show_default=True,
     help="How many are run; of a script, after how many optimizer steps it is ended.",
 )

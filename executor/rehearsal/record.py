@@ -8,6 +8,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, Final
 
+from simulator.allocator.reserved import ITERATIONS
 from traces.files.json_records import to_json
 from traces.provenance import REHEARSED
 from traces.records.measurement import RunFigures
@@ -123,5 +124,5 @@ class Task:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the step
     seed: int = 0
     plan: str = ""  # a file; "": the untouched model
-    iterations: int = 3
+    iterations: int = ITERATIONS
     snapshot: str = ""  # where to write torch's own; "": nowhere

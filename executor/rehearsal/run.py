@@ -15,6 +15,7 @@ from executor.isolated import run_fresh
 from executor.rehearsal.driver import driver_environment, find_cuda_torch
 from executor.rehearsal.record import Rehearsal, Task
 from simulator.allocator.device import CONTEXT_BYTES
+from simulator.allocator.reserved import ITERATIONS
 from traces.alloc_conf import NAMES as ALLOC_CONF
 from traces.devices import Device, device
 from traces.errors import EnvironmentProblem, SpecError
@@ -34,7 +35,7 @@ def rehearse(
     script: bool | None = None,
     plan: Path | None = None,
     seed: int = 0,
-    iterations: int = 3,
+    iterations: int = ITERATIONS,
     alloc_conf: str = "",
     context_bytes: int = CONTEXT_BYTES,
     snapshot: Path | None = None,
@@ -55,7 +56,8 @@ def rehearse(
         script: whether to run `model` as a script; None: if it is a .py file without a function `build`.
         plan: apply this plan to the model.
         seed: of the random generators.
-        iterations: how many are run; of a script, after how many optimizer steps it is ended.
+        iterations: how many are run, by default as many as a prediction plays; of a script, after how many optimizer
+            steps it is ended.
         alloc_conf: PYTORCH_ALLOC_CONF, unless the environment sets it.
         context_bytes: what the CUDA context takes of the GPU.
         snapshot: write torch's own memory snapshot here (`simulate replay`, pytorch.org/memory_viz).

@@ -18,6 +18,7 @@ from typing import Any
 from executor.rehearsal.driver import driver_environment, find_cuda_torch
 from executor.rehearsal.record import Rehearsal, Task
 from simulator.allocator.device import CONTEXT_BYTES
+from simulator.allocator.reserved import ITERATIONS
 from traces.devices import device
 from traces.errors import LowtideError
 from traces.files.json_records import from_json
@@ -32,7 +33,7 @@ class Forked:
         self._processes: dict[str, subprocess.Popen[str]] = {}
 
     def rehearse(
-        self, model: str, gpu: str, options: dict[str, Any], *, plan: str = "", iterations: int = 3
+        self, model: str, gpu: str, options: dict[str, Any], *, plan: str = "", iterations: int = ITERATIONS
     ) -> Rehearsal:
         """As `executor.rehearsal.rehearse`.
 
