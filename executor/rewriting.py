@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -82,6 +83,13 @@ class Changing:
         new.meta = dict(like.meta)
         tag = "is_forward" if module_of in self.forward or like in self.forward else "is_backward"
         new.meta["partitioner_tag"] = tag
+
+    def end(self, n: fx.Node) -> fx.Node:
+        """The last node of the op of the graph as it is now that n belongs to: a pick of its tuple, or itself."""
+        made_by = n.args[0] if n.target is operator.getitem else n
+        assert isinstance(made_by, fx.Node)
+        picks = [x for x in made_by.users if x.target is operator.getitem]
+        return picks[-1] if picks else made_by
 
     def instead(self, old: fx.Node, new: fx.Node) -> None:
         """Let a new node stand for one of the original wherever its value is taken."""

@@ -48,8 +48,7 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
     with val.fake_mode:
         ticket = new_ticket(val)
         again = new_value(ticket, *layout)
-    parts = {changing.node[n] for n in (op.node, *op.parts)}
-    with graph.inserting_after([n for n in graph.nodes if n in parts][-1]):
+    with graph.inserting_after(changing.end(value)):
         out = call("offloaded", "is_forward", lowtide.offload.default, (value,), ticket)
     with graph.inserting_after(out):
         back = call("reloaded", "is_forward", lowtide.reload.default, (out, *layout), again)

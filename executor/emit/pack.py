@@ -62,7 +62,7 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
 
     ops = [n for n in forward if n.target is not operator.getitem]
     at_once = format == "bits" and bool(forward)
-    with graph.inserting_after(ops[-1] if ops and not at_once else value):
+    with graph.inserting_after(changing.end(ops[-1] if ops and not at_once else value)):
         packed = call(f"packed{suffix}", "is_forward", lowtide.pack.default, (value, format), payload)
     with graph.inserting_before(backward[0]):
         back = unpacked(f"unpacked{suffix}", "is_backward")

@@ -12,14 +12,15 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from executor.measure import Job  # noqa: E402
+from executor.rewriting import rewritten  # noqa: E402
 from executor.verify import verify  # noqa: E402
 from simulator.bounds.bound import bounder_of  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.rewrites import exactness_of, offload, rewritten_problem  # noqa: E402
+from simulator.core.rewrites import LEVERS, exactness_of, offload, rewritten_problem  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
-from tests.torch.steps import recorded  # noqa: E402
+from tests.torch.steps import program, recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 from traces.records.plan import EXACT, Plan, Rewrite  # noqa: E402
@@ -85,6 +86,22 @@ def test_what_is_recomputed_from_copies_is_equal_in_every_bit(
     plan = Plan(meta=trace.meta, rewrites=rewrites[::2], actions=made.actions)
     assert again.count("lowtide.reload.default") >= len(rewrites[::2])
     assert verify(load_spec(SPEC, {}), plan, steps=2).bit_equal
+
+
+def test_beside_other_rewrites_both_make_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op of several values after which others are packed, and values that are packed and copied away."""
+    monkeypatch.setattr(offload, "LEAST", 1)
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 8, 3)
+    )
+    p = program(model, torch.randn(4, 3, 34, 34))
+    facts = Problem(p.trace())
+    copied = tuple(offload.offer(facts))
+    packed = [tuple(LEVERS[kind].offer(facts)) for kind in ("int8", "narrow16")]
+    assert len(copied) == 5
+    assert all(packed)
+    for others in packed:
+        assert rewritten(p, (*others, *copied)).before is p  # which compares the two
 
 
 @pytest.mark.slow
