@@ -21,6 +21,7 @@ from simulator.bounds.bound import Bound, bounder_of
 from simulator.core.limits import ALLOW, Levers
 from simulator.core.problem import Problem
 from simulator.core.rewrites import KINDS, LEVERS, exactness_of, rewritten_problem
+from simulator.core.rewrites.pack import cheaper
 from simulator.core.transfers import OFFLOAD, WAIT_OUT, pinned_bytes
 from simulator.planners.outcome import Infeasible, percent
 from simulator.show.tables import Table, table
@@ -107,7 +108,7 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
 
     worth(())
     if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
-        _best(list(_choices(problem, levers)), worth)
+        _best(list(_choices(problem, levers, tried[()].bound)), worth)
     steps = list(tried.values())
     possible = [x for x in steps if x.bound.feasible]
     lowest = max(steps, key=lambda x: worth(x.rewrites))
@@ -174,9 +175,11 @@ def parts(rewrites: Sequence[Rewrite]) -> list[tuple[Rewrite, ...]]:
     return [tuple(rewrites[a:b]) for a, b in pairwise(ends) if a < b]
 
 
-def _choices(problem: Problem, levers: Levers) -> Iterator[Sequence[tuple[Rewrite, ...]]]:
+def _choices(
+    problem: Problem, levers: Levers, bound: Bound | None = None
+) -> Iterator[Sequence[tuple[Rewrite, ...]]]:
     """What can be chosen one after the other: of stretches that are alike the number of tiles, of other kinds how
-    many."""
+    many; of values that are packed exactly those for which a byte costs less than the last one of a bound."""
     for kind, rewrites in offered(problem, levers).items():
         if (of_kind := getattr(LEVERS[kind], "choices", None)) is not None:
             yield list(of_kind(problem, rewrites, levers))
@@ -190,7 +193,16 @@ def _choices(problem: Problem, levers: Levers) -> Iterator[Sequence[tuple[Rewrit
             known.setdefault(r.number, []).append(r)
         for _, group in groups:
             yield [tuple(group[number]) for number in sorted(group)]
-        if not groups:
+        if not groups and LEVERS[kind].EXACTNESS == EXACT:
+            if bound is not None and bound.feasible:
+                over = max(1, problem.saved.timeline.peak_allocated_bytes - bound.budget_bytes)
+                prices = (
+                    (bound.price_ns, bound.price_bytes),
+                    (bound.added_time_ns, over),
+                )  # at last, on average
+                rewrites = list(cheaper(problem.trace, rewrites, *max(prices, key=lambda p: p[0] / p[1])))
+            yield [tuple(rewrites)] if rewrites else ()
+        elif not groups:
             yield list(accumulate(parts(rewrites)))
 
 
@@ -255,6 +267,8 @@ def plan_with_levers(
             told = _with(step.rewrites, error)
             refusal = min(refusal or told, told, key=lambda e: e.figures["lowest_peak_bytes"])
             continue
+        if made.rewrites and step.rewrites and levers.kinds is None:
+            continue  # a planner that changes the step itself
         if best is None or _time_ns(made) < _time_ns(best):
             best = _of(problem, made, step.rewrites, levers)
     if best is None:
@@ -273,7 +287,7 @@ def _helpful(problem: Problem, levers: Levers) -> str:
         return nothing_in_tiles(problem.trace, levers)
     word = next(word for word, exactness in ALLOW.items() if exactness == exactness_of(best))
     lower = show_bytes(_floor(problem, best))
-    kinds = ", ".join(dict.fromkeys(r.kind for r in best))
+    kinds = ", ".join(dict.fromkeys(r.kind for r in best if r not in allowed))
     return f"With --allow {word} the lever {kinds} lowers what no plan can go below to {lower}."
 
 

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 
 from simulator.core.formats import FORMATS
+from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.core.rewrites import exactness_of, in_order, rewritten
-from simulator.core.rewrites.pack import pass_ns, ranked
+from simulator.core.rewrites.pack import cheaper, costs, pass_ns, ranked
+from simulator.planners import plan_with
+from simulator.studies.levers import changed_steps, plan_with_levers
 from tests.tiny import bwd, fwd, trace
-from traces.errors import PlanError
-from traces.records.plan import Action, Rewrite
+from traces.errors import PlanError, SpecError
+from traces.records.plan import Action, Plan, Rewrite
 from traces.records.trace import EAGER, RANDOM, Trace
 
 N = 1 << 16  # numbers; 4 bytes each
@@ -226,3 +229,43 @@ def test_indices_are_as_wide_as_the_planes_that_they_point_into(side: int, forma
         else:
             with pytest.raises(PlanError, match="may have numbers from"):
                 rewritten(t, [Rewrite(kind=other, storage=at)])
+
+
+def costly() -> Trace:
+    """The step with a mask; to make y again takes long."""
+    t = step("bool")
+    y = [n == "y" for n in t.ops.name]
+    return replace(t, ops=replace(t.ops, time_ns=tuple(10**5 if of else 5 for of in y), flops=tuple(y)))
+
+
+def test_masks_are_packed_by_default_where_their_bytes_cost_less_than_others() -> None:
+    t = costly()
+    rewrites = [r for r, _, _ in ranked(Problem(t), ("bits",))]
+    saved, moved = costs(t, storage(t, "x"), "bits")
+    ns = pass_ns(t, moved)
+    assert [r.storage for r in rewrites] == [storage(t, "x")]
+    assert cheaper(t, rewrites, ns, saved) == ()
+    assert cheaper(t, rewrites, ns + t.time_ns // 1000, saved) == ()  # less than a thousandth of the step
+    assert cheaper(t, rewrites, ns + t.time_ns // 1000 + 1, saved) == tuple(rewrites)
+    problem = Problem(t)
+    budget = problem.saved.timeline.peak_allocated_bytes - saved // 2
+    best = changed_steps(problem, budget, Levers())[0]
+    assert best.rewrites == tuple(rewrites)
+    assert exactness_of(best.rewrites) == "exact"
+    plan = plan_with_levers(problem, budget, Levers(), lambda p: plan_with("search", p, budget))
+    assert plan.rewrites == tuple(rewrites)
+    assert plan.predicted["plan"]["step_time_ns"] < t.time_ns + 10**5
+    assert not [x for x in changed_steps(problem, budget, Levers(kinds=("tile",))) if x.rewrites]
+
+
+def test_a_planner_that_changes_the_step_itself_is_asked_for_the_step_as_it_is() -> None:
+    problem = Problem(costly())
+    budget = problem.saved.timeline.peak_allocated_bytes - N // 2
+    own = Rewrite(kind="int8", storage=storage(problem.trace, "y"), op="y")
+
+    def make(p: Problem) -> Plan:
+        return replace(plan_with("search", p, budget), rewrites=(own,))
+
+    assert plan_with_levers(problem, budget, Levers(), make).rewrites == (own,)
+    with pytest.raises(SpecError, match="name no --levers"):
+        plan_with_levers(problem, budget, Levers(kinds=("bits",)), make)

@@ -16,10 +16,12 @@ from simulator.core.problem import Problem
 from simulator.core.rewrites import fuse, invert, offload, pack, tile
 from simulator.core.rewrites.edit import Editing
 from traces.errors import PlanError
-from traces.records.plan import EXACTNESS, Rewrite
+from traces.records.plan import EXACT, EXACTNESS, Rewrite
 from traces.records.trace import Trace
 
-KINDS: Final[dict[str, Any]] = {"tile": tile, "fuse": fuse}  # that planners take by themselves
+KINDS: Final[dict[str, Any]] = {"tile": tile, "fuse": fuse} | {
+    name: lever for name, lever in pack.LEVERS.items() if lever.EXACTNESS == EXACT
+}  # that planners take by themselves
 LEVERS: Final[dict[str, Any]] = (
     KINDS | {"invert": invert} | pack.LEVERS | {"offload": offload}
 )  # and those that must be named

@@ -79,6 +79,19 @@ def ranked(facts: Facts, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[
     return sorted(found, key=lambda x: (-x[1] / max(1, x[2]), x[0].storage))
 
 
+def cheaper(trace: Trace, rewrites: Iterable[Rewrite], ns: int, nbytes: int) -> tuple[Rewrite, ...]:
+    """Those that take less time for a byte that they save than so many ns for so many bytes; none where all of that is
+    less than a thousandth of the step."""
+    found, gain = [], 0
+    for r in rewrites:
+        saved, moved = costs(trace, r.storage, r.kind)
+        more = ns * saved // nbytes - pass_ns(trace, moved)
+        if more > 0:
+            found.append(r)
+            gain += more
+    return tuple(found) if gain * 1000 >= trace.time_ns else ()
+
+
 def costs(trace: Trace, s: int, format: str) -> tuple[int, int]:
     """Bytes that a packed storage saves, and bytes that its ops read and write."""
     sts, rule = trace.storages, FORMATS[format]
