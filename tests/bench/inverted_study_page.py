@@ -162,7 +162,7 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> Section:
     )
     text = (
         "BERT of 4 layers, 2 × 128 tokens: forward and backward on this CPU, one thread, the least of eight in turns. "
-        "recompute is exact and brings the peak as far down as invert."
+        "recompute is exact. The peak of this small step is the optimizer's, whichever way."
     )
     return Section("Time on a CPU", (Text(text), table(rows, columns)))
 
