@@ -80,6 +80,29 @@ def test_a_plan_is_exact_and_its_peak_as_predicted(model: str, tmp_path: Path) -
 
 
 @pytest.mark.gpu
+def test_copies_to_host_memory_beside_the_step_change_no_bit(tmp_path: Path) -> None:
+    target = board_of(torch.cuda.get_device_name()) or "h100"
+    call(
+        tmp_path,
+        "tracer",
+        "bert-base",
+        "--batch-size",
+        "4",
+        "--seq-len",
+        "512",
+        "--target",
+        target,
+        "-o",
+        "t",
+    )
+    planned = call(tmp_path, "simulator", "t", "--budget", "80%", "--levers", "offload", "-o", "plan.json")
+    assert planned["plan"]["host_bytes"] > 1 << 28
+    done = call(tmp_path, "executor", "plan.json", "--device", "cuda", "--steps", "3", "--runs", "5")
+    assert done["verified"] is (None if rehearsing() else True)
+    assert abs(done["error_percent"]["peak_allocated_bytes"]) <= 1.0
+
+
+@pytest.mark.gpu
 def test_a_campaign(tmp_path: Path) -> None:
     (tmp_path / "cases.toml").write_text(
         '[campaign]\ndevice = "cuda"\nrounds = 2\nruns = 3\nverify-steps = 2\n'
