@@ -239,6 +239,10 @@ def biased(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return x + bias
 
 
+def turned(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return x + bias.unsqueeze(1).expand(4, 4, 48, 48).transpose(0, 1)
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH))
 
@@ -249,6 +253,10 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many tiles
     "softcapped": (lambda: Attention(lambda x, _: 5 * torch.tanh(x / 5), softmax), 16),
     "softmax by hand": (lambda: Attention(causal, by_hand), 16),
     "bias": (lambda: Attention(biased, softmax), 4),  # an example each: heads have their own
+    "turned bias": (
+        lambda: Attention(turned, softmax),
+        4,
+    ),  # its batch and heads are no one dimension in memory
     "mlp": (mlp, 192),
     "gated": (lambda: Gated(functional.silu), 192),
 }

@@ -461,6 +461,9 @@ class _Inner(_Search):
         to = self.to
         alone = sum(u in self.forward for u in a.users) == 1
         made = isinstance(a.target, OpOverload) and (a in self.backward or (a in self.forward and alone))
+        x = a.meta["val"]
+        if x.numel() * x.itemsize > self.program.storages[self.program.storage_of[a][0]].nbytes:
+            made = False  # spread out, so that it takes no memory of its own
         turned = a in self.backward and _packet(a) in (*VIEWS, *TURNS) and not self._is_large(a)
         if to.axis(a) == axis:
             return
