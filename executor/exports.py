@@ -95,8 +95,14 @@ def exports(plan: Plan, model: str = "", device: str = "cpu", *, torch_budget: b
         torch_budget: whether to ask torch's partitioner, too.
 
     Raises:
-        PlanError: the model has no repeated blocks, is another than the plan's, or its step cannot be counted.
+        PlanError: the plan has rewrites; the model has no repeated blocks, is another than the plan's, or its step
+            cannot be counted.
     """
+    if kinds := sorted({r.kind for r in plan.rewrites}):
+        raise PlanError(
+            f"the plan changes the step itself ({', '.join(kinds)}), which no other tool does; plan with recomputation "
+            "alone (`simulate TRACE --budget ... --levers ''`) and export that."
+        )
     draft = recorded_again(plan.meta, model, device)
     trace = draft.trace
     if trace.meta.graph_fingerprint != plan.meta.graph_fingerprint:

@@ -118,7 +118,8 @@ def record(
 
 
 def plan_within(step: Recorded, wanted: Wanted, errors: GradientErrors | None = None) -> Plan:
-    """The plan for a recorded step; on CUDA under the allocator's settings of this process.
+    """The plan for a recorded step, by recomputation alone unless more than equal bits is allowed; on CUDA under the
+    allocator's settings of this process.
 
     Args:
         errors: of approximate formats, which no plan takes without.
@@ -131,6 +132,8 @@ def plan_within(step: Recorded, wanted: Wanted, errors: GradientErrors | None = 
         step.trace,
         wanted.budget,
         allow=wanted.allow,
+        # One capture serves calls of all sizes only if the step is not changed, which packing alone is not worth.
+        levers=() if wanted.allow == "bit" else None,
         max_gradient_error=wanted.max_gradient_error,
         errors=errors,
         planner=wanted.planner,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tracer.build.loop import run_step  # noqa: E402
 from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
-from traces.records.plan import Plan  # noqa: E402
+from traces.records.plan import Plan, Rewrite  # noqa: E402
 
 NET = """
 import torch
@@ -130,3 +131,9 @@ def test_a_model_without_blocks_is_refused(plan: Plan) -> None:
         exports(flat)
     with pytest.raises(PlanError, match="not the plan's"):
         exports(flat, "net.py:build")
+
+
+def test_a_plan_that_changes_the_step_itself_is_refused(plan: Plan) -> None:
+    changed = replace(plan, rewrites=(Rewrite(kind="bits", storage=3),))
+    with pytest.raises(PlanError, match=r"changes the step itself \(bits\)"):
+        exports(changed)
