@@ -7,11 +7,11 @@ from pathlib import Path
 
 from simulator.allocator.device_fit import setting_of
 from simulator.core.problem import Problem
+from simulator.prediction.step import describe, predict
 from simulator.report.charts import Bar, grouped, spread
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, write_page
 from simulator.report.step import simulation_sections
 from simulator.show.tables import Cell, Table, bytes_cell, percent_cell, time_cell
-from simulator.studies.prediction import describe, predict
 from traces.records.measurement import Measurement, RunFigures, signed_error_percent
 from traces.records.plan import ALLOCATED, Plan
 from traces.records.trace import Trace, TraceMeta

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from simulator.allocator.device import DeviceMemory
     from simulator.allocator.device_fit import Setting
     from simulator.bounds.bound import Bound
+    from simulator.prediction.step import Prediction
     from simulator.studies.comparison import Comparison
     from simulator.studies.max_batch import MaxBatch
     from simulator.studies.pareto import Front
-    from simulator.studies.prediction import Prediction
 
     # A name such as "a100-40", a size such as "40GiB" or in bytes; or the memory, as it is or by the kind of a trace.
     Device = str | int | DeviceMemory | Callable[[str | None], DeviceMemory | None]
@@ -87,7 +87,7 @@ def simulate(
         PlanError: the plan is of another trace, or malformed.
         SpecError: no such device or setting.
     """
-    from simulator.studies.prediction import predict
+    from simulator.prediction.step import predict
 
     problem = problem_of(trace)
     if isinstance(plan, str | Path):
@@ -142,7 +142,7 @@ def plan(
         SpecError: no such budget, planner, selector or device.
     """
     from simulator.planners import DEFAULT
-    from simulator.studies.planning import plan_for
+    from simulator.prediction.planning import plan_for
 
     problem, limits, setting, progress = _asked(trace, device, **options)
     limit, of = budget_in_bytes(problem, budget, budget_of, setting)
@@ -387,7 +387,7 @@ def budget_in_bytes(
         SpecError: it means nothing.
     """
     from simulator.core.budget import parse_budget
-    from simulator.studies.prediction import predict
+    from simulator.prediction.step import predict
 
     if budget_of is None:
         budget_of = (

@@ -19,9 +19,9 @@ from simulator.allocator.device_fit import Setting
 from simulator.allocator.settings import as_in, parse_alloc_conf
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
-from simulator.studies.planning import completed, plan_for
-from simulator.studies.prediction import Prediction, predict, untouched_fit
-from simulator.studies.warnings import STANDING, text, warnings
+from simulator.prediction.planning import completed, plan_for
+from simulator.prediction.step import Prediction, predict, untouched_fit
+from simulator.prediction.warnings import STANDING, text, warnings
 from traces.alloc_conf import alloc_conf
 from traces.records import store
 from traces.records.plan import Action, Plan

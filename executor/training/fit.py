@@ -28,7 +28,7 @@ from executor.training.regions import plan_regions
 from executor.training.twin import twin_of
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
-from simulator.studies.warnings import UNTOUCHED_LESS, text, warnings_of
+from simulator.prediction.warnings import UNTOUCHED_LESS, text, warnings_of
 from traces.errors import CaptureError, SpecError
 
 GRAPH: Final = "graph"

@@ -14,7 +14,7 @@ from executor.training.module import apply_plan, capture_now
 from executor.training.planning import Recorded, Say, Wanted, plan_within
 from simulator.core.problem import Problem
 from simulator.core.rewrites import LEVERS
-from simulator.studies.levers import ANY, parts
+from simulator.prediction.levers import ANY, parts
 from tracer.api import left_as_found
 from tracer.build.loop import run_step
 from tracer.build.loop_options import BEFORE

@@ -87,7 +87,7 @@ def chosen_planners(text: str | None) -> tuple[str, ...] | None:
 
 def table(found: Comparison) -> str:
     """One line a planner, the cheapest first, those without a plan last."""
-    from simulator.studies.warnings import texts_of
+    from simulator.prediction.warnings import texts_of
 
     rows = found.table().without("step time", "ops run again")
     saved, bound = found.saved.timeline, found.bound

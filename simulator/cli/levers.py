@@ -20,7 +20,7 @@ def levers_command(trace_name: str, budget: str | None, out: Output) -> None:
     """
     from simulator import api
     from simulator.core.budget import parse_budget
-    from simulator.studies.levers import study
+    from simulator.prediction.levers import study
 
     problem = api.problem_of(trace_name)
     whole = problem.saved.timeline.peak_allocated_bytes

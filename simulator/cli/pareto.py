@@ -43,7 +43,7 @@ def pareto_command(
 
 def table(front: Front) -> str:
     """One line a budget, the largest first."""
-    from simulator.studies.warnings import texts_of
+    from simulator.prediction.warnings import texts_of
 
     head = (
         f"{front.trace_name}: {front.planner}, {len(front.points)} budgets in {front.solve_seconds:.2f} s; step "

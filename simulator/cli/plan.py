@@ -26,8 +26,8 @@ from traces.shapes import Shapes
 from traces.units import show_bytes, show_percent, show_time
 
 if TYPE_CHECKING:
+    from simulator.prediction.step import Prediction
     from simulator.studies.answer import Answer
-    from simulator.studies.prediction import Prediction
 
 TOP_HOLDERS = 5
 
@@ -76,8 +76,8 @@ def plan_command(
 
     from simulator.planners.annealing import begin_compiling
     from simulator.planners.outcome import Infeasible
+    from simulator.prediction.levers import lower_bound
     from simulator.studies.answer import Answer, refusal
-    from simulator.studies.levers import lower_bound
     from simulator.studies.shapes import check_shapes, over_shapes, traces_of
 
     problem = api.problem_of(trace_name, planning["never"], planning["always_save"])
@@ -146,10 +146,10 @@ def refuse_to_replace(path: Path, force: bool) -> None:
 
 def summary(found: Answer, output: Path | None) -> str:
     """The answer to read; the plan went to `output`."""
-    from simulator.studies.levers import rewrites_in_words
-    from simulator.studies.loop_peaks import peaks_table
-    from simulator.studies.prediction import describe
-    from simulator.studies.warnings import texts_beside_untouched
+    from simulator.prediction.levers import rewrites_in_words
+    from simulator.prediction.loop_peaks import peaks_table
+    from simulator.prediction.step import describe
+    from simulator.prediction.warnings import texts_beside_untouched
 
     c, saved, bound, gap = found.planned, found.asked, found.bound, found.gap_points
     plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
@@ -207,7 +207,7 @@ def _swapped(plan: Plan) -> str:
 
 def _reserved_lines(c: Prediction) -> list[str]:
     """Reserved memory, with and without the allocator settings that were asked about."""
-    from simulator.studies.warnings import provenance
+    from simulator.prediction.warnings import provenance
 
     fits = (c.saved_fit,) if c.planned_fit is c.saved_fit else (c.saved_fit, c.planned_fit)
     reserved = [fit.reserved for fit in fits if fit.reserved is not None]

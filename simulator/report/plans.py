@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from simulator.prediction.levers import Study
+from simulator.prediction.step import describe
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, warned, write_page
 from simulator.report.step import about, metadata, saved_figure
 from simulator.studies.comparison import Comparison, ranked
-from simulator.studies.levers import Study
 from simulator.studies.max_batch import MaxBatch
 from simulator.studies.pareto import Front
-from simulator.studies.prediction import describe
 from traces.records.trace import Trace
 from traces.units import bytes_unit, show_bytes, show_percent
 

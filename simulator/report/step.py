@@ -12,6 +12,10 @@ from simulator.core.problem import Problem
 from simulator.core.replay import Replay, holdings, peak_by_category
 from simulator.core.timeline import Timeline
 from simulator.planners.costs import Costs
+from simulator.prediction.levers import rewrites_in_words
+from simulator.prediction.loop_peaks import held_bytes, peaks_table, untouched_peaks
+from simulator.prediction.step import Prediction, describe
+from simulator.prediction.warnings import texts_beside_untouched, texts_of
 from simulator.report import charts
 from simulator.report.page import (
     Block,
@@ -26,10 +30,6 @@ from simulator.report.page import (
     write_page,
 )
 from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell
-from simulator.studies.levers import rewrites_in_words
-from simulator.studies.loop_peaks import held_bytes, peaks_table, untouched_peaks
-from simulator.studies.prediction import Prediction, describe
-from simulator.studies.warnings import texts_beside_untouched, texts_of
 from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.records.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace
 from traces.units import bytes_unit, show_bytes, show_percent, show_time

@@ -1,1 +1,1 @@
-"""Questions that need many answers: planning, comparing, sweeping, the largest batch."""
+"""Questions that need many answers: comparing, sweeping, the largest batch."""

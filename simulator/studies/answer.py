@@ -9,11 +9,11 @@ from simulator.allocator.device_fit import DeviceFit
 from simulator.bounds.bound import Bound
 from simulator.core.replay import Replay, peak_by_category
 from simulator.planners.outcome import Infeasible
-from simulator.studies.levers import host_bytes
-from simulator.studies.loop_peaks import planned_peaks, untouched_peaks
-from simulator.studies.prediction import Prediction
+from simulator.prediction.levers import host_bytes
+from simulator.prediction.loop_peaks import planned_peaks, untouched_peaks
+from simulator.prediction.step import Prediction
+from simulator.prediction.warnings import provenance, texts
 from simulator.studies.shapes import OverShapes
-from simulator.studies.warnings import provenance, texts
 from traces.records.measurement import RunFigures
 from traces.records.plan import RESERVED
 from traces.records.trace import Trace

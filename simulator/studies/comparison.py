@@ -16,9 +16,9 @@ from simulator.core.replay import Replay
 from simulator.core.rewrites import rewritten_problem
 from simulator.planners import find, plan_with
 from simulator.planners.outcome import Infeasible, percent
+from simulator.prediction.warnings import texts_of
 from simulator.show.notebook import framed
 from simulator.show.tables import Cell, Table, no, table, yes
-from simulator.studies.warnings import texts_of
 from traces.errors import LowtideError
 from traces.records.plan import Plan
 from traces.records.trace import Trace

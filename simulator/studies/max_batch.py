@@ -16,14 +16,14 @@ from simulator.allocator.device import CPU, CUDA, DeviceMemory
 from simulator.allocator.device_fit import DeviceFit, Setting, kind_of, setting_of
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
+from simulator.prediction.levers import lower_bound, lowest_floor
+from simulator.prediction.planning import completed
+from simulator.prediction.step import Prediction, predict, untouched_fit
+from simulator.prediction.warnings import provenance, texts_beside_untouched
 from simulator.show.notebook import framed
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, table, yes
 from simulator.studies.boundary import Verdict, boundary
-from simulator.studies.levers import lower_bound, lowest_floor
-from simulator.studies.planning import completed
-from simulator.studies.prediction import Prediction, predict, untouched_fit
 from simulator.studies.tracing import ModelRequest
-from simulator.studies.warnings import provenance, texts_beside_untouched
 from traces.errors import SpecError
 from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, RESERVED

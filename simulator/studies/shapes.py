@@ -18,7 +18,7 @@ from simulator.allocator.reserved import reserved_over
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.core.rewrites import rewritten_problem
-from simulator.studies.prediction import Prediction
+from simulator.prediction.step import Prediction
 from simulator.studies.tracing import run_trace
 from traces.errors import PlanError, SpecError, TraceError
 from traces.model_spec import IN_HAND, is_build_function

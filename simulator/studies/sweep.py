@@ -14,10 +14,10 @@ from simulator.allocator.device_fit import setting_of
 from simulator.core.budget import parse_budget
 from simulator.core.problem import Problem
 from simulator.core.replay import peak_by_category
+from simulator.prediction.step import predict
+from simulator.prediction.warnings import text, texts, warnings
 from simulator.show.tables import UNKNOWN, Table, no, table, yes
-from simulator.studies.prediction import predict
 from simulator.studies.tracing import ModelRequest
-from simulator.studies.warnings import text, texts, warnings
 from traces.errors import BudgetError, TraceError
 from traces.files.json_records import Form, JsonRecord
 from traces.records.measurement import RunFigures

@@ -17,8 +17,8 @@ from typing import Any, Final
 from simulator.allocator.device_fit import Setting
 from simulator.core.limits import BIT_EXACT, DEFAULTS, NONE, Constraints, Levers, Limits
 from simulator.core.problem import Problem
-from simulator.studies.planning import plan_for
-from simulator.studies.prediction import Prediction
+from simulator.prediction.planning import plan_for
+from simulator.prediction.step import Prediction
 from traces.devices import device
 from traces.errors import LowtideError, TraceError
 from traces.files.json_records import canonical_json, read_json

@@ -28,7 +28,7 @@ from executor.rehearsal.record import Peaks, Rehearsal
 from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
-from simulator.studies.loop_peaks import LoopPeaks, untouched_peaks
+from simulator.prediction.loop_peaks import LoopPeaks, untouched_peaks
 from simulator.studies.torch_budget import TorchPlan, plans
 from tests.bench.recorded import ask_torch
 from tracer import trace

@@ -31,8 +31,8 @@ from executor.rehearsal.record import ASSUMED, Rehearsal
 from simulator import api
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
-from simulator.studies.prediction import untouched_fit
-from simulator.studies.warnings import STANDING, warnings
+from simulator.prediction.step import untouched_fit
+from simulator.prediction.warnings import STANDING, warnings
 from tests.bench.architectures import CONFIGS, DIFFUSERS, SEGMENTATION, TIMM
 from tests.bench.forked import Forked
 from tracer import trace

@@ -33,7 +33,7 @@ from executor.isolated import error_json
 from executor.measure import Job, JobResult
 from executor.verification import Verification
 from simulator.core.problem import Problem
-from simulator.studies.warnings import STANDING, warnings_of
+from simulator.prediction.warnings import STANDING, warnings_of
 from tests import tiny
 from traces.alloc_conf import alloc_conf
 from traces.errors import (

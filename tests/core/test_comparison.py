@@ -12,8 +12,8 @@ from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
-from simulator.studies.planning import plan_for
-from simulator.studies.prediction import predict
+from simulator.prediction.planning import plan_for
+from simulator.prediction.step import predict
 from tests.tiny import chain
 from traces.records.plan import Action
 

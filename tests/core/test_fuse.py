@@ -10,7 +10,7 @@ from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.core.rewrites import exactness_of, rewritten
 from simulator.core.rewrites.fuse import offer
-from simulator.studies.levers import changed_steps
+from simulator.prediction.levers import changed_steps
 from tests.tiny import Op, bwd, fwd, trace
 from traces.errors import PlanError
 from traces.records.plan import Rewrite

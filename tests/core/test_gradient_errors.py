@@ -18,7 +18,7 @@ from simulator.core.problem import Problem
 from simulator.core.rewrites import LEVERS
 from simulator.core.rewrites.edit import Editing
 from simulator.planners.outcome import Infeasible
-from simulator.studies.levers import lowest_floor, parts
+from simulator.prediction.levers import lowest_floor, parts
 from tests.tiny import bwd, fwd, trace
 from traces.errors import SpecError
 from traces.records.gradient_errors import GradientErrors, Part

@@ -15,8 +15,8 @@ from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten, rewritten_problem, tile
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
-from simulator.studies import levers
-from simulator.studies.levers import (
+from simulator.prediction import levers
+from simulator.prediction.levers import (
     Changed,
     changed_steps,
     lower_bound,
@@ -24,8 +24,8 @@ from simulator.studies.levers import (
     plan_with_levers,
     study,
 )
+from simulator.prediction.planning import plan_for
 from simulator.studies.max_batch import MaxBatch, Request, max_batch
-from simulator.studies.planning import plan_for
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.records.plan import EXACT, FP, Plan, Rewrite

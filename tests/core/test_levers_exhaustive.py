@@ -12,7 +12,7 @@ from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten, tile
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
-from simulator.studies.levers import changed_steps, lower_bound, lowest_floor, plan_with_levers
+from simulator.prediction.levers import changed_steps, lower_bound, lowest_floor, plan_with_levers
 from tests.exhaust import budgets, frontier, optimum
 from tests.tiny import bwd, fwd, trace
 from traces.records.plan import Plan

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from simulator import simulate as simulated
 from simulator.cli.main import main
-from simulator.studies.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
+from simulator.prediction.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
 from tests.tiny import bwd, fwd, opt, trace
 from traces.records.plan import RECOMPUTE, Action, Plan
 from traces.records.store import save

@@ -10,8 +10,8 @@ from simulator.core.limits import NONE, Constraints, Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
-from simulator.studies import lowest_peak
-from simulator.studies.planning import plan_for
+from simulator.prediction import lowest_peak
+from simulator.prediction.planning import plan_for
 from tests.exhaust import draw_trace, frontier
 from traces.records.store import load
 from traces.records.trace import Trace

@@ -17,8 +17,8 @@ from simulator.core.rewrites import exactness_of, offload, rewritten, rewritten_
 from simulator.core.schedule import Schedule
 from simulator.core.transfers import LATENCY_NS, OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns
 from simulator.planners import plan_with
+from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers, study
 from simulator.studies.comparison import compare
-from simulator.studies.levers import changed_steps, lower_bound, plan_with_levers, study
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.records.plan import EXACT, Action, Plan, Rewrite

@@ -12,7 +12,7 @@ from simulator.core.problem import Problem
 from simulator.core.rewrites import exactness_of, in_order, rewritten
 from simulator.core.rewrites.pack import cheaper, costs, pass_ns, ranked
 from simulator.planners import plan_with
-from simulator.studies.levers import changed_steps, plan_with_levers
+from simulator.prediction.levers import changed_steps, plan_with_levers
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError
 from traces.records.plan import Action, Plan, Rewrite

@@ -20,6 +20,7 @@ from simulator.allocator.device_fit import setting_of
 from simulator.core.problem import Problem
 from simulator.core.replay import by_category, peak_by_category, run
 from simulator.core.schedule import build
+from simulator.prediction.step import Prediction, predict
 from simulator.report import charts
 from simulator.report.page import (
     Chart,
@@ -31,7 +32,6 @@ from simulator.report.page import (
 )
 from simulator.report.step import activations, by_module, provenance, recomputations
 from simulator.show.tables import Cell, Table
-from simulator.studies.prediction import Prediction, predict
 from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
 from traces.errors import EnvironmentProblem, PlanError

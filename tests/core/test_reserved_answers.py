@@ -23,9 +23,9 @@ from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.planners.squeezing import squeezed
-from simulator.studies.prediction import Prediction, predict, untouched_fit, untouched_peak_bytes
-from simulator.studies.reserved_budget import ATTEMPTS, Tried, lower_until_within
-from simulator.studies.warnings import risk_bytes, texts, unknown_ops
+from simulator.prediction.reserved_budget import ATTEMPTS, Tried, lower_until_within
+from simulator.prediction.step import Prediction, predict, untouched_fit, untouched_peak_bytes
+from simulator.prediction.warnings import risk_bytes, texts, unknown_ops
 from tests.synthetic import resnet
 from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.errors import BudgetError, SpecError

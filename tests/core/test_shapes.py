@@ -20,7 +20,7 @@ from simulator.allocator.reserved import reserved_over, reserved_peak
 from simulator.cli.main import main
 from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten
-from simulator.studies.prediction import Prediction, predict
+from simulator.prediction.step import Prediction, predict
 from simulator.studies.shapes import PLAN, REFUSED, SAVED, OverShapes, over_shapes, traces_of
 from tests.tiny import bwd, fwd, trace
 from traces.errors import LowtideError, SpecError, TraceError

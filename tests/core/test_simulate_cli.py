@@ -480,7 +480,7 @@ def test_the_limits_reach_the_planner(
         seen.append((limits.seconds, limits.seed))
         return plan_with(name, problem, budget_bytes, limits)
 
-    monkeypatch.setattr("simulator.studies.planning.plan_with", spy)
+    monkeypatch.setattr("simulator.prediction.planning.plan_with", spy)
     words = ["--budget", "90%", "--seconds", "1.5", "--seed", "3"]
     directory = save(chain(9, size=100), tmp_path / "t")
     assert simulate(directory, *words).exit_code == 0

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from executor.rehearsal.record import Rehearsal
 from executor.rehearsal.run import rehearse
 from simulator import api
-from simulator.studies.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
+from simulator.prediction.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
 from tracer import trace
 from traces.records.store import load
 from traces.records.trace import Trace

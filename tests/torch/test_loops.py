@@ -204,7 +204,7 @@ def test_requests_of_the_first_and_of_later_iterations(tmp_path: Path) -> None:
 
 
 def untouched_reserved(found: Trace) -> Any:
-    from simulator.studies.prediction import untouched_fit
+    from simulator.prediction.step import untouched_fit
 
     return untouched_fit(simulate(found)).reserved
 

@@ -34,8 +34,8 @@ from executor.training.module import engines_of  # noqa: E402
 from executor.training.planning import Wanted, record  # noqa: E402
 from simulator import api as simulator  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.studies.warnings import UNTOUCHED_LESS, warnings_of  # noqa: E402
-from simulator.studies.warnings import warnings as warnings_beside  # noqa: E402
+from simulator.prediction.warnings import UNTOUCHED_LESS, warnings_of  # noqa: E402
+from simulator.prediction.warnings import warnings as warnings_beside  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
 from traces.errors import BudgetError, PlanError, SpecError  # noqa: E402

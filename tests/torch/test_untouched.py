@@ -21,7 +21,7 @@ from simulator.allocator.requests import untouched_requests  # noqa: E402
 from simulator.allocator.reserved import reserved_peak  # noqa: E402
 from simulator.api import simulate  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.studies.prediction import untouched_fit  # noqa: E402
+from simulator.prediction.step import untouched_fit  # noqa: E402
 from tests.published.models import naive_attention  # noqa: E402
 from tests.torch.steps import build_of  # noqa: E402
 from tracer.build.loop import run_step  # noqa: E402

@@ -15,7 +15,7 @@ from simulator.allocator.device import CUDA
 from simulator.allocator.device_fit import kind_of, setting_of
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
-from simulator.studies.prediction import Prediction, predict, untouched_peak_bytes
+from simulator.prediction.step import Prediction, predict, untouched_peak_bytes
 from traces.devices import device
 from traces.errors import SpecError
 from traces.provenance import REHEARSED

@@ -12,10 +12,10 @@ from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten_problem
 from simulator.planners import DEFAULT, plan_with
 from simulator.planners.outcome import Infeasible, figures_of_plan
-from simulator.studies.levers import nothing_in_tiles, plan_with_levers
-from simulator.studies.lowest_peak import with_lowest_peak
-from simulator.studies.prediction import Prediction, predict
-from simulator.studies.warnings import provenance, texts
+from simulator.prediction.levers import nothing_in_tiles, plan_with_levers
+from simulator.prediction.lowest_peak import with_lowest_peak
+from simulator.prediction.step import Prediction, predict
+from simulator.prediction.warnings import provenance, texts
 from traces.records.plan import ALLOCATED, RESERVED, Plan
 
 UNLIMITED_BYTES: Final = 1 << 62
@@ -42,7 +42,7 @@ def plan_for(
 
     def make(step: Problem) -> Plan:
         if budget_bytes is not None and budget_of == RESERVED:
-            from simulator.studies.reserved_budget import plan_within_reserved
+            from simulator.prediction.reserved_budget import plan_within_reserved
 
             settings = (setting,) if setting.asked else settings_to_try(step.trace.meta, setting)
             within = plan_within_reserved(step, planner, limits, settings, budget_bytes, progress)

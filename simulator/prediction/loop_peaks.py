@@ -11,8 +11,8 @@ from simulator.allocator.device_fit import DeviceFit
 from simulator.allocator.requests import Residents, phases_of
 from simulator.allocator.reserved import ReservedFigures
 from simulator.core.replay import Replay
+from simulator.prediction.step import Prediction, untaken, untouched_fit, wider_masks
 from simulator.show.tables import Table, table
-from simulator.studies.prediction import Prediction, untaken, untouched_fit, wider_masks
 from traces.records.measurement import RunFigures
 from traces.records.trace import OPTIMIZER, PHASES, Trace
 
