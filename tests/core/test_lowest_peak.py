@@ -6,7 +6,7 @@ import pytest
 
 from simulator.allocator.device_fit import Setting
 from simulator.bounds.bound import bounder_of
-from simulator.core.limits import NONE, Constraints, Limits
+from simulator.core.limits import NONE, Constraints, Levers, Limits
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
@@ -17,6 +17,7 @@ from traces.records.store import load
 from traces.records.trace import Trace
 
 QUICK = Limits(seconds=1)
+ALONE = Levers(kinds=())  # recomputation and nothing else
 
 
 def refused(
@@ -27,7 +28,7 @@ def refused(
     with pytest.raises(Infeasible) as alone:
         plan_with("search", problem, budget_bytes, limits)
     with pytest.raises(Infeasible) as told:
-        plan_for(problem, "search", limits, Setting(), budget_bytes=budget_bytes)
+        plan_for(problem, "search", limits, Setting(), budget_bytes=budget_bytes, levers=ALONE)
     assert told.value.figures["floor"] == alone.value.figures["floor"]
     before, now = (error.value.figures["lowest_peak_bytes"] for error in (alone, told))
     return before, now, str(told.value)
