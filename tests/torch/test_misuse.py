@@ -30,7 +30,7 @@ from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from executor import apply_plan  # noqa: E402
-from executor.training import engines  # noqa: E402
+from executor.training import engine  # noqa: E402
 from executor.training.autograd import _digest  # noqa: E402
 from executor.training.guards import Watch  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
@@ -1386,7 +1386,7 @@ def test_a_counter_of_the_class_is_refused_and_as_it_was() -> None:
 def test_what_forward_does_not_read_is_learnt_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A counter of the loop's causes one more capture, not one at every step; what forward reads always does."""
     captures = []
-    monkeypatch.setattr(engines, "capture", lambda *a, **k: captures.append(1) or capture(*a, **k))
+    monkeypatch.setattr(engine, "capture", lambda *a, **k: captures.append(1) or capture(*a, **k))
     m = apply_plan(WithGlobals(), plan_for(WithGlobals, total))
     counts = []
     for k in range(5):
