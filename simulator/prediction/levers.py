@@ -89,7 +89,9 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
     """The step as it is and as levers change it, those for which a plan may exist, by rising bound; where there is none
     for any, the one with the lowest floor; made once."""
     _check_measured(levers)
-    return problem.once(("changed", budget_bytes, levers), lambda p: _changed_steps(problem, budget_bytes, levers))
+    return problem.once(
+        ("changed", budget_bytes, levers), lambda p: _changed_steps(problem, budget_bytes, levers)
+    )
 
 
 def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:
