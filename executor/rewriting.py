@@ -14,7 +14,7 @@ from simulator.core.formats import FORMATS
 from simulator.core.rewrites import in_order
 from simulator.core.rewrites import rewritten as rewritten_trace
 from tracer.capture.capture import Captured
-from tracer.record.program import Program, program_of
+from tracer.record.program import GraphOp, Program, program_of
 from tracer.record.stretches import Found, stretches
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
@@ -76,6 +76,16 @@ class Changing:
     def stretches(self) -> tuple[Found, ...]:
         """The stretches of the original that could run in tiles."""
         return stretches(self.program)
+
+    def made(self, storage: int) -> tuple[GraphOp, fx.Node, str]:
+        """The op that makes a storage of the original, the node whose value it is, and what tells it from others of the
+        op in a name."""
+        program = self.program
+        made_by = program.storages[storage].producer
+        beside = [s for s, row in enumerate(program.storages) if row.producer == made_by]
+        op = program.ops[made_by]
+        value = next(n for n in (*op.parts, op.node) if op.storage_of[n] == (storage,))
+        return op, value, f"_{beside.index(storage)}" if len(beside) > 1 else ""
 
     def name(self, new: fx.Node, name: str, like: fx.Node, module_of: fx.Node | None = None) -> None:
         """Give a new node its name and what it shares with a node of the original."""

@@ -27,11 +27,7 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
         PlanError: the value has gaps in memory, or the graph lacks an op that the plan names.
     """
     program, graph = changing.program, changing.graph
-    made_by = program.storages[rewrite.storage].producer
-    beside = [s for s, row in enumerate(program.storages) if row.producer == made_by]
-    suffix = f"_{beside.index(rewrite.storage)}" if len(beside) > 1 else ""
-    op, there = program.ops[made_by], set(graph.nodes)
-    captured = next(n for n in (*op.parts, op.node) if op.storage_of[n] == (rewrite.storage,))
+    (op, captured, suffix), there = changing.made(rewrite.storage), set(graph.nodes)
     value, val = changing.node[captured], captured.meta["val"]
     if value not in there or not readers(changing, value)[1]:
         return

@@ -28,12 +28,8 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
     Raises:
         PlanError: the value has gaps in memory, or is an index that the format may not hold.
     """
-    program, graph, format = changing.program, changing.graph, _format(changing, rewrite)
-    made_by = program.storages[rewrite.storage].producer
-    beside = [s for s, row in enumerate(program.storages) if row.producer == made_by]
-    suffix = f"_{beside.index(rewrite.storage)}" if len(beside) > 1 else ""
-    op = program.ops[made_by]
-    captured = next(n for n in (*op.parts, op.node) if op.storage_of[n] == (rewrite.storage,))
+    graph, format = changing.graph, _format(changing, rewrite)
+    op, captured, suffix = changing.made(rewrite.storage)
     value, val = changing.node[captured], captured.meta["val"]
     if not lies_dense(val.shape, val.stride()):
         raise PlanError(f"{captured.name} has gaps in memory and cannot be packed; please report this.")
@@ -84,7 +80,7 @@ def _format(changing: Changing, rewrite: Rewrite) -> str:
     """The format as the ops take it: with the activation whose input it holds."""
     if not FORMATS[rewrite.kind].of_activations:
         return rewrite.kind
-    trace = changing.program.trace()
+    trace = changing.trace
     pair = activation_of(trace, rewrite.storage)
     if isinstance(pair, str):
         raise PlanError(f"{rewrite.op or 'a value'} cannot be packed as {rewrite.kind} here: {pair}.")
