@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from executor.training.fit import fit
+    from executor.fitting.fit import fit
     from executor.training.module import PlannedModule, apply_plan, remove_plan, unplanned
 
 __all__ = ["PlannedModule", "apply_plan", "fit", "remove_plan", "unplanned"]
@@ -15,6 +15,6 @@ __all__ = ["PlannedModule", "apply_plan", "fit", "remove_plan", "unplanned"]
 def __getattr__(name: str) -> Any:
     # torch takes more than a second to import; `execute --help` should not.
     if name in __all__:
-        module = import_module(f"executor.training.{'fit' if name == 'fit' else 'module'}")
+        module = import_module("executor.fitting.fit" if name == "fit" else "executor.training.module")
         return getattr(module, name)
     raise AttributeError(f"module 'executor' has no attribute {name!r}")

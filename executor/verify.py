@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from executor.training.gradient_errors import deterministic, relative_error
+from executor.fitting.gradient_errors import deterministic, relative_error
 from executor.training.module import apply_plan, capture_now
 from executor.verification import Verification
 from tracer.build.loop import TrainingStep, run_step

@@ -217,8 +217,8 @@ def errors(
 
     Of a PLAN: by how much it changes the gradient as a whole, written into the plan.
     """
+    from executor.fitting.gradient_errors import ANY, LOSSY, gradient_errors, with_error
     from executor.matching import check_kind
-    from executor.training.gradient_errors import ANY, LOSSY, gradient_errors, with_error
     from tracer.build.step import check_device, load_spec
     from traces.records.plan import Plan
     from traces.records.store import load

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from executor.training import bypass
+from executor.guards import bypass
 from executor.training.module import apply_plan, apply_recorded
 from executor.training.planning import Say, Wanted, loss_of, on_stderr, plan_within, record
 from tracer.build.batch import SplitBatch

@@ -1,1 +1,1 @@
-"""Training by a plan: the module that trains, the engines behind it, and what they promise."""
+"""Training by a plan: the module that trains, and the captured and rewritten steps behind it."""

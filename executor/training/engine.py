@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from executor.guards.bypass import later_forward_off
+from executor.guards.mismatch import another_graph, by_ones_alone
 from executor.matching import check_kind
 from executor.rewrite import Rewritten, rewrite
 from executor.rewriting import rewritten
-from executor.training.bypass import later_forward_off
-from executor.training.mismatch import another_graph, by_ones_alone
 from executor.training.unreached import without
 from simulator.core.problem import Problem
 from simulator.core.replay import replay

@@ -13,6 +13,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from executor.guards.mismatch import elements
+from executor.guards.state import Path, State, Watch, argument, unread_of
 from executor.training.engine import (
     Engine,
     check_autocast,
@@ -23,8 +25,6 @@ from executor.training.engine import (
     program_actions,
 )
 from executor.training.families import Family, kind_of, layouts_of, many_sizes, size_of
-from executor.training.guards import Path, State, Watch, argument, unread_of
-from executor.training.mismatch import elements
 from tracer.capture.sizes import number
 from tracer.precision.policy import Autocast
 from tracer.record.program import Program

@@ -23,15 +23,16 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from executor.training import bypass, hand_over
+from executor.guards import bypass
+from executor.guards.mismatch import HINT, check_parameters
+from executor.guards.state import OWN_CLASS, own_class
+from executor.guards.twin import STATE, twin_of
+from executor.training import hand_over
 from executor.training.autograd import run
 from executor.training.engine import Engine, device_kind, engine_of
 from executor.training.engines import Engines, engine_for
-from executor.training.guards import OWN_CLASS, own_class
-from executor.training.mismatch import HINT, check_parameters
 from executor.training.planning import Recorded, Wanted, plan_call, wanted_of
 from executor.training.receipt import EXACT, REPLANNED, RESIZED, SAVED, SYMBOLIC, CaptureNote, Receipt
-from executor.training.twin import STATE, twin_of
 from tracer.build.context import is_fake
 from tracer.capture.refusals import check_capturable
 from tracer.precision.policy import Autocast, ambient

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from executor.training.bypass import later_forward_off
-from executor.training.guards import Path, Watch, unread_of
-from executor.training.twin import STATE, twin_of
+from executor.guards.bypass import later_forward_off
+from executor.guards.state import Path, Watch, unread_of
+from executor.guards.twin import STATE, twin_of
 from simulator import api as simulator
 from simulator.core.limits import DEFAULTS
 from simulator.planners.outcome import Infeasible

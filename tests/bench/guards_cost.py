@@ -18,7 +18,7 @@ import click
 @click.option("--json", "as_json", is_flag=True)
 def main(model: str, rounds: int, as_json: bool) -> None:
     """Time the guards of MODEL, by its name in `trace`; its weights are never made."""
-    from executor.training.guards import Watch
+    from executor.guards.state import Watch
     from tracer.build.step import load_spec
     from tracer.torch_api import FakeTensorMode
 

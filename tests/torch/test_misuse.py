@@ -30,9 +30,9 @@ from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from executor import apply_plan  # noqa: E402
+from executor.guards.state import Watch  # noqa: E402
 from executor.training import engine  # noqa: E402
 from executor.training.autograd import _digest  # noqa: E402
-from executor.training.guards import Watch  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
 from tracer.capture.capture import capture  # noqa: E402

@@ -14,9 +14,9 @@ from torch.nn import functional  # noqa: E402
 
 from executor import fit  # noqa: E402
 from executor.codecs.payloads import seed  # noqa: E402
+from executor.fitting.gradient_errors import gradient_errors, with_error  # noqa: E402
 from executor.measure import Job  # noqa: E402
 from executor.rewriting import rewritten  # noqa: E402
-from executor.training.gradient_errors import gradient_errors, with_error  # noqa: E402
 from executor.verify import verify  # noqa: E402
 from simulator import api  # noqa: E402
 from simulator.core.formats import FORMATS  # noqa: E402

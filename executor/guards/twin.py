@@ -9,8 +9,8 @@ from typing import Any, Final, cast
 
 from torch import nn
 
-from executor.training import bypass
-from executor.training.guards import own_class
+from executor.guards import bypass
+from executor.guards.state import own_class
 
 STATE: Final = "_lowtide"  # the attribute of a planned module that holds its state
 OF_MODULES: Final = frozenset(vars(nn.Module()))  # the attributes that torch gives every module

@@ -13,7 +13,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from executor.training.gradient_errors import plan_measured
+from executor.fitting.gradient_errors import plan_measured
+from executor.fitting.regions import plan_regions
+from executor.guards.twin import twin_of
 from executor.training.module import REPLAN, apply_recorded
 from executor.training.planning import (
     Clock,
@@ -24,8 +26,6 @@ from executor.training.planning import (
     plan_within,
     record,
 )
-from executor.training.regions import plan_regions
-from executor.training.twin import twin_of
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.prediction.warnings import UNTOUCHED_LESS, text, warnings_of

@@ -23,11 +23,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
-from executor.training import bypass
+from executor.guards import bypass
+from executor.guards.twin import twin_of
 from executor.training.engine import Engine
 from executor.training.module import apply_recorded, engines_of
 from executor.training.planning import Recorded, Say, Wanted, loss_of, record
-from executor.training.twin import twin_of
 from simulator import api as simulator
 from simulator.core.budget import parse_budget
 from simulator.core.problem import Problem
