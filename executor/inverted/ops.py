@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from executor.inverted.fits import two_bits
+from executor.inverted.fits import FITS, two_bits
 from executor.inverted.formulas import DIGITS, FORWARD, gradient, pack
 
 # Smaller tensors are not worth a compiler's seconds.
@@ -51,10 +51,12 @@ def _gradient(
     body: Callable[..., torch.Tensor], grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str
 ) -> torch.Tensor:
     y = _dense(y)
-    if grad.stride() != y.stride():
-        grad = torch.empty_like(y).copy_(grad)
-    made = body(_planes(grad), _planes(y), side, kind)
+    made = body(_planes(_as_laid(grad, y)), _planes(y), side, kind)
     return made.flatten()[: y.numel()].as_strided(y.shape, y.stride())
+
+
+def _as_laid(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return grad if grad.stride() == y.stride() else torch.empty_like(y).copy_(grad)
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -87,11 +89,17 @@ def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> tor
 
 @side.register_kernel("cpu")
 def _(x: torch.Tensor, kind: str) -> torch.Tensor:
+    if two_bits(kind, DIGITS[x.dtype]):
+        return _lookup().side(_dense(x), kind)
     return _fast(pack, kind)(_planes(_dense(x)), kind)
 
 
 @backward_from_output.register_kernel("cpu")
 def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
+    # A parabola takes less time than the table.
+    if grad.dtype is y.dtype is torch.bfloat16 and kind in FITS:
+        y = _dense(y)
+        return _lookup().gradient(_as_laid(grad, y), y, side, kind)
     return _gradient(_fast(gradient, kind), grad, y, side, kind)
 
 
@@ -111,6 +119,10 @@ def _(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
     kernels = _kernels()
     return _gradient(kernels.backward if kernels else gradient, grad, y, side, kind)
+
+
+def _lookup() -> Any:
+    return import_module("executor.inverted.lookup")  # numba takes its time to load
 
 
 @cache

@@ -55,11 +55,11 @@ if hasattr(options.DefaultOptions, "_nrt"):
 
 
 def compiled(function: F) -> F:
-    """The function, compiled at its first call; its arguments are numbers and arrays."""
+    """The function, compiled at its first call; its arguments are numbers and arrays. Other threads run beside it."""
     try:
-        kernel = numba.njit(cache=True, no_cfunc_wrapper=True, **OPTIONS)(function)
+        kernel = numba.njit(cache=True, nogil=True, no_cfunc_wrapper=True, **OPTIONS)(function)
     except RuntimeError:  # no place for it
-        return cast(F, numba.njit(**OPTIONS)(function))
+        return cast(F, numba.njit(nogil=True, **OPTIONS)(function))
     # Machine code that is on disk needs none of numba's registries of types and functions, which take 0.2 s to load.
     cache = kernel._cache
     if hasattr(cache, "_load_overload"):

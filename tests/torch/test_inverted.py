@@ -30,7 +30,7 @@ from executor.inverted import (  # noqa: E402
     ops,
 )
 from executor.inverted.fits import FITS, X_MIN, two_bits  # noqa: E402
-from executor.inverted.formulas import DIGITS, FORWARD, quick_gelu, slope  # noqa: E402
+from executor.inverted.formulas import DIGITS, FORWARD, gradient, pack, quick_gelu, slope  # noqa: E402
 from tests.bench.inverted_fit import FUNCTIONS, left_points, right_points  # noqa: E402
 from tracer.build.named.torchvision_shim import import_torchvision  # noqa: E402
 
@@ -219,6 +219,22 @@ def test_compiled_and_eager_forms_agree(monkeypatch: pytest.MonkeyPatch) -> None
             ops.backward_from_output(grad, y, side, "gelu"), fast, atol=1e-5, rtol=1e-5
         )
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_what_is_looked_up_is_what_the_formulas_give(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every input, several times over, so that two threads have rows of their own, and the last row is not full."""
+    x = torch.arange(20 * (1 << 16) - 3).to(torch.int16).view(torch.bfloat16)
+    x[::3] = torch.randn(x[::3].shape).bfloat16()
+    y, grad = FORWARD[kind](x), torch.randn(x.shape).bfloat16()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    side = ops.side(x, kind)
+    planes = [bits.view(1 + two_bits(kind, 8), -1) for bits in (side, pack(ops._planes(x), kind))]
+    assert torch.equal(planes[0][:, :-3], planes[1][:, :-3])
+    assert torch.equal(planes[0] & 127, planes[1] & 127)  # what fills the last row up is nobody's
+    found = ops.backward_from_output(grad, y, side, kind)
+    wanted = gradient(ops._planes(grad), ops._planes(y), side, kind).view(-1)[: len(x)]
+    torch.testing.assert_close(found, wanted, atol=0, rtol=0, equal_nan=True)
 
 
 NO_COMPILER = """
