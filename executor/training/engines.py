@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from executor.guards.mismatch import elements
 from executor.guards.state import Path, State, Watch, argument, unread_of
@@ -119,10 +120,10 @@ def engine_for(
         autocast,
     )  # fmt: skip
     with CAPTURING:
-        if inside_torch_func() is not None:
+        if inside_torch_func() is not None or forward_ad._current_level >= 0:
             raise PlanError(
-                "the model was called inside torch.func (grad, jvp, vmap), which sees through no planned step; run it "
-                "without the plan there: inside `with unplanned(model):`."
+                "the model was called inside torch.func (grad, jvp, vmap) or forward_ad, which see through no planned "
+                "step; run it without the plan there: inside `with unplanned(model):`."
             )
         state = engines.watching(module).state()
         key = (state, call)

@@ -119,6 +119,19 @@ def test_the_peak_is_what_by_hand_it_is() -> None:
     assert problem.saved.timeline.peak_allocated_bytes == 4 * N * 3 + N + 2 * payload + 2 * 4 * N
 
 
+def test_what_the_model_returns_is_held_while_forward_packs_its_last_value() -> None:
+    t = step()
+    t = replace(
+        t,
+        meta=replace(t.meta, forward_ops=4, first_backward_graph_op=4),
+        storages=replace(t.storages, hold=tuple(3 if n == "s" else -1 for n in t.storages.name)),
+    )
+    made = rewritten(t, [Rewrite(kind="int8", storage=storage(t, x)) for x in ("x", "z")])
+    last = made.storages.hold[storage(made, "s")]
+    assert made.ops.name[last] == "z_packed"
+    assert last == made.meta.forward_ops - 1
+
+
 def test_what_saves_most_for_its_time_comes_first() -> None:
     t = step()
     found = ranked(Problem(t))

@@ -47,6 +47,16 @@ def test_a_tuple_of_inputs_goes_one_by_one_or_whole_as_forward_can_take_it() -> 
     assert split_batch(Two(), (A, B), None).args == (A, B)
 
 
+def test_of_a_loss_without_targets_forward_gets_all_that_it_cannot_do_without() -> None:
+    def alone(output: Any) -> Any:
+        return output
+
+    assert split_batch(Two(), (A, B), alone).args == (A, B)
+    assert split_batch(One(), (A, T), alone).args == (A,)
+    assert split_batch(Several(), (A, T), alone).args == (A,)
+    assert split_batch(Two(), ((A, B), T), alone).args == (A, B)
+
+
 @pytest.mark.parametrize(
     ("model", "batch"), [(One, (A, B, T)), (Two, (A, T)), (Two, {"a": A, "c": T}), (One, ({"y": A}, T))]
 )

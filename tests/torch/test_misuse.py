@@ -26,6 +26,7 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -1303,6 +1304,14 @@ def a_gradient_of_each_example(m: Any) -> Any:
         return total(torch.func.functional_call(m, weights, (x[None],)))
 
     return torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, batch())
+
+
+@row("or forward_ad", net=Shallow)
+def a_directional_derivative(m: Any) -> Any:
+    with forward_ad.dual_level(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own way there is deprecated in torch
+        x = forward_ad.make_dual(batch(), torch.ones(6, 8))
+        return forward_ad.unpack_dual(m(x)).tangent
 
 
 @row()

@@ -7,7 +7,8 @@ With a loss function:
         `forward` cannot take them one by one) or a mapping (`model(**inputs)`). Of a longer tuple the last is the
         targets: `model(*batch[:-1])`.
     tensor: `loss(model(batch))`.
-    A loss function of one argument gets the output alone.
+    A loss function of one argument gets the output alone; `forward` then gets all of a tuple of tensors if it cannot
+        do without the last.
 Without one (the model computes its loss):
     mapping: `model(**batch)`; tuple: `model(*batch)`; tensor: `model(batch)`. The loss is `output.loss`,
     `output["loss"]`, the output itself if it is a scalar, or `output[0]` if that is a scalar.
@@ -87,6 +88,9 @@ def _divided(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> S
             raise SpecError("the batch is empty.")
         if loss is None or len(batch) == 1:
             return _split(_one_by_one(model, batch), {}, loss, ())
+        plain = all(isinstance(x, torch.Tensor) for x in batch)
+        if plain and not _takes(loss, 2) and _takes(model, len(batch)) and not _takes(model, len(batch) - 1):
+            return _split(tuple(batch), {}, loss, ())
         inputs = batch[0] if len(batch) == 2 else tuple(batch[:-1])
         if isinstance(inputs, Mapping):
             return _split((), _named(inputs), loss, (batch[-1],))

@@ -141,6 +141,9 @@ class Editing:
         """The trace as it is now."""
         number = {op: i for i, op in enumerate(self.order)}
         ids = {v: s for s, v in enumerate(self.values)}
+        forward = self.source.meta.forward_ops
+        # What the model returns is held until its forward ends, whatever that ends in now.
+        returned, end = self.op[forward - 1] if forward else None, self._moved(forward) - 1
 
         def now(op: Op | None) -> int:
             while op is not None and op not in number:
@@ -168,7 +171,7 @@ class Editing:
         storages = Storages(
             **of_values,
             producer=tuple(now(v.producer) for v in self.values),
-            hold=tuple(now(v.hold) for v in self.values),
+            hold=tuple(end if v.hold and v.hold is returned else now(v.hold) for v in self.values),
             aliases=aliases_of(ops, len(self.values)),
             **uses,
         )
@@ -176,15 +179,11 @@ class Editing:
 
     def _meta(self, ops: Ops, storages: Storages) -> TraceMeta:
         meta = self.source.meta
-
-        def moved(old: int) -> int:
-            return next((k for k, op in enumerate(self.order) if op.at >= old), len(self.order))
-
-        backward = moved(meta.first_backward_graph_op)
+        backward = self._moved(meta.first_backward_graph_op)
         graph = [i for i in range(backward, len(ops)) if not ops.flags[i] & EAGER]
         return replace(
             meta,
-            forward_ops=moved(meta.forward_ops),
+            forward_ops=self._moved(meta.forward_ops),
             first_backward_graph_op=backward,
             within_backward=eager_runs(ops.flags, graph),
             graph_fingerprint=fingerprint(ops, storages, eager=False),
@@ -194,3 +193,7 @@ class Editing:
             rates=self.rates,
             untouched_peak_bytes=0,
         )
+
+    def _moved(self, old: int) -> int:
+        """Where what stood behind so many ops of the trace stands now."""
+        return next((k for k, op in enumerate(self.order) if op.at >= old), len(self.order))
