@@ -65,6 +65,7 @@ class _State:
     entered: int = 0  # how often the planned forward was reached
     pool: hand_over.Pool = field(default_factory=hand_over.Pool)  # of a module inside DistributedDataParallel
     inside: bool = False  # the instance's own forward runs, which may lead back to the planned one
+    ahead: bool = False  # whether what the plan asks for ahead of all steps was asked for
 
     def fresh(self) -> _State:
         """The same plan for another object, for which nothing was captured yet."""
@@ -213,6 +214,9 @@ class PlannedModule(nn.Module):
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
         tensors = state.engines.tensors(engine)
         of_parameters = tensors[: len(engine.program.captured.parameters)]
+        if engine.kind == "cuda" and not state.ahead:
+            state.ahead = True
+            torch.empty(state.plan.ahead_bytes, dtype=torch.uint8, device=of_parameters[0].device)
         pool = state.pool if hand_over.wanted(self, of_parameters) else None
         outputs = run(engine, tensors + given, pool)
         state.engines.set_attributes(engine)

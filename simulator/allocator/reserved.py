@@ -158,6 +158,7 @@ def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:
     rules["max_non_split_rounding"] = settings.max_non_split_rounding_bytes
     rules["large_segment"] = settings.large_segment_bytes
     rules["expandable"] = settings.expandable_segments
+    rules["ahead"] = settings.ahead_bytes
     rules["older_first"] = settings.ties == OLDER_BLOCK
     rules["divisions"] = any(d > 1 for d in settings.roundup_divisions)
     return rules, np.array(settings.roundup_divisions, np.int64)
@@ -182,6 +183,8 @@ def _play(
         running = phase
 
     allocator.reset_peaks()
+    if first and allocator.settings.ahead_bytes:
+        allocator.free(allocator.malloc(allocator.settings.ahead_bytes))
     for k, (block, size) in enumerate(zip(requests.blocks, requests.sizes, strict=True)):
         while phases and phases[-1][1] == k:
             begin(phases.pop()[0])

@@ -59,6 +59,8 @@ class AllocatorSettings:
     ties: str = OLDER_SEGMENT
     # Give up at once, cached memory or not, when a segment would exceed the device.
     throw_on_oom: bool = False
+    # No option either: what a plan asks for in one piece, and gives back at once, before the first step.
+    ahead_bytes: int = 0
 
 
 def parse_alloc_conf(text: str) -> AllocatorSettings:

@@ -229,6 +229,10 @@ def _reserved_lines(c: Prediction) -> list[str]:
         )
     elif conf:
         lines.append(f"         with {conf}, as recorded")
+    if c.plan.ahead_bytes:
+        lines.append(
+            f"         {show_bytes(c.plan.ahead_bytes)} of it in one piece, asked for by `apply_plan` before all steps"
+        )
     if c.plan.budget_of == RESERVED:
         lines.append(
             f"placed  {show_bytes(c.placed.pool_bytes)} would do with addresses planned offline (fragmentation "

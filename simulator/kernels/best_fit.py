@@ -40,6 +40,7 @@ RULES: Final = table(
         ("expandable", np.int64),
         ("older_first", np.int64),  # whether a block's rank is its age, not its address
         ("divisions", np.int64),  # whether requests are rounded to parts of powers of two
+        ("ahead", np.int64),  # asked for and given back before the first iteration
     ]
 )
 RANGE: Final = 1 << 42  # the addresses of each pool's expandable range
@@ -343,6 +344,8 @@ def play(
             sums.reserved,
         )
         due = long(0) if ran == 0 else long(once.shape[0])
+        if ran == 0 and m.rules[0].ahead:
+            free(m, 0 if m.rules[0].ahead <= SMALL else 1, malloc(m, m.rules[0].ahead))
         for k in range(n):
             while due < once.shape[0] and once[due, 0] == k:
                 malloc(m, once[due, 1])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from simulator.allocator.device_fit import Setting, settings_to_try
+from simulator.allocator.device_fit import Setting, asking_ahead, settings_to_try
 from simulator.core.limits import BIT_EXACT, Levers, Limits
 from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten_problem
@@ -59,7 +59,9 @@ def plan_for(
         progress(why)
     plan = make(problem) if budget_bytes is None else plan_with_levers(problem, budget_bytes, levers, make)
     setting = under.get(rewritten_problem(problem, plan.rewrites).trace.meta.fingerprint, setting)
-    plan = replace(plan, budget_bytes=budget_bytes, budget_of=budget_of)
+    ahead = 0 if setting.settings is None else setting.settings.ahead_bytes
+    plan = replace(plan, budget_bytes=budget_bytes, budget_of=budget_of, ahead_bytes=ahead)
+    setting = asking_ahead(setting, 0)
     return completed(predict(problem, setting, plan, budget_bytes))
 
 

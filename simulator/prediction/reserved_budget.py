@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from simulator.allocator.device_fit import Setting, device_fit
+from simulator.allocator.caching import SMALL_SEGMENT_BYTES
+from simulator.allocator.device_fit import Setting, asking_ahead, device_fit
 from simulator.bounds.bound import bounder_of
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
@@ -32,6 +33,7 @@ LEAST_FALL: Final = 200  # it falls by 1/200 at least
 STARTS: Final = 2
 SIMILAR: Final = 1.02  # they look under the most welcome setting too where it reserves so much at most
 WALK: Final = 0.3  # how long one is, in shares of the time
+MUCH: Final = 1 << 40  # more than any step takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +63,20 @@ def plan_within_reserved(
         BudgetError: no plan was found within the limit.
     """
     share = replace(limits, seconds=limits.seconds / SHARES)
+    own = settings[0].settings
+    # Where no settings can be chosen under which segments grow, one segment that is large enough does as well.
+    ahead = len(settings) == 1 and own is not None and not own.expandable_segments
 
     def judged(plan: Plan) -> Tried:
-        reserved = [_reserved_bytes(problem, plan, s) for s in settings]
+        choices = [*settings, *([_ahead(problem, plan, settings[0], limit_bytes)] if ahead else [])]
+        reserved = [_reserved_bytes(problem, plan, s) for s in choices]
         fitting = (k for k, n in enumerate(reserved) if n <= limit_bytes)
-        k = next(fitting, min(range(len(settings)), key=lambda k: reserved[k]))
-        told = settings[k].alloc_conf or "torch's default settings"
+        k = next(fitting, min(range(len(choices)), key=lambda k: reserved[k]))
+        told = choices[k].alloc_conf or "torch's default settings"
+        told += ", asked for in one piece" * (k >= len(settings))
         added = plan.predicted["plan"]["overhead_percent"]
         progress(f"a plan that adds {added:.2f} % reserves {reserved[k]:,} bytes under {told}")
-        return Tried(plan=plan, reserved_bytes=reserved[k], setting=settings[k])
+        return Tried(plan=plan, reserved_bytes=reserved[k], setting=choices[k])
 
     tried, why = lower_until_within(
         lambda budget_bytes: judged(plan_with(planner, problem, budget_bytes, share)), limit_bytes
@@ -78,7 +85,8 @@ def plan_within_reserved(
         starts = _starts(problem, tried, limit_bytes)
         first, welcome = starts[0], settings[0]
         near = _reserved_bytes(problem, first.plan, welcome) <= SIMILAR * first.reserved_bytes
-        for setting in dict.fromkeys((first.setting, welcome) if near else (first.setting,)):
+        under = (first.setting, welcome) if near else (first.setting,)
+        for setting in dict.fromkeys((starts[-1].setting, first.setting) if ahead else under):
             assert setting.settings is not None
             walks = squeezed(
                 problem, planner, [t.plan for t in starts], limit_bytes, setting.settings,
@@ -89,6 +97,13 @@ def plan_within_reserved(
     if not within:
         raise _none_within_reserved(limit_bytes, min(tried, key=lambda t: t.reserved_bytes), why)
     return min(within, key=lambda t: (_cost(t.plan), t.reserved_bytes))
+
+
+def _ahead(problem: Problem, plan: Plan, setting: Setting, limit_bytes: int) -> Setting:
+    """The setting, but that all which the limit leaves beside parameters and small values is asked for ahead."""
+    much = asking_ahead(replace(setting, device=None), MUCH)
+    beside = _reserved_bytes(problem, plan, much) - MUCH
+    return asking_ahead(setting, max(0, limit_bytes - beside) // SMALL_SEGMENT_BYTES * SMALL_SEGMENT_BYTES)
 
 
 def _reserved_bytes(problem: Problem, plan: Plan, setting: Setting) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from simulator.allocator.device import CUDA
-from simulator.allocator.device_fit import DeviceFit, Setting, device_fit, kind_of
+from simulator.allocator.device_fit import DeviceFit, Setting, asking_ahead, device_fit, kind_of
 from simulator.allocator.placement import Placement, lifetimes, place
 from simulator.allocator.requests import requests_of, untouched_requests
 from simulator.core.problem import Problem
@@ -45,23 +45,29 @@ class Prediction:
     @property
     def saved_fit(self) -> DeviceFit:
         """What the step needs of the device with everything saved."""
-        return self._fit(self.problem.unconstrained, (), self.saved)
+        return self._fit(self.problem.unconstrained, (), self.saved, self.setting)
 
     @property
     def planned_fit(self) -> DeviceFit:
         """What it needs with the plan."""
-        return self._fit(self.step, self.plan.actions, self.planned)
+        return self._fit(self.step, self.plan.actions, self.planned, self.planned_setting)
 
     @property
     def step(self) -> Problem:
         """The step as the plan's rewrites change it, which its actions are of; without constraints."""
         return rewritten_problem(self.problem.unconstrained, self.plan.rewrites)
 
-    def _fit(self, problem: Problem, actions: tuple[Action, ...], replay: Replay) -> DeviceFit:
+    def _fit(
+        self, problem: Problem, actions: tuple[Action, ...], replay: Replay, setting: Setting
+    ) -> DeviceFit:
         if replay == self.saved:
             actions = ()
-        key = ("fit", self.setting, actions)
-        return problem.once(key, lambda p: device_fit(p, replay, self.setting))
+        return problem.once(("fit", setting, actions), lambda p: device_fit(p, replay, setting))
+
+    @property
+    def planned_setting(self) -> Setting:
+        """Under which the planned step runs: what the plan asks for ahead is asked for."""
+        return asking_ahead(self.setting, self.plan.ahead_bytes)
 
     @property
     def saved_figures(self) -> RunFigures:

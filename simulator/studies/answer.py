@@ -72,7 +72,8 @@ def _rewritten(c: Prediction) -> dict[str, Any]:
 
 
 def _placed(c: Prediction) -> dict[str, Any]:
-    """The pool that would do if addresses were planned offline, beside a budget of reserved memory; else nothing."""
+    """Beside a budget of reserved memory: the pool that would do if addresses were planned offline, and what the plan
+    asks for ahead; else nothing."""
     if c.plan.budget_of != RESERVED or c.planned_fit.reserved is None:
         return {}
     figures = {
@@ -80,7 +81,7 @@ def _placed(c: Prediction) -> dict[str, Any]:
         "peak_bytes": c.placed.blocks.peak_bytes,
         "fragmentation_percent": round(100 * c.placed.fragmentation, 4),
     }
-    return {"placed": figures}
+    return {"placed": figures} | ({"ahead_bytes": c.plan.ahead_bytes} if c.plan.ahead_bytes else {})
 
 
 def refusal(

@@ -203,7 +203,7 @@ def _random_steps(c: Prediction, asked: Sequence[Any], seed: int) -> RandomSteps
     rng = random.Random(seed)
     order = [rng.choice(asked) for _ in range(STEPS - 1)]
     order.insert(rng.randrange(STEPS), largest)
-    device, settings = c.setting.device, c.setting.settings
+    device, settings = c.setting.device, c.planned_setting.settings
     steps = reserved_over(order, largest.residents, settings)
     alone = reserved_over([largest] * 3, largest.residents, settings)
     flat_from = next(k for k, f in enumerate(steps) if f.reserved_bytes == steps[-1].reserved_bytes) + 1

@@ -102,6 +102,8 @@ def simulated(of: Requests, iterations: int, given: AllocatorSettings | None = N
     while len(figures) < iterations and not steady:
         before = len(allocator.segment_events)
         allocator.reset_peaks()
+        if allocator.settings.ahead_bytes and not figures:
+            allocator.free(allocator.malloc(allocator.settings.ahead_bytes))
         held = {}
         for k in range(len(of.blocks) + 1):
             for at, size in of.once:
@@ -162,11 +164,12 @@ def compiled(of: Requests, iterations: int, given: AllocatorSettings) -> Reserve
     iterations=st.integers(1, 4),
     conf=CONFS,
     ties=st.sampled_from([LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT]),
+    ahead=st.just(0) | SIZES,
 )
 def test_the_compiled_allocator_is_the_simulated_one(
-    of: Requests, iterations: int, conf: str, ties: str
+    of: Requests, iterations: int, conf: str, ties: str, ahead: int
 ) -> None:
-    chosen = replace(parse_alloc_conf(conf), ties=ties)
+    chosen = replace(parse_alloc_conf(conf), ties=ties, ahead_bytes=ahead)
     assert compiled(of, iterations, chosen) == simulated(of, iterations, chosen)
 
 
@@ -175,13 +178,14 @@ def test_the_compiled_allocator_is_the_simulated_one(
     drawn=traces_with_actions(),
     conf=CONFS,
     ties=st.sampled_from([LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT]),
+    ahead=st.just(0) | SIZES,
 )
 def test_what_a_step_reserves_is_what_the_simulated_allocator_does(
-    drawn: tuple[Trace, tuple[Action, ...]], conf: str, ties: str
+    drawn: tuple[Trace, tuple[Action, ...]], conf: str, ties: str, ahead: int
 ) -> None:
     of, actions = drawn
     schedule = build(Problem(of), actions)
-    chosen = replace(parse_alloc_conf(conf), ties=ties)
+    chosen = replace(parse_alloc_conf(conf), ties=ties, ahead_bytes=ahead)
     expected = simulated(requests_of(Problem(of), schedule), 5, chosen)
     assert reserved_peak(Problem(of), schedule, chosen) == expected
 

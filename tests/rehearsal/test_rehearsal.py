@@ -220,3 +220,10 @@ def test_a_planned_step_runs_there_beside_its_prediction(tmp_path: Path) -> None
     assert set(answer["rehearsals"]["plan"]) >= {"iterations", "alive", "fits"}
     planned, untouched = answer["rehearsed"], answer["rehearsals"]["eager"]["steady"]
     assert planned["peak_allocated_bytes"] < untouched["requested_bytes"]
+    of = ("--budget", "70%", "--budget-of", "reserved", "--alloc-conf", "")
+    call(tmp_path, "simulator", "t", *of, "-o", "ahead.json", "-q")
+    assert json.loads((tmp_path / "ahead.json").read_text())["ahead_bytes"]
+    answer = json.loads(call(tmp_path, "executor", "ahead.json", "--rehearse", "h100", "--json", "-q"))
+    assert answer["within_budget"]
+    assert answer["rehearsed"]["peak_reserved_bytes"] == answer["predicted"]["peak_reserved_bytes"]
+    assert answer["rehearsed"]["peak_block_bytes"] == answer["predicted"]["peak_block_bytes"]

@@ -114,6 +114,9 @@ class Plan(JsonRecord):
     planner: str = ""
     budget_bytes: int | None = None
     budget_of: str = ALLOCATED  # or RESERVED
+    # Asked of CUDA's allocator in one piece, and given back, before the first step: values of all sizes then share one
+    # segment, where torch by default has one of its own size for each large value.
+    ahead_bytes: int = 0
     exactness: str = EXACT  # one of EXACTNESS
     gradient_error: float | None = (
         None  # of the whole plan on the user's batch, relative L2; None: not measured
@@ -125,6 +128,8 @@ class Plan(JsonRecord):
     def __post_init__(self) -> None:
         if self.budget_of not in (ALLOCATED, RESERVED):
             raise ValueError(f"budget_of is {self.budget_of!r} and should be {ALLOCATED} or {RESERVED}")
+        if self.ahead_bytes < 0:
+            raise ValueError(f"ahead_bytes is {self.ahead_bytes} and should not be negative")
         if self.exactness not in EXACTNESS:
             raise ValueError(f"exactness is {self.exactness!r} and should be one of {', '.join(EXACTNESS)}")
 
@@ -170,6 +175,7 @@ class Plan(JsonRecord):
             "planner": self.planner,
             "budget_bytes": self.budget_bytes,
             "budget_of": self.budget_of,
+            **({"ahead_bytes": self.ahead_bytes} if self.ahead_bytes else {}),
             "exactness": self.exactness,
             **({} if self.gradient_error is None else {"gradient_error": self.gradient_error}),
             "predicted": dict(self.predicted),
@@ -196,6 +202,7 @@ class Plan(JsonRecord):
         figures = {k: self.predicted.get(k) for k in ("baseline", "plan")}
         parts = [self.meta.fingerprint, self.budget_bytes, self.budget_of, figures, data["actions"]]
         parts += [data["rewrites"]] if self.rewrites else []
+        parts += [self.ahead_bytes] if self.ahead_bytes else []
         return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:16]
 
     @classmethod
