@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from tracer.build.joined import can_be_joined
 from tracer.build.loop import TrainingStep
 from tracer.build.step import BuildStep
 from tracer.costs.calibration import ELSEWHERE, MEASURED, NONE, RULES, Costs
@@ -25,6 +27,7 @@ from tracer.record.draft import Draft
 from tracer.record.one_graph import OneGraph
 from tracer.record.program import Program
 from tracer.record.step import trace_step
+from tracer.record.stretches import may_have_head
 from tracer.record.untouched import count_untouched
 from traces.devices import Device
 from traces.devices import device as device_entry
@@ -50,8 +53,53 @@ class ProfileUse:
 def record_fake(
     build: BuildStep, target: Device, use: ProfileUse, say: Callable[[str], None] = lambda text: None
 ) -> Trace:
-    """`record_drafted` without the draft, and with what the untouched loop needs."""
-    return record_drafted(build, target, use, say)[1]
+    """`record_drafted` without the draft, and with what the untouched loop needs; and with the loss in the graph."""
+    draft, trace = record_drafted(build, target, use, say)
+    return joined_with(trace, record_joined(build, draft, use))
+
+
+def joined_with(trace: Trace, found: tuple[Draft, Trace] | None) -> Trace:
+    """A trace with its `joined`, of what `record_joined` found."""
+    if found is None:
+        return trace
+    _, of = found
+    joined = replace(
+        of,
+        meta=replace(of.meta, untouched_peak_bytes=trace.meta.untouched_peak_bytes),
+        ops=replace(of.ops, module=_of_the_model(of.ops.module)),
+        storages=replace(of.storages, name=_of_the_model(of.storages.name)),
+        untouched=trace.untouched,
+    )
+    return replace(trace, joined=joined)
+
+
+def _of_the_model(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names in a module of model and loss function, without the attribute of the model in it."""
+    return tuple(re.sub(r"^(gradient of )?model(\.|$)", r"\1", name) for name in names)
+
+
+def record_joined(
+    build: BuildStep, draft: Draft, use: ProfileUse, *, device: str = "cpu", costs: Costs | None = None
+) -> tuple[Draft, Trace] | None:
+    """The step with model and loss function captured as one, if that finds a loss head that can run in tiles.
+
+    Args:
+        build, draft: the step, and it as it was recorded.
+        use: which profile.
+        device: of the fake tensors.
+        costs: instead of those of the profile.
+    """
+    if not (can_be_joined(draft.step) and may_have_head(draft.program)):
+        return None
+    try:
+        if costs is None:
+            made, trace = record_drafted(build.joined, draft.target, use, device=device, untouched=False)
+        else:
+            made = trace_step(build.joined, draft.target, device=device, costs=costs)
+            trace = made.trace
+    except LowtideError:  # what the loss does no graph can hold; around the model it runs as it is
+        return None
+    return (made, trace) if any(x.backward is None for x in trace.meta.stretches) else None
 
 
 def record_drafted(
@@ -182,7 +230,7 @@ def record_real(
     trace = measured.finish(untouched=requests, untouched_peak_bytes=peak_bytes)
     if path is not None and (merged := _added(path, own, use, say)) is not None:
         say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
-    return trace
+    return joined_with(trace, record_joined(build, draft, use, device=device, costs=Costs(profile=own)))
 
 
 def _on_fakes(build: BuildStep, target: Device, say: Callable[[str], None]) -> Draft | None:

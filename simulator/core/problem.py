@@ -12,7 +12,7 @@ from functools import cached_property
 from simulator.core.facts import Facts
 from simulator.core.limits import NONE, Constraints
 from simulator.core.replay import Replay, replay
-from traces.records.plan import Action
+from traces.records.plan import Action, Plan
 from traces.records.trace import Trace
 
 
@@ -36,6 +36,16 @@ class Problem(Facts):
         if self._replayed is None or self._replayed[0] != wanted:
             self._replayed = (wanted, replay(self, wanted))
         return self._replayed[1]
+
+    @cached_property
+    def joined(self) -> Problem | None:
+        """That of model and loss function captured as one, if the trace has it."""
+        return None if self.trace.joined is None else Problem(self.trace.joined, self.constraints)
+
+    def planned_by(self, plan: Plan) -> Problem:
+        """Itself, or `joined` if a plan is of that."""
+        joined = self.joined
+        return joined if joined and plan.meta.fingerprint == joined.trace.meta.fingerprint else self
 
     @cached_property
     def saved(self) -> Replay:

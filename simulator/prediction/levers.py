@@ -218,9 +218,27 @@ ANY: Final = 1.0  # error of the gradient, relative L2, where the user gives no 
 SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 
 
+def with_loss(problem: Problem, levers: Levers) -> Problem | None:
+    """The step of model and loss function as one, if tiles are allowed, whose loss head can run in them."""
+    allowed = EXACTNESS.index(ALLOW[levers.allow]) >= EXACTNESS.index(FP)
+    return problem.joined if allowed and "tile" in (levers.kinds or KINDS) else None
+
+
+def has_head(problem: Problem, rewrites: Iterable[Rewrite]) -> bool:
+    """Whether rewrites run a loss head in tiles."""
+    heads = {x.storage for x in problem.trace.meta.stretches if x.backward is None}
+    return any(r.kind == "tile" and r.storage in heads for r in rewrites)
+
+
 def lowest_floor(problem: Problem, levers: Levers) -> int:
     """A peak that no plan can go below, with these levers or without; of combinations as `changed_steps`."""
     _check_measured(levers)
+    if (joined := with_loss(problem, levers)) is not None:
+        return min(_lowest_floor(problem, levers), _lowest_floor(joined, levers))
+    return _lowest_floor(problem, levers)
+
+
+def _lowest_floor(problem: Problem, levers: Levers) -> int:
 
     def worth(rewrites: tuple[Rewrite, ...]) -> int:
         return -_floor(problem, rewrites) if _allowed(rewrites, levers) else -MOST
@@ -231,6 +249,14 @@ def lowest_floor(problem: Problem, levers: Levers) -> int:
 def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     """What every plan within the budget adds at least, with these levers or without; if there is more to choose than
     the number of tiles of one stretch, in the combinations that were tried."""
+    bound = _lower_bound(problem, budget_bytes, levers)
+    if (bound.added_time_ns or not bound.feasible) and (joined := with_loss(problem, levers)) is not None:
+        other = _lower_bound(joined, budget_bytes, levers)
+        return min(bound, other, key=lambda b: (not b.feasible, b.added_time_ns))
+    return bound
+
+
+def _lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     best = changed_steps(problem, budget_bytes, levers)[0]
     if not best.rewrites:
         return best.bound
@@ -286,6 +312,7 @@ def plan_with_levers(
 
 def _helpful(problem: Problem, levers: Levers) -> str:
     """In words, the rewrites that would lower the floor most, if they are not allowed; or why there are none."""
+    problem = problem.joined or problem
     could = Levers(allow="approximate", kinds=tuple(KINDS))
     best = _best(list(_choices(problem, could)), lambda rs: -_floor(problem, rs))
     allowed = {r for rewrites in offered(problem, levers).values() for r in rewrites}
@@ -300,11 +327,13 @@ def _helpful(problem: Problem, levers: Levers) -> str:
 def nothing_in_tiles(trace: Trace, levers: Levers) -> str:
     """In words, why a step has nothing that could run in tiles, if tiles are allowed; "": it has, or they are not."""
     allowed = EXACTNESS.index(ALLOW[levers.allow]) >= EXACTNESS.index(FP)
-    if trace.meta.stretches or not allowed or "tile" not in (levers.kinds or KINDS):
+    named = trace.meta.stretches or trace.joined is not None
+    if named or not allowed or "tile" not in (levers.kinds or KINDS):
         return ""
     return (
         "The trace names nothing that could run in tiles: an older trace does not say it, so trace again; a loss is "
-        "found only where the model's own forward computes it."
+        "found where forward computes it, or a loss function that the trace was given, of the model's output and "
+        "the targets alone; in a step() of your own it is not."
     )
 
 
@@ -422,12 +451,14 @@ def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study
     """What each lever alone does to the step, and all of a class together.
 
     Counts: the step with everything saved, and the floor of its plans; of a stretch the number of tiles with the lowest
-    floor, of other kinds all that is offered. Ignores: that fewer may do.
+    floor, of other kinds all that is offered. Ignores: that fewer may do. Of a trace that has it, the step of model and
+    loss function as one is studied.
 
     Args:
         name: of the trace, for the answer.
         budget_bytes: for what plans within it add at least.
     """
+    problem = problem.joined or problem
     found: dict[str, tuple[Rewrite, ...]] = {}
     for kind in LEVERS:
         with suppress(SpecError):  # nobody says how fast copies to host memory are

@@ -12,7 +12,7 @@ from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten_problem
 from simulator.planners import DEFAULT, plan_with
 from simulator.planners.outcome import Infeasible, figures_of_plan
-from simulator.prediction.levers import nothing_in_tiles, plan_with_levers
+from simulator.prediction.levers import has_head, nothing_in_tiles, plan_with_levers, with_loss
 from simulator.prediction.lowest_peak import with_lowest_peak
 from simulator.prediction.step import Prediction, predict
 from simulator.prediction.warnings import provenance, texts
@@ -57,12 +57,37 @@ def plan_for(
 
     if why := nothing_in_tiles(problem.trace, levers):
         progress(why)
-    plan = make(problem) if budget_bytes is None else plan_with_levers(problem, budget_bytes, levers, make)
-    setting = under.get(rewritten_problem(problem, plan.rewrites).trace.meta.fingerprint, setting)
+    plan = make(problem) if budget_bytes is None else _cheapest(problem, budget_bytes, levers, make)
+    step = rewritten_problem(problem.planned_by(plan), plan.rewrites)
+    setting = under.get(step.trace.meta.fingerprint, setting)
     ahead = 0 if setting.settings is None else setting.settings.ahead_bytes
     plan = replace(plan, budget_bytes=budget_bytes, budget_of=budget_of, ahead_bytes=ahead)
     setting = asking_ahead(setting, 0)
     return completed(predict(problem, setting, plan, budget_bytes))
+
+
+def _cheapest(problem: Problem, budget_bytes: int, levers: Levers, make: Callable[[Problem], Plan]) -> Plan:
+    """The cheapest plan: of model and loss function as one only if that runs the loss head in tiles, or if the model
+    alone has none.
+
+    Raises:
+        Infeasible: there is none; the refusal with the lower peak.
+    """
+    joined = with_loss(problem, levers)
+    if joined is None or problem.saved.timeline.peak_allocated_bytes <= budget_bytes:
+        return plan_with_levers(problem, budget_bytes, levers, make)
+    found: list[Plan] = []
+    refusals: list[Infeasible] = []
+    for step in (joined, problem):
+        try:
+            found.append(plan_with_levers(step, budget_bytes, levers, make))
+        except Infeasible as error:
+            refusals.append(error)
+        if found and step is joined and has_head(joined, found[0].rewrites):
+            break
+    if not found:
+        raise min(refusals, key=lambda error: error.figures["lowest_peak_bytes"])
+    return found[-1]
 
 
 def completed(c: Prediction) -> Prediction:

@@ -38,6 +38,17 @@ class SplitBatch:
     loss_inputs: tuple[Any, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WithTargets:
+    """A loss function that is called with what it needs of the batch."""
+
+    function: Callable[..., Any]
+    targets: tuple[Any, ...]
+
+    def __call__(self, outputs: Any) -> Any:
+        return self.function(outputs, *self.targets)
+
+
 pytree.register_pytree_node(
     SplitBatch,
     lambda b: ([b.args, b.kwargs, b.loss_inputs], b.loss),
@@ -147,13 +158,8 @@ def _split(
 ) -> SplitBatch:
     if loss is None:
         return SplitBatch(args=args, kwargs=kwargs, loss=loss_in_outputs, loss_inputs=())
-    function = loss
     if targets and _takes(loss, 2):
-
-        def with_targets(outputs: Any) -> Any:
-            return function(outputs, *targets)
-
-        return SplitBatch(args=args, kwargs=kwargs, loss=with_targets, loss_inputs=targets)
+        return SplitBatch(args=args, kwargs=kwargs, loss=WithTargets(loss, targets), loss_inputs=targets)
     if not _takes(loss, 1):
         has = "the model's output and the targets" if targets else "only the model's output, no targets"
         raise SpecError(f"the loss function cannot be called with what there is: {has}.")

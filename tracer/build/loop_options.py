@@ -40,7 +40,12 @@ class Loop:
 
 ORDINARY: Final = Loop()
 LOOP_OPTIONS: Final = tuple(f.name for f in fields(Loop))
-AROUND_OPTIONS: Final = (*POLICY_OPTIONS, *LOOP_OPTIONS)  # what is applied around whatever builds a step
+JOIN_LOSS: Final = "join_loss"  # model and loss function are one module (`tracer.build.joined`)
+AROUND_OPTIONS: Final = (
+    *POLICY_OPTIONS,
+    *LOOP_OPTIONS,
+    JOIN_LOSS,
+)  # what is applied around whatever builds a step
 
 
 def parse_around(given: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +64,8 @@ def parse_around(given: dict[str, Any]) -> dict[str, Any]:
         raise SpecError(f"--accumulate {count!r} must be a whole number of at least 1.")
     if loop.get("release_gradients"):
         _check_release(loop_of(loop))
-    return parse_policy(given) | loop
+    join = {JOIN_LOSS: True} if given.get(JOIN_LOSS) else {}
+    return parse_policy(given) | loop | join
 
 
 def _check_release(loop: Loop) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from tracer.build.loop_options import loop_of, parse_around
+from tracer.build.loop_options import JOIN_LOSS, loop_of, parse_around
 from tracer.precision.policy import FLOAT16, Autocast, set_tf32
 from traces.errors import SpecError
 from traces.model_spec import IN_HAND, is_build_function
@@ -35,6 +35,12 @@ class BuildStep:
     seed: int
     make: Callable[[str], TrainingStep]  # device -> step
     policy: dict[str, Any] = field(default_factory=dict)  # of `options`, those of `tracer.build.loop_options`
+
+    @property
+    def joined(self) -> BuildStep:
+        """That of the same step with model and loss function in one module."""
+        join = {JOIN_LOSS: True}
+        return replace(self, options={**self.options, **join}, policy={**self.policy, **join})
 
     def __call__(self, device: str = "cpu", *, optimizer_as_on: str = "") -> TrainingStep:
         """Build the step on `device`, from the same seed every time.
@@ -127,6 +133,7 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
     """
     import torch
 
+    from tracer.build.joined import joined
     from tracer.build.release import check_release
 
     kind = device.partition(":")[0]
@@ -142,6 +149,8 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
     loop = loop_of(policy)
     if loop.release_gradients:
         check_release(step.name, step.optimizer, scaler)
+    if policy.get(JOIN_LOSS):
+        step = joined(step)
     return replace(
         step,
         autocast=Autocast(dtype=dtype, kind=kind, lists=lists),

@@ -183,6 +183,16 @@ def stretches(program: Program) -> tuple[Found, ...]:
     return tuple(found)
 
 
+def may_have_head(program: Program) -> bool:
+    """Whether code around the model takes what a matrix product may have made, as large as heads are."""
+    least = max((row.nbytes for row in program.storages if row.producer >= 0), default=0) // SHARE
+    captured = program.captured
+    outputs = [captured.outputs[k] for k in captured.grad_outputs]
+    widest = max((_elements(n) for n in outputs if n.meta["val"].nbytes >= max(1, least)), default=0)
+    products = (_elements(n) for n in captured.forward if _packet(n) in PRODUCTS)
+    return bool(widest) and max(products, default=0) >= widest
+
+
 def _ways(of: fx.Node) -> Iterator[tuple[int, int]]:
     """How its rows can be counted, and the elements of its first dimension that one has: each, or each example's."""
     n = of.meta["val"].shape[0]

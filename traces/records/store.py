@@ -1,4 +1,4 @@
-"""Save a Trace as two or three Parquet files in a directory, and load it back, checking everything on the way."""
+"""Save a Trace as a few Parquet files in a directory, and load it back, checking everything on the way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from traces.records.validate import validate
 OPS_FILE: Final = "ops.parquet"
 STORAGES_FILE: Final = "storages.parquet"
 UNTOUCHED_FILE: Final = "untouched.parquet"  # only of a trace that has it
+JOINED: Final = "joined_"  # before the names of the files of a trace's `joined`, if it has one
 GALLERY: Final = Path(__file__).parents[1] / "gallery"
 
 KINDS: Final = {"Texts": TEXT, "Numbers": INT, "Ids": ID, "NumberLists": INTS, "IdLists": IDS}
@@ -56,19 +57,25 @@ def save(trace: Trace, directory: str | Path, *, force: bool = False) -> Path:
     check_place(directory, force=force)
     place = Path(os.path.realpath(directory))  # a link stays, and leads to the new trace
     with directory_beside(place) as temporary:
-        header = trace.meta.to_json()
-        for file, table, columns in (
-            (OPS_FILE, trace.ops, OPS_COLUMNS),
-            (STORAGES_FILE, trace.storages, STORAGES_COLUMNS),
-            (UNTOUCHED_FILE, trace.untouched, UNTOUCHED_COLUMNS),
-        ):
-            if table == Untouched():
-                continue
-            values = {c: getattr(table, c) for c in columns}
-            tables.write(temporary / file, _form(columns), header, values)
+        _write(temporary, "", trace)
+        if trace.joined is not None:
+            _write(temporary, JOINED, trace.joined)
         temporary.chmod(0o777 & ~umask())
         _put(temporary, place, lambda: check_place(directory, force=force))
     return directory
+
+
+def _write(directory: Path, prefix: str, trace: Trace) -> None:
+    header = trace.meta.to_json()
+    for file, table, columns in (
+        (OPS_FILE, trace.ops, OPS_COLUMNS),
+        (STORAGES_FILE, trace.storages, STORAGES_COLUMNS),
+        (UNTOUCHED_FILE, trace.untouched, UNTOUCHED_COLUMNS),
+    ):
+        if table == Untouched():
+            continue
+        values = {c: getattr(table, c) for c in columns}
+        tables.write(directory / f"{prefix}{file}", _form(columns), header, values)
 
 
 def check_place(directory: str | Path, *, force: bool = False) -> None:
@@ -83,7 +90,7 @@ def check_place(directory: str | Path, *, force: bool = False) -> None:
     there: set[str] = set()
     with contextlib.suppress(FileNotFoundError):
         there = {p.name for p in directory.iterdir()} if not directory.is_file() else {""}
-    if not there <= {OPS_FILE, STORAGES_FILE, UNTOUCHED_FILE}:
+    if not {name.removeprefix(JOINED) for name in there} <= {OPS_FILE, STORAGES_FILE, UNTOUCHED_FILE}:
         raise TraceError(f"{directory}: exists and is not a trace; name another output with -o.")
     if there and not force:
         raise TraceError(f"{directory}: exists; give --force to replace it, or name another output with -o.")
@@ -149,11 +156,17 @@ def load(directory: str | Path) -> Trace:
         TraceError: a file is missing, truncated, of another schema, or contradicts itself.
     """
     directory = find(directory)
-    meta, ops = _load_table(directory / OPS_FILE, OPS_COLUMNS)
-    other, storages = _load_table(directory / STORAGES_FILE, STORAGES_COLUMNS)
+    trace = _load(directory, "")
+    has = (directory / f"{JOINED}{OPS_FILE}").is_file()
+    return replace(trace, joined=_load(directory, JOINED)) if has else trace
+
+
+def _load(directory: Path, prefix: str) -> Trace:
+    meta, ops = _load_table(directory / f"{prefix}{OPS_FILE}", OPS_COLUMNS)
+    other, storages = _load_table(directory / f"{prefix}{STORAGES_FILE}", STORAGES_COLUMNS)
     third: dict[str, Any] = {}
-    if (directory / UNTOUCHED_FILE).is_file():
-        third_meta, third = _load_table(directory / UNTOUCHED_FILE, UNTOUCHED_COLUMNS)
+    if (directory / f"{prefix}{UNTOUCHED_FILE}").is_file():
+        third_meta, third = _load_table(directory / f"{prefix}{UNTOUCHED_FILE}", UNTOUCHED_COLUMNS)
         other = other if third_meta == meta else third_meta
     if meta != other:
         raise TraceError(f"{directory}: its files belong to different traces.")

@@ -175,7 +175,8 @@ class Editing:
             aliases=aliases_of(ops, len(self.values)),
             **uses,
         )
-        return validate(replace(self.source, meta=self._meta(ops, storages), ops=ops, storages=storages))
+        meta = self._meta(ops, storages)
+        return validate(replace(self.source, meta=meta, ops=ops, storages=storages, joined=None))
 
     def _meta(self, ops: Ops, storages: Storages) -> TraceMeta:
         meta = self.source.meta

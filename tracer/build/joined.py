@@ -1,0 +1,48 @@
+"""A training step whose model and loss function are one module, so that both are captured as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tracer.build.batch import WithTargets, loss_in_outputs
+from tracer.build.loop import TrainingStep, scalar
+
+
+class WithLoss(nn.Module):
+    """Calls a model and returns the loss of what it returns."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+        self.training = model.training
+
+    def forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
+    ) -> torch.Tensor:
+        """The loss of `model(*args, **kwargs)`; SpecError if it is not a scalar."""
+        return scalar(self.loss(self.model(*args, **kwargs), *loss_inputs), type(self.model).__name__)
+
+
+def can_be_joined(step: TrainingStep) -> bool:
+    """Whether the loss is a function of what the model returns and of what of the batch it is called with."""
+    apart = step.own is None and step.loss is not loss_in_outputs
+    return apart and (isinstance(step.loss, WithTargets) or not step.loss_inputs)
+
+
+def joined(step: TrainingStep) -> TrainingStep:
+    """The same step of one module (`WithLoss`), whose arguments hold what the loss sees, too."""
+    function = step.loss.function if isinstance(step.loss, WithTargets) else step.loss
+    return replace(
+        step,
+        model=WithLoss(step.model, function),
+        args=(step.args, step.kwargs, step.loss_inputs),
+        kwargs={},
+        loss=loss_in_outputs,
+        loss_inputs=(),
+        loss_parameters={},
+    )
