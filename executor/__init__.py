@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from executor.fitting.fit import fit
-    from executor.training.module import PlannedModule, apply_plan, remove_plan, unplanned
+    from executor.training.module import PlannedModule, apply_plan, planned_loss, remove_plan, unplanned
 
-__all__ = ["PlannedModule", "apply_plan", "fit", "remove_plan", "unplanned"]
+__all__ = ["PlannedModule", "apply_plan", "fit", "planned_loss", "remove_plan", "unplanned"]
 
 
 def __getattr__(name: str) -> Any:

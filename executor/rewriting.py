@@ -58,6 +58,9 @@ class Changing:
         self.graph = fx.Graph()
         self.node: dict[fx.Node, fx.Node] = {}  # original -> what stands for it
         self.graph.graph_copy(captured.graph_module.graph, self.node)
+        first = next(n for n in self.graph.nodes if n.op == "call_function")
+        for n in self.graph.find_nodes(op="get_attr"):  # which a new node may take before the old one did
+            first.prepend(n)
         self.forward = frozenset(captured.forward)
         self.outputs = [self.node[n] for n in captured.outputs]
         self.grads = [

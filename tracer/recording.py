@@ -55,7 +55,7 @@ def record_fake(
 ) -> Trace:
     """`record_drafted` without the draft, and with what the untouched loop needs; and with the loss in the graph."""
     draft, trace = record_drafted(build, target, use, say)
-    return joined_with(trace, record_joined(build, draft, use))
+    return joined_with(trace, record_joined(build, draft, use, say))
 
 
 def joined_with(trace: Trace, found: tuple[Draft, Trace] | None) -> Trace:
@@ -79,13 +79,20 @@ def _of_the_model(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def record_joined(
-    build: BuildStep, draft: Draft, use: ProfileUse, *, device: str = "cpu", costs: Costs | None = None
+    build: BuildStep,
+    draft: Draft,
+    use: ProfileUse,
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    device: str = "cpu",
+    costs: Costs | None = None,
 ) -> tuple[Draft, Trace] | None:
     """The step with model and loss function captured as one, if that finds a loss head that can run in tiles.
 
     Args:
         build, draft: the step, and it as it was recorded.
         use: which profile.
+        say: told why the loss cannot be captured with the model.
         device: of the fake tensors.
         costs: instead of those of the profile.
     """
@@ -97,7 +104,8 @@ def record_joined(
         else:
             made = trace_step(build.joined, draft.target, device=device, costs=costs)
             trace = made.trace
-    except LowtideError:  # what the loss does no graph can hold; around the model it runs as it is
+    except LowtideError as error:
+        say(f"The loss is left outside of the captured graph, where no loss head can run in tiles: {error}")
         return None
     return (made, trace) if any(x.backward is None for x in trace.meta.stretches) else None
 
@@ -230,7 +238,7 @@ def record_real(
     trace = measured.finish(untouched=requests, untouched_peak_bytes=peak_bytes)
     if path is not None and (merged := _added(path, own, use, say)) is not None:
         say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
-    return joined_with(trace, record_joined(build, draft, use, device=device, costs=Costs(profile=own)))
+    return joined_with(trace, record_joined(build, draft, use, say, device=device, costs=Costs(profile=own)))
 
 
 def _on_fakes(build: BuildStep, target: Device, say: Callable[[str], None]) -> Draft | None:

@@ -29,6 +29,7 @@ from executor.training.planning import (
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.prediction.warnings import UNTOUCHED_LESS, text, warnings_of
+from tracer.build.loop_options import JOIN_LOSS
 from traces.errors import CaptureError, SpecError
 
 GRAPH: Final = "graph"
@@ -70,6 +71,7 @@ def fit(
         release_gradients: hooks of the loop (`register_post_accumulate_grad_hook`) step each parameter in backward, as
             this optimizer would, and free its gradient.
         allow, planner, seconds: how plans are looked for, as in `simulator.plan`.
+            With a loss function and "fp" a plan may make the loss, too, in tiles: train with `planned_loss` then.
         max_gradient_error: with allow="approximate" the relative L2 error of the step's gradient that a plan may
             make by saving values in fewer bits. Then copies of model and batch do run: the errors of the formats are
             measured on this batch, and that of the plan, in which it stands.
@@ -106,7 +108,7 @@ def fit(
     if engine not in (GRAPH, REGIONS):
         raise SpecError(f"engine {engine!r}: give {GRAPH} or {REGIONS}.")
     try:
-        step = record(model, batch, loss, wanted, amp, untouched=True)
+        step = record(model, batch, loss, wanted, amp, untouched=True, join=allow != "bit")
     except CaptureError as error:
         if engine != REGIONS:
             error.args = (f'{error} To plan the parts that can be captured: fit(..., engine="{REGIONS}").',)
@@ -123,6 +125,10 @@ def fit(
             say(f"warning: {text(warning)}")
     plan = plan_within(step, wanted) if max_gradient_error is None else plan_measured(step, wanted, say)
     clock.done(f"planned: {in_words(plan)}")
-    planned = apply_recorded(model, plan, step, wanted, in_place=in_place, on_mismatch=on_mismatch)
+    if plan.meta.options.get(JOIN_LOSS):
+        say(
+            "the plan makes the loss, too: train with planned_loss(model, batch) in place of loss(model(x), y)"
+        )
+    planned = apply_recorded(model, plan, step, wanted, loss, in_place=in_place, on_mismatch=on_mismatch)
     say(f"ready after {time.monotonic() - began:.1f} s")
     return planned

@@ -9,6 +9,7 @@ for x, y in data:                                 # the loop stays as it was
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import time
@@ -33,7 +34,11 @@ from executor.training.engine import Engine, device_kind, engine_of
 from executor.training.engines import Engines, engine_for
 from executor.training.planning import Recorded, Wanted, plan_call, wanted_of
 from executor.training.receipt import EXACT, REPLANNED, RESIZED, SAVED, SYMBOLIC, CaptureNote, Receipt
+from tracer.build.batch import split_batch
 from tracer.build.context import is_fake
+from tracer.build.joined import WithLoss
+from tracer.build.loop import scalar
+from tracer.build.loop_options import JOIN_LOSS
 from tracer.capture.refusals import check_capturable
 from tracer.precision.policy import Autocast, ambient
 from tracer.record.program import Program
@@ -56,6 +61,7 @@ class _State:
 
     plan: Plan
     on_mismatch: str = ERROR
+    loss: Callable[..., Any] | None = None  # of what the model returns
     engines: Engines = field(default_factory=Engines)
     unplanned: int = 0  # how many `with unplanned(...)` are open
     wanted: Wanted | None = None  # of plans to come; None: what the plan says
@@ -66,16 +72,32 @@ class _State:
     pool: hand_over.Pool = field(default_factory=hand_over.Pool)  # of a module inside DistributedDataParallel
     inside: bool = False  # the instance's own forward runs, which may lead back to the planned one
     ahead: bool = False  # whether what the plan asks for ahead of all steps was asked for
+    whole: nn.Module | None = None  # the model with its loss, planned, where the plan is of both
+    whole_runs: bool = False
+
+    @property
+    def of_both(self) -> bool:
+        """Whether the plan is of model and loss function as one, and this of the model alone."""
+        return bool(self.plan.meta.options.get(JOIN_LOSS)) and self.loss is not None
 
     def fresh(self) -> _State:
         """The same plan for another object, for which nothing was captured yet."""
-        return _State(self.plan, self.on_mismatch)
+        return _State(self.plan, self.on_mismatch, self.loss if self.of_both else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
-        return self.fresh()
+        return _State(self.plan, self.on_mismatch, copy.deepcopy(self.loss, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _State, (self.plan, self.on_mismatch)
+        return _State, (self.plan, self.on_mismatch, self.loss if self.of_both else None)
+
+    def with_loss(self, module: nn.Module) -> PlannedModule:
+        """The module with its loss function, planned; made once."""
+        assert self.loss is not None
+        if self.whole is None:
+            made = WithLoss(module, self.loss)
+            self.whole = _planned(made, _State(self.plan, self.on_mismatch, wanted=self.wanted))
+        assert isinstance(self.whole, PlannedModule)
+        return self.whole
 
     def engine(self, module: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> Engine | None:
         """What serves a training call; None: the model's own forward.
@@ -85,6 +107,11 @@ class _State:
         """
         now = replace(ambient(device_kind(module, leaves)), cache=torch.is_autocast_cache_enabled())
         try:
+            if self.of_both:
+                raise PlanError(
+                    "the plan makes the loss, too, in tiles, so that what the model returns does not exist: call "
+                    f"planned_loss(model, batch) in place of loss(model(x), y){HINT}"
+                )
             return engine_for(self.engines, self.plan, module, leaves, spec, now)
         except (PlanError, CaptureError) as error:
             if self.on_mismatch == ERROR:
@@ -130,28 +157,24 @@ class _State:
         )
 
     def receipt(self) -> Receipt:
-        captures = [
-            CaptureNote(
-                why=e.why,
-                fit=_fit(e),
-                steps=e.steps,
-                seconds=e.seconds,
-            )
-            for e in sorted(self.engines.values(), key=lambda e: e.number)
-        ]
+        states = [self, *([self.whole._lowtide] if isinstance(self.whole, PlannedModule) else [])]
+        engines = [e for state in states for e in sorted(state.engines.values(), key=lambda e: e.number)]
+        without = sum((state.without for state in states), Counter[str]())
+        captures = [CaptureNote(why=e.why, fit=_fit(e), steps=e.steps, seconds=e.seconds) for e in engines]
         peaks = (
             (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-            if any(e.kind == "cuda" for e in self.engines.values())
+            if any(e.kind == "cuda" for e in engines)
             else (None, None)
         )
+        families = [f for state in states for f in state.engines.families.values()]
         return Receipt(
             plan=self.plan,
-            planned_steps=sum(e.steps for e in self.engines.values()),
-            larger_steps=self.larger,
-            unplanned_steps=self.without.total(),
-            unplanned_because=dict(self.without),
+            planned_steps=sum(e.steps for e in engines),
+            larger_steps=sum(state.larger for state in states),
+            unplanned_steps=without.total(),
+            unplanned_because=dict(without),
             captures=tuple(captures),
-            one_by_one=tuple(f.why_not for f in self.engines.families.values() if f.why_not),
+            one_by_one=tuple(f.why_not for f in families if f.why_not),
             peak_allocated_bytes=peaks[0],
             peak_reserved_bytes=peaks[1],
         )
@@ -199,7 +222,7 @@ class PlannedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._lowtide
         state.entered += 1
-        if not bypass.trains(self) or is_fake():
+        if not bypass.trains(self) or is_fake() or state.whole_runs:
             return self._as_written(*args, **kwargs)
         if state.unplanned:
             state.without[UNPLANNED] += 1
@@ -279,7 +302,12 @@ def _bare(model: nn.Module) -> nn.Module:
 
 
 def apply_plan(
-    model: nn.Module, plan: Plan | str | Path, *, in_place: bool = False, on_mismatch: str = ERROR
+    model: nn.Module,
+    plan: Plan | str | Path,
+    *,
+    loss: Callable[..., Any] | None = None,
+    in_place: bool = False,
+    on_mismatch: str = ERROR,
 ) -> nn.Module:
     """A module that has the model's parameters and buffers and trains by `plan`.
 
@@ -290,6 +318,8 @@ def apply_plan(
     Args:
         model: in the state in which it will train; on CPU or CUDA.
         plan: a Plan or the path of one.
+        loss: for `planned_loss`: the loss function, or module, that the step was traced with. A plan that runs a loss
+            head in tiles which the model does not hold itself needs it.
         in_place: make this very object train by the plan, until `remove_plan`. Otherwise the result has submodules of
             its own around the model's tensors, so that neither's modes and attributes change with the other's.
         on_mismatch: of a training call that the plan is not for (another set of arguments, a block that was frozen
@@ -310,9 +340,60 @@ def apply_plan(
     check_capturable(model)
     if on_mismatch not in (ERROR, EAGER, REPLAN):
         raise SpecError(f"on_mismatch {on_mismatch!r}: give {ERROR}, {EAGER} or {REPLAN}.")
+    both = bool(plan.meta.options.get(JOIN_LOSS)) and not isinstance(model, WithLoss)
+    if both and loss is None:
+        raise PlanError(
+            "the plan is of model and loss function as one: apply_plan(model, plan, loss=...), and train with "
+            "planned_loss(model, batch)."
+        )
     if on_mismatch == ERROR:
-        check_parameters(model, plan)
-    return _planned(model if in_place else twin_of(model), _State(plan, on_mismatch))
+        check_parameters(WithLoss(model, loss) if both and loss is not None else model, plan)
+    return _planned(model if in_place else twin_of(model), _State(plan, on_mismatch, loss))
+
+
+def planned_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The loss of a planned model, in training by its plan; the model's own code and the loss function's otherwise.
+
+        loss = planned_loss(model, (x, y))                # in place of criterion(model(x), y)
+
+    It is the way to train by a plan that makes the loss, too, in tiles, and does the same by any other. A training call
+    of the model itself is by such a plan one that the plan is not for (`on_mismatch`), since it returns what the tiled
+    step does not make. In `unplanned`, in evaluation mode and without gradients nothing is planned.
+
+    Args:
+        model: what `fit` or `apply_plan` returned, which was given the loss function.
+        batch: as `fit` and `tracer.trace` take it.
+
+    Raises:
+        PlanError: no plan, or no loss function, or a distributed step, whose gradients nobody would average; at a
+            training call, as the model itself.
+        SpecError: the batch or the loss is of no known kind.
+    """
+    if not isinstance(model, PlannedModule):
+        raise PlanError(
+            f"planned_loss takes what fit or apply_plan returned, and this {type(model).__name__} is not."
+        )
+    state = model._lowtide
+    if state.loss is None:
+        raise PlanError(
+            "the planned model was given no loss function: fit(..., loss=...), apply_plan(..., loss=...)."
+        )
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise PlanError(
+            "planned_loss calls the model itself and not the DistributedDataParallel around it, so that no gradients "
+            "would be averaged; put the loss into the model's forward, and plan that."
+        )
+    given = split_batch(model, batch, state.loss)
+    if not state.of_both or state.unplanned or not bypass.trains(model):
+        return scalar(given.loss(model(*given.args, **given.kwargs)), type(model).__name__)
+    whole = state.with_loss(model)
+    whole.training, state.whole_runs = True, True
+    try:
+        loss: torch.Tensor = whole(given.args, given.kwargs, given.loss_inputs)
+        return loss
+    finally:
+        state.whole_runs = False
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
@@ -377,6 +458,7 @@ def apply_recorded(
     plan: Plan,
     step: Recorded,
     wanted: Wanted | None = None,
+    loss: Callable[..., Any] | None = None,
     *,
     in_place: bool,
     on_mismatch: str,
@@ -385,14 +467,19 @@ def apply_recorded(
 
     Args:
         wanted: of plans to come; None: what the plan says.
+        loss: as of `apply_plan`.
     """
-    planned = apply_plan(model, plan, in_place=in_place, on_mismatch=on_mismatch)
+    planned = apply_plan(model, plan, loss=loss, in_place=in_place, on_mismatch=on_mismatch)
     assert isinstance(planned, PlannedModule)
     planned._lowtide.wanted, planned._lowtide.engines.unread = wanted, step.unread
     if not planned.training:
         planned.train()
+    called: nn.Module = planned
+    if planned._lowtide.of_both and step.joined is not None:
+        called, step = planned._lowtide.with_loss(planned), step.joined
+        called._lowtide.engines.unread = step.unread
     if torch.is_autocast_cache_enabled():  # with which it was captured
-        capture_now(planned, step.given.args, step.given.kwargs, step.program)
+        capture_now(called, step.given.args, step.given.kwargs, step.program)
     return planned
 
 

@@ -23,12 +23,14 @@ from simulator.core.limits import DEFAULTS
 from simulator.planners.outcome import Infeasible
 from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
 from tracer.build.batch import SplitBatch, loss_in_outputs, split_batch
+from tracer.build.joined import WithLoss
+from tracer.build.loop_options import JOIN_LOSS
 from tracer.build.step import BuildStep
 from tracer.capture.state import own_hooks_off
 from tracer.costs.profiles import board_of
 from tracer.precision.policy import ambient
 from tracer.record.program import Program
-from tracer.recording import ProfileUse, record_drafted
+from tracer.recording import ProfileUse, joined_with, record_drafted, record_joined
 from tracer.torch_api import pytree
 from traces.alloc_conf import alloc_conf
 from traces.devices import device as device_entry
@@ -71,6 +73,7 @@ class Recorded:
     given: SplitBatch
     on_gpu: bool
     unread: frozenset[Path]  # settings of torch's that it was seen not to read
+    joined: Recorded | None = None  # of model and loss function as one, as the trace has it
 
 
 def record(
@@ -81,6 +84,7 @@ def record(
     amp: str | None = None,
     *,
     untouched: bool = False,
+    join: bool = False,
 ) -> Recorded:
     """Record a step on fake tensors of the model's device; the model stays as it is.
 
@@ -88,6 +92,7 @@ def record(
         model, batch, loss: as `tracer.trace` takes them.
         amp: the type of autocast, "" for none; None: that which is on.
         untouched: whether to count what the untouched loop needs.
+        join: whether to look for a loss head across the border between model and loss.
 
     Raises:
         SpecError, CaptureError: as `tracer.trace`.
@@ -106,15 +111,27 @@ def record(
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
     with left_as_found(False), own_hooks_off(bare), unread_of(Watch(bare), frozenset()) as unread:
         draft, trace = record_drafted(step, target, ProfileUse(), device=str(where), untouched=untouched)
+        found = record_joined(step, draft, ProfileUse(), device=str(where)) if join else None
     given = split_batch(bare, pytree.tree_map_only(torch.Tensor, lambda x: x.to(where), batch), loss)
-    return Recorded(
-        trace=trace,
+    recorded = Recorded(
+        trace=joined_with(trace, found),
         build=step,
         program=draft.program,
         given=given,
         on_gpu=bool(name),
         unread=frozenset(unread),
     )
+    if found is None or recorded.trace.joined is None:
+        return recorded
+    args = (given.args, given.kwargs, given.loss_inputs)
+    joined = replace(
+        recorded,
+        trace=recorded.trace.joined,
+        build=step.joined,
+        program=found[0].program,
+        given=SplitBatch(args=args, kwargs={}, loss=loss_in_outputs, loss_inputs=()),
+    )
+    return replace(recorded, joined=joined)
 
 
 def plan_within(step: Recorded, wanted: Wanted, errors: GradientErrors | None = None) -> Plan:
@@ -167,7 +184,8 @@ def plan_call(
     Raises:
         BudgetError, SpecError, CaptureError: there is none.
     """
-    loss = partial(loss_of, grad_outputs=plan.meta.grad_outputs)
+    other = plan.meta.options.get(JOIN_LOSS) and not isinstance(model, WithLoss)
+    loss = partial(loss_of, grad_outputs=() if other else plan.meta.grad_outputs)
     call = SplitBatch(args=tuple(args), kwargs=dict(kwargs), loss=loss, loss_inputs=())
     step = record(model, call, None, wanted, amp)
     try:

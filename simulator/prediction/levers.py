@@ -221,7 +221,8 @@ SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 def with_loss(problem: Problem, levers: Levers) -> Problem | None:
     """The step of model and loss function as one, if tiles are allowed, whose loss head can run in them."""
     allowed = EXACTNESS.index(ALLOW[levers.allow]) >= EXACTNESS.index(FP)
-    return problem.joined if allowed and "tile" in (levers.kinds or KINDS) else None
+    other = levers.errors is not None  # which were measured of the step as it is
+    return problem.joined if allowed and "tile" in (levers.kinds or KINDS) and not other else None
 
 
 def has_head(problem: Problem, rewrites: Iterable[Rewrite]) -> bool:

@@ -8,7 +8,8 @@ undone, so that every pass of a capture starts from the same state and leaves no
   whoever runs the graph to set it again;
 - anything else is refused, with the line.
 
-Counts: attributes of the modules and of their classes, containers and configurations that hang on them, what the hooks
+Counts: attributes of the modules and of their classes, containers and configurations that hang on them, what a loss
+function that is captured with its model names outside of itself, what the hooks
 of modules and tensors hold, the generators of torch, Python and NumPy. Ignores: other globals, files, prints; weights
 that torch's own hooks derive from others at every call, which a planned step leaves as they were.
 """
@@ -29,6 +30,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from tracer.build.joined import WithLoss
 from tracer.build.user_errors import user_line
 from tracer.torch_api import replaced
 from traces.errors import CaptureError
@@ -184,6 +186,9 @@ class _Before:
             for name, value in attributes.items():
                 if name not in (*SLOTS, *REFERENCES) and not name.endswith("_hooks"):
                     self._copy(f"self.{name}" + (f" of {path}" if path else ""), value, 0)
+        self.around: dict[str, Any] = model.around() if isinstance(model, WithLoss) else {}
+        for name, value in self.around.items():
+            self._copy(name, value, 0)
         self.classes = {
             c: dict(vars(c))
             for m in self.modules.values()
@@ -256,6 +261,9 @@ class _Before:
                 raise self._refused(
                     f"changes what {name} holds. A planned step does not run that code again; return it from forward"
                 )
+        for name, value in self.model.around().items() if isinstance(self.model, WithLoss) else ():
+            if self.around.get(name) is not value and not _equal(self.around.get(name), value):
+                raise self._refused(f"changes {name}, and a planned step does not run that code again")
         for kind, attributes in self.classes.items():
             for name, value in vars(kind).items():
                 if name in attributes and value is not attributes[name] and _settable(value):

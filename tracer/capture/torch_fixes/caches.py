@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, Final
 
 from torch import nn
@@ -47,7 +48,7 @@ def _caches(model: nn.Module) -> Iterator[Any]:
                 function = getattr(value, "__func__", value)  # of a static or a class method
             except Exception:  # a lazy import that says what to install
                 continue
-            cells = getattr(function, "__closure__", None) or ()
+            cells = function.__closure__ or () if isinstance(function, FunctionType) else ()
             inside = [c.cell_contents for c in cells if c != type(c)()]  # an empty cell has no contents
             for candidate in (function, *inside):
                 if isinstance(candidate, functools._lru_cache_wrapper):

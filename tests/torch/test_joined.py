@@ -1,0 +1,303 @@
+"""Model and loss function as one: heads in tiles across that border, trained by `planned_loss`, and never silently
+otherwise."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from executor import apply_plan, fit, planned_loss, remove_plan, unplanned  # noqa: E402
+from executor.measure import Job  # noqa: E402
+from executor.verify import verify  # noqa: E402
+from simulator import Infeasible, plan  # noqa: E402
+from simulator.core.problem import Problem  # noqa: E402
+from simulator.core.rewrites import rewritten_problem  # noqa: E402
+from simulator.prediction.levers import study  # noqa: E402
+from tests.torch.conftest import Measurer  # noqa: E402
+from tests.torch.steps import recorded  # noqa: E402
+from tests.torch.test_tile import (  # noqa: E402
+    HEADS,
+    WORDS,
+    Net,
+    across_rows,
+    flat,
+    in_tiles,
+    largest,
+    with_dropout,
+)
+from tracer import trace  # noqa: E402
+from tracer.build.step import load_spec  # noqa: E402
+from tracer.measure.step import measure  # noqa: E402
+from traces.errors import PlanError  # noqa: E402
+from traces.records.store import load, save  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
+
+
+class Logits(Net):
+    """Words to logits."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.layer(self.words(ids))))
+
+
+def apart(net: Net) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+    """A model of logits, and what a net's forward does with them as a loss function."""
+    loss, weights = net.loss, net.weights.clone()
+    net.__class__, net.loss = Logits, None
+    return net, lambda logits, targets: loss(logits, targets, weights)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    ids, targets = torch.randint(0, WORDS, (4, 15)), torch.randint(0, WORDS, (4, 15))
+    targets[0, :5] = 3
+    return ids, targets
+
+
+def joined(of: Trace) -> Trace:
+    assert of.meta.stretches == ()
+    assert of.joined is not None
+    return of.joined
+
+
+def agree(model: nn.Module, planned: nn.Module, rtol: float = 2e-6) -> None:
+    for (name, p), q in zip(model.named_parameters(), planned.parameters(), strict=True):
+        assert float((p.grad - q.grad).norm()) <= rtol * float(p.grad.norm()), name
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_gradients_are_those_of_the_untouched_step(head: str) -> None:
+    torch.manual_seed(0)
+    model, loss = apart(HEADS[head]())
+    x, y = batch()
+    of = joined(trace(model, (x, y), loss=loss))
+    planned = apply_plan(copy.deepcopy(model), in_tiles(of, 4), loss=loss)
+    for parts in (1, 3):  # of an accumulated step
+        model.zero_grad()
+        planned.zero_grad()
+        for _ in range(parts):
+            (loss(model(x), y) / parts).backward()
+            made = planned_loss(planned, (x, y))
+            (made / parts).backward()
+        assert torch.allclose(made, loss(model(x), y), rtol=1e-6)
+        agree(model, planned)
+
+
+class Named(Logits):
+    """As transformers returns logits."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"hidden": mask, "logits": super().forward(ids)}
+
+
+class Criterion(nn.Module):
+    """Cross entropy with class weights, of a dict and another; with something of its own to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2.0, WORDS), ignore_index=3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, out: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = out["logits"][:, :-1].float().flatten(0, 1)
+        return self.scale * self.inner(logits, given["targets"][:, 1:].flatten()) * given["weight"]
+
+
+def test_a_loss_module_of_dicts_under_autocast() -> None:
+    torch.manual_seed(0)
+    net, _ = apart(HEADS["tied"]())
+    net.__class__ = Named
+    x, y = batch()
+    given = {"ids": x, "mask": torch.ones(4, 15), "targets": y, "weight": torch.tensor(0.7)}
+    model, loss = net, Criterion()
+    exact, mine = copy.deepcopy(model), copy.deepcopy(loss)
+    of = joined(trace(model, given, loss=loss, amp="bfloat16"))
+    planned = apply_plan(copy.deepcopy(model), in_tiles(of, 4), loss=mine)
+    loss(exact(x, given["mask"]), given).backward()
+    scale = loss.scale.grad.clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        eager, tiled = loss(model(x, given["mask"]), given), planned_loss(planned, given)
+    loss.scale.grad = None
+    eager.backward()
+    tiled.backward()
+    assert abs(float(mine.scale.grad - scale)) <= 2 * abs(float(loss.scale.grad - scale)) + 2**-8
+    for p, a, b in zip(exact.parameters(), model.parameters(), planned.parameters(), strict=True):
+        by_autocast, by_both = ((q.grad - p.grad).norm() / p.grad.norm() for q in (a, b))
+        assert float(by_both) <= float(by_autocast) + 2**-8
+
+
+@pytest.mark.parametrize("loss", [across_rows, with_dropout, largest])
+def test_a_head_whose_rows_depend_on_each_other_is_none(loss: Callable[..., torch.Tensor]) -> None:
+    model, outside = apart(Net(loss))
+    assert trace(model, batch(), loss=outside).joined is None
+
+
+def test_a_loss_that_leaves_something_behind_stays_outside() -> None:
+    """What a planned step would not do again."""
+    model, seen, told = apart(HEADS["mean"]())[0], {}, []
+    count = 0
+
+    def noting(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen["accuracy"] = (logits.argmax(-1) == targets).float().mean()
+        return flat(logits, targets)
+
+    def counting(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return flat(logits, targets)
+
+    for loss, why in ((noting, "changes what seen of"), (counting, "changes count of")):
+        of = trace(model, batch(), loss=loss, say=told.append)
+        assert of.joined is None
+        assert why in next(line for line in told if "loss is left outside" in line)
+        told.clear()
+
+
+def test_no_other_trace_is_captured_twice() -> None:
+    images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    given = torch.randn(16, 3, 8, 8), torch.randint(0, 10, (16,))
+    assert trace(images, given, loss=functional.cross_entropy).joined is None
+    assert trace(HEADS["mean"](), dict(zip(("ids", "targets"), batch(), strict=True))).joined is None
+
+
+def wide() -> tuple[Any, Any, Any, Any]:
+    """A head with a bias at a size at which it decides the peak, and a loss outside."""
+    torch.manual_seed(0)
+    model, loss = apart(HEADS["bias"]())[0], flat
+    ids = torch.randint(0, WORDS, (16, 50))
+    return model, (ids, ids.flip(1)), loss, lambda ps: torch.optim.SGD(ps, lr=0.5)
+
+
+SPEC = f"{Path(__file__).resolve()}:wide"
+
+
+def test_the_peak_is_as_predicted(measurer: Measurer, tmp_path: Path) -> None:
+    spec = load_spec(SPEC, {}).joined
+    of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    made = in_tiles(of, 7)
+    predicted = rewritten_problem(Problem(of), made.rewrites).saved.timeline.peak_allocated_bytes
+    assert predicted < Problem(of).saved.timeline.peak_allocated_bytes // 3
+    assert verify(spec, made, steps=2).equal
+    path = str(made.save(tmp_path / "plan.json"))
+    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
+    assert max(measurer.peaks(job)[2:]) == predicted
+
+
+def test_a_trace_plans_with_its_loss_where_that_is_allowed(tmp_path: Path) -> None:
+    model, given, loss, optimizer = wide()
+    of = trace(model, given, loss=loss, optimizer=optimizer, profile=False)
+    assert load(save(of, tmp_path / "trace")) == of
+    whole = joined(of)
+    assert set(whole.ops.module[: whole.meta.forward_ops]) == {"", "words", "layer", "head"}
+    assert "head.weight" in whole.storages.name
+    exact = plan(of, "100%")
+    assert exact.meta == of.meta
+    with pytest.raises(Infeasible, match="With --allow fp the lever tile lowers"):
+        plan(of, "50%")
+    tiled = plan(of, "50%", allow="fp")
+    assert tiled.meta.fingerprint == whole.meta.fingerprint
+    assert [r.kind for r in tiled.rewrites] == ["tile"]
+    assert tiled.predicted["plan"]["peak_allocated_bytes"] <= tiled.budget_bytes
+    with pytest.raises(Infeasible, match="No plan can"):
+        plan(of, "50%", allow="fp", levers=["bits"])
+    assert plan(of, "100%", allow="fp").meta == of.meta  # which needs no tiles
+    assert "tile" in [row.lever for row in study(Problem(of), "of").rows]
+
+
+def test_fit_trains_with_the_loss_in_tiles() -> None:
+    model, (x, y), loss, make = wide()
+    eager, said = copy.deepcopy(model), []
+    optimizers = [make(m.parameters()) for m in (model, eager)]
+    planned = fit(model, (x, y), loss, optimizers[0], budget="50%", allow="fp", say=said.append)
+    assert any("planned_loss(model, batch)" in line for line in said)
+    for _ in range(3):
+        for made in (planned_loss(planned, (x, y)), loss(eager(x), y)):
+            made.backward()
+        agree(eager, planned)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    few = planned_loss(planned, (x[:3], y[:3]))
+    assert torch.allclose(few, loss(eager(x[:3]), y[:3]), rtol=1e-5)
+    receipt = planned.receipt()
+    assert (receipt.planned_steps, receipt.unplanned_steps) == (4, 0)
+    assert [c.fit for c in receipt.captures] == ["exact", "resized"]
+    planned.eval()
+    assert torch.equal(planned(x), model.eval()(x))
+    assert torch.equal(planned_loss(planned, (x, y)), loss(model(x), y))
+    assert planned.receipt().planned_steps == 4
+
+
+def test_the_model_itself_is_not_silently_trained_without_the_plan() -> None:
+    model, given, loss, _ = wide()
+    x, y = given
+    made = in_tiles(joined(trace(model, given, loss=loss)), 4)
+    with pytest.raises(PlanError, match="model and loss function as one"):
+        apply_plan(model, made)
+    planned = apply_plan(model, made, loss=loss)
+    with pytest.raises(PlanError, match="call planned_loss"):
+        planned(x)
+    with unplanned(planned):
+        assert torch.equal(planned_loss(planned, given), loss(model(x), y))
+    assert planned.receipt().unplanned_steps == 1
+    other = apply_plan(model, made, loss=loss, on_mismatch="replan")
+    with pytest.warns(UserWarning, match="plan of its own.*call planned_loss"):
+        assert torch.equal(loss(other(x), y), loss(model(x), y))
+    assert [c.fit for c in other.receipt().captures] == ["replanned"]
+    eager = apply_plan(model, made, loss=loss, on_mismatch="eager")
+    with pytest.warns(UserWarning, match="without the plan"):
+        eager(x)
+    assert eager.receipt().unplanned_steps == 1
+
+
+def test_what_the_loss_depends_on_is_watched() -> None:
+    model, (x, y), _, _ = wide()
+    loss = nn.CrossEntropyLoss()
+
+    def of_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss(logits.flatten(0, 1), targets.flatten())
+
+    made = in_tiles(joined(trace(model, (x, y), loss=of_rows)), 4)
+    planned = apply_plan(model, made, loss=of_rows)
+    planned_loss(planned, (x, y))
+    loss.ignore_index = int(y[0, 0])
+    assert torch.allclose(planned_loss(planned, (x, y)), of_rows(model(x), y), rtol=1e-6)
+    loss.label_smoothing = 0.3
+    with pytest.raises(PlanError, match="label_smoothing"):
+        planned_loss(planned, (x, y))
+
+
+class Whole(nn.Module):
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return flat(logits, targets)
+
+
+def test_copies_and_pickles_have_the_loss_and_what_has_none_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given, _, _ = wide()
+    loss = Whole()
+    planned = apply_plan(model, in_tiles(joined(trace(model, given, loss=loss)), 4), loss=loss)
+    for other in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
+        planned_loss(other, given).backward()
+        assert other.receipt().planned_steps == 1
+    with pytest.raises(PlanError, match="is not"):
+        planned_loss(remove_plan(other), given)
+    plain = plan(trace(model, given, loss=loss), "100%")
+    with pytest.raises(PlanError, match="given no loss function"):
+        planned_loss(apply_plan(model, plain), given)
+    other = apply_plan(model, plain, loss=loss)
+    assert torch.equal(planned_loss(other, given), loss(model(given[0]), given[1]))
+    assert other.receipt().planned_steps == 1
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(PlanError, match="DistributedDataParallel"):
+        planned_loss(planned, given)
