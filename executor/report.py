@@ -9,7 +9,7 @@ from simulator.allocator.device_fit import setting_of
 from simulator.core.problem import Problem
 from simulator.prediction.step import describe, predict
 from simulator.report.charts import Bar, grouped, spread
-from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, write_page
+from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, warned, write_page
 from simulator.report.step import simulation_sections
 from simulator.show.tables import Cell, Table, bytes_cell, percent_cell, time_cell
 from traces.records.measurement import Measurement, RunFigures, signed_error_percent
@@ -44,57 +44,41 @@ def write_measurement(
         title=f"{measurement.model}: predicted beside measured on {where}",
         subtitle=f"{describe(trace.meta)} · planner {measurement.planner or 'none'}",
         sections=(
-            Section(title="Headline", blocks=_headline(measurement, where)),
-            Section(title="Predicted beside measured", blocks=_errors(measurement, plan.meta, where)),
-            Section(title="From one iteration to the next", blocks=_iterations(measurement, where)),
-            Section(title="Verification", blocks=_verification(measurement)),
+            Section("Headline", (_headline(measurement, where),)),
+            Section("Predicted beside measured", _errors(measurement, plan.meta, where)),
+            Section("From one iteration to the next", _iterations(measurement, where)),
+            Section("Verification", _verification(measurement)),
             *simulation_sections(c, measured_curve),
-            Section(title="Environment of the measurement", blocks=(_environment(measurement),)),
+            Section("Environment of the measurement", (_environment(measurement),)),
         ),
     )
     return write_page(path, page)
 
 
-def _headline(m: Measurement, where: str) -> tuple[Block, ...]:
+def _headline(m: Measurement, where: str) -> Figures:
     error = signed_error_percent(m.predicted, m.measured)
     real = m.measured.peak_allocated_bytes
+    eager, keep_all = show_time(m.eager.step_time_ns), show_time(m.keep_all.step_time_ns)
+    off = show_percent(error["peak_allocated_bytes"], signed=True, digits=3)
+    time = show_time(m.measured.step_time_ns)
     figures = [
         Figure(
-            label=f"Peak with the plan, measured on {where}",
-            value=show_bytes(real),
-            detail=f"predicted {show_bytes(m.predicted.peak_allocated_bytes)}",
+            f"Peak with the plan, measured on {where}",
+            show_bytes(real),
+            f"predicted {show_bytes(m.predicted.peak_allocated_bytes)}",
         ),
-        Figure(
-            label="Error of the predicted peak",
-            value=show_percent(error["peak_allocated_bytes"], signed=True, digits=3),
-            detail="100·(predicted − measured)/measured",
-        ),
-        Figure(
-            label="Step with the plan, measured",
-            value=show_time(m.measured.step_time_ns),
-            detail=f"eager {show_time(m.eager.step_time_ns)}, keep-all {show_time(m.keep_all.step_time_ns)}",
-        ),
+        Figure("Error of the predicted peak", off, "100·(predicted − measured)/measured"),
+        Figure("Step with the plan, measured", time, f"eager {eager}, keep-all {keep_all}"),
     ]
     if m.budget_bytes is not None:
-        known = m.within_budget is not None
-        fits = bool(m.within_budget)
-        figures.append(
-            Figure(
-                label="Budget" if m.budget_of == ALLOCATED else "Budget of reserved memory",
-                value=show_bytes(m.budget_bytes),
-                detail="the measured peak is " + ("within" if fits else "above" if known else "unknown"),
-                tone="" if not known else "good" if fits else "bad",
-            )
-        )
-    figures.append(
-        Figure(
-            label="Same training as the untouched model",
-            value={True: "verified", False: "NOT EQUAL", None: "not checked"}[m.verified],
-            detail=f"over {m.steps} steps" if m.verified is not None else "",
-            tone={True: "good", False: "bad", None: ""}[m.verified],
-        )
-    )
-    return (Figures(figures=tuple(figures)),)
+        is_met = {None: ("unknown", ""), True: ("within", "good"), False: ("above", "bad")}
+        told, tone = is_met[m.within_budget]
+        label = "Budget" if m.budget_of == ALLOCATED else "Budget of reserved memory"
+        figures.append(Figure(label, show_bytes(m.budget_bytes), f"the measured peak is {told}", tone))
+    is_same = {True: ("verified", "good"), False: ("NOT EQUAL", "bad"), None: ("not checked", "")}
+    verdict, tone = is_same[m.verified]
+    over = f"over {m.steps} steps" if m.verified is not None else ""
+    return Figures((*figures, Figure("Same training as the untouched model", verdict, over, tone)))
 
 
 def _errors(m: Measurement, meta: TraceMeta, where: str) -> tuple[Block, ...]:
@@ -106,40 +90,32 @@ def _errors(m: Measurement, meta: TraceMeta, where: str) -> tuple[Block, ...]:
             if before[key] is not None or after[key] is not None:
                 error = percent_cell(errors[key], signed=True, digits=3)
                 rows.append((way, label, cell(before[key]), cell(after[key]), error))
-    notes: list[Block] = [
-        Text(
-            text=f"Measured figures come from the {where}, each way of running the step in a process of its own. Eager "
-            "is the untouched training loop; keep-all is the rewritten graph with an empty plan; plan is the rewritten "
-            "graph with the plan."
-        )
-    ]
-    target = meta.target or meta.device
+    text = (
+        f"Measured figures come from the {where}, each way of running the step in a process of its own. Eager is the "
+        "untouched training loop; keep-all is the rewritten graph with an empty plan; plan is the rewritten graph with "
+        "the plan."
+    )
+    target, notes = meta.target or meta.device, [Text(text)]
     if m.predicted.step_time_ns is None:
         text = (
             f"The plan's times are for {target}, and the measurement ran on the {where}; they are left out."
         )
-        notes.append(Text(text=text, tone="note"))
+        notes.append(Text(text, "note"))
     elif meta.mode != "real":
         text = (
             f"The predicted times are those of a trace that was not run: a roofline's estimates for {target}, but for "
             "the ops that a device profile knows. Their error says nothing about the memory."
         )
-        notes.append(Text(text=text, tone="warning"))
-    return (
-        *notes,
-        Table(
-            columns=("run", "figure", "predicted", f"measured on {where}", "error"),
-            rows=tuple(rows),
-            numbers=frozenset({2, 3, 4}),
-            caption="Error is 100·(predicted − measured)/measured; negative: the prediction was too low.",
-        ),
-        *(Text(text=f"Beside the prediction: {text}", tone="warning") for text in m.warnings),
-        *(
-            Chart(spec=_chart(m, key, where), title=label.capitalize())
-            for key, label, _ in _FIGURES
-            if key != "peak_block_bytes" and m.measured.headline()[key] is not None
-        ),
+        notes.append(Text(text, "warning"))
+    found = Table(
+        columns=("run", "figure", "predicted", f"measured on {where}", "error"),
+        rows=tuple(rows),
+        numbers=frozenset({2, 3, 4}),
+        caption="Error is 100·(predicted − measured)/measured; negative: the prediction was too low.",
     )
+    shown = [f for f in _FIGURES if f[0] != "peak_block_bytes" and m.measured.headline()[f[0]] is not None]
+    charts = (Chart(_chart(m, key, where), title=label.capitalize()) for key, label, _ in shown)
+    return (*notes, found, *warned(f"Beside the prediction: {text}" for text in m.warnings), *charts)
 
 
 def _runs(m: Measurement) -> tuple[tuple[str, RunFigures, RunFigures], ...]:
@@ -160,51 +136,45 @@ _FIGURES = (
 
 
 def _chart(m: Measurement, figure: str, where: str) -> dict[str, object]:
-    bars = []
-    for way, predicted, measured in _runs(m):
-        for run, real in ((predicted, False), (measured, True)):
-            if (value := run.headline()[figure]) is not None:
-                bars.append(Bar(group=way, way=way, measured=real, value=value, where=where if real else ""))
-    is_bytes = figure.endswith("_bytes")
+    bars = [
+        Bar(way, way, real, value, where if real else "")
+        for way, predicted, measured in _runs(m)
+        for run, real in ((predicted, False), (measured, True))
+        if (value := run.headline()[figure]) is not None
+    ]
     limited = figure == f"peak_{m.budget_of}_bytes" and m.budget_bytes is not None
-    limits = {"plan": m.budget_bytes} if limited and m.budget_bytes is not None else None
-    return grouped(
-        bars,
-        title=figure.removesuffix("_bytes").removesuffix("_ns").replace("_", " "),
-        group_title="",
-        is_bytes=is_bytes,
-        limits=limits,
-    )
+    title = figure.removesuffix("_bytes").removesuffix("_ns").replace("_", " ")
+    limits = {"plan": m.budget_bytes or 0} if limited else None
+    return grouped(bars, title, is_bytes=figure.endswith("_bytes"), limits=limits)
 
 
 def _iterations(m: Measurement, where: str) -> tuple[Block, ...]:
-    peaks = [(way, list(run.peaks_bytes)) for way, _, run in _runs(m) if run.peaks_bytes]
-    times = [(way, list(run.times_ns)) for way, _, run in _runs(m) if run.times_ns]
-    blocks: list[Block] = []
-    if peaks:
-        spec = spread(peaks, title="peak allocated", is_bytes=True)
-        blocks.append(Chart(spec=spec, title=f"Peak of each iteration, measured on {where}"))
-    if times:
-        spec = spread(times, title="step time", is_bytes=False)
-        blocks.append(Chart(spec=spec, title=f"Time of each iteration, measured on {where}"))
-    return tuple(blocks) or (Text(text="Single iterations were not recorded."),)
+    peaks = [(way, run.peaks_bytes) for way, _, run in _runs(m) if run.peaks_bytes]
+    times = [(way, run.times_ns) for way, _, run in _runs(m) if run.times_ns]
+    charts = tuple(
+        Chart(
+            spread(runs, what, is_bytes=runs is peaks),
+            title=f"{title} of each iteration, measured on {where}",
+        )
+        for runs, what, title in ((peaks, "peak allocated", "Peak"), (times, "step time", "Time"))
+        if runs
+    )
+    return charts or (Text("Single iterations were not recorded."),)
 
 
 def _verification(m: Measurement) -> tuple[Block, ...]:
     if m.verified is None:
-        return (
-            Text(text="The plan's training was not compared with the untouched model's.", tone="warning"),
-        )
-    if m.verified:
-        text = f"Over {m.steps} steps from the same seed the plan trained as the untouched model does."
-    else:
-        text = f"Over {m.steps} steps from the same seed the plan did NOT train as the untouched model does."
+        return warned(["The plan's training was not compared with the untouched model's."])
+    did = "trained" if m.verified else "did NOT train"
     rows = tuple(
-        (key, Cell(text=f"{value:g}", sort=value, tone="good" if value == 0 else "bad"))
+        (key, Cell(f"{value:g}", value, "bad" if value else "good"))
         for key, value in sorted(m.max_abs_difference.items())
     )
     return (
-        Text(text=text, tone="note" if m.verified else "warning"),
+        Text(
+            f"Over {m.steps} steps from the same seed the plan {did} as the untouched model does.",
+            "note" if m.verified else "warning",
+        ),
         Table(columns=("compared", "largest absolute difference"), rows=rows, numbers=frozenset({1})),
     )
 

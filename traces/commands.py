@@ -9,7 +9,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +27,9 @@ PAGE_NEEDS: Final = {
     "jinja2": "jinja2",
 }  # module -> package
 
+
+Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
 
 # What a terminal obeys instead of showing it. Names in a foreign file may hold such characters.
 CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -131,16 +137,57 @@ class TextFile(click.Path):
             raise SpecError(f"{path}: is not a text in UTF-8 ({error}); name another file.") from None
 
 
-def report_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command --report."""
-    return click.option("--report", type=ReportFile(), help="Write an HTML page here.")(command)
+def gathered(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
+    """A decorator that gives a command these options; it receives as `name` what `make` makes of their values."""
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def gathering(**words: Any) -> None:
+            mine = {word: words.pop(word) for word in signature(make).parameters if word in words}
+            command(**{name: make(**mine)}, **words)
+
+        made: Command = gathering
+        for option in reversed(options):
+            made = option(made)
+        return made
+
+    return decorate
 
 
-def analysis_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command --analysis; it receives the text."""
-    return click.option(
-        "--analysis", type=TextFile(), default=None, help="A text file to show at the top of the page."
-    )(command)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Where an answer goes, and in which form."""
+
+    report: Path | None = None
+    as_json: bool = False
+    quiet: bool = False
+    indent: int | None = 1  # of the JSON; None: it is one line
+
+    def say(self, line: str) -> None:
+        """A line of progress, on stderr."""
+        if not self.quiet:
+            echo(line, err=True)
+
+    def show(self, data: Callable[[], dict[str, Any]], text: Callable[[], str]) -> None:
+        """The answer on stdout: one JSON object, or text to read."""
+        if self.as_json:
+            print_json(data(), self.indent)
+        else:
+            echo(text())
+
+
+OUTPUT: Final = (
+    click.option("--report", type=ReportFile(), help="Write an HTML page here."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of text."),
+    click.option("-q", "--quiet", is_flag=True, help="No progress on stderr."),
+)
+output_options: Final = gathered("out", Output, *OUTPUT)
+answer_options: Final = gathered("out", Output, *OUTPUT[1:])  # of a command without a page
+json_option: Final = gathered("out", Output, OUTPUT[1])
+quiet_option: Final = gathered("out", Output, OUTPUT[2])
+analysis_option: Final = click.option(
+    "--analysis", type=TextFile(), default=None, help="A text file to show at the top of the page."
+)
 
 
 def step_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -174,15 +221,9 @@ def step_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def say(text: str, *, quiet: bool = False) -> None:
-    """A line of progress, on stderr."""
-    if not quiet:
-        echo(text, err=True)
-
-
-def print_json(data: dict[str, Any]) -> None:
+def print_json(data: dict[str, Any], indent: int | None = 1) -> None:
     """The one object that `--json` prints on stdout; a number that JSON does not have is null."""
-    echo(json.dumps(_finite(data), indent=1, allow_nan=False))
+    echo(json.dumps(_finite(data), indent=indent, allow_nan=False))
 
 
 @contextlib.contextmanager

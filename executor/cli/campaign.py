@@ -7,25 +7,18 @@ from pathlib import Path
 
 import click
 
-from traces.commands import analysis_option, echo, print_json, report_option, say
+from traces.commands import Output, analysis_option, output_options
 
 
 @click.command()
 @click.argument("cases")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    help="The campaign's directory; default: campaign-NAME.",
-)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory; default: campaign-NAME.")
 @click.option("--device", help="cpu or cuda, instead of what the file says.")
 @click.option("--only", default="", help="Run only cases whose label has this in it (* and ? allowed).")
 @click.option("--retry-failed", is_flag=True, help="Run failed cases and failed verifications again.")
 @analysis_option
-@report_option
 @click.option("--markdown", is_flag=True, help="Print the tables that the manual shows.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@output_options
 def campaign(
     cases: str,
     output: Path | None,
@@ -33,10 +26,8 @@ def campaign(
     only: str,
     retry_failed: bool,
     analysis: str | None,
-    report: Path | None,
     markdown: bool,
-    as_json: bool,
-    quiet: bool,
+    out: Output,
 ) -> None:
     """Predict, run and measure every case of CASES, and report how wrong the predictions were.
 
@@ -52,7 +43,7 @@ def campaign(
     from traces.errors import LowtideError, SpecError, VerificationError
     from traces.provenance import refuse_page
 
-    if report is not None:
+    if out.report is not None:
         refuse_page()
     finished = _finished(cases)
     if finished is not None:
@@ -71,19 +62,12 @@ def campaign(
         if device is not None:
             asked = replace(asked, method=replace(asked.method, device=device))
         store = Store.open(output or Path(f"campaign-{asked.name}"))
-        book = run_campaign(
-            asked, store, lambda text: say(text, quiet=quiet), only=only, retry_failed=retry_failed
-        )
-    if report is not None:
+        book = run_campaign(asked, store, out.say, only=only, retry_failed=retry_failed)
+    if out.report is not None:
         from executor.campaign.page import write_campaign
 
-        write_campaign(report, book, analysis=analysis or "")
-    if as_json:
-        print_json(tables.answer(book))
-    elif markdown:
-        echo(tables.markdown(book))
-    else:
-        echo(tables.summary(book))
+        write_campaign(out.report, book, analysis=analysis or "")
+    out.show(lambda: tables.answer(book), lambda: (tables.markdown if markdown else tables.summary)(book))
     wrong = [r.case.label for r in book.records if r.status == NOT_EQUAL]
     if wrong:
         raise VerificationError(

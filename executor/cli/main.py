@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
-from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +12,14 @@ from executor.cli.campaign import campaign
 from executor.cli.rehearse import figures_table, rehearse, rehearse_plan
 from traces.commands import (
     DefaultGroup,
+    Output,
     OutputFile,
     analysis_option,
     echo,
-    print_json,
-    report_option,
-    say,
+    gathered,
+    json_option,
+    output_options,
+    quiet_option,
     stdout_free,
 )
 from traces.errors import SpecError
@@ -33,37 +33,35 @@ if TYPE_CHECKING:
     from simulator.studies.sweep import SweepRow
 
 
-def _measuring(command: Any) -> Any:
-    """The options that every measuring command has; how to measure reaches it as one record."""
+def _settings(
+    device: str, steps: int, memory_steps: int, warmup: int, runs: int, verify: bool, model: str = ""
+) -> Settings:
+    from executor.plans import Settings
 
-    @wraps(command)
-    def measuring(*, steps: int, verify: bool, **more: Any) -> None:
-        from executor.plans import Settings
+    return Settings(
+        device=device,
+        steps=steps if verify else 0,
+        memory_steps=memory_steps,
+        warmup=warmup,
+        runs=runs,
+        model=model,
+    )
 
-        given = {f.name: more.pop(f.name) for f in fields(Settings) if f.name in more}
-        command(settings=Settings(steps=steps if verify else 0, **given), **more)
 
-    made: Any = measuring
-    for option in reversed(
-        (
-            click.option("--device", default="cpu", show_default=True, help="cpu or cuda."),
-            click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True,
-                         help="Training steps that are compared with the untouched model."),
-            click.option("--memory-steps", type=click.IntRange(min=1), default=5, show_default=True,
-                         help="Iterations whose peak memory is measured; from the third on they count as steady."),
-            click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True,
-                         help="Iterations before the timed ones."),
-            click.option("--runs", type=click.IntRange(min=1), default=10, show_default=True,
-                         help="Timed iterations, of which the median counts."),
-            click.option("--verify/--no-verify", default=True, show_default=True,
-                         help="Compare losses, gradients, parameters, buffers and random state with eager."),
-            report_option,
-            click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout."),
-            click.option("-q", "--quiet", is_flag=True, help="No progress on stderr."),
-        )
-    ):  # fmt: skip
-        made = option(made)
-    return made
+_measuring = gathered(
+    "settings", _settings,
+    click.option("--device", default="cpu", show_default=True, help="cpu or cuda."),
+    click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True,
+                 help="Training steps that are compared with the untouched model."),
+    click.option("--memory-steps", type=click.IntRange(min=1), default=5, show_default=True,
+                 help="Iterations whose peak memory is measured; from the third on they count as steady."),
+    click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True,
+                 help="Iterations before the timed ones."),
+    click.option("--runs", type=click.IntRange(min=1), default=10, show_default=True,
+                 help="Timed iterations, of which the median counts."),
+    click.option("--verify/--no-verify", default=True, show_default=True,
+                 help="Compare losses, gradients, parameters, buffers and random state with eager."),
+)  # fmt: skip
 
 
 @click.group(cls=DefaultGroup, default="run", context_settings={"help_option_names": ["-h", "--help"]})
@@ -99,15 +97,14 @@ execute.add_command(rehearse)
 )
 @click.option("--trace", "trace_name", help="The trace behind the plan, for the report's pictures.")
 @_measuring
+@output_options
 def run_plan(
     plan: Path,
     output: Path | None,
     trace_name: str | None,
     rehearsed_on: str | None,
     settings: Settings,
-    report: Path | None,
-    as_json: bool,
-    quiet: bool,
+    out: Output,
 ) -> None:
     """Execute PLAN (made by `simulate ... -o plan.json`), each variant in a fresh process.
 
@@ -115,38 +112,32 @@ def run_plan(
     budget, or (--rehearse) it does not fit.
     """
     if rehearsed_on is not None:
-        if output is not None or report is not None:
+        if output is not None or out.report is not None:
             raise SpecError(
                 "--rehearse measures nothing, so there is nothing for --output or --report; leave them out."
             )
-        rehearse_plan(plan, settings.model, rehearsed_on, as_json=as_json, quiet=quiet)
+        rehearse_plan(plan, settings.model, rehearsed_on, out)
         return
-    if report is not None:
+    if out.report is not None:
         refuse_page()
     from executor.plans import measure_plan
     from traces.errors import BudgetError, VerificationError
 
-    outcome = measure_plan(plan, settings, lambda text: say(text, quiet=quiet))
+    outcome = measure_plan(plan, settings, out.say)
     measurement = outcome.measurement
     if output is not None:
         measurement.save(output)
-    if as_json:
-        print_json(answer(outcome))
-    else:
-        print_outcome(outcome)
-    if report is not None:
+    out.show(lambda: answer(outcome), lambda: in_words(outcome))
+    if out.report is not None:
         from executor.matching import trace_of
         from executor.report import write_measurement
 
         if trace_name is None and outcome.plan.meta.mode == "real":
-            say(
-                "The report's curves are drawn without measured workspaces; give --trace for those.",
-                quiet=quiet,
-            )
-        say("Writing the report ...", quiet=quiet)
-        with stdout_free(as_json):
+            out.say("The report's curves are drawn without measured workspaces; give --trace for those.")
+        out.say("Writing the report ...")
+        with stdout_free(out.as_json):
             recorded = trace_of(outcome.plan, settings.model, settings.device, trace_name)
-        write_measurement(report, measurement, recorded, outcome.plan, measured_curve=outcome.curve or None)
+        write_measurement(out.report, measurement, recorded, outcome.plan, outcome.curve or None)
     if measurement.verified is False:
         raise VerificationError(
             f"the planned step does not compute what the untouched model computes: {outcome.first_difference}"
@@ -166,8 +157,8 @@ def run_plan(
 @click.option(
     "-o", "--output", type=OutputFile(), help="Write the selective-checkpoint policy as a Python file."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def export(plan: Path, model: str, torch_budget: bool, output: Path | None, as_json: bool) -> None:
+@json_option
+def export(plan: Path, model: str, torch_budget: bool, output: Path | None, out: Output) -> None:
     """What PLAN comes to for those who keep their tools, each with the peak that it is predicted to need itself."""
     from dataclasses import asdict
 
@@ -176,22 +167,21 @@ def export(plan: Path, model: str, torch_budget: bool, output: Path | None, as_j
     from traces.records.plan import Plan
 
     given = Plan.load(plan)
-    with stdout_free(as_json):
+    with stdout_free(out.as_json):
         made = exports(given, model, torch_budget=torch_budget)
     if output is not None:
         write_text(output, made.policy)
-    if as_json:
-        print_json({"plan": str(plan), "budget_bytes": given.budget_bytes, **asdict(made)})
-        return
-    echo(f"the plan {show_bytes(made.plan_peak_bytes)}; untouched {show_bytes(made.untouched_peak_bytes)}")
+    lines = [
+        f"the plan {show_bytes(made.plan_peak_bytes)}; untouched {show_bytes(made.untouched_peak_bytes)}"
+    ]
     for e in made.exports:
         fits = {None: "", True: " (within the budget)", False: " (OVER the budget)"}[e.within_budget]
-        echo(
-            f"  {e.kind:26}{show_bytes(e.peak_bytes):>12}{fits}  {e.setting}"
-            + (f"; {e.note}" if e.note else "")
-        )
+        note = f"; {e.note}" if e.note else ""
+        lines.append(f"  {e.kind:26}{show_bytes(e.peak_bytes):>12}{fits}  {e.setting}{note}")
     if output is not None:
-        echo(f"Next: from {output.stem} import apply; apply(model)")
+        lines.append(f"Next: from {output.stem} import apply; apply(model)")
+    told = {"plan": str(plan), "budget_bytes": given.budget_bytes, **asdict(made)}
+    out.show(lambda: told, lambda: "\n".join(lines))
 
 
 @execute.command()
@@ -203,7 +193,7 @@ def export(plan: Path, model: str, torch_budget: bool, output: Path | None, as_j
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--levers", metavar="NAMES", help="Which formats (default: all that are approximate).")
 @click.option("--max-gradient-error", type=float, help="Measure no more of a format once it is over that.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@quiet_option
 def errors(
     what: str,
     output: Path,
@@ -211,7 +201,7 @@ def errors(
     device: str,
     levers: str | None,
     max_gradient_error: float | None,
-    quiet: bool,
+    out: Output,
 ) -> None:
     """By how much approximate formats change the gradient of one step on its batch, for `simulate --errors`.
 
@@ -233,8 +223,7 @@ def errors(
         echo(f"relative error of the gradient {measured.gradient_error:.2e}")
         return
     kinds = LOSSY if levers is None else [x.strip() for x in levers.split(",") if x.strip()]
-    tell = partial(say, quiet=quiet)
-    found = gradient_errors(build, given, kinds, device, most=max_gradient_error or ANY, say=tell)
+    found = gradient_errors(build, given, kinds, device, most=max_gradient_error or ANY, say=out.say)
     found.save(output)
     for kind in found.kinds:
         parts = [p for p in found.parts if p.kind == kind]
@@ -251,14 +240,8 @@ def errors(
 @click.argument("directory", type=click.Path(path_type=Path))
 @analysis_option
 @_measuring
-def sweep(
-    directory: Path,
-    analysis: str | None,
-    settings: Settings,
-    report: Path | None,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+@output_options
+def sweep(directory: Path, analysis: str | None, settings: Settings, out: Output) -> None:
     """Measure the plans of a sweep: DIRECTORY is what `simulate sweep MODEL ... -o DIRECTORY` made.
 
     Each row of DIRECTORY/sweep.json that has a plan is measured (or, without a plan that fits, left as it is), and
@@ -267,30 +250,28 @@ def sweep(
     from executor.sweeps import measure_sweep
     from traces.errors import BudgetError, VerificationError
 
-    done = measure_sweep(directory, settings, lambda text: say(text, quiet=quiet))
+    done = measure_sweep(directory, settings, out.say)
     table = done.sweep
-    if report is not None:
+    if out.report is not None:
         from simulator.report.sweep import write_sweep
 
         root = directory if directory.is_dir() else directory.parent
-        write_sweep(report, table, root=root, analysis=analysis or "", measured_on=done.place)
-    if as_json:
-        print_json(table.to_json())
-    else:
-        for row in table.rows:
-            measured = ", ".join(
-                f"{k} {show_bytes(f.peak_allocated_bytes or 0)} {show_time(f.step_time_ns or 0)}"
-                for k, f in row.measured.items()
-            )
-            note = (
-                f"; budget {show_bytes(row.budget_bytes)} EXCEEDED" if _peak(row) > row.budget_bytes else ""
-            )
-            echo(f"batch size {row.batch_size:5}: {measured or row.message or 'not measured'}{note}")
+        write_sweep(out.report, table, root=root, analysis=analysis or "", measured_on=done.place)
+    out.show(table.to_json, lambda: "\n".join(map(_row_in_words, table.rows)))
     if done.failures:
         raise VerificationError("; ".join(done.failures))
     over = [row.batch_size for row in table.rows if _peak(row) > row.budget_bytes]
     if over:
         raise BudgetError(f"measured peaks are over the budget at batch size {', '.join(map(str, over))}.")
+
+
+def _row_in_words(row: SweepRow) -> str:
+    measured = ", ".join(
+        f"{k} {show_bytes(f.peak_allocated_bytes or 0)} {show_time(f.step_time_ns or 0)}"
+        for k, f in row.measured.items()
+    )
+    note = f"; budget {show_bytes(row.budget_bytes)} EXCEEDED" if _peak(row) > row.budget_bytes else ""
+    return f"batch size {row.batch_size:5}: {measured or row.message or 'not measured'}{note}"
 
 
 def _peak(row: SweepRow) -> int:
@@ -319,10 +300,9 @@ def _note(outcome: Outcome) -> str:
     return outcome.verification.note if outcome.verification else ""
 
 
-def print_outcome(outcome: Outcome) -> None:
+def in_words(outcome: Outcome) -> str:
     """A measurement for people."""
     m = outcome.measurement
-    echo(f"{m.model} by {m.planner} on {m.device} ({m.provenance})")
     rehearsed = m.provenance == REHEARSED
     found = "rehearsed" if rehearsed else "measured"
     runs = (
@@ -332,29 +312,31 @@ def print_outcome(outcome: Outcome) -> None:
         ("plan, predicted", m.predicted),
         (f"plan, {found}", m.measured),
     )
-    for line in figures_table(runs).lines():
-        echo(f"  {line}")
+    lines = [f"{m.model} by {m.planner} on {m.device} ({m.provenance})"]
+    lines += [f"  {line}" for line in figures_table(runs).lines()]
     errors = signed_error_percent(m.predicted, m.measured).items()
     parts = [f"{k.removesuffix('_bytes').removesuffix('_ns')} {v:+.2f} %" for k, v in errors if v is not None]
-    echo("  error of the plan's prediction: " + ", ".join(parts))
+    lines.append("  error of the plan's prediction: " + ", ".join(parts))
     if m.slowdown_percent is not None:
         said, real = m.predicted_slowdown_percent, m.slowdown_percent
         more = f", predicted {said:+.2f} % ({said - real:+.2f} points)" if said is not None else ""
-        echo(f"  slow-down by the plan: measured {real:+.2f} %{more}")
+        lines.append(f"  slow-down by the plan: measured {real:+.2f} %{more}")
     if m.within_budget is not None:
         of = " of reserved memory" if m.budget_of != ALLOCATED else ""
-        echo(f"  budget {show_bytes(m.budget_bytes)}{of}: {'kept' if m.within_budget else 'EXCEEDED'}")
-    for text in m.warnings:
-        echo(f"  warning, beside the prediction: {text}")
+        lines.append(
+            f"  budget {show_bytes(m.budget_bytes)}{of}: {'kept' if m.within_budget else 'EXCEEDED'}"
+        )
+    lines += [f"  warning, beside the prediction: {text}" for text in m.warnings]
     if m.verified is None:
         from executor.plans import UNVERIFIED
 
         reason = "nothing is computed on a GPU that is not there" if rehearsed else "--no-verify"
         failed = any(text.startswith(UNVERIFIED) for text in m.warnings)
-        echo(f"  not verified ({'see the warning' if failed else reason})")
+        lines.append(f"  not verified ({'see the warning' if failed else reason})")
     else:
         kinds = ", ".join(k.replace("_", " ") for k in m.max_abs_difference)
-        echo(f"  {_verdict(outcome)} over {m.steps} steps in {kinds}")
+        lines.append(f"  {_verdict(outcome)} over {m.steps} steps in {kinds}")
+    return "\n".join(lines)
 
 
 def _verdict(outcome: Outcome) -> str:

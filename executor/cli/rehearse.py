@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from simulator.show.tables import Table, table
-from traces.commands import OutputFile, echo, print_json, say, step_options
+from traces.commands import Output, OutputFile, answer_options, step_options
 from traces.errors import OutOfMemoryProblem, SpecError
 from traces.units import show_bytes
 
@@ -39,8 +39,7 @@ MOST_LINES = 8
 @click.option("--snapshot", type=OutputFile(), help="Write torch's memory snapshot here (simulate replay).")
 @click.option("--seed", type=int, default=0, show_default=True)
 @step_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@answer_options
 def rehearse(
     model: str,
     arguments: tuple[str, ...],
@@ -50,8 +49,7 @@ def rehearse(
     alloc_conf: str,
     snapshot: Path | None,
     seed: int,
-    as_json: bool,
-    quiet: bool,
+    out: Output,
     **options: Any,
 ) -> None:
     """Run torch's own CUDA code without a GPU, and print what memory the training step takes.
@@ -74,7 +72,7 @@ def rehearse(
     if model in COMMANDS:
         _refuse_for_commands(model)
         sys.exit(command_on_null_driver([model, *arguments], gpu, alloc_conf))
-    say(f"Rehearsing {model} on {gpu} ...", quiet=quiet)
+    out.say(f"Rehearsing {model} on {gpu} ...")
     found = run(
         model,
         gpu,
@@ -86,10 +84,7 @@ def rehearse(
         alloc_conf=alloc_conf,
         snapshot=snapshot,
     )
-    if as_json:
-        print_json(found.to_json())
-    else:
-        print_rehearsal(found)
+    out.show(found.to_json, lambda: in_words(found))
     refuse_if_too_large(found)
 
 
@@ -105,7 +100,7 @@ def _refuse_for_commands(command: str) -> None:
             )
 
 
-def rehearse_plan(path: Path, model: str, gpu: str, *, as_json: bool, quiet: bool) -> None:
+def rehearse_plan(path: Path, model: str, gpu: str, out: Output) -> None:
     """`execute PLAN --rehearse GPU`: the untouched and the planned step, rehearsed beside predicted."""
     from executor.matching import check_alloc_conf
     from executor.measure import predicted_figures
@@ -117,7 +112,7 @@ def rehearse_plan(path: Path, model: str, gpu: str, *, as_json: bool, quiet: boo
     check_alloc_conf(plan.meta, "cuda")
     found = {}
     for label, applied in (("eager", None), ("plan", path)):
-        say(f"Rehearsing {label} on {gpu} ...", quiet=quiet)
+        out.say(f"Rehearsing {label} on {gpu} ...")
         found[label] = run(
             model or plan.meta.model,
             gpu,
@@ -129,23 +124,21 @@ def rehearse_plan(path: Path, model: str, gpu: str, *, as_json: bool, quiet: boo
         )
     predicted = predicted_figures(plan, "plan")
     rehearsed = found["plan"]
-    if as_json:
-        print_json({
-            "plan": str(path),
-            "model": plan.meta.model,
-            "options": dict(plan.meta.options),
-            "planner": plan.planner,
-            "budget_bytes": plan.budget_bytes,
-            "budget_of": plan.budget_of,
-            "provenance": rehearsed.provenance,
-            "predicted": predicted.headline(),
-            "rehearsed": rehearsed.figures.headline(),
-            "error_percent": signed_error_percent(predicted, rehearsed.figures),
-            "within_budget": _within(plan, rehearsed),
-            "rehearsals": {label: r.to_json() for label, r in found.items()},
-        })  # fmt: skip
-    else:
-        _print_beside(plan, found)
+    answer = {
+        "plan": str(path),
+        "model": plan.meta.model,
+        "options": dict(plan.meta.options),
+        "planner": plan.planner,
+        "budget_bytes": plan.budget_bytes,
+        "budget_of": plan.budget_of,
+        "provenance": rehearsed.provenance,
+        "predicted": predicted.headline(),
+        "rehearsed": rehearsed.figures.headline(),
+        "error_percent": signed_error_percent(predicted, rehearsed.figures),
+        "within_budget": _within(plan, rehearsed),
+        "rehearsals": {label: r.to_json() for label, r in found.items()},
+    }
+    out.show(lambda: answer, lambda: _beside(plan, found))
     refuse_if_too_large(rehearsed)
 
 
@@ -160,11 +153,10 @@ def refuse_if_too_large(found: Rehearsal) -> None:
         raise error
 
 
-def print_rehearsal(found: Rehearsal) -> None:
+def in_words(found: Rehearsal) -> str:
     """A rehearsal for people."""
     env = found.environment
     conf = f", {env['alloc_conf']}" if env.get("alloc_conf") else ""
-    echo(f"{found.model} on {found.gpu}, torch {env.get('torch', '?')}{conf}: {found.provenance}")
     phases = [(n, *phase) for n, i in enumerate(found.iterations, 1) for phase in i.phases.items()]
     peaks = table(
         phases,
@@ -175,22 +167,25 @@ def print_rehearsal(found: Rehearsal) -> None:
             ("reserved", "bytes", lambda row: row[2].reserved_bytes),
         ],
     )
-    for line in peaks.lines():
-        echo(f"  {line}")
     steady, room = found.steady, found.memory_bytes - found.context_bytes
-    echo(f"  peak {steady.allocated_bytes:,} bytes allocated, {found.figures.peak_reserved_bytes:,} reserved")
     fits = "fits" if found.fits else "DOES NOT FIT"
-    echo(
+    lines = [
+        f"{found.model} on {found.gpu}, torch {env.get('torch', '?')}{conf}: {found.provenance}",
+        *(f"  {line}" for line in peaks.lines()),
+        f"  peak {steady.allocated_bytes:,} bytes allocated, {found.figures.peak_reserved_bytes:,} reserved",
         f"  {fits}: {show_bytes(found.figures.peak_reserved_bytes)} of {show_bytes(room)} "
-        f"({found.gpu}, less {show_bytes(found.context_bytes)} for the CUDA context, assumed)"
-    )
+        f"({found.gpu}, less {show_bytes(found.context_bytes)} for the CUDA context, assumed)",
+    ]
     if found.alive:
-        echo("  alive at the peak, by the line that asked for it:")
+        lines.append("  alive at the peak, by the line that asked for it:")
     for row in found.alive[:MOST_LINES]:
         line = row.line or "(torch itself)"
-        echo(f"    {show_bytes(row.requested_bytes):>12}  {row.blocks:5} x  {row.phase:10} {line}")
-    for text in dict.fromkeys(describe(w) for w in found.warnings):
-        echo(f"  warning {text}")
+        lines.append(f"    {show_bytes(row.requested_bytes):>12}  {row.blocks:5} x  {row.phase:10} {line}")
+    return "\n".join([*lines, *_warnings(found)])
+
+
+def _warnings(found: Rehearsal) -> list[str]:
+    return [f"  warning {text}" for text in dict.fromkeys(describe(w) for w in found.warnings)]
 
 
 def describe(warning: PredictionWarning) -> str:
@@ -227,22 +222,20 @@ def figures_table(runs: Sequence[tuple[str, RunFigures]], kind: str = "bytes") -
     ).known()
 
 
-def _print_beside(plan: Plan, found: dict[str, Rehearsal]) -> None:
+def _beside(plan: Plan, found: dict[str, Rehearsal]) -> str:
     from executor.measure import predicted_figures
 
     rehearsed = found["plan"]
-    echo(f"{rehearsed.model} by {plan.planner} on {rehearsed.gpu}: {rehearsed.provenance}")
     runs = (
         ("eager, rehearsed", found["eager"].figures),
         ("keep-all, predicted", predicted_figures(plan, "baseline")),
         ("plan, predicted", predicted_figures(plan, "plan")),
         ("plan, rehearsed", rehearsed.figures),
     )
-    for line in figures_table(runs, "count").without("step time").lines():
-        echo(f"  {line}")
+    lines = [f"{rehearsed.model} by {plan.planner} on {rehearsed.gpu}: {rehearsed.provenance}"]
+    lines += [f"  {line}" for line in figures_table(runs, "count").without("step time").lines()]
     kept = _within(plan, rehearsed)
     if kept is not None:
         of = " of reserved memory" if plan.budget_of == "reserved" else ""
-        echo(f"  budget {plan.budget_bytes:,}{of}: {'kept' if kept else 'EXCEEDED'}")
-    for text in dict.fromkeys(describe(w) for w in rehearsed.warnings):
-        echo(f"  warning {text}")
+        lines.append(f"  budget {plan.budget_bytes:,}{of}: {'kept' if kept else 'EXCEEDED'}")
+    return "\n".join([*lines, *_warnings(rehearsed)])

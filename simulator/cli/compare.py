@@ -7,14 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simulator.cli.options import (
-    Output,
-    Words,
-    device_options,
-    output_options,
-    search_options,
-)
+from simulator.cli.options import Words, device_options, output_options, search_options
 from simulator.core.budget import check_budget
+from traces.commands import Output
 from traces.errors import BudgetError, SpecError
 from traces.units import show_bytes, show_percent, show_time
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from simulator.cli.options import Output, output_options
+from simulator.cli.options import output_options
+from traces.commands import Output
 
 
 @click.command("levers")

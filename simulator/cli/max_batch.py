@@ -10,7 +10,6 @@ import click
 from simulator.cli.options import (
     ALLOC_CONF,
     TRACE_WORDS,
-    Output,
     Words,
     check_alloc_conf,
     lever_options,
@@ -18,7 +17,7 @@ from simulator.cli.options import (
     planning_options,
     words_for_trace,
 )
-from traces.commands import Refused
+from traces.commands import Output, Refused
 from traces.errors import SpecError
 from traces.units import show_bytes, show_percent
 

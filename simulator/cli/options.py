@@ -5,13 +5,9 @@ The options of planning and of the device reach a command as keyword arguments o
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial, wraps
-from inspect import signature
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,12 +16,10 @@ import click
 from simulator.allocator.settings import parse_alloc_conf
 from simulator.core.limits import ALLOW, BIT_EXACT, DEFAULTS, Constraints
 from simulator.core.selectors import check_selectors
-from traces.commands import echo, report_option
+from traces.commands import OUTPUT, Command, Output, echo, gathered
 from traces.errors import SpecError
 from traces.records.plan import ALLOCATED, RESERVED
 
-Command = Callable[..., None]
-Decorator = Callable[[Command], Command]
 Words = dict[str, Any]  # keyword arguments
 
 
@@ -112,28 +106,6 @@ TRACE_WORDS: Final = click.argument(
     "trace_words", metavar="[OPTIONS OF trace]...", nargs=-1, type=click.UNPROCESSED
 )
 OWN_WORDS: Final = ("--batch-size", "-o", "--output", "-f", "--force", "--json")  # not for `trace`
-OUTPUT: Final = (
-    report_option,
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of text."),
-    click.option("-q", "--quiet", is_flag=True, help="No progress on stderr."),
-)
-
-
-def gathered(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
-    """A decorator that gives a command these options; it receives as `name` what `make` makes of their values."""
-
-    def decorate(command: Command) -> Command:
-        @wraps(command)
-        def gathering(**words: Any) -> None:
-            mine = {word: words.pop(word) for word in signature(make).parameters}
-            command(**{name: make(**mine)}, **words)
-
-        made: Command = gathering
-        for option in reversed(options):
-            made = option(made)
-        return made
-
-    return decorate
 
 
 def _planner(planner: str | None) -> str | None:
@@ -211,35 +183,17 @@ def words_for_trace(model: str, words: tuple[str, ...], *own: str) -> tuple[str,
 # What is shown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """Where an answer goes, and in which form."""
-
-    report: Path | None
-    as_json: bool
-    quiet: bool
-
-    def say(self, line: str) -> None:
-        """A line of progress, on stderr."""
-        if not self.quiet:
-            echo(line, err=True)
-
-    def show(self, data: Callable[[], dict[str, Any]], text: Callable[[], str]) -> None:
-        """The answer on stdout: one JSON object, or text to read."""
-        echo(json.dumps(data()) if self.as_json else text())
-
-
-def _output(report: Path | None, as_json: bool, quiet: bool) -> Output:
+def _output(as_json: bool, quiet: bool, report: Path | None = None) -> Output:
     """What the modules inside log is told too."""
     logger = logging.getLogger("lowtide")
     logger.setLevel(logging.INFO)
     logger.handlers = [] if quiet else [_Told()]
     logger.propagate = False
-    return Output(report=report, as_json=as_json, quiet=quiet)
+    return Output(report=report, as_json=as_json, quiet=quiet, indent=None)
 
 
 output_options: Final = gathered("out", _output, *OUTPUT)
-answer_options: Final = gathered("out", partial(_output, None), *OUTPUT[1:])  # of a command without a page
+answer_options: Final = gathered("out", _output, *OUTPUT[1:])  # of a command without a page
 
 
 class _Told(logging.Handler):

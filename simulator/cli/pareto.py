@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simulator.cli.options import Output, Words, device_options, output_options, planning_options
+from simulator.cli.options import Words, device_options, output_options, planning_options
+from traces.commands import Output
 from traces.units import show_bytes, show_time
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import click
 
 from simulator.cli.options import (
     BUDGET_OF,
-    Output,
     Words,
     device_options,
     measured_lever_options,
@@ -18,7 +17,7 @@ from simulator.cli.options import (
     planning_options,
 )
 from simulator.core.budget import check_budget
-from traces.commands import Refused
+from traces.commands import Output, Refused
 from traces.errors import SpecError
 from traces.files.whole import check_writable
 from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan

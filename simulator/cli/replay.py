@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.cli.options import Output, answer_options
-from traces.commands import Refused
+from simulator.cli.options import answer_options
+from traces.commands import Output, Refused
 
 if TYPE_CHECKING:
     from simulator.allocator.replay.recording import Recording

@@ -11,7 +11,6 @@ from simulator.cli.options import (
     ALLOC_CONF,
     BUDGET_OF,
     TRACE_WORDS,
-    Output,
     Words,
     check_alloc_conf,
     lever_options,
@@ -21,6 +20,7 @@ from simulator.cli.options import (
 )
 from simulator.core.budget import check_budget
 from simulator.core.limits import Constraints, Limits
+from traces.commands import Output
 from traces.errors import BudgetError, SpecError
 from traces.model_spec import short_name
 from traces.records.plan import ALLOCATED

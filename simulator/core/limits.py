@@ -97,10 +97,6 @@ class Clock:
         """Never negative."""
         return max(0.0, self.deadline - now())
 
-    def share(self, part: float) -> Clock:
-        """A clock for this part of the time that is left."""
-        return Clock(deadline=now() + part * self.left_seconds)
-
     @property
     def over(self) -> bool:
         return now() >= self.deadline

@@ -94,9 +94,9 @@ class Page:
     sections: Sequence[Section] = field(default_factory=tuple)
 
 
-def paragraphs(text: str, *, tone: str = "") -> tuple[Text, ...]:
+def paragraphs(text: str) -> tuple[Text, ...]:
     """One block a paragraph; paragraphs are set apart by empty lines."""
-    return tuple(Text(text=" ".join(p.split()), tone=tone) for p in re.split(r"\n\s*\n", text) if p.strip())
+    return tuple(Text(" ".join(p.split())) for p in re.split(r"\n\s*\n", text) if p.strip())
 
 
 @cache

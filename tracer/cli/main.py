@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from tracer.cli.torch_budget import torch_budget
-from traces.commands import DefaultGroup, echo, print_json, say, stdout_free, step_options
+from traces.commands import DefaultGroup, Output, answer_options, echo, json_option, stdout_free, step_options
 from traces.model_spec import short_name
 from traces.shapes import Shapes, in_words, label
 from traces.units import show_bytes, show_time
@@ -57,8 +57,7 @@ def trace() -> None:
     "-o", "--output", type=click.Path(path_type=Path), help="Directory of the trace; default: its name."
 )
 @click.option("-f", "--force", is_flag=True, help="Replace a trace that stands there.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@answer_options
 def run_model(
     model: str,
     rounds: int,
@@ -67,8 +66,7 @@ def run_model(
     shapes: str | None,
     output: Path | None,
     force: bool,
-    as_json: bool,
-    quiet: bool,
+    out: Output,
     **options: Any,
 ) -> None:
     """Record one training step of MODEL: a name from `trace models`, timm:NAME, hf:CONFIG.json, or
@@ -93,32 +91,26 @@ def run_model(
         raise SpecError("--profile names a device profile and --no-profile wants none; give one of the two.")
     used = False if no_profile else profile
     if shapes is not None:
-        record_shapes(model, shapes, output, force, used, options, as_json, quiet)
+        record_shapes(model, shapes, output, force, used, options, out)
         return
     where = output or Path(default_name(model, {k: v for k, v in options.items() if v is not None}))
     store.check_place(where, force=force)
 
     def round_done(done: int) -> None:
-        if sys.stderr.isatty() and not quiet:
+        if sys.stderr.isatty() and not out.quiet:
             text = f"measuring: round {done} of {rounds}" if done < rounds else ""
             click.echo(f"\r{text:40}\r", nl=False, err=True)
 
-    with stdout_free(as_json):
+    with stdout_free(out.as_json):
         record = unwrap(api.trace)(
-            model,
-            rounds=rounds,
-            profile=used,
-            say=lambda text: say(text, quiet=quiet),
-            on_round=round_done,
-            **options,
+            model, rounds=rounds, profile=used, say=out.say, on_round=round_done, **options
         )
     store.save(record, where, force=force)
     seconds = time.perf_counter() - begin
-    if as_json:
-        print_json({"trace": str(where), "seconds": seconds, **record.summary()})
-        return
-    print_summary(str(where), record, top=0)
-    say(f"Recorded in {seconds:.1f} s. Next: simulate {where} --budget 60% -o plan.json", quiet=quiet)
+    told = {"trace": str(where), "seconds": seconds}
+    out.show(lambda: {**told, **record.summary()}, lambda: record.text(str(where)))
+    if not out.as_json:
+        out.say(f"Recorded in {seconds:.1f} s. Next: simulate {where} --budget 60% -o plan.json")
 
 
 def default_name(model: str, options: dict[str, Any]) -> str:
@@ -133,8 +125,7 @@ def record_shapes(
     force: bool,
     profile: Any,
     options: dict[str, Any],
-    as_json: bool,
-    quiet: bool,
+    out: Output,
 ) -> None:
     """A trace of each shape that is looked at, in one directory."""
     import time
@@ -162,15 +153,12 @@ def record_shapes(
         nonlocal done
         done += 1
         store.save(record, places[k], force=force)
-        say(f"{done} of {len(sizes)}: {in_words(sizes[k])}", quiet=quiet)
+        out.say(f"{done} of {len(sizes)}: {in_words(sizes[k])}")
 
-    with stdout_free(as_json):
+    with stdout_free(out.as_json):
         unwrap(api.trace_shapes)(model, sizes, each, profile=profile, **options)
     told = {"traces": [str(p) for p in places], "shapes": asked.count, "seconds": time.perf_counter() - begin}
-    if as_json:
-        print_json(told)
-        return
-    echo(f"{where}: traces of {len(sizes)} of {asked.count:,} shapes")
+    out.show(lambda: told, lambda: f"{where}: traces of {len(sizes)} of {asked.count:,} shapes")
 
 
 @trace.command()
@@ -178,30 +166,24 @@ def record_shapes(
 @click.option(
     "--top", type=click.IntRange(min=0), default=10, show_default=True, help="Rows of the largest tables."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def show(directory: str, top: int, as_json: bool) -> None:
+@json_option
+def show(directory: str, top: int, out: Output) -> None:
     """Print what is in the trace in DIRECTORY (a path, or a name from the gallery)."""
     from traces.records import store
 
     record = store.load(directory)
     store.check_fingerprints(record, directory, graph=True)
-    if as_json:
-        print_json({"trace": directory, **record.summary()})
-        return
-    print_summary(directory, record, top=top)
+    out.show(lambda: {"trace": directory, **record.summary()}, lambda: summary(directory, record, top))
 
 
 @trace.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def models(as_json: bool) -> None:
+@json_option
+def models(out: Output) -> None:
     """List the models that are known by name."""
     from tracer.build.named.models import list_models
 
     names = [m.name for m in list_models()]
-    if as_json:
-        print_json({"models": names})
-    else:
-        echo("\n".join(names))
+    out.show(lambda: {"models": names}, lambda: "\n".join(names))
 
 
 @trace.command()
@@ -218,23 +200,26 @@ def targets() -> None:
 trace.add_command(torch_budget)
 
 
-def print_summary(name: str, record: Any, *, top: int) -> None:
-    """A trace for people."""
+def summary(name: str, record: Any, top: int) -> str:
+    """A trace for people, with so many rows of the largest tables."""
     from traces.records.trace import FLAG_NAMES
 
     ops, sts = record.ops, record.storages
-    echo(record.text(name))
+    lines = [record.text(name)]
     if not top:
-        return
-    echo("\n  largest storages that backward reads: size, op, module, last forward and first backward use")
+        return lines[0]
+    lines.append(
+        "\n  largest storages that backward reads: size, op, module, last forward and first backward use"
+    )
     for s in sorted(record.saved, key=lambda s: -sts.nbytes[s])[:top]:
         p = sts.producer[s]
-        echo(f"  {show_bytes(sts.nbytes[s]):>11}  {ops.name[p]:32} {ops.module[p]:36} "
-                   f"{sts.last_forward_use[s]:6} {sts.first_backward_use[s]:6}")  # fmt: skip
-    echo("\n  slowest ops: time, op, module, flags")
+        uses = f"{sts.last_forward_use[s]:6} {sts.first_backward_use[s]:6}"
+        lines.append(f"  {show_bytes(sts.nbytes[s]):>11}  {ops.name[p]:32} {ops.module[p]:36} {uses}")
+    lines.append("\n  slowest ops: time, op, module, flags")
     for i in sorted(range(len(ops)), key=lambda i: -ops.time_ns[i])[:top]:
         marks = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[i] & b)
-        echo(f"  {show_time(ops.time_ns[i]):>11}  {ops.name[i]:32} {ops.module[i]:36} {marks}")
+        lines.append(f"  {show_time(ops.time_ns[i]):>11}  {ops.name[i]:32} {ops.module[i]:36} {marks}")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from traces.commands import echo, print_json, say, stdout_free
+from traces.commands import Output, answer_options, stdout_free
 from traces.units import show_bytes
 
 EVERY_TENTH = ",".join(f"{k / 10}" for k in range(11))
@@ -23,16 +23,9 @@ EVERY_TENTH = ",".join(f"{k / 10}" for k in range(11))
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File for the saved sets.")
 @click.option("-f", "--force", is_flag=True, help="Replace the file that stands there.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@answer_options
 def torch_budget(
-    directory: str,
-    budgets: str,
-    solvers: str,
-    output: Path | None,
-    force: bool,
-    as_json: bool,
-    quiet: bool,
+    directory: str, budgets: str, solvers: str, output: Path | None, force: bool, out: Output
 ) -> None:
     """Run torch's activation_memory_budget on the graph of TRACE and write what it saves and what it recomputes.
 
@@ -54,23 +47,24 @@ def torch_budget(
     settings = [Setting(budget=b, solver=s) for s in names for b in shares]
     for setting in settings:
         setting.check()
-    with stdout_free(as_json):
-        sets = saved_sets(record, settings, lambda text: say(text, quiet=quiet))
+    with stdout_free(out.as_json):
+        sets = saved_sets(record, settings, out.say)
     if output is not None:
         sets.save(output)
     sizes = record.storages.nbytes
-    if as_json:
-        print_json({"output": None if output is None else str(output), **sets.to_json()})
-        return
-    echo(f"{directory}: {sets.source}; graph captured in {sets.capture_seconds:.1f} s")
+    lines = [f"{directory}: {sets.source}; graph captured in {sets.capture_seconds:.1f} s"]
     for s in sets.sets:
         wrong = "" if s.valid else f", WRONG GRADIENTS: {len(s.random_again)} random ops run again"
-        echo(
+        lines.append(
             f"  {s.label:20} saves {show_bytes(sum(sizes[k] for k in s.saved)):>11} in {len(s.saved)} storages, runs "
             f"{s.recomputed_ops} ops again{wrong}; solved in {s.solve_seconds:.2f} s"
         )
-    if output is not None:
-        say(f"Next: simulate compare {directory} --budget 60% --saved {output}", quiet=quiet)
+    out.show(
+        lambda: {"output": None if output is None else str(output), **sets.to_json()},
+        lambda: "\n".join(lines),
+    )
+    if output is not None and not out.as_json:
+        out.say(f"Next: simulate compare {directory} --budget 60% --saved {output}")
 
 
 def parse_budgets(text: str) -> list[float]:

@@ -34,11 +34,6 @@ class RunFigures:
     # Of a plan: steps with everything kept that ran in turns with `times_ns`, the k-th beside the k-th.
     keep_all_times_ns: tuple[int, ...] = ()
 
-    @property
-    def steady(self) -> bool:
-        """Whether the iterations from the third on had one and the same peak."""
-        return len(set(self.peaks_bytes[2:])) <= 1
-
     def peak_bytes(self, of: str) -> int | None:
         """The peak that a budget of `of` (allocated, reserved) limits."""
         return self.headline()[f"peak_{of}_bytes"]

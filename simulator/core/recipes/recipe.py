@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
-
-BIT: Final = "bit"  # the step's results are those of the untouched one in every bit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,9 +11,7 @@ class Recipe:
 
     kind: str  # one of `simulator.core.recipes.LEVERS`
     storage: int
-    restore: tuple[int, ...] = ()  # ops that run again to bring the value back
     # Ops that take another value in place of this storage's, at no cost: op, the op whose value it takes in the trace,
     # and the op whose value it takes instead.
     swaps: tuple[tuple[int, int, int], ...] = ()
     payload: int = -1  # the storage behind those other values
-    exactness: str = BIT

@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 def offer(facts: Facts) -> Iterator[Recipe]:
     """A recipe for each candidate, and for each value that only chains read."""
     candidates = facts.reloaded.union(facts.candidates)
-    for s, producer in enumerate(facts.trace.storages.producer):
-        if facts.recompute_only[s] or s in candidates:
-            yield Recipe(kind=RECOMPUTE, storage=s, restore=(producer,))
+    for s, only_chains in enumerate(facts.recompute_only):
+        if only_chains or s in candidates:
+            yield Recipe(kind=RECOMPUTE, storage=s)
