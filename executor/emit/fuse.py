@@ -19,7 +19,7 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
         PlanError: the storage is not the output of such a chain in this graph, or the op lays its result out otherwise.
     """
     program, graph = changing.program, changing.graph
-    chain = chain_of(changing.trace, rewrite)
+    chain = chain_of(changing.chains, rewrite)
     if not {changing.node[program.ops[i].node] for i in (*chain.forward, *chain.backward)} <= {*graph.nodes}:
         return
     steps = (chain.backward, chain.forward)  # backward's steps take forward's values

@@ -22,7 +22,7 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
         PlanError: the storage is no such input in this graph, or the output is laid out otherwise than it.
     """
     program, graph = changing.program, changing.graph
-    pair = pair_of(changing.trace, rewrite.storage)
+    pair = pair_of(changing.trace, rewrite.storage, changing.chains)
     if isinstance(pair, str):
         raise PlanError(f"the input of {rewrite.op or 'an activation'} cannot be done without here: {pair}.")
     if pair.fuse is not None:

@@ -60,7 +60,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from simulator.bounds.instants import TURN, Floor, Instants
-from simulator.bounds.lowest import lowest
+from simulator.bounds.lowest import above, lowest
 from simulator.bounds.working_sets import WorkingSets
 from simulator.core.problem import Problem
 from simulator.core.swaps import relaxed
@@ -154,6 +154,9 @@ class Bounder:
 
     def below_floor(self, budget_bytes: int) -> bool:
         """Whether no plan can be within the budget, as far as the floors show."""
+        known = "floor" in self.__dict__
+        if not known and not above(self.instants, int(budget_bytes / NEAR)):
+            return False  # nor near it
         if budget_bytes < self.floor.peak_bytes:
             return True
         near = budget_bytes < NEAR * self.floor.peak_bytes

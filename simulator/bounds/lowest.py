@@ -117,6 +117,21 @@ class Pebbles:
         return out
 
 
+def above(instants: Instants, peak_bytes: int) -> bool:
+    """Whether the floor that `lowest` shows is above a peak; quick where it is not."""
+    if instants.floor.peak_bytes > peak_bytes:
+        return True
+    pebbles, left = Pebbles(instants), MOST_WORK
+    wanted = zip(instants.brought_bytes, pebbles.most_bytes, strict=False)
+    for op, (brought_bytes, most_bytes) in enumerate(wanted):
+        if op >= instants.turn and brought_bytes + most_bytes > peak_bytes and left > 0:
+            least_bytes, seen = pebbles.least_bytes(op, peak_bytes, MOST_STATES)
+            left -= seen
+            if least_bytes > peak_bytes:
+                return True
+    return False
+
+
 def lowest(instants: Instants, *, close: bool = False) -> Floor:
     """The highest floor that can be shown, with the op that decides it.
 

@@ -107,7 +107,7 @@ class WorkingSets:
         np.add.at(before_share, np.minimum(first_read[wanted], n_ops) + 1, share[wanted])
         before_share = np.cumsum(before_share) - price * free_bytes
 
-        asks = [self._asked(op, rank) for op in range(n_ops)]
+        asks = self._asked(rank)
         reads_at = np.zeros(n_ops + 1, np.int64)
         np.cumsum(np.bincount(reader, minlength=n_ops), out=reads_at[1:])
         overwrites, rise = self._taken(rank)
@@ -132,25 +132,29 @@ class WorkingSets:
             state=np.empty(WIDTH, np.int32),
         )
         root = int(share[wanted].sum()) - price * free_bytes
-        way = Way(ops, storages, rank[read], rank[np.array([s for a in asks for s in a], np.int64)])
+        way = Way(ops, storages, rank[read], np.concatenate([np.zeros(0, np.int64), *asks]))
         least, _ = walk_back(
             budget_bytes, first, int(brought.max()) + 1, root, MOST_STATES, STALE_STATES, way, found
         )
         return None if least == NO_WAY else max(0, int(least) >> shift)
 
-    def _asked(self, op: int, rank: NDArray[np.int64]) -> list[int]:
-        """The tracked storages that can be brought back for an op's sake, if need be by way of untracked ones."""
-        reads, producer = self.instants.trace.ops.reads, self.instants.trace.storages.producer
-        out: list[int] = []
-        stack, seen = list(reads[op]), set(reads[op])
-        while stack:
-            s = stack.pop()
-            if rank[s] >= 0:
-                out.append(s)
-            elif self._forward[s] and self.instants.problem.is_evictable(s):
-                more = [r for r in reads[producer[s]] if r not in seen]
-                stack += more
-                seen.update(more)
+    def _asked(self, rank: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """[op]: the tracked storages that can be brought back for its sake, if need be by way of untracked ones."""
+        problem, reads = self.instants.problem, self.instants.trace.ops.reads
+        ranks = rank.tolist()
+        through = [0] * len(ranks)  # by storage, as the bits of an int
+        members = {0: np.zeros(0, np.int64)}
+        out = []
+        for op, read in enumerate(reads):
+            bits = 0
+            for s in read:
+                bits |= through[s]
+            if bits not in members:
+                row = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), np.uint8)
+                members[bits] = np.flatnonzero(np.unpackbits(row, bitorder="little"))
+            out.append(members[bits])
+            for s in problem.creates[op] if op < self.instants.turn else ():
+                through[s] = 1 << ranks[s] if ranks[s] >= 0 else bits if problem.is_evictable(s) else 0
         return out
 
     def _taken(self, rank: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from simulator.bounds.bound import Bound, bounder_of
 from simulator.core.limits import ALLOW, Levers
 from simulator.core.problem import Problem
-from simulator.core.rewrites import KINDS, LEVERS, exactness_of, rewritten_problem
+from simulator.core.rewrites import KINDS, LEVERS, checked, draft_problem, exactness_of, rewritten_problem
 from simulator.core.rewrites.pack import cheaper
 from simulator.core.transfers import OFFLOAD, WAIT_OUT, pinned_bytes
 from simulator.planners.outcome import Infeasible, percent
@@ -101,7 +101,7 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
         if not _allowed(rewrites, levers):
             return False, -MOST
         if rewrites not in tried:
-            q = rewritten_problem(problem, rewrites)
+            q = draft_problem(problem, rewrites)
             waits_until = q.saved.timeline.step_time_ns
             if waits_until > q.trace.time_ns and any(
                 x.bound.feasible and x.least_ns <= waits_until for x in tried.values()
@@ -295,7 +295,7 @@ def plan_with_levers(
             continue
         planned[kinds] += 1
         try:
-            made = make(step.problem)
+            made = make(checked(step.problem))
         except Infeasible as error:
             told = _with(step.rewrites, error)
             refusal = min(refusal or told, told, key=lambda e: e.figures["lowest_peak_bytes"])
@@ -487,7 +487,7 @@ def _together(problem: Problem, found: dict[str, tuple[Rewrite, ...]]) -> tuple[
 
 
 def _floor(problem: Problem, rewrites: tuple[Rewrite, ...]) -> int:
-    return bounder_of(rewritten_problem(problem, rewrites)).floor.peak_bytes
+    return bounder_of(draft_problem(problem, rewrites)).floor.peak_bytes
 
 
 def _reach(problem: Problem, lever: str, rewrites: tuple[Rewrite, ...], budget_bytes: int | None) -> Reach:

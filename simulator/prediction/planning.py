@@ -38,7 +38,7 @@ def plan_for(
         BudgetError: the planner finds none within the budget.
     """
 
-    under: dict[str, Setting] = {}  # by the step that was planned
+    under: dict[Problem, Setting] = {}  # by the step that was planned
 
     def make(step: Problem) -> Plan:
         if budget_bytes is not None and budget_of == RESERVED:
@@ -46,7 +46,7 @@ def plan_for(
 
             settings = (setting,) if setting.asked else settings_to_try(step.trace.meta, setting)
             within = plan_within_reserved(step, planner, limits, settings, budget_bytes, progress)
-            under[within.plan.meta.fingerprint] = within.setting
+            under[step] = within.setting
             return within.plan
         try:
             return plan_with(planner, step, UNLIMITED_BYTES if budget_bytes is None else budget_bytes, limits)
@@ -59,7 +59,7 @@ def plan_for(
         progress(why)
     plan = make(problem) if budget_bytes is None else _cheapest(problem, budget_bytes, levers, make)
     step = rewritten_problem(problem.planned_by(plan), plan.rewrites)
-    setting = under.get(step.trace.meta.fingerprint, setting)
+    setting = under.get(step, setting)
     ahead = 0 if setting.settings is None else setting.settings.ahead_bytes
     plan = replace(plan, budget_bytes=budget_bytes, budget_of=budget_of, ahead_bytes=ahead)
     setting = asking_ahead(setting, 0)

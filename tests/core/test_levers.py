@@ -27,7 +27,7 @@ from simulator.prediction.levers import (
 from simulator.prediction.planning import plan_for
 from simulator.studies.max_batch import MaxBatch, Request, max_batch
 from tests.tiny import bwd, fwd, trace
-from traces.errors import PlanError, SpecError
+from traces.errors import PlanError, SpecError, TraceError
 from traces.records.plan import EXACT, FP, Plan, Rewrite
 from traces.records.stretch import PRODUCT, ROWS, SUM, Part, Result, Stretch
 from traces.records.trace import EAGER, Trace
@@ -273,6 +273,19 @@ def test_a_larger_batch_fits_with_the_loss_head_in_tiles(tmp_path: Path) -> None
     found = largest("fp")
     assert found.with_plan > 8
     assert found.to_json()["allow"] == "fp"
+
+
+def test_a_changed_step_that_contradicts_itself_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile, "edit", lambda editing, rewrite: setattr(editing.op[0], "time_ns", -1))
+    problem = Problem(head())
+    for ask in (
+        lambda: rewritten_problem(problem, [in_tiles(2)]),
+        lambda: plan_with_levers(
+            problem, 800, Levers(allow="fp"), lambda step: plan_with("search", step, 800)
+        ),
+    ):
+        with pytest.raises(TraceError, match="negative time"):
+            ask()
 
 
 def test_steps_that_fewer_kinds_change_are_planned_although_others_promise_more(

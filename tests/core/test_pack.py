@@ -10,7 +10,7 @@ from simulator.core.formats import FORMATS
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.core.rewrites import exactness_of, in_order, rewritten
-from simulator.core.rewrites.pack import cheaper, costs, pass_ns, ranked
+from simulator.core.rewrites.pack import at_rate, cheaper, costs, pass_rate, ranked
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, plan_with_levers
 from tests.tiny import bwd, fwd, trace
@@ -72,7 +72,7 @@ def test_it_is_packed_after_forwards_last_reader_and_unpacked_before_backwards_f
     assert made.meta.forward_ops == t.meta.forward_ops + (1 if t.meta.forward_ops else 0)
     # Eight ops of 8 N bytes each take 12 ns.
     moved = FORMATS["int8"].pack_bytes_moved(N, 4)
-    assert made.ops.time_ns[2] == pass_ns(t, moved) == -(-moved * 12 // (64 * N))
+    assert made.ops.time_ns[2] == at_rate(pass_rate(t), moved) == -(-moved * 12 // (64 * N))
 
 
 def test_backward_gets_a_view_of_its_own_and_still_takes_what_else_the_op_made() -> None:
@@ -147,9 +147,9 @@ def test_what_saves_most_for_its_time_comes_first() -> None:
 def test_the_rate_of_passes_is_that_of_ops_whose_launch_does_not_decide() -> None:
     ops = step().ops
     small = replace(ops, bytes_moved=(800, 800, 49, *(0,) * 5), time_ns=(10, 30, 10**9, *(7,) * 5))
-    assert pass_ns(replace(step(), ops=small), 160) == 4
+    assert at_rate(pass_rate(replace(step(), ops=small)), 160) == 4
     products = replace(small, flops=(0, 10, *(0,) * 6))
-    assert pass_ns(replace(step(), ops=products), 160) == 2
+    assert at_rate(pass_rate(replace(step(), ops=products)), 160) == 2
 
 
 def test_how_exact_it_is() -> None:
@@ -255,7 +255,7 @@ def test_masks_are_packed_by_default_where_their_bytes_cost_less_than_others() -
     t = costly()
     rewrites = [r for r, _, _ in ranked(Problem(t), ("bits",))]
     saved, moved = costs(t, storage(t, "x"), "bits")
-    ns = pass_ns(t, moved)
+    ns = at_rate(pass_rate(t), moved)
     assert [r.storage for r in rewrites] == [storage(t, "x")]
     assert cheaper(t, rewrites, ns, saved) == ()
     assert cheaper(t, rewrites, ns + t.time_ns // 1000, saved) == ()  # less than a thousandth of the step

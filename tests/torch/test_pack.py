@@ -133,7 +133,7 @@ def test_a_plan_keeps_to_the_errors_that_were_measured_of_its_parts(trace: Trace
 
 def test_fit_measures_the_errors_of_parts_and_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "simulator.core.rewrites.pack.pass_ns", lambda trace, nbytes: 0
+        "simulator.core.rewrites.pack.at_rate", lambda rate, nbytes: 0
     )  # cheaper than recomputing
     torch.manual_seed(0)
     model, (x, y), loss, optimizer = net()

@@ -10,6 +10,7 @@ plan. `LEVERS` has them by name; `pack` stands there once for each of its format
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Final
 
 from simulator.core.problem import Problem
@@ -18,6 +19,7 @@ from simulator.core.rewrites.edit import Editing
 from traces.errors import PlanError
 from traces.records.plan import EXACT, EXACTNESS, Rewrite
 from traces.records.trace import Trace
+from traces.records.validate import validate
 
 KINDS: Final[dict[str, Any]] = {"tile": tile, "fuse": fuse} | {
     name: lever for name, lever in pack.LEVERS.items() if lever.EXACTNESS == EXACT
@@ -33,11 +35,14 @@ def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:
     Raises:
         PlanError: a rewrite means nothing in this trace.
     """
-    editing, done = Editing(trace), False
+    made = _edited(Editing(trace), rewrites)
+    return made.trace() if rewrites else trace
+
+
+def _edited(editing: Editing, rewrites: Iterable[Rewrite]) -> Editing:
     for rewrite in in_order(rewrites):
         LEVERS[rewrite.kind].edit(editing, rewrite)
-        done = True
-    return editing.trace() if done else trace
+    return editing
 
 
 def in_order(rewrites: Iterable[Rewrite]) -> list[Rewrite]:
@@ -54,11 +59,32 @@ def in_order(rewrites: Iterable[Rewrite]) -> list[Rewrite]:
 
 
 def rewritten_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
-    """The problem of the step so changed, under the same constraints; made once."""
-    key = tuple(rewrites)
+    """The problem of the step so changed, under the same constraints; made once. Its trace has no fingerprints.
+
+    Raises:
+        PlanError: a rewrite means nothing in this trace.
+        TraceError: the trace so changed contradicts itself.
+    """
+    return checked(draft_problem(problem, rewrites))
+
+
+def checked(step: Problem) -> Problem:
+    """The same step; raises TraceError if its trace contradicts itself."""
+    step.once(validate, lambda p: validate(p.trace))
+    return step
+
+
+def draft_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
+    """The same, its trace not checked: for a comparison of many."""
+    key = tuple(replace(r, op="", error=None) for r in rewrites)  # by what the edits ask for
     if not key:
         return problem
-    return problem.once(("rewritten", key), lambda p: Problem(rewritten(p.trace, key), p.constraints))
+    known = problem.once(Editing, lambda p: {})
+    trace = problem.trace
+    return problem.once(
+        ("rewritten", key),
+        lambda p: Problem(_edited(Editing(trace, known), rewrites).trace(draft=True), p.constraints),
+    )
 
 
 def exactness_of(rewrites: Iterable[Rewrite]) -> str:

@@ -63,8 +63,9 @@ class Op:
 class Editing:
     """One trace while it is edited; `op` and `value` are by the trace's ids."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.source = trace
+    def __init__(self, trace: Trace, known: dict[Any, Any] | None = None) -> None:
+        """`known`: what `once` was told of this trace before."""
+        self.source, self._known = trace, {} if known is None else known
         sts, ops = trace.storages, trace.ops
         self.value = [
             Value(
@@ -78,7 +79,8 @@ class Editing:
             for s in range(len(sts))
         ]
         plain = [f.name for f in fields(Ops) if f.name not in ("inputs", "reads", "writes", "overwrites")]
-        self.op = [Op(**{c: getattr(ops, c)[i] for c in plain}, at=i) for i in range(len(ops))]
+        rows = zip(*(getattr(ops, c) for c in plain), strict=True)
+        self.op = [Op(**dict(zip(plain, row, strict=True)), at=i) for i, row in enumerate(rows)]
         for i, op in enumerate(self.op):
             op.inputs = [self.op[j] for j in ops.inputs[i]]
             op.reads = [self.value[s] for s in ops.reads[i]]
@@ -90,7 +92,6 @@ class Editing:
         self.order, self.values = list(self.op), list(self.value)
         self.rates = dict(trace.meta.rates)
         self._redirected: dict[Op, Op] = {}
-        self._known: dict[Callable[[Trace], Any], Any] = {}
         self._instead: dict[Op, Op] = {}  # what was taken out -> what stands there now
 
     def insert(self, new: Op, place: Op, *, after: bool = False) -> None:
@@ -137,8 +138,8 @@ class Editing:
         self.order = [op for op in self.order if op not in gone]
         self.values = [v for v in self.values if v.producer not in gone]
 
-    def trace(self) -> Trace:
-        """The trace as it is now."""
+    def trace(self, *, draft: bool = False) -> Trace:
+        """The trace as it is now; a draft is not checked and has no fingerprints."""
         number = {op: i for i, op in enumerate(self.order)}
         ids = {v: s for s, v in enumerate(self.values)}
         forward = self.source.meta.forward_ops
@@ -175,21 +176,30 @@ class Editing:
             aliases=aliases_of(ops, len(self.values)),
             **uses,
         )
-        meta = self._meta(ops, storages)
-        return validate(replace(self.source, meta=meta, ops=ops, storages=storages, joined=None))
+        told = (
+            ("", "", "")
+            if draft
+            else (
+                fingerprint(ops, storages),
+                fingerprint(ops, storages, eager=False),
+                fingerprint(ops, storages, sizes=False, eager=False),
+            )
+        )
+        made = replace(self.source, meta=self._meta(ops, *told), ops=ops, storages=storages, joined=None)
+        return made if draft else validate(made)
 
-    def _meta(self, ops: Ops, storages: Storages) -> TraceMeta:
+    def _meta(self, ops: Ops, whole: str, graph: str, structure: str) -> TraceMeta:
         meta = self.source.meta
         backward = self._moved(meta.first_backward_graph_op)
-        graph = [i for i in range(backward, len(ops)) if not ops.flags[i] & EAGER]
+        later = [i for i in range(backward, len(ops)) if not ops.flags[i] & EAGER]
         return replace(
             meta,
             forward_ops=self._moved(meta.forward_ops),
             first_backward_graph_op=backward,
-            within_backward=eager_runs(ops.flags, graph),
-            graph_fingerprint=fingerprint(ops, storages, eager=False),
-            structure_fingerprint=fingerprint(ops, storages, sizes=False, eager=False),
-            fingerprint=fingerprint(ops, storages),
+            within_backward=eager_runs(ops.flags, later),
+            fingerprint=whole,
+            graph_fingerprint=graph,
+            structure_fingerprint=structure,
             stretches=(),
             rates=self.rates,
             untouched_peak_bytes=0,

@@ -98,9 +98,8 @@ class Chain:
 
 def offer(facts: Facts) -> Iterator[Rewrite]:
     """All chains, each by the storage of its output."""
-    trace = facts.trace
-    for chain in chains(trace):
-        yield Rewrite(kind="fuse", storage=trace.ops.writes[chain.y][0], op=trace.ops.name[chain.y])
+    for s, chain in facts.once(chains, lambda f: chains(f.trace)).items():
+        yield Rewrite(kind="fuse", storage=s, op=facts.trace.ops.name[chain.y])
 
 
 def choices(problem: object, rewrites: Sequence[Rewrite], levers: object) -> Iterator[tuple[Rewrite, ...]]:
@@ -115,7 +114,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         PlanError: the storage is not the output of such a chain.
     """
     trace = editing.source
-    chain = chain_of(trace, rewrite)
+    chain = chain_of(editing.once(chains), rewrite)
     if not {editing.op[i] for i in (*chain.forward, *chain.backward)} <= {*editing.order}:
         return
     both = (chain.backward, chain.forward)  # backward's steps take forward's values
@@ -133,26 +132,26 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         editing.remove([editing.op[i] for i in steps if i != at], new)
 
 
-def chain_of(trace: Trace, rewrite: Rewrite) -> Chain:
-    """The chain that makes a rewrite's storage.
+def chain_of(known: Mapping[int, Chain], rewrite: Rewrite) -> Chain:
+    """The chain that makes a rewrite's storage, of all that `chains` found.
 
     Raises:
         PlanError: none does.
     """
-    found = next((c for c in chains(trace) if trace.ops.writes[c.y][0] == rewrite.storage), None)
-    if found is None:
+    if rewrite.storage not in known:
         raise PlanError(
             f"storage {rewrite.storage}{rewrite.op and f' ({rewrite.op})'} is not the output of an activation in steps "
             "for which torch has one op."
         )
-    return found
+    return known[rewrite.storage]
 
 
-def chains(trace: Trace) -> Iterator[Chain]:
-    """The activations in steps whose values nothing else reads, in their order."""
+def chains(trace: Trace) -> dict[int, Chain]:
+    """The activations in steps whose values nothing else reads, by the storages of their outputs; in their order."""
     starts = [i for i, t in enumerate(trace.ops.target) if t in STARTS and trace.ops.phase[i] == FORWARD]
+    found: dict[int, Chain] = {}
     if not starts:
-        return
+        return found
     users: list[list[int]] = [[] for _ in trace.ops.target]
     readers: list[set[int]] = [set() for _ in trace.storages.name]
     for i, (inputs, reads) in enumerate(zip(trace.ops.inputs, trace.ops.reads, strict=True)):
@@ -166,7 +165,8 @@ def chains(trace: Trace) -> Iterator[Chain]:
             chain = next(_through(trace, users, readers, start), None)
             if chain is not None:
                 done.update(chain.forward)
-                yield chain
+                found[trace.ops.writes[chain.y][0]] = chain
+    return found
 
 
 def storage_behind(trace: Trace, op: int) -> int:

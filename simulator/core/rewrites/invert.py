@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +21,7 @@ from simulator.core.facts import Facts
 from simulator.core.rewrites import fuse
 from simulator.core.rewrites.activations import activation_of, kind
 from simulator.core.rewrites.edit import Editing, Op, Value
-from simulator.core.rewrites.pack import ITEM_BYTES, pass_ns
+from simulator.core.rewrites.pack import ITEM_BYTES, at_rate, pass_rate
 from traces.errors import PlanError
 from traces.records.plan import FP, Rewrite
 from traces.records.trace import ACTIVATION, EAGER, FORWARD, Trace
@@ -36,8 +36,9 @@ CPU_FACTOR: Final = 2.4  # of torch's gelu_backward
 def offer(facts: Facts) -> Iterator[Rewrite]:
     """The saved inputs of activations that can be done without; first the largest."""
     trace, sts = facts.trace, facts.trace.storages
+    steps = facts.once(fuse.chains, lambda f: fuse.chains(f.trace))
     for s in sorted(trace.saved, key=lambda s: (-sts.nbytes[s], s)):
-        if not facts.pinned[s] and not isinstance(pair_of(trace, s), str):
+        if not facts.pinned[s] and not isinstance(pair_of(trace, s, steps), str):
             yield Rewrite(kind="invert", storage=s, op=trace.ops.name[sts.producer[s]])
 
 
@@ -69,7 +70,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     """
     trace, s = editing.source, rewrite.storage
     known = 0 <= s < len(trace.storages)
-    pair = pair_of(trace, s) if known else "there is none"
+    pair = pair_of(trace, s, editing.once(fuse.chains)) if known else "there is none"
     if isinstance(pair, str):
         raise PlanError(f"the input of an activation in storage {s} cannot be done without: {pair}.")
     if pair.fuse is not None:
@@ -88,7 +89,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         target="lowtide.side.default",
         phase=FORWARD,
         module=forward.module,
-        time_ns=pass_ns(trace, moved),
+        time_ns=at_rate(editing.once(pass_rate), moved),
         inputs=list(forward.inputs),
         reads=[x],
         writes=[bits],
@@ -104,7 +105,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     backward.target = "lowtide.backward_from_output.default"
     backward.arguments = json.dumps([None, None, None, pair.kind], separators=(",", ":"))
     backward.bytes_moved += bits.nbytes
-    backward.time_ns += pass_ns(trace, bits.nbytes)
+    backward.time_ns += at_rate(editing.once(pass_rate), bits.nbytes)
     if trace.meta.device == "cpu":
         backward.time_ns = int(backward.time_ns * CPU_FACTOR)
     if backward.overwrites is value:
@@ -113,9 +114,9 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         editing.remove([copy], forward)
 
 
-def pair_of(trace: Trace, s: int) -> Pair | str:
+def pair_of(trace: Trace, s: int, steps: Mapping[int, fuse.Chain]) -> Pair | str:
     """The activation whose input a storage is, or whose input is copied there, and its op of backward; or why the
-    storage is needed."""
+    storage is needed. `steps`: what `fuse.chains` finds in the trace."""
     ops, sts = trace.ops, trace.storages
     made_by = sts.producer[s]
     if (
@@ -135,7 +136,7 @@ def pair_of(trace: Trace, s: int) -> Pair | str:
     readers = [i for i in range(made_by + 1, len(ops)) if s in ops.reads[i]]
     if any(s in ops.writes[i] for i in readers):
         return "it is overwritten"
-    pair = _in_steps(trace, s, readers)
+    pair = _in_steps(trace, s, readers, steps)
     if pair is None:
         if isinstance(found := activation_of(trace, s, copied=True), str):
             return found
@@ -153,10 +154,10 @@ def pair_of(trace: Trace, s: int) -> Pair | str:
     return pair
 
 
-def _in_steps(trace: Trace, s: int, readers: Sequence[int]) -> Pair | None:
+def _in_steps(trace: Trace, s: int, readers: Sequence[int], steps: Mapping[int, fuse.Chain]) -> Pair | None:
     ops = trace.ops
-    for chain in fuse.chains(trace):
-        late = {i for i in readers if ops.phase[i] != FORWARD}
+    late = {i for i in readers if ops.phase[i] != FORWARD}
+    for chain in steps.values():
         if fuse.storage_behind(trace, chain.x) == s and late <= {*chain.backward}:
             first = Rewrite(kind="fuse", storage=ops.writes[chain.y][0], op=ops.name[chain.y])
             name = f"{chain.name}_tanh" if "tanh" in chain.options else chain.name

@@ -66,7 +66,7 @@ def ranked(facts: Facts, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[
     """What can be packed, with the bytes that each saves from forward to backward, and the time that it takes in ns;
     first what saves most for its time. One storage may be there in several formats, of which a plan takes one."""
     trace, sts = facts.trace, facts.trace.storages
-    found = []
+    rate, found = facts.once(pass_rate, lambda f: pass_rate(f.trace)), []
     for s in trace.saved:
         if facts.pinned[s] or math.prod(sts.shape[s]) < LEAST:
             continue
@@ -79,17 +79,17 @@ def ranked(facts: Facts, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[
             saved, moved = costs(trace, s, kind)
             if saved > 0 and (kind not in HOLDS or kind == smallest) and not _reason(trace, s, kind):
                 rewrite = Rewrite(kind=kind, storage=s, op=trace.ops.name[sts.producer[s]])
-                found.append((rewrite, saved, pass_ns(trace, moved)))
+                found.append((rewrite, saved, at_rate(rate, moved)))
     return sorted(found, key=lambda x: (-x[1] / max(1, x[2]), x[0].storage))
 
 
 def cheaper(trace: Trace, rewrites: Iterable[Rewrite], ns: int, nbytes: int) -> tuple[Rewrite, ...]:
     """Those that take less time for a byte that they save than so many ns for so many bytes; none where all of that is
     less than a thousandth of the step."""
-    found, gain = [], 0
+    rate, found, gain = pass_rate(trace), [], 0
     for r in rewrites:
         saved, moved = costs(trace, r.storage, r.kind)
-        more = ns * saved // nbytes - pass_ns(trace, moved)
+        more = ns * saved // nbytes - at_rate(rate, moved)
         if more > 0:
             found.append(r)
             gain += more
@@ -106,12 +106,8 @@ def costs(trace: Trace, s: int, format: str) -> tuple[int, int]:
     return sts.nbytes[s] - rule.payload_bytes(n), moved
 
 
-def pass_ns(trace: Trace, nbytes: int) -> int:
-    """The time in which passes read and write so many bytes, as the larger ops do that are no matrix products."""
-    return at_rate(pass_rate(trace), nbytes)
-
-
 def at_rate(rate: tuple[int, int], nbytes: int) -> int:
+    """The time in which passes read and write so many bytes, as the larger ops do that are no matrix products."""
     time_ns, moved = rate
     return -(-nbytes * time_ns // moved) if moved else 0
 
@@ -241,7 +237,7 @@ class Packing:
             target=f"lowtide.{what}.default",
             phase=phase,
             module=self.made_by.module,
-            time_ns=pass_ns(self.editing.source, moved),
+            time_ns=at_rate(self.editing.once(pass_rate), moved),
             inputs=[takes[0]],
             reads=[takes[1]],
             writes=[made],
