@@ -154,13 +154,17 @@ class Bounder:
 
     def below_floor(self, budget_bytes: int) -> bool:
         """Whether no plan can be within the budget, as far as the floors show."""
-        known = "floor" in self.__dict__
-        if not known and not above(self.instants, int(budget_bytes / NEAR)):
-            return False  # nor near it
-        if budget_bytes < self.floor.peak_bytes:
-            return True
-        near = budget_bytes < NEAR * self.floor.peak_bytes
-        return near and budget_bytes < self.close_floor.peak_bytes
+        near = above(self.instants, int(budget_bytes / NEAR))
+        return near and any(above(self.instants, budget_bytes, close=close) for close in (False, True))
+
+    def quick_ns(self, budget_bytes: int, enough_ns: int) -> int:
+        """What instants by themselves show that every plan within the budget adds; ends where that is enough."""
+        most_ns = 0
+        for op in self.instants.overfull(budget_bytes):
+            most_ns = max(most_ns, *(self.instants.at(op).added(budget_bytes) or (0,))[:1])
+            if most_ns > enough_ns:
+                break
+        return most_ns
 
     def bound(self, budget_bytes: int) -> Bound:
         """The best over the turn and the instants worth a look, and what working sets cost after the best of these."""

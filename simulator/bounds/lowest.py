@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 from itertools import accumulate
+from operator import add
 from typing import Final
 
 from simulator.bounds.instants import Floor, Instants
@@ -117,18 +118,20 @@ class Pebbles:
         return out
 
 
-def above(instants: Instants, peak_bytes: int) -> bool:
-    """Whether the floor that `lowest` shows is above a peak; quick where it is not."""
+def above(instants: Instants, peak_bytes: int, *, close: bool = False) -> bool:
+    """Whether the floor that `lowest` shows is above a peak; quicker than the floor itself."""
     if instants.floor.peak_bytes > peak_bytes:
         return True
-    pebbles, left = Pebbles(instants), MOST_WORK
-    wanted = zip(instants.brought_bytes, pebbles.most_bytes, strict=False)
-    for op, (brought_bytes, most_bytes) in enumerate(wanted):
-        if op >= instants.turn and brought_bytes + most_bytes > peak_bytes and left > 0:
-            least_bytes, seen = pebbles.least_bytes(op, peak_bytes, MOST_STATES)
-            left -= seen
-            if least_bytes > peak_bytes:
-                return True
+    pebbles, left = Pebbles(instants), CLOSE_STATES if close else MOST_WORK
+    sums = map(add, instants.brought_bytes, pebbles.most_bytes)
+    asked = [op for op, total in enumerate(sums) if op >= instants.turn and total > peak_bytes]
+    for op in sorted(asked, key=lambda i: (-pebbles.need_bytes[i], i)):
+        least_bytes, seen = pebbles.least_bytes(op, peak_bytes, left if close else MOST_STATES)
+        left -= seen
+        if least_bytes > peak_bytes:
+            return True
+        if left <= 0:
+            break
     return False
 
 

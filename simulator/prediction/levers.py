@@ -10,6 +10,7 @@ they help; of rewrites that stand for single values, the ranking of their kind i
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -85,7 +86,15 @@ class Changed:
         return max(saved.step_time_ns, trace.time_ns + waits_ns + self.bound.added_time_ns)
 
 
-def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slower:
+    """A step as rewrites change it whose ops alone take longer than another step with its cheapest plan."""
+
+    rewrites: tuple[Rewrite, ...]
+    least_ns: int
+
+
+def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed | Slower]:
     """The step as it is and as levers change it, those for which a plan may exist, by rising bound; where there is none
     for any, the one with the lowest floor; made once."""
     _check_measured(levers)
@@ -94,21 +103,47 @@ def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[C
     )
 
 
-def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed]:
+def _changed(problem: Problem, rewrites: tuple[Rewrite, ...], budget_bytes: int) -> Changed:
+    step = draft_problem(problem, rewrites)
+    return Changed(rewrites=rewrites, problem=step, bound=bounder_of(step).bound(budget_bytes))
+
+
+def ops_take_ns(problem: Problem, rewrites: tuple[Rewrite, ...]) -> int:
+    """What the ops of a changed step take at least, quickly found."""
+
+    def adds_ns(r: Rewrite) -> int:
+        adds = getattr(LEVERS[r.kind], "adds_ns", None)
+        return 0 if adds is None else problem.once(("adds", r), lambda p: adds(p, r))
+
+    return problem.trace.time_ns + sum(map(adds_ns, rewrites))
+
+
+def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed | Slower]:
     tried: dict[tuple[Rewrite, ...], Changed] = {}
+    slower: dict[tuple[Rewrite, ...], Slower] = {}
+    best_ns = MOST  # of those that may have a plan
 
     def worth(rewrites: tuple[Rewrite, ...]) -> tuple[bool, int]:
-        if not _allowed(rewrites, levers):
+        nonlocal best_ns
+        if rewrites in slower or not _allowed(rewrites, levers):
             return False, -MOST
         if rewrites not in tried:
+            if (least_ns := ops_take_ns(problem, rewrites)) > best_ns:
+                slower[rewrites] = Slower(rewrites=rewrites, least_ns=least_ns)
+                return False, -MOST
             q = draft_problem(problem, rewrites)
             waits_until = q.saved.timeline.step_time_ns
             if waits_until > q.trace.time_ns and any(
                 x.bound.feasible and x.least_ns <= waits_until for x in tried.values()
             ):
                 return False, -MOST  # the copies alone take longer
-            bound = bounder_of(q).bound(budget_bytes)
-            tried[rewrites] = Changed(rewrites=rewrites, problem=q, bound=bound)
+            least_ns = q.trace.time_ns
+            least_ns += bounder_of(q).quick_ns(budget_bytes, best_ns - least_ns)
+            if least_ns > best_ns:
+                slower[rewrites] = Slower(rewrites=rewrites, least_ns=least_ns)
+                return False, -MOST
+            made = tried[rewrites] = _changed(problem, rewrites, budget_bytes)
+            best_ns = min(best_ns, made.least_ns) if made.bound.feasible else best_ns
         x = tried[rewrites]
         return x.bound.feasible, -(x.least_ns if x.bound.feasible else _floor(problem, rewrites))
 
@@ -116,9 +151,13 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
     if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
         _best(list(_choices(problem, levers, tried[()].bound)), worth)
     steps = list(tried.values())
-    possible = [x for x in steps if x.bound.feasible]
+    possible: list[Changed | Slower] = [*(x for x in steps if x.bound.feasible), *slower.values()]
     lowest = max(steps, key=lambda x: worth(x.rewrites))
-    return sorted(possible, key=lambda x: (x.least_ns, len(x.rewrites))) or [lowest]
+    return sorted(possible, key=_promise) or [lowest]
+
+
+def _promise(step: Changed | Slower) -> tuple[int, int]:
+    return step.least_ns, len(step.rewrites)
 
 
 def _best(
@@ -259,6 +298,7 @@ def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
 
 def _lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     best = changed_steps(problem, budget_bytes, levers)[0]
+    assert isinstance(best, Changed)
     if not best.rewrites:
         return best.bound
     added = best.least_ns - problem.trace.time_ns if best.bound.feasible else 0
@@ -289,9 +329,16 @@ def plan_with_levers(
     best: Plan | None = None
     refusal: Infeasible | None = None
     planned: Counter[frozenset[str]] = Counter()
-    for step in changed_steps(problem, budget_bytes, levers):
+    steps = list(changed_steps(problem, budget_bytes, levers))
+    while steps:
+        step = steps.pop(0)
         kinds = frozenset(r.kind for r in step.rewrites)
         if best is not None and (step.least_ns >= _time_ns(best) or planned[kinds] >= SEARCHED):
+            continue
+        if isinstance(step, Slower):
+            found = _changed(problem, step.rewrites, budget_bytes)
+            if found.bound.feasible:
+                insort(steps, found, key=_promise)
             continue
         planned[kinds] += 1
         try:

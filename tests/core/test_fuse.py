@@ -10,7 +10,7 @@ from simulator.core.limits import Levers
 from simulator.core.problem import Problem
 from simulator.core.rewrites import exactness_of, rewritten
 from simulator.core.rewrites.fuse import offer
-from simulator.prediction.levers import changed_steps
+from simulator.prediction.levers import changed_steps, ops_take_ns
 from tests.tiny import Op, bwd, fwd, trace
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
@@ -68,6 +68,7 @@ def test_the_steps_become_one_op_each_way() -> None:
     before, after = ([x.storages.name[s] for s in x.saved] for x in (t, made))
     assert (before, after) == (["x", "s", "y", "z"], ["x", "y", "z"])
     assert rewritten(t, [rewrite, rewrite]) == made
+    assert ops_take_ns(Problem(t), (rewrite,)) <= made.time_ns < t.time_ns
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from simulator.bounds.bound import bounder_of
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten, rewritten_problem, tile
+from simulator.core.rewrites.edit import Editing
 from simulator.planners import plan_with
 from simulator.planners.outcome import Infeasible
 from simulator.prediction import levers
@@ -276,7 +277,13 @@ def test_a_larger_batch_fits_with_the_loss_head_in_tiles(tmp_path: Path) -> None
 
 
 def test_a_changed_step_that_contradicts_itself_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile, "edit", lambda editing, rewrite: setattr(editing.op[0], "time_ns", -1))
+    edit = tile.edit
+
+    def wrong(editing: Editing, rewrite: Rewrite) -> None:
+        edit(editing, rewrite)
+        editing.order[0].time_ns = -1
+
+    monkeypatch.setattr(tile, "edit", wrong)
     problem = Problem(head())
     for ask in (
         lambda: rewritten_problem(problem, [in_tiles(2)]),

@@ -18,6 +18,7 @@ from simulator.core.rewrites import exactness_of, rewritten_problem  # noqa: E40
 from simulator.core.rewrites.invert import offer  # noqa: E402
 from simulator.core.rewrites.pack import ranked  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
+from simulator.prediction.levers import ops_take_ns  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
@@ -117,6 +118,7 @@ def test_with_other_rewrites_and_recomputation(trace: Trace, rewrites: tuple[Rew
         assert plan.exactness == "approximate"
         assert verify(load_spec(SPEC, {}), plan, steps=1).equal
     problem = rewritten_problem(Problem(trace), rewrites)
+    assert ops_take_ns(Problem(trace), rewrites) <= problem.trace.time_ns
     made = plan_with("search", problem, problem.saved.timeline.peak_allocated_bytes * 75 // 100)
     assert made.actions
     plan = Plan(meta=trace.meta, rewrites=rewrites, actions=made.actions, exactness="fp")

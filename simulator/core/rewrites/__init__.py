@@ -4,7 +4,8 @@ some.
 A lever is a module with `offer(facts)`, which yields rewrites; `edit(editing, rewrite)`, which changes the trace as the
 executor's emitter of the same name (`executor.emit.KIND`) changes the graph; and `EXACTNESS`, one of
 `traces.records.plan.EXACTNESS`; maybe `choices(facts, rewrites, levers)`, the sets of what it offers that are worth a
-plan. `LEVERS` has them by name; `pack` stands there once for each of its formats.
+plan; where it may take time away, `adds_ns(facts, rewrite)`, by how much the step takes longer at least. `LEVERS` has
+them by name; `pack` stands there once for each of its formats.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def draft_problem(problem: Problem, rewrites: Iterable[Rewrite]) -> Problem:
     key = tuple(replace(r, op="", error=None) for r in rewrites)  # by what the edits ask for
     if not key:
         return problem
-    known = problem.once(Editing, lambda p: {})
+    known: dict[Any, Any] = problem.once(Editing, lambda p: {})
     trace = problem.trace
     return problem.once(
         ("rewritten", key),

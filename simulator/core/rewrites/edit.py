@@ -120,20 +120,22 @@ class Editing:
             op = self._redirected[op]
         return op
 
-    def redirect(self, old: Op, new: Op) -> None:
-        """Let ops take the value of `new` where they take that of `old`."""
-        self._redirected[old] = new
+    def redirect(self, old: Iterable[Op], new: Op) -> None:
+        """Let ops take the value of `new` where they take those of `old`."""
+        instead = dict.fromkeys(old, new)
+        self._redirected |= instead
         for op in self.order:
-            if old in op.inputs and op is not new:
-                op.inputs = list(dict.fromkeys(new if x is old else x for x in op.inputs))
+            if op is not new and not instead.keys().isdisjoint(op.inputs):
+                op.inputs = list(dict.fromkeys(instead.get(x, x) for x in op.inputs))
 
     def remove(self, old: Iterable[Op], new: Op) -> None:
         """Take ops out, with what they make, but for those that others take; what else refers to them (a hold, a first
         use) refers to `new`."""
         gone = set(old)
-        for op in reversed(self.order):
-            if op not in gone:
-                gone.difference_update(op.inputs)
+        taken = {x for op in self.order if op not in gone for x in op.inputs} & gone
+        while taken:
+            gone -= taken
+            taken = {x for op in taken for x in op.inputs} & gone
         self._instead |= dict.fromkeys(gone, new)
         self.order = [op for op in self.order if op not in gone]
         self.values = [v for v in self.values if v.producer not in gone]

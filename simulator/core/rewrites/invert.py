@@ -42,6 +42,14 @@ def offer(facts: Facts) -> Iterator[Rewrite]:
             yield Rewrite(kind="invert", storage=s, op=trace.ops.name[sts.producer[s]])
 
 
+def adds_ns(facts: Facts, rewrite: Rewrite) -> int:
+    """By how much the step takes longer, at least: a copy may go, and an activation in steps is fused."""
+    pair = pair_of(facts.trace, rewrite.storage, facts.once(fuse.chains, lambda f: fuse.chains(f.trace)))
+    assert isinstance(pair, Pair)
+    fused_ns = 0 if pair.fuse is None else fuse.adds_ns(facts, pair.fuse)
+    return fused_ns - (facts.trace.ops.time_ns[pair.copy] if pair.copy >= 0 else 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """An activation and its op of backward, by their ids."""

@@ -53,6 +53,17 @@ def alike(trace: Trace, rewrite: Rewrite) -> object:
     return stretch.rows, nbytes, [target[i] for part in stretch.parts for i, _ in part.body]
 
 
+def adds_ns(facts: Facts, rewrite: Rewrite) -> int:
+    """By how much a tiled stretch takes longer, at least."""
+    trace = facts.trace
+    stretch = next(x for x in trace.meta.stretches if x.storage == rewrite.storage)
+    rate = facts.once(pass_rate, lambda f: pass_rate(f.trace))
+    least_ns = facts.once(_least_ns, lambda f: _least_ns(f.trace))
+    number = min(rewrite.number, stretch.rows)
+    made_ns = sum(_time_ns(trace, part, number, rate, least_ns) for part in stretch.parts)
+    return made_ns - sum(trace.ops.time_ns[i] for i in {i for part in stretch.parts for i, _ in part.body})
+
+
 def edit(editing: Editing, rewrite: Rewrite) -> None:
     """Put the tiled stretch in the place of its ops.
 
@@ -81,8 +92,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
             **_figures(editing, stretch, part, number),
         )
         _put(editing, part, tiles)
-        for r in part.results:
-            editing.redirect(editing.op[r.op], tiles)
+        editing.redirect((editing.op[r.op] for r in part.results), tiles)
         calls.append(tiles)
     for tiles in reversed(calls):
         editing.remove([editing.op[i] for i in body if trace.ops.phase[i] == tiles.phase], tiles)
@@ -129,9 +139,8 @@ def _edit_head(editing: Editing, stretch: Stretch, number: int) -> None:
         )
         editing.insert(scaled, old)
         value.producer = scaled
-        editing.redirect(old, scaled)
-    for r in stretch.losses:
-        editing.redirect(editing.op[r.op], tiles)
+        editing.redirect([old], scaled)
+    editing.redirect((editing.op[r.op] for r in stretch.losses), tiles)
     editing.remove([editing.op[i] for i, _ in part.body], tiles)
 
 
@@ -151,7 +160,7 @@ def _figures(editing: Editing, stretch: Stretch, part: Part, number: int) -> dic
     return {
         "target": f"lowtide.tiles_{number}",
         "module": ops.module[editing.source.storages.producer[stretch.storage]],
-        "time_ns": _time_ns(editing, part, number),
+        "time_ns": _time_ns(editing.source, part, number, editing.once(pass_rate), editing.once(_least_ns)),
         "inputs": list(dict.fromkeys(given)),
         "reads": list(dict.fromkeys(editing.value[s] for _, s in part.inputs)),
         "flops": sum(ops.flops[i] for i in body),
@@ -190,15 +199,14 @@ def _least_ns(trace: Trace) -> int:
     return min((t for t in trace.ops.time_ns if t), default=0)
 
 
-def _time_ns(editing: Editing, part: Part, number: int) -> int:
-    trace, rate = editing.source, editing.once(pass_rate)
+def _time_ns(trace: Trace, part: Part, number: int, rate: tuple[int, int], least_ns: int) -> int:
     ops = trace.ops
     computing = [i for i, _ in part.body if not ops.flags[i] & VIEW]
     moved = {
         how: sum(trace.storages.nbytes[r.storage] for r in part.results if r.grows == how) for how in PASSES
     }
     sums = sum(PASSES[how] * moved[how] for how in (PRODUCT, SUM))
-    again = len(computing) * editing.once(_least_ns) + at_rate(rate, sums)
+    again = len(computing) * least_ns + at_rate(rate, sums)
     once = sum(ops.time_ns[i] for i in computing) + at_rate(rate, PASSES[ROWS] * moved[ROWS])
     return once + (number - 1) * again
 
