@@ -60,6 +60,8 @@ USED: Final = {
     "ConstantSource": "torch._dynamo.source:ConstantSource",
     "DimDynamic": "torch.fx.experimental.symbolic_shapes:DimDynamic",
     "check": "torch:_check",
+    "SymNode": "torch.fx.experimental.sym_node:SymNode",
+    "get_proxy_mode": "torch.fx.experimental.proxy_tensor:get_proxy_mode",
     "ShapeEnv": "torch.fx.experimental.symbolic_shapes:ShapeEnv",
     "detect_fake_mode": "torch._guards:detect_fake_mode",
     "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",

@@ -1,4 +1,4 @@
-"""Calls that differ in nothing but sizes, and the capture that serves them all once three were seen."""
+"""Calls that differ in nothing but sizes, and the capture that serves them all once two or three were seen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tracer.torch_api import pytree
 from traces.errors import CaptureError
 
 SEEN: Final = 8  # calls that are remembered, of which what varies is learnt
-ENOUGH: Final = 2  # captures of single calls after which one for many sizes is worth its seconds
 
 
 @dataclass(slots=True)
@@ -26,33 +25,33 @@ class Family:
     """The calls of one kind (`kind_of`) that were captured one by one, and what serves others."""
 
     calls: list[Any] = field(default_factory=list)
-    single: int = 0  # captures of single calls since the last try
-    tried: set[frozenset[Any]] = field(default_factory=set)  # what varied in each try
+    new: bool = False  # a single call was captured since the last try
+    tried: set[frozenset[Any]] = field(default_factory=set)  # what varied, and what alike, in each try
     # Engines of the capture for many sizes, by the call.
     resized: dict[Any, Any] = field(default_factory=dict)
     why_not: str = ""  # there is no such capture
 
     def add(self, call: Any) -> None:
         """Note a call that was captured for itself."""
-        self.single += 1
+        self.new = True
         if call not in self.calls:
             self.calls[SEEN // 2 :] = [*self.calls[SEEN // 2 :], call][-SEEN // 2 :]
 
     def worth_a_try(self, call: Any) -> bool:
-        """Whether a capture for many sizes should be made now, of what has not been tried yet."""
-        if self.single < ENOUGH:
+        """Whether a capture for many sizes should be made now, of what has not been tried yet. It is made at the
+        smallest sizes, and must have a capture of larger ones to be compared with."""
+        seen = [layouts_of(c) for c in (*self.calls, call)]
+        if not self.new or max(map(size_of, seen[:-1])) == min(map(size_of, seen)):
             return False
-        shapes = [[x.shape for x in layouts_of(c)] for c in (*self.calls, call)]
-        varying = frozenset(
-            (k, d)
-            for k, same in enumerate(zip(*shapes, strict=True))
-            for d, sizes in enumerate(zip(*same, strict=True))
-            if len(set(sizes)) > 1
-        )
+        alike: dict[tuple[int, ...], set[tuple[int, int]]] = {}
+        for k, same in enumerate(zip(*([x.shape for x in layouts] for layouts in seen), strict=True)):
+            for d, sizes in enumerate(zip(*same, strict=True)):
+                alike.setdefault(sizes, set()).add((k, d))
+        varying = frozenset(frozenset(where) for sizes, where in alike.items() if len(set(sizes)) > 1)
         if varying in self.tried:
             return False
         self.tried.add(varying)
-        self.single = 0
+        self.new = False
         return True
 
 

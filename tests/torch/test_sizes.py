@@ -18,6 +18,7 @@ from torch.nn import functional  # noqa: E402
 
 import executor.training.engine as engine_module  # noqa: E402
 import executor.training.engines as engines_module  # noqa: E402
+import tracer.capture.torch_fixes.symbols as symbols_module  # noqa: E402
 from executor import apply_plan  # noqa: E402
 from executor.measure import peaks_of  # noqa: E402
 from executor.training.receipt import EXACT, RESIZED, SAVED, SYMBOLIC  # noqa: E402
@@ -25,8 +26,11 @@ from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, program, random_actions, recompute_all, recorded  # noqa: E402
 from tracer.build.named.torchvision_shim import import_torchvision  # noqa: E402
+from tracer.capture.sizes import Layout, symbolic  # noqa: E402
+from tracer.capture.torch_fixes.symbols import remembered_arithmetic  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
 from tracer.record.one_graph import check_same  # noqa: E402
+from tracer.torch_api import SymNode  # noqa: E402
 from traces.errors import CaptureError, PlanError  # noqa: E402
 
 Sizes = tuple[int, int]  # of the batch, and of the sequence or image
@@ -167,7 +171,35 @@ def test_a_plan_for_the_longest_that_the_model_takes_serves_shorter_calls() -> N
     """There torch records a slice of all as an alias, which makes no other structure and decides nothing."""
     eager, planned, batch = pair(bert, (4, 24))
     same_steps(eager, planned, batch, [(4, n) for n in (24, 12, 16, 9, 24, 2, 13, 23)])
-    assert fits(planned) == [(EXACT, 2), (RESIZED, 1), (SYMBOLIC, 5)]
+    assert fits(planned) == [(EXACT, 2), (SYMBOLIC, 6)]
+
+
+def test_the_first_smaller_call_is_captured_for_all_and_sizes_that_were_alike_need_not_stay_so() -> None:
+    eager, planned, batch = pair(deciding("plain"), (8, 8), everything=True)
+    same_steps(eager, planned, batch, [(8, 8), (4, 4), (5, 5)])
+    assert fits(planned) == [(EXACT, 1), (SYMBOLIC, 2)]
+    same_steps(eager, planned, batch, [(3, 7), (2, 5), (9, 4), (5, 5)])
+    assert fits(planned) == [(EXACT, 1), (RESIZED, 1), (SYMBOLIC, 3)]
+
+
+def test_arithmetic_on_symbols_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    compute = SymNode._mul
+    monkeypatch.setattr(SymNode, "_mul", lambda a, b: done.append(a) or compute(a, b))
+    monkeypatch.setattr(symbols_module, "release", lambda: (2, 14))  # 2.15 does so by itself
+
+    def layouts(n: int) -> list[Layout]:
+        return [Layout.of(torch.empty(3, n))]
+
+    one, other = (symbolic([layouts(n), layouts(7)]) for n in (4, 5))
+    a, b = (sizes.layouts[0].shape[1] for sizes in (one, other))
+    done.clear()
+    with remembered_arithmetic(one.mode.shape_env):
+        products = [a * 3, a * 3, b * 3, a * 5]
+    assert len(done) == 3  # and of another environment each for itself
+    assert [int(x) for x in products] == [12, 12, 15, 20]
+    assert products[0].node is not products[1].node
+    assert products[0].node.expr == products[1].node.expr == (a * 3).node.expr
 
 
 class Deciding(nn.Module):
@@ -319,7 +351,7 @@ def peaks_and_resident(steps: int) -> tuple[list[int], list[int]]:
             del given
             gc.collect()
             resident.append(int(Path("/proc/self/statm").read_text().split()[1]))
-    assert [c.fit for c in planned.receipt().captures] == [EXACT, RESIZED, SYMBOLIC]
+    assert [c.fit for c in planned.receipt().captures] == [EXACT, SYMBOLIC]
     peaks, _ = peaks_of(prof, steps)
     return peaks, resident
 

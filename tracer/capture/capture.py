@@ -54,6 +54,7 @@ from tracer.capture.state import (
 )
 from tracer.capture.torch_fixes.caches import emptied_caches, holds_kept_tensor
 from tracer.capture.torch_fixes.grouped import true_results
+from tracer.capture.torch_fixes.symbols import remembered_arithmetic
 from tracer.precision.cast_cache import cached_casts
 from tracer.precision.policy import OFF, Autocast, without_autocast
 from tracer.torch_api import (
@@ -266,6 +267,7 @@ def _capture(
             true_results(),
             checks_kept(),
             fake_mode,
+            remembered_arithmetic(fake_mode.shape_env),
             fx_traceback.preserve_node_meta(),
             library_code(),
             module_scopes(model),
