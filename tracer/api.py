@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypedDict, Typ
 
 from tracer.build.loop_options import LOOP_OPTIONS
 from tracer.build.step import SEEDS, BuildStep, check_device, load_spec
-from tracer.torch_api import one_at_a_time, require_torch
+from tracer.torch_api import no_garbage, one_at_a_time, require_torch
 from traces.devices import Device
 from traces.devices import device as device_entry
 from traces.errors import LowtideError, SpecError
@@ -145,7 +145,7 @@ def trace(
         EnvironmentProblem: torch or a GPU is missing; OutOfMemoryProblem: there is too little memory (`device`).
     """
     tell = say or (lambda text: None)
-    with _no_garbage():
+    with no_garbage():
         entry = _entry(target, device, calibrate=calibrate, tf32=tf32)
     if isinstance(model, str):
         if batch is not None or loss is not None or scaler is not None:
@@ -160,7 +160,7 @@ def trace(
         around = {"amp": amp, "tf32": tf32, **{k: v for k, v in options.items() if k in LOOP_OPTIONS}}
         build = in_hand(model, batch, loss, optimizer, scaler, options, around, seed)
     tell(f"Capturing {build.model} ...")
-    with _no_garbage():
+    with no_garbage():
         from tracer.recording import ProfileUse, record_fake, record_real
 
     use = ProfileUse(path=Path(profile) if profile else None, off=profile is False, calibrate=calibrate)
@@ -203,7 +203,7 @@ def trace_shapes(
     for name in shapes[0]:
         if given.get(name) is not None:
             raise SpecError(f"--{name.replace('_', '-')}: the shapes say this already; leave it out.")
-    with _no_garbage():
+    with no_garbage():
         entry = _entry(target, None, calibrate=False, tf32=tf32)
         builds = [load_spec(model, {**given, **sizes}, seed=seed) for sizes in shapes]
         from tracer.recording import ProfileUse, record_shapes
@@ -266,18 +266,6 @@ def in_hand(
     released = chosen.get("release_gradients", False)
     held = InHand(model=model, batch=batch, loss=loss, optimizer=optimizer, scaler=scaler, released=released)
     return BuildStep(model=held.label, options=chosen, seed=seed, make=held.step, policy=chosen)
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """No search for garbage while the body imports torch or its compiler: half a million objects that stay."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @contextmanager

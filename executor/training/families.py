@@ -14,7 +14,7 @@ from executor.training.engine import Engine, all_saved, captured_for, engine_of
 from tracer.capture.sizes import Layout, symbolic, with_numbers
 from tracer.record.one_graph import check_same
 from tracer.record.program import program_of
-from tracer.torch_api import pytree
+from tracer.torch_api import no_garbage, pytree
 from traces.errors import CaptureError
 
 SEEN: Final = 8  # calls that are remembered, of which what varies is learnt
@@ -55,6 +55,7 @@ class Family:
         return True
 
 
+@no_garbage()
 def many_sizes(module: nn.Module, leaves: Sequence[Any], call: Any, singles: Mapping[Any, Engine]) -> Engine:
     """An engine for all calls of a family.
 

@@ -61,6 +61,7 @@ from tracer.torch_api import (
     FakeTensorMode,
     OpOverload,
     aot_export_joint_with_descriptors,
+    no_garbage,
     one_at_a_time,
     pytree,
 )
@@ -134,6 +135,7 @@ def only_these(numbers: Collection[int]) -> Callable[[Any], list[bool]]:
 
 
 @one_at_a_time
+@no_garbage()
 def capture(
     model: nn.Module,
     args: Sequence[Any],

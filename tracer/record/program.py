@@ -32,7 +32,7 @@ from tracer.record.rows import (
     tables_of,
     tensors_in,
 )
-from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, pytree
+from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, no_garbage, pytree
 from traces.errors import CaptureError
 from traces.records.trace import (
     ACTIVATION,
@@ -124,6 +124,7 @@ class Program:
         return fingerprint(ops, storages, sizes=sizes, eager=False)
 
 
+@no_garbage()
 def program_of(
     captured: Captured, shares: Iterable[Iterable[int]] | None = None, known: Known | None = None
 ) -> Program:
