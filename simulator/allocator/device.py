@@ -114,4 +114,4 @@ def size_of(option: str, text: str) -> int:
     """The bytes of an option that takes a size; raises SpecError if it is none."""
     if "%" in text:
         raise SpecError(f"{option} {text}: give a size, such as 40GiB; there is nothing to take a share of.")
-    return parse_budget(text, 1)
+    return parse_budget(text, 1, option)

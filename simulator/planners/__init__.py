@@ -6,13 +6,14 @@ imported when they are asked for. One that stands elsewhere is named by its plac
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from importlib import import_module
 from typing import Final, cast
 
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
-from traces.errors import SpecError
+from traces.errors import LowtideError, SpecError
 from traces.records.plan import Plan
 
 Planner = Callable[[Problem, int, Limits], Plan]
@@ -82,7 +83,20 @@ def plan_with(name: str, problem: Problem, budget_bytes: int, limits: Limits = D
     """The plan that the named planner makes.
 
     Raises:
-        SpecError: there is no such planner, or the constraints mean nothing in this trace.
+        SpecError: there is no such planner, the constraints mean nothing in this trace, or a planner that stands
+            elsewhere fails or returns something else.
         BudgetError: it finds no plan within the budget.
     """
-    return find(name)(problem, budget_bytes, limits)
+    planner = find(name)
+    try:
+        made = planner(problem, budget_bytes, limits)
+    except Exception as error:
+        if ":" not in name or isinstance(error, LowtideError):
+            raise
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise SpecError(
+            f"planner {name!r} failed at {at.filename}:{at.lineno}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, Plan):
+        raise SpecError(f"planner {name!r} returned a {type(made).__name__}; a planner returns a Plan.")
+    return made

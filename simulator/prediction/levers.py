@@ -52,10 +52,14 @@ def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
     return {k: found for k in kinds if (found := list(LEVERS[k].offer(problem)))}
 
 
-def _check_measured(levers: Levers) -> None:
-    """Raise SpecError if an approximate kind is asked for whose error was not measured."""
-    lossy = [k for k in levers.kinds or () if k in LEVERS and LEVERS[k].EXACTNESS == APPROXIMATE]
-    if lacking := [k for k in lossy if levers.allow == "approximate" and k not in _known(levers)]:
+def _check_named(levers: Levers) -> None:
+    """Raise SpecError if a kind is asked for that is not allowed, or that is approximate and was not measured."""
+    exactness = {k: LEVERS[k].EXACTNESS for k in levers.kinds or () if k in LEVERS}
+    for kind, needed in exactness.items():
+        if EXACTNESS.index(needed) > EXACTNESS.index(ALLOW[levers.allow]):
+            allow = next(word for word, meant in ALLOW.items() if meant == needed)
+            raise SpecError(f"--levers {kind} needs --allow {allow}; now it is --allow {levers.allow}.")
+    if lacking := [k for k, needed in exactness.items() if needed == APPROXIMATE and k not in _known(levers)]:
         raise SpecError(
             f"by how much {', '.join(lacking)} changes the gradient of this step is not known: measure it with "
             f"`{COMMAND} --levers {','.join(lacking)}`, then give --errors errors.json."
@@ -97,7 +101,7 @@ class Slower:
 def changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed | Slower]:
     """The step as it is and as levers change it, those for which a plan may exist, by rising bound; where there is none
     for any, the one with the lowest floor; made once."""
-    _check_measured(levers)
+    _check_named(levers)
     return problem.once(
         ("changed", budget_bytes, levers), lambda p: _changed_steps(problem, budget_bytes, levers)
     )
@@ -272,7 +276,7 @@ def has_head(problem: Problem, rewrites: Iterable[Rewrite]) -> bool:
 
 def lowest_floor(problem: Problem, levers: Levers) -> int:
     """A peak that no plan can go below, with these levers or without; of combinations as `changed_steps`."""
-    _check_measured(levers)
+    _check_named(levers)
     if (joined := with_loss(problem, levers)) is not None:
         return min(_lowest_floor(problem, levers), _lowest_floor(joined, levers))
     return _lowest_floor(problem, levers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from simulator.allocator.device import size_of
 from simulator.core.budget import parse_budget
 from traces.errors import SpecError
 
@@ -57,3 +58,8 @@ def test_what_is_no_budget(text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message) as caught:
         parse_budget(text, 1000)
     assert caught.value.exit_code == 2
+
+
+def test_what_is_no_size_names_its_option_and_offers_no_share() -> None:
+    with pytest.raises(SpecError, match=r"--host-memory '0' is not more than zero; .*512MiB\)\.$"):
+        size_of("--host-memory", "0")

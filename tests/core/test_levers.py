@@ -251,6 +251,12 @@ def test_levers_that_are_none_are_refused() -> None:
         Levers(allow="sometimes")
 
 
+@pytest.mark.parametrize(("kind", "allow", "needed"), [("tile", "bit", "fp"), ("int8", "fp", "approximate")])
+def test_a_lever_that_is_named_and_not_allowed_is_no_silence(kind: str, allow: str, needed: str) -> None:
+    with pytest.raises(SpecError, match=f"--levers {kind} needs --allow {needed}; now it is --allow {allow}"):
+        changed_steps(Problem(head()), 500, Levers(allow=allow, kinds=("bits", kind)))
+
+
 def test_the_study_says_how_far_each_lever_reaches() -> None:
     found = study(Problem(head()), "head", 500)
     alone, tiled = found.rows
