@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
@@ -143,12 +142,13 @@ def gathered(name: str, make: Callable[..., Any], *options: Decorator) -> Decora
     def decorate(command: Command) -> Command:
         @wraps(command)
         def gathering(**words: Any) -> None:
-            mine = {word: words.pop(word) for word in signature(make).parameters if word in words}
-            command(**{name: make(**mine)}, **words)
+            command(**{name: make(**{word: words.pop(word) for word in mine})}, **words)
 
-        made: Command = gathering
+        known = len(getattr(command, "__click_params__", ()))
+        made: Any = gathering
         for option in reversed(options):
             made = option(made)
+        mine = [option.name for option in made.__click_params__[known:]]
         return made
 
     return decorate

@@ -126,11 +126,12 @@ def aggregates(rows: Iterable[ErrorRow]) -> list[Aggregate]:
     groups: dict[tuple[str, str, str, bool], list[float]] = {}
     for r in rows:
         groups.setdefault((r.provenance, r.figure, r.stage, r.run == EAGER), []).append(r.error)
-    made = [_aggregate(*group, errors) for group, errors in groups.items()]
+    made = [_aggregate(group, errors) for group, errors in groups.items()]
     return sorted(made, key=lambda a: (a.eager, a.provenance, FIGURES.index(a.figure), STAGES.index(a.stage)))
 
 
-def _aggregate(provenance: str, figure: str, stage: str, eager: bool, errors: Sequence[float]) -> Aggregate:
+def _aggregate(group: tuple[str, str, str, bool], errors: Sequence[float]) -> Aggregate:
+    provenance, figure, stage, eager = group
     sizes = [abs(e) for e in errors]
     n = len(errors)
     return Aggregate(

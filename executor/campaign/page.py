@@ -28,7 +28,7 @@ from executor.campaign.errors import (
     unwarned,
 )
 from executor.campaign.record import NOT_EQUAL, OUT_OF_MEMORY, Book, Record
-from simulator.report.charts import Point, scatter
+from simulator.report.charts import scatter
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, paragraphs, write_page
 from simulator.show.tables import Cell, Table
 from traces.errors import SpecError
@@ -165,17 +165,10 @@ def _aggregates(found: Sequence[Aggregate]) -> tuple[Block, ...]:
 
 def _scatters(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
     """A chart for each provenance and figure, of keep-all and plans."""
-    points: dict[tuple[str, str], list[Point]] = {}
+    points: dict[tuple[str, str], list[tuple[str, str, float, float, float]]] = {}
     for r in sorted(rows, key=lambda r: (r.provenance, FIGURES.index(r.figure))):
         if r.run != EAGER:
-            point = Point(
-                case=r.case,
-                model=r.model,
-                series=STAGE_LABELS[r.stage],
-                predicted=r.predicted,
-                measured=r.measured,
-                error=r.error,
-            )
+            point = r.case, STAGE_LABELS[r.stage], r.predicted, r.measured, r.error
             points.setdefault((r.provenance, r.figure), []).append(point)
     return tuple(
         Chart(

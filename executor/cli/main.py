@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -33,23 +33,13 @@ if TYPE_CHECKING:
     from simulator.studies.sweep import SweepRow
 
 
-def _settings(
-    device: str, steps: int, memory_steps: int, warmup: int, runs: int, verify: bool, model: str = ""
-) -> Settings:
+def _settings(steps: int, verify: bool, **given: Any) -> Settings:
     from executor.plans import Settings
 
-    return Settings(
-        device=device,
-        steps=steps if verify else 0,
-        memory_steps=memory_steps,
-        warmup=warmup,
-        runs=runs,
-        model=model,
-    )
+    return Settings(steps=steps if verify else 0, **given)
 
 
-_measuring = gathered(
-    "settings", _settings,
+MEASURING: Final = (
     click.option("--device", default="cpu", show_default=True, help="cpu or cuda."),
     click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True,
                  help="Training steps that are compared with the untouched model."),
@@ -62,6 +52,9 @@ _measuring = gathered(
     click.option("--verify/--no-verify", default=True, show_default=True,
                  help="Compare losses, gradients, parameters, buffers and random state with eager."),
 )  # fmt: skip
+MODEL: Final = click.option(
+    "--model", default="", help="Build this instead of what the file names (the same step elsewhere)."
+)
 
 
 @click.group(cls=DefaultGroup, default="run", context_settings={"help_option_names": ["-h", "--help"]})
@@ -88,15 +81,12 @@ execute.add_command(rehearse)
 
 @execute.command("run")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option(
-    "--model", default="", help="Build this instead of what the plan names (the same step elsewhere)."
-)
 @click.option("-o", "--output", type=OutputFile(), help="Save the measurement as JSON.")
 @click.option(
     "--rehearse", "rehearsed_on", help="Measure nothing: run on this GPU, which is not there (h100, ...)."
 )
 @click.option("--trace", "trace_name", help="The trace behind the plan, for the report's pictures.")
-@_measuring
+@gathered("settings", _settings, MODEL, *MEASURING)
 @output_options
 def run_plan(
     plan: Path,
@@ -152,7 +142,7 @@ def run_plan(
 
 @execute.command()
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.option("--model", default="", help="Build this instead of what the plan names.")
+@MODEL
 @click.option("--torch-budget/--no-torch-budget", default=True, help="Ask torch's partitioner, too.")
 @click.option(
     "-o", "--output", type=OutputFile(), help="Write the selective-checkpoint policy as a Python file."
@@ -187,9 +177,7 @@ def export(plan: Path, model: str, torch_budget: bool, output: Path | None, out:
 @execute.command()
 @click.argument("what", metavar="TRACE_OR_PLAN")
 @click.option("-o", "--output", type=OutputFile(), required=True, help="Where the answer goes.")
-@click.option(
-    "--model", default="", help="Build this instead of what the trace names (the same step elsewhere)."
-)
+@MODEL
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--levers", metavar="NAMES", help="Which formats (default: all that are approximate).")
 @click.option("--max-gradient-error", type=float, help="Measure no more of a format once it is over that.")
@@ -239,7 +227,7 @@ def errors(
 @execute.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @analysis_option
-@_measuring
+@gathered("settings", _settings, *MEASURING)
 @output_options
 def sweep(directory: Path, analysis: str | None, settings: Settings, out: Output) -> None:
     """Measure the plans of a sweep: DIRECTORY is what `simulate sweep MODEL ... -o DIRECTORY` made.

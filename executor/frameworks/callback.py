@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,9 @@ class FirstBatchCallback:
         super().__init__()
         if (budget is None) == (plan is None):
             raise SpecError("PlanCallback takes a budget or a plan.")
-        self.plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
-        self.budget, self.budget_of, self.seconds = budget, budget_of, seconds
-        self.loss, self.on_mismatch, self.say = loss, on_mismatch, say
+        plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        wanted = None if budget is None else Wanted(budget=budget, budget_of=budget_of, seconds=seconds)
+        self.first = FirstBatch(wanted=wanted, plan=plan, loss=loss, on_mismatch=on_mismatch, say=say)
         self.receipt: Any = None  # what happened, once training has ended
 
     def begin(
@@ -69,18 +70,9 @@ class FirstBatchCallback:
             loop: what else that does (`loop_around`).
             loss: in place of one that was not given.
         """
-        wanted = None
-        if self.budget is not None:
-            wanted = Wanted(
-                budget=self.budget,
-                budget_of=self.budget_of,
-                optimizer=bare_optimizer(optimizer, module),
-                seconds=self.seconds,
-                loop=loop,
-            )
-        first = FirstBatch(
-            wanted=wanted, plan=self.plan, loss=self.loss or loss, on_mismatch=self.on_mismatch, say=self.say
-        )
+        first = replace(self.first, loss=self.first.loss or loss)
+        if first.wanted is not None:
+            first.wanted = replace(first.wanted, optimizer=bare_optimizer(optimizer, module), loop=loop)
         await_first_batch(module, first)
 
     def end(self, module: nn.Module) -> None:

@@ -11,7 +11,7 @@ writes it again in the plan's order, with what runs again in backward before its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,12 +119,14 @@ class PlanPartitioner(CustomPartitionerFn):
         kwargs.pop("compiler", None)
         name, is_share = self._name(), "%" in self.budget
         program = compiled_program(gm, kwargs["num_fwd_outputs"])
-        kind = next((d.type for d in _devices(gm) if d.type != "cpu"), "cpu")
+        vals = (n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder"))
+        kinds = (x.device.type for x in vals if isinstance(x, torch.Tensor))
+        kind = next((k for k in kinds if k != "cpu"), "cpu")
         gpu = torch.cuda.get_device_name() if kind == "cuda" else ""
         trace = trace_of(program, device_entry((board_of(gpu) or GPU_UNKNOWN) if gpu else "cpu"), kind)
         problem = Problem(trace)
         torchs_own = _torchs_own(program, gm, joint_inputs, **kwargs)
-        torch_peak = _peak_of(problem, actions_for(problem, torchs_own))
+        torch_peak = problem.replay(actions_for(problem, torchs_own)).timeline.peak_allocated_bytes
         limit = parse_budget(self.budget, torch_peak)
         plan = self._plan(problem, limit)
         if plan.predicted["plan"]["peak_allocated_bytes"] > limit and not is_share:
@@ -176,15 +178,6 @@ class PlanPartitioner(CustomPartitionerFn):
         return simulator.plan(
             problem, limit, planner=self.planner, budget_of=ALLOCATED, levers=(), seconds=seconds
         )
-
-
-def _devices(gm: fx.GraphModule) -> Iterable[torch.device]:
-    vals = (n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder"))
-    return [x.device for x in vals if isinstance(x, torch.Tensor)]
-
-
-def _peak_of(problem: Problem, actions: Iterable[Action]) -> int:
-    return problem.replay(actions).timeline.peak_allocated_bytes
 
 
 def _shallow(problem: Problem, depth: int) -> set[int]:

@@ -11,10 +11,10 @@ import torch
 
 from executor.training.engine import Engine
 from executor.training.hand_over import Pool
-from executor.training.not_made import NotMade
 from tracer.build.loop import fit_tangent
 from tracer.build.release import check_alone, hands_over
 from tracer.precision.policy import without_autocast
+from tracer.torch_api import make_wrapper_subclass
 from traces.errors import PlanError
 
 
@@ -210,3 +210,31 @@ class _Unplanned(torch.autograd.Function):
             f"the loss differentiates output {ctx.number} of the model, and the plan was made for a loss that does "
             "not; trace the step with this loss and plan again."
         )
+
+
+PASSED_ON = ("detach", "alias", "_to_copy", "view_as")  # by code that only hands outputs on
+
+
+class NotMade(torch.Tensor):
+    """The place of an output that the plan does not make: its shape and type are known, and any use of it raises."""
+
+    why: str
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, why: str) -> NotMade:
+        made: NotMade = make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        made.why = why
+        return made
+
+    def __init__(self, like: torch.Tensor, why: str) -> None:
+        super().__init__()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"NotMade({tuple(self.shape)}: {self.why})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mine = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))
+        if func.overloadpacket.__name__ in PASSED_ON:
+            return cls(mine, mine.why)
+        raise PlanError(f"{mine.why}, and {func} asked for it; use the loss alone, or plan without --allow.")

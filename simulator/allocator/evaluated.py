@@ -5,8 +5,6 @@ Counts and ignores: what `simulator.allocator.reserved` does, and what `simulato
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from simulator.allocator.requests import Asked, Residents, asked_by
@@ -75,7 +73,7 @@ def _asks(ev: Evaluator) -> Asks:
         taken = taken if taken >= 0 and sts.nbytes[taken] else -1
         asked += [asked_by(problem, i, -1), asked_by(problem, i, taken)]
     rows = np.zeros(len(asked) + 1, ASKED)
-    rows["asks_at"], asks = _rows64([a.asks for a in asked])
+    rows["asks_at"], asks = pack_rows([a.asks for a in asked], np.int64)
     rows["made_at"], _ = pack_rows([a.made for a in asked])
     rows["gives_back"][:-1] = [a.gives_back for a in asked]
     workspaces: dict[int, list[int]] = {}
@@ -83,7 +81,7 @@ def _asks(ev: Evaluator) -> Asks:
         workspaces.setdefault(ev.before[i], []).extend(sizes)
     of_op = np.zeros(n_op + 1, OF_OP)
     of_op["frees_at"], frees = pack_rows(goes)
-    of_op["workspaces_at"], wanted = _rows64([workspaces.get(k, ()) for k in range(n_op)])
+    of_op["workspaces_at"], wanted = pack_rows([workspaces.get(k, ()) for k in range(n_op)], np.int64)
     of_op["takes"][:-1] = takes
     of_op["keeps"][:-1] = [problem.asks_again[i] for i in ev.op_id]
     of_op["rerun_bytes"][:-1] = [problem.rerun_bytes[i] for i in ev.op_id]
@@ -101,12 +99,6 @@ def _asks(ev: Evaluator) -> Asks:
         optimizer=first,
         residents=np.array(residents.first, np.int64),
     )
-
-
-def _rows64(rows: Any) -> tuple[Any, Any]:
-    """`pack_rows` for sizes."""
-    at, _ = pack_rows([[0] * len(row) for row in rows])
-    return at, np.array([n for row in rows for n in row], np.int64)
 
 
 def _settled(ev: Evaluator) -> tuple[list[list[int]], list[int]]:

@@ -116,26 +116,14 @@ def _planner(planner: str | None) -> str | None:
     return planner
 
 
-def _planning(seconds: float, seed: int, never: tuple[str, ...], always_save: tuple[str, ...]) -> Words:
-    check_selectors(Constraints(never=never, always_save=always_save))
-    return {"seconds": seconds, "seed": seed, "never": never, "always_save": always_save}
+def _planning(**given: Any) -> Words:
+    check_selectors(Constraints(never=given["never"], always_save=given["always_save"]))
+    return given
 
 
-def _levers(allow: str, levers: str | None, host_memory: str | None, host_bandwidth: str | None) -> Words:
+def _levers(levers: str | None, **others: Any) -> Words:
     names = None if levers is None else tuple(x.strip() for x in levers.split(",") if x.strip())
-    return {"allow": allow, "levers": names, "host_memory": host_memory, "host_bandwidth": host_bandwidth}
-
-
-def _measured_levers(
-    allow: str,
-    levers: str | None,
-    host_memory: str | None,
-    host_bandwidth: str | None,
-    max_gradient_error: float | None,
-    errors: Path | None,
-) -> Words:
-    changes = _levers(allow, levers, host_memory, host_bandwidth)
-    return {**changes, "max_gradient_error": max_gradient_error, "errors": errors}
+    return {**others, "levers": names}
 
 
 def _memory(alloc_conf: str | None, gpu: str | None, device_memory: str | None, context: str | None) -> Words:
@@ -151,7 +139,7 @@ def _memory(alloc_conf: str | None, gpu: str | None, device_memory: str | None, 
 
 search_options: Final = gathered("planning", _planning, *SEARCH)
 lever_options: Final = gathered("changes", _levers, *LEVERS)
-measured_lever_options: Final = gathered("changes", _measured_levers, *LEVERS, *ERRORS)
+measured_lever_options: Final = gathered("changes", _levers, *LEVERS, *ERRORS)
 device_options: Final = gathered("memory", _memory, *DEVICE)
 
 

@@ -66,7 +66,7 @@ def find(name: str) -> Planner:
     """
     place = REGISTRY[name][0] if name in REGISTRY else name
     if name == MU_TWO_SWAP:
-        place = "simulator.planners.mu_two_swap:plan"
+        place = "simulator.planners.mu_two_paper:plan_with_swaps"
     module, colon, function = place.partition(":")
     if not colon:
         raise SpecError(f"{name!r} is no planner; there are {', '.join(REGISTRY)}, or give module:function.")

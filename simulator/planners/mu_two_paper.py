@@ -1,9 +1,9 @@
-"""The recompute half of μ-TWO as printed, defects included.
+"""μ-TWO as printed, defects included: its recompute half, and both halves, which swap as well.
 
 Source: Purandare, Wasay, Idreos and Jain, "μ-TWO: 3x faster multi-model training with orchestration and memory
 optimization", MLSys 2023: Algorithms B (the greedy), D (overhead of recomputation), E and F (effects of a choice on
-chosen and remaining tensors), G (memory simulator). Only recomputation; without a second model there is nothing to
-hide a swap behind.
+chosen and remaining tensors), G (memory simulator); with swaps also C (overhead of a swap). Without a second model
+there is none to hide a swap behind (C's case 2a), only backward.
 
 Where the text is wrong or silent, and `mu_two` does otherwise:
 
@@ -17,6 +17,11 @@ Where the text is wrong or silent, and `mu_two` does otherwise:
   is subtracted once, because two models' active terms both hold it; one model has one, so nothing is subtracted here.
 - Whether a recomputed tensor is retained for its later uses is not said; here it is.
 
+- The candidates for a swap (idle longest) and for recomputation (most bytes per added time) are different tensors, so
+  that a dear swap of one is compared with a cheap recomputation of another. Swaps out cost nothing and free at once,
+  here where the lever `offload` has them complete; what cannot be recomputed is no candidate here. The corrected half
+  is `--planner mu-two --levers offload`.
+
 Counts: what Algorithm G counts, and what libraries hold because of reruns, of which the paper says nothing. Ignores:
 everything that a recomputation chain holds, and its working memory; so the plan may turn out to be over the budget in
 the exact replay, and is then refused.
@@ -25,16 +30,21 @@ the exact replay, and is then refused.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import accumulate
 
 from simulator.core.evaluator import evaluator_of
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
+from simulator.core.rewrites import offload, rewritten_problem
+from simulator.core.transfers import OFFLOAD, RELOAD, copy_ns
 from simulator.planners.outcome import Infeasible, finish, refuse
+from traces.errors import SpecError
 from traces.records.plan import Action, Plan
+from traces.records.trace import EAGER
 from traces.units import show_bytes
 
-NAME = "mu-two-paper"
+NAME, SWAPPING = "mu-two-paper", "mu-two-swap"
 
 
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -51,6 +61,27 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
         lowest = error.figures["lowest_peak_bytes"]
         note = f"The paper's own memory model puts this plan at {show_bytes(claimed_bytes)}. "
         raise refuse(problem, NAME, budget_bytes, lowest, note) from None
+
+
+def plan_with_swaps(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
+    """The plan of Algorithm B with Algorithm C: the cheaper of a swap and a recomputation is chosen each time.
+
+    Raises:
+        BudgetError: the pool ran empty, or the exact replay finds the plan over the budget.
+        SpecError: the device table does not say how fast copies are.
+    """
+    greedy = Swapping(problem, budget_bytes)
+    greedy.run(budget_bytes)
+    ops = problem.trace.ops
+    given = [r for s, r in greedy.offered.items() if s in greedy.prompts]
+    rewrites = tuple(replace(r, in_before=ops.name[greedy.prompts[r.storage]]) for r in given)
+    step = rewritten_problem(problem, rewrites)
+    makers = zip(step.trace.storages.producer, range(len(step.trace.storages)), strict=True)
+    now = [s for p, s in makers if p < 0 or step.trace.ops.target[p] not in (OFFLOAD, RELOAD)]
+    actions = [Action(storage=now[s]) for s in sorted(greedy.chosen - greedy.prompts.keys())]
+    made = finish(step, SWAPPING, budget_bytes, actions)
+    meta = replace(problem.trace.meta, within_backward=made.meta.within_backward)
+    return replace(made, meta=meta, rewrites=rewrites)
 
 
 class Greedy:
@@ -156,3 +187,51 @@ class Greedy:
         again = max((rerun[k] for s in self.chosen for k in self.ops[s]), default=0)
         saved = self.problem.saved.timeline.peak_bytes  # one step an op
         return [p - away + again for p, away in zip(saved, accumulate(self.relief), strict=False)]
+
+
+class Swapping(Greedy):
+    """Algorithm B with its swaps; `prompts` has the op of backward before which each begins to come back.
+
+    A swap in begins so early that it hides behind backward's ops and what is recomputed there, but ends before those
+    chosen earlier begin, and no part of it is where Algorithm G's peak is over the budget; what does not hide is its
+    overhead.
+    """
+
+    def __init__(self, problem: Problem, budget_bytes: int) -> None:
+        super().__init__(problem)
+        self.budget_bytes = budget_bytes
+        self.prompts: dict[int, int] = {}
+        self.offered = {r.storage: r for r in offload.offer(problem)}
+        if any(not r.bytes_per_s for r in self.offered.values()):
+            raise SpecError(f"{SWAPPING}: the device table lacks {problem.trace.meta.target}.")
+        self.start = [0, *accumulate(self.trace.ops.time_ns)]
+
+    def pick(self) -> int:
+        """The cheaper of a swap and a recomputation, which are of different tensors maybe."""
+        r = super().pick()
+        idle = self.pool & self.offered.keys()
+        if not idle:
+            return r
+        s = max(idle, key=lambda s: (self.start[self.until(s)] - self.start[self.idle_from[s]], -s))
+        overhead_ns, prompt = self.swap(s)
+        if overhead_ns >= self.total[r]:
+            return r
+        self.prompts[s] = prompt
+        return s
+
+    def until(self, s: int) -> int:
+        """The op until which a chosen tensor is away."""
+        return self.prompts.get(s, self.trace.storages.first_backward_use[s])
+
+    def swap(self, s: int) -> tuple[int, int]:
+        """Algorithm C: what a swap in adds in ns, and the op of the captured graph before which it begins."""
+        sts, ops, levels = self.trace.storages, self.trace.ops, self.levels()
+        again = {sts.first_backward_use[t]: self.recomp_time[t] for t in self.chosen - self.prompts.keys()}
+        need, rate = sts.first_backward_use[s], self.offered[s].bytes_per_s
+        k = min((need, *self.prompts.values()))  # one after the other
+        left = copy_ns(sts.nbytes[s], rate)
+        first = max(self.trace.meta.first_backward_graph_op, self.problem.forward_end)
+        while left > 0 and k > first and levels[k - 1] <= self.budget_bytes:
+            k -= 1
+            left -= ops.time_ns[k] + again.get(k, 0)
+        return max(0, left), next(i for i in range(k, need + 1) if not ops.flags[i] & EAGER)

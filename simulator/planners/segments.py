@@ -11,7 +11,7 @@ replayed, and a segment's ops run again one by one as backward needs them rather
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isqrt
 from typing import Final
 
@@ -142,9 +142,7 @@ def torch_segment(block: int, blocks: int, segments: int) -> int:
 
 def sequence_of(modules: Sequence[str]) -> list[int]:
     """The number of each op's block in the sequence; OUTSIDE for ops in none."""
-    found = block_paths(modules) or {path: path for path in modules if path}
-    number: dict[str, int] = {}
-    return [number.setdefault(found[p], len(number)) if p in found else OUTSIDE for p in modules]
+    return _numbered(modules, block_paths(modules) or {path: path for path in modules if path})
 
 
 def block_segments(modules: Sequence[str]) -> list[int]:
@@ -154,9 +152,12 @@ def block_segments(modules: Sequence[str]) -> list[int]:
     `features.denseblock1.denselayer2`. Of nested ones the first unbroken run of numbered names counts, so that
     `encoder.block.0.layer.1` belongs to `encoder.block.0` and `features.1.0.block.2` to `features.1.0`.
     """
-    found = block_paths(modules)
+    return _numbered(modules, block_paths(modules))
+
+
+def _numbered(modules: Sequence[str], block: Mapping[str, str]) -> list[int]:
     number: dict[str, int] = {}
-    return [number.setdefault(found[path], len(number)) if path in found else OUTSIDE for path in modules]
+    return [number.setdefault(block[path], len(number)) if path in block else OUTSIDE for path in modules]
 
 
 def block_paths(modules: Sequence[str]) -> dict[str, str]:

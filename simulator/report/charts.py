@@ -367,25 +367,21 @@ def front(rows: Sequence[tuple[int, str, float, str]]) -> dict[str, Any]:
 # Predicted beside measured
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One figure of one case, predicted by one series, beside what was measured."""
-
-    case: str
-    model: str
-    series: str
-    predicted: float  # bytes, ns, or percent
-    measured: float
-    error: float  # percent, or points
-
-
-def scatter(points: Sequence[Point], colours: Mapping[str, str], *, title: str, kind: str) -> dict[str, Any]:
+def scatter(
+    points: Sequence[tuple[str, str, float, float, float]],
+    colours: Mapping[str, str],
+    *,
+    title: str,
+    kind: str,
+) -> dict[str, Any]:
     """Predicted against measured with the diagonal; above it the prediction was too high.
 
-    kind: `bytes`, `time` or `percent`; the first two get logarithmic axes where the values span more than LOG_FROM.
+    Args:
+        points: case, series, predicted and measured in bytes, ns or percent, and the error in percent or points.
+        kind: `bytes`, `time` or `percent`; the first two get logarithmic axes where the values span more than LOG_FROM.
     """
     alt = altair()
-    values = [v for p in points for v in (p.predicted, p.measured)]
+    values = [v for _, _, *pair, _ in points for v in pair]
     top, low = max([*values, 1e-9]), min([*values, 0.0] if kind == "percent" else values)
     unit, unit_name = (
         (1, "%") if kind == "percent" else (bytes_unit if kind == "bytes" else time_unit)(int(top))
@@ -398,9 +394,9 @@ def scatter(points: Sequence[Point], colours: Mapping[str, str], *, title: str, 
     y = alt.Y("y:Q").title(f"predicted, {unit_name}").scale(scale)
     more = "points" if kind == "percent" else "%"
     rows = [
-        (p.case, p.series, m := p.measured / unit, q := p.predicted / unit,
-         f"predicted {q:,.4f} {unit_name}, measured {m:,.4f} {unit_name}: {p.error:+,.3f} {more}")
-        for p in points
+        (case, series, m := measured / unit, q := predicted / unit,
+         f"predicted {q:,.4f} {unit_name}, measured {m:,.4f} {unit_name}: {error:+,.3f} {more}")
+        for case, series, predicted, measured, error in points
     ]  # fmt: skip
     look = {"color": "#94a3b8", "strokeDash": [5, 4], "strokeWidth": 1.2, "clip": True}
     line = drawn("x:Q y:Q", [(d, d) for d in domain]).mark_line(**look).encode(x, y)

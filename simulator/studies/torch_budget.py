@@ -33,7 +33,6 @@ class TorchPlan:
     choice: SavedSet
     plan: Plan
     timeline: Timeline
-    saved_instead: int  # storages that torch makes again and Lowtide may not, so that they are saved
 
 
 def plans(problem: Problem, sets: SavedSets) -> tuple[TorchPlan, ...]:
@@ -56,9 +55,6 @@ def plans(problem: Problem, sets: SavedSets) -> tuple[TorchPlan, ...]:
                 choice=choice,
                 plan=replace(found, budget_bytes=None),  # torch was given none in bytes
                 timeline=problem.replay(found.actions).timeline,
-                saved_instead=sum(
-                    1 for s in choice.recomputed if problem.saved_by_default[s] and not problem.rebuildable[s]
-                ),
             )
         )
     return tuple(out)

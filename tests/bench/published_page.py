@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from simulator.report.charts import Point, by_name, scatter
+from simulator.report.charts import by_name, scatter
 from simulator.report.page import Chart, Page, Section, Text, write_page
 from simulator.show.tables import NUMBER, table
 from traces.provenance import REHEARSED
@@ -28,10 +28,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             for way in WAYS
             if figure in r["measured"] and figure in r[way]
         ]
-        points = [
-            Point(case=name, model=name, series=way, predicted=f["bytes"], measured=n, error=f["off_percent"])
-            for name, way, n, f in of
-        ]
+        points = [(name, way, f["bytes"], n, f["off_percent"]) for name, way, n, f in of]
         errors = [
             (f"{name}, {way}", way, f["off_percent"], f"{f['off_percent']:+,.4f} %")
             for name, way, _, f in of

@@ -117,7 +117,6 @@ def test_the_replay_runs_as_many_ops_again_as_torchs_backward(build_file: Path) 
         found = saved_set(r.program, Setting(budget=budget), r.graph_ops)
         (p,) = plans(Problem(r.trace), sets_of(r.trace, found))
         assert p.timeline.recomputed_ops == found.recomputed_ops > 0
-        assert p.saved_instead == 0
     assert str(r.program.captured.graph_module.graph) == before
 
 
