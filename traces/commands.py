@@ -145,10 +145,10 @@ def gathered(name: str, make: Callable[..., Any], *options: Decorator) -> Decora
             command(**{name: make(**{word: words.pop(word) for word in mine})}, **words)
 
         known = len(getattr(command, "__click_params__", ()))
-        made: Any = gathering
+        made: Command = gathering
         for option in reversed(options):
             made = option(made)
-        mine = [option.name for option in made.__click_params__[known:]]
+        mine = [option.name for option in getattr(made, "__click_params__", ())[known:]]
         return made
 
     return decorate
