@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -348,7 +349,10 @@ def apply_plan(
         )
     if on_mismatch == ERROR:
         check_parameters(WithLoss(model, loss) if both and loss is not None else model, plan)
-    return _planned(model if in_place else twin_of(model), _State(plan, on_mismatch, loss))
+    made = model if in_place else twin_of(model)
+    if isinstance(loss, MethodType) and loss.__self__ is model:
+        loss = MethodType(loss.__func__, made)
+    return _planned(made, _State(plan, on_mismatch, loss))
 
 
 def planned_loss(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,7 @@ def plan_command(
 ) -> None:
     """Simulate one trace."""
     from simulator import api
+    from simulator.core.problem import Problem
     from simulator.planners import DEFAULT, SAVE_ALL
 
     planner = planner or (SAVE_ALL if budget is None else DEFAULT)
@@ -83,6 +85,8 @@ def plan_command(
     shapes = None if asked_shapes is None else Shapes.parse(asked_shapes)
     if shapes is not None:
         check_shapes(problem.trace.meta, trace_name, shapes)
+        # Of other shapes nobody captures model and loss function as one.
+        problem = Problem(replace(problem.trace, joined=None), problem.constraints)
     if planner == DEFAULT and budget is not None:
         begin_compiling()  # before the bound, whose loops this process compiles meanwhile
     saved = api.simulate(problem, **memory)

@@ -385,7 +385,7 @@ def nothing_in_tiles(trace: Trace, levers: Levers) -> str:
     return (
         "The trace names nothing that could run in tiles: an older trace does not say it, so trace again; a loss is "
         "found where forward computes it, or a loss function that the trace was given, of the model's output and "
-        "the targets alone; in a step() of your own it is not."
+        "the targets alone; in a step() of your own, and with --shapes, it is not."
     )
 
 

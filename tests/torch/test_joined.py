@@ -17,6 +17,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from executor import apply_plan, fit, planned_loss, remove_plan, unplanned  # noqa: E402
+from executor.matching import trace_of  # noqa: E402
 from executor.measure import Job  # noqa: E402
 from executor.verify import verify  # noqa: E402
 from simulator import Infeasible, plan  # noqa: E402
@@ -211,6 +212,7 @@ def test_a_trace_plans_with_its_loss_where_that_is_allowed(tmp_path: Path) -> No
     with pytest.raises(Infeasible, match="No plan can"):
         plan(of, "50%", allow="fp", levers=["bits"])
     assert plan(of, "100%", allow="fp").meta == of.meta  # which needs no tiles
+    assert trace_of(tiled, "", "cpu", str(tmp_path / "trace")) == whole
     assert "tile" in [row.lever for row in study(Problem(of), "of").rows]
 
 
@@ -275,6 +277,28 @@ def test_what_the_loss_depends_on_is_watched() -> None:
     loss.label_smoothing = 0.3
     with pytest.raises(PlanError, match="label_smoothing"):
         planned_loss(planned, (x, y))
+
+
+class Regularised(Logits):
+    def criterion(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return flat(logits, targets) + self.head.weight.pow(2).mean().reshape(1)
+
+
+def test_a_method_of_the_model_is_that_of_the_planned_one() -> None:
+    model, (x, y), _, _ = wide()
+    model.__class__ = Regularised
+    eager = copy.deepcopy(model)
+    made = in_tiles(joined(trace(model, (x, y), loss=model.criterion)), 4)
+    planned = apply_plan(model, made, loss=model.criterion)
+    several = [planned_loss(planned, (x, targets)) for targets in (y, x)]  # before one backward
+    sum(several).backward()
+    sum(eager.criterion(eager(x), targets).sum() for targets in (y, x)).backward()
+    agree(eager, planned)
+    with pytest.raises(PlanError, match="ran twice"):
+        several[0].backward()
+    with torch.no_grad():
+        planned_loss(planned, (x, y))
+    assert planned.receipt().planned_steps == 2
 
 
 class Whole(nn.Module):
