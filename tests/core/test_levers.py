@@ -76,7 +76,8 @@ def test_two_tiles_byte_by_byte() -> None:
     assert [of.ops.name[i] for i in of.ops.inputs[4]] == [of.ops.name[1], of.ops.name[2]]  # the tiles and g
     # The factor 4, gx whole 8; first tile: z 200, loss 4 stays, gz 200, z goes, gx 4 is copied and goes, gw 8 stays,
     # gz goes; second and last: z 200, loss 4 is added and goes, gz 200, z goes, gx 4, gw is added in place, gz goes.
-    tiles = (4, 8, 200, 4, 200, -200, 4, -4, 8, -200, 200, 4, -4, 200, -200, 4, -4, -200, -4)
+    # A zero says that one of two equally large blocks goes that is not the younger.
+    tiles = (4, 8, 200, 4, 200, 0, -200, 4, -4, 8, -200, 200, 4, -4, 200, 0, -200, 4, -4, -200, 0, -4)
     assert of.ops.events[1] == tiles
     peaks = Problem(of).saved.timeline.peak_bytes
     # w 8; x 16; in the tiles 16 + 4 + 8 + 4 + 8 + 200 + 200 at most, in the second, whose loss is not yet added then.
@@ -85,6 +86,17 @@ def test_two_tiles_byte_by_byte() -> None:
     # are multiplied in place; at last g is gone, and gv there.
     assert peaks[2:] == (32, 28, 28, 32)
     assert Problem(head()).saved.timeline.peak_allocated_bytes == 8 + 8 + 400 + 4 + 400
+
+
+def test_a_librarys_workspace_is_as_large_in_every_tile() -> None:
+    of = head()
+    target = tuple("aten.mm.default" if i in (1, 6) else x for i, x in enumerate(of.ops.target))
+    events = tuple({1: (400, 60, -60), 6: (8, 60, -60)}.get(i, x) for i, x in enumerate(of.ops.events))
+    ops, meta = replace(of.ops, target=target, events=events), replace(of.meta, device="cuda")
+    tiles = rewritten(replace(of, ops=ops, meta=meta), [in_tiles(2)]).ops.events[1]
+    assert [tiles.count(n) for n in (60, -60, 30)] == [4, 4, 0]  # of z and of gw, which is added to in place
+    on_cpu = rewritten(replace(of, ops=ops), [in_tiles(2)]).ops.events[1]
+    assert on_cpu.count(30) == 4
 
 
 def test_times_are_those_of_the_ops_and_of_what_each_further_tile_adds() -> None:
@@ -164,7 +176,7 @@ def test_a_stretch_with_a_backward_of_its_own_byte_by_byte() -> None:
     # y whole 8; in each tile z 200, y 4, z goes, y is copied and goes.
     assert of.ops.events[1] == (8, *(200, 4, -200, -4) * 2)
     # gx whole 8; z again 200, gz 200, z goes, gx 4 is copied and goes, gw 8 stays, gz goes; then gw is added in place.
-    again = (200, 200, -200, 4, -4)
+    again = (200, 200, 0, -200, 4, -4)
     assert of.ops.events[4] == (8, *again, 8, -200, *again, -200)
     # w and x 16; y 8, and z 200 and y 4 of a tile; loss 4, then y goes; gy 8, then loss goes; at last gx 8, gw 8, and
     # z and gz of the second tile.

@@ -6,10 +6,11 @@ them. No matrix product runs twice. (As Liger's and Cut Cross-Entropy's kernels 
 other stretch (attention by matrix products, an MLP block, as in ALST) is a call in forward, and one in backward, which
 makes again in each tile what it reads of forward.
 
-Counts: the sizes of what a tile makes, its rows' share of what the ops made; freed after their last use; sums in place.
+Counts: the sizes of what a tile makes, its rows' share of what the ops made; freed after their last use; sums in place; a
+matrix product's workspace whole.
 The time of the ops, and for each further tile the least time that an op of the trace takes, for each op; the passes in
 which rows are put together, sums are added up and gradients are multiplied. Ignores: that small matrix products may run
-slower than their share, and what ops allocate inside does not grow in proportion.
+slower than their share, and that what other ops allocate inside does not grow in proportion.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from simulator.core.facts import Facts
 from simulator.core.rewrites.edit import Editing, Op, Value
 from simulator.core.rewrites.pack import at_rate, pass_rate
 from traces.errors import PlanError
+from traces.records.events import OwnEvents, replayed
 from traces.records.plan import FP, Rewrite
-from traces.records.stretch import PRODUCT, ROWS, SUM, Part, Result, Stretch
+from traces.records.stretch import PRODUCT, ROWS, SUM, WHOLE, Part, Result, Stretch
 from traces.records.trace import ACTIVATION, BACKWARD, EFFECT, FORWARD, VIEW, Trace
 
 EXACTNESS: Final = FP
@@ -33,6 +35,7 @@ PASSES: Final = {
     PRODUCT: 2,
     SUM: 3,
 }  # in which a result is copied, or added to that of the tiles before
+PRODUCTS: Final = tuple(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
 SHOWN: Final = (
     2  # so many tiles' allocations stand in the trace, beside the last: further ones are like the second
 )
@@ -88,7 +91,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
             name=f"{trace.ops.name[first]}_tiles{'' if phase == FORWARD else '_backward'}",
             phase=phase,
             writes=[_unmade(editing, r) for r in part.results],
-            events=tuple(_events(trace, stretch, part, number)),
+            events=_events(trace, stretch, part, number),
             **_figures(editing, stretch, part, number),
         )
         _put(editing, part, tiles)
@@ -117,7 +120,7 @@ def _edit_head(editing: Editing, stretch: Stretch, number: int) -> None:
         name=f"{trace.ops.name[trace.storages.producer[stretch.storage]]}_tiles",
         phase=FORWARD,
         writes=[*(_unmade(editing, r) for r in stretch.losses), *raw.values()],
-        events=tuple(_events(trace, stretch, part, number, factor.nbytes)),
+        events=_events(trace, stretch, part, number, factor.nbytes),
         flags=EFFECT,
         **_figures(editing, stretch, part, number),
     )
@@ -211,50 +214,71 @@ def _time_ns(trace: Trace, part: Part, number: int, rate: tuple[int, int], least
     return once + (number - 1) * again
 
 
-def _events(trace: Trace, stretch: Stretch, part: Part, number: int, factor_bytes: int = 0) -> Iterator[int]:
+def _events(
+    trace: Trace, stretch: Stretch, part: Part, number: int, factor_bytes: int = 0
+) -> tuple[int, ...]:
     """What the tiles allocate and free: weights, a factor of one, whole results of rows, then tile by tile."""
-    sts = trace.storages
-    for targets in stretch.weights:
-        yield from (targets, 8, -targets, 4, -8)
-    if factor_bytes:
-        yield factor_bytes
+    own = OwnEvents()
+    for k, targets in enumerate(stretch.weights):
+        own.events += (targets, 8, 8 * targets, -8 * targets, 4, -8, -targets)
+        own.live.append((("weight", k), 4))
+    own.allocate("factor", factor_bytes)
     results = {r.storage: r for r in part.results}
-    yield from (sts.nbytes[s] for s, r in results.items() if r.grows == ROWS)
+    for s, r in results.items():
+        own.allocate("whole", *[trace.storages.nbytes[s]] * (r.grows == ROWS))
     step = -(-stretch.rows // number)
     sizes = [min(step, stretch.rows - start) for start in range(0, stretch.rows, step)]
     shown = [*enumerate(sizes[:-1][:SHOWN]), (len(sizes) - 1, sizes[-1])]
     for k, rows in shown:
-        yield from _tile_events(trace, stretch.rows, part, results, rows, first=k == 0)
-    if factor_bytes:
-        yield -factor_bytes
-    yield from (-4 for _ in stretch.weights)
+        _run_tile(own, trace, stretch.rows, part, results, rows, tile=k)
+    own.free("factor")
+    for k in range(len(stretch.weights)):
+        own.free(("weight", k))
+    return tuple(own.events)
 
 
-def _tile_events(
-    trace: Trace, whole: int, part: Part, results: dict[int, Result], rows: int, *, first: bool
-) -> Iterator[int]:
-    ops, sts = trace.ops, trace.storages
+def _run_tile(
+    own: OwnEvents,
+    trace: Trace,
+    whole: int,
+    part: Part,
+    results: dict[int, Result],
+    rows: int,
+    *,
+    tile: int,
+) -> None:
+    ops, sts, on_gpu = trace.ops, trace.storages, trace.meta.device.startswith("cuda")
     last = {s: k for k, (i, _) in enumerate(part.body) for s in (*ops.reads[i], *ops.writes[i])}
 
     def size(nbytes: int, how: str) -> int:
         return -(-nbytes * rows // whole) if how == ROWS else nbytes
 
-    there: dict[int, int] = {}
+    there: dict[int, object] = {}  # storage -> the name of its block
     for k, (i, how) in enumerate(part.body):
         made = {s: size(sts.nbytes[s], how) for s in ops.writes[i] if sts.producer[s] == i}
-        in_place = how == PRODUCT and not first
-        if not in_place:
-            sizes = {sts.nbytes[s]: made[s] for s in made}
-            events = ops.events[i] or [sts.nbytes[s] for s in made]
-            yield from (_signed(n, sizes.get(abs(n)) or size(abs(n), ROWS)) for n in events)
-            there |= made
+        in_place = how == PRODUCT and tile > 0
+        new = () if in_place else tuple(made)
+        sizes = {sts.nbytes[s]: made[s] for s in made}
+        # A library's workspace is as large for few rows.
+        inside = WHOLE if on_gpu and ops.target[i] in PRODUCTS else ROWS
+        events = [n for n in ops.events[i] if new or abs(n) not in sizes]
+        asks: list[int] = []
+        tiled = [_signed(n, sizes.get(abs(n)) or size(abs(n), inside)) for n in events]
+        there |= {s: (tile, k, block) for s, block in replayed(made, tiled, new, asks).items()}
+        count = 0
+        for n in asks:
+            if n > 0:
+                own.allocate((tile, k, count), n)
+                count += 1
+            else:
+                own.free((tile, k, ~n))
         for s in made:
             r = results.get(s)
-            if r is not None and r.grows != ROWS and (first or in_place):  # stays, or is no value of its own
-                there.pop(s, None)
+            if r is not None and r.grows != ROWS and (in_place or not tile):
+                there.pop(s, None)  # it stays, or is no value of its own
         for s in [s for s in there if last[s] <= k]:
-            yield -there.pop(s)
+            own.free(there.pop(s))
 
 
 def _signed(like: int, nbytes: int) -> int:
-    return nbytes if like > 0 else -nbytes
+    return (like > 0) * nbytes - (like < 0) * nbytes
