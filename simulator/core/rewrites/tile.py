@@ -6,8 +6,8 @@ them. No matrix product runs twice. (As Liger's and Cut Cross-Entropy's kernels 
 other stretch (attention by matrix products, an MLP block, as in ALST) is a call in forward, and one in backward, which
 makes again in each tile what it reads of forward.
 
-Counts: the sizes of what a tile makes, its rows' share of what the ops made; freed after their last use; sums in place; a
-matrix product's workspace whole.
+Counts: the sizes of what a tile makes, its rows' share of what the ops made; freed after their last use; sums in place;
+a matrix product's workspace whole.
 The time of the ops, and for each further tile the least time that an op of the trace takes, for each op; the passes in
 which rows are put together, sums are added up and gradients are multiplied. Ignores: that small matrix products may run
 slower than their share, and that what other ops allocate inside does not grow in proportion.
