@@ -5,7 +5,7 @@ The tables hold what `formulas` gives, so that the values are the same.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import numpy as np
@@ -13,7 +13,8 @@ import torch
 
 from executor.inverted import formulas
 from executor.inverted.fits import two_bits
-from executor.loops import compiled, over, words
+from executor.loops import bits_of, over
+from simulator.kernels.compiled import compiled
 
 BLOCK: Final = 4096  # bytes of the side, which are read eight times, once for each bit
 
@@ -22,14 +23,15 @@ def side(x: torch.Tensor, kind: str) -> torch.Tensor:
     """What `ops.side` makes of a dense tensor, where there are two bits an element."""
     m = (x.numel() + 7) // 8
     made = torch.empty(2 * m, dtype=torch.uint8)
-    over(_pack, m, words(x), _codes(kind), words(made))
+    over(partial(_pack, bits_of(x), _codes(kind), bits_of(made)), m, x.numel())
     return made
 
 
 def gradient(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
     """The gradient, laid out as y and grad are, which are dense."""
     out = torch.empty_like(y)
-    over(_scale, (y.numel() + 7) // 8, words(grad), words(y), words(side), _slopes(kind), words(out))
+    given = (bits_of(grad), bits_of(y), bits_of(side), _slopes(kind), bits_of(out))
+    over(partial(_scale, *given), (y.numel() + 7) // 8, y.numel())
     return out
 
 
@@ -42,7 +44,7 @@ def _codes(kind: str) -> np.ndarray:
     """By an input's bits: the bit of each plane, the first lowest."""
     planes = formulas.pack(_every().view(8, -1), kind).view(2, 1, -1).to(torch.int32)
     left, up = (planes >> torch.arange(8)[:, None]) & 1
-    return words((left + 2 * up).to(torch.uint8))
+    return bits_of((left + 2 * up).to(torch.uint8))
 
 
 @cache
@@ -54,8 +56,8 @@ def _slopes(kind: str) -> np.ndarray:
     made = formulas.gradient(torch.ones(y.shape), y, torch.cat(planes).to(torch.uint8), kind)
     made[made.isnan()] = (
         torch.nan
-    )  # of which rounding makes one, too: others have bits that it would carry over
-    return words(made)
+    )  # rounding leaves this one a NaN; others have bits that it would carry over
+    return bits_of(made).view(np.float32)
 
 
 @compiled
