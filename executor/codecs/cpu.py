@@ -6,6 +6,7 @@ numbers of such a type come as their bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import torch
 
 from executor.codecs.fewbit import intervals
 from executor.loops import bits_of, over
-from simulator.core.formats import CHUNK, FORMATS, GROUP, SCALE_BYTES
+from simulator.core.formats import CHUNK, FORMATS, GROUP
 from simulator.kernels.compiled import compiled, inner
 
 Array = np.ndarray[Any, Any]
@@ -41,52 +42,48 @@ TINY: Final = f32(np.finfo(np.float32).tiny)  # the scale of a group of zeros, o
 ONE, TWO, EXPONENT, INF, REST = u32(1), u32(2), u32(23), u32(0x7F800000), u32(0x7FFFFFFF)
 
 
-def pack(flat: torch.Tensor, payload: torch.Tensor, format: str, keys: tuple[int, int]) -> None:
-    """Write the payload of numbers that lie one after another; the keys are those of rounding's noise."""
+def pack(
+    flat: torch.Tensor,
+    scales: Sequence[torch.Tensor],
+    codes: torch.Tensor,
+    format: str,
+    keys: tuple[int, int],
+) -> None:
+    """Write scales and codes of numbers that lie one after another; the keys are those of rounding's noise."""
     name, _, activation = format.partition(":")
     x, of, bits = bits_of(flat), TYPES[str(flat.dtype)], FORMATS[name].bits
-    scales, codes = _parts(payload, name)
+    rows, made = [bits_of(row).view(f32) for row in scales], bits_of(codes)
 
     def loop(begin: int, end: int) -> None:
         wide = np.empty(BLOCK if activation else GROUP, f32)
         if activation:
             bounds = _numbers(activation, bits, 0, flat.dtype).view(f32)
-            pack_few(x, of, bounds, codes, bits, wide, np.empty(BLOCK, u32), np.empty(BLOCK, u32), begin, end)
+            pack_few(x, of, bounds, made, bits, wide, np.empty(BLOCK, u32), np.empty(BLOCK, u32), begin, end)
         elif name in FP8:
             largest = f32(torch.finfo(FP8[name]).max)
-            pack_floats(x, of, scales[0], codes, TYPES[str(FP8[name])], largest, wide, begin, end)
+            pack_floats(x, of, rows[0], made, TYPES[str(FP8[name])], largest, wide, begin, end)
         else:
-            pack_levels(
-                x, of, scales[0], scales[1], codes, bits, u32(keys[0]), u32(keys[1]), wide, begin, end
-            )
+            pack_levels(x, of, rows[0], rows[1], made, bits, u32(keys[0]), u32(keys[1]), wide, begin, end)
 
-    over(loop, len(codes) // bits if activation else len(scales[0]), len(x))
+    over(loop, len(made) // bits if activation else len(rows[0]), len(x))
 
 
-def unpack(payload: torch.Tensor, flat: torch.Tensor, format: str) -> None:
-    """Write the numbers of a payload."""
+def unpack(scales: Sequence[torch.Tensor], codes: torch.Tensor, flat: torch.Tensor, format: str) -> None:
+    """Write the numbers of scales and codes."""
     name, _, activation = format.partition(":")
     out, of, bits = bits_of(flat), TYPES[str(flat.dtype)], FORMATS[name].bits
-    scales, codes = _parts(payload, name)
+    rows, given = [bits_of(row).view(f32) for row in scales], bits_of(codes)
 
     def loop(begin: int, end: int) -> None:
         if activation:
             points = _numbers(activation, bits, 1, flat.dtype)
-            unpack_few(codes, bits, points, out, np.empty(BLOCK, u32), begin, end)
+            unpack_few(given, bits, points, out, np.empty(BLOCK, u32), begin, end)
         elif name in FP8:
-            unpack_floats(scales[0], codes, TYPES[str(FP8[name])], out, of, np.empty(GROUP, f32), begin, end)
+            unpack_floats(rows[0], given, TYPES[str(FP8[name])], out, of, np.empty(GROUP, f32), begin, end)
         else:
-            unpack_levels(scales[0], scales[1], codes, bits, out, of, np.empty(GROUP, f32), begin, end)
+            unpack_levels(rows[0], rows[1], given, bits, out, of, np.empty(GROUP, f32), begin, end)
 
-    over(loop, len(codes) // bits if activation else len(scales[0]), len(out))
-
-
-def _parts(payload: torch.Tensor, name: str) -> tuple[Array, Array]:
-    """The groups' scales, one row a kind, and the codes."""
-    rule, given = FORMATS[name], bits_of(payload)
-    groups = len(given) // (SCALE_BYTES * rule.scales + GROUP * rule.bits // 8)
-    end = SCALE_BYTES * rule.scales * groups
-    return given[:end].view(f32).reshape(rule.scales, groups), given[end:]
+    over(loop, len(given) // bits if activation else len(rows[0]), len(out))
 
 
 @cache
@@ -125,7 +122,9 @@ def _rounded(value: f32, of: Type) -> u32:
 @inner
 def _widened(bits: u32, of: Type) -> f32:
     size, up = u32(bits & u32((ONE << of[4]) - ONE)), u32(EXPONENT - of[0])
-    if size < u32(ONE << of[0]):
+    if size < u32(ONE << of[0]) and of[1] != u32(
+        127
+    ):  # below the least normal number, unless float32 has the same
         made = _bits(f32(size) * _number((u32(128) - of[1] - of[0]) << EXPONENT))
     else:
         made = u32(u32(size << up) + u32((u32(127) - of[1]) << EXPONENT))

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from simulator.core.formats import FORMATS
+from simulator.core.formats import FORMATS, GROUP, SCALE_BYTES
 from traces.errors import PlanError
 
 NARROW: Final = {"narrow8": torch.uint8, "narrow16": torch.int16, "narrow32": torch.int32}
@@ -48,7 +48,7 @@ def pack(x: torch.Tensor, format: str) -> torch.Tensor:
         payload.view(NARROW[format]).copy_(flat)
     elif x.numel():
         keys = _random.getrandbits(32), _random.getrandbits(32)
-        _kernels(x.device).pack(flat, payload, format, keys)
+        _kernels(x.device).pack(flat, *parts(payload, format), format, keys)
     return payload
 
 
@@ -74,7 +74,7 @@ def unpack(
     elif format in NARROW:
         flat.copy_(payload.view(NARROW[format]))
     elif out.numel():
-        _kernels(out.device).unpack(payload, flat, format)
+        _kernels(out.device).unpack(*parts(payload, format), flat, format)
     return out
 
 
@@ -114,6 +114,15 @@ def _unpack_bits(payload: torch.Tensor, flat: torch.Tensor) -> None:
 
 def _eighths(flat: torch.Tensor, payload: torch.Tensor) -> Sequence[torch.Tensor]:
     return flat.split(len(payload)) if len(payload) else ()
+
+
+def parts(payload: torch.Tensor, format: str) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """The groups' scales, one row a kind, and the codes."""
+    rule = FORMATS[format.partition(":")[0]]
+    groups = len(payload) // (SCALE_BYTES * rule.scales + GROUP * rule.bits // 8)
+    end = SCALE_BYTES * rule.scales * groups
+    scales = payload[:end].view(torch.float32).view(-1, groups).unbind() if end else ()
+    return scales, payload[end:]
 
 
 def _kernels(device: torch.device) -> Any:

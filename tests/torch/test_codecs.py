@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from executor.codecs import payloads
 from executor.codecs.fewbit import intervals
 from executor.codecs.payloads import pack, seed, unpack
 from simulator.core.formats import CHUNK, FORMATS, GROUP, Format, narrow
@@ -292,3 +293,52 @@ def bert() -> Callable[[str | None], torch.Tensor]:
         return torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
 
     return gradient
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp8_is_torchs_own_cast_in_every_bit(format: str, dtype: torch.dtype) -> None:
+    """Of numbers of all sizes, those that fp8 has as less than its least normal one, ties and ends included."""
+    to = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[format]
+    every = torch.arange(128, dtype=torch.uint8).view(to).float()
+    every = every[every.isfinite()]
+    ties = (every[1:] + every[:-1]) / 2
+    n = 400 * GROUP
+    drawn = torch.randn(n) * torch.randn(n).exp().square()
+    drawn[:GROUP] *= 1e-38 if dtype is not torch.float16 else 1e-6  # below the least normal numbers
+    x = torch.cat([drawn, every, -ties, ties, -every]).to(dtype)
+    wide = torch.nn.functional.pad(x, (0, -len(x) % GROUP), value=x[-1]).view(-1, GROUP).float()
+    scales = (wide.abs().amax(1, keepdim=True) / torch.finfo(to).max).clamp_min(torch.finfo().tiny)
+    codes = (wide / scales).to(to)
+    payload = pack(x, format)
+    assert torch.equal(payload, torch.cat([v.view(torch.uint8).view(-1) for v in (scales, codes)]))
+    back = (codes.float() * scales).to(dtype).view(-1)[: len(x)]
+    assert torch.equal(unpack(payload, format, x.shape, x.stride(), x.dtype), back)
+
+
+@pytest.mark.parametrize("format", INTS)
+def test_levels_are_the_two_around_a_number(format: str) -> None:
+    x = torch.randn(3 * GROUP)
+    low, high = x.view(-1, GROUP).aminmax(dim=1, keepdim=True)
+    step = (high - low) / ((1 << FORMATS[format].bits) - 1)
+    off = (there_and_back(x, format) - x).view(-1, GROUP) / step
+    assert off.abs().max() < 1 + 1e-5
+    assert (off > 0).any()
+    assert (off < 0).any()
+
+
+@pytest.mark.parametrize("format", [*LOSSY, *FEWBIT])
+def test_threads_share_a_tensor(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, found = torch.randn(CHUNK + 5 * GROUP + 3), []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        seed()
+        payload = pack(x, format)
+        found.append((payload, unpack(payload, format, x.shape, x.stride(), x.dtype)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_without_triton_a_gpus_values_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payloads, "find_spec", lambda name: None)
+    with pytest.raises(PlanError, match="needs Triton"):
+        payloads._kernels(torch.device("cuda"))
