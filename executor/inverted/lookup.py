@@ -44,7 +44,7 @@ def _codes(kind: str) -> np.ndarray:
     """By an input's bits: the bit of each plane, the first lowest."""
     planes = formulas.pack(_every().view(8, -1), kind).view(2, 1, -1).to(torch.int32)
     left, up = (planes >> torch.arange(8)[:, None]) & 1
-    return bits_of((left + 2 * up).to(torch.uint8))
+    return bits_of((left + 2 * up).to(torch.uint8)).copy()  # in memory that torch does not count
 
 
 @cache
@@ -57,7 +57,7 @@ def _slopes(kind: str) -> np.ndarray:
     made[made.isnan()] = (
         torch.nan
     )  # rounding leaves this one a NaN; others have bits that it would carry over
-    return bits_of(made).view(np.float32)
+    return bits_of(made).view(np.float32).copy()
 
 
 @compiled
