@@ -88,7 +88,7 @@ def unpack(scales: Sequence[torch.Tensor], codes: torch.Tensor, flat: torch.Tens
 
 @cache
 def _numbers(activation: str, bits: int, which: int, dtype: torch.dtype) -> Array:
-    """The bits of the intervals' bounds (0), in float32, or of their points (1), in memory that torch does not count."""
+    """The bits of the bounds of intervals (0), in float32, or of points (1), in memory that torch does not count."""
     made = torch.tensor(intervals(activation, 1 << bits)[which], dtype=dtype)
     return bits_of(made if which else made.float()).copy()
 
