@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +15,10 @@ from torch.nn import functional  # noqa: E402
 
 from executor import fit  # noqa: E402
 from executor.codecs.payloads import seed  # noqa: E402
-from executor.fitting.gradient_errors import gradient_errors, with_error  # noqa: E402
+from executor.fitting.gradient_errors import gradient_errors, plan_measured, with_error  # noqa: E402
 from executor.measure import Job  # noqa: E402
 from executor.rewriting import rewritten  # noqa: E402
+from executor.training.planning import Wanted  # noqa: E402
 from executor.verify import verify  # noqa: E402
 from simulator import api  # noqa: E402
 from simulator.core.formats import FORMATS  # noqa: E402
@@ -28,7 +30,7 @@ from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
-from traces.errors import PlanError  # noqa: E402
+from traces.errors import BudgetError, PlanError  # noqa: E402
 from traces.records.plan import Plan, Rewrite, label_actions  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 
@@ -158,6 +160,55 @@ def test_fit_measures_the_errors_of_parts_and_of_its_plan(monkeypatch: pytest.Mo
     assert bool(plan.gradient_error) == any(r.error for r in plan.rewrites)
     assert any("int8" in line for line in said)
     loss(planned(x), y).backward()
+
+
+@pytest.mark.parametrize(
+    ("measured", "asked"), [([0.04], [0.05]), ([0.2, 0.08, 0.05], [0.05, 0.00625, 0.015625])]
+)
+def test_fit_asks_for_less_error_of_the_parts_until_the_plans_own_is_small_enough(
+    measured: list[float], asked: list[float], trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, said = tries_of(measured, trace, monkeypatch)
+    plan = plan_measured(SimpleNamespace(trace=trace, build=None), wanted_error(0.05), said.append)
+    assert plan.gradient_error == measured[-1]
+    assert tries == pytest.approx(asked)
+    assert [f"off by {e:.1e}" in line for e, line in zip(measured, said, strict=False)] == [True] * (
+        len(measured) - 1
+    )
+
+
+def test_fit_refuses_after_three_plans_that_are_off_by_more(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, said = tries_of([0.2, 0.08, 0.051, 0.01], trace, monkeypatch)
+    with pytest.raises(BudgetError, match=r"more than 0\.05, at last by 5\.1e-02"):
+        plan_measured(SimpleNamespace(trace=trace, build=None), wanted_error(0.05), said.append)
+    assert len(tries) == 3
+
+
+def wanted_error(most: float) -> Wanted:
+    return Wanted(budget="92%", allow="approximate", max_gradient_error=most)
+
+
+def tries_of(
+    measured: list[float], trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[float | None], list[str]]:
+    """What is asked of each plan, where plans in turn are off by so much."""
+    tries: list[float | None] = []
+    errors = iter(measured)
+
+    def plan_within(step: object, wanted: Wanted, known: object) -> Plan:
+        tries.append(wanted.max_gradient_error)
+        return Plan(meta=trace.meta, exactness="approximate")
+
+    def with_error(build: object, plan: Plan, device: str) -> Plan:
+        return replace(plan, gradient_error=next(errors))
+
+    module = "executor.fitting.gradient_errors"
+    monkeypatch.setattr(f"{module}.gradient_errors", lambda *given, **options: None)
+    monkeypatch.setattr(f"{module}.plan_within", plan_within)
+    monkeypatch.setattr(f"{module}.with_error", with_error)
+    return tries, []
 
 
 def test_packing_and_recomputing_together_train_bit_for_bit(trace: Trace) -> None:
