@@ -2,8 +2,8 @@
 whether it is contiguous. There are some ten such operations a tensor, nearly all of them repeated.
 
 From 2.15 on torch remembers results itself (Note [symbolic op memo] in torch/fx/experimental/symbolic_shapes.py): by
-operation, both expressions, and the version of what the shape environment knows. So does this. As there, what is
-remembered is the expression: while a graph is traced, a SymNode says by its identity where it comes from.
+operation and both expressions. So does this, with the expressions as the shape environment simplifies them by then. As
+there, what is remembered is the expression: while a graph is traced, a SymNode says by its identity where it comes from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def remembered_arithmetic(shape_env: Any) -> Iterator[None]:
         def operation(a: Any, b: Any) -> Any:
             if a.shape_env is not shape_env or get_proxy_mode():
                 return compute(a, b)
-            key = name, a._expr, b._expr, shape_env._replacements_version_counter
+            key = name, a.expr, b.expr, a.pytype, b.pytype
             found = known.get(key)
             if found is None:
                 found = known[key] = compute(a, b)
