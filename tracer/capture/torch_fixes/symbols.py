@@ -3,7 +3,7 @@ whether it is contiguous. There are some ten such operations a tensor, nearly al
 
 From 2.15 on torch remembers results itself (Note [symbolic op memo] in torch/fx/experimental/symbolic_shapes.py): by
 operation and both expressions. So does this, with the expressions as the shape environment simplifies them by then. As
-there, what is remembered is the expression: while a graph is traced, a SymNode says by its identity where it comes from.
+there, no SymNode is given twice: while a graph is traced, each says by its identity where it comes from.
 """
 
 from __future__ import annotations
