@@ -17,8 +17,9 @@ from typing import Any, Final, TypeVar, cast
 
 import numba
 from numba.core import event, options
+from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
-from numba.core.compiler_machinery import PassManager
+from numba.core.compiler_machinery import LoweringPass, PassManager, register_pass
 
 from simulator.kernels.clock import excuse
 
@@ -33,8 +34,44 @@ UNUSED: Final = (
 CHANGED = max(source.stat().st_mtime for source in Path(__file__).parent.glob("*.py"))
 
 
+class _Linked(JITCodeLibrary):  # type: ignore[misc]
+    """The code of a function that only kernels call: LLVM optimizes it, and makes machine code of it, with theirs."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0  # there is none
+
+    @property
+    def codegen(self) -> _Linked:
+        return self
+
+    def set_env(self, name: str, environment: object) -> None:
+        """Nothing: the kernel's own is used."""
+
+
+@register_pass(mutates_CFG=False, analysis_only=True)
+class _Link(LoweringPass):  # type: ignore[misc]
+    """Choose where the code of a function goes."""
+
+    _name = "link"
+
+    def __init__(self) -> None:
+        LoweringPass.__init__(self)
+
+    def run_pass(self, state: Any) -> bool:
+        if state.flags.no_cpython_wrapper:
+            state.library = _Linked(state.targetctx.codegen(), state.func_id.func_qualname)
+        return False
+
+
 class _Compiler(CompilerBase):  # type: ignore[misc]
-    """numba's compiler without the UNUSED passes."""
+    """numba's compiler without the UNUSED passes, and with `_Link`."""
 
     def define_pipelines(self) -> list[Any]:
         builder, pipeline = DefaultPassBuilder, PassManager("kernels")
@@ -43,8 +80,11 @@ class _Compiler(CompilerBase):  # type: ignore[misc]
             builder.define_typed_pipeline,
             builder.define_nopython_lowering_pipeline,
         ):
-            passes = stage(self.state).passes
-            pipeline.passes.extend(p for p in passes if p[0].__name__ not in UNUSED)
+            for p in stage(self.state).passes:
+                if p[0].__name__ == "NativeLowering":
+                    pipeline.add_pass(_Link, "choose where the code goes")
+                if p[0].__name__ not in UNUSED:
+                    pipeline.passes.append(p)
         pipeline.finalize()
         return [pipeline]
 

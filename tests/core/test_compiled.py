@@ -118,6 +118,21 @@ def test_a_second_process_compiles_what_this_one_will_need(tmp_path: Path) -> No
     assert done.stdout.split() == ["False", "True", "6", "1"]
 
 
+def test_what_kernels_call_is_made_machine_code_with_them() -> None:
+    @compiled.inner
+    def more(x: int) -> int:
+        return x + 1
+
+    @compiled.numba.njit(**compiled.OPTIONS)
+    def twice(x: int) -> int:
+        return 2 * more(x)
+
+    assert twice(3) == 8
+    (made,) = more.overloads.values()
+    assert isinstance(made.library, compiled._Linked)
+    assert made.library._final_module.name not in {m.name for m in made.library._codegen._engine._ee._modules}
+
+
 def test_compiling_is_not_on_the_planners_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "excuse", lambda seconds: excused.append(seconds))
     excused: list[float] = []
