@@ -59,6 +59,8 @@ SHARE: Final = (
     32  # a product is looked at if its size is at least one of so many parts of the largest value's
 )
 
+LEAST: Final = 1 << 15  # bytes of a model's output for which its loss is captured once more with it
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -188,7 +190,7 @@ def may_have_head(program: Program) -> bool:
     least = max((row.nbytes for row in program.storages if row.producer >= 0), default=0) // SHARE
     captured = program.captured
     outputs = [captured.outputs[k] for k in captured.grad_outputs]
-    widest = max((_elements(n) for n in outputs if n.meta["val"].nbytes >= max(1, least)), default=0)
+    widest = max((_elements(n) for n in outputs if n.meta["val"].nbytes >= max(LEAST, least)), default=0)
     products = (_elements(n) for n in captured.forward if _packet(n) in PRODUCTS)
     return bool(widest) and max(products, default=0) >= widest
 
