@@ -59,7 +59,7 @@ SHARE: Final = (
     32  # a product is looked at if its size is at least one of so many parts of the largest value's
 )
 
-LEAST: Final = 1 << 15  # bytes of a model's output for which its loss is captured once more with it
+LEAST: Final = 1 << 14  # bytes of a model's output for which its loss is captured once more with it
 
 
 @dataclass(frozen=True, slots=True)
