@@ -1,10 +1,11 @@
-"""What three commands take as whole processes, with what they start: a trace, a plan, and the first plan on a machine.
+"""What commands take as whole processes, with what they start: a trace, plans, and the first plan on a machine.
 
-    python -m tests.bench.commands [--only trace|simulate|first] [--runs 3] [--trace-model resnet152] [--json]
+    python -m tests.bench.commands [--only trace|simulate|recompute|levers|first] [--runs 3] [--json]
 
 Processor time (user and system) says the same on a busy machine, within a tenth; the wall clock is what a user waits,
-on a quiet one. The least of the runs counts. `first` compiles the kernels into an empty place of its own each time; the
-others find them compiled. The bytecode of Python is there for all of them.
+on a quiet one. `recompute` and `levers` plan one step for one budget: by recomputation alone, and with tiles and
+packing. The least of the runs counts. `first` compiles the kernels into an empty place of its own each time; the others
+find them compiled. The bytecode of Python is there for all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ import click
 
 from tests.bench.recorded import CACHE, directory_of, trace_of
 
-NAMES: Final = ("trace", "simulate", "first")
+PLANS: Final = {
+    "simulate": "resnet152 --budget 60%",
+    "recompute": "bert-base --budget 60% --levers narrow8",  # which BERT has no use for
+    "levers": "bert-base --budget 60% --allow fp",
+}
+NAMES: Final = ("trace", *PLANS, "first")
 
 
 def once(words: list[str], **environment: str) -> tuple[float, float]:
@@ -49,8 +55,8 @@ def measure(name: str, model: str, runs: int, cache: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as empty:
         if name == "trace":
             words = ["tracer", model, "--batch-size", "32"]
-        elif name == "simulate":
-            words = ["simulator", "resnet152", "--budget", "60%"]
+        elif name in PLANS:
+            words = ["simulator", *PLANS[name].split()]
         else:
             small = {"batch_size": 64, "target": "h200"}
             trace_of(cache, "resnet18", **small)
@@ -71,7 +77,7 @@ def measure(name: str, model: str, runs: int, cache: Path) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--only", type=click.Choice(NAMES), multiple=True, help="Not all three.")
+@click.option("--only", type=click.Choice(NAMES), multiple=True, help="Not all of them.")
 @click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--trace-model", default="resnet152", show_default=True, help="The model that is traced.")
 @click.option("--cache", type=click.Path(path_type=Path), default=CACHE, help="Where resnet18's trace stays.")

@@ -141,13 +141,16 @@ def place(trace: Trace, name: str, phase: str, there: Callable[[int], bool]) -> 
     """
     ops = trace.ops
     begin = 0 if phase == FORWARD else trace.meta.first_backward_graph_op
-    graph = (i for i in range(begin, len(ops)) if ops.phase[i] == phase and not ops.flags[i] & EAGER)
-    first = next((i for i in graph if ops.name[i] == name), None)
-    if first is None:
+    try:
+        first = ops.name.index(name, begin)
+        while ops.phase[first] != phase or ops.flags[first] & EAGER:
+            first = ops.name.index(name, first + 1)
+    except ValueError:
         raise PlanError(
             f"the plan copies a value before {name or 'an op'} of {phase}, which this step does not have."
-        )
-    return first if there(first) else next(filter(there, graph), -1)
+        ) from None
+    graph = (i for i in range(first, len(ops)) if ops.phase[i] == phase and not ops.flags[i] & EAGER)
+    return next(filter(there, graph), -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

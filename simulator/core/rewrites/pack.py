@@ -178,8 +178,9 @@ class Packing:
         self.editing, self.value, self.format = editing, value, format
         assert value.producer is not None
         self.made_by = value.producer
-        made = [v for v in editing.value if v.producer is self.made_by]
-        self.suffix = f"_{made.index(value)}" if len(made) > 1 else ""
+        made = [v for v in self.made_by.writes if v.producer is self.made_by]
+        before = sum(v in made for v in editing.value[: editing.value.index(value)]) if len(made) > 1 else 0
+        self.suffix = f"_{before}" if len(made) > 1 else ""
         self.elements = math.prod(value.shape)
 
     def edit(self) -> None:
