@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
+from typing import Any
 
 from torch import fx
 
@@ -102,6 +103,15 @@ class Changing:
         new.meta = dict(like.meta)
         tag = "is_forward" if module_of in self.forward or like in self.forward else "is_backward"
         new.meta["partitioner_tag"] = tag
+
+    def call(
+        self, target: Any, args: tuple[Any, ...], made: Any, name: str, like: fx.Node, *, late: bool = False
+    ) -> fx.Node:
+        """A new call where the graph inserts, of forward or (late) of backward, whose fake value is `made`."""
+        n = self.graph.call_function(target, args)
+        self.name(n, name, like)
+        n.meta |= {"val": made, "partitioner_tag": "is_backward" if late else "is_forward"}
+        return n
 
     def end(self, n: fx.Node) -> fx.Node:
         """The last node of the op of the graph as it is now that n belongs to: a pick of its tuple, or itself."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import fx
 
 from executor.codecs.host import new_ticket, new_value
 from executor.codecs.payloads import lies_dense
@@ -34,20 +31,17 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
     if not lies_dense(val.shape, val.stride()):
         raise PlanError(f"{captured.name} has gaps in memory and cannot be copied away; please report this.")
 
-    def call(name: str, tag: str, target: Any, args: tuple[Any, ...], made: Any = None) -> fx.Node:
-        n = graph.call_function(target, args)
-        changing.name(n, f"{op.node.name}_{name}{suffix}", captured)
-        n.meta |= {"val": made, "partitioner_tag": tag}
-        return n
+    def named(what: str) -> str:
+        return f"{op.node.name}_{what}{suffix}"
 
     layout = (list(val.shape), list(val.stride()), val.dtype)
     with val.fake_mode:
         ticket = new_ticket(val)
         again = new_value(ticket, *layout)
     with graph.inserting_after(changing.end(value)):
-        out = call("offloaded", "is_forward", lowtide.offload.default, (value,), ticket)
+        out = changing.call(lowtide.offload.default, (value,), ticket, named("offloaded"), captured)
     with graph.inserting_after(out):
-        back = call("reloaded", "is_forward", lowtide.reload.default, (out, *layout), again)
+        back = changing.call(lowtide.reload.default, (out, *layout), again, named("reloaded"), captured)
     value.replace_all_uses_with(back, delete_user_cb=lambda user: user is not out)
     for name, tag, target, phase, before in (
         ("out", "is_forward", lowtide.wait_out.default, FORWARD, rewrite.out_before),
@@ -62,4 +56,4 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
             ]
             where = graph.inserting_after(of_phase[-1])
         with where:
-            call(name, tag, target, (back, out))
+            changing.call(target, (back, out), None, named(name), captured, late=phase == BACKWARD)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
 
 import torch
 from torch import fx
@@ -47,21 +46,22 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
         payload = new_payload(val, format)
         again = new_tensor(payload, format, *layout)
 
-    def call(name: str, tag: str, target: Any, args: tuple[Any, ...], made: Any) -> fx.Node:
-        n = graph.call_function(target, args)
-        changing.name(n, f"{op.node.name}_{name}", captured)
-        n.meta |= {"val": made, "partitioner_tag": tag}
-        return n
+    name = op.node.name
 
-    def unpacked(name: str, tag: str) -> fx.Node:
-        return call(name, tag, lowtide.unpack.default, (packed, format, *layout), again)
+    def unpacked(end: str, late: bool) -> fx.Node:
+        args = (packed, format, *layout)
+        return changing.call(
+            lowtide.unpack.default, args, again, f"{name}_unpacked{suffix}{end}", captured, late=late
+        )
 
     ops = [n for n in forward if n.target is not operator.getitem]
     at_once = format == "bits" and bool(forward)
     with graph.inserting_after(changing.end(ops[-1] if ops and not at_once else value)):
-        packed = call(f"packed{suffix}", "is_forward", lowtide.pack.default, (value, format), payload)
+        packed = changing.call(
+            lowtide.pack.default, (value, format), payload, f"{name}_packed{suffix}", captured
+        )
     with graph.inserting_before(backward[0]):
-        back = unpacked(f"unpacked{suffix}", "is_backward")
+        back = unpacked("", late=True)
     instead, behind = {value: back}, back
     views = _views(changing)
     for n in _taken([x for x in forward if x in views], backward):
@@ -72,7 +72,7 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
     _redirect(backward, instead)
     if at_once:
         with graph.inserting_after(packed):
-            back = unpacked(f"unpacked{suffix}_in_forward", "is_forward")
+            back = unpacked("_in_forward", late=False)
         _redirect(forward, {value: back})
 
 
