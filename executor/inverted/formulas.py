@@ -68,6 +68,11 @@ def gradient(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str)
     return (grad.float() * slope(wide, left, kind, half_cell(kind, digits))).to(grad.dtype)
 
 
+def derivative(y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
+    """f'(x) in y's type."""
+    return gradient(y.new_ones(()), y, side, kind)
+
+
 def slope(y: torch.Tensor, left: torch.Tensor, kind: str, half: float) -> torch.Tensor:
     """f'(x) in y's type; NaN where y is, but for left of the minimum, where an input of -inf made it and f' is 0.
 

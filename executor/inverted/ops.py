@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from executor.inverted.fits import FITS, two_bits
-from executor.inverted.formulas import DIGITS, FORWARD, gradient, pack
+from executor.inverted.formulas import DIGITS, FORWARD, derivative, gradient, pack
 
 # Smaller tensors are not worth a compiler's seconds.
 COMPILED_FROM = 1 << 16
@@ -51,12 +51,12 @@ def _gradient(
     body: Callable[..., torch.Tensor], grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str
 ) -> torch.Tensor:
     y = _dense(y)
-    made = body(_planes(_as_laid(grad, y)), _planes(y), side, kind)
-    return made.flatten()[: y.numel()].as_strided(y.shape, y.stride())
+    grad = grad if grad.stride() == y.stride() else torch.empty_like(y).copy_(grad)
+    return _laid(body(_planes(grad), _planes(y), side, kind), y)
 
 
-def _as_laid(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return grad if grad.stride() == y.stride() else torch.empty_like(y).copy_(grad)
+def _laid(planes: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return planes.flatten()[: y.numel()].as_strided(y.shape, y.stride())
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
@@ -98,9 +98,12 @@ def _(x: torch.Tensor, kind: str) -> torch.Tensor:
 def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
     # A parabola takes less time than the table.
     if grad.dtype is y.dtype is torch.bfloat16 and kind in FITS:
-        y = _dense(y)
-        return _lookup().gradient(_as_laid(grad, y), y, side, kind)
-    return _gradient(_fast(gradient, kind), grad, y, side, kind)
+        return _lookup().gradient(grad, _dense(y), side, kind)
+    y = _dense(y)
+    if grad.stride() == y.stride():
+        return _gradient(_fast(gradient, kind), grad, y, side, kind)
+    # A gradient that lies otherwise is not copied.
+    return _laid(_fast(derivative, kind)(_planes(y), side, kind), y).mul_(grad)
 
 
 @side.register_kernel("cuda")

@@ -112,6 +112,9 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     backward.reads = list(dict.fromkeys([*(v for v in backward.reads if v is not value), y, bits]))
     backward.target = "lowtide.backward_from_output.default"
     backward.arguments = json.dumps([None, None, None, pair.kind], separators=(",", ":"))
+    backward.events = tuple(
+        v.nbytes for v in backward.writes
+    )  # it takes nothing inside, whatever torch's op takes
     backward.bytes_moved += bits.nbytes
     backward.time_ns += at_rate(editing.once(pass_rate), bits.nbytes)
     if trace.meta.device == "cpu":
