@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from executor.rewriting import Changing
-from tracer.record.stretches import MEAN_LOSS, SIZES, Axis, Call, Found
+from tracer.record.stretches import BY_ELEMENT, MEAN_LOSS, SIZES, Axis, Call, Found, is_backward, reduction
 from tracer.torch_api import FakeTensor
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
@@ -19,6 +19,7 @@ from traces.records.stretch import PRODUCT, ROWS
 from traces.records.trace import EFFECT
 
 aten = torch.ops.aten
+SUM_LOSS = 2  # torch's number of the reduction
 
 
 def change(changing: Changing, rewrite: Rewrite) -> None:
@@ -178,10 +179,14 @@ def _tile(found: Found, call: Call, *, again: bool) -> fx.GraphModule:
             continue
         args, kwargs = fx.node.map_arg((n.args, n.kwargs), now.__getitem__)
         target = n.target
-        if n.op == "call_function" and n in found.losses:
-            args = (*args[:3], 2, *args[4:])  # a sum
+        if n in found.losses and n.args[3] == MEAN_LOSS:
+            args = (*args[:3], SUM_LOSS, *args[4:])
+        packet = getattr(target, "overloadpacket", None)
+        if packet in BY_ELEMENT and is_backward(packet) and reduction(n) == MEAN_LOSS:
+            share = graph.call_function(aten.div.Scalar, (args[0], n.args[1].meta["val"].numel()))
+            args = (share, *args[1 : BY_ELEMENT[packet]], SUM_LOSS, *args[BY_ELEMENT[packet] + 1 :])
         axis = found.axes.get(n)
-        sized = SIZES.get(getattr(target, "overloadpacket", None))
+        sized = SIZES.get(packet)
         if axis is not None and sized is not None:
             args = (*args[:sized], _sizes(graph, rows, n, axis), *args[sized + 1 :])
         if n in sums and found.grows(n) == PRODUCT:

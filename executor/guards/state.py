@@ -441,11 +441,14 @@ class _Reading:
 
     def _loose(self, path: str, module: nn.Module) -> Key:
         """A module that is reached through a list or another object, whose tensors are constants to the graph."""
-        for name, m in module.named_modules():
-            if id(m) not in self._modules:
-                where = f"{path}.{name}" if name else path
-                self._modules[id(m)] = where
-                self._module(where, m)
+        new = [
+            (f"{path}.{name}" if name else path, m)
+            for name, m in module.named_modules()
+            if id(m) not in self._modules
+        ]
+        self._modules |= {id(m): where for where, m in new}  # all of them first: each names its children
+        for where, m in new:
+            self._module(where, m)
         for x in (*module.parameters(), *module.buffers()):
             self._versions.append((x, x._version))
         return "module", path

@@ -77,6 +77,21 @@ def gathered(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tenso
     return -torch.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1).mean()
 
 
+def masked_each(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    each = functional.cross_entropy(logits.transpose(1, 2), targets, weight=weights, reduction="none")
+    some = targets != 5
+    return ((each * some).sum(1) / some.sum(1)).mean()
+
+
+def with_entropy(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    return flat(logits, targets) - 0.1 * torch.distributions.Categorical(logits=logits).entropy().mean()
+
+
+def clipped(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    ratio = (torch.log_softmax(logits, -1).gather(-1, targets.unsqueeze(-1)) + 5.3).exp()
+    return -torch.min(ratio * 0.5, ratio.clamp(0.8, 1.2) * 0.5).mean()
+
+
 def weighed(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
     return flat(logits, targets) * (2 + logits.mean().detach())
 
@@ -95,6 +110,24 @@ HEADS: dict[str, Callable[[], Net]] = {
     "weighed": lambda: Net(weighed),
     "gathered": lambda: Net(gathered),
     "of its own": lambda: Net(masked_mean),
+    "classes second": lambda: Net(
+        lambda x, t, w: functional.cross_entropy(x.transpose(1, 2), t, ignore_index=3)
+    ),
+    "shifted, classes second": lambda: Net(
+        lambda x, t, w: functional.cross_entropy(x[:, :-1].permute(0, 2, 1), t[:, 1:], weight=w)
+    ),
+    "shifted, smoothed": lambda: Net(
+        lambda x, t, w: functional.cross_entropy(
+            x[:, :-1].flatten(0, 1), t[:, 1:].flatten(), label_smoothing=0.1
+        )
+    ),
+    "each, masked": lambda: Net(masked_each, tied=True),
+    "entropy": lambda: Net(with_entropy),
+    "clipped": lambda: Net(clipped),
+    "binary": lambda: Net(
+        lambda x, t, w: functional.binary_cross_entropy_with_logits(x, t[..., None] / w, pos_weight=w)
+    ),
+    "huber": lambda: Net(lambda x, t, w: functional.huber_loss(x, 1 / (t[..., None] + w))),
 }
 
 

@@ -144,6 +144,28 @@ def test_modules_that_attributes_name_are_those_of_the_same_tree() -> None:
     assert planned.features is model.features
 
 
+def test_a_module_that_only_a_closure_names_has_children_of_its_own() -> None:
+    def build() -> nn.Module:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()))
+
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.inner(x).pow(2).mean() * len(inner)
+
+        return Outer()
+
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(8, 4)
+    planned = apply_plan(copy.deepcopy(model), planned_for(build, (torch.randn(8, 4),)))
+    model(x).backward()
+    planned(x).backward()  # the copy's class still names the first one's inner module
+    assert torch.equal(model.inner[0].weight.grad, planned.inner[0].weight.grad)
+
+
 def test_what_is_called_is_what_is_captured() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

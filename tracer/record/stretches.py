@@ -42,9 +42,20 @@ ALONG_ONE: Final = {  # pointwise but for one dimension, and which argument name
     aten.scatter_add: 1,
 }
 SUMS: Final = (aten.sum, aten.mean)
+LOSSES: Final = (aten.nll_loss_forward, aten.nll_loss2d_forward)
+LOSS_BACKWARDS: Final = (aten.nll_loss_backward, aten.nll_loss2d_backward)
 ALONG: Final = (aten.logsumexp, aten.amax, aten.amin)
 PARTS: Final = (aten.slice, aten.select)
 PART_BACKWARDS: Final = (aten.slice_backward, aten.select_backward)
+BY_ELEMENT: Final = {  # sums over elements of what is pointwise, and their backward; which argument names the reduction
+    aten.mse_loss: 2,
+    aten.smooth_l1_loss: 2,
+    aten.huber_loss: 2,
+    aten.binary_cross_entropy_with_logits: 4,
+    aten.mse_loss_backward: 3,
+    aten.smooth_l1_loss_backward: 3,
+    aten.huber_loss_backward: 3,
+}
 ZEROS: Final = {aten.full: 0, aten.zeros: 0, aten.new_zeros: 1}  # and which argument has the sizes
 SIZES: Final = {
     **dict.fromkeys((*VIEWS, *PART_BACKWARDS, aten.expand), 1),
@@ -53,7 +64,8 @@ SIZES: Final = {
 STRAIGHT: Final = (  # what they make is proportional to what they take
     *VIEWS, *TURNS, *COPIES, *SUMS, *PARTS, *PART_BACKWARDS, aten.neg, aten.unsqueeze, aten.squeeze, aten.expand,
 )  # fmt: skip
-MEAN_LOSS: Final = 1  # torch's number of the reduction
+NO_SUM: Final = 0  # torch's numbers of reductions
+MEAN_LOSS: Final = 1
 WIDE: Final = 2  # a value is wide if its rows have at least one of so many parts of the widest's elements
 SHARE: Final = (
     32  # a product is looked at if its size is at least one of so many parts of the largest value's
@@ -256,12 +268,14 @@ class _Search:
         if n.target is operator.getitem:
             source = n.args[0]
             self._put(n)
-            if _packet(source) is aten.nll_loss_forward:
-                to.sums[n] = SUM
-                if n.args[1] == 1:
-                    to.losses[source] = n
-            else:
+            if _packet(source) not in LOSSES:
                 raise _NoStretch
+            if n.args[1] == 1:
+                to.losses[source] = n
+            if n.args[1] == 0 and source.args[3] == NO_SUM:
+                to.axes[n] = to.axis(source.args[0])
+            else:
+                to.sums[n] = SUM
             return
         if not isinstance(n.target, OpOverload) or n.target._schema.is_mutable or is_random(n):
             raise _NoStretch
@@ -272,16 +286,16 @@ class _Search:
                 to.inputs[a] = None
         axis = _follow(n, to, self._cut)
         self._put(n)
-        if axis is SUMMED:
+        if axis is SUMMED or _packet(n) in LOSSES:
             to.sums[n] = PRODUCT if _packet(n) in PRODUCTS else SUM
-            if _packet(n) is aten.mean:
+            if _packet(n) is aten.mean or (_packet(n) in BY_ELEMENT and reduction(n) == MEAN_LOSS):
                 to.means.add(n)
-        elif _packet(n) is not aten.nll_loss_forward:
+        else:
             to.axes[n] = axis
 
     def _weight(self, n: fx.Node, a: fx.Node) -> bool:
         """Whether a is the weight by which the cross entropy was divided whose backward n is."""
-        return _packet(n) is aten.nll_loss_backward and a in self.to.losses.values()
+        return _packet(n) in LOSS_BACKWARDS and a in self.to.losses.values()
 
     def _cut(self, a: fx.Node, axis: Axis) -> None:
         """Take an input in rows."""
@@ -346,10 +360,7 @@ class _Head(_Search):
             raise _NoStretch
         self._start()
         for n in self.captured.forward[self.order[to.product] + 1 :]:
-            if any(
-                a in to.axes or (_packet(a) is aten.nll_loss_forward and a in to.sums)
-                for a in n.all_input_nodes
-            ):
+            if any(a in to.axes or (_packet(a) in LOSSES and a in to.sums) for a in n.all_input_nodes):
                 self._add(n)
         for n in self.captured.backward:
             if any(self._is_wide(a) for a in n.all_input_nodes) and n not in self.inside:
@@ -398,7 +409,7 @@ class _Head(_Search):
         """What leaves the body, and whether forward can make all of it."""
         to, outputs = self.to, []
         for n in to.body:
-            if n in to.losses or (_packet(n) is aten.nll_loss_forward):
+            if _packet(n) in LOSSES:
                 continue
             outside, returned, gradient = self._leaves(n)
             if not (outside or returned or gradient):
@@ -453,7 +464,7 @@ class _Inner(_Search):
     def _add(self, n: fx.Node) -> None:
         if n in self.inside:
             return
-        if n.target is operator.getitem or _packet(n) in (aten.nll_loss_forward, aten.nll_loss_backward):
+        if n.target is operator.getitem or _packet(n) in (*LOSSES, *LOSS_BACKWARDS):
             raise _NoStretch
         for a in n.all_input_nodes:
             if a in self.after and a not in self.inside:
@@ -523,10 +534,9 @@ def _follow(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis
     """
     packet = _packet(n)
     rows = {a: axis for a in n.all_input_nodes if (axis := to.axis(a)) is not None}
-    if packet is aten.nll_loss_forward:
-        return _cross_entropy(n, n.args[0], n.args[1], n.args[3], to, cut)
-    if packet is aten.nll_loss_backward:
-        return _cross_entropy(n, n.args[1], n.args[2], n.args[4], to, cut)
+    if packet in (*LOSSES, *LOSS_BACKWARDS):
+        values, target = n.args[:2] if packet in LOSSES else n.args[1:3]
+        return _cross_entropy(values, target, to, cut)
     if packet in PRODUCTS:
         return _product(n, to, cut)
     if packet in BATCHES:
@@ -548,11 +558,24 @@ def _follow(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis
         return _part(n, axis)
     if packet in (*SUMS, *ALONG):
         return _reduced(n, axis)
+    if packet in BY_ELEMENT:
+        axis = _pointwise(n, to, cut)
+        return SUMMED if not is_backward(packet) and reduction(n) != NO_SUM else axis
     if packet in ALONG_ONE:
         _not_along(n.args[ALONG_ONE[packet]], axis, n)
     elif torch.Tag.pointwise not in n.target.tags:
         raise _NoStretch
     return _pointwise(n, to, cut)
+
+
+def is_backward(packet: Any) -> bool:
+    return str(packet).endswith(("_backward", "_backward_data"))
+
+
+def reduction(n: fx.Node) -> int:
+    """torch's number for how a loss over elements is put together."""
+    place = BY_ELEMENT[_packet(n)]
+    return int(n.args[place]) if place < len(n.args) else MEAN_LOSS
 
 
 def _pointwise(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis:
@@ -577,20 +600,13 @@ def _aligned(a: fx.Node, n: fx.Node, axis: Axis) -> Axis:
     return Axis(n.meta["val"].dim() - a.meta["val"].dim() + axis.dim, axis.span, axis.unit)
 
 
-def _cross_entropy(
-    n: fx.Node,
-    values: fx.Node,
-    target: fx.Node,
-    reduction: int,
-    to: Found,
-    cut: Callable[[fx.Node, Axis], None],
-) -> Axis:
+def _cross_entropy(values: fx.Node, target: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis:
+    """Rows are examples, or of images (examples x classes x height x width) the first dimension alone."""
     axis = to.axis(values)
-    if axis is None or axis.dim != 0 or axis.span != 1 or values.meta["val"].dim() != 2 or reduction == 0:
+    if axis is None or axis.dim != 0 or axis.span != 1:
         raise _NoStretch
-    if to.inputs.get(target) != axis:
-        cut(target, axis)
-    return SUMMED if _packet(n) is aten.nll_loss_forward else axis
+    cut(target, axis)
+    return axis
 
 
 def _product(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis:
@@ -631,7 +647,8 @@ def _spread(n: fx.Node, to: Found) -> Axis | None:
     for span in range(1, len(shape) + 1):
         if math.prod(shape[:span]) == to.rows:
             return Axis(0, span)
-    return Axis(0, 1, to.unit) if shape and shape[0] == to.rows * to.unit else None
+    units = {axis.unit for axis in to.axes.values() if axis is not None}
+    return next((Axis(0, 1, unit) for unit in units if shape and shape[0] == to.rows * unit), None)
 
 
 def _viewed(before: Sequence[int], axis: Axis, after: Sequence[int], rows: int) -> Axis:
@@ -711,14 +728,17 @@ def _proportional(n: fx.Node, tainted: set[Any]) -> bool:
         return not mine[0] and mine[-1] and _is_zero(n.args[0])
     if packet is aten.masked_fill:
         return mine[0] and n.args[2] == 0
-    backward = str(packet).endswith(("_backward", "_backward_data"))
-    if packet is aten.div or backward:
+    if packet is aten.where:
+        return not mine[0] and all(m or _is_zero(a) for m, a in zip(mine[1:], n.args[1:], strict=True))
+    if packet is aten.div or is_backward(packet):
         return mine[0] and not any(mine[1:])
     return packet in STRAIGHT
 
 
 def _is_zero(n: fx.Node) -> bool:
     packet = _packet(n)
+    if packet is aten.scalar_tensor:
+        return bool(n.args[0] == 0)
     return packet in ZEROS and (packet is not aten.full or n.args[1] == 0)
 
 
