@@ -68,14 +68,18 @@ def _versions(passing: _Passing, values: list[torch.Tensor]) -> list[tuple[int, 
 
 
 def _digest(x: torch.Tensor) -> int:
-    """The sum of an argument's elements, read as whole numbers: memory that is NumPy's or another process's, too, and
-    writes through `.data`, change without a new version. Of a tensor on the CPU alone, where others write so."""
+    """The sum of an argument's elements, read as whole numbers, each row as often as its place says: memory that is
+    NumPy's or another process's, too, and writes through `.data`, change without a new version. Of a tensor on the CPU
+    alone, where others write so. Ignores: the order within a row."""
     if x.device.type != "cpu":
         return 0
     x = x.detach().resolve_conj().resolve_neg()
     x = torch.view_as_real(x) if x.is_complex() else x
     whole, total = _WHOLE[x.itemsize]
-    return int(x.view(whole).sum(dtype=total))
+    if x.ndim < 2:
+        return int(x.view(whole).sum(dtype=total))
+    rows = x.view(whole).sum(tuple(range(1, x.ndim)), dtype=total)
+    return int((rows * torch.arange(1, len(rows) + 1)).sum())
 
 
 # By the size of an element: the numbers to read it as, and those to add them up in, which may overflow: a wider type

@@ -717,6 +717,14 @@ def the_input_s_memory_refilled_by_numpy(m: Any) -> Any:
 
 
 @row("the argument 0", net=Shallow)
+def the_input_s_rows_shuffled_by_numpy(m: Any) -> Any:
+    array = batch().numpy()
+    loss = total(m(torch.from_numpy(array)))
+    np.random.default_rng(0).shuffle(array)
+    loss.backward()
+
+
+@row("the argument 0", net=Shallow)
 def the_input_refilled_through_data(m: Any) -> Any:
     x = batch()
     loss = total(m(x))
