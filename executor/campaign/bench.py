@@ -206,7 +206,7 @@ class Bench:
             made = forecast.plan(case.planner, budget_bytes)
         except BudgetError as error:
             return replace(record, status=INFEASIBLE, message=str(error))
-        predicted, warnings = forecast.predicted(made.plan.actions)
+        predicted, warnings = forecast.predicted(made.plan)
         ops = made.planned.timeline.recomputed_ops
         record = replace(record, predicted=predicted, warnings=warnings, recomputed_ops=ops)
         return self.measured(record, PLAN, self.store.plan(record.key, made.plan))

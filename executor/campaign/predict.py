@@ -24,7 +24,7 @@ from simulator.prediction.step import Prediction, predict, untouched_fit
 from simulator.prediction.warnings import STANDING, text, warnings
 from traces.alloc_conf import alloc_conf
 from traces.records import store
-from traces.records.plan import Action, Plan
+from traces.records.plan import Plan
 from traces.records.trace import Trace
 
 KEEP_ALL_PLAN: Final = "keep-all.json"
@@ -66,13 +66,13 @@ class Forecast:
         settings = as_in(parse_alloc_conf(conf), self.base.trace.meta.torch_version)
         return Setting(settings=settings, alloc_conf=conf)
 
-    def judged(self, problem: Problem, actions: tuple[Action, ...]) -> Prediction:
-        """The replays of a stage with everything saved and with these actions."""
-        return predict(problem, self.setting(), Plan(meta=problem.trace.meta, actions=actions))
+    def judged(self, problem: Problem, plan: Plan | None = None) -> Prediction:
+        """The replays of a stage with everything saved and with what a plan changes and recomputes."""
+        actions, rewrites = ((), ()) if plan is None else (plan.actions, plan.rewrites)
+        made = Plan(meta=problem.trace.meta, actions=actions, rewrites=rewrites)
+        return predict(problem, self.setting(), made)
 
-    def predicted(
-        self, actions: tuple[Action, ...] = ()
-    ) -> tuple[Predictions, Mapping[str, tuple[str, ...]]]:
+    def predicted(self, plan: Plan | None = None) -> tuple[Predictions, Mapping[str, tuple[str, ...]]]:
         """By stage, the figures and what `simulate` would say beside them, but for what stands beside all of their
         kind.
 
@@ -80,9 +80,9 @@ class Forecast:
         stages that have no more than that are left out.
         """
         made = {
-            stage: self.judged(problem, actions)
+            stage: self.judged(problem, plan)
             for stage, problem in self.stages.items()
-            if not actions or same_graph(problem.trace, self.base.trace)
+            if plan is None or same_graph(problem.trace, self.base.trace)
         }
         return {stage: p.planned_figures for stage, p in made.items()}, {
             stage: tuple(text(w) for w in warnings(p) if w.code not in STANDING) for stage, p in made.items()
@@ -91,13 +91,13 @@ class Forecast:
     def untouched(self) -> Predictions:
         """By stage, the figures of the untouched loop."""
         return {
-            stage: untouched_fit(self.judged(problem, ())).figures(problem.trace.time_ns)
+            stage: untouched_fit(self.judged(problem)).figures(problem.trace.time_ns)
             for stage, problem in self.stages.items()
         }
 
     def keep_all(self) -> Plan:
         """The plan that saves everything, with the prediction that a plan file must carry."""
-        return replace(completed(self.judged(self.base, ())).plan, planner="save-all")
+        return replace(completed(self.judged(self.base)).plan, planner="save-all")
 
     def plan(self, planner: str, budget_bytes: int) -> Prediction:
         """The step with the plan for a budget; raises BudgetError if there is none."""

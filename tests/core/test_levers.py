@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from executor.campaign.predict import Forecast
+from executor.campaign.record import RULES
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.device_fit import Setting
 from simulator.bounds.bound import bounder_of
@@ -332,3 +334,12 @@ def test_steps_that_fewer_kinds_change_are_planned_although_others_promise_more(
 
     assert plan_with_levers(Problem(head()), 1, Levers(allow="fp"), make).rewrites == ()
     assert asked == [0, 1, 3, 4]
+
+
+def test_a_campaign_predicts_the_step_as_its_plan_changes_it() -> None:
+    of = Problem(head())
+    plan = Plan(meta=of.trace.meta, rewrites=(in_tiles(2),), exactness=FP)
+    forecast = Forecast(stages={RULES: of}, base=of, device="cpu")
+    told, _ = forecast.predicted(plan)
+    tiled = Problem(rewritten(head(), plan.rewrites)).saved.timeline.peak_allocated_bytes
+    assert told[RULES].peak_allocated_bytes == tiled < forecast.predicted()[0][RULES].peak_allocated_bytes
