@@ -6,15 +6,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from executor.api import measure, verify
     from executor.fitting.fit import fit
     from executor.training.module import PlannedModule, apply_plan, planned_loss, remove_plan, unplanned
 
-__all__ = ["PlannedModule", "apply_plan", "fit", "planned_loss", "remove_plan", "unplanned"]
+__all__ = [
+    "PlannedModule",
+    "apply_plan",
+    "fit",
+    "measure",
+    "planned_loss",
+    "remove_plan",
+    "unplanned",
+    "verify",
+]
+_ROOMS = {"fit": "executor.fitting.fit", "measure": "executor.api", "verify": "executor.api"}
 
 
 def __getattr__(name: str) -> Any:
     # torch takes more than a second to import; `execute --help` should not.
     if name in __all__:
-        module = import_module("executor.fitting.fit" if name == "fit" else "executor.training.module")
-        return getattr(module, name)
+        return getattr(import_module(_ROOMS.get(name, "executor.training.module")), name)
     raise AttributeError(f"module 'executor' has no attribute {name!r}")

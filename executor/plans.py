@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from executor.matching import check_alloc_conf, check_kind, times_apply
-from executor.measure import (
+from executor.measuring import (
     EAGER,
     KEEP_ALL,
     PLAN,

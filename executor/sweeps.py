@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from executor.measure import EAGER, KEEP_ALL, PLAN
+from executor.measuring import EAGER, KEEP_ALL, PLAN
 from executor.plans import Settings, measure_plan
 from simulator.studies.sweep import Sweep
 from traces.errors import SpecError, TraceError

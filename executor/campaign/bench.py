@@ -29,7 +29,7 @@ from executor.campaign.record import (
 )
 from executor.campaign.record_step import UNCALIBRATED_DIR
 from executor.isolated import run_fresh
-from executor.measure import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, run_job
+from executor.measuring import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, run_job
 from simulator.core.budget import parse_budget
 from traces.devices import devices
 from traces.errors import BudgetError, OutOfMemoryProblem, SpecError

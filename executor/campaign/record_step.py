@@ -12,7 +12,7 @@ UNCALIBRATED_DIR, CALIBRATED_DIR = "uncalibrated", "calibrated"
 
 def describe_device(*, device: str) -> dict[str, Any]:
     """The device of a campaign: its name, its memory, its entry in the device table ("": none), its environment."""
-    from executor.measure import environment
+    from executor.measuring import environment
     from tracer.build.step import check_device
     from tracer.costs.profiles import board_of, processor
 

@@ -103,7 +103,7 @@ def _refuse_for_commands(command: str) -> None:
 def rehearse_plan(path: Path, model: str, gpu: str, out: Output) -> None:
     """`execute PLAN --rehearse GPU`: the untouched and the planned step, rehearsed beside predicted."""
     from executor.matching import check_alloc_conf
-    from executor.measure import predicted_figures
+    from executor.measuring import predicted_figures
     from executor.rehearsal.run import rehearse as run
     from traces.records.measurement import signed_error_percent
     from traces.records.plan import Plan
@@ -223,7 +223,7 @@ def figures_table(runs: Sequence[tuple[str, RunFigures]], kind: str = "bytes") -
 
 
 def _beside(plan: Plan, found: dict[str, Rehearsal]) -> str:
-    from executor.measure import predicted_figures
+    from executor.measuring import predicted_figures
 
     rehearsed = found["plan"]
     runs = (

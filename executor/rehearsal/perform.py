@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.measure import environment
+from executor.measuring import environment
 from executor.rehearsal.record import Rehearsal, Task
 from executor.rehearsal.watch import Enough, Watch, names, null_driver
 from tracer.torch_api import replaced

@@ -30,7 +30,7 @@ from executor.campaign.run import run_campaign
 from executor.campaign.tables import answer, markdown, summary
 from executor.cli.main import execute
 from executor.isolated import error_json
-from executor.measure import Job, JobResult
+from executor.measuring import Job, JobResult
 from executor.verification import Verification
 from simulator.core.problem import Problem
 from simulator.prediction.warnings import STANDING, warnings_of

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-import executor.measure as measuring
+import executor.measuring as measuring
 from executor import timing
-from executor.measure import PLAN, Job
+from executor.measuring import PLAN, Job
 from executor.plans import other_threads
 from executor.timing import alone, in_turns
 from traces.errors import PlanError

@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from executor.measure import limit_memory  # noqa: E402
+from executor.measuring import limit_memory  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.costs.profiles import board_of  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402

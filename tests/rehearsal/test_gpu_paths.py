@@ -57,7 +57,7 @@ def test_a_verification_runs_to_its_end_and_a_measurement_gives_no_times(tmp_pat
         "memory_steps": 3, "warmup": 1, "runs": 2, "steps": 2,
     }  # fmt: skip
     verified, planned = (
-        run_on_null_driver("executor.measure:do", {**job, "variant": v}, device("h100"), what=v)
+        run_on_null_driver("executor.measuring:do", {**job, "variant": v}, device("h100"), what=v)
         for v in ("verify", "plan")
     )
     assert verified["verification"]["steps"] == 2

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.measure import Job
+from executor.measuring import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHILD = """
 import gc, json, sys, warnings
 warnings.simplefilter("ignore")
-from executor.measure import Job, perform
+from executor.measuring import Job, perform
 for line in sys.stdin:
     peaks = perform(Job(**json.loads(line))).figures.peaks_bytes
     gc.collect()

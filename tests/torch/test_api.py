@@ -24,11 +24,15 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from executor import apply_plan  # noqa: E402
+import executor.api as executor_api  # noqa: E402
+from executor import apply_plan, measure, verify  # noqa: E402
+from executor.plans import Outcome, Settings  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
+from tests.core.test_readme import measurement  # noqa: E402
 from tracer import trace  # noqa: E402
 from traces import CaptureError, Plan, SpecError, Trace  # noqa: E402
+from traces.errors import PlanError  # noqa: E402
 
 
 class Net(nn.Module):
@@ -246,6 +250,41 @@ def test_a_plan_of_it_trains_bit_equal_to_eager() -> None:
     )
     assert train(apply_plan(net, plan), optimizer, batch, 3) == expected
     assert same(dict(net.state_dict()), dict(eager.state_dict()))
+
+
+def test_a_plan_is_verified_on_copies_of_what_is_in_hand(tmp_path: Path) -> None:
+    net, batch, optimizer = held()
+    made = trace(net, batch, functional.cross_entropy, optimizer, clip_grad_norm=0.5)
+    plan = plan_with("recompute-all", Problem(made), 2**40)
+    before, state = copy.deepcopy(net.state_dict()), torch.get_rng_state()
+    found = verify(
+        plan.save(tmp_path / "plan.json"), net, batch, functional.cross_entropy, optimizer, steps=3
+    )
+    assert found.bit_equal
+    assert found.steps == len(found.losses) == 3
+    assert same(dict(net.state_dict()), before)
+    assert torch.equal(torch.get_rng_state(), state)
+    other = nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+    with pytest.raises(PlanError):
+        verify(plan, other, batch, functional.cross_entropy, "adamw")
+    with pytest.raises(SpecError, match="in hand when it was traced"):
+        verify(plan)
+
+
+def test_what_python_measures_is_what_the_command_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def measured(path: Path, settings: Settings, progress: Callable[[str], None]) -> Any:
+        asked.append((Plan.load(path), settings))
+        return Outcome(plan_path=str(path), plan=Plan.load(path), measurement=measurement())
+
+    monkeypatch.setattr(executor_api, "measure_plan", measured)
+    net, batch, optimizer = held()
+    plan = plan_with("recompute-all", Problem(trace(net, batch, functional.cross_entropy, optimizer)), 2**40)
+    assert measure(plan, "my_training.py:build", steps=3, runs=2) == measurement()
+    assert asked == [(plan, Settings(model="my_training.py:build", steps=3, runs=2))]
 
 
 def test_its_plan_is_for_the_model_itself(tmp_path: Path) -> None:

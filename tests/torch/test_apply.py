@@ -22,7 +22,7 @@ import executor.training.engine as engine_module  # noqa: E402
 import executor.training.engines as engines_module  # noqa: E402
 from executor import PlannedModule, apply_plan  # noqa: E402
 from executor.training.module import capture_now, planned_otherwise  # noqa: E402
-from executor.verify import _difference, _train, verify  # noqa: E402
+from executor.verifying import _difference, _train, verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402

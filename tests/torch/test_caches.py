@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from executor.verify import verify  # noqa: E402
+from executor.verifying import verify  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recorded  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 

@@ -21,7 +21,7 @@ import executor.plans as plans  # noqa: E402
 import tracer.api  # noqa: E402
 from executor.cli.main import execute  # noqa: E402
 from executor.matching import check_figures  # noqa: E402
-from executor.measure import Job, JobResult, perform, run_job  # noqa: E402
+from executor.measuring import Job, JobResult, perform, run_job  # noqa: E402
 from executor.verification import Verification  # noqa: E402
 from simulator import api as simulate_api  # noqa: E402
 from simulator.cli.main import main as simulate  # noqa: E402

@@ -20,7 +20,7 @@ from torch.profiler import record_function  # noqa: E402
 
 from executor.cli.main import execute  # noqa: E402
 from executor.exports import exports  # noqa: E402
-from executor.measure import _ITERATION, peaks_of  # noqa: E402
+from executor.measuring import _ITERATION, peaks_of  # noqa: E402
 from simulator import api as simulator  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tracer.build.loop import run_step  # noqa: E402

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
     pytest.skip("no torchvision", allow_module_level=True)
 
-from executor.verify import KINDS, verify  # noqa: E402
+from executor.verifying import KINDS, verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import plan_of, random_actions, recompute_all, trace_of  # noqa: E402

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from executor.measure import Job  # noqa: E402
-from executor.verify import verify  # noqa: E402
+from executor.measuring import Job  # noqa: E402
+from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.recipes import offered  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from executor.verify import verify  # noqa: E402
+from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.rewrites import exactness_of, rewritten_problem  # noqa: E402
 from simulator.core.rewrites.fuse import chains, offer  # noqa: E402

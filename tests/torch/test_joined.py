@@ -18,8 +18,8 @@ from torch.nn import functional  # noqa: E402
 
 from executor import apply_plan, fit, planned_loss, remove_plan, unplanned  # noqa: E402
 from executor.matching import trace_of  # noqa: E402
-from executor.measure import Job  # noqa: E402
-from executor.verify import verify  # noqa: E402
+from executor.measuring import Job  # noqa: E402
+from executor.verifying import verify  # noqa: E402
 from simulator import Infeasible, plan  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.rewrites import rewritten_problem  # noqa: E402

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
-from executor.measure import peaks_of  # noqa: E402
+from executor.measuring import peaks_of  # noqa: E402
 from executor.training.module import apply_plan  # noqa: E402
 from simulator import simulate  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402

@@ -16,8 +16,8 @@ from torch.nn import functional  # noqa: E402
 from torch.profiler import record_function  # noqa: E402
 
 from executor import apply_plan  # noqa: E402
-from executor.measure import _ITERATION, peaks_of  # noqa: E402
-from executor.verify import verify  # noqa: E402
+from executor.measuring import _ITERATION, peaks_of  # noqa: E402
+from executor.verifying import verify  # noqa: E402
 from simulator.api import simulate  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import plan_of, recompute_all, step_of  # noqa: E402

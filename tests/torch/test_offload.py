@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from executor.measure import Job  # noqa: E402
+from executor.measuring import Job  # noqa: E402
 from executor.rewriting import rewritten  # noqa: E402
-from executor.verify import verify  # noqa: E402
+from executor.verifying import verify  # noqa: E402
 from simulator.bounds.bound import bounder_of  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.rewrites import LEVERS, exactness_of, offload, rewritten_problem  # noqa: E402

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
     pytest.skip("no torchvision", allow_module_level=True)
 
-from executor.measure import Job, run_job  # noqa: E402
+from executor.measuring import Job, run_job  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402

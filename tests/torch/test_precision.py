@@ -14,10 +14,10 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-import executor.measure as measuring  # noqa: E402
-from executor.measure import Job, perform  # noqa: E402
+import executor.measuring as measuring  # noqa: E402
+from executor.measuring import Job, perform  # noqa: E402
 from executor.training.module import apply_plan  # noqa: E402
-from executor.verify import KINDS, SCALER, verify  # noqa: E402
+from executor.verifying import KINDS, SCALER, verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import random_actions, recompute_all, recorded  # noqa: E402
@@ -269,7 +269,7 @@ def test_a_step_that_overflows_is_skipped_as_in_eager() -> None:
 
 
 def test_verification_notices_another_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    import executor.verify as module
+    import executor.verifying as module
 
     spec = load_spec(OVERFLOWING)
     plan = all_recomputed(recorded(spec).trace)

@@ -17,7 +17,7 @@ from torch.profiler import record_function  # noqa: E402
 
 from executor import fit, remove_plan, unplanned  # noqa: E402
 from executor.fitting.regions import plan_regions  # noqa: E402
-from executor.measure import _ITERATION, peaks_of  # noqa: E402
+from executor.measuring import _ITERATION, peaks_of  # noqa: E402
 from executor.training.module import planned_in  # noqa: E402
 from executor.training.planning import Wanted  # noqa: E402
 from simulator.planners.outcome import Infeasible  # noqa: E402

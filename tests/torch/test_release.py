@@ -21,9 +21,9 @@ from torch.profiler import record_function  # noqa: E402
 
 from executor import apply_plan, fit  # noqa: E402
 from executor.cli.main import execute  # noqa: E402
-from executor.measure import _ITERATION, peaks_of  # noqa: E402
+from executor.measuring import _ITERATION, peaks_of  # noqa: E402
 from executor.training.engine import program_actions  # noqa: E402
-from executor.verify import verify  # noqa: E402
+from executor.verifying import verify  # noqa: E402
 from simulator.api import plan as plan_within  # noqa: E402
 from simulator.api import simulate  # noqa: E402
 from simulator.cli.main import main as simulate_command  # noqa: E402

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import tracer.record.one_graph as one_graph  # noqa: E402
 import tracer.record.step as step_module  # noqa: E402
 from executor import apply_plan  # noqa: E402
-from executor.measure import peaks_of  # noqa: E402
+from executor.measuring import peaks_of  # noqa: E402
 from simulator.api import plan as plan_for  # noqa: E402
 from simulator.api import simulate  # noqa: E402
 from simulator.bounds.instants import Instants  # noqa: E402

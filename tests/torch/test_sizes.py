@@ -20,7 +20,7 @@ import executor.training.engine as engine_module  # noqa: E402
 import executor.training.engines as engines_module  # noqa: E402
 import tracer.capture.torch_fixes.symbols as symbols_module  # noqa: E402
 from executor import apply_plan  # noqa: E402
-from executor.measure import peaks_of  # noqa: E402
+from executor.measuring import peaks_of  # noqa: E402
 from executor.training.receipt import EXACT, RESIZED, SAVED, SYMBOLIC  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402

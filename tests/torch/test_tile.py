@@ -17,8 +17,8 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from executor import apply_plan  # noqa: E402
-from executor.measure import Job  # noqa: E402
-from executor.verify import verify  # noqa: E402
+from executor.measuring import Job  # noqa: E402
+from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.rewrites import rewritten_problem  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-import executor.measure as measuring
+import executor.measuring as measuring
 from tests.core.test_timing import Clock, job, ready
 from traces.records.measurement import RunFigures, measured_slowdown_percent
 

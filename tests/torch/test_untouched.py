@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.profiler import record_function  # noqa: E402
 
-from executor.measure import _ITERATION, peaks_of  # noqa: E402
+from executor.measuring import _ITERATION, peaks_of  # noqa: E402
 from simulator.allocator.requests import untouched_requests  # noqa: E402
 from simulator.allocator.reserved import reserved_peak  # noqa: E402
 from simulator.api import simulate  # noqa: E402

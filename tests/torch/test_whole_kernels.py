@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from executor.verify import verify  # noqa: E402
+from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, program, recompute_all, recorded  # noqa: E402
 from tracer.capture.torch_fixes.whole_kernels import KEYS, OPS  # noqa: E402

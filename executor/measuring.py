@@ -91,7 +91,7 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
     if job.device.startswith("cuda") and job.alloc_conf and not alloc_conf():
         env |= dict.fromkeys(ALLOC_CONF, job.alloc_conf)
     what = f"measured {job.variant}"
-    data = run_fresh("executor.measure:do", asdict(job), what=what, environment=env, timeout_s=timeout_s)
+    data = run_fresh("executor.measuring:do", asdict(job), what=what, environment=env, timeout_s=timeout_s)
     return from_json(JobResult, data)
 
 
@@ -103,7 +103,7 @@ def do(**fields: Any) -> dict[str, Any]:
 def perform(job: Job) -> JobResult:
     """Do a job in this process (which should be fresh)."""
     from executor.training.module import apply_plan, planned_otherwise
-    from executor.verify import verify
+    from executor.verifying import verify
     from tracer.build.loop import run_step
     from tracer.build.step import load_spec
     from tracer.precision.policy import scale_of
