@@ -116,6 +116,7 @@ USED: Final = {
     "bindings": "torch._C",
     "decompositions": "torch._decomp.decompositions",
     "decomposition_table": "torch._decomp:decomposition_table",
+    "dynamo_utils": "torch._dynamo.utils",
     "fake_impls": "torch._subclasses.fake_impls",
     "meta_registrations": "torch._meta_registrations",
 }

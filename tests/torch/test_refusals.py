@@ -16,7 +16,6 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from executor import fit  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
@@ -336,17 +335,3 @@ def test_a_loss_with_a_distribution_is_told_how_to_do_without_its_checks() -> No
 
     said = refused(linear, row, loss)
     assert "validate_args=False" in said
-
-
-def test_a_frozen_module_in_a_list_is_told_to_be_registered() -> None:
-    class Student(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = nn.Linear(4, 4)
-            self.teachers = [nn.Linear(4, 4).requires_grad_(False)]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.own(x) - self.teachers[0](x)).pow(2).mean()
-
-    with pytest.raises(CaptureError, match=r"frozen module in a plain list, say.*nn\.ModuleList"):
-        fit(Student(), (torch.randn(8, 4),), budget="90%")

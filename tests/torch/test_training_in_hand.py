@@ -144,6 +144,39 @@ def test_modules_that_attributes_name_are_those_of_the_same_tree() -> None:
     assert planned.features is model.features
 
 
+class Student(nn.Module):
+    """A frozen teacher in a plain list, which hides it from state_dict, and from torch's export."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+        teacher = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.0)))
+        self.teachers = [teacher.requires_grad_(False)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(self.own(x)) - self.teachers[0](x)).pow(2).mean()
+
+
+@pytest.mark.parametrize("in_hand", [True, False])
+def test_a_frozen_module_in_a_list(in_hand: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Student(), torch.randn(8, 4)
+    planned = copy.deepcopy(model)
+    if in_hand:
+        planned = fit(planned, (x,), budget="100%")
+    else:  # from a plan that was made where there were only fakes
+        planned = apply_plan(planned, planned_for(Student, (torch.randn(8, 4),)))
+    for _ in range(2):
+        model(x).backward()
+        planned(x).backward()
+        assert torch.equal(model.own.weight.grad, planned.own.weight.grad)
+        for net in (model, planned):  # a teacher that follows its student
+            net.teachers[0][0].weight.lerp_(net.own.weight.detach(), 0.5)
+    planned.teachers[0][1][0].p = 1.0
+    with pytest.raises(PlanError) if not in_hand else pytest.warns(UserWarning, match="p of teachers"):
+        planned(x)
+
+
 def test_a_module_that_only_a_closure_names_has_children_of_its_own() -> None:
     def build() -> nn.Module:
         inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()))

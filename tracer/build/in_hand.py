@@ -183,22 +183,25 @@ class _Twins:
 
     @contextmanager
     def for_attributes(self) -> Iterator[None]:
-        """While the body copies: tensors that are no parameter and no buffer but an attribute.
+        """While the body copies: tensors that are no parameter and no buffer of a registered module, but an attribute.
 
         They are constants of the model. Under a fake mode they are left where they are, since nothing writes into real
         tensors there; one on another device has a fake twin.
         """
-        original: Callable[..., Any] = torch.Tensor.__deepcopy__
+        originals = [(kind, kind.__deepcopy__) for kind in (torch.Tensor, nn.Parameter)]
 
         def deepcopy(x: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
             here = self._mode is not None and x.device.type == self._device.type
-            return x if here else self.add(x.detach(), "a tensor of the model")
+            own = x if isinstance(x, nn.Parameter) else x.detach()
+            return x if here else self.add(own, "a tensor of the model")
 
-        torch.Tensor.__deepcopy__ = deepcopy
+        for kind, _ in originals:
+            kind.__deepcopy__ = deepcopy
         try:
             yield
         finally:
-            torch.Tensor.__deepcopy__ = original
+            for kind, original in originals:
+                kind.__deepcopy__ = original
 
     def batch(self, batch: Any) -> Any:
         """The batch, with tensors that a real step may write into."""

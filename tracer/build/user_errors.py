@@ -119,12 +119,6 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
             f"output whose shape depends on data{line}. Only one fixed sequence of ops can be planned; replace the "
             "branch by torch.where or by a Python value that is known beforehand."
         )
-    if "Unexpected fake param" in str(error):
-        return CaptureError(
-            f"{name} cannot be captured: its forward uses an nn.Parameter that is none of its own (of a frozen module "
-            "in a plain list, say), which a graph would take for a constant. Register the module (nn.ModuleList); with "
-            "requires_grad_(False) it does not train."
-        )
     return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {_first_line(error)}{line}.")
 
 

@@ -61,9 +61,11 @@ from tracer.torch_api import (
     FakeTensorMode,
     OpOverload,
     aot_export_joint_with_descriptors,
+    dynamo_utils,
     no_garbage,
     one_at_a_time,
     pytree,
+    replaced,
 )
 from traces.devices import Device
 from traces.errors import CaptureError
@@ -259,10 +261,14 @@ def _capture(
     flat_model = Flat()
     flat_model.training = model.training  # not train(), which would switch frozen batch norms on again
     tensors = tuple(leaves[k] for k in where)
+    built_of_fakes = fake_mode_of(model, (), {}) is not None
     with contextlib.ExitStack() as stack:
         stack.enter_context(nothing_changed(model))
         swapped = stack.enter_context(fake_parameters(flat_model, fake_mode))
         fakes = tuple(swapped(x) for x in tensors)
+        if built_of_fakes:
+            # So are its constants: those of a frozen module in a list are parameters, which torch would refuse.
+            stack.enter_context(replaced(dynamo_utils, assert_no_fake_params_or_buffers=lambda graph: None))
         for context in (
             without_torch_log(),
             without_autocast(),
