@@ -48,6 +48,10 @@ class CaptureError(LowtideError):
     """A model's training step could not be captured as a graph."""
 
 
+class OptimizerError(CaptureError):
+    """A model's optimizer could not be captured; the step without it may be."""
+
+
 class EnvironmentProblem(LowtideError):
     """Something that this machine lacks: torch, a GPU, an optional package."""
 

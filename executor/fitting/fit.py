@@ -30,7 +30,7 @@ from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.prediction.warnings import UNTOUCHED_LESS, text, warnings_of
 from tracer.build.loop_options import JOIN_LOSS
-from traces.errors import CaptureError, SpecError
+from traces.errors import CaptureError, OptimizerError, SpecError
 
 GRAPH: Final = "graph"
 REGIONS: Final = "regions"
@@ -87,7 +87,7 @@ def fit(
 
     Raises:
         BudgetError: no plan was found within the budget; says the least one that would do.
-        SpecError, CaptureError: as `tracer.trace`.
+        SpecError, CaptureError: as `tracer.trace`. OptimizerError: the model without its optimizer may be planned.
     """
     wanted = Wanted(
         budget=budget,
@@ -110,6 +110,8 @@ def fit(
     try:
         step = record(model, batch, loss, wanted, amp, untouched=True, join=allow != "bit")
     except CaptureError as error:
+        if isinstance(error, OptimizerError):
+            raise
         if engine != REGIONS:
             error.args = (f'{error} To plan the parts that can be captured: fit(..., engine="{REGIONS}").',)
             raise

@@ -39,7 +39,7 @@ from tracer.capture.sizes import Layout
 from tracer.measure.probes import cpu_account, memory_profiler
 from tracer.precision.policy import Autocast, ambient
 from tracer.torch_api import RecordFunctionFast, pytree
-from traces.errors import CaptureError, SpecError
+from traces.errors import CaptureError, OptimizerError, SpecError
 from traces.records.plan import ALLOCATED, Plan
 from traces.records.trace import INPUT, OPTIMIZER, OPTIMIZER_STATE, Trace
 from traces.units import show_bytes
@@ -501,7 +501,12 @@ class _AllParameters(nn.Module):
 
 def _optimizer_bytes(model: nn.Module, wanted: Wanted) -> _Beside:
     call = SplitBatch(args=(), kwargs={}, loss=loss_of, loss_inputs=())
-    trace = record(_AllParameters(list(model.parameters())), call, None, wanted, "").trace
+    try:
+        trace = record(_AllParameters(list(model.parameters())), call, None, wanted, "").trace
+    except CaptureError as error:
+        raise OptimizerError(
+            f"{error} To plan the parts without it: optimizer=None, with room for its state."
+        ) from error
     sts, line = trace.storages, Problem(trace).saved.timeline
     state = sum(
         n

@@ -11,7 +11,7 @@ from torch import nn
 
 from tracer.build.loop import TrainingStep
 from tracer.torch_api import top_saved_tensors_default_hooks
-from traces.errors import CaptureError
+from traces.errors import CaptureError, OptimizerError
 
 
 def check_capturable(model: nn.Module) -> None:
@@ -71,9 +71,10 @@ def check_step(step: TrainingStep) -> None:
         return
     closure = inspect.signature(step.optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise CaptureError(
+        raise OptimizerError(
             f"{step.name}: {type(step.optimizer).__name__} runs forward and backward itself, as often as it likes, "
-            "through a closure; a trace is of one forward, one backward and one step. Use another optimizer."
+            "through a closure; a trace is of one forward, one backward and one step. Use another optimizer, or plan "
+            "without it (optimizer=None) and leave room for its state."
         )
 
 
