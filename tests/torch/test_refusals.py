@@ -181,11 +181,33 @@ def test_nested_tensors_are_refused_as_what_depends_on_data() -> None:
     assert "has an output whose shape depends on data" in refused(Ragged, row)
 
 
+class Counting(nn.Module):
+    """Divides by the number of steps so far, which is 0 only before the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps.add_(1)
+        return self.a(x) / float(self.steps)
+
+
 def test_a_value_from_the_time_of_building_is_not_baked_in() -> None:
-    # Batch norm without momentum divides by the number of batches so far, which is 0 only before the first step.
-    said = refused(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), row)
-    assert "float(self.num_batches_tracked)" in said
-    assert re.search(r"batchnorm\.py:\d+", said)
+    said = refused(Counting, row)
+    assert "float(self.steps)" in said
+    assert re.search(r"test_refusals\.py:\d+", said)
+
+
+def test_a_batch_norm_that_averages_over_all_batches_is_refused_by_name() -> None:
+    def model(**options: Any) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None, **options))
+
+    said = refused(model, row)
+    assert "the batch norm 1 has momentum=None" in said
+    assert "Give it a momentum" in said
+    recorded(build_of(lambda: (model(track_running_stats=False), row(), lambda y: y.sum(), None)))
 
 
 class Stack(nn.Module):

@@ -95,11 +95,19 @@ def tangent_of(output: Any) -> int:
     )
 
 
-def check_not_run_twice(module: nn.modules.batchnorm._BatchNorm, path: str) -> None:
-    """Raise CaptureError for a batch norm inside `torch.utils.checkpoint`, which updates its statistics twice."""
+def check_statistics(module: nn.modules.batchnorm._BatchNorm, path: str) -> None:
+    """Raise CaptureError for a batch norm that updates its statistics twice, inside `torch.utils.checkpoint`, or by a
+    factor that each step has anew."""
+    if not (module.training and module.track_running_stats):
+        return
+    if module.momentum is None:
+        raise CaptureError(
+            f"the model cannot be captured: the batch norm {path} has momentum=None, with which each step updates its "
+            "running statistics by another factor, one over the batches so far. Give it a momentum, such as "
+            "torch's own 0.1."
+        )
     hooks = top_saved_tensors_default_hooks(True)
-    inside = hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
-    if inside and module.training and module.track_running_stats:
+    if hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", ""):
         raise CaptureError(
             f"the model cannot be captured: the batch norm {path} runs inside torch.utils.checkpoint, which runs it "
             "twice a step and so updates its running statistics twice; a plan's recomputation updates them once. Leave "

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.fx import traceback as fx_traceback
 
-from tracer.capture.refusals import check_not_run_twice
+from tracer.capture.refusals import check_statistics
 from tracer.capture.torch_fixes.recurrent import trainable_layers
 from tracer.capture.torch_fixes.whole_kernels import whole_kernels
 from tracer.torch_api import FakeTensor, FakeTensorMode, pytree, replaced
@@ -98,7 +98,7 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
 
         def enter(module: nn.Module, _args: Any, path: str = path) -> None:
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                check_not_run_twice(module, path)
+                check_statistics(module, path)
             scope = fx_traceback.annotate({"module": path})
             scope.__enter__()
             open_scopes.append(scope)
