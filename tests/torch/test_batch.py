@@ -53,8 +53,25 @@ def test_of_a_loss_without_targets_forward_gets_all_that_it_cannot_do_without() 
 
     assert split_batch(Two(), (A, B), alone).args == (A, B)
     assert split_batch(One(), (A, T), alone).args == (A,)
-    assert split_batch(Several(), (A, T), alone).args == (A,)
     assert split_batch(Two(), ((A, B), T), alone).args == (A, B)
+
+
+class Optional(nn.Module):
+    def forward(self, x: Any, h: Any = None) -> Any:
+        return x
+
+
+def test_what_forward_may_do_without_is_not_ignored_without_a_word() -> None:
+    def alone(output: Any) -> Any:
+        return output
+
+    for model in (Optional(), Several()):
+        with pytest.raises(SpecError, match=f"may be for {type(model).__name__}.forward or for nobody"):
+            split_batch(model, (A, T), alone)
+        assert split_batch(model, ((A, B), None), alone).args == (A, B)
+        assert split_batch(model, (A,), alone).args == (A,)
+        assert split_batch(model, (A, T), loss).args == (A,)
+    assert split_batch(Optional(), {"x": A, "h": B}, alone).kwargs == {"x": A, "h": B}
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,8 @@ class Attention(nn.Module):
 
 
 def program(model: nn.Module, *inputs: Any, on: str = "h200") -> Program:
-    batch = inputs[0] if len(inputs) == 1 else inputs
+    batch = inputs[0] if len(inputs) == 1 else (inputs, None)
     step = step_of(model, batch, lambda y: y.float().sum(), None)
-    if len(inputs) > 1:
-        step = step_of(model, (tuple(inputs), torch.zeros(1)), lambda y, _: y.float().sum(), None)
     return program_of(capture_step(step, device(on)))
 
 

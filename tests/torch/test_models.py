@@ -359,7 +359,7 @@ RETURNS = {
     "last is the targets": "m = Net(); return m, (x, 2.0, y), F.cross_entropy, sgd(m)",
     "mapping with labels": "m = Net(); return m, {'x': x, 'labels': y}, F.cross_entropy, sgd(m)",
     "mapping, two targets": "m = Net(); return m, dict(x=x, a=y, b=y), lambda o, t: F.cross_entropy(o, t['b']), sgd(m)",
-    "loss of the output": "m = Net(); return m, (x, y), lambda o: F.cross_entropy(o, y.clone()), sgd(m)",
+    "loss of the output": "m = Net(); return m, (x,), lambda o: F.cross_entropy(o, y.clone()), sgd(m)",
     "tensor": "m = Net(); return m, x, lambda o: o.square().mean(), sgd(m)",
     "loss of one element": "m = Net(); return m, x, lambda o: o.square().mean().reshape(1), sgd(m)",
     "loss inside": "m = WithLoss(); return m, (x, y), None, sgd(m)",

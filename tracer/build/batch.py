@@ -8,7 +8,7 @@ With a loss function:
         targets: `model(*batch[:-1])`.
     tensor: `loss(model(batch))`.
     A loss function of one argument gets the output alone; `forward` then gets all of a tuple of tensors if it cannot
-        do without the last.
+        do without the last, and what it could take or do without is refused.
 Without one (the model computes its loss):
     mapping: `model(**batch)`; tuple: `model(*batch)`; tensor: `model(batch)`. The loss is `output.loss`,
     `output["loss"]`, the output itself if it is a scalar, or `output[0]` if that is a scalar.
@@ -60,7 +60,8 @@ def split_batch(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -
     """Divide a batch between the model and the loss, as the module's docstring says; a divided one stays as it is.
 
     Raises:
-        SpecError: the batch is of an unknown kind, or the loss takes more than there is.
+        SpecError: the batch is of an unknown kind, the loss takes more than there is, or the last of a tuple may be
+            for the model or for nobody.
     """
     for leaf in pytree.tree_leaves(batch):
         if hidden_tensors(leaf):
@@ -100,7 +101,13 @@ def _divided(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> S
         if loss is None or len(batch) == 1:
             return _split(_one_by_one(model, batch), {}, loss, ())
         plain = all(isinstance(x, torch.Tensor) for x in batch)
-        if plain and not _takes(loss, 2) and _takes(model, len(batch)) and not _takes(model, len(batch) - 1):
+        if plain and not _takes(loss, 2) and _takes(model, len(batch)):
+            if _takes(model, len(batch) - 1):
+                raise SpecError(
+                    f"the last of the batch may be for {type(model).__name__}.forward or for nobody: the loss function "
+                    "takes the output alone, and forward can do with it or without. If it is forward's, give the "
+                    "arguments by their names, as a dict, or as ((a, b), None); if not, leave it out: (a,)."
+                )
             return _split(tuple(batch), {}, loss, ())
         inputs = batch[0] if len(batch) == 2 else tuple(batch[:-1])
         if isinstance(inputs, Mapping):
