@@ -141,6 +141,7 @@ class Bounder:
         self.instants = Instants(problem)
         self._working_sets = WorkingSets(self.instants)
         self._known: dict[int, Bound] = {}  # by budget
+        self._below: dict[int, bool] = {}  # by budget
 
     @cached_property
     def floor(self) -> Floor:
@@ -154,8 +155,11 @@ class Bounder:
 
     def below_floor(self, budget_bytes: int) -> bool:
         """Whether no plan can be within the budget, as far as the floors show."""
-        near = above(self.instants, int(budget_bytes / NEAR))
-        return near and any(above(self.instants, budget_bytes, close=close) for close in (False, True))
+        if budget_bytes not in self._below:
+            near = above(self.instants, int(budget_bytes / NEAR))
+            searches = (above(self.instants, budget_bytes, close=close) for close in (False, True))
+            self._below[budget_bytes] = near and any(searches)
+        return self._below[budget_bytes]
 
     def quick_ns(self, budget_bytes: int, enough_ns: int) -> int:
         """What instants by themselves show that every plan within the budget adds; ends where that is enough."""

@@ -123,6 +123,13 @@ def test_the_close_floor_is_looked_for_where_it_decides(monkeypatch: pytest.Monk
     assert not lower_bound(Problem(of), 116).feasible
 
 
+def test_a_budget_is_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounder = Bounder(Problem(far_apart()))
+    first = [bounder.below_floor(b) for b in (143, 144)]
+    monkeypatch.setattr(lowest_module.Pebbles, "least_bytes", lambda *_: pytest.fail("searched again"))
+    assert first == [True, False] == [bounder.below_floor(b) for b in (143, 144)]
+
+
 def test_it_stays_below_every_plan_and_often_reaches_the_best_one() -> None:
     seen = higher = reached = 0
     for seed in range(400):
