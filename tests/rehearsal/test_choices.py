@@ -14,6 +14,8 @@ pytestmark = pytest.mark.rehearsal
 GPUS = ["t4", "a100-80", "h100"]
 # Optimizers that look at values or at the device of their state, which fake tensors on the CPU refuse with an error.
 REFUSED = ("AdamW, capturable", "ASGD", "Adafactor")
+# Torch 2.11 has these fused kernels for the CPU alone, and says so; 2.15 has them on CUDA.
+CPU_ALONE = {"Adagrad {'fused': True}"}
 
 # On a GPU one kernel each, which torch takes apart on fake tensors of the CPU: more is saved than there.
 COMPOSITE = ("lstm cell",)
@@ -53,7 +55,8 @@ def test_the_ops_and_types_under_autocast(gpu: str, dtype: str) -> None:
 
 def test_the_ops_of_optimizers() -> None:
     found = chosen("optimizers", "a100-80")
-    assert found["compared"] == 80
+    assert found["compared"] + len(found["left_out"]) == 80
+    assert set(found["left_out"]) <= CPU_ALONE
     differ = [d for d in found["differ"] if not d["call"].startswith(REFUSED)]
     assert differ == []
     assert {d["laptop"] for d in found["differ"]} <= {

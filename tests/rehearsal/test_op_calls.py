@@ -27,7 +27,6 @@ KNOWN = {
         (
             "aten._adaptive_avg_pool2d_backward.default", "aten.avg_pool2d_backward.default",
             "aten.max_pool2d_with_indices_backward.default", "aten._upsample_nearest_exact2d.default",
-            "aten.native_group_norm.default", "aten.native_group_norm_backward.default",
             "aten.convolution_backward.default",
         ),
         BOTH_FORMATS,
