@@ -239,6 +239,18 @@ class Gated(nn.Module):
         return self.down(self.act(self.gate(x)) * self.up(x))
 
 
+class FusedGate(nn.Module):
+    """An MLP whose gate is made with the rest, by one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * 96), nn.Linear(96, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(functional.silu(gate) * up)
+
+
 class Blocks(nn.Module):
     """Two layers, each with a norm, something beside a residual, and a loss of what comes out."""
 
@@ -290,6 +302,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many tiles
     ),  # its batch and heads are no one dimension in memory
     "mlp": (mlp, 192),
     "gated": (lambda: Gated(functional.silu), 192),
+    "gated by one": (FusedGate, 192),
 }
 
 
@@ -359,6 +372,12 @@ def layers() -> tuple[Any, Any, Any, Any]:
     return Blocks(both), torch.randn(16, 48, WIDTH), None, None
 
 
+def gates() -> tuple[Any, Any, Any, Any]:
+    """MLPs with gate and rest by one matrix, at a size at which they decide the peak."""
+    torch.manual_seed(0)
+    return Blocks(FusedGate), torch.randn(16, 48, WIDTH), None, None
+
+
 def wide() -> tuple[Any, Any, Any, Any]:
     """The head with a bias, at a size at which it decides the peak."""
     torch.manual_seed(0)
@@ -370,6 +389,7 @@ def wide() -> tuple[Any, Any, Any, Any]:
 
 SPEC = f"{Path(__file__).resolve()}:wide"
 LAYERS = f"{Path(__file__).resolve()}:layers"
+GATES = f"{Path(__file__).resolve()}:gates"
 
 
 @pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 7])
@@ -401,6 +421,20 @@ def test_the_peak_of_layers_is_as_predicted(number: int, measurer: Measurer, tmp
     predicted = rewritten_problem(Problem(of), plan.rewrites).saved.timeline.peak_allocated_bytes
     assert predicted < Problem(of).saved.timeline.peak_allocated_bytes // 2
     assert verify(spec, plan, steps=2).equal
+    path = str(plan.save(tmp_path / "plan.json"))
+    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
+    assert max(measurer.peaks(job)[2:]) == predicted
+
+
+def test_the_peak_of_a_gate_and_the_rest_by_one_matrix_is_predicted(
+    measurer: Measurer, tmp_path: Path
+) -> None:
+    spec = load_spec(GATES, {})
+    of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    plan = in_tiles(of, 5)
+    assert len(plan.rewrites) == 2
+    predicted = rewritten_problem(Problem(of), plan.rewrites).saved.timeline.peak_allocated_bytes
+    assert predicted < 0.75 * Problem(of).saved.timeline.peak_allocated_bytes
     path = str(plan.save(tmp_path / "plan.json"))
     job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
     assert max(measurer.peaks(job)[2:]) == predicted

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from tracer.record.program import GraphOp, Program, is_random
+from tracer.record.rows import tensors_in
 from tracer.torch_api import OpOverload
 from traces.records.stretch import PRODUCT, ROWS, SUM, WHOLE, Part, Result, Stretch
 
@@ -40,6 +41,8 @@ ALONG_ONE: Final = {  # pointwise but for one dimension, and which argument name
     aten._log_softmax_backward_data: 2,
     aten.gather: 1,
     aten.scatter_add: 1,
+    aten.cat: 1,
+    aten.split: 2,
 }
 SUMS: Final = (aten.sum, aten.mean)
 LOSSES: Final = (aten.nll_loss_forward, aten.nll_loss2d_forward)
@@ -268,6 +271,9 @@ class _Search:
         if n.target is operator.getitem:
             source = n.args[0]
             self._put(n)
+            if _packet(source) is aten.split:
+                to.axes[n] = to.axis(source)
+                return
             if _packet(source) not in LOSSES:
                 raise _NoStretch
             if n.args[1] == 1:
@@ -464,7 +470,8 @@ class _Inner(_Search):
     def _add(self, n: fx.Node) -> None:
         if n in self.inside:
             return
-        if n.target is operator.getitem or _packet(n) in (*LOSSES, *LOSS_BACKWARDS):
+        of_split = n.target is operator.getitem and _packet(n.args[0]) is aten.split
+        if (n.target is operator.getitem and not of_split) or _packet(n) in (*LOSSES, *LOSS_BACKWARDS):
             raise _NoStretch
         for a in n.all_input_nodes:
             if a in self.after and a not in self.inside:
@@ -562,10 +569,10 @@ def _follow(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis
         axis = _pointwise(n, to, cut)
         return SUMMED if not is_backward(packet) and reduction(n) != NO_SUM else axis
     if packet in ALONG_ONE:
-        _not_along(n.args[ALONG_ONE[packet]], axis, n)
+        _not_along(n, axis)
     elif torch.Tag.pointwise not in n.target.tags:
         raise _NoStretch
-    return _pointwise(n, to, cut)
+    return axis if packet is aten.split else _pointwise(n, to, cut)
 
 
 def is_backward(packet: Any) -> bool:
@@ -682,8 +689,10 @@ def _permuted(n: fx.Node, axis: Axis, *, back: bool = False) -> Axis:
     return Axis(order[axis.dim] if back else order.index(axis.dim), 1, axis.unit)
 
 
-def _not_along(dim: int, axis: Axis, n: fx.Node) -> None:
-    if dim % n.meta["val"].dim() in axis.dims:
+def _not_along(n: fx.Node, axis: Axis) -> None:
+    place = ALONG_ONE[_packet(n)]
+    dim = n.args[place] if place < len(n.args) else 0
+    if dim % n.all_input_nodes[0].meta["val"].dim() in axis.dims:
         raise _NoStretch
 
 
@@ -748,4 +757,4 @@ def _packet(n: fx.Node) -> Any:
 
 def _elements(n: fx.Node) -> int:
     x = n.meta.get("val")
-    return int(x.numel()) if isinstance(x, torch.Tensor) else 0
+    return sum(int(part.numel()) for part in tensors_in(x))
