@@ -37,6 +37,7 @@ from tracer.capture.passes.shared_outputs import shared, without_clone
 from tracer.capture.refusals import check_capturable, tangent_of
 from tracer.capture.scopes import (
     as_compiled,
+    fake_constants,
     fake_mode_of,
     fake_parameters,
     library_code,
@@ -61,11 +62,9 @@ from tracer.torch_api import (
     FakeTensorMode,
     OpOverload,
     aot_export_joint_with_descriptors,
-    dynamo_utils,
     no_garbage,
     one_at_a_time,
     pytree,
-    replaced,
 )
 from traces.devices import Device
 from traces.errors import CaptureError
@@ -267,8 +266,7 @@ def _capture(
         swapped = stack.enter_context(fake_parameters(flat_model, fake_mode))
         fakes = tuple(swapped(x) for x in tensors)
         if built_of_fakes:
-            # So are its constants: those of a frozen module in a list are parameters, which torch would refuse.
-            stack.enter_context(replaced(dynamo_utils, assert_no_fake_params_or_buffers=lambda graph: None))
+            stack.enter_context(fake_constants())
         for context in (
             without_torch_log(),
             without_autocast(),

@@ -14,7 +14,7 @@ from torch.fx import traceback as fx_traceback
 from tracer.capture.refusals import check_statistics
 from tracer.capture.torch_fixes.recurrent import trainable_layers
 from tracer.capture.torch_fixes.whole_kernels import whole_kernels
-from tracer.torch_api import FakeTensor, FakeTensorMode, pytree, replaced
+from tracer.torch_api import FakeTensor, FakeTensorMode, dynamo_utils, pytree, replaced
 
 
 def fake_mode_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> FakeTensorMode | None:
@@ -22,6 +22,23 @@ def fake_mode_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) 
         if isinstance(x, FakeTensor):
             return x.fake_mode
     return None
+
+
+@contextlib.contextmanager
+def fake_constants() -> Iterator[None]:
+    """In the body, a graph may have fake parameters as constants: of a model that was built of fakes, those of a frozen
+    module in a list. torch refuses them, as it does other fake tensors, which caches leave behind."""
+    check = dynamo_utils.assert_no_fake_params_or_buffers
+
+    def but_for_parameters(graph: nn.Module) -> None:
+        try:
+            check(graph)
+        except AssertionError as error:
+            if "fake param" not in str(error):
+                raise
+
+    with replaced(dynamo_utils, assert_no_fake_params_or_buffers=but_for_parameters):
+        yield
 
 
 @contextlib.contextmanager
