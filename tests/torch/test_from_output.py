@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from executor.measuring import Job  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.recipes import offered  # noqa: E402
@@ -131,9 +130,7 @@ def test_a_net_trains_by_it_bit_for_bit_in_the_predicted_bytes(measurer: Measure
     predicted = problem.replay(plan.actions).timeline
     assert predicted.step_time_ns == trace.time_ns
     assert predicted.peak_allocated_bytes < 0.8 * problem.saved.timeline.peak_allocated_bytes
-    path = str(plan.save(tmp_path / "plan.json"))
-    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
-    assert max(measurer.peaks(job)[2:]) == predicted.peak_allocated_bytes
+    assert measurer.steady_peak(plan, tmp_path) == predicted.peak_allocated_bytes
 
 
 def test_a_plan_of_both_recipes_trains_bit_for_bit() -> None:

@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from executor.measuring import Job  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.rewrites import exactness_of, rewritten_problem  # noqa: E402
@@ -105,9 +104,7 @@ def test_it_trains_to_rounding_in_the_predicted_bytes(
     whole = 8 * 64 * 256 * 4
     assert {trace.storages.nbytes[r.storage] for r in rewrites} == {whole}
     assert before - after == 6 * whole * 31 // 32 + 3 * whole
-    path = str(plan.save(tmp_path / "plan.json"))
-    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
-    assert max(measurer.peaks(job)[2:]) == predicted
+    assert measurer.steady_peak(plan, tmp_path) == predicted
 
 
 def test_with_other_rewrites_and_recomputation(trace: Trace, rewrites: tuple[Rewrite, ...]) -> None:

@@ -18,7 +18,6 @@ from torch.nn import functional  # noqa: E402
 
 from executor import apply_plan, fit, planned_loss, remove_plan, unplanned  # noqa: E402
 from executor.matching import trace_of  # noqa: E402
-from executor.measuring import Job  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator import Infeasible, plan  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
@@ -189,9 +188,7 @@ def test_the_peak_is_as_predicted(measurer: Measurer, tmp_path: Path) -> None:
     predicted = rewritten_problem(Problem(of), made.rewrites).saved.timeline.peak_allocated_bytes
     assert predicted < Problem(of).saved.timeline.peak_allocated_bytes // 3
     assert verify(spec, made, steps=2).equal
-    path = str(made.save(tmp_path / "plan.json"))
-    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
-    assert max(measurer.peaks(job)[2:]) == predicted
+    assert measurer.steady_peak(made, tmp_path) == predicted
 
 
 def test_a_trace_plans_with_its_loss_where_that_is_allowed(tmp_path: Path) -> None:

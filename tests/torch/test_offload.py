@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from executor.measuring import Job  # noqa: E402
 from executor.rewriting import rewritten  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.bounds.bound import bounder_of  # noqa: E402
@@ -112,6 +111,4 @@ def test_the_measured_peak_is_the_predicted_one(
     plan = Plan(meta=trace.meta, rewrites=rewrites)
     predicted = rewritten_problem(Problem(trace), rewrites).saved.timeline.peak_allocated_bytes
     assert predicted < 0.6 * Problem(trace).saved.timeline.peak_allocated_bytes
-    path = str(plan.save(tmp_path / "plan.json"))
-    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
-    assert max(measurer.peaks(job)[2:]) == predicted
+    assert measurer.steady_peak(plan, tmp_path) == predicted

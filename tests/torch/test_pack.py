@@ -16,7 +16,6 @@ from torch.nn import functional  # noqa: E402
 from executor import fit  # noqa: E402
 from executor.codecs.payloads import seed  # noqa: E402
 from executor.fitting.gradient_errors import gradient_errors, plan_measured, with_error  # noqa: E402
-from executor.measuring import Job  # noqa: E402
 from executor.rewriting import rewritten  # noqa: E402
 from executor.training.planning import Wanted  # noqa: E402
 from executor.verifying import verify  # noqa: E402
@@ -92,9 +91,7 @@ def test_exact_formats_train_bit_for_bit_in_the_predicted_bytes(
 
 
 def peak(plan: Plan, measurer: Measurer, tmp_path: Path) -> int:
-    path = str(plan.save(tmp_path / "plan.json"))
-    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
-    return max(measurer.peaks(job)[2:])
+    return measurer.steady_peak(plan, tmp_path)
 
 
 @pytest.mark.parametrize("format", LOSSY)

@@ -17,7 +17,6 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from executor import apply_plan  # noqa: E402
-from executor.measuring import Job  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.rewrites import rewritten_problem  # noqa: E402
@@ -407,9 +406,7 @@ def test_the_peak_is_as_predicted(number: int, measurer: Measurer, tmp_path: Pat
     outcome = verify(spec, plan, steps=2)
     assert outcome.equal
     assert not outcome.bit_equal
-    path = str(plan.save(tmp_path / "plan.json"))
-    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
-    assert max(measurer.peaks(job)[2:]) == predicted
+    assert measurer.steady_peak(plan, tmp_path) == predicted
 
 
 @pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), 5])
@@ -421,9 +418,7 @@ def test_the_peak_of_layers_is_as_predicted(number: int, measurer: Measurer, tmp
     predicted = rewritten_problem(Problem(of), plan.rewrites).saved.timeline.peak_allocated_bytes
     assert predicted < Problem(of).saved.timeline.peak_allocated_bytes // 2
     assert verify(spec, plan, steps=2).equal
-    path = str(plan.save(tmp_path / "plan.json"))
-    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
-    assert max(measurer.peaks(job)[2:]) == predicted
+    assert measurer.steady_peak(plan, tmp_path) == predicted
 
 
 def test_the_peak_of_a_gate_and_the_rest_by_one_matrix_is_predicted(
@@ -435,9 +430,7 @@ def test_the_peak_of_a_gate_and_the_rest_by_one_matrix_is_predicted(
     assert len(plan.rewrites) == 2
     predicted = rewritten_problem(Problem(of), plan.rewrites).saved.timeline.peak_allocated_bytes
     assert predicted < 0.75 * Problem(of).saved.timeline.peak_allocated_bytes
-    path = str(plan.save(tmp_path / "plan.json"))
-    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
-    assert max(measurer.peaks(job)[2:]) == predicted
+    assert measurer.steady_peak(plan, tmp_path) == predicted
 
 
 def test_what_a_tiled_stretch_leaves_is_recomputed_too(measurer: Measurer, tmp_path: Path) -> None:
@@ -454,9 +447,7 @@ def test_what_a_tiled_stretch_leaves_is_recomputed_too(measurer: Measurer, tmp_p
     assert runs["addmm_4_tiles"] > 1  # and the MLP's
     plan = Plan(meta=of.meta, actions=actions, rewrites=rewrites, exactness=FP)
     assert verify(spec, plan, steps=2).equal
-    path = str(plan.save(tmp_path / "plan.json"))
-    job = Job(variant="plan", plan_path=path, device="cpu", memory_steps=3, warmup=0, runs=1, steps=0)
-    assert max(measurer.peaks(job)[2:]) == replay.timeline.peak_allocated_bytes < saved
+    assert measurer.steady_peak(plan, tmp_path) == replay.timeline.peak_allocated_bytes < saved
 
 
 @pytest.mark.parametrize("head", ["mean", "tied", "z-loss", "shifted"])
