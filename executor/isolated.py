@@ -36,7 +36,7 @@ def run_fresh(
 
     Args:
         function: "module:name".
-        arguments: by name, all of them JSON; `limit_bytes` above 0 says that the process limits its memory.
+        arguments: by name, all of them JSON.
         what: what the process does, for messages ("measured the plan").
         environment: variables that are set unless they are set already.
         overriding: variables that are set whatever they are.
@@ -102,7 +102,7 @@ def serve(function: str) -> None:
         module, _, name = function.partition(":")
         answer = getattr(import_module(module), name)(**arguments)
     except Exception as error:
-        told = error_json(error, limited=arguments.get("limit_bytes", 0) > 0)
+        told = error_json(error)
         if told is None:
             raise
         answer = told
@@ -110,12 +110,9 @@ def serve(function: str) -> None:
     sys.stdout.flush()  # before whatever the interpreter's end may break
 
 
-def error_json(error: Exception, *, limited: bool = False) -> dict[str, Any] | None:
-    """What the process prints for an error that a user can cause; None: a defect, whose traceback should be seen.
-
-    limited: whether the process has a limit on its memory.
-    """
-    if is_out_of_memory(error, limited=limited):
+def error_json(error: Exception) -> dict[str, Any] | None:
+    """What the process prints for an error that a user can cause; None: a defect, whose traceback should be seen."""
+    if is_out_of_memory(error):
         text = " ".join(str(error).split())[:400] or type(error).__name__
         told = text if isinstance(error, OutOfMemoryProblem) else f"out of memory: {text}"
         return {"error": told, "exit_code": 2, "out_of_memory": True}

@@ -53,7 +53,6 @@ class Job:
     model: str = ""  # what to build, if not what the plan says
     alloc_conf: str = ""  # for CUDA's allocator, unless the environment says something itself
     check: bool = False  # first, whether the plan's actions give its figures
-    limit_bytes: int = 0  # of the process's data on the CPU, of its share of the device on CUDA; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,7 @@ def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
 
     Raises:
         LowtideError: the process reported an error, with its message and exit code.
-        OutOfMemoryProblem: the device's memory, or the job's limit on it, did not suffice.
+        OutOfMemoryProblem: the device's memory did not suffice.
         EnvironmentProblem: the process died otherwise, with the end of what it said.
     """
     env = {}
@@ -108,8 +107,6 @@ def perform(job: Job) -> JobResult:
     from tracer.build.step import load_spec
     from tracer.precision.policy import scale_of
 
-    if job.limit_bytes:
-        limit_memory(job.device, job.limit_bytes)
     rehearsed = provenance_of(job.device) == REHEARSED
     if rehearsed:  # what is timed runs, once
         job = replace(job, warmup=0, runs=1)
@@ -145,23 +142,6 @@ def perform(job: Job) -> JobResult:
     if rehearsed:
         figures = replace(figures, step_time_ns=None, times_ns=(), keep_all_times_ns=())
     return JobResult(figures=figures, environment=environment(job.device), curve=curve)
-
-
-def limit_memory(device: str, limit_bytes: int) -> None:
-    """Let this process have no more than `limit_bytes`: of private data on the CPU (Python and torch included), of
-    what the caching allocator may reserve on CUDA."""
-    if device.startswith("cuda"):
-        import torch
-
-        index = torch.device(device).index
-        if index is None:  # which the call below refuses
-            index = torch.cuda.current_device()
-        total = torch.cuda.get_device_properties(index).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), index)
-        return
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
 def _measure_cpu(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
@@ -265,7 +245,7 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
 
 def _with_times(figures: RunFigures, ready: _Ready, job: Job, wait: Callable[[], None]) -> RunFigures:
     """The figures with the times of steps: of a plan in turns with the keep-all step, where that fits too."""
-    keep_all = _fitting(ready.keep_all, limited=job.limit_bytes > 0)
+    keep_all = _fitting(ready.keep_all)
     beside: tuple[int, ...] = ()
     if keep_all is None:
         times = alone(ready.once, warmup=job.warmup, runs=job.runs, wait=wait)
@@ -275,7 +255,7 @@ def _with_times(figures: RunFigures, ready: _Ready, job: Job, wait: Callable[[],
     return replace(figures, step_time_ns=median, times_ns=times, keep_all_times_ns=beside)
 
 
-def _fitting(make: Callable[[], Once] | None, *, limited: bool) -> Once | None:
+def _fitting(make: Callable[[], Once] | None) -> Once | None:
     """The step that `make` makes, if one run of it does not run out of memory."""
     if make is None:
         return None
@@ -283,7 +263,7 @@ def _fitting(make: Callable[[], Once] | None, *, limited: bool) -> Once | None:
         once = make()
         once()
     except Exception as error:
-        if not is_out_of_memory(error, limited=limited):
+        if not is_out_of_memory(error):
             raise
     else:
         return once

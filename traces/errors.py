@@ -18,8 +18,6 @@ SIGNS: Final = (
     "cudaErrorMemoryAllocation",
     "std::bad_alloc",
 )
-# Under a limit on the process's data there is no room for a new thread's stack either, and C says only this.
-LIMITED_SIGNS: Final = ("Resource temporarily unavailable",)
 
 
 class LowtideError(Exception):
@@ -57,7 +55,7 @@ class EnvironmentProblem(LowtideError):
 
 
 class OutOfMemoryProblem(EnvironmentProblem):
-    """A process needed more memory than the device, or a limit on it, has."""
+    """A process needed more memory than the device has."""
 
 
 class BudgetError(LowtideError):
@@ -72,13 +70,12 @@ class VerificationError(LowtideError):
     exit_code = 1
 
 
-def is_out_of_memory(error: BaseException, *, limited: bool = False) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or one behind it, says that memory ran out."""
-    signs = (*SIGNS, *LIMITED_SIGNS) if limited else SIGNS
     return any(
         isinstance(e, MemoryError)
         or type(e).__name__ == "OutOfMemoryError"
-        or (isinstance(e, RuntimeError) and any(sign in str(e) for sign in signs))
+        or (isinstance(e, RuntimeError) and any(sign in str(e) for sign in SIGNS))
         for e in _chain(error)
     )
 

@@ -1,4 +1,4 @@
-"""The device of a campaign: a step's traces, its runs and its plans on it, measurements in processes of their own.
+"""Run the outstanding cases of a campaign on a device, each measurement in a process of its own.
 
 What the cases of one step share (its traces, eager, and the rewritten step with everything saved) is a record too: the
 one that a case without a budget has.
@@ -6,27 +6,18 @@ one that a case without a budget has.
 
 from __future__ import annotations
 
+import fnmatch
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from executor.campaign.cases import Case, Method, Step
+from executor.campaign import record as records
+from executor.campaign.cases import NONE, Campaign, Case, Method, Step, digest
 from executor.campaign.predict import KEEP_ALL_PLAN, Forecast
-from executor.campaign.record import (
-    CALIBRATED,
-    DONE,
-    DONE_ABSENT,
-    FAILED,
-    INFEASIBLE,
-    NOT_EQUAL,
-    OUT_OF_MEMORY,
-    RETRIED,
-    Keys,
-    Record,
-    Store,
-    code_digest,
-)
+from executor.campaign.record import BOOK, RETRIED, Book, Keys, Record, code_digest
 from executor.campaign.record_step import UNCALIBRATED_DIR
 from executor.isolated import run_fresh
 from executor.measuring import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, run_job
@@ -43,15 +34,14 @@ class Bench:
     """The device, how to measure on it, and where to put what comes out."""
 
     method: Method
-    store: Store
+    root: Path
     keys: Keys
-    memory_bytes: int
     target: str  # the device's entry in the device table
     progress: Progress
     steps: dict[str, Record] = field(default_factory=dict)  # that this run looked at, failed ones too
 
     @classmethod
-    def open(cls, method: Method, store: Store, progress: Progress) -> Bench:
+    def open(cls, method: Method, root: Path, progress: Progress) -> Bench:
         """Look at the device.
 
         Raises:
@@ -68,41 +58,27 @@ class Bench:
                 f"{found['name']} is not in the device table; name the entry nearest to it as target in [campaign]: "
                 f"{known}."
             )
-        memory_bytes = int(found["memory_bytes"])
-        own = {"device_name": str(found["name"]), "memory_bytes": str(memory_bytes)}
-        return cls(
-            method=method,
-            store=store,
-            keys=Keys(method=method, code=code_digest(), environment={**found["environment"], **own}),
-            memory_bytes=memory_bytes,
-            target=target,
-            progress=progress,
-        )
+        own = {"device_name": str(found["name"]), "memory_bytes": str(found["memory_bytes"])}
+        keys = Keys(method=method, code=code_digest(), environment={**found["environment"], **own})
+        return cls(method=method, root=root, keys=keys, target=target, progress=progress)
 
     @property
     def rehearsed(self) -> bool:
         return provenance_of(self.method.device) == REHEARSED
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """Of each measuring process, where the method has a limit."""
-        limit = self.method.memory_limit
-        return parse_budget(limit, self.memory_bytes) if limit else None
 
     def empty(self, case: Case) -> Record:
         """The record of a case of which nothing is known yet."""
         return Record(
             case=case,
             key=self.keys.of_case(case),
-            status=DONE_ABSENT if self.rehearsed else DONE,
+            status=records.DONE_ABSENT if self.rehearsed else records.DONE,
             provenance=provenance_of(self.method.device),
             environment=self.keys.environment,
-            limit_bytes=self.limit_bytes,
         )
 
     def traces(self, step: Step) -> Path:
         """Where the step's traces stand, once they are recorded."""
-        return self.store.root / "traces" / self.keys.of_step(step)
+        return self.root / "traces" / self.keys.of_case(step.keep_all)
 
     def trace(self, step: Step) -> str:
         """Record the step's traces in a fresh process; returns why there is no calibrated one ("": there is).
@@ -137,19 +113,21 @@ class Bench:
 
     def step(self, step: Step) -> Record:
         """The step's record with everything saved, made unless an earlier case or run did."""
-        key = self.keys.of_step(step)
+        case = step.keep_all
+        key = self.keys.of_case(case)
         if key not in self.steps:
-            known = self.store.record(key)
-            if known is None or known.status in RETRIED or not (self.traces(step) / KEEP_ALL_PLAN).is_file():
-                record = self.empty(step.keep_all)
-                try:
-                    known = self._keep_all(record)
-                except Exception as error:
-                    known = record.failed(error)
-                if known.status not in RETRIED:
-                    self.store.save(known)
-            self.steps[key] = known
+            self.steps[key] = self.answered(case, self._keep_all)
         return self.steps[key]
+
+    def answered(self, case: Case, answer: Callable[[Record], Record]) -> Record:
+        """What is made of a case's empty record, whatever happens but Ctrl-C."""
+        record, begin = self.empty(case), time.perf_counter()
+        try:
+            record = answer(record)
+        except Exception as error:
+            record = record.failed(error)
+        seconds = round(time.perf_counter() - begin, 2)
+        return replace(record, seconds=seconds, finished=datetime.now(UTC).isoformat(timespec="seconds"))
 
     def _keep_all(self, record: Record) -> Record:
         step = record.case.step
@@ -179,15 +157,15 @@ class Bench:
         record = self.measured(record, KEEP_ALL, plan_path)
         return replace(record, keep_all=record.measured)
 
-    def case(self, case: Case, step: Record) -> Record:
-        """Plan, measure and verify a case with a budget, beside its step's record with everything saved.
+    def case(self, case: Case) -> Record:
+        """The record of a case: with a budget, planned, measured and verified beside its step with everything saved."""
+        step = self.step(case.step)
+        return step if case.budget == NONE else self.answered(case, lambda empty: self._planned(empty, step))
 
-        Raises:
-            LowtideError: something went wrong that is no answer.
-        """
-        record = self.empty(case)
-        if step.status == FAILED:
-            return replace(record, status=FAILED, message=step.message)
+    def _planned(self, record: Record, step: Record) -> Record:
+        case = record.case
+        if step.status == records.FAILED:
+            return replace(record, status=records.FAILED, message=step.message)
         record = replace(
             record,
             fingerprint=step.fingerprint,
@@ -205,11 +183,11 @@ class Bench:
         try:
             made = forecast.plan(case.planner, budget_bytes)
         except BudgetError as error:
-            return replace(record, status=INFEASIBLE, message=str(error))
+            return replace(record, status=records.INFEASIBLE, message=str(error))
         predicted, warnings = forecast.predicted(made.plan)
         ops = made.planned.timeline.recomputed_ops
         record = replace(record, predicted=predicted, warnings=warnings, recomputed_ops=ops)
-        return self.measured(record, PLAN, self.store.plan(record.key, made.plan))
+        return self.measured(record, PLAN, made.plan.save(self.root / "plans" / f"{record.key}.json"))
 
     def measured(self, record: Record, variant: str, plan_path: Path) -> Record:
         """The record with what a run of keep-all or of the plan showed, or that it did not fit, and its verification.
@@ -223,8 +201,8 @@ class Bench:
         try:
             record = replace(record, measured=self.job(variant, plan_path).figures)
         except OutOfMemoryProblem as error:
-            return replace(record, status=OUT_OF_MEMORY, message=str(error))
-        if CALIBRATED not in record.predicted:
+            return replace(record, status=records.OUT_OF_MEMORY, message=str(error))
+        if records.CALIBRATED not in record.predicted:
             record = record.noted("planned and predicted by the table of rules alone")
         if not self.method.verify_steps or self.rehearsed:
             return record
@@ -237,7 +215,7 @@ class Bench:
         assert checked is not None
         if not checked.equal:
             record = replace(
-                record, status=NOT_EQUAL, message=f"not equal to eager: {checked.first_difference}"
+                record, status=records.NOT_EQUAL, message=f"not equal to eager: {checked.first_difference}"
             )
         return replace(
             record,
@@ -258,6 +236,57 @@ class Bench:
             warmup=method.warmup,
             runs=method.runs,
             steps=method.verify_steps,
-            limit_bytes=self.limit_bytes or 0,
         )
         return run_job(job, timeout_s=60.0 * method.timeout_minutes)
+
+
+def run_campaign(campaign: Campaign, root: Path, progress: Progress, *, only: str = "") -> Book:
+    """Run what has no answer yet in the directory; returns all records, which also stand in its `campaign.json`.
+
+    Cases of the same step run one after the other and share what they can. Ctrl-C loses the running case alone.
+
+    Args:
+        only: a part of the label of the cases that run, with * and ? as in file names.
+
+    Raises:
+        EnvironmentProblem: no such device.
+        SpecError: `only` fits no case.
+        TraceError: the directory holds something else than a campaign.
+    """
+    cases = campaign.cases
+    chosen = [c for c in cases if fnmatch.fnmatch(c.label.lower(), f"*{only.lower()}*")]
+    if not chosen:
+        raise SpecError(f"--only {only!r} fits none of the {len(cases)} cases, such as {cases[0].label!r}.")
+    earlier = Book.of_directory(root)
+    bench = Bench.open(campaign.method, root, progress)
+    keys = {bench.keys.of_case(case): case for case in cases}
+    made = {r.key: r for r in earlier.records} if earlier else {}
+    if earlier and not made.keys() <= keys.keys():
+        aside = earlier.save(root / f"campaign-{digest(sorted(made))}.json")
+        progress(
+            "What this directory holds was made in part by other code, versions or another device, or for other cases. "
+            f"It is kept in {aside}, which `execute campaign` reports like any other."
+        )
+    queue = [k for k, c in keys.items() if c in chosen and (k not in made or made[k].status in RETRIED)]
+    made = {k: made[k] for k in keys if k in made and k not in queue}
+    for k, record in made.items():
+        if record.status not in RETRIED and (root / "traces" / k / KEEP_ALL_PLAN).is_file():
+            bench.steps[k] = record
+
+    def save() -> Book:
+        found = tuple(made[k] for k in keys if k in made)
+        book = Book(name=campaign.name, method=campaign.method, asked=len(cases), records=found)
+        book.save(root / BOOK)
+        return book
+
+    save()
+    if finished := len(chosen) - len(queue):
+        progress(f"{finished} of {len(chosen)} cases are finished and kept.")
+    steps = list(dict.fromkeys(keys[k].step.label for k in queue))
+    queue.sort(key=lambda k: steps.index(keys[k].step.label))  # as in the file, but a step's cases together
+    for number, key in enumerate(queue):
+        progress(f"[{number + 1}/{len(queue)}] {keys[key].label}")
+        record = made[key] = bench.case(keys[key])
+        save()
+        progress(f"    {record.status}{': ' + record.message if record.message else ''}")
+    return save()

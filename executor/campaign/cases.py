@@ -91,7 +91,6 @@ class Method:
     warmup: Count = 1
     runs: OneOrMore = 5  # timed steps
     timeout_minutes: OneOrMore = 30  # of each process
-    memory_limit: str = ""  # of each measuring process: its data on the CPU, its share of the device on CUDA
     seed: int = 0
 
 
@@ -185,8 +184,6 @@ def _method(table: dict[str, Any]) -> Method:
     method = from_json(Method, table)
     if method.target:
         device(method.target)
-    if method.memory_limit:
-        check_budget(method.memory_limit)
     return method
 
 

@@ -166,7 +166,7 @@ def ran_out_unforeseen(records: Iterable[Record]) -> list[Record]:
     """
     out = []
     for r in records:
-        room = r.limit_bytes or int(r.environment.get("memory_bytes", 0))
+        room = int(r.environment.get("memory_bytes", 0))
         reserved_bytes = best(r.predicted).peak_reserved_bytes
         if r.status == OUT_OF_MEMORY and reserved_bytes is not None and reserved_bytes <= room:
             out.append(r)

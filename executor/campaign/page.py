@@ -8,25 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from executor.campaign import tables
-from executor.campaign.errors import (
-    ALLOCATED,
-    BLOCKS,
-    EAGER,
-    FIGURES,
-    LARGE,
-    MEMORY,
-    RESERVED,
-    SLOWDOWN,
-    STAGE_LABELS,
-    TIME,
-    Aggregate,
-    ErrorRow,
-    aggregates,
-    error_rows,
-    ran_out_unforeseen,
-    unwarned,
-)
+from executor.campaign import errors, tables
+from executor.campaign.errors import ALLOCATED, FIGURES, MEMORY, RESERVED, STAGE_LABELS, Aggregate, ErrorRow
 from executor.campaign.record import NOT_EQUAL, OUT_OF_MEMORY, Book, Record
 from simulator.report.charts import scatter
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, paragraphs, write_page
@@ -40,10 +23,10 @@ COLOURS: Final = dict(zip(STAGE_LABELS.values(), ("#4c78a8", "#e39c45"), strict=
 # Of each figure: its kind for charts, and its title.
 KINDS: Final = {
     ALLOCATED: ("bytes", "peak allocated"),
-    BLOCKS: ("bytes", "peak in the allocator's blocks"),
+    errors.BLOCKS: ("bytes", "peak in the allocator's blocks"),
     RESERVED: ("bytes", "peak reserved"),
-    TIME: ("time", "step time"),
-    SLOWDOWN: ("percent", "slow-down by the plan"),
+    errors.TIME: ("time", "step time"),
+    errors.SLOWDOWN: ("percent", "slow-down by the plan"),
 }
 
 
@@ -64,8 +47,8 @@ def write_campaign(path: str | Path, book: Book, *, analysis: str = "") -> Path:
 def campaign_page(book: Book, *, analysis: str = "") -> Page:
     """The page of a campaign."""
     records = book.records
-    rows = error_rows(records)
-    found = aggregates(rows)
+    rows = errors.error_rows(records)
+    found = errors.aggregates(rows)
     where = list(
         dict.fromkeys("CPU" if r.provenance == MEASURED_CPU else f"GPU ({r.place})" for r in records)
     )
@@ -113,7 +96,7 @@ def _headline(book: Book, rows: Sequence[ErrorRow], found: Sequence[Aggregate]) 
     records = book.records
     measured = [r for r in records if r.peak is not None]
     verified = [r for r in measured if r.verified is not None]
-    silent, unforeseen = unwarned(rows), ran_out_unforeseen(records)
+    silent, unforeseen = errors.unwarned(rows), errors.ran_out_unforeseen(records)
     figures = [
         Figure(
             "Cases measured",
@@ -127,7 +110,7 @@ def _headline(book: Book, rows: Sequence[ErrorRow], found: Sequence[Aggregate]) 
             "bad" if any(r.status == NOT_EQUAL for r in records) else "good" if verified else "",
         ),
         Figure(
-            f"Memory predicted more than {LARGE:g} % too low without a warning beside it",
+            f"Memory predicted more than {errors.LARGE:g} % too low without a warning beside it",
             f"{len(silent)} of {sum(r.figure in MEMORY for r in rows)}",
             silent[0].case if silent else "predicted figures, eager, keep-all and plans",
             "bad" if silent else "good",
@@ -167,7 +150,7 @@ def _scatters(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
     """A chart for each provenance and figure, of keep-all and plans."""
     points: dict[tuple[str, str], list[tuple[str, str, float, float, float]]] = {}
     for r in sorted(rows, key=lambda r: (r.provenance, FIGURES.index(r.figure))):
-        if r.run != EAGER:
+        if r.run != errors.EAGER:
             point = r.case, STAGE_LABELS[r.stage], r.predicted, r.measured, r.error
             points.setdefault((r.provenance, r.figure), []).append(point)
     return tuple(

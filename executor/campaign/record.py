@@ -1,19 +1,18 @@
-"""The records of a campaign: one JSON file a finished case in its directory, and all of them together."""
+"""The records of a campaign, all in one JSON file, and what tells whether one is of the case that is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
-from executor.campaign.cases import Case, Method, Step, digest
+from executor.campaign.cases import Case, Method, digest
 from traces.errors import LowtideError, TraceError
 from traces.files.json_records import Form, JsonRecord, to_json
 from traces.model_spec import source_file
 from traces.provenance import MEASURED_CPU, PROVENANCES, REHEARSED
 from traces.records.measurement import RunFigures, check_rehearsed
-from traces.records.plan import Plan
 
 DONE: Final = "measured"
 DONE_ABSENT: Final = "rehearsed"  # on a GPU that is not there: memory alone
@@ -22,27 +21,20 @@ OUT_OF_MEMORY: Final = "out of memory"
 NOT_EQUAL: Final = "verification failed"
 FAILED: Final = "failed"
 STATUSES: Final = (DONE, DONE_ABSENT, INFEASIBLE, OUT_OF_MEMORY, NOT_EQUAL, FAILED)
-RETRIED: Final = (NOT_EQUAL, FAILED)  # by --retry-failed; the others are answers
-
+RETRIED: Final = (NOT_EQUAL, FAILED)  # by the same command; the others are answers
 
 # What a prediction is made from, each with what the one before it has.
 RULES, CALIBRATED = "rules", "calibrated"
 STAGES: Final = (RULES, CALIBRATED)
+BOOK: Final = "campaign.json"
 
 Predictions = Mapping[str, RunFigures]  # stage -> figures; a stage that the device does not have is left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record(JsonRecord):
+class Record:
     """What came out of one case. Figures that are not there were not measured or not predicted."""
 
-    form: ClassVar = Form(
-        name="campaign case",
-        version_key="record_version",
-        version=2,
-        advice="delete it, and the case runs again",
-        error=TraceError,
-    )
     case: Case
     key: str
     status: str
@@ -66,7 +58,6 @@ class Record(JsonRecord):
     bit_equal: bool | None = None
     first_difference: str = ""
     steps: int = 0  # that were verified
-    limit_bytes: int | None = None  # where the measuring processes had one
     seconds: float = 0.0
     finished: str = ""  # UTC
 
@@ -83,8 +74,7 @@ class Record(JsonRecord):
         if self.status in (DONE, DONE_ABSENT) and (self.status == DONE) != (self.provenance != REHEARSED):
             raise ValueError(f"the status is {self.status}, and the provenance {self.provenance}")
         if self.provenance == MEASURED_CPU and any(
-            f.peak_reserved_bytes is not None or f.peak_block_bytes is not None
-            for f in (self.eager, self.keep_all, self.measured)
+            f.peak_reserved_bytes is not None or f.peak_block_bytes is not None for f in runs
         ):
             raise ValueError("reserved memory was measured on a CPU, which has none")
 
@@ -125,75 +115,22 @@ class Book(JsonRecord):
     method: Method
     records: tuple[Record, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return {**JsonRecord.to_json(self), "records": [r.to_json() for r in self.records]}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
-    """The directory of a campaign: `cases/KEY.json`, traces, plans, and `campaign.json`."""
-
-    root: Path
-
     @classmethod
-    def open(cls, root: Path) -> Store:
-        """Use a directory that is absent, empty, or a campaign's.
+    def of_directory(cls, root: Path) -> Book | None:
+        """The campaign in a directory; None if that is absent or empty.
 
         Raises:
             TraceError: it holds something else.
         """
+        if (root / BOOK).is_file():
+            return cls.load(root / BOOK)
         if root.exists() and not root.is_dir():
             raise TraceError(f"{root}: a file; give a directory with -o.")
-        if root.is_dir() and any(root.iterdir()) and not (root / "campaign.json").is_file():
+        if root.exists() and any(root.iterdir()):
             raise TraceError(
                 f"{root}: holds something else than a campaign; give an empty or new directory with -o."
             )
-        if root.is_dir() and (root / "campaign.json").is_file():
-            Book.load(root / "campaign.json")
-        return cls(root=root)
-
-    def record(self, key: str) -> Record | None:
-        """The finished case of that key, if there is one.
-
-        Raises:
-            TraceError: the file in its place is no record, or another case's.
-        """
-        path = self._path(key)
-        if not path.is_file():
-            return None
-        record = Record.load(path)
-        if record.key != key:
-            raise TraceError(f"{path}: holds the record of another case ({record.key}); delete it.")
-        return record
-
-    def save(self, record: Record) -> None:
-        """Write a record, whole or not at all."""
-        record.save(self._path(record.key))
-
-    def _path(self, key: str) -> Path:
-        return self.root / "cases" / f"{key}.json"
-
-    def plan(self, name: str, plan: Plan) -> Path:
-        """Where the plan stands now, for the processes that run it."""
-        return plan.save(self.root / "plans" / f"{name}.json")
-
-    def put_aside(self, current: Collection[str]) -> Path | None:
-        """Keep the `campaign.json` that is there under another name, if it holds records of other keys than these.
-
-        Those were made by other code, other versions, another device, or for cases that the file has no more; the next
-        `campaign.json` is without them.
-        """
-        path = self.root / "campaign.json"
-        if not path.is_file():
-            return None
-        book = Book.load(path)
-        made = sorted(r.key for r in book.records)
-        if all(key in current for key in made):
-            return None
-        return book.save(self.root / f"campaign-{digest(made)}.json")
-
-    def save_book(self, book: Book) -> Path:
-        return book.save(self.root / "campaign.json")
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,10 +145,6 @@ class Keys:
         method = {k: v for k, v in to_json(self.method).items() if k not in ("device", "timeout_minutes")}
         told = {"case": to_json(case), "source": source_digest(case.step.model), "method": method}
         return digest({**told, "code": self.code, "environment": dict(self.environment)})
-
-    def of_step(self, step: Step) -> str:
-        """Of its case with everything saved, what all share that differ in the plan only."""
-        return self.of_case(step.keep_all)
 
 
 def code_digest() -> str:

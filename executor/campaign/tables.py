@@ -7,22 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from executor.campaign.errors import (
-    ALLOCATED,
-    LARGE,
-    MEMORY,
-    RESERVED,
-    SLOWDOWN,
-    STAGE_LABELS,
-    TIME,
-    WITHIN,
-    Aggregate,
-    aggregates,
-    best,
-    error_rows,
-    ran_out_unforeseen,
-    row_of,
-)
+from executor.campaign import errors
+from executor.campaign.errors import ALLOCATED, RESERVED, SLOWDOWN, TIME, Aggregate, row_of
 from executor.campaign.record import CALIBRATED, DONE, FAILED, NOT_EQUAL, RULES, Book, Record
 from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, percent_cell, table, yes
 from traces.files.json_records import to_json
@@ -34,15 +20,15 @@ CASE: Final = ("case", "", lambda r: r.case.label)
 
 def answer(book: Book) -> dict[str, Any]:
     """The object that `execute campaign --json` prints."""
-    rows = error_rows(book.records)
+    rows = errors.error_rows(book.records)
     return {
         "campaign": book.name,
         "device": book.method.device,
         "asked": book.asked,
         "finished": len(book.records),
         "statuses": counts(book),
-        "ran_out_unforeseen": [r.case.label for r in ran_out_unforeseen(book.records)],
-        "errors": [asdict(a) for a in aggregates(rows)],
+        "ran_out_unforeseen": [r.case.label for r in errors.ran_out_unforeseen(book.records)],
+        "errors": [asdict(a) for a in errors.aggregates(rows)],
         "rows": [{**asdict(r), "error": r.error} for r in rows],
         "cases": [{"label": r.case.label, **to_json(r)} for r in book.records],
     }
@@ -55,40 +41,21 @@ def counts(book: Book) -> dict[str, int]:
 
 def summary(book: Book) -> str:
     """The campaign to read: every case, then the errors in aggregate."""
-    lines = _short(memory(book.records)).lines()
+    lines = memory(book.records).without("keep-all", "budget").lines()
     lines += [f"{r.case.label}: {r.status}: {r.message}" for r in book.records if r.status != DONE]
     parts = ", ".join(f"{n} {status}" for status, n in counts(book).items())
     lines += ["", f"{len(book.records)} of {book.asked} cases: {parts or 'none finished'}"]
-    if unforeseen := ran_out_unforeseen(book.records):
+    if unforeseen := errors.ran_out_unforeseen(book.records):
         names = "; ".join(r.case.label for r in unforeseen)
         lines.append(f"predicted to fit, and ran out of memory (no error below tells of it): {names}")
-    return "\n".join([*lines, "", *in_aggregate(_rewritten(book), "").lines()])
-
-
-def markdown(book: Book) -> str:
-    """The campaign as two tables for a manual: every measured case, then the errors in aggregate."""
-    total = in_aggregate(_rewritten(book), "").without(
-        "measured", "mean, signed", "mean error", f"within {LIMITS}", "too low"
-    )
-    lines: list[str] = []
-    for shown in (_short(memory(book.records)), total):
-        rows = [shown.columns, ("---",) * len(shown.columns), *shown.texts()]
-        lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
-    return "\n".join(lines[:-1])
-
-
-def _short(found: Table) -> Table:
-    return found.without("keep-all", "budget")
-
-
-def _rewritten(book: Book) -> list[Aggregate]:
-    return [a for a in aggregates(error_rows(book.records)) if not a.eager]
+    rewritten = [a for a in errors.aggregates(errors.error_rows(book.records)) if not a.eager]
+    return "\n".join([*lines, "", *in_aggregate(rewritten, "").lines()])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors in aggregate
 
-LIMITS: Final = "/".join(f"{limit:g}" for limit in WITHIN)
+LIMITS: Final = "/".join(f"{limit:g}" for limit in errors.WITHIN)
 
 
 def in_aggregate(found: Iterable[Aggregate], caption: str) -> Table:
@@ -105,7 +72,7 @@ def in_aggregate(found: Iterable[Aggregate], caption: str) -> Table:
         found,
         [
             ("figure", "", lambda a: a.figure),
-            ("prediction", "", lambda a: STAGE_LABELS[a.stage]),
+            ("prediction", "", lambda a: errors.STAGE_LABELS[a.stage]),
             ("measured", "", lambda a: a.provenance),
             ("runs", "count", lambda a: a.rows),
             ("mean, signed", NUMBER, error("mean", "+")),
@@ -142,7 +109,7 @@ def memory(records: Sequence[Record]) -> Table:
             ("budget", NUMBER, _budget),
             ("bit-equal", "", _verdict),
         ],
-        caption=f"Peak allocated. Underestimates of more than {LARGE:g} % and budgets that were exceeded are red.",
+        caption=f"Peak allocated. Underestimates of more than {errors.LARGE:g} % and exceeded budgets are red.",
     )
 
 
@@ -206,7 +173,7 @@ def fragmentation_percent(figures: RunFigures) -> float | None:
 
 
 def _best(r: Record) -> RunFigures:
-    return best(r.predicted or r.keep_all_predicted)
+    return errors.best(r.predicted or r.keep_all_predicted)
 
 
 def _calibrated(r: Record) -> RunFigures:
@@ -220,7 +187,7 @@ def _predicted(stage: str) -> Callable[[Record], Cell]:
         e = row_of(r, stage, ALLOCATED)
         if e is None:
             return Cell(UNKNOWN)
-        tone = "bad" if e.error < -LARGE else "" if e.error else "good"
+        tone = "bad" if e.error < -errors.LARGE else "" if e.error else "good"
         return Cell(f"{e.predicted:,} ({e.predicted - e.measured:+,})", e.predicted, tone)
 
     return cell
@@ -234,7 +201,11 @@ def _error(stage: str, figure: str) -> Callable[[Record], Cell]:
         if e is None:
             return Cell(UNKNOWN)
         tone = "good" if abs(e.error) < 0.0005 else ""
-        return Cell(f"{e.error:+.3f} %", e.error, "bad" if figure in MEMORY and e.error < -LARGE else tone)
+        return Cell(
+            f"{e.error:+.3f} %",
+            e.error,
+            "bad" if figure in errors.MEMORY and e.error < -errors.LARGE else tone,
+        )
 
     return cell
 

@@ -15,31 +15,27 @@ from traces.commands import Output, analysis_option, output_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory; default: campaign-NAME.")
 @click.option("--device", help="cpu or cuda, instead of what the file says.")
 @click.option("--only", default="", help="Run only cases whose label has this in it (* and ? allowed).")
-@click.option("--retry-failed", is_flag=True, help="Run failed cases and failed verifications again.")
 @analysis_option
-@click.option("--markdown", is_flag=True, help="Print the tables that the manual shows.")
 @output_options
 def campaign(
     cases: str,
     output: Path | None,
     device: str | None,
     only: str,
-    retry_failed: bool,
     analysis: str | None,
-    markdown: bool,
     out: Output,
 ) -> None:
     """Predict, run and measure every case of CASES, and report how wrong the predictions were.
 
     CASES is a TOML file of cases, `cpu` or `gpu` for one of those that come with Lowtide, or a finished campaign (its
     directory or campaign.json), which is only reported. Finished cases are kept: the same command again goes on where
-    it stopped. A case that does not fit, or that no plan fits, is a result.
+    it stopped, and tries again what failed. A case that does not fit, or that no plan fits, is a result.
 
     Exit code 1: a planned step did not compute what the untouched model computes. 2: a case failed.
     """
     from executor.campaign import tables
     from executor.campaign.cases import find_cases, load_cases
-    from executor.campaign.record import FAILED, NOT_EQUAL, Book, Store
+    from executor.campaign.record import FAILED, NOT_EQUAL, Book
     from traces.errors import LowtideError, SpecError, VerificationError
     from traces.provenance import refuse_page
 
@@ -47,7 +43,7 @@ def campaign(
         refuse_page()
     finished = _finished(cases)
     if finished is not None:
-        given = {"--output": output, "--device": device, "--only": only, "--retry-failed": retry_failed}
+        given = {"--output": output, "--device": device, "--only": only}
         ignored = [name for name, value in given.items() if value]
         if ignored:
             raise SpecError(
@@ -56,18 +52,17 @@ def campaign(
             )
         book = Book.load(finished)
     else:
-        from executor.campaign.run import run_campaign
+        from executor.campaign.bench import run_campaign
 
         asked = load_cases(find_cases(cases))
         if device is not None:
             asked = replace(asked, method=replace(asked.method, device=device))
-        store = Store.open(output or Path(f"campaign-{asked.name}"))
-        book = run_campaign(asked, store, out.say, only=only, retry_failed=retry_failed)
+        book = run_campaign(asked, output or Path(f"campaign-{asked.name}"), out.say, only=only)
     if out.report is not None:
         from executor.campaign.page import write_campaign
 
         write_campaign(out.report, book, analysis=analysis or "")
-    out.show(lambda: tables.answer(book), lambda: (tables.markdown if markdown else tables.summary)(book))
+    out.show(lambda: tables.answer(book), lambda: tables.summary(book))
     wrong = [r.case.label for r in book.records if r.status == NOT_EQUAL]
     if wrong:
         raise VerificationError(
@@ -77,7 +72,7 @@ def campaign(
     if failed:
         raise LowtideError(
             f"{len(failed)} of {len(book.records)} cases failed, the first ({failed[0].case.label}) with: "
-            f"{failed[0].message} Run the same command with --retry-failed to try them again."
+            f"{failed[0].message} The same command tries them again."
         )
 
 

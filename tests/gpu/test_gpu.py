@@ -18,7 +18,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from executor.measuring import limit_memory  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.costs.profiles import board_of  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
@@ -110,28 +109,3 @@ def test_a_campaign(tmp_path: Path) -> None:
     )
     answer = call(tmp_path, "executor", "campaign", "cases.toml", "-o", "out")
     assert [r["status"] for r in answer["cases"]] == ["rehearsed" if rehearsing() else "measured"]
-
-
-@pytest.mark.gpu
-def test_a_limit_stops_the_allocator() -> None:
-    try:
-        limit_memory("cuda", 64 << 20)
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def test_a_limit_names_the_device_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`set_per_process_memory_fraction` refuses "cuda" without one."""
-    asked: list[tuple[float, Any]] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"total_memory": 8 << 30})
-    )
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda share, index: asked.append((share, index))
-    )
-    limit_memory("cuda", 2 << 30)
-    limit_memory("cuda:0", 16 << 30)
-    assert asked == [(0.25, 1), (1.0, 0)]

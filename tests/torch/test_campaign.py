@@ -74,19 +74,3 @@ def test_a_tiny_model_is_predicted_to_the_byte(tmp_path: Path) -> None:
     again, same, said = call(tmp_path, "cases.toml", "-o", "c")
     assert (again, same) == (code, answer)
     assert "3 of 3 cases are finished and kept." in said
-
-
-@pytest.mark.slow
-def test_a_memory_limit_makes_an_out_of_memory_result(tmp_path: Path) -> None:
-    # Python and torch alone have more than 64 MiB of data.
-    limited = CASES.replace("[campaign]", '[campaign]\nmemory-limit = "64MiB"').replace(
-        '["none", "70%", "1%"]', '"none"'
-    )
-    (tmp_path / "net.py").write_text(NET)
-    (tmp_path / "cases.toml").write_text(limited)
-    code, answer, said = call(tmp_path, "cases.toml", "-o", "c")
-    assert code == 0, said
-    (row,) = answer["cases"]
-    assert row["status"] == "out of memory", row["message"]
-    assert row["predicted"]["calibrated"]["peak_allocated_bytes"] > 0
-    assert row["measured"]["peak_allocated_bytes"] is None
