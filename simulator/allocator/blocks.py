@@ -19,17 +19,15 @@ class Pool:
     Of equally large blocks the settings say which comes first.
     """
 
-    __slots__ = ("free", "searches", "small", "ties", "unmapped")
+    __slots__ = ("free", "small", "ties", "unmapped")
 
     def __init__(self, small: bool, ties: str) -> None:
         self.small = small
         self.ties = ties
         self.free: dict[int, list[tuple[int, int, int, Block]]] = {}  # stream -> (size, rank, block), sorted
         self.unmapped: dict[int, list[tuple[int, Block]]] = {}  # stream -> (address, block), sorted
-        self.searches = 0  # the clock of garbage collection
 
     def insert(self, block: Block) -> None:
-        block.born = self.searches
         insort(self.free.setdefault(block.stream, []), (*self._rank(block), block))
 
     def remove(self, block: Block) -> None:
@@ -59,7 +57,7 @@ class Block:
     """A piece of a segment. Changes hands and size; only the allocator changes it."""
 
     __slots__ = (
-        "address", "allocated", "born", "expandable", "mapped", "next", "origin", "pending", "pool", "prev",
+        "address", "allocated", "expandable", "mapped", "next", "origin", "pending", "pool", "prev",
         "requested", "segment_serial", "serial", "size", "stream",
     )  # fmt: skip
 
@@ -76,7 +74,6 @@ class Block:
         self.expandable = False
         self.origin = address  # of the expandable range, whose pages are counted from there
         self.pending = False  # freed, but other streams still use it
-        self.born = 0
         self.prev: Block | None = None
         self.next: Block | None = None
 

@@ -7,8 +7,8 @@ is got whole and goes back whole; an expandable segment is a long range of addre
 blocks need it, and unmapped page by page where nothing is left.
 
 Counts: rounding, best fit, splits and merges, segments, expandable segments, blocks that other streams still use,
-retries when memory runs out, garbage collection. Ignores: the private pools of CUDA graphs and MemPool, callbacks that
-free memory, memory that others hold on the device, and the granularity below 2 MiB at which drivers really allot.
+retries when memory runs out. Ignores: the private pools of CUDA graphs and MemPool, callbacks that free memory,
+memory that others hold on the device, and the granularity below 2 MiB at which drivers really allot.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class Allocator:
         settings: what PYTORCH_ALLOC_CONF says.
         device_memory_bytes: the driver refuses beyond this; None: it never refuses.
         place: gives the address of a new segment, or of an expandable range, from (size, stream, expandable).
-        total_memory_bytes: of the whole device, which torch's own limits are counted from; None: the same.
     """
 
     def __init__(
@@ -70,42 +69,30 @@ class Allocator:
         settings: AllocatorSettings | None = None,
         device_memory_bytes: int | None = None,
         place: Callable[[int, int, bool], int] | None = None,
-        total_memory_bytes: int | None = None,
     ) -> None:
         self.settings = settings or AllocatorSettings()
         self.device_memory_bytes = device_memory_bytes
-        total = device_memory_bytes if total_memory_bytes is None else total_memory_bytes
         # An expandable range is longer than the device's memory, so that pages can be moved to its end.
-        self.range_bytes = DEFAULT_RANGE_BYTES if total is None else total * 9 // 8
-        fraction = self.settings.memory_fraction
-        self.limit_bytes: int | None = None  # torch's own limit, below the driver's
-        self.rejects_above_bytes: int | None = None  # beyond this a request is turned down with no second try
-        if total is not None and fraction is not None and fraction < 1:
-            self.limit_bytes = int(fraction * total)
-        elif self.settings.throw_on_oom:
-            self.rejects_above_bytes = total
+        self.range_bytes = (
+            DEFAULT_RANGE_BYTES if device_memory_bytes is None else device_memory_bytes * 9 // 8
+        )
         ties = self.settings.ties
         self.small, self.large = Pool(True, ties), Pool(False, ties)
         self.segment_events: list[SegmentEvent] = []
         self.reserved = self.peak_reserved = 0
         self._place = place or self._next_address
         self._end = 0  # above all addresses given out so far
-        self._collects = self.limit_bytes is not None and self.settings.garbage_collection_threshold > 0
         self._sizes: dict[int, int] = {}  # of a request -> of its block
         self._held: dict[int, Block] = {}  # address -> block between request_free and complete_free
         self.first_serial = -1  # of blocks that are older, nobody knows which is the oldest
         self.allocated = self.requested = self.active = 0
         self.peak_allocated = self.peak_requested = self.peak_active = 0
-        self.num_alloc_retries = self.num_ooms = self.num_oom_rejections = 0
+        self.num_alloc_retries = self.num_ooms = 0
 
-    def malloc(
-        self, size_bytes: int, stream: int = 0, search: bool = True, likely_address: int | None = None
-    ) -> Block:
+    def malloc(self, size_bytes: int, stream: int = 0, likely_address: int | None = None) -> Block:
         """A block for a request.
 
         Args:
-            search: whether to look for a free block first. A recording may show that none was there, although the
-                request itself made one later on, by waiting for other streams.
             likely_address: where it was recorded. Decides between equally large blocks of which both have been there
                 from the start of a recording, so that nobody knows which is older.
 
@@ -116,14 +103,8 @@ class Allocator:
         if size is None:
             size = self._sizes[size_bytes] = round_up(size_bytes, self.settings)
         pool = self.small if size <= SMALL_BYTES else self.large
-        block = self._find(pool, size, stream, likely_address) if search else None
+        block = self._find(pool, size, stream, likely_address)
         if block is None:
-            if self._collects:
-                self._collect_garbage()
-            most = self.rejects_above_bytes
-            if most is not None and self.reserved + self.segment_bytes(size, pool.small) > most:
-                self.num_oom_rejections += 1
-                raise OutOfMemory(self._refusal(size_bytes))
             block = self._extend(pool, size, stream)
             if block is None and self._release_oversize(pool, size, stream):
                 block = self._extend(pool, size, stream)
@@ -211,8 +192,6 @@ class Allocator:
 
     def _find(self, pool: Pool, size: int, stream: int, likely: int | None = None) -> Block | None:
         """Take the best fitting free block of the stream from the pool."""
-        if self._collects:
-            pool.searches += 1
         blocks = pool.free.get(stream)
         if not blocks:
             return None
@@ -293,40 +272,10 @@ class Allocator:
                 self._release(block)
         return released >= wanted
 
-    def _collect_garbage(self) -> None:
-        """Give back the unsplit large blocks that have waited longest until the threshold is met.
-
-        Each round gives back every block of at least the average age, also beyond what the threshold wants.
-        """
-        assert self.limit_bytes is not None
-        threshold = int(self.settings.garbage_collection_threshold * self.limit_bytes)
-        wanted = self.reserved - threshold
-        if wanted <= 0:
-            return
-        clock = self.large.searches
-        candidates = [b for b in self.large.blocks() if not b.is_split and not b.expandable]
-        age = sum(clock - b.born for b in candidates)
-        freed = 0
-        progress = True
-        while freed < wanted and progress and candidates:
-            oldest = age / len(candidates)
-            progress = False
-            left: list[Block] = []
-            for block in candidates:
-                if clock - block.born >= oldest:
-                    progress = True
-                    freed += block.size
-                    self._release(block)
-                    age -= clock - block.born
-                else:
-                    left.append(block)
-            candidates = left
-
     def _refusal(self, size_bytes: int) -> str:
-        limit = self.device_memory_bytes if self.limit_bytes is None else self.limit_bytes
         return (
             f"out of memory: a request of {size_bytes:,} bytes does not fit; {self.allocated:,} bytes are allocated "
-            f"and {self.reserved:,} reserved of {limit or 0:,}. Allow more memory, or need less."
+            f"and {self.reserved:,} reserved of {self.device_memory_bytes or 0:,}. Allow more memory, or need less."
         )
 
     # The driver's side: segments and mapped pages
@@ -351,8 +300,6 @@ class Allocator:
     def _extend(self, pool: Pool, size: int, stream: int) -> Block | None:
         """A free block from new memory, outside the pool; None if the driver refuses."""
         segment = self.segment_bytes(size, pool.small)
-        if self.limit_bytes is not None and self.reserved + segment > self.limit_bytes:
-            return None
         if self.settings.expandable_segments:
             return self._grow(pool, size, stream)
         if not self._driver_has(segment):
@@ -375,15 +322,6 @@ class Allocator:
             block = more
         pool.remove(block)
         return block
-
-    def map_at(self, address: int, size: int, stream: int, small: bool) -> None:
-        """Map pages for a request that the driver then refused, so that they stay as free blocks."""
-        pool = self.small if small else self.large
-        for start, unmapped in pool.unmapped.get(stream, ()):
-            if start == address and unmapped.size >= size:
-                self._map(unmapped, size)
-                return
-        self._map(self._new_range(pool, size, stream), size)
 
     def _growable(self, pool: Pool, size: int, stream: int) -> Block:
         """An unmapped block, or the free block before it, with room for `size` bytes; a new range if there is none."""

@@ -165,10 +165,9 @@ def device_fit(
     if setting.asked:
         plain = as_in(AllocatorSettings(), problem.trace.meta.torch_version)
         by_default = figures if settings == plain else reserved(plain)
-    if device is not None and (settings.memory_fraction is not None or wanted > device.usable_bytes):
-        usable, whole = device.usable_bytes, device.memory_bytes
+    if device is not None and wanted > device.usable_bytes:
         try:
-            figures = reserved(settings, device_memory_bytes=usable, total_memory_bytes=whole)
+            figures = reserved(settings, device_memory_bytes=device.usable_bytes)
         except OutOfMemory as error:
             out_of_memory = _short(wanted, device, "reserves") or str(error)
     return DeviceFit(

@@ -72,7 +72,6 @@ def reserved_peak(
     *,
     iterations: int = ITERATIONS,
     device_memory_bytes: int | None = None,
-    total_memory_bytes: int | None = None,
     requests: Requests | None = None,
 ) -> ReservedFigures:
     """Run a schedule several times through one simulated allocator, from the first iteration on.
@@ -85,7 +84,6 @@ def reserved_peak(
     Args:
         iterations: how many to run at most. When one asked for no new memory, the next would be the same, so it ends.
         device_memory_bytes: what the device has for the allocator; None: enough.
-        total_memory_bytes: what the device has in all, which torch's own limits are counted from; None: the same.
         requests: to be played in place of the schedule's.
 
     Raises:
@@ -99,7 +97,7 @@ def reserved_peak(
     if iterations < 1:
         raise ValueError(f"iterations is {iterations}; one at least must run")
     requests = requests or requests_of(problem, schedule)
-    allocator = Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes)
+    allocator = Allocator(settings, device_memory_bytes)
     events = allocator.segment_events
     for size in requests.residents:
         allocator.malloc(size)
@@ -126,19 +124,18 @@ def reserved_over(
     residents: Sequence[int],
     settings: AllocatorSettings | None = None,
     device_memory_bytes: int | None = None,
-    total_memory_bytes: int | None = None,
 ) -> tuple[AllocatorFigures, ...]:
     """What iterations that differ come to, one after the other in one allocator, with the peaks of each.
 
     Args:
         iterations: what each asks, of which the first makes the optimizer's state.
         residents: bytes of what is there before all of them.
-        settings, device_memory_bytes, total_memory_bytes: as for `reserved_peak`, which see.
+        settings, device_memory_bytes: as for `reserved_peak`, which see.
 
     Raises:
         OutOfMemory: the device has less than this takes.
     """
-    allocator = Allocator(settings, device_memory_bytes, total_memory_bytes=total_memory_bytes)
+    allocator = Allocator(settings, device_memory_bytes)
     for size in residents:
         allocator.malloc(size)
     held: dict[int, list[Block]] = {}

@@ -39,8 +39,11 @@ WITHOUT_EFFECT: Final = frozenset(
         "graph_capture_record_stream_reuse",
         "pinned_free_catch_all",
         "backend",
+        # It collects only below a limit that the process has set itself, which is not simulated.
+        "garbage_collection_threshold",
     }
 )
+NOT_SIMULATED: Final = ("per_process_memory_fraction", "throw_on_cudamalloc_oom")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +53,11 @@ class AllocatorSettings:
     max_split_bytes: int = UNLIMITED
     max_non_split_rounding_bytes: int = 20 * MIB
     large_segment_bytes: int = 20 * MIB
-    garbage_collection_threshold: float = 0.0
     # Divisions per power of two, for requests of 1 MiB, 2 MiB, ...; the first entry also for all smaller ones.
     roundup_divisions: tuple[int, ...] = (0,) * INTERVALS
     expandable_segments: bool = False
-    memory_fraction: float | None = None  # of the whole device; None and 1: no limit, no garbage collection
     # Which of equally large free blocks is taken; no option, it goes by the version.
     ties: str = OLDER_SEGMENT
-    # Give up at once, cached memory or not, when a segment would exceed the device.
-    throw_on_oom: bool = False
     # No option either: what a plan asks for in one piece, and gives back at once, before the first step.
     ahead_bytes: int = 0
 
@@ -84,9 +83,6 @@ def parse_alloc_conf(text: str) -> AllocatorSettings:
         "max_split_size_mb": ("max_split_bytes", partial(_whole, least=least)),
         "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", partial(_whole, least=least)),
         "roundup_power2_divisions": ("roundup_divisions", lambda _, value: _divisions(value)),
-        "garbage_collection_threshold": ("garbage_collection_threshold", _share),
-        "per_process_memory_fraction": ("memory_fraction", partial(_share, closed=True)),
-        "throw_on_cudamalloc_oom": ("throw_on_oom", _truth),
         "expandable_segments": ("expandable_segments", _truth),
     }
     found: dict[str, Any] = {"max_non_split_rounding_bytes": size}
@@ -96,6 +92,10 @@ def parse_alloc_conf(text: str) -> AllocatorSettings:
             found[field] = read(key, value)
         elif key == "backend" and value != "native":
             raise SpecError(f"backend:{value}: only torch's own allocator (backend:native) is simulated.")
+        elif key in NOT_SIMULATED:
+            raise SpecError(
+                f"{key}: this option is not simulated; leave it out, or name less with --device-memory."
+            )
         elif key not in WITHOUT_EFFECT:
             *all_but_last, last = options
             raise SpecError(
@@ -146,16 +146,6 @@ def _whole(key: str, value: str, least: int) -> int:
     if not (value.isascii() and value.isdigit() and len(value) < 13) or int(value) < least:
         raise SpecError(f"{key}:{value}: give a whole number of MiB, {least} or more.")
     return int(value) * MIB
-
-
-def _share(key: str, value: str, closed: bool = False) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if not (0.0 < number < 1.0 or (closed and number in (0.0, 1.0))):
-        raise SpecError(f"{key}:{value}: give a number between 0 and 1.")
-    return number
 
 
 def _truth(key: str, value: str) -> bool:

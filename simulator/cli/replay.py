@@ -51,8 +51,6 @@ def replay_command(
     source = understood(read_recording(recording, device))
     if settings is not None:  # which of equal blocks is taken goes by the version of torch, not by the text
         settings = replace(settings, ties=source.settings.ties)
-    if (settings or source.settings).memory_fraction is not None and memory_bytes is None:
-        out.say("per_process_memory_fraction has no effect without --device-memory")
     for note in source.notes:
         out.say(f"note: {note}")
     out.say(f"replaying {len(source.events)} events")

@@ -210,7 +210,7 @@ def _random_steps(c: Prediction, asked: Sequence[Any], seed: int) -> RandomSteps
     told = ""
     if device is not None:
         try:
-            reserved_over(order, largest.residents, settings, device.usable_bytes, device.memory_bytes)
+            reserved_over(order, largest.residents, settings, device.usable_bytes)
         except OutOfMemory as error:
             told = str(error)
     return RandomSteps(

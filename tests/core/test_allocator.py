@@ -303,99 +303,6 @@ def test_out_of_memory_changes_nothing_else() -> None:
     assert a.malloc(24 * MIB).size == 24 * MIB
 
 
-def test_the_memory_fraction_is_a_limit() -> None:
-    a = Allocator(conf("per_process_memory_fraction:0.5"), device_memory_bytes=100 * MIB)
-    a.malloc(40 * MIB)
-    with pytest.raises(OutOfMemory, match="52,428,800"):
-        a.malloc(12 * MIB)  # 52 of 50
-    a.malloc(10 * MIB)
-
-
-def test_garbage_collection_frees_the_oldest() -> None:
-    c = conf("garbage_collection_threshold:0.5,per_process_memory_fraction:0.5")
-    a = Allocator(c, device_memory_bytes=200 * MIB)  # limit 100, collection from 50 on
-    old, new = a.malloc(30 * MIB), a.malloc(28 * MIB)  # searches 1, 2; nothing to collect before reserving
-    a.free(old)  # born at 2
-    a.malloc(12 * MIB)  # search 3 takes old's 30 (rest 18 goes back, so it is split); nothing new
-    assert a.reserved == 58 * MIB
-    a.free(new)  # born at 3
-    third = a.malloc(34 * MIB)  # search 4; 58 - 50 = 8 to free: of unsplit free blocks only `new`, 28
-    assert segments(a, "segment_free") == [28 * MIB]
-    assert a.reserved == (30 + 34) * MIB
-    a.free(third)
-    assert a.num_alloc_retries == 0
-
-
-def test_without_a_fraction_there_is_no_garbage_collection() -> None:
-    a = Allocator(conf("garbage_collection_threshold:0.5"), device_memory_bytes=100 * MIB)
-    a.free(a.malloc(60 * MIB))
-    a.malloc(1)
-    assert a.reserved == 62 * MIB
-
-
-def test_garbage_collection_goes_by_age() -> None:
-    c = conf("garbage_collection_threshold:0.5,per_process_memory_fraction:0.99")
-    a = Allocator(c, device_memory_bytes=200 * MIB)  # collection from 99 of 198 on
-    blocks = [a.malloc(n * MIB) for n in (40, 44, 12)]  # 96 reserved
-    a.free(blocks[1])  # born at search 3
-    blocks.append(a.malloc(50 * MIB))  # search 4, 96 <= 99: no collection; 146
-    a.free(blocks[0])  # born at search 4
-    a.malloc(46 * MIB)  # search 5: ages 2 (44 MiB) and 1 (40): average 1.5, so 44 goes; 47 wanted,
-    # then average 1: 40 goes as well.
-    assert segments(a, "segment_free") == [44 * MIB, 40 * MIB]
-    assert a.reserved == (12 + 50 + 46) * MIB
-
-
-def test_garbage_collection_does_not_stop_at_its_target() -> None:
-    c = conf("garbage_collection_threshold:0.5,per_process_memory_fraction:0.99")
-    a = Allocator(c, device_memory_bytes=200 * MIB)  # collection from 99 of 198 on
-    blocks = [a.malloc(n * MIB) for n in (40, 44, 16)]  # searches 1 to 3; 100 reserved
-    for block in blocks:
-        a.free(block)  # all born at search 3, so all of the average age
-    # Search 4: 1 MiB over the threshold is wanted. torch gives back all blocks of at least the average age, so 100.
-    a.malloc(50 * MIB)
-    assert segments(a, "segment_free") == [16 * MIB, 40 * MIB, 44 * MIB]
-    assert a.peak_reserved == 100 * MIB
-    assert a.reserved == 50 * MIB
-
-
-def test_a_fraction_of_one_is_none() -> None:
-    a = Allocator(
-        conf("garbage_collection_threshold:0.5,per_process_memory_fraction:1"), device_memory_bytes=200 * MIB
-    )
-    assert a.limit_bytes is None
-    a.free(a.malloc(120 * MIB))
-    a.malloc(1)  # from the small pool; a limit would have the 120 collected
-    assert a.reserved == 122 * MIB
-
-
-def test_a_fraction_counts_from_the_whole_device() -> None:
-    a = Allocator(
-        conf("per_process_memory_fraction:0.5"), device_memory_bytes=90 * MIB, total_memory_bytes=100 * MIB
-    )
-    a.malloc(50 * MIB)  # half of 100
-    with pytest.raises(OutOfMemory):
-        a.malloc(1)
-
-
-def test_throwing_instead_of_giving_back() -> None:
-    # As torch 2.12's own code does on a device of 200 MiB: 60 + 90 are cached, 150 more would make 300.
-    a = Allocator(conf("throw_on_cudamalloc_oom:True"), device_memory_bytes=200 * MIB)
-    a.free(a.malloc(60 * MIB))
-    a.free(a.malloc(90 * MIB))
-    with pytest.raises(OutOfMemory):
-        a.malloc(150 * MIB)
-    assert a.reserved == 150 * MIB
-    assert (a.num_alloc_retries, a.num_ooms, a.num_oom_rejections) == (0, 0, 1)
-    # A fraction below one is looked at first, and has its second try.
-    b = Allocator(
-        conf("throw_on_cudamalloc_oom:True,per_process_memory_fraction:0.5"), device_memory_bytes=200 * MIB
-    )
-    b.free(b.malloc(60 * MIB))
-    b.malloc(90 * MIB)
-    assert (b.reserved, b.num_alloc_retries, b.num_oom_rejections) == (90 * MIB, 1, 0)
-
-
 # Expandable segments ----------------------------------------------------------------------------------------------
 
 
@@ -460,7 +367,6 @@ def test_settings_are_read() -> None:
         "max_split_size_mb:128, garbage_collection_threshold:0.8,expandable_segments:True,backend:native"
     )
     assert c.max_split_bytes == 128 * MIB
-    assert c.garbage_collection_threshold == 0.8
     assert c.expandable_segments
     assert conf("") == AllocatorSettings()
     assert conf("pinned_use_background_threads:True") == AllocatorSettings()
@@ -476,14 +382,13 @@ def test_settings_are_read() -> None:
         "max_split_size_mb:19",
         "max_split_size_mb:-1",
         "max_split_size_mb:1\u0662",
-        "garbage_collection_threshold:1.5",
-        "garbage_collection_threshold:nan",
         "roundup_power2_divisions:3",
         "roundup_power2_divisions:0",
         "max_split_size_mb:31,large_segment_size_mb:32",  # in either order
         "large_segment_size_mb:32,max_non_split_rounding_mb:25",
         "large_segment_size_mb:10",
-        "per_process_memory_fraction:1.1",
+        "per_process_memory_fraction:0.9",  # not simulated, nor is the next
+        "throw_on_cudamalloc_oom:True",
         "roundup_power2_divisions:[256:1",
         "roundup_power2_divisions:[:]",
         "roundup_power2_divisions:[3:1]",
@@ -593,8 +498,7 @@ CONFS = st.sampled_from(
         "expandable_segments:True",
         "max_split_size_mb:20",
         "roundup_power2_divisions:4",
-        "garbage_collection_threshold:0.4,per_process_memory_fraction:0.9",
-        "expandable_segments:True,per_process_memory_fraction:0.8,large_segment_size_mb:40",
+        "expandable_segments:True,large_segment_size_mb:40",
     ]
 )
 MORE_ACTIONS = st.lists(

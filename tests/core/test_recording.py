@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from simulator.allocator.blocks import Block, Pool
 from simulator.allocator.caching import Allocator
-from simulator.allocator.replay.replay import replay, settled
+from simulator.allocator.replay.replay import replay
 from simulator.allocator.replay.snapshot import read_recording
 from simulator.allocator.settings import (
     LOWEST_ADDRESS,
@@ -194,7 +194,7 @@ def test_a_history_that_begins_midway_replays_to_the_byte(
     seed: int, torch_version: str, conf: str, tmp_path: Path
 ) -> None:
     p = random_program(seed, conf, torch_version)
-    recording = settled(read_recording(write(tmp_path / "s.pickle", p.snapshot())))
+    recording = read_recording(write(tmp_path / "s.pickle", p.snapshot()))
     assert recording.settings.ties == p.allocator.settings.ties
     assert recording.settings.expandable_segments == (conf != "")
     result = replay(recording)

@@ -241,17 +241,6 @@ def test_a_device_on_which_cached_memory_must_be_given_back() -> None:
     assert (c.planned_fit.fits, c.planned_fit.retries_a_step) == (True, 2)
 
 
-def test_a_memory_fraction_is_of_the_whole_device() -> None:
-    of = on_gpu(chain(1, 11 * MIB))  # reserves 48 MiB
-    device = DeviceMemory(name="d", kind="cuda", memory_bytes=96 * MIB, context_bytes=16 * MIB)
-
-    def fits(share: str) -> bool:
-        return bool(fit_of(of, setting_of(of.meta, f"per_process_memory_fraction:{share}", device)).fits)
-
-    assert fits("0.5")  # of 96 MiB
-    assert not fits("0.49")
-
-
 def test_a_budget_of_reserved_memory(network: Path, tmp_path: Path) -> None:
     whole = json.loads(simulate(network, "--json").stdout)["baseline"]["peak_reserved_bytes"]
     output = tmp_path / "plan.json"

@@ -7,13 +7,10 @@ nothing is called; what remains is the size of what it builds, which is bounded 
 from __future__ import annotations
 
 import contextlib
-import gzip
-import io
 import pickle
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from traces.errors import TraceError
 
@@ -21,9 +18,6 @@ MAX_FILE_BYTES: Final = 4 << 30
 # What a pickle may take while it loads. The stacks of a snapshot are shared objects and expand about tenfold.
 SPARE_BYTES: Final = 2 << 30
 BYTES_PER_FILE_BYTE: Final = 24
-CHUNK_BYTES: Final = 1 << 20
-GZIP_START: Final = b"\x1f\x8b"
-ZIP_START: Final = b"PK\x03\x04"
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -47,17 +41,8 @@ def load_plain(path: Path) -> Any:
                 f"{path}: {size / 2**30:.1f} GiB are more than can be read; record with a smaller max_entries, or "
                 "with _record_memory_history(context=None)."
             )
-        with path.open("rb") as raw:
-            start = raw.read(4)
-            raw.seek(0)
-            file: IO[bytes] = raw
-            if start.startswith((GZIP_START, ZIP_START)):
-                # What it holds is read whole: by then the bound knows how large that is.
-                with _bounded_memory(SPARE_BYTES):
-                    unpacked = _unpacked(raw, start.startswith(ZIP_START), path)
-                file, size = io.BytesIO(unpacked), len(unpacked)
-            with _bounded_memory(SPARE_BYTES + BYTES_PER_FILE_BYTE * size):
-                return _PlainUnpickler(file).load()
+        with path.open("rb") as file, _bounded_memory(SPARE_BYTES + BYTES_PER_FILE_BYTE * size):
+            return _PlainUnpickler(file).load()
     except TraceError:
         raise
     except OSError as error:
@@ -72,27 +57,6 @@ def load_plain(path: Path) -> Any:
         raise TraceError(
             f"{path}: not a memory snapshot ({detail}); make one with torch.cuda.memory._dump_snapshot(path)."
         ) from None
-
-
-def _unpacked(raw: IO[bytes], is_zip: bool, path: Path) -> bytes:
-    """What is in a gzip file, or the one file that is in a zip file."""
-    if not is_zip:
-        return _read_bounded(gzip.GzipFile(fileobj=raw), path)
-    with zipfile.ZipFile(raw) as archive:
-        names = [n for n in archive.namelist() if not n.endswith("/")]
-        if len(names) != 1:
-            raise TraceError(f"{path}: holds {len(names)} files; unpack it and name the snapshot among them.")
-        with archive.open(names[0]) as member:
-            return _read_bounded(member, path)
-
-
-def _read_bounded(file: IO[bytes] | gzip.GzipFile, path: Path) -> bytes:
-    out = bytearray()
-    while chunk := file.read(CHUNK_BYTES):
-        out += chunk
-        if len(out) > SPARE_BYTES // 4:
-            raise TraceError(f"{path}: unpacks to more than {SPARE_BYTES >> 22} MiB; unpack it before.")
-    return bytes(out)
 
 
 @contextlib.contextmanager

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 from simulator.allocator.blocks import Block
-from simulator.allocator.caching import MIN_BLOCK_BYTES, SMALL_BYTES, Allocator, AllocatorFigures, OutOfMemory
-from simulator.allocator.replay.pages import is_small_map, page_runs
+from simulator.allocator.caching import Allocator, AllocatorFigures, OutOfMemory
+from simulator.allocator.replay.pages import page_runs
 from simulator.allocator.replay.recording import GETS, GIVES_BACK, Event, Recording
 from simulator.allocator.replay.start import repack, restore
-from simulator.allocator.settings import (
-    LOWEST_ADDRESS,
-    OLDER_BLOCK,
-    OLDER_SEGMENT,
-    AllocatorSettings,
-    round_up,
-)
-
-MAX_CORRECTIONS: Final = 100  # of a start state; each replays the recording up to where it first differs
+from simulator.allocator.settings import LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT, AllocatorSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +71,8 @@ def replay(
     run = _Run(recording, settings or recording.settings, device_memory_bytes, from_scratch)
     try:
         run.start()
-        for k in range(len(recording.events)):
-            run.step(k)
+        for event in recording.events:
+            run.step(event)
     except OutOfMemory as error:
         wanted = sum(e.action == "alloc" for e in recording.events)
         stopped = f"after {run.allocations} of {wanted} allocations: {error}"
@@ -101,7 +91,7 @@ def replay(
 
 
 def understood(recording: Recording) -> Recording:
-    """The recording with what is not in it inferred from the addresses that are: see `settled`, and the rule of ties.
+    """The recording with the rule by which equal blocks are taken, inferred from the addresses.
 
     A snapshot does not name the version of torch that wrote it. If the rule that it was taken to follow does not put
     every request where it was recorded, the one that puts most of them there is taken.
@@ -109,7 +99,7 @@ def understood(recording: Recording) -> Recording:
     best: Recording | None = None
     most = -1
     for ties in dict.fromkeys((recording.settings.ties, OLDER_SEGMENT, OLDER_BLOCK, LOWEST_ADDRESS)):
-        tried = settled(replace(recording, settings=replace(recording.settings, ties=ties)))
+        tried = replace(recording, settings=replace(recording.settings, ties=ties))
         result = replay(tried)
         if result.same_addresses > most:
             best, most = tried, result.same_addresses
@@ -117,46 +107,6 @@ def understood(recording: Recording) -> Recording:
             break
     assert best is not None
     return best
-
-
-def settled(recording: Recording) -> Recording:
-    """The recording with a start state under which its requests land where they were recorded.
-
-    How much behind a block of the start state was the block's own is not recorded if it was freed later on. Where a
-    request lands in front of that space in the replay and did not in fact, it cannot have fitted there: the block
-    owned at least so much that it did not. Repeated until the first request that lands elsewhere has another reason.
-    """
-    unsure = {b.address for s in recording.start for b in s.blocks if not b.sure}
-    for _ in range(MAX_CORRECTIONS if unsure else 0):
-        own = _first_stray(recording, unsure)
-        if own is None:
-            break
-        at, size = own
-        start = tuple(
-            replace(s, blocks=tuple(replace(b, size_bytes=size) if b.address == at else b for b in s.blocks))
-            for s in recording.start
-        )
-        recording = replace(recording, start=start)
-    return recording
-
-
-def _first_stray(recording: Recording, unsure: set[int]) -> tuple[int, int] | None:
-    """Of the first request that lands elsewhere: the block behind which it did, and the size that this must have."""
-    run = _Run(recording, recording.settings, None, False)
-    run.start()
-    for k, e in enumerate(recording.events):
-        landed = run.step(k)
-        if landed is None or landed.address == e.address:
-            continue
-        before, rest = landed.prev, landed.next
-        if before is None or before.address not in unsure or before not in run.at_first:
-            return None
-        size = round_up(e.size_bytes, recording.settings)
-        room = landed.size + (rest.size if rest is not None and rest.usable and rest.mapped else 0)
-        own = before.size + room - size + MIN_BLOCK_BYTES
-        asked = round_up(before.requested, recording.settings)
-        return (before.address, own) if own - asked <= SMALL_BYTES else None
-    return None
 
 
 class _Run:
@@ -177,10 +127,6 @@ class _Run:
             feed.allocator = self.allocator
         self.there: dict[int, Block] = {}
         self.freeing: dict[int, Block] = {}
-        self.at_first: set[Block] = set()  # that have been there from the start on
-        self.left, self.again = (set[int](), set[int]())
-        if not from_scratch:
-            self.left, self.again = _inside_requests(recording.events)
         self.allocations = self.same_addresses = self.unknown_frees = self.requests_before = 0
         self.giving_back = False  # within a run of recorded returns to the driver
 
@@ -194,75 +140,35 @@ class _Run:
             held = restore(allocator, first, page_runs(first, self.recording.events, page_bytes))
         self.freeing = {at: b for at, b in held.items() if not b.allocated}
         self.there = {at: b for at, b in held.items() if b.allocated}
-        self.at_first = set(held.values())
         self.requests_before = len(allocator.segment_events)
 
-    def step(self, k: int) -> Block | None:
-        """One event; returns the block if it is an allocation."""
-        event, allocator = self.recording.events[k], self.allocator
+    def step(self, event: Event) -> None:
+        """One event."""
+        allocator = self.allocator
         action, at, size = event.action, event.address, event.size_bytes
         if action == "free_completed":
             if at in self.freeing:
-                freed = self.freeing.pop(at)
-                self.at_first.discard(freed)
-                allocator.complete_free(freed)
-            return None
+                allocator.complete_free(self.freeing.pop(at))
+            return
         if action in GIVES_BACK:
             if not self.from_scratch:
                 allocator.release_at(at, size)
             elif not self.giving_back:
                 allocator.release_cached()
             self.giving_back = True
-            return None
+            return
         self.giving_back = False
         if action == "alloc":
             likely = None if self.from_scratch else at
-            block = allocator.malloc(size, event.stream, k not in self.again, likely)
-            self.there[at] = block
+            self.there[at] = allocator.malloc(size, event.stream, likely)
             self.allocations += 1
-            self.same_addresses += block.address == at
-            return block
-        if action == "free_requested":
+            self.same_addresses += self.there[at].address == at
+        elif action == "free_requested":
             if at in self.there:
                 self.freeing[at] = self.there.pop(at)
                 allocator.request_free(self.freeing[at])
             else:
                 self.unknown_frees += 1
-        elif k in self.left:
-            allocator.map_at(at, size, event.stream, is_small_map(size))
-        return None
-
-
-def _inside_requests(events: Sequence[Event]) -> tuple[set[int], set[int]]:
-    """What a recording shows of the inside of requests, as positions of events.
-
-    Returns the maps that belong to no request that was served: the driver refused the rest of what was asked for, and
-    the pages stayed. And the allocations for which memory was given back and then new memory was got: with a second
-    try the allocator does not look for a free block again, although giving back may have made one.
-    """
-    left: set[int] = set()
-    again: set[int] = set()
-    maps: list[int] = []
-    new = given_back = False  # in the events since the last that was about a block
-    for k, action in enumerate(e.action for e in events):
-        if action in GETS:
-            new = True
-            if action == "segment_map":
-                maps.append(k)
-            continue
-        if action == "alloc":
-            if new and given_back:
-                again.add(k)
-            maps.clear()
-        left.update(maps)
-        maps.clear()
-        new = False
-        if action in GIVES_BACK:
-            given_back = True
-        elif action != "free_completed":
-            given_back = False
-    left.update(maps)
-    return left, again
 
 
 class _Addresses:

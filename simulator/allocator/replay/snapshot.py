@@ -199,9 +199,6 @@ def _settings(data: Any, notes: list[str]) -> AllocatorSettings:
         out = replace(out, max_split_bytes=split)
     if isinstance(data.get("expandable_segments"), bool):
         out = replace(out, expandable_segments=data["expandable_segments"])
-    threshold = data.get("garbage_collection_threshold")
-    if isinstance(threshold, float) and 0 <= threshold < 1:
-        out = replace(out, garbage_collection_threshold=threshold)
     divisions = data.get("roundup_power2_divisions")
     if isinstance(divisions, dict):
         table = [divisions.get(str(1 << k), 0) for k in range(INTERVALS)]
