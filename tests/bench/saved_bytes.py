@@ -1,6 +1,6 @@
 """How many bytes bit-exact levers alone take off what forward hands to backward, within a limit of added time.
 
-python -m tests.bench.saved_bytes TRACE... [--most 1.5] [--levers bits,narrow16] [--json]
+python -m tests.bench.saved_bytes TRACE... [--most 1.5] [--levers bits,narrow16] [--measure] [--json]
 
 Another question than a budget's: the peak may be anywhere, and may even rise. So the cuts of the bound at the end of
 forward answer it (`simulator.bounds.bound`). Taken in order of their price they are a plan; merged with what packing a
@@ -9,13 +9,20 @@ value saves and takes, the last one in part, they say what no plan with these le
 Counts: the time of everything that runs again, and of both ops of a packed value; all that is in memory when forward
 has ended, but for what is there throughout. Ignores, in the bound: that values are saved whole or not at all, that a
 packed value may be recomputed, too.
+
+`--measure` trains with the plan on the CPU, and with everything saved: what the CPU's allocator has live when backward
+begins, beside the prediction. Needs torch and a trace for the CPU.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+import tempfile
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
 
 import click
 
@@ -27,11 +34,14 @@ from simulator.core.rewrites import rewritten_problem
 from simulator.core.rewrites.pack import ranked
 from simulator.planners.cuts import states
 from simulator.planners.greedy import Found, Search
-from simulator.planners.outcome import percent
-from traces.records.plan import Action, Rewrite
+from simulator.planners.outcome import finish, percent
+from simulator.prediction.planning import UNLIMITED_BYTES
+from traces.records.plan import Action, Plan, Rewrite
 
 EXACT = ("bits", "narrow8", "narrow16", "narrow32")
 PARTS = 8  # so many shares of what can be packed are tried
+STEPS: Final = 3  # measured; the last one counts
+TURN_MARK: Final = "lowtide turn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +99,7 @@ def _plan(
 ) -> tuple[int, int, tuple[Action, ...], tuple[Rewrite, ...]] | None:
     """(bytes, added time, actions, rewrites) with these values packed; None if that takes too long by itself."""
     step = rewritten_problem(problem, rewrites)
-    search = Search(step, 1 << 62)
+    search = Search(step, UNLIMITED_BYTES)
     ev, most_ns = search.evaluator, problem.trace.time_ns + most_added_ns
     if ev.base_time_ns > most_ns:
         return None
@@ -120,14 +130,59 @@ def _fill(search: Search, state: State, most_ns: int) -> None:
             state.saved[s] = 1
 
 
+def plan_of(problem: Problem, actions: tuple[Action, ...], rewrites: tuple[Rewrite, ...]) -> Plan:
+    """What was found as a plan that `execute` takes."""
+    plan = finish(rewritten_problem(problem, rewrites), "saved-bytes", UNLIMITED_BYTES, actions)
+    return replace(plan, meta=problem.trace.meta, rewrites=rewrites).sealed()
+
+
+def measure(problem: Problem, found: Saving) -> int:
+    """By how many bytes the plan lowers what is live on the CPU when backward begins, measured."""
+    from executor.isolated import run_fresh
+
+    with tempfile.TemporaryDirectory() as folder:
+        live: list[int] = []
+        for actions, rewrites in (((), ()), (found.plan_actions, found.plan_rewrites)):
+            path = plan_of(problem, actions, rewrites).save(Path(folder) / f"{len(live)}.json")
+            arguments = {"plan_path": str(path)}
+            live.append(run_fresh("tests.bench.saved_bytes:live_at_turn", arguments, what="measured")["live"])
+    return live[0] - live[1]
+
+
+def live_at_turn(plan_path: str) -> dict[str, int]:
+    """What is live on the CPU when the last step's backward begins; in a fresh process."""
+    from torch.profiler import record_function
+
+    from executor.training.module import apply_plan
+    from tracer.build.loop import BACKWARD, run_step
+    from tracer.build.step import load_spec
+    from tracer.measure.probes import cpu_account, memory_profiler
+
+    def mark(phase: str) -> None:
+        if phase == BACKWARD:
+            with record_function(TURN_MARK):
+                pass
+
+    plan = Plan.load(plan_path)
+    with memory_profiler() as prof:
+        step = load_spec(plan.meta.model, dict(plan.meta.options), seed=plan.meta.seed)("cpu")
+        model = apply_plan(step.model, plan)
+        for k in range(STEPS):
+            run_step(step, model, step.optimizer, mark if k == STEPS - 1 else None)
+    events, spans = cpu_account(prof, TURN_MARK)
+    moments, live = zip(*events, strict=True)
+    return {"live": list(accumulate(live, initial=0))[bisect_left(moments, spans[TURN_MARK][0])]}
+
+
 @click.command()
 @click.argument("traces", nargs=-1, required=True)
 @click.option("--most", default=1.5, show_default=True, help="Added time, in percent of the step.")
 @click.option(
     "--levers", default=",".join(EXACT), show_default=True, help="Formats that values may be packed in."
 )
+@click.option("--measure", "measured", is_flag=True, help="Train with the plan on the CPU.")
 @click.option("--json", "as_json", is_flag=True)
-def main(traces: tuple[str, ...], most: float, levers: str, as_json: bool) -> None:
+def main(traces: tuple[str, ...], most: float, levers: str, measured: bool, as_json: bool) -> None:
     """The fewest bytes that forward hands to backward, for each trace."""
     from simulator import api
 
@@ -143,11 +198,20 @@ def main(traces: tuple[str, ...], most: float, levers: str, as_json: bool) -> No
             "plan_added_percent": percent(found.plan_added_ns, found.step_time_ns),
             "least_percent": percent(found.least_bytes - found.saved_bytes, found.saved_bytes),
         }
+        if measured:
+            saved = measure(problem, found)
+            rows[name]["measured_percent"] = percent(-saved, found.saved_bytes)
+            rows[name]["measured_off_bytes"] = saved - (found.saved_bytes - found.plan_bytes)
         if not as_json:
             click.echo(
                 "{0}: {plan_percent:+.1f} % at {plan_added_percent:+.2f} % of time, {plan_rewrites} values packed; "
                 "no plan {least_percent:+.1f} %".format(name, **rows[name])
             )
+            if measured:
+                told = (
+                    "  on the CPU {measured_percent:+.1f} %, {measured_off_bytes:+,} B beside the prediction"
+                )
+                click.echo(told.format(**rows[name]))
     if as_json:
         click.echo(json.dumps(rows))
 
