@@ -60,6 +60,12 @@ def test_newer_measurements_win(tmp_path: Path) -> None:
     assert store.load(path) == whole
 
 
+@pytest.mark.parametrize(("first", "second"), [(100, 9_000), (9_000, 100)])
+def test_times_of_a_busy_machine_do_not_stay(first: int, second: int) -> None:
+    both = profile(a=entry(4, time_ns=first)).merged(profile(a=entry(8, time_ns=second)))
+    assert both.entries["a"] == entry(8, time_ns=100)
+
+
 @pytest.mark.parametrize(
     ("other", "named"),
     [

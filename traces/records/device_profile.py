@@ -87,7 +87,8 @@ class DeviceProfile:
     workspaces: tuple[LibraryWorkspace, ...] = ()
 
     def merged(self, newer: DeviceProfile) -> DeviceProfile:
-        """Both together; where both know an op, the newer one counts.
+        """Both together; where both know an op, the newer one counts, with the lower of both times: what else ran on
+        the device made the other.
 
         Raises:
             TraceError: they belong to different devices, versions of torch or flags.
@@ -97,9 +98,12 @@ class DeviceProfile:
                 f"two device profiles cannot be merged, since they differ: {difference}. Keep them in files of "
                 "their own (--profile)."
             )
+        both = self.entries.keys() & newer.entries.keys()
+        times = {k: min(self.entries[k].time_ns, newer.entries[k].time_ns) for k in both}
+        entries = {**self.entries, **newer.entries}
         return replace(
             newer,
-            entries={**self.entries, **newer.entries},
+            entries=entries | {k: replace(entries[k], time_ns=t) for k, t in times.items()},
             workspaces=newer.workspaces or self.workspaces,
         )
 
