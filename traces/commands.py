@@ -53,6 +53,21 @@ class Refused(click.ClickException):
         echo(f"Error: {self.format_message()}", err=True)
 
 
+@contextlib.contextmanager
+def _as_messages() -> Iterator[None]:
+    try:
+        yield
+    except LowtideError as error:
+        raise Refused(str(error), error.exit_code) from None
+    except KeyboardInterrupt:
+        raise Refused("stopped.", 130) from None
+    except BrokenPipeError:
+        raise  # click ends quietly when the reader of stdout has gone
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise Refused(f"{where}{error.strerror or error}; name another path.", 2) from None
+
+
 class DefaultGroup(click.Group):
     """A group whose first word may be left out: what is no subcommand goes to the default one.
 
@@ -75,18 +90,13 @@ class DefaultGroup(click.Group):
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _as_messages():  # it may print the help
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _as_messages():
             return super().invoke(ctx)
-        except LowtideError as error:
-            raise Refused(str(error), error.exit_code) from None
-        except KeyboardInterrupt:
-            raise Refused("stopped.", 130) from None
-        except BrokenPipeError:
-            raise  # click ends quietly when the reader of stdout has gone
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            raise Refused(f"{where}{error.strerror or error}; name another path.", 2) from None
 
 
 class OutputFile(click.Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -220,7 +221,8 @@ def errors(
             f"{kind:10} {sum(len(p.storages) for p in parts):4} values: relative error of the gradient {whole:.2e}"
         )
     echo(
-        f"Next: simulate {what} --budget 60% --allow approximate --max-gradient-error 0.01 --errors {output}"
+        f"Next: simulate {shlex.quote(what)} --budget 60% --allow approximate --max-gradient-error 0.01 "
+        f"--errors {shlex.quote(str(output))}"
     )
 
 

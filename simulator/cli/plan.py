@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -181,11 +182,11 @@ def summary(found: Answer, output: Path | None) -> str:
     shapes = found.shapes.lines() if found.shapes is not None else []
     lines += [*_reserved_lines(c), *_device_lines(c), *shapes, *warned, *_at_peak(c)]
     if output is not None:
-        lines.append(f"Next: execute {output}")
+        lines.append(f"Next: execute {shlex.quote(str(output))}")
     elif plan.changes:
         lines.append("Next: save the plan with -o plan.json, then run `execute plan.json`.")
     elif c.budget_bytes is None:
-        lines.append(f"Next: simulate {found.trace_name} --budget 60% -o plan.json")
+        lines.append(f"Next: simulate {shlex.quote(found.trace_name)} --budget 60% -o plan.json")
     return "\n".join(lines)
 
 

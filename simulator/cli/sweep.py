@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,5 +106,5 @@ def sweep_table(sweep: Sweep, directory: Path) -> str:
     """The sweep to read: one line a batch size."""
     notes = [f"batch {row.batch_size}: {row.message}" for row in sweep.rows if not row.feasible]
     notes += [f"warning {text}" for text in sweep.warnings]
-    written = f"Written to {directory}: sweep.json, traces, plans. Next: execute sweep {directory}"
+    written = f"Written to {directory}: sweep.json, traces, plans. Next: execute sweep {shlex.quote(str(directory))}"
     return "\n".join([*sweep.table().without("planner", "budget", "").lines(), *notes, written])

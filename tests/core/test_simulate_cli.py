@@ -73,10 +73,10 @@ def test_a_plan_within_the_budget_as_json(network: Path, tmp_path: Path) -> None
 
 
 def test_a_plan_to_read(network: Path, tmp_path: Path) -> None:
-    output = tmp_path / "plan.json"
+    output = tmp_path / "my plan.json"
     result = simulate(network, "--budget", "60%", "-o", output)
     assert result.exit_code == 0
-    for part in ("peak", "time", "activation", "sum", "Largest there", f"Next: execute {output}"):
+    for part in ("peak", "time", "activation", "sum", "Largest there", f"Next: execute '{output}'"):
         assert part in result.stdout
     assert "planning" in result.stderr
     assert not simulate(network, "--budget", "60%", "-q").stderr
@@ -238,6 +238,14 @@ def test_help_starts_without_arrays_or_tables() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_help_that_cannot_be_written_is_no_traceback() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "simulator", "--help"], cwd=ROOT, stdout=full, stderr=subprocess.PIPE
+        )
+    assert (done.returncode, done.stderr) == (2, b"Error: No space left on device; name another path.\n")
 
 
 # Sweeps. `trace` is replaced by a function that writes a small network's trace.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,9 @@ def run_model(
     told = {"trace": str(where), "seconds": seconds}
     out.show(lambda: {**told, **record.summary()}, lambda: record.text(str(where)))
     if not out.as_json:
-        out.say(f"Recorded in {seconds:.1f} s. Next: simulate {where} --budget 60% -o plan.json")
+        out.say(
+            f"Recorded in {seconds:.1f} s. Next: simulate {shlex.quote(str(where))} --budget 60% -o plan.json"
+        )
 
 
 def default_name(model: str, options: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from pathlib import Path
 
 import click
@@ -64,7 +65,8 @@ def torch_budget(
         lambda: "\n".join(lines),
     )
     if output is not None and not out.as_json:
-        out.say(f"Next: simulate compare {directory} --budget 60% --saved {output}")
+        where, saved = shlex.quote(str(directory)), shlex.quote(str(output))
+        out.say(f"Next: simulate compare {where} --budget 60% --saved {saved}")
 
 
 def parse_budgets(text: str) -> list[float]:
