@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -54,6 +55,7 @@ MOST_REPLANS: Final = 8  # of one model; each takes seconds
 MOST_WARNINGS: Final = 8
 MOST_REASONS: Final = 64  # why calls ran without the plan, that are told apart
 UNPLANNED: Final = "inside `with unplanned`"
+_ONE_BY_ONE: Final = threading.RLock()  # a capture changes torch for the whole process
 
 
 @dataclass(slots=True)
@@ -230,7 +232,8 @@ class PlannedModule(nn.Module):
             return self._as_written(*args, **kwargs)
         bypass.check_replica(self)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        engine = state.engine(self, leaves, spec)
+        with _ONE_BY_ONE:
+            engine = state.engine(self, leaves, spec)
         if engine is None:
             return self._as_written(*args, **kwargs)
         (engine.of or engine).steps += 1

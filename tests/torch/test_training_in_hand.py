@@ -10,8 +10,10 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -799,6 +801,27 @@ def test_the_captures_that_were_used_last_are_held(monkeypatch: pytest.MonkeyPat
     for size in (33, 34, 35):
         call(size)
     assert len(generated_code.eval_cache) - code <= grown + 1
+
+
+def test_threads_capture_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, running, at_once = fitted(Deep()), [0], []
+    inner = module_module.engine_for
+
+    def watched(*args: Any) -> Any:
+        running[0] += 1
+        time.sleep(0.05)
+        at_once.append(running[0])
+        try:
+            return inner(*args)
+        finally:
+            running[0] -= 1
+
+    monkeypatch.setattr(module_module, "engine_for", watched)
+    with ThreadPoolExecutor(2) as threads:
+        parts = list(threads.map(planned, rows(32)[0].chunk(2)))
+    torch.cat(parts).sum().backward()
+    assert at_once == [1, 1]
+    assert planned.receipt().planned_steps == 2
 
 
 class Checkpointed(nn.Module):
