@@ -7,7 +7,7 @@ model = fit(model, (x, y), loss=criterion, optimizer=optimizer, budget="8GiB")
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -48,6 +48,7 @@ def fit(
     scaler: torch.amp.GradScaler | None = None,
     release_gradients: bool = False,
     allow: str = "bit",
+    levers: Sequence[str] | None = None,
     max_gradient_error: float | None = None,
     planner: str | None = None,
     seconds: float = DEFAULTS.seconds,
@@ -70,7 +71,8 @@ def fit(
         amp: the type of autocast around model and loss; None: that which is on around this call.
         release_gradients: hooks of the loop (`register_post_accumulate_grad_hook`) step each parameter in backward, as
             this optimizer would, and free its gradient.
-        allow, planner, seconds: how plans are looked for, as in `simulator.plan`.
+        allow, levers, planner, seconds: how plans are looked for, as in `simulator.plan`; but with allow="bit" and no
+            lever named by recomputation alone.
             With a loss function and "fp" a plan may make the loss, too, in tiles: train with `planned_loss` then.
         max_gradient_error: with allow="approximate" the relative L2 error of the step's gradient that a plan may
             make by saving values in fewer bits. Then copies of model and batch do run: the errors of the formats are
@@ -95,6 +97,7 @@ def fit(
         optimizer=optimizer,
         scaler=scaler,
         allow=allow,
+        levers=None if levers is None else tuple(levers),
         max_gradient_error=max_gradient_error,
         planner=planner,
         seconds=seconds,
@@ -103,8 +106,10 @@ def fit(
     if not model.training:
         say("the model is in evaluation mode; it is put into training mode, for which the plan is made")
     began, clock = time.monotonic(), Clock(say)
-    if max_gradient_error is not None and engine == REGIONS:
-        raise SpecError("parts of a model are planned exactly: leave max_gradient_error out.")
+    if engine == REGIONS and (levers or max_gradient_error is not None):
+        raise SpecError(
+            "parts of a model are planned by recomputation alone: leave levers and max_gradient_error out."
+        )
     if engine not in (GRAPH, REGIONS):
         raise SpecError(f"engine {engine!r}: give {GRAPH} or {REGIONS}.")
     try:

@@ -116,8 +116,9 @@ def plan_measured(step: Recorded, wanted: Wanted, say: Say) -> Plan:
     """
     most, asked = wanted.max_gradient_error or ANY, wanted
     device = step.trace.meta.device
+    kinds = [k for k in LOSSY if wanted.levers is None or k in wanted.levers]
     with left_as_found(False):
-        errors = gradient_errors(step.build, step.trace, device=device, most=most, say=say)
+        errors = gradient_errors(step.build, step.trace, kinds, device, most=most, say=say)
         for _ in range(TRIES):
             plan = with_error(step.build, plan_within(step, asked, errors), device)
             error = plan.gradient_error or 0.0

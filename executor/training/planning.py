@@ -57,6 +57,9 @@ class Wanted:
     optimizer: Any = None
     scaler: torch.amp.GradScaler | None = None
     allow: str = "bit"
+    levers: tuple[str, ...] | None = (
+        None  # as `simulator.plan`; None: recomputation alone if bits must be equal
+    )
     max_gradient_error: float | None = None
     planner: str | None = None
     seconds: float = DEFAULTS.seconds
@@ -135,22 +138,23 @@ def record(
 
 
 def plan_within(step: Recorded, wanted: Wanted, errors: GradientErrors | None = None) -> Plan:
-    """The plan for a recorded step, by recomputation alone unless more than equal bits is allowed; on CUDA under the
-    allocator's settings of this process.
+    """The plan for a recorded step, by recomputation alone unless more than equal bits is allowed or levers are named;
+    on CUDA under the allocator's settings of this process.
 
     Args:
         errors: of approximate formats, which no plan takes without.
 
     Raises:
         BudgetError: no plan was found within the budget.
-        SpecError: no such budget or planner.
+        SpecError: no such budget, planner or lever.
     """
+    # One capture serves calls of all sizes only if the step is not changed, which packing alone is not worth.
+    unnamed = () if wanted.allow == "bit" else None
     return simulator.plan(
         step.trace,
         wanted.budget,
         allow=wanted.allow,
-        # One capture serves calls of all sizes only if the step is not changed, which packing alone is not worth.
-        levers=() if wanted.allow == "bit" else None,
+        levers=unnamed if wanted.levers is None else wanted.levers,
         max_gradient_error=wanted.max_gradient_error,
         errors=errors,
         planner=wanted.planner,

@@ -30,7 +30,7 @@ from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
-from traces.errors import BudgetError, PlanError  # noqa: E402
+from traces.errors import BudgetError, PlanError, SpecError  # noqa: E402
 from traces.records.plan import Plan, Rewrite, label_actions  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 
@@ -156,6 +156,7 @@ def test_fit_measures_the_errors_of_parts_and_of_its_plan(monkeypatch: pytest.Mo
         optimizer,
         budget="92%",
         allow="approximate",
+        levers=["int8"],
         max_gradient_error=0.05,
         say=said.append,
     )
@@ -166,8 +167,28 @@ def test_fit_measures_the_errors_of_parts_and_of_its_plan(monkeypatch: pytest.Mo
     assert plan.gradient_error is not None
     assert plan.gradient_error <= 0.05
     assert bool(plan.gradient_error) == any(r.error for r in plan.rewrites)
-    assert any("int8" in line for line in said)
+    assert [line.partition(",")[0] for line in said if "values:" in line] == ["int8"] * 4
     loss(planned(x), y).backward()
+
+
+def test_fit_takes_the_levers_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "simulator.core.rewrites.pack.at_rate", lambda rate, nbytes: 0
+    )  # cheaper than recomputing
+    models = []
+    for levers in (None, ["bits", "narrow16"]):
+        torch.manual_seed(0)
+        model, (x, y), loss, optimizer = net()
+        planned = fit(model, (x, y), loss, optimizer, budget="95%", levers=levers, say=lambda line: None)
+        assert bool(planned._lowtide.plan.rewrites) == (levers is not None)
+        loss(planned(x), y).backward()
+        models.append(planned)
+    grads = ([p.grad for p in m.parameters()] for m in models)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    with pytest.raises(SpecError, match="bitz: there is no such lever"):
+        fit(model, (x, y), loss, optimizer, budget="95%", levers=["bitz"])
+    with pytest.raises(SpecError, match="leave levers"):
+        fit(model, (x, y), loss, optimizer, budget="95%", levers=["bits"], engine="regions")
 
 
 @pytest.mark.parametrize(
