@@ -8,7 +8,7 @@ from pathlib import Path
 from simulator.allocator.device_fit import setting_of
 from simulator.core.problem import Problem
 from simulator.prediction.step import describe, predict
-from simulator.report.charts import Bar, grouped, spread
+from simulator.report.charts import Bar, grouped
 from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, warned, write_page
 from simulator.report.step import simulation_sections
 from simulator.show.tables import Cell, Table, bytes_cell, percent_cell, time_cell
@@ -46,7 +46,6 @@ def write_measurement(
         sections=(
             Section("Headline", (_headline(measurement, where),)),
             Section("Predicted beside measured", _errors(measurement, plan.meta, where)),
-            Section("From one iteration to the next", _iterations(measurement, where)),
             Section("Verification", _verification(measurement)),
             *simulation_sections(c, measured_curve),
             Section("Environment of the measurement", (_environment(measurement),)),
@@ -146,20 +145,6 @@ def _chart(m: Measurement, figure: str, where: str) -> dict[str, object]:
     title = figure.removesuffix("_bytes").removesuffix("_ns").replace("_", " ")
     limits = {"plan": m.budget_bytes or 0} if limited else None
     return grouped(bars, title, is_bytes=figure.endswith("_bytes"), limits=limits)
-
-
-def _iterations(m: Measurement, where: str) -> tuple[Block, ...]:
-    peaks = [(way, run.peaks_bytes) for way, _, run in _runs(m) if run.peaks_bytes]
-    times = [(way, run.times_ns) for way, _, run in _runs(m) if run.times_ns]
-    charts = tuple(
-        Chart(
-            spread(runs, what, is_bytes=runs is peaks),
-            title=f"{title} of each iteration, measured on {where}",
-        )
-        for runs, what, title in ((peaks, "peak allocated", "Peak"), (times, "step time", "Time"))
-        if runs
-    )
-    return charts or (Text("Single iterations were not recorded."),)
 
 
 def _verification(m: Measurement) -> tuple[Block, ...]:

@@ -11,9 +11,9 @@ from simulator.cli.options import (
     ALLOC_CONF,
     TRACE_WORDS,
     Words,
+    answer_options,
     check_alloc_conf,
     lever_options,
-    output_options,
     planning_options,
     words_for_trace,
 )
@@ -49,7 +49,7 @@ DEFAULT_RESERVE = "2%"  # of a GPU: the median error that the prediction is mean
 @planning_options
 @lever_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Directory (default: MODEL-max-batch).")
-@output_options
+@answer_options
 def max_batch_command(
     model: str,
     trace_words: tuple[str, ...],
@@ -98,11 +98,6 @@ def max_batch_command(
         **others,
     )
     write_text(found.request.directory / "max-batch.json", canonical_json(found.to_json()) + "\n")
-    if out.report is not None:
-        from simulator.report.plans import write_max_batch
-
-        out.say(f"writing {out.report}")
-        write_max_batch(out.report, found)
     out.show(found.to_json, lambda: table(found))
     if not found.with_plan:
         raise Refused(

@@ -22,9 +22,8 @@ from simulator.core.budget import check_budget
 from traces.commands import Output, Refused
 from traces.errors import SpecError
 from traces.files.whole import check_writable
-from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.shapes import Shapes
-from traces.units import show_bytes, show_percent, show_time
+from traces.units import show_bytes, show_percent
 
 if TYPE_CHECKING:
     from simulator.prediction.step import Prediction
@@ -119,11 +118,6 @@ def plan_command(
         except FileExistsError:
             refuse_to_replace(output, force)
             raise
-    if out.report is not None:
-        from simulator.report.step import write_step
-
-        out.say(f"writing {out.report}")
-        write_step(out.report, c, saved)
     over = None
     if shapes is not None:
         traces = traces_of(problem.trace, trace_name, shapes, out.say)
@@ -131,6 +125,11 @@ def plan_command(
     found = Answer(
         planned=c, asked=saved, trace_name=trace_name, solve_seconds=seconds, bound=bound, shapes=over
     )
+    if out.report is not None:
+        from simulator.report.step import write_step
+
+        out.say(f"writing {out.report}")
+        write_step(out.report, found)
     out.show(found.to_json, lambda: summary(found, output))
     if c.planned_fit.fits is False:
         assert c.planned_fit.device is not None
@@ -150,112 +149,27 @@ def refuse_to_replace(path: Path, force: bool) -> None:
 
 def summary(found: Answer, output: Path | None) -> str:
     """The answer to read; the plan went to `output`."""
-    from simulator.prediction.levers import rewrites_in_words
     from simulator.prediction.loop_peaks import peaks_table
     from simulator.prediction.step import describe
     from simulator.prediction.warnings import texts_beside_untouched
+    from simulator.report.step import in_words
 
-    c, saved, bound, gap = found.planned, found.asked, found.bound, found.gap_points
-    plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
+    c = found.planned
     lines = [
         f"{found.trace_name}: {describe(c.trace.meta)}",
-        *peaks_table(c, saved).lines(),
-        _budget_line(c, saved),
+        *peaks_table(c, found.asked).lines(),
+        *(f"{word:<7} {text}" for word, text in in_words(found)),
+        *(found.shapes.lines() if found.shapes is not None else []),
+        *(f"warning {text}" for text in texts_beside_untouched(c)),
+        *_at_peak(c),
     ]
-    if plan.changes:
-        added = show_percent(c.overhead_percent, signed=True)
-        lines += [f"rewrite {line}" for line in rewrites_in_words(c.trace, plan)]
-        lines += [
-            f"time    {show_time(before.step_time_ns)} -> {show_time(after.step_time_ns)} ({added})",
-            f"plan    {plan.planner}: {len(plan.recomputed)} values recomputed by {after.recomputed_ops} op "
-            f"runs{_swapped(plan)}, found in {found.solve_seconds:.2f} s",
-        ]
-        if bound is not None and gap is not None:
-            such = "with such rewrites " if len(plan.rewrites) > 1 else ""
-            lines.append(
-                f"bound   no plan {such}for this budget adds less than {show_percent(bound.overhead_percent)}; "
-                f"this one is within {gap:.2f} points of it"
-            )
-    else:
-        lines.append(f"time    {show_time(after.step_time_ns)}")
-    warned = (f"warning {text}" for text in texts_beside_untouched(c))
-    shapes = found.shapes.lines() if found.shapes is not None else []
-    lines += [*_reserved_lines(c), *_device_lines(c), *shapes, *warned, *_at_peak(c)]
     if output is not None:
         lines.append(f"Next: execute {shlex.quote(str(output))}")
-    elif plan.changes:
+    elif c.plan.changes:
         lines.append("Next: save the plan with -o plan.json, then run `execute plan.json`.")
     elif c.budget_bytes is None:
         lines.append(f"Next: simulate {shlex.quote(found.trace_name)} --budget 60% -o plan.json")
     return "\n".join(lines)
-
-
-def _budget_line(c: Prediction, saved: Prediction) -> str:
-    """The budget, how much of it the plan needs, and what 100 % of a budget stands for."""
-    of, figures = c.plan.budget_of, c.planned_figures
-    peak = figures.peak_reserved_bytes if of == RESERVED else figures.peak_allocated_bytes
-    whole = saved.whole_bytes(of)
-    parts = ["none" if c.budget_bytes is None else f"{show_bytes(c.budget_bytes)} of {of} memory"]
-    if peak is not None and (c.plan.changes or c.budget_bytes is not None):
-        share = f" ({show_percent(100 * peak / whole, digits=1)})" if whole else ""
-        parts.append(f"the plan needs {show_bytes(peak)}{share}")
-    parts.append(f"100 % is {show_bytes(whole)}, the captured graph with everything saved")
-    return f"budget  {'; '.join(parts)}"
-
-
-def _swapped(plan: Plan) -> str:
-    """How many values each other recipe does without, to follow what is recomputed."""
-    others = {k: n for k, n in plan.by_recipe.items() if k not in (RECOMPUTE, SAVE)}
-    return "".join(f", {n} replaced {kind.replace('_', ' ')}" for kind, n in others.items())
-
-
-def _reserved_lines(c: Prediction) -> list[str]:
-    """Reserved memory, with and without the allocator settings that were asked about."""
-    from simulator.prediction.warnings import provenance
-
-    fits = (c.saved_fit,) if c.planned_fit is c.saved_fit else (c.saved_fit, c.planned_fit)
-    reserved = [fit.reserved for fit in fits if fit.reserved is not None]
-    if not reserved:
-        return []
-    peaks = " -> ".join(show_bytes(r.peak_reserved_bytes) for r in reserved)
-    last, conf = reserved[-1], c.setting.alloc_conf
-    lines = [
-        f"reserved fragmentation {show_percent(100 * last.fragmentation, digits=1)}; {provenance(c.trace.meta)}"
-    ]
-    plain = [fit.by_default for fit in fits if fit.by_default is not None]
-    if plain:
-        default = " -> ".join(show_bytes(r.peak_reserved_bytes) for r in plain)
-        least = plain[-1].peak_reserved_bytes
-        change = 100 * (last.peak_reserved_bytes - least) / max(1, least)
-        lines.append(
-            f"         {peaks} with {conf or 'no settings'}; without: {default}, so it changes "
-            f"{show_percent(change, signed=True, digits=1)}"
-        )
-    elif conf:
-        lines.append(f"         with {conf}, as recorded")
-    if c.plan.ahead_bytes:
-        lines.append(
-            f"         {show_bytes(c.plan.ahead_bytes)} of it in one piece, asked for by `apply_plan` before all steps"
-        )
-    if c.plan.budget_of == RESERVED:
-        lines.append(
-            f"placed  {show_bytes(c.placed.pool_bytes)} would do with addresses planned offline (fragmentation "
-            f"{show_percent(100 * c.placed.fragmentation, digits=1)}); simulated, `execute` does not do so"
-        )
-    return lines
-
-
-def _device_lines(c: Prediction) -> list[str]:
-    fit = c.planned_fit
-    if fit.device is None:
-        return []
-    retries = f", with {fit.retries_a_step} retries a step" if fit.retries_a_step else ""
-    verdict = (
-        f"fits{retries}, {show_bytes(fit.left_bytes)} left"
-        if fit.fits
-        else f"does not fit: {fit.out_of_memory}"
-    )
-    return [f"device  {fit.device.room()}", f"        {verdict}"]
 
 
 def _at_peak(c: Prediction) -> list[str]:

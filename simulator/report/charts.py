@@ -11,14 +11,14 @@ import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, Final
 
 import numpy as np
 
 from simulator.core.replay import Replay, by_category
-from simulator.report.page import INSTALL
+from simulator.report.page import needed
 from simulator.studies.comparison import Entrant
-from traces.errors import EnvironmentProblem
 from traces.records.trace import BACKWARD, CATEGORIES, OPTIMIZER, PHASES, Trace
 from traces.units import bytes_unit, show_bytes, show_time
 
@@ -35,14 +35,14 @@ COLOURS: Final = {
 SAVED, RECOMPUTED, REPLACED = "saved", "recomputed", "another value serves"
 UNABLE = "saved: may not be recomputed"
 ACTION_COLOURS: Final = {SAVED: "#94a3b8", RECOMPUTED: "#d9614c", REPLACED: "#56a6a0", UNABLE: "#3f4657"}
-# One hue for each way to run the step; the paler shade with a dashed edge is always a prediction.
+# One hue for each way to run the step; the paler shade is always a prediction.
 WAY_COLOURS: Final = {
     "keep-all": ("#c3d3e6", "#4c78a8"),
     "plan": ("#f0c0b7", "#d9614c"),
     "eager": ("#d6d3d1", "#78716c"),
 }
 BUDGET_COLOUR, BOUND_COLOUR, RESERVED_COLOUR, MEASURED_COLOUR = "#b42318", "#3f4657", "#5b21b6", "#111827"
-PLANNER_COLOUR, PEER_COLOUR, QUIET = "#d9614c", "#4c78a8", "#475467"
+PLANNER_COLOUR, QUIET = "#d9614c", "#475467"
 PHASE_COLOURS: Final = ("#eef4fb", "#fdf3e7", "#f1eef8")
 POINTS: Final = 1400  # of a drawn line, at most: more than a page has pixels across
 LOG_FROM: Final = 20.0  # largest over smallest value from which a scatter's axes are logarithmic
@@ -50,11 +50,7 @@ LOG_FROM: Final = 20.0  # largest over smallest value from which a scatter's axe
 
 def altair() -> Any:
     """The altair package; raises EnvironmentProblem if it is not installed."""
-    try:
-        import altair
-    except ImportError:
-        raise EnvironmentProblem(f"a report needs the package altair; {INSTALL}.") from None
-    return altair
+    return needed("altair")
 
 
 def drawn(fields: str, rows: Iterable[Sequence[object]]) -> Any:
@@ -199,15 +195,15 @@ def grouped(
     is_bytes: bool,
     limits: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Grouped bars of bytes or times: predictions pale with a dashed edge, measurements solid.
+    """Grouped bars of bytes or times: predictions pale, measurements solid.
 
     `limits`: the budget in bytes of each group, drawn as a line across it.
     """
     alt = altair()
     top = max([1.0, *(b.value for b in bars), *((limits or {}).values())])
     unit, unit_name = bytes_unit(int(top)) if is_bytes else time_unit(top)
-    look = {b.series: (WAY_COLOURS[b.way], b.measured) for b in sorted(bars, key=lambda b: b.measured)}
-    series, groups = list(look), list(dict.fromkeys(b.group for b in bars))
+    look = {b.series: WAY_COLOURS[b.way][b.measured] for b in sorted(bars, key=lambda b: b.measured)}
+    groups = list(dict.fromkeys(b.group for b in bars))
     # Where the groups are the ways themselves, their bars stand side by side; else each series has its own place.
     by_way = all(b.group == b.way for b in bars)
     show = show_bytes if is_bytes else show_time
@@ -220,32 +216,18 @@ def grouped(
     )
     x = alt.X("group:N").sort(groups).title(group_title or None).axis(labelAngle=0)
     y = alt.Y("size:Q").title(f"{title}, {unit_name}").scale(domain=[0, top / unit * 1.12], nice=False)
-    offset = alt.XOffset("place:N").sort(["0", "1"] if by_way else series)
-
-    def by_series(channel: Any, values: Sequence[Any]) -> Any:
-        return channel.scale(domain=series, range=list(values)).title(None)
-
-    many = len(bars) > 24
-    layers = [
-        base.mark_bar(strokeWidth=1.2).encode(
-            x,
-            y,
-            offset,
-            by_series(alt.Fill("series:N"), [hues[real] for hues, real in look.values()]).legend(columns=3),
-            by_series(alt.Stroke("series:N"), [hues[1] for hues, _ in look.values()]),
-            by_series(alt.StrokeDash("series:N"), [[1, 0] if real else [3, 2] for _, real in look.values()]),
-            tooltip=["group:N", "series:N", "note:N"],
-        )
-    ]
+    offset = alt.XOffset("place:N").sort(["0", "1"] if by_way else list(look))
+    tooltip = ["group:N", "series:N", "note:N"]
+    layers = [base.mark_bar().encode(x, y, offset, colour("series", look), tooltip=tooltip)]
     if limits:
         marks = drawn(
             "group:N size:Q note:N", [(g, v / unit, f"budget {show_bytes(v)}") for g, v in limits.items()]
         )
         tick = {"color": BUDGET_COLOUR, "thickness": 2, "width": {"band": 1}, "strokeDash": [6, 3]}
         layers.append(marks.mark_tick(**tick).encode(x, y, tooltip=["note:N"]))
-    values = base.mark_text(baseline="bottom", dy=-3, fontSize=9 if many else 11, color=QUIET)
-    text = alt.Text("size:Q", format=",.2~f" if many else ",.2f")
-    return finish(alt.layer(*layers, values.encode(x, y, offset, text=text)), height=290)
+    values = base.mark_text(baseline="bottom", dy=-3, fontSize=9, color=QUIET)
+    text = values.encode(x, y, offset, text=alt.Text("size:Q", format=",.2~f"))
+    return finish(alt.layer(*layers, text), height=290)
 
 
 # Points and lines
@@ -280,68 +262,25 @@ def idle_against_size(rows: Sequence[tuple[str, str, int, int]]) -> dict[str, An
     return dots(points, ACTION_COLOURS, x, alt.Y("y:Q").title(f"size, {name}"), height=250)
 
 
-def spread(runs: Sequence[tuple[str, Sequence[int]]], title: str, *, is_bytes: bool) -> dict[str, Any]:
-    """The value of every iteration of some ways to run the step, as lines with points."""
-    alt = altair()
-    top = max([1, *(v for _, values in runs for v in values)])
-    unit, unit_name = bytes_unit(top) if is_bytes else time_unit(top)
-    longest = max([1, *(len(values) for _, values in runs)])
-    axis = {"values": list(range(0, longest, -(-longest // 20))), "format": "d"}
-    chart = (
-        drawn("way:N iteration:Q size:Q", [(way, k, v / unit) for way, vs in runs for k, v in enumerate(vs)])
-        .mark_line(point=True, strokeWidth=1.5)
-        .encode(
-            alt.X("iteration:Q").title("iteration").axis(**axis),
-            alt.Y("size:Q").title(f"{title}, {unit_name}").scale(zero=True),
-            colour("way", {way: WAY_COLOURS[way][1] for way, _ in runs}),
-            tooltip=["way:N", "iteration:Q", alt.Tooltip("size:Q", format=",.3f", title=unit_name)],
-        )
-    )
-    return finish(chart, height=190)
-
-
 def plans_in_the_plane(
     entrants: Iterable[Entrant], budget_bytes: int, bound_percent: float | None
 ) -> dict[str, Any]:
-    """Every plan as a named point: peak across, added time upward; the budget and the bound as lines."""
+    """Every plan as a point: peak across, added time upward; the budget and the bound as lines."""
     alt = altair()
     places = [(e, e.peak_allocated_bytes or 0, e.overhead_percent or 0.0) for e in entrants]
-    peaks = [budget_bytes, *(peak for _, peak, _ in places)]
-    unit, name = bytes_unit(max(peaks))
-    low, high = min(peaks) / unit, max(peaks) / unit
-    room = max((high - low) * 0.12, high * 0.01)
-    left, right = max(0.0, low - room), high + room
+    unit, name = bytes_unit(max([budget_bytes, *(peak for _, peak, _ in places)]))
     top = 1.2 * max([0.1, bound_percent or 0.0, *(added for _, _, added in places)])
-    x = alt.X("x:Q").title(f"peak allocated, {name}").scale(domain=[left, right], nice=False)
+    x = alt.X("x:Q").title(f"peak allocated, {name}").scale(zero=False, padding=20)
     y = alt.Y("y:Q").title("added time, % of the step").scale(domain=[0, top], nice=False)
-    kinds = {"Lowtide's planner": PLANNER_COLOUR, "another system's plan": PEER_COLOUR}
-    rows: list[tuple[str, str, float, float, str]] = []
-    labels: dict[int, list[tuple[str, float, float]]] = {}
-    heights = label_heights([(peak / unit / (right - left), added / top) for _, peak, added in places])
-    for (e, peak, added), dy in zip(places, heights, strict=True):
-        at = (peak / unit, added)
-        rows.append((e.planner, list(kinds)[e.peer], *at, f"{show_bytes(peak)}, {added:+.2f} %"))
-        labels.setdefault(dy, []).append((e.planner, *at))
-    names = [
-        drawn("name:N x:Q y:Q", some).mark_text(dy=dy, fontSize=11, color=QUIET).encode(x, y, text="name:N")
-        for dy, some in labels.items()
+    rows = [
+        (e.planner, e.planner, peak / unit, added, f"{show_bytes(peak)}, {added:+.2f} %")
+        for e, peak, added in places
     ]
     lines = _rule("x", budget_bytes / unit, "budget", x, BUDGET_COLOUR)
     if bound_percent is not None:
         lines += _rule("y", bound_percent, "bound", y, BOUND_COLOUR)
-    return dots(rows, kinds, x, y, under=lines, over=names, height=340)
-
-
-def label_heights(places: Sequence[tuple[float, float]]) -> list[int]:
-    """How far above its point each label stands: points that nearly coincide stack theirs.
-
-    Places are in shares of the axes' lengths.
-    """
-    out: list[int] = []
-    for k, (x, y) in enumerate(places):
-        near = sum(1 for a, b in places[:k] if abs(a - x) < 0.08 and abs(b - y) < 0.08)
-        out.append(-10 - 12 * near)
-    return out
+    hues = dict(zip((e.planner for e, _, _ in places), cycle(COLOURS.values())))
+    return dots(rows, hues, x, y, under=lines, height=340)
 
 
 def front(rows: Sequence[tuple[int, str, float, str]]) -> dict[str, Any]:
@@ -425,23 +364,11 @@ def thin(totals: Sequence[int], clock: Sequence[int], points: int = POINTS) -> t
     return tuple(sorted(there))
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """The common scales of charts that are compared with each other."""
-
-    top_bytes: int
-    end_ns: int
-    steps: int
-
-
-# Where a row with `ms` and `step` stands on the horizontal axis, which is time or the step's number.
-_AT: Final = "clock == 'time' ? datum.ms : datum.step"
-
-
 def memory_over_step(
     trace: Trace,
     run: Replay,
-    extent: Extent,
+    top_bytes: int,
+    end_ns: int,
     *,
     budget_bytes: int | None = None,
     reserved_bytes: int | None = None,
@@ -450,17 +377,15 @@ def memory_over_step(
 ) -> dict[str, Any]:
     """Stacked areas by category over one step, with its phases, its peak, and the budget as a line.
 
-    The horizontal axis is time or the step's number, as the parameter `clock` says (`time` or `steps`). Each
-    step is drawn at the most that is allocated while it runs. `measured_curve`: (time in ns, allocated bytes)
-    of a real run, drawn over the areas when the axis is time. `reserved_bytes`: a dotted line.
+    Each step is drawn at the most that is allocated while it runs; charts with equal `top_bytes` and `end_ns` can be
+    compared. `measured_curve`: (time in ns, allocated bytes) of a real run, drawn over the areas. `reserved_bytes`: a
+    dotted line.
     """
     alt = altair()
-    unit, unit_name = bytes_unit(extent.top_bytes)
-    end = alt.ExprRef(f"clock == 'time' ? {extent.end_ns / 1e6} : {extent.steps}")
-    label = "clock == 'time' ? datum.label + ' ms' : datum.label"
-    x = alt.X("x:Q").axis(labelExpr=label, tickCount=10, grid=False).title(None)
-    x = x.scale(domainMin=0, domainMax=end, nice=False)
-    scale = alt.Scale(domain=[0, extent.top_bytes / unit * 1.2], nice=False)
+    unit, unit_name = bytes_unit(top_bytes)
+    x = alt.X("ms:Q").axis(labelExpr="datum.label + ' ms'", tickCount=10, grid=False).title(None)
+    x = x.scale(domain=[0, end_ns / 1e6], nice=False)
+    scale = alt.Scale(domain=[0, top_bytes / unit * 1.2], nice=False)
     y = alt.Y("y:Q").title(f"allocated, {unit_name}").scale(scale)
     marks = [*_phases(trace, run, x), *_areas(trace, run, x, y, unit, name)]
     for what, nbytes, hue, dash in (
@@ -472,9 +397,9 @@ def memory_over_step(
             marks += _rule("y", nbytes / unit, text, y, hue, dash)
     if measured_curve:
         at = thin([b for _, b in measured_curve], [t for t, _ in measured_curve])
-        curve = drawn("x:Q y:Q", [(measured_curve[k][0] / 1e6, measured_curve[k][1] / unit) for k in at])
+        curve = drawn("ms:Q y:Q", [(measured_curve[k][0] / 1e6, measured_curve[k][1] / unit) for k in at])
         look = {"interpolate": "step-after", "strokeWidth": 1.2, "color": MEASURED_COLOUR, "clip": True}
-        marks.append(curve.transform_filter("clock == 'time'").mark_line(**look).encode(x, y))
+        marks.append(curve.mark_line(**look).encode(x, y))
     if len(run.schedule):
         marks += _peak(trace, run, x, y, unit, unit_name)
     # With shift held, so that the page still scrolls under the pointer; a double click resets.
@@ -482,7 +407,7 @@ def memory_over_step(
         name=f"zoom_{name}", bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]"
     )
     marks[0] = marks[0].add_params(zoom)
-    return finish(alt.layer(*marks).add_params(alt.param(name="clock", value="time")), height=270)
+    return finish(alt.layer(*marks), height=270)
 
 
 def _areas(trace: Trace, run: Replay, x: Any, y: Any, unit: int, name: str) -> list[Any]:
@@ -490,51 +415,42 @@ def _areas(trace: Trace, run: Replay, x: Any, y: Any, unit: int, name: str) -> l
     alt, schedule, timeline = altair(), run.schedule, run.timeline
     running = list(by_category(trace, schedule, timeline))
     cats = [c for c in CATEGORIES if any(now[c] for now in running)]
+
+    def row(ms: float, k: int, total: int, op: str, now: Mapping[str, int]) -> tuple[object, ...]:
+        return ms, k, op, *(round(n / unit, 4) for n in (total, *(now[c] for c in cats)))
+
     rows = [
-        (
+        row(
             timeline.start_ns[k] / 1e6,
             k,
             timeline.peak_bytes[k],
             trace.ops.name[schedule.op[k]] + (" (again)" if schedule.recompute[k] else ""),
-            *(running[k][c] for c in cats),
+            running[k],
         )
         for k in thin(timeline.peak_bytes, timeline.start_ns)
     ]
     if rows:
-        last = (running[-1][c] for c in cats)
-        rows.append(
-            (timeline.step_time_ns / 1e6, len(schedule), timeline.live_bytes[-1], "end of the step", *last)
-        )
+        ends = timeline.step_time_ns / 1e6, len(schedule), timeline.live_bytes[-1], "end of the step"
+        rows.append(row(*ends, running[-1]))
     # A category's name may hold a space, which the list of fields splits at.
-    fields = "ms:Q step:Q total:Q op:N " + " ".join(f"c{i}:Q" for i in range(len(cats)))
-    base = drawn(fields, rows).transform_calculate(x=_AT)
+    columns = {f"c{i}": c for i, c in enumerate(cats)}
+    base = drawn("ms:Q step:Q op:N total:Q " + " ".join(f"{column}:Q" for column in columns), rows)
     areas = (
-        base.transform_fold([f"c{i}" for i in range(len(cats))], as_=["column", "bytes"])
+        base.transform_fold(list(columns), as_=["column", "size"])
         .transform_calculate(rank="toNumber(slice(datum.column, 1))")
         .transform_calculate(category=f"{cats!r}[datum.rank]")
-        .transform_stack(
-            stack="bytes", as_=["below", "above"], groupby=["step"], sort=[alt.SortField("rank")]
-        )
-        .transform_calculate(y=f"datum.below / {unit}", high=f"datum.above / {unit}")
+        .transform_stack(stack="size", as_=["y", "above"], groupby=["step"], sort=[alt.SortField("rank")])
         .mark_area(interpolate="step-after", line=False, clip=True)
-        .encode(x, y, alt.Y2("high:Q"), colour("category", {c: COLOURS[c] for c in cats}))
+        .encode(x, y, alt.Y2("above:Q"), colour("category", {c: COLOURS[c] for c in cats}))
     )
     hover = alt.selection_point(
         name=f"hover_{name}", on="pointerover", nearest=True, fields=["step"], empty=False, clear="pointerout"
     )
-    unit_name = bytes_unit(unit)[1]
-    scaled = {
-        f"u{i}": f"datum.{c} / {unit}" for i, c in enumerate(["total", *(f"c{i}" for i in range(len(cats)))])
-    }
     tips = [alt.Tooltip("op:N"), alt.Tooltip("step:Q"), alt.Tooltip("ms:Q", format=",.3f")]
-    for i, c in enumerate(["total", *cats]):
-        tips.append(alt.Tooltip(f"u{i}:Q", title=f"{c}, {unit_name}", format=",.3f"))
-    rule = (
-        base.transform_calculate(**scaled)
-        .mark_rule(color="#1f2430", strokeWidth=1)
-        .encode(x, opacity=alt.condition(hover, alt.value(0.6), alt.value(0)), tooltip=tips)
-        .add_params(hover)
-    )
+    for column, c in {"total": "total", **columns}.items():
+        tips.append(alt.Tooltip(f"{column}:Q", title=f"{c}, {bytes_unit(unit)[1]}", format=",.3f"))
+    opacity = alt.condition(hover, alt.value(0.6), alt.value(0))
+    rule = base.mark_rule(color="#1f2430").encode(x, opacity=opacity, tooltip=tips).add_params(hover)
     return [areas, rule]
 
 
@@ -554,16 +470,14 @@ def _phases(trace: Trace, run: Replay, x: Any) -> list[Any]:
     for k, p in enumerate(present):
         end = first[present[k + 1]] if k + 1 < len(present) else len(schedule)
         stop_ns = timeline.start_ns[end] if end < len(schedule) else timeline.step_time_ns
-        rows.append((p, timeline.start_ns[first[p]] / 1e6, stop_ns / 1e6, first[p], end))
-    base = drawn("phase:N ms:Q ms2:Q step:Q step2:Q", rows).transform_calculate(
-        x=_AT, x2="clock == 'time' ? datum.ms2 : datum.step2"
-    )
+        rows.append((p, timeline.start_ns[first[p]] / 1e6, stop_ns / 1e6))
+    base = drawn("phase:N ms:Q ms2:Q", rows)
     fill = alt.Fill("phase:N").scale(domain=list(PHASES), range=list(PHASE_COLOURS)).legend(None)
-    bands = base.mark_rect(clip=True).encode(x, alt.X2("x2:Q"), fill=fill)
+    bands = base.mark_rect(clip=True).encode(x, alt.X2("ms2:Q"), fill=fill)
     # A phase too narrow for its name goes without.
     names = (
-        base.transform_joinaggregate(end="max(x2)")
-        .transform_filter("(datum.x2 - datum.x) / datum.end > 0.07")
+        base.transform_joinaggregate(end="max(ms2)")
+        .transform_filter("(datum.ms2 - datum.ms) / datum.end > 0.07")
         .mark_text(align="left", baseline="top", dx=4, dy=3, color="#667085", fontSize=11, clip=True)
         .encode(x, y=alt.value(0), text="phase:N")
     )
@@ -575,8 +489,7 @@ def _peak(trace: Trace, run: Replay, x: Any, y: Any, unit: int, unit_name: str) 
     timeline = run.timeline
     k, peak = timeline.peak_step, timeline.peak_allocated_bytes
     label = f"peak {peak / unit:,.2f} {unit_name} at {trace.ops.name[run.schedule.op[k]]}"
-    base = drawn("ms:Q step:Q y:Q label:N", [(timeline.start_ns[k] / 1e6, k, peak / unit, label)])
-    base = base.transform_calculate(x=_AT)
+    base = drawn("ms:Q y:Q label:N", [(timeline.start_ns[k] / 1e6, peak / unit, label)])
     right = timeline.start_ns[k] > 0.6 * timeline.step_time_ns
     look = {"align": "right" if right else "left", "dx": -7 if right else 7, "dy": -8, "fontSize": 11}
     look["fontWeight"] = 600

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -19,7 +20,6 @@ from traces.errors import EnvironmentProblem
 from traces.files.whole import write_text
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
-INSTALL: Final = "install it with `pip install 'lowtide[all]'`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +64,7 @@ class Chart:
     title: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """A choice that sets a named parameter of every chart that has it."""
-
-    kind: ClassVar[str] = "switch"
-    signal: str
-    label: str
-    choices: tuple[tuple[str, str], ...]  # value, label; the first is chosen
-
-
-Block = Text | Figures | Table | Chart | Switch
+Block = Text | Figures | Table | Chart
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +84,16 @@ class Page:
     sections: Sequence[Section] = field(default_factory=tuple)
 
 
+def needed(module: str) -> Any:
+    """A module that pages need; raises EnvironmentProblem if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise EnvironmentProblem(
+            f"a report needs {module}; install it with `pip install 'lowtide[all]'`."
+        ) from None
+
+
 def paragraphs(text: str) -> tuple[Text, ...]:
     """One block a paragraph; paragraphs are set apart by empty lines."""
     return tuple(Text(" ".join(p.split())) for p in re.split(r"\n\s*\n", text) if p.strip())
@@ -109,11 +109,7 @@ def bundle() -> str:
     Raises:
         EnvironmentProblem: vl-convert is not installed.
     """
-    try:
-        import vl_convert
-    except ImportError:
-        raise EnvironmentProblem(f"a report needs the package vl-convert-python; {INSTALL}.") from None
-    script: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    script: str = needed("vl_convert").javascript_bundle("window.vegaEmbed = vegaEmbed;")
     script = re.sub(r"https?://(?!www\.w3\.org/)", "", script)
     return re.sub(r"<(?=/script|!--)", r"\\x3c", script, flags=re.IGNORECASE)
 
@@ -124,14 +120,11 @@ def render(page: Page) -> str:
     Raises:
         EnvironmentProblem: jinja2 or vl-convert is not installed.
     """
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    except ImportError:
-        raise EnvironmentProblem(f"a report needs the package jinja2; {INSTALL}.") from None
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+    jinja2 = needed("jinja2")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -142,7 +135,8 @@ def render(page: Page) -> str:
         "ensure_ascii": False,
     }
     environment.filters["cell"] = lambda c: c if isinstance(c, Cell) else Cell(text=str(c))
-    return environment.get_template("page.html").render(page=page, bundle=bundle() if charts else "")
+    text: str = environment.get_template("page.html").render(page=page, bundle=bundle() if charts else "")
+    return text
 
 
 def write_page(path: str | Path, page: Page) -> Path:

@@ -1,20 +1,18 @@
-"""The pages of many plans: planners side by side, the front of budgets, the largest batch."""
+"""The pages of many plans: planners side by side, the front of budgets."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Final
 
-from simulator.prediction.levers import Study
 from simulator.prediction.step import describe
 from simulator.report import charts
-from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, Text, warned, write_page
+from simulator.report.page import Block, Chart, Figure, Figures, Page, Section, write_page
 from simulator.report.step import about, metadata, saved_figure
 from simulator.studies.comparison import Comparison, ranked
-from simulator.studies.max_batch import MaxBatch
 from simulator.studies.pareto import Front
 from traces.records.trace import Trace
-from traces.units import bytes_unit, show_bytes, show_percent
+from traces.units import show_bytes, show_percent
 
 CERTIFIED: Final = "certified for plans that keep the order of the ops"
 PREDICTED: Final = " Every figure on this page is predicted; nothing was run."
@@ -36,32 +34,6 @@ def write_front(path: str | Path, front: Front) -> Path:
     """Write the page of a front, whole or not at all; raises EnvironmentProblem like `write_comparison`."""
     section = Section("Overhead against budget", _front_blocks(front))
     return _write(path, front.trace, "what each GiB costs", f" · planner {front.planner}", section)
-
-
-def write_levers(path: str | Path, study: Study) -> Path:
-    """Write the page of a study of levers, whole or not at all; raises EnvironmentProblem like `write_comparison`."""
-    unit, unit_name = bytes_unit(study.rows[0].peak_allocated_bytes)
-    colours = {"no plan below": charts.BOUND_COLOUR, "everything saved": charts.PEER_COLOUR}
-    bars = [
-        (row.lever, series, value / unit, show_bytes(nbytes))
-        for row in study.rows
-        for series, value, nbytes in (
-            ("no plan below", row.floor_bytes, row.floor_bytes),
-            ("everything saved", row.peak_allocated_bytes - row.floor_bytes, row.peak_allocated_bytes),
-        )
-    ]
-    chart = Chart(
-        charts.by_name(
-            bars,
-            colours,
-            f"peak allocated, {unit_name}",
-            limit=study.budget_bytes and study.budget_bytes / unit,
-        ),
-        "Each bar ends at the peak with everything saved. Plans can bring it down to the end of its dark part, and no "
-        "further.",
-    )
-    blocks: tuple[Block, ...] = (*about(study.problem, PREDICTED), chart, study.table())
-    return _write(path, study.problem.trace, "levers", "", Section("What each lever reaches", blocks))
 
 
 def _write(path: str | Path, trace: Trace, title: str, by: str, section: Section) -> Path:
@@ -124,42 +96,3 @@ def _front_blocks(front: Front) -> tuple[Block, ...]:
         ),
         front.table(),
     )
-
-
-def write_max_batch(path: str | Path, found: MaxBatch) -> Path:
-    """Write the page of the largest batch, whole or not at all; raises as `write_comparison` does."""
-    r = found.request
-    planned = found.probe(found.with_plan)
-    price = None if planned is None else planned.overhead_percent
-    figures = (
-        Figure("Largest batch without a plan", str(found.without_plan), f"on {r.device.name}"),
-        Figure(
-            f"With a plan of at most +{r.overhead_percent:g} %",
-            str(found.with_plan),
-            "" if price is None else f"at {show_percent(price, signed=True)}",
-        ),
-        Figure("Memory to use", show_bytes(r.device.usable_bytes), r.device.describe()),
-    )
-    bars = [
-        charts.Bar(str(p.batch_size), way, False, value)
-        for p in found.probes
-        for way, run in (("eager", p.untouched), ("plan", p.plan))
-        if (value := found.peak_bytes(run)) is not None
-    ]
-    limits = {str(p.batch_size): r.device.usable_bytes for p in found.probes}
-    answer: tuple[Block, ...] = (
-        Figures(figures),
-        Text(f"Every figure is predicted: {found.provenance}.", "note"),
-        *warned(found.warnings),
-    )
-    memory = f"peak {found.memory}"
-    chart = Chart(
-        charts.grouped(bars, memory, group_title="batch size", is_bytes=True, limits=limits),
-        "eager is the untouched model. The red line is the memory that there is to use.",
-    )
-    title, how = (
-        f"{r.model}: the largest batch on {r.device.name}",
-        " ".join(("trace", r.model, *r.tracer_options)),
-    )
-    sections = (Section("Answer", answer), Section("Probes", (chart, found.table())))
-    return write_page(path, Page(title, how, sections))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from simulator.core.evaluator import evaluator_of
 from simulator.core.problem import Problem
@@ -13,8 +13,9 @@ from simulator.core.replay import Replay, holdings, peak_by_category
 from simulator.core.timeline import Timeline
 from simulator.planners.costs import Costs
 from simulator.prediction.levers import rewrites_in_words
-from simulator.prediction.loop_peaks import held_bytes, peaks_table, untouched_peaks
+from simulator.prediction.loop_peaks import peaks_table
 from simulator.prediction.step import Prediction, describe
+from simulator.prediction.warnings import provenance as figures_from
 from simulator.prediction.warnings import texts_beside_untouched, texts_of
 from simulator.report import charts
 from simulator.report.page import (
@@ -24,12 +25,12 @@ from simulator.report.page import (
     Figures,
     Page,
     Section,
-    Switch,
     Text,
     warned,
     write_page,
 )
 from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell
+from simulator.studies.answer import Answer
 from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.records.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace
 from traces.units import bytes_unit, show_bytes, show_percent, show_time
@@ -50,21 +51,17 @@ TOLD: Final = {
 }
 
 
-def write_step(path: str | Path, c: Prediction, asked: Prediction | None = None) -> Path:
-    """Write the page of a prediction, whole or not at all.
-
-    Args:
-        path: the file.
-        c: the planned step, under the settings that the plan carries.
-        asked: the step under the settings that it was asked about, if they are others.
+def write_step(path: str | Path, found: Answer) -> Path:
+    """Write the page of an answer, whole or not at all.
 
     Raises:
         EnvironmentProblem: a package that reports need is not installed.
     """
+    c = found.planned
     page = Page(
         title=f"{c.trace.meta.model}: memory of one training step",
         subtitle=describe(c.trace.meta) + f" · planner {c.plan.planner or 'none'}",
-        sections=(Section("Headline", headline(c, asked or c)), *simulation_sections(c)),
+        sections=(Section("Headline", headline(found)), *simulation_sections(c)),
     )
     return write_page(path, page)
 
@@ -116,43 +113,29 @@ def saved_figure(timeline: Timeline) -> Figure:
 
 
 def metadata(trace: Trace) -> Table:
-    """What the trace records about itself."""
-    meta = trace.meta
-    counts = ", ".join(
-        f"{sum(1 for q in trace.ops.phase if q == p):,} {p}" for p in dict.fromkeys(trace.ops.phase)
-    )
-    rows = [
-        ("model", meta.model),
-        ("options", ", ".join(f"{k}={v}" for k, v in sorted(meta.options.items()))),
-        ("batch size", str(meta.batch_size)),
-        ("dtype", meta.dtype),
-        ("optimizer", meta.optimizer),
-        ("seed", str(meta.seed)),
-        ("mode", f"{meta.mode}: {provenance(trace)}"),
-        ("graph of device", meta.device),
-        ("target of the times", meta.target),
-        ("torch", meta.torch_version),
-        ("versions", ", ".join(f"{k} {v}" for k, v in sorted(meta.versions.items()))),
-        ("allocator settings", meta.alloc_conf),
-        ("ops", f"{len(trace.ops):,} ({counts})"),
-        ("storages", f"{len(trace.storages):,}"),
-        ("floating-point operations", f"{sum(trace.ops.flops):,}"),
-        ("resident throughout", show_bytes(trace.resident_bytes)),
-        ("fingerprint", meta.fingerprint),
-    ]
-    return Table(columns=("", "value"), rows=tuple((k, v) for k, v in rows if v))
+    """What the trace records about itself, and its figures."""
+
+    def words(value: Any) -> str:
+        return (
+            ", ".join(f"{k} {v}" for k, v in sorted(value.items())) if isinstance(value, dict) else str(value)
+        )
+
+    header = trace.meta.to_json()
+    told = {k: v for k, v in header.items() if v and isinstance(v, str | int | dict) and k != "sketch"}
+    rows = {k.replace("_", " "): words(v) for k, v in told.items()} | trace.describe()[1]
+    return Table(columns=("", "value"), rows=tuple(rows.items()))
 
 
 # The headline
 
 
-def headline(c: Prediction, asked: Prediction) -> tuple[Block, ...]:
-    """The figures to read first: peaks, times, budget, and what must be said beside them."""
+def headline(found: Answer) -> tuple[Block, ...]:
+    """The figures to read first: peaks and times, what is said of them in words, and what must be said beside them."""
+    c = found.planned
     before, after = c.saved.timeline, c.planned.timeline
     saved = before.peak_allocated_bytes - after.peak_allocated_bytes
     share = 100.0 * saved / before.peak_allocated_bytes if before.peak_allocated_bytes else 0.0
-    figures = [
-        *_untouched_figures(asked),
+    figures = (
         saved_figure(before),
         Figure(
             "Peak with the plan",
@@ -164,67 +147,96 @@ def headline(c: Prediction, asked: Prediction) -> tuple[Block, ...]:
             show_percent(c.overhead_percent, signed=True),
             f"{after.recomputed_ops:,} ops run again for {len(c.plan.recomputed):,} storages",
         ),
-        *_reserved_figure(c),
-        *_budget_figure(c),
-    ]
-    fit = c.planned_fit
-    if fit.device is not None:
-        left = fit.out_of_memory or f"{show_bytes(fit.left_bytes)} left"
-        value, tone = ("yes", "good") if fit.fits else ("no", "bad")
-        figures.append(Figure(f"Fits {fit.device.name}", value, left, tone))
+    )
     return (
-        Figures(tuple(figures)),
-        *(Text(f"The step is changed, {line}.", "note") for line in rewrites_in_words(c.trace, c.plan)),
+        Figures(figures),
         Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
         *warned(texts_beside_untouched(c)),
-        peaks_table(c, asked, caption=PEAKS),
+        peaks_table(c, found.asked, caption=PEAKS),
         c.table(),
+        Table(columns=("", "in words"), rows=tuple(in_words(found))),
     )
 
 
-def _untouched_figures(c: Prediction) -> list[Figure]:
-    """The model as it is, in the ordinary loop."""
-    steady, first = untouched_peaks(c).steady, untouched_peaks(c).first
-    shown = {"peak": (held_bytes(steady), held_bytes(first))}
-    if steady.peak_reserved_bytes is not None:
-        shown["reserved"] = steady.peak_reserved_bytes, first.peak_reserved_bytes
-    return [
-        Figure(f"Untouched loop: {what}", show_bytes(later), f"{show_bytes(at_first)} in the first iteration")
-        for what, (later, at_first) in shown.items()
-    ]
+def in_words(found: Answer) -> list[tuple[str, str]]:
+    """What there is to say of an answer, each with a word before it; none with what goes on about the one before."""
+    c = found.planned
+    plan, before, after = c.plan, c.saved.timeline, c.planned.timeline
+    lines = [("budget", _budget(found))]
+    if plan.changes:
+        added = show_percent(c.overhead_percent, signed=True)
+        others = {k: n for k, n in plan.by_recipe.items() if k not in (RECOMPUTE, SAVE)}
+        swapped = "".join(f", {n} replaced {kind.replace('_', ' ')}" for kind, n in others.items())
+        lines += [("rewrite", line) for line in rewrites_in_words(c.trace, plan)]
+        lines += [
+            ("time", f"{show_time(before.step_time_ns)} -> {show_time(after.step_time_ns)} ({added})"),
+            (
+                "plan",
+                f"{plan.planner}: {len(plan.recomputed)} values recomputed by {after.recomputed_ops} op runs{swapped}, "
+                f"found in {found.solve_seconds:.2f} s",
+            ),
+        ]
+        if found.bound is not None and found.gap_points is not None:
+            such = "with such rewrites " if len(plan.rewrites) > 1 else ""
+            least = show_percent(found.bound.overhead_percent)
+            text = f"no plan {such}for this budget adds less than {least}; this one is within {found.gap_points:.2f}"
+            lines.append(("bound", f"{text} points of it"))
+    else:
+        lines.append(("time", show_time(after.step_time_ns)))
+    return [*lines, *_reserved(c), *_device(c)]
 
 
-def _reserved_figure(c: Prediction) -> list[Figure]:
-    before, after = c.saved_fit.reserved, c.planned_fit.reserved
-    if before is None or after is None:
+def _budget(found: Answer) -> str:
+    """The budget, how much of it the plan needs, and what 100 % of a budget stands for."""
+    c = found.planned
+    of = c.plan.budget_of
+    peak, whole = c.planned_figures.peak_bytes(of), found.asked.whole_bytes(of)
+    parts = ["none" if c.budget_bytes is None else f"{show_bytes(c.budget_bytes)} of {of} memory"]
+    if peak is not None and (c.plan.changes or c.budget_bytes is not None):
+        share = f" ({show_percent(100 * peak / whole, digits=1)})" if whole else ""
+        parts.append(f"the plan needs {show_bytes(peak)}{share}")
+    parts.append(f"100 % is {show_bytes(whole)}, the captured graph with everything saved")
+    return "; ".join(parts)
+
+
+def _reserved(c: Prediction) -> list[tuple[str, str]]:
+    """Reserved memory, with and without the allocator settings that were asked about."""
+    fits = (c.saved_fit,) if c.planned_fit is c.saved_fit else (c.saved_fit, c.planned_fit)
+    reserved = [fit.reserved for fit in fits if fit.reserved is not None]
+    if not reserved:
         return []
-    detail = (
-        f"{show_bytes(before.peak_reserved_bytes)} with everything saved; fragmentation "
-        f"{show_percent(100 * after.fragmentation, digits=1)}"
-    )
-    if (plain := c.planned_fit.by_default) is not None:
-        conf = c.setting.alloc_conf or "no settings"
-        detail += f"; with {conf}, by default {show_bytes(plain.peak_reserved_bytes)}"
-    figures = [Figure("Reserved with the plan", show_bytes(after.peak_reserved_bytes), detail)]
+    last, conf = reserved[-1], c.setting.alloc_conf
+    share = show_percent(100 * last.fragmentation, digits=1)
+    lines = [("reserved", f"fragmentation {share}; {figures_from(c.trace.meta)}")]
+    plain = [fit.by_default for fit in fits if fit.by_default is not None]
+    if plain:
+        peaks, default = (
+            " -> ".join(show_bytes(r.peak_reserved_bytes) for r in of) for of in (reserved, plain)
+        )
+        least = plain[-1].peak_reserved_bytes
+        change = show_percent(100 * (last.peak_reserved_bytes - least) / max(1, least), signed=True, digits=1)
+        lines.append(
+            ("", f"{peaks} with {conf or 'no settings'}; without: {default}, so it changes {change}")
+        )
+    elif conf:
+        lines.append(("", f"with {conf}, as recorded"))
+    if c.plan.ahead_bytes:
+        ahead = show_bytes(c.plan.ahead_bytes)
+        lines.append(("", f"{ahead} of it in one piece, asked for by `apply_plan` before all steps"))
     if c.plan.budget_of == RESERVED:
         share = show_percent(100 * c.placed.fragmentation, digits=1)
-        told = f"one pool, addresses planned offline (simulated); fragmentation {share}"
-        figures.append(Figure("Placed", show_bytes(c.placed.pool_bytes), told))
-    return figures
+        text = f"would do with addresses planned offline (fragmentation {share}); simulated, `execute` does not do so"
+        lines.append(("placed", f"{show_bytes(c.placed.pool_bytes)} {text}"))
+    return lines
 
 
-def _budget_figure(c: Prediction) -> list[Figure]:
-    if c.budget_bytes is None:
+def _device(c: Prediction) -> list[tuple[str, str]]:
+    fit = c.planned_fit
+    if fit.device is None:
         return []
-    of_reserved = c.plan.budget_of == RESERVED and c.planned_fit.reserved is not None
-    figures = c.planned_figures
-    peak = figures.peak_reserved_bytes if of_reserved else figures.peak_allocated_bytes
-    assert peak is not None
-    room, within = show_bytes(abs(c.budget_bytes - peak)), peak <= c.budget_bytes
-    detail = f"feasible: {room} below" if within else f"not met: {room} too much"
-    detail += "; 100 % is the captured graph with everything saved"
-    label = "Budget of reserved memory" if of_reserved else "Budget"
-    return [Figure(label, show_bytes(c.budget_bytes), detail, "good" if within else "bad")]
+    retries = f", with {fit.retries_a_step} retries a step" if fit.retries_a_step else ""
+    fits = f"fits{retries}, {show_bytes(fit.left_bytes)} left"
+    return [("device", fit.device.room()), ("", fits if fit.fits else f"does not fit: {fit.out_of_memory}")]
 
 
 # Memory over the step, and at its peak
@@ -241,11 +253,8 @@ def memory_blocks(
     curve = _stretched(measured_curve or (), c.planned.timeline.step_time_ns)
     levels = {name: r.peak_reserved_bytes for name, _, _, r in runs if r is not None}
     peaks = [run.timeline.peak_allocated_bytes for _, _, run, _ in runs]
-    extent = charts.Extent(
-        max([1, c.budget_bytes or 0, *levels.values(), *peaks, *(b for _, b in curve)]),
-        max([1, *(run.timeline.step_time_ns for _, _, run, _ in runs)]),
-        max(1, *(len(run.schedule) for _, _, run, _ in runs)),
-    )
+    top_bytes = max([1, c.budget_bytes or 0, *levels.values(), *peaks, *(b for _, b in curve)])
+    end_ns = max([1, *(run.timeline.step_time_ns for _, _, run, _ in runs)])
     text = (
         "Bytes allocated while each op runs, by category. Long timelines are thinned so that the highest and the "
         "lowest point of every stretch stay. Drag to move, hold Shift and turn the wheel to zoom, double-click to "
@@ -258,13 +267,13 @@ def memory_blocks(
         )
     if levels:
         text += " The dotted line is what the caching allocator has reserved once the step has settled."
-    switch = Switch("clock", "Horizontal axis", (("time", "time"), ("steps", "number of the op")))
-    blocks: list[Block] = [Text(text), switch]
+    blocks: list[Block] = [Text(text)]
     for name, title, run, _ in runs:
         spec = charts.memory_over_step(
             c.trace if run is c.saved else c.step.trace,
             run,
-            extent,
+            top_bytes,
+            end_ns,
             budget_bytes=c.budget_bytes,
             reserved_bytes=levels.get(name),
             measured_curve=curve if name == "plan" else None,

@@ -123,7 +123,7 @@ def _against_batch(sweep: Sweep, where: str) -> tuple[Block, ...]:
     blocks = [
         Chart(
             charts.grouped(peaks, "peak allocated", group_title=group, is_bytes=True, limits=limits),
-            "keep-all is without checkpointing, plan is with it. Pale bars with a dashed edge are predicted, solid "
+            "keep-all is without checkpointing, plan is with it. Pale bars are predicted, solid "
             "bars measured; the red line is the budget.",
             "Peak memory",
         ),

@@ -334,35 +334,3 @@ def test_the_page_says_of_a_plan_that_cannot_be_had_why_not() -> None:
     )
     assert verdict(row, 100).text == "wrong gradients"
     assert verdict(row, 80).text == "over the budget; wrong gradients"
-
-
-def test_labels_of_points_that_nearly_coincide_stack() -> None:
-    pytest.importorskip("altair")
-    from simulator.report.charts import label_heights
-
-    assert label_heights([(0.5, 0.5), (0.51, 0.49), (0.9, 0.5), (0.5, 0.5)]) == [-10, -22, -10, -34]
-
-
-def test_only_labels_that_would_overlap_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peaks of 200 to 214 MiB fill the axis, so plans 2 MiB apart have room although they differ by 1 %."""
-    pytest.importorskip("altair")
-    from simulator.report import charts
-
-    seen: list[list[tuple[float, float]]] = []
-    plain = charts.label_heights
-    monkeypatch.setattr(charts, "label_heights", lambda places: (seen.append(places), plain(places))[1])
-    plans = [
-        Entrant(
-            planner=f"p{m}",
-            feasible=True,
-            solve_seconds=1.0,
-            peak_allocated_bytes=m << 20,
-            overhead_percent=10.0,
-        )
-        for m in (200, 202, 202, 214)
-    ]
-    charts.plans_in_the_plane(plans, 214 << 20, 9.0)
-    # 14 MiB and 1 % of 214 on either side: 18.28 MiB across, so 2 MiB are 0.109 of it.
-    (places,) = seen
-    assert places[1][0] - places[0][0] == pytest.approx(2 / 18.28, abs=1e-4)
-    assert plain(places) == [-10, -10, -22, -10]

@@ -302,17 +302,3 @@ def test_input_that_makes_no_sense(traced: list[Request], words: tuple[str, ...]
     assert result.exit_code == 2
     assert says in result.stderr
     assert not traced
-
-
-def test_the_page(tmp_path: Path) -> None:
-    pytest.importorskip("altair")
-    pytest.importorskip("vl_convert")
-    from simulator.report.plans import write_max_batch
-
-    memory = Problem(load(20)).saved.timeline.peak_allocated_bytes + 1
-    found: MaxBatch = max_batch(request(tmp_path, memory), load)
-    html = write_max_batch(tmp_path / "page.html", found).read_text("utf-8")
-    for part in ("Largest batch without a plan", str(found.with_plan), "Every batch size that was traced"):
-        assert part in html
-    for text in found.warnings:
-        assert text.split(".")[0] in html

@@ -32,6 +32,7 @@ from simulator.report.page import (
 )
 from simulator.report.step import activations, by_module, provenance, recomputations
 from simulator.show.tables import Cell, Table
+from simulator.studies.answer import Answer
 from simulator.studies.sweep import Sweep, SweepRow
 from tests import tiny
 from traces.errors import EnvironmentProblem, PlanError
@@ -51,6 +52,11 @@ def planned(trace: Trace, *storages: int) -> Plan:
 
 def predicted(trace: Trace, plan: Plan, budget_bytes: int | None) -> Prediction:
     return predict(Problem(trace), setting_of(trace.meta), plan, budget_bytes)
+
+
+def answered(trace: Trace, plan: Plan, budget_bytes: int | None) -> Answer:
+    c = predicted(trace, plan, budget_bytes)
+    return Answer(planned=c, asked=c, trace_name="t", solve_seconds=0.0)
 
 
 def names_replaced(trace: Trace, name: str) -> Trace:
@@ -92,7 +98,7 @@ def page(tmp_path: Path, reporting: None) -> str:
 
     trace = tiny.chain(60, size=2**20, time_ns=1000)
     return write_step(
-        tmp_path / "r.html", predicted(trace, planned(trace, *range(3, 50, 2)), 45 * 2**20)
+        tmp_path / "r.html", answered(trace, planned(trace, *range(3, 50, 2)), 45 * 2**20)
     ).read_text("utf-8")
 
 
@@ -125,9 +131,9 @@ def test_hostile_names_stay_text(tmp_path: Path, reporting: None) -> None:
 
     trace = names_replaced(tiny.chain(10, size=1000, time_ns=5), HOSTILE)
     plan = replace(planned(trace, 3, 5), meta=trace.meta, planner=HOSTILE)
-    html = write_step(tmp_path / "r.html", predicted(trace, plan, None)).read_text("utf-8")
+    html = write_step(tmp_path / "r.html", answered(trace, plan, None)).read_text("utf-8")
     harmless = write_step(
-        tmp_path / "s.html", predicted(names_replaced(trace, "name"), replace(plan, planner="p"), None)
+        tmp_path / "s.html", answered(names_replaced(trace, "name"), replace(plan, planner="p"), None)
     ).read_text("utf-8")
     assert [t for t, _ in Elements(html).tags] == [t for t, _ in Elements(harmless).tags]
     assert HOSTILE[:30] not in html
@@ -255,14 +261,14 @@ def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
     from simulator.report.step import write_step
 
     trace = tiny.chain(2000, size=1_234_567, time_ns=987)
-    path = write_step(tmp_path / "r.html", predicted(trace, planned(trace, *range(3, 2000, 3)), 10**9))
+    path = write_step(tmp_path / "r.html", answered(trace, planned(trace, *range(3, 2000, 3)), 10**9))
     assert path.stat().st_size < 1_600_000
     peak = predicted(trace, planned(trace, *range(3, 2000, 3)), None).planned.timeline.peak_allocated_bytes
     drawn = [s for s in specifications(path.read_text("utf-8")) if "hover_plan" in json.dumps(s)]
-    csv = next(t for t in drawn[0]["datasets"].values() if t.startswith("ms,step,total"))  # type: ignore[attr-defined]
-    totals = [int(line.split(",")[2]) for line in csv.splitlines()[1:]]
+    csv = next(t for t in drawn[0]["datasets"].values() if t.startswith("ms,step,op,total"))  # type: ignore[attr-defined]
+    totals = [float(line.split(",")[3]) for line in csv.splitlines()[1:]]
     assert len(totals) <= 1500
-    assert max(totals) == peak
+    assert max(totals) == round(peak / GIB, 4)
 
 
 def test_a_foreign_plan_leaves_no_file(tmp_path: Path, reporting: None) -> None:
@@ -270,7 +276,7 @@ def test_a_foreign_plan_leaves_no_file(tmp_path: Path, reporting: None) -> None:
 
     trace = tiny.chain(3)
     with pytest.raises(PlanError):
-        write_step(tmp_path / "r.html", predicted(trace, planned(trace, 999), None))
+        write_step(tmp_path / "r.html", answered(trace, planned(trace, 999), None))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -279,7 +285,7 @@ def test_an_empty_plan_and_no_times(tmp_path: Path, reporting: None) -> None:
 
     trace = tiny.chain(3, time_ns=0)
     assert "recomputes nothing" in write_step(
-        tmp_path / "r.html", predicted(trace, planned(trace), None)
+        tmp_path / "r.html", answered(trace, planned(trace), None)
     ).read_text("utf-8")
 
 
@@ -468,7 +474,7 @@ def test_a_missing_package_is_named(
     monkeypatch.setitem(sys.modules, missing, None)
     trace = tiny.chain(3)
     with pytest.raises(EnvironmentProblem, match=re.escape("pip install 'lowtide[all]'")):
-        write_step(tmp_path / "r.html", predicted(trace, planned(trace), None))
+        write_step(tmp_path / "r.html", answered(trace, planned(trace), None))
     assert list(tmp_path.iterdir()) == []
 
 

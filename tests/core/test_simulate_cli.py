@@ -209,8 +209,9 @@ def test_report_is_handed_trace_plan_and_budget(
     monkeypatch.setattr("simulator.report.step.write_step", lambda *args: seen.append(args))
     page = tmp_path / "page.html"
     assert simulate(network, "--budget", "60%", "--report", page).exit_code == 0
-    ((path, c, asked),) = seen
-    assert asked.plan.planner == "save-all"
+    ((path, found),) = seen
+    c = found.planned
+    assert found.asked.plan.planner == "save-all"
     assert (path, c.trace, c.planned_fit.fits) == (page, load(network), None)
     assert c.plan.budget_bytes == c.budget_bytes == c.saved.timeline.peak_allocated_bytes * 60 // 100
 
