@@ -40,7 +40,7 @@ def replay_command(
     Exit code: 0 done, 1 the replay runs out of memory, 2 the input is wrong.
     """
     from simulator.allocator.device import size_of
-    from simulator.allocator.replay.replay import replay, understood
+    from simulator.allocator.replay.replay import replay
     from simulator.allocator.replay.snapshot import read_recording
     from simulator.allocator.settings import parse_alloc_conf
 
@@ -48,7 +48,7 @@ def replay_command(
     # Before any work, so that a bad one is known. It stands for all that was recorded, not on top of it.
     settings = None if alloc_conf is None else parse_alloc_conf(alloc_conf)
     out.say(f"reading {recording}")
-    source = understood(read_recording(recording, device))
+    source = read_recording(recording, device)
     if settings is not None:  # which of equal blocks is taken goes by the version of torch, not by the text
         settings = replace(settings, ties=source.settings.ties)
     for note in source.notes:

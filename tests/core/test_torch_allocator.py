@@ -18,7 +18,7 @@ import pytest
 
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator, OutOfMemory
-from simulator.allocator.replay.replay import replay, understood
+from simulator.allocator.replay.replay import replay
 from simulator.allocator.replay.snapshot import read_recording, recording_from_snapshot
 from simulator.allocator.settings import as_in, parse_alloc_conf
 from tests.streams import StreamAllocator
@@ -124,7 +124,7 @@ def test_the_versions_take_different_blocks() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_recordings_replay_to_torchs_own_figures(version: str) -> None:
     for p in programs(version):
-        recording = understood(recording_from_snapshot(p["snapshot"], f"seed {p['seed']}"))
+        recording = recording_from_snapshot(p["snapshot"], f"seed {p['seed']}")
         result = replay(recording)
         where = (p["seed"], p["conf"])
         assert recording.settings.ties == as_in(recording.settings, version).ties, where
@@ -154,7 +154,7 @@ def test_a_history_cut_anywhere_has_the_peak_from_there(version: str) -> None:
                 now += e["size"]
             peak = max(peak, now)
         snapshot["device_traces"][0] = events[cut:]
-        recording = understood(recording_from_snapshot(snapshot, "cut"))
+        recording = recording_from_snapshot(snapshot, "cut")
         result = replay(recording)
         assert recording.peak_reserved_bytes == peak, (p["seed"], cut)
         assert result.figures.peak_reserved_bytes == peak, (p["seed"], cut)
@@ -173,14 +173,14 @@ def test_what_a_cut_history_does_not_hold_is_said() -> None:
 
 def test_private_pools_do_not_share_blocks() -> None:
     p = next(p for p in programs("2.13.0") if p["conf"] == "pools")
-    recording = understood(recording_from_snapshot(p["snapshot"], "s"))
+    recording = recording_from_snapshot(p["snapshot"], "s")
     assert any("2 private pools" in n for n in recording.notes)
     assert min(e.stream for e in recording.events) < 0
     for e in p["snapshot"]["device_traces"][0]:
         e["pool_id"] = (0, 0)
     for s in p["snapshot"]["segments"]:
         s["segment_pool_id"] = (0, 0)
-    mixed = replay(understood(recording_from_snapshot(p["snapshot"], "s")))
+    mixed = replay(recording_from_snapshot(p["snapshot"], "s"))
     assert mixed.same_addresses < mixed.allocations
 
 
@@ -221,5 +221,5 @@ def test_a_history_with_actions_left_out(drop: str, said: str | None) -> None:
         with pytest.raises(TraceError, match=said):
             recording_from_snapshot(p["snapshot"], "s")
         return
-    recording = understood(recording_from_snapshot(p["snapshot"], "s"))
+    recording = recording_from_snapshot(p["snapshot"], "s")
     assert replay(recording).figures.peak_reserved_bytes == p["peaks"]["reserved"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from simulator.allocator.blocks import Block
 from simulator.allocator.caching import Allocator, AllocatorFigures, OutOfMemory
 from simulator.allocator.replay.pages import page_runs
 from simulator.allocator.replay.recording import GETS, GIVES_BACK, Event, Recording
 from simulator.allocator.replay.start import repack, restore
-from simulator.allocator.settings import LOWEST_ADDRESS, OLDER_BLOCK, OLDER_SEGMENT, AllocatorSettings
+from simulator.allocator.settings import AllocatorSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,25 +88,6 @@ def replay(
         out_of_memory=stopped,
         seconds=seconds,
     )
-
-
-def understood(recording: Recording) -> Recording:
-    """The recording with the rule by which equal blocks are taken, inferred from the addresses.
-
-    A snapshot does not name the version of torch that wrote it. If the rule that it was taken to follow does not put
-    every request where it was recorded, the one that puts most of them there is taken.
-    """
-    best: Recording | None = None
-    most = -1
-    for ties in dict.fromkeys((recording.settings.ties, OLDER_SEGMENT, OLDER_BLOCK, LOWEST_ADDRESS)):
-        tried = replace(recording, settings=replace(recording.settings, ties=ties))
-        result = replay(tried)
-        if result.same_addresses > most:
-            best, most = tried, result.same_addresses
-        if most == result.allocations:
-            break
-    assert best is not None
-    return best
 
 
 class _Run:
