@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from traces.alloc_conf import alloc_conf
 from traces.errors import EnvironmentProblem, PlanError
+from traces.provenance import alloc_conf
 from traces.records.plan import Plan
 from traces.records.trace import Trace, TraceMeta
 

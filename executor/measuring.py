@@ -22,11 +22,9 @@ from executor.isolated import run_fresh
 from executor.matching import check_figures, trace_of
 from executor.timing import alone, in_turns
 from executor.verification import Verification
-from traces.alloc_conf import NAMES as ALLOC_CONF
-from traces.alloc_conf import alloc_conf
 from traces.errors import PlanError, SpecError, is_out_of_memory
 from traces.files.json_records import from_json
-from traces.provenance import REHEARSED, provenance_of
+from traces.provenance import ALLOC_CONF, REHEARSED, alloc_conf, provenance_of
 from traces.records.measurement import RunFigures
 from traces.records.plan import Plan
 

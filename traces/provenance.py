@@ -1,4 +1,4 @@
-"""Where figures were taken: on a CPU, on a GPU, or by torch's own code on a GPU that is not there (a rehearsal)."""
+"""Where figures were taken: on a CPU, a GPU, or a GPU that is not there (a rehearsal), and under which settings."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ REHEARSED: Final = "rehearsed (torch's own code, no GPU)"
 PROVENANCES: Final = (MEASURED_CPU, MEASURED_CUDA, REHEARSED)
 ABSENT: Final = " (rehearsed)"  # ends the name of a GPU that is not there
 NAME: Final = "LOWTIDE_NULL_NAME"  # the variable from which the null driver has that name
+# The allocator reads the name of CUDA itself first (`CUDAAllocatorConfig::instance`), and some versions know no other.
+ALLOC_CONF: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def rehearsing() -> bool:
@@ -33,3 +35,8 @@ def provenance_of(device: str, gpu: str = "") -> str:
     if not device.startswith("cuda"):
         return MEASURED_CPU
     return REHEARSED if gpu.endswith(ABSENT) or (not gpu and rehearsing()) else MEASURED_CUDA
+
+
+def alloc_conf() -> str:
+    """The settings of torch's CUDA allocator that the environment gives; empty where it says nothing."""
+    return next((os.environ[name] for name in ALLOC_CONF if os.environ.get(name)), "")

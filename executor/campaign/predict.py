@@ -22,7 +22,7 @@ from simulator.core.problem import Problem
 from simulator.prediction.planning import completed, plan_for
 from simulator.prediction.step import Prediction, predict, untouched_fit
 from simulator.prediction.warnings import STANDING, text, warnings
-from traces.alloc_conf import alloc_conf
+from traces.provenance import alloc_conf
 from traces.records import store
 from traces.records.plan import Plan
 from traces.records.trace import Trace

@@ -17,8 +17,7 @@ from traces.units import show_bytes
 if TYPE_CHECKING:
     from executor.rehearsal.record import Rehearsal
     from traces.records.measurement import RunFigures
-    from traces.records.plan import Plan
-    from traces.records.warning import PredictionWarning
+    from traces.records.plan import Plan, PredictionWarning
 
 MOST_LINES = 8
 

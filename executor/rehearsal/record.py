@@ -12,7 +12,7 @@ from simulator.allocator.reserved import ITERATIONS
 from traces.files.json_records import to_json
 from traces.provenance import REHEARSED
 from traces.records.measurement import RunFigures
-from traces.records.warning import PredictionWarning
+from traces.records.plan import PredictionWarning
 
 # Codes of warnings.
 HOST_READ: Final = "rehearsal-host-read"  # the step read a value of the GPU, and was told something

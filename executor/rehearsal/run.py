@@ -16,11 +16,11 @@ from executor.rehearsal.driver import driver_environment, find_cuda_torch
 from executor.rehearsal.record import Rehearsal, Task
 from simulator.allocator.device import CONTEXT_BYTES
 from simulator.allocator.reserved import ITERATIONS
-from traces.alloc_conf import NAMES as ALLOC_CONF
 from traces.devices import Device, device
 from traces.errors import EnvironmentProblem, SpecError
 from traces.files.json_records import from_json
 from traces.model_spec import DEFAULT_FUNCTION, source_file
+from traces.provenance import ALLOC_CONF
 
 COMMANDS: Final = {"trace": ("-m", "tracer"), "execute": ("-m", "executor"), "python": ()}
 LARGE_BYTES: Final = 1 << 42  # a GPU in which everything fits, to say how much that is

@@ -27,8 +27,8 @@ from tracer.torch_api import (
     record_memory_history,
     replaced,
 )
+from traces.records.plan import PredictionWarning
 from traces.records.trace import FORWARD, OPTIMIZER, PHASES
-from traces.records.warning import PredictionWarning
 
 TORCH: Final = str(Path(torch.__file__).parent) + os.sep  # not torchvision
 OWN: Final = tuple(str(Path(__file__).parents[2] / room) for room in ("executor", "tracer", "traces"))

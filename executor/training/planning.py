@@ -32,9 +32,9 @@ from tracer.precision.policy import ambient
 from tracer.record.program import Program
 from tracer.recording import ProfileUse, joined_with, record_drafted, record_joined
 from tracer.torch_api import pytree
-from traces.alloc_conf import alloc_conf
 from traces.devices import device as device_entry
 from traces.errors import SpecError
+from traces.provenance import alloc_conf
 from traces.records.gradient_errors import GradientErrors
 from traces.records.plan import ALLOCATED, RESERVED, Plan
 from traces.records.trace import Trace

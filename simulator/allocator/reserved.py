@@ -76,11 +76,6 @@ def reserved_peak(
 ) -> ReservedFigures:
     """Run a schedule several times through one simulated allocator, from the first iteration on.
 
-    Parameters, buffers and the batch come first, by id. Optimizer state comes when the first optimizer step begins,
-    in whatever holes forward and backward left, and stays there; a library's workspace in the first op that uses it.
-    An op allocates and frees as its measured events say, or else allocates its outputs in order; what the schedule
-    releases after a step is freed when the step has ended.
-
     Args:
         iterations: how many to run at most. When one asked for no new memory, the next would be the same, so it ends.
         device_memory_bytes: what the device has for the allocator; None: enough.

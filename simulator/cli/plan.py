@@ -23,10 +23,8 @@ from traces.commands import Output, Refused
 from traces.errors import SpecError
 from traces.files.whole import check_writable
 from traces.shapes import Shapes
-from traces.units import show_bytes, show_percent
 
 if TYPE_CHECKING:
-    from simulator.prediction.step import Prediction
     from simulator.studies.answer import Answer
 
 TOP_HOLDERS = 5
@@ -152,7 +150,7 @@ def summary(found: Answer, output: Path | None) -> str:
     from simulator.prediction.loop_peaks import peaks_table
     from simulator.prediction.step import describe
     from simulator.prediction.warnings import texts_beside_untouched
-    from simulator.report.step import in_words
+    from simulator.report.step import at_peak, holders, in_words
 
     c = found.planned
     lines = [
@@ -161,8 +159,11 @@ def summary(found: Answer, output: Path | None) -> str:
         *(f"{word:<7} {text}" for word, text in in_words(found)),
         *(found.shapes.lines() if found.shapes is not None else []),
         *(f"warning {text}" for text in texts_beside_untouched(c)),
-        *_at_peak(c),
     ]
+    if c.planned.timeline.peak_step >= 0:
+        sentence, parts = at_peak(c)
+        largest = holders(c.step.trace, c.planned, "", most=TOP_HOLDERS).without("op", "shape")
+        lines += [sentence, *parts.lines(), *largest.lines()]
     if output is not None:
         lines.append(f"Next: execute {shlex.quote(str(output))}")
     elif c.plan.changes:
@@ -170,28 +171,3 @@ def summary(found: Answer, output: Path | None) -> str:
     elif c.budget_bytes is None:
         lines.append(f"Next: simulate {shlex.quote(found.trace_name)} --budget 60% -o plan.json")
     return "\n".join(lines)
-
-
-def _at_peak(c: Prediction) -> list[str]:
-    """What holds the memory at the plan's peak, by category and by storage."""
-    from simulator.core.replay import holdings, peak_by_category
-    from simulator.planners.outcome import where
-
-    trace, schedule, step = c.step.trace, c.planned.schedule, c.planned.timeline.peak_step
-    if step < 0:
-        return []
-    peak = c.planned.timeline.peak_allocated_bytes
-    again = " again" if schedule.recompute[step] else ""
-    lines = [f"At the peak, while {where(trace, schedule.op[step])} runs{again}:"]
-    parts = [(k, n) for k, n in peak_by_category(trace, schedule, c.planned.timeline).items() if n]
-    width = max((len(category) for category, _ in parts), default=0)
-    for category, n in (*parts, ("sum", sum(n for _, n in parts))):
-        share = show_percent(100 * n / peak, digits=1) if peak else ""
-        lines.append(f"  {category:<{width}}  {show_bytes(n):>11}  {share:>7}")
-    lines.append("Largest there:")
-    for h in holdings(trace, schedule, step)[:TOP_HOLDERS]:
-        producer = trace.storages.producer[h.storage]
-        module = trace.ops.module[producer] if producer >= 0 else ""
-        label = f"{trace.storages.name[h.storage]} ({h.category}{', ' + module if module else ''})"
-        lines.append(f"  {show_bytes(h.nbytes):>11}  {label}")
-    return lines

@@ -19,9 +19,8 @@ from simulator.prediction.step import Prediction, predict, untouched_peak_bytes
 from traces.devices import device
 from traces.errors import SpecError
 from traces.provenance import REHEARSED
-from traces.records.plan import RESERVED
+from traces.records.plan import RESERVED, PredictionWarning
 from traces.records.trace import CUDNN_DECIDES, VIEW, Trace, TraceMeta
-from traces.records.warning import PredictionWarning
 from traces.units import show_bytes, show_percent
 
 UNKNOWN, INTERPOLATED, RULES, ELSEWHERE = "none", "interpolated", "rules", "rules elsewhere"

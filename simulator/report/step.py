@@ -12,6 +12,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import Replay, holdings, peak_by_category
 from simulator.core.timeline import Timeline
 from simulator.planners.costs import Costs
+from simulator.planners.outcome import where
 from simulator.prediction.levers import rewrites_in_words
 from simulator.prediction.loop_peaks import peaks_table
 from simulator.prediction.step import Prediction, describe
@@ -33,7 +34,7 @@ from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell
 from simulator.studies.answer import Answer
 from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan
 from traces.records.trace import ACTIVATION, CATEGORIES, FLAG_NAMES, Trace
-from traces.units import bytes_unit, show_bytes, show_percent, show_time
+from traces.units import show_bytes, show_percent, show_time
 
 HOLDERS: Final = 20  # rows of the table of the largest storages at the peak
 ROWS: Final = 150  # rows of the long tables
@@ -41,14 +42,6 @@ SAVED_HOLDERS: Final = "The largest storages at the peak with everything saved"
 PEAKS: Final = (
     "Peaks of the untouched loop, and beside it of the planned step; of each phase in the steady iteration"
 )
-# Where what an op allocates inside comes from, by the keys of `TraceMeta.workspace`.
-TOLD: Final = {
-    "measured": "measured for the same call",
-    "rehearsed": "by torch's own code on a GPU that is not there",
-    "interpolated": "interpolated from other sizes",
-    "rules": "by rules",
-    "none": "unknown, counted as nothing",
-}
 
 
 def write_step(path: str | Path, found: Answer) -> Path:
@@ -82,28 +75,14 @@ def simulation_sections(
 # What stands beside figures
 
 
-def provenance(trace: Trace) -> str:
-    """Where the times and sizes of a trace come from, in words."""
-    meta = trace.meta
-    target = meta.target or meta.device
-    if meta.mode == "real":
-        kind = {"cpu": "the CPU", "cuda": "the GPU"}.get(meta.device, meta.device)
-        return f"Op times were measured on {kind} ({target}). The workspace of each op was measured."
-    told = ", ".join(f"{n:,} {TOLD[k]}" for k, n in sorted(meta.workspace.items()) if n and k in TOLD)
-    inside = f"Workspace inside the ops: {told or 'unknown, counted as nothing'}."
-    known = meta.workspace.get("measured", 0) + meta.workspace.get("interpolated", 0)
-    times = (
-        f"Times of {known:,} of {sum(meta.workspace.values()):,} ops come from a device profile, the others are "
-        f"estimates from a roofline model of {target}; the step itself was not run."
-        if known
-        else f"Op times are estimates from a roofline model of {target}: nothing was run."
-    )
-    return f"{times} Sizes are those of the tensors in the captured graph. {inside}"
-
-
 def about(problem: Problem, also: str) -> tuple[Text, ...]:
     """Where the figures of a page come from, and what must be said beside them."""
     return (Text(provenance(problem.trace) + also, "note"), *warned(texts_of(problem)))
+
+
+def provenance(trace: Trace) -> str:
+    """Where the times and sizes of a trace come from, in words."""
+    return f"Op times: {trace.origin}. Memory: {figures_from(trace.meta)}."
 
 
 def saved_figure(timeline: Timeline) -> Figure:
@@ -290,38 +269,47 @@ def _stretched(curve: Sequence[tuple[int, int]], end_ns: int) -> tuple[tuple[int
     return tuple((t * end_ns // last, b) for t, b in curve) if last > 0 else ()
 
 
+def at_peak(c: Prediction) -> tuple[str, Table]:
+    """Where the plan's peak is, and what holds it there, by category, beside the peak with everything saved."""
+    trace, at = c.step.trace, c.planned.timeline.peak_step
+    before = peak_by_category(c.trace, c.saved.schedule, c.saved.timeline)
+    after = peak_by_category(trace, c.planned.schedule, c.planned.timeline)
+    again = " again" if at >= 0 and c.planned.schedule.recompute[at] else ""
+    runs = f", while {where(trace, c.planned.schedule.op[at])} runs{again}" if at >= 0 else ""
+    peak = sum(after.values())
+    parts = table(
+        [category for category in CATEGORIES if before.get(category) or after.get(category)],
+        (
+            ("category", "", str),
+            ("everything saved", "bytes", lambda k: before.get(k, 0)),
+            ("with the plan", "bytes", lambda k: after.get(k, 0)),
+            ("share", "share", lambda k: 100.0 * after.get(k, 0) / max(1, peak)),
+        ),
+        total=("peak", sum(before.values()), peak, 100.0),
+    )
+    return f"At the peak{runs}:", parts
+
+
 def peak_blocks(c: Prediction) -> tuple[Block, ...]:
     """The peak by category, with and without the plan, and the largest storages that stand there."""
+    sentence, parts = at_peak(c)
     before = peak_by_category(c.trace, c.saved.schedule, c.saved.timeline)
     after = peak_by_category(c.step.trace, c.planned.schedule, c.planned.timeline)
-    peak, at = sum(after.values()), c.planned.timeline.peak_step
-    where = "The parts sum to the peak. Workspace is what the running op uses beyond its outputs."
-    if at >= 0:
-        where += f" The plan's peak is reached while {c.step.trace.ops.name[c.planned.schedule.op[at]]} runs."
     return (
-        Text(where),
+        Text(f"{sentence} the parts sum to it. Workspace is what the running op uses beyond its outputs."),
         Chart(charts.peak_by_category({"keep-all": before, "plan": after}, c.budget_bytes)),
-        table(
-            [category for category in CATEGORIES if before.get(category) or after.get(category)],
-            (
-                ("category", "", str),
-                ("everything saved", "bytes", lambda k: before.get(k, 0)),
-                ("with the plan", "bytes", lambda k: after.get(k, 0)),
-                ("share of the plan's peak", "share", lambda k: 100.0 * after.get(k, 0) / max(1, peak)),
-            ),
-            total=("peak", sum(before.values()), peak, 100.0),
-        ),
+        parts,
         holders(c.step.trace, c.planned, f"The {HOLDERS} largest storages at the plan's peak"),
         holders(c.trace, c.saved, f"The {HOLDERS} largest storages at the peak", folded=SAVED_HOLDERS),
     )
 
 
-def holders(trace: Trace, replay: Replay, caption: str, *, folded: str = "") -> Table:
+def holders(trace: Trace, replay: Replay, caption: str, *, folded: str = "", most: int = HOLDERS) -> Table:
     """The largest storages that are allocated at the peak."""
     ops, sts = trace.ops, trace.storages
     at = replay.timeline.peak_step
     there = holdings(trace, replay.schedule, at) if at >= 0 else ()
-    shown = there[:HOLDERS]
+    shown = there[:most]
     always = Cell("exists throughout the step", tone="quiet")
     made = sts.producer
     return table(
@@ -379,31 +367,8 @@ def recomputations(trace: Trace, replay: Replay, evicted: Iterable[int]) -> tupl
     return tuple(sorted(found, key=lambda r: (-r.time_ns, r.op)))
 
 
-def by_module(trace: Trace, rows: Iterable[Recomputation], *, most: int = 24) -> dict[str, tuple[int, int]]:
-    """Recompute time and rebuilt bytes by module path, cut at the depth that leaves at most `most` groups.
-
-    When even the first level has more, the cheapest are gathered under `other modules`.
-    """
-    rows = list(rows)
-    paths = {r.op: tuple(trace.ops.module[r.op].split(".")) for r in rows}
-    depth = max((len(p) for p in paths.values()), default=1)
-    while depth > 1 and len({p[:depth] for p in paths.values()}) > most:
-        depth -= 1
-    groups: dict[str, tuple[int, int]] = {}
-    for r in rows:
-        name = ".".join(paths[r.op][:depth]) or "(no module)"
-        time_ns, nbytes = groups.get(name, (0, 0))
-        groups[name] = (time_ns + r.time_ns, nbytes + r.nbytes * r.times)
-    ranked = sorted(groups.items(), key=lambda item: (-item[1][0], item[0]))
-    out = dict(ranked[: most - 1 if len(ranked) > most else most])
-    rest = ranked[len(out) :]
-    if rest:
-        out["other modules"] = (sum(v[0] for _, v in rest), sum(v[1] for _, v in rest))
-    return out
-
-
 def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
-    """What runs again, by op and by module."""
+    """What runs again, by op."""
     trace, ops = c.step.trace, c.step.trace.ops
     found = recomputations(trace, c.planned, c.plan.recomputed)
     if not found:
@@ -415,20 +380,11 @@ def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
         places = "evicted and recomputed in forward and backward"
     shown = found[:ROWS]
     spent = sum(r.time_ns for r in shown)
-    unit, unit_name = charts.time_unit(max(t for t, _ in by_module(trace, found).values()))
-    bars = [
-        (module, charts.RECOMPUTED, t / unit, f"{show_time(t)}, {show_bytes(b)} rebuilt")
-        for module, (t, b) in by_module(trace, found).items()
-    ]
     return (
         Text(
             f"{len(c.plan.recomputed):,} storages ({show_bytes(evicted)}) are {places}, by {len(found):,} ops that "
             f"together take {show_time(total_ns)}. A link is an op that runs only because another recomputation needs "
             "its output."
-        ),
-        Chart(
-            charts.by_name(bars, charts.ACTION_COLOURS, f"recompute time, {unit_name}"),
-            title="Recompute time by module",
         ),
         table(
             shown,
@@ -527,13 +483,6 @@ def activation_blocks(problem: Problem, plan: Plan) -> tuple[Block, ...]:
         flags = ", ".join(n for b, n in FLAG_NAMES.items() if ops.flags[a.producer] & b)
         return Cell(flags or "–", tone="quiet")
 
-    kinds: dict[str, dict[str, int]] = {}
-    for a in found:
-        by_action = kinds.setdefault(target_text(trace, a.producer), {})
-        by_action[action(a)] = by_action.get(action(a), 0) + a.nbytes
-    large = sorted(kinds, key=lambda k: (-sum(kinds[k].values()), k))[:12]
-    unit, unit_name = bytes_unit(sum(kinds[large[0]].values()))
-    bars = [(k, act, n / unit, show_bytes(n)) for k in large for act, n in kinds[k].items()]
     points = [(ops.name[a.producer], action(a), a.idle_ns, a.nbytes) for a in found[: charts.POINTS]]
     shown, whole = found[:ROWS], sum(a.nbytes for a in found)
     return (
@@ -541,10 +490,6 @@ def activation_blocks(problem: Problem, plan: Plan) -> tuple[Block, ...]:
             f"Forward saves {len(found):,} activations for backward, {show_bytes(whole)} in all. Idle is the time from "
             "the last use in forward to the first use in backward, with everything saved. The recompute cost is that "
             "of the producing op and of the links before it that backward does not save."
-        ),
-        Chart(
-            charts.by_name(bars, charts.ACTION_COLOURS, f"activations saved for backward, {unit_name}"),
-            title="Activations by the op that makes them",
         ),
         Chart(charts.idle_against_size(points), title="Idle time and size of each activation"),
         table(

@@ -75,7 +75,7 @@ class Table:
 
     def texts(self) -> list[tuple[str, ...]]:
         """What every row shows."""
-        return [tuple(c.text if isinstance(c, Cell) else c for c in row) for row in self.rows]
+        return [tuple(map(_text, row)) for row in self.rows]
 
     def _only(self, at: Sequence[int]) -> Table:
         return replace(
@@ -99,13 +99,18 @@ class Table:
 
     def lines(self) -> list[str]:
         """The table for a terminal."""
-        texts = [tuple(t if len(t) <= WIDEST else t[: WIDEST - 1] + "…" for t in row) for row in self.texts()]
+        rows = [*self.texts(), *([tuple(_text(c) for c in self.total)] if self.total else [])]
+        texts = [tuple(t if len(t) <= WIDEST else t[: WIDEST - 1] + "…" for t in row) for row in rows]
         return aligned([self.columns, *texts], left=set(range(len(self.columns))) - self.numbers)
 
     def html(self) -> str:
         """The table for a notebook."""
         body = "".join(_html_row("td", row) for row in self.texts())
         return f"<table>{_html_row('th', self.columns)}{body}</table>"
+
+
+def _text(cell: Cell | str) -> str:
+    return cell.text if isinstance(cell, Cell) else cell
 
 
 def _html_row(tag: str, texts: Iterable[str]) -> str:

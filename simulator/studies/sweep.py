@@ -21,9 +21,8 @@ from simulator.studies.tracing import ModelRequest
 from traces.errors import BudgetError, TraceError
 from traces.files.json_records import Form, JsonRecord
 from traces.records.measurement import RunFigures
-from traces.records.plan import ALLOCATED
+from traces.records.plan import ALLOCATED, PredictionWarning
 from traces.records.trace import PARAMETER, Trace
-from traces.records.warning import PredictionWarning
 
 EAGER, KEEP_ALL, PLAN = "eager", "keep_all", "plan"  # the keys of `SweepRow.measured`
 

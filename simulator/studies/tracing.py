@@ -25,7 +25,7 @@ from traces.files.json_records import canonical_json, read_json
 from traces.files.whole import write_text
 from traces.model_spec import source_file
 from traces.processes import ending_with_this
-from traces.records.device_profile import GALLERY_PROFILES, cache_directory, load_identity
+from traces.records.device_profile import cache_directory, load_identity
 from traces.records.store import load
 from traces.records.trace import Trace
 
@@ -150,13 +150,12 @@ def _profiles(words: Sequence[str]) -> str:
     except LowtideError:
         return ""  # which `trace` will refuse
     parts = []
-    for folder in (cache_directory(), GALLERY_PROFILES):
-        for path in sorted(folder.glob("*.parquet")):
-            try:
-                if load_identity(path).kind == kind:
-                    parts.append(_digest(path))
-            except LowtideError:
-                continue  # which `trace` passes over as well
+    for path in sorted(cache_directory().glob("*.parquet")):
+        try:
+            if load_identity(path).kind == kind:
+                parts.append(_digest(path))
+        except LowtideError:
+            continue  # which `trace` passes over as well
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16] if parts else ""
 
 

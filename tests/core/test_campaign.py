@@ -35,7 +35,6 @@ from executor.verification import Verification
 from simulator.core.problem import Problem
 from simulator.prediction.warnings import STANDING, warnings_of
 from tests import tiny
-from traces.alloc_conf import alloc_conf
 from traces.errors import (
     BudgetError,
     LowtideError,
@@ -45,6 +44,7 @@ from traces.errors import (
     is_out_of_memory,
 )
 from traces.files.json_records import from_json, to_json
+from traces.provenance import alloc_conf
 from traces.records import store as trace_store
 from traces.records.measurement import RunFigures
 

@@ -30,7 +30,7 @@ from simulator.report.page import (
     paragraphs,
     render,
 )
-from simulator.report.step import activations, by_module, provenance, recomputations
+from simulator.report.step import activations, provenance, recomputations
 from simulator.show.tables import Cell, Table
 from simulator.studies.answer import Answer
 from simulator.studies.sweep import Sweep, SweepRow
@@ -38,9 +38,8 @@ from tests import tiny
 from traces.errors import EnvironmentProblem, PlanError
 from traces.records import store
 from traces.records.measurement import Measurement, RunFigures
-from traces.records.plan import RECOMPUTE, Action, Plan
+from traces.records.plan import RECOMPUTE, Action, Plan, PredictionWarning
 from traces.records.trace import CATEGORIES, Trace
-from traces.records.warning import PredictionWarning
 from traces.units import show_bytes, show_time
 
 HOSTILE = "</script><script>alert('x')</script><img src=http://evil.example/x onerror=alert(1)>&\"'"
@@ -121,7 +120,7 @@ def test_every_chart_can_be_compiled(page: str) -> None:
     import vl_convert
 
     specs = specifications(page)
-    assert len(specs) == 6
+    assert len(specs) == 4
     for spec in specs:
         vl_convert.vegalite_to_vega(spec)
 
@@ -138,7 +137,8 @@ def test_hostile_names_stay_text(tmp_path: Path, reporting: None) -> None:
     assert [t for t, _ in Elements(html).tags] == [t for t, _ in Elements(harmless).tags]
     assert HOSTILE[:30] not in html
     assert "&lt;/script&gt;" in html
-    assert any(HOSTILE in json.dumps(s, ensure_ascii=False).replace('\\"', '"') for s in specifications(html))
+    in_csv = HOSTILE.replace('"', '""')
+    assert any(in_csv in json.dumps(s, ensure_ascii=False).replace('\\"', '"') for s in specifications(html))
 
 
 def test_json_cannot_end_its_script() -> None:
@@ -226,7 +226,6 @@ def test_recomputations_sum_to_the_overhead() -> None:
     c = predicted(trace, planned(trace, 3, 4, 5, 9), None)
     found = recomputations(trace, c.planned, c.plan.recomputed)
     assert sum(r.time_ns for r in found) == c.planned.timeline.step_time_ns - c.saved.timeline.step_time_ns
-    assert sum(t for t, _ in by_module(trace, found).values()) == sum(r.time_ns for r in found)
     assert not any(r.link for r in found)
 
 
@@ -245,16 +244,6 @@ def test_links_are_told_from_evicted_storages() -> None:
     c = predicted(trace, planned(trace, 2), None)
     found = recomputations(trace, c.planned, c.plan.recomputed)
     assert [(r.op, r.link, r.time_ns) for r in found] == [(1, False, 5), (0, True, 3)]
-
-
-def test_modules_are_cut_to_a_readable_number() -> None:
-    ops = [tiny.fwd({f"x{i}": 8}, "w", module=f"net.layer{i % 7}.part{i}", time_ns=2) for i in range(60)]
-    ops += [tiny.bwd({f"g{i}": 8}, f"x{i}") for i in range(60)]
-    trace = tiny.trace(ops, {"w": 8})
-    c = predicted(trace, planned(trace, *range(1, 61)), None)
-    groups = by_module(trace, recomputations(trace, c.planned, c.plan.recomputed))
-    assert set(groups) == {f"net.layer{i}" for i in range(7)}
-    assert sum(t for t, _ in groups.values()) == 120
 
 
 def test_long_timelines_stay_small(tmp_path: Path, reporting: None) -> None:
@@ -376,9 +365,9 @@ def test_a_column_that_no_row_knows_is_left_out() -> None:
 
 def test_times_from_a_profile_are_not_called_estimates() -> None:
     trace = tiny.chain(2)
-    assert "Op times are estimates from a roofline" in provenance(trace)
+    assert "Op times: roofline of" in provenance(trace)
     known = replace(trace, meta=replace(trace.meta, workspace={"measured": 3, "interpolated": 1, "rules": 4}))
-    assert "Times of 4 of 8 ops come from a device profile" in provenance(known)
+    assert "Op times: profile and roofline of" in provenance(known)
 
 
 def test_a_measured_sweep_names_the_device(tmp_path: Path, reporting: None) -> None:

@@ -76,7 +76,7 @@ def test_a_plan_to_read(network: Path, tmp_path: Path) -> None:
     output = tmp_path / "my plan.json"
     result = simulate(network, "--budget", "60%", "-o", output)
     assert result.exit_code == 0
-    for part in ("peak", "time", "activation", "sum", "Largest there", f"Next: execute '{output}'"):
+    for part in ("peak", "time", "activation", "At the peak, while ", f"Next: execute '{output}'"):
         assert part in result.stdout
     assert "planning" in result.stderr
     assert not simulate(network, "--budget", "60%", "-q").stderr

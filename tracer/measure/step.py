@@ -40,9 +40,8 @@ from tracer.measure.probes import (
 from tracer.measure.runner import GraphRunner
 from tracer.measure.stepcode import takeovers
 from tracer.record.draft import Draft
-from traces.alloc_conf import alloc_conf
 from traces.errors import TraceError
-from traces.provenance import rehearsing
+from traces.provenance import alloc_conf, rehearsing
 from traces.records.device_profile import DeviceProfile, Identity, LibraryWorkspace
 from traces.records.trace import EAGER, VIEW, Trace
 from traces.units import show_time

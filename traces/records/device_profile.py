@@ -21,7 +21,6 @@ from traces.files.whole import locked, replacing
 from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA
 
 PROFILE_VERSION: Final = 1
-GALLERY_PROFILES: Final = Path(__file__).parents[1] / "gallery" / "profiles"
 FORM: Final = tables.Format(
     record="profile",
     noun="a device profile",
@@ -233,7 +232,6 @@ def cache_directory() -> Path:
 
 
 def candidates(identity: Identity) -> Iterable[Path]:
-    """Files that may hold a profile that fits: the user's own first, then the gallery's."""
+    """Files that may hold a profile that fits, the likeliest first."""
     yield cache_directory() / identity.file_name
-    for folder in (cache_directory(), GALLERY_PROFILES):
-        yield from sorted(folder.glob("*.parquet"))
+    yield from sorted(cache_directory().glob("*.parquet"))

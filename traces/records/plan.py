@@ -1,36 +1,7 @@
 """Plan: what to do with each storage that is not simply saved, as data that travels alone.
 
-A plan is JSON: small, diffable, without callables. It carries how to rebuild the model and the batch, the
-trace's fingerprints, the planner and the budget behind it, and the predicted figures, so that the file alone is
-enough for `execute`.
-
-What an action means
---------------------
-Between two uses of a storage lies a gap. An action says in which gaps a storage is absent, and by which recipe it comes
-back. Without any action, a value of forward that backward needs is *saved*: it is there from its producer to its last
-use. Every other value of forward is evicted after its last use there, and is only ever *recomputed* for the sake of
-others.
-
-- recipe `recompute`: absent from its last forward use on; its op runs again, after whatever that op needs, when an op
-  takes the value.
-- recipe `save`: saved from forward on, for a value that backward itself does not read but recomputations do; or, with
-  `evict_after`, for any value: it is there until the first of those ops has run, and is recomputed when it is taken
-  next. A saved value that came back while forward still runs is saved from that copy on.
-- any other recipe, named as its module in `simulator.core.recipes`: ops that the recipe names take another value
-  in this one's place, and what else takes it recomputes it as above.
-- `evict_after`: the value is absent once one of these ops has run, of forward or of backward, until it is taken next.
-- `retain`: a value that came back stays until its last use (or until `evict_after` names an op); without it, it goes as
-  soon as the op that it came back for has run. A value that is not saved never stays beyond its last forward use while
-  forward runs.
-
-A value that is recomputed only for others (backward does not read it) and has no action is not retained; `recompute` on
-it says that it is.
-
-What a rewrite means
---------------------
-A plan may change the step itself before it says what is recomputed: run a stretch of it in tiles, or have backward read
-a smaller stand-in for a saved value. Each such rewrite is named as its module in `simulator.core.rewrites`, and names a
-storage of the trace. The plan's actions then count ops and storages of the step so rewritten.
+A plan is JSON: small, diffable, without callables; it carries all that `execute` needs to rebuild and check the step.
+What actions, recipes and rewrites mean, and what holds without any, stands in traces/README.md under "A plan".
 """
 
 from __future__ import annotations
@@ -211,6 +182,24 @@ class Plan(JsonRecord):
         if lacking := sorted({"planner", "budget_bytes", "exactness", "predicted", "actions"} - data.keys()):
             raise ValueError(f"it lacks {lacking[0]}")
         return from_json(cls, {**data, "meta": data.get("trace")})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictionWarning:
+    """One thing that must be said beside a prediction, as data; its prose is made where it is shown.
+
+    `figures` hold bytes, counts and percents as numbers, and names as text.
+    """
+
+    code: str
+    subject: str = ""
+    figures: Mapping[str, int | float | str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for warnings whose prose differs in its numbers alone."""
+        parts = ((k, v if isinstance(v, str) else bool(v)) for k, v in sorted(self.figures.items()))
+        return (self.code, self.subject, *parts)
 
 
 def label_actions(trace: Trace, actions: Iterable[Action]) -> tuple[Action, ...]:

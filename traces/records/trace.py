@@ -4,20 +4,7 @@ The tables are kept as columns (tuples of plain ints and strings) because every 
 number: an op's id and a storage's id *are* their row numbers. A trace is never edited; make a new one with
 `dataclasses.replace`.
 
-How to read a trace
--------------------
-An op *reads* storages, and *writes* the storages that it creates or overwrites. A storage that an op creates
-has that op as its `producer`; a storage with producer -1 exists before the step and after it (parameters,
-buffers, optimizer state, inputs). Views create nothing: a view op reads its base storage and writes nothing,
-and whoever uses the view reads the base storage too. `inputs` are the ops whose values an op takes, which is
-what one needs to run it again.
-
-A storage is released after its last reader, but never before its `hold` op has ended (-1: no hold). Holds
-describe lifetimes that the captured graph does not decide: gradients wait for `zero_grad`, the optimizer's
-temporaries for a Python reference to go away.
-
-Forward comes first, then backward, then the optimizer; but a loop that frees gradients in backward has each
-parameter's optimizer ops among backward's.
+What its rows mean stands in traces/README.md under "What the rows mean".
 """
 
 from __future__ import annotations
@@ -262,6 +249,14 @@ class Trace:
         return sum(self.ops.time_ns)
 
     @property
+    def origin(self) -> str:
+        """Where the times come from, in words."""
+        if self.meta.mode == "real":
+            return f"measured on {self.meta.target}"
+        roofline = f"roofline of {self.meta.target}"
+        return f"profile and {roofline}" if self.meta.workspace.get("measured") else roofline
+
+    @property
     def saved(self) -> tuple[int, ...]:
         """The storages that forward makes and backward reads."""
         ops, sts = self.ops, self.storages
@@ -298,9 +293,6 @@ class Trace:
     def describe(self) -> tuple[str, dict[str, str]]:
         """The same for people: what it is, and a figure for each word."""
         figures, meta = self.summary(), self.meta
-        from_profile = meta.workspace.get("measured")
-        estimated = f"profile and roofline of {meta.target}" if from_profile else f"roofline of {meta.target}"
-        origin = f"measured on {meta.target}" if meta.mode == "real" else estimated
         options = ", ".join(f"{k} {v}" for k, v in (meta.options or {"batch_size": meta.batch_size}).items())
         phases = ", ".join(f"{p} {show_time(t)}" for p, t in figures["phase_time_ns"].items())
         sizes = {
@@ -313,7 +305,7 @@ class Trace:
         rows = {
             "ops": f"{figures['ops']} ({figures['computing_ops']} that compute), {figures['storages']} storages",
             **{f"{category:16}": text for category, text in shown.items()},
-            "step": f"{show_time(figures['time_ns'])} ({origin}); {phases}",
+            "step": f"{show_time(figures['time_ns'])} ({self.origin}); {phases}",
             "fingerprint": f"{meta.fingerprint} (graph {meta.graph_fingerprint})",
         }
         # When backward begins, and nothing is recomputed.

@@ -116,16 +116,17 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
     notes: list[str] = []
     settings = _settings(snapshot.allocator_settings, notes)
     settings = replace(settings, ties=_ties(rows, snapshot.allocator_settings))
-    lanes = _Lanes(snapshot.segments)
-    final = _final_segments([s for s in snapshot.segments if s.device == device], lanes, source)
-    if lanes.private:
-        unknown = settings.ties == LOWEST_ADDRESS
-        notes.append(
-            f"{lanes.private} private pools (of CUDA graphs, or a MemPool) are simulated as pools of their own, but "
-            "not what decides when their memory may go back"
-            + ("; torch before 2.12 does not say whose an event is" if unknown else "")
+    segments = [s for s in snapshot.segments if s.device == device]
+    if private := {s.segment_pool_id for s in segments} - {DEFAULT_POOL}:
+        raise TraceError(
+            f"{source}: {len(private)} private pools (of CUDA graphs, or a MemPool) are in use, and only torch's own "
+            "pool is simulated; record without them."
         )
-    events = _events(rows, lanes, {b.address for s in final for b in s.blocks if b.pending})
+    final = _final_segments(segments, source)
+    events = tuple(
+        Event(row.action, row.device_free if row.addr is None else row.addr, row.size, row.stream)
+        for row in rows
+    )
     _check_order(events, source)
     start = _rewind(final, events, settings, source)
     if guessed := _guessed(start):
@@ -220,7 +221,7 @@ def _ties(rows: Sequence[_Row], settings: Any) -> str:
     return OLDER_SEGMENT if isinstance(settings, dict) and "max_cached_size" in settings else OLDER_BLOCK
 
 
-def _final_segments(rows: Sequence[_Segment], lanes: _Lanes, source: str) -> tuple[SegmentState, ...]:
+def _final_segments(rows: Sequence[_Segment], source: str) -> tuple[SegmentState, ...]:
     segments, held = [], []
     for row in rows:
         here = row.address
@@ -243,70 +244,21 @@ def _final_segments(rows: Sequence[_Segment], lanes: _Lanes, source: str) -> tup
                 address=row.address,
                 size_bytes=row.total_size,
                 small=row.segment_type == "small",
-                stream=lanes.of(row.segment_pool_id, row.stream),
+                stream=row.stream,
                 expandable=row.is_expandable,
             )
         )
     return place_blocks(segments, held, source)
 
 
-def _events(rows: Sequence[_Row], lanes: _Lanes, pending: set[int]) -> tuple[Event, ...]:
-    events = []
-    for row in rows:
-        at = row.device_free if row.addr is None else row.addr
-        pool = lanes.pool_at(at) if row.pool_id is None else row.pool_id
-        events.append(Event(row.action, at, row.size, lanes.of(pool, row.stream)))
-    # Either half of a free can be left out of a history. Then the two are taken to be at once, but for what still waits
-    # for its second half in the end.
-    there = {e.action for e in events}
-    if ("free_completed" in there) == ("free_requested" in there):
-        return tuple(events)
-    last = {e.address: k for k, e in enumerate(events)}
-    waits = {k for at, k in last.items() if at in pending and events[k].action == "free_requested"}
-    out: list[Event] = []
-    for k, e in enumerate(events):
-        halves = e.action in ("free_requested", "free_completed") and k not in waits
-        out += [replace(e, action=a) for a in ("free_requested", "free_completed")] if halves else [e]
-    return tuple(out)
-
-
-class _Lanes:
-    """One number for each stream of each pool: like streams, pools do not share free blocks."""
-
-    def __init__(self, segments: Sequence[_Segment]) -> None:
-        self.numbers: dict[tuple[PoolId, int], int] = {}
-        # Before torch 2.12 events do not name their pool; what lies in a private segment is of its pool.
-        self.ranges = [
-            (s.address, s.address + s.total_size, s.segment_pool_id)
-            for s in segments
-            if s.segment_pool_id != DEFAULT_POOL
-        ]
-
-    @property
-    def private(self) -> int:
-        return len({pool for pool, _ in self.numbers})
-
-    def pool_at(self, address: int) -> PoolId:
-        return next((pool for a, b, pool in self.ranges if a <= address < b), DEFAULT_POOL)
-
-    def of(self, pool: PoolId, stream: int) -> int:
-        """The stream itself in the default pool, and negative numbers for all others."""
-        return (
-            stream
-            if pool == DEFAULT_POOL
-            else self.numbers.setdefault((pool, stream), -1 - len(self.numbers))
-        )
-
-
 def _check_order(events: Sequence[Event], source: str) -> None:
     """Every block must be freed before it is allocated again, and the other way round."""
     last: dict[int, str] = {}
-    both = ("free_requested", "alloc")
-    follows = {"alloc": ("free_completed",), "free_requested": ("alloc",), "free_completed": both}
+    follows = {"alloc": "free_completed", "free_requested": "alloc", "free_completed": "free_requested"}
     for e in events:
         if e.action not in follows:
             continue
-        if e.address in last and last[e.address] not in follows[e.action]:
+        if e.address in last and last[e.address] != follows[e.action]:
             raise TraceError(
                 f"{source}: the block at {e.address} has the events {last[e.address]} and {e.action} with nothing "
                 "between; events are missing. Record without skip_actions."
