@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from executor.api import measure, verify
     from executor.fitting.fit import fit
+    from executor.plans import measure, verify
     from executor.training.module import PlannedModule, apply_plan, planned_loss, remove_plan, unplanned
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "unplanned",
     "verify",
 ]
-_ROOMS = {"fit": "executor.fitting.fit", "measure": "executor.api", "verify": "executor.api"}
+_ROOMS = {"fit": "executor.fitting.fit", "measure": "executor.plans", "verify": "executor.plans"}
 
 
 def __getattr__(name: str) -> Any:

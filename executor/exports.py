@@ -75,7 +75,7 @@ class Export:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Exports:
     """What a plan comes to elsewhere."""
 
@@ -89,7 +89,6 @@ def exports(plan: Plan, model: str = "", device: str = "cpu", *, torch_budget: b
     """Count what each export of a plan needs.
 
     Args:
-        plan: of a model with repeated blocks.
         model: build this instead of what the plan names.
         device: for which the step is recorded again.
         torch_budget: whether to ask torch's partitioner, too.
@@ -108,8 +107,9 @@ def exports(plan: Plan, model: str = "", device: str = "cpu", *, torch_budget: b
     if trace.meta.graph_fingerprint != plan.meta.graph_fingerprint:
         raise PlanError("the model's graph is not the plan's; export a plan of this model as it is here.")
     problem = Problem(trace)
-    block = block_paths(trace.ops.module[: problem.forward_end])
-    blocks = list(dict.fromkeys(block[m] for m in trace.ops.module[: problem.forward_end] if m in block))
+    modules = trace.ops.module[: problem.forward_end]
+    block = block_paths(modules)
+    blocks = list(dict.fromkeys(block[m] for m in modules if m in block))
     if not blocks:
         raise PlanError(
             "the model has no repeated blocks (layers.0, layers.1, ...), which is what exports are of."
@@ -139,9 +139,7 @@ def exports(plan: Plan, model: str = "", device: str = "cpu", *, torch_budget: b
         saved=pformat({k: dict(v) for k, v in saved.items()}, width=110, sort_dicts=False),
     )
     planned = problem.replay(plan.actions).timeline.peak_allocated_bytes
-    return Exports(
-        plan_peak_bytes=planned, untouched_peak_bytes=untouched, exports=tuple(rows), policy=policy
-    )
+    return Exports(planned, untouched, tuple(rows), policy)
 
 
 def _saved(problem: Problem, plan: Plan, block: Mapping[str, str]) -> Saved:
@@ -166,11 +164,8 @@ def _saved(problem: Problem, plan: Plan, block: Mapping[str, str]) -> Saved:
             saved[path][target].append(seen[path][target])
         whole[path] &= all(s in there for s in makes if problem.saved_by_default[s])
         seen[path][target] += 1
-    return {
-        path: {op: tuple(calls) for op, calls in saved[path].items()}
-        for path, all_of in whole.items()
-        if not all_of
-    }
+    partly = [path for path, all_of in whole.items() if not all_of]
+    return {path: {op: tuple(calls) for op, calls in saved[path].items()} for path in partly}
 
 
 def _counted(draft: Any, saved: Saved) -> tuple[int, set[str]]:

@@ -38,8 +38,7 @@ def run_fresh(
         function: "module:name".
         arguments: by name, all of them JSON.
         what: what the process does, for messages ("measured the plan").
-        environment: variables that are set unless they are set already.
-        overriding: variables that are set whatever they are.
+        environment: variables that are set unless they are set already; overriding: those that are in any case.
         timeout_s: after this many seconds the process is ended; None: never.
 
     Raises:

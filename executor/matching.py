@@ -15,10 +15,6 @@ def check_alloc_conf(meta: TraceMeta, device: str) -> None:
 
     Torch reads them once, before CUDA starts. Where the environment says nothing, the processes that measure get the
     plan's; a plan made under torch's default settings is measured under whatever the environment says.
-
-    Args:
-        meta: of the plan's trace.
-        device: "cpu", "cuda" or "cuda:1".
     """
     from simulator.allocator.settings import parse_alloc_conf
 
@@ -38,13 +34,8 @@ def check_kind(meta: TraceMeta, device: str) -> None:
 
     The other way round the structures of the graphs decide: where a model has neither attention nor batch norm, the
     CPU's graph and the GPU's are the same.
-
-    Args:
-        meta: of the plan's trace.
-        device: "cpu", "cuda" or "cuda:1".
     """
-    planned, kind = meta.device.partition(":")[0], device.partition(":")[0]
-    if planned == "cuda" and kind == "cpu":
+    if meta.device.startswith("cuda") and device.startswith("cpu"):
         raise PlanError(
             f"the plan is for the graph that {meta.target} runs, and the CPU runs other ops (attention, batch norm): "
             "run it with --device cuda, or trace again without --target for a plan that runs on the CPU."
@@ -58,25 +49,20 @@ def times_apply(meta: TraceMeta, device: str, gpu: str = "") -> bool:
     (fake). Ignores: which CPU it is, since the table has one entry for all of them.
 
     Args:
-        meta: of the plan's trace.
-        device: "cpu", "cuda" or "cuda:1".
         gpu: the GPU's name as the driver gives it.
     """
     from tracer.costs.profiles import board_of
 
-    if device.partition(":")[0] == "cpu":
+    if device.startswith("cpu"):
         return meta.target.lower() == "cpu"
     return bool(gpu) and meta.target == (gpu if meta.mode == "real" else board_of(gpu))
 
 
 def trace_of(plan: Plan, model: str, device: str, name: str | None = None) -> Trace:
-    """The trace behind a plan, for the report's pictures.
+    """The trace behind a plan: in a directory of that name, or recorded again on fake tensors of a device.
 
     Args:
-        plan: whose trace.
         model: build this instead of what the plan names.
-        device: for which the step is recorded again.
-        name: a trace directory; without it the step is recorded again on fake tensors.
 
     Raises:
         PlanError: the trace in the directory is another one.
@@ -106,7 +92,6 @@ def check_figures(plan: Plan, recorded: Trace) -> None:
     elsewhere, workspaces and times, which only that trace knows.
 
     Args:
-        plan: with its predicted figures.
         recorded: the step recorded again; one of another graph is not compared, which the run itself refuses.
     """
     from simulator.core.problem import Problem
@@ -115,9 +100,8 @@ def check_figures(plan: Plan, recorded: Trace) -> None:
     meta, mine = plan.meta, recorded.meta
     if mine.fingerprint != meta.fingerprint:
         return
-    same = all(
-        getattr(meta, k) == getattr(mine, k) for k in ("mode", "target", "rates", "workspace", "versions")
-    )
+    rules = ("mode", "target", "rates", "workspace", "versions")
+    same = all(getattr(meta, k) == getattr(mine, k) for k in rules)
     if not same:
         recorded = replace(recorded, ops=replace(recorded.ops, events=((),) * len(recorded.ops)))
     problem = Problem(recorded)

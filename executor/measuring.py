@@ -1,10 +1,10 @@
 """Measure a training step in a fresh process: peak memory by the allocator's own account, and step time.
 
 Three variants, each in a process of its own: the untouched model in the ordinary loop (eager), the rewritten graphs
-with an empty plan (keep_all), and the plan, whose steps are timed in turns with keep-all's (see `executor.timing`). On
-the CPU the peak is the running sum of the allocator's events as the profiler records them, from before the model is
-built; on CUDA it is the caching allocator's statistics. On a GPU that is not there (a rehearsal) all of it runs, and
-there are no times.
+with an empty plan (keep_all), and the plan, whose steps are timed in turns with keep-all's (see `timed`). On the CPU
+the peak is the running sum of the allocator's events as the profiler records them, from before the model is built; on
+CUDA it is the caching allocator's statistics. On a GPU that is not there (a rehearsal) all of it runs, and there are no
+times.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from __future__ import annotations
 import gc
 import platform
 import statistics
+import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Final
 
 from executor.isolated import run_fresh
 from executor.matching import check_figures, trace_of
-from executor.timing import alone, in_turns
 from executor.verification import Verification
 from traces.errors import PlanError, SpecError, is_out_of_memory
 from traces.files.json_records import from_json
@@ -143,18 +143,6 @@ def perform(job: Job) -> JobResult:
 
 
 def _measure_cpu(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, tuple[tuple[int, int], ...]]:
-    ready, peaks, curve = _profiled(prepare, job.memory_steps)
-    # The profiler's results are millions of objects that Python's garbage collector would walk during the timed steps.
-    gc.collect()
-    steady = peaks[min(2, len(peaks) - 1) :]
-    figures = RunFigures(peak_allocated_bytes=max(steady), peaks_bytes=tuple(peaks))
-    return _with_times(figures, ready, job, lambda: None), curve
-
-
-def _profiled(
-    prepare: Callable[[], _Ready], iterations: int
-) -> tuple[_Ready, list[int], tuple[tuple[int, int], ...]]:
-    """Build the step and run it under the profiler: the step, its peaks, and the last iteration's curve."""
     from torch.profiler import record_function
 
     from tracer.measure.probes import memory_profiler
@@ -166,8 +154,14 @@ def _profiled(
             with record_function(f"{_ITERATION} {k}"):
                 return ready.once()
 
-        iterations = _enough(iterate, iterations)
-    return ready, *peaks_of(prof, iterations)
+        iterations = _enough(iterate, job.memory_steps)
+    peaks, curve = peaks_of(prof, iterations)
+    del prof
+    # The profiler's results are millions of objects that Python's garbage collector would walk during the timed steps.
+    gc.collect()
+    steady = peaks[min(2, len(peaks) - 1) :]
+    figures = RunFigures(peak_allocated_bytes=max(steady), peaks_bytes=tuple(peaks))
+    return _with_times(figures, ready, job, lambda: None), curve
 
 
 def _enough(iterate: Callable[[int], bool], least: int) -> int:
@@ -244,17 +238,41 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
 def _with_times(figures: RunFigures, ready: _Ready, job: Job, wait: Callable[[], None]) -> RunFigures:
     """The figures with the times of steps: of a plan in turns with the keep-all step, where that fits too."""
     keep_all = _fitting(ready.keep_all)
-    beside: tuple[int, ...] = ()
-    if keep_all is None:
-        times = alone(ready.once, warmup=job.warmup, runs=job.runs, wait=wait)
-    else:
-        times, beside = in_turns(ready.once, keep_all, warmup=job.warmup, runs=job.runs, wait=wait)
+    steps = [ready.once, *([] if keep_all is None else [keep_all])]
+    times, *beside = timed(steps, warmup=job.warmup, runs=job.runs, wait=wait)
     median = int(statistics.median(times))
-    return replace(figures, step_time_ns=median, times_ns=times, keep_all_times_ns=beside)
+    return replace(
+        figures, step_time_ns=median, times_ns=times, keep_all_times_ns=beside[0] if beside else ()
+    )
+
+
+def timed(
+    steps: Sequence[Once], *, warmup: int, runs: int, wait: Callable[[], object]
+) -> list[tuple[int, ...]]:
+    """Time steps `runs` times in turns, after `warmup` times; returns the times of each, in ns.
+
+    A machine's speed drifts by more than what a plan costs: clocks, other processes, a neighbour on the same host. The
+    k-th times are a moment apart, so the median over their quotients is a slow-down; who begins alternates.
+
+    Args:
+        wait: returns when the device has done all that was asked of it.
+    """
+    for _ in range(warmup):
+        for step in steps:
+            step()
+    times: list[list[int]] = [[] for _ in steps]
+    for k in range(runs):
+        for which in range(len(steps))[:: 1 if k % 2 == 0 else -1]:
+            wait()
+            begin = time.perf_counter_ns()
+            steps[which]()
+            wait()
+            times[which].append(time.perf_counter_ns() - begin)
+    return [tuple(found) for found in times]
 
 
 def _fitting(make: Callable[[], Once] | None) -> Once | None:
-    """The step that `make` makes, if one run of it does not run out of memory."""
+    """The step that is made, if one run of it does not run out of memory."""
     if make is None:
         return None
     try:

@@ -1,30 +1,28 @@
-"""One plan -> a Measurement: verify, then run eager, keep-all and the plan, each in a fresh process."""
+"""Verify and measure plans, one or those of a sweep: eager, keep-all and the plan, each in a process of its own."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from executor.matching import check_alloc_conf, check_kind, times_apply
-from executor.measuring import (
-    EAGER,
-    KEEP_ALL,
-    PLAN,
-    VERIFY,
-    Job,
-    JobResult,
-    predicted_figures,
-    run_job,
-)
+from executor.measuring import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, predicted_figures, run_job
 from executor.verification import Verification
 from tracer.build.step import check_device
-from traces.errors import OutOfMemoryProblem
+from traces.errors import OutOfMemoryProblem, SpecError, TraceError
 from traces.provenance import REHEARSED, provenance_of
 from traces.records.measurement import Measurement, RunFigures
 from traces.records.plan import Plan
 from traces.records.trace import TraceMeta
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from simulator.studies.sweep import Sweep
 
 UNVERIFIED: Final = "the verification"  # begins a warning of one that was to be and is not
 
@@ -35,10 +33,10 @@ class Settings:
 
     device: str = "cpu"
     steps: int = 10  # of the verification; 0: none
-    memory_steps: int = 5
-    warmup: int = 2
-    runs: int = 10
-    model: str = ""
+    memory_steps: int = 5  # iterations whose peak is measured
+    warmup: int = 2  # iterations before those that are timed
+    runs: int = 10  # iterations that are timed
+    model: str = ""  # what to build if not what the plan names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +77,8 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         nonlocal unchecked
         check, unchecked = unchecked, False
         conf = plan.meta.alloc_conf
-        return run_job(
-            Job(variant=variant, plan_path=str(path), alloc_conf=conf, check=check, **asdict(settings))
-        )
+        asked = Job(variant=variant, plan_path=str(path), alloc_conf=conf, check=check, **asdict(settings))
+        return run_job(asked)
 
     warnings = [str(text) for text in plan.predicted.get("warnings", ())]
 
@@ -93,8 +90,7 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
             warnings.append(f"{what} ran out of memory: {error}")
             return JobResult(figures=RunFigures(), environment={})
 
-    verification = None
-    provenance = provenance_of(settings.device)
+    verification, provenance = None, provenance_of(settings.device)
     if settings.steps and provenance != REHEARSED:  # where nothing is computed
         progress(f"Verifying {settings.steps} steps against the untouched model ...")
         verification = if_it_fits(VERIFY, f"{UNVERIFIED}, which takes two models at once,").verification
@@ -104,10 +100,11 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         results[variant] = if_it_fits(variant, f"{label}, which is not measured,")
     progress(f"Measuring the plan on {settings.device} ...")
     results[PLAN] = job(PLAN)
-    told = other_threads(plan.meta, results[PLAN].environment)
+    environment = results[PLAN].environment
+    told = other_threads(plan.meta, environment)
     if told:
         warnings.append(told)
-    if told or not times_apply(plan.meta, settings.device, results[PLAN].environment.get("gpu", "")):
+    if told or not times_apply(plan.meta, settings.device, environment.get("gpu", "")):
         # Another device's times say nothing about this one's.
         predicted, baseline = replace(predicted, step_time_ns=None), replace(baseline, step_time_ns=None)
     measurement = Measurement(
@@ -120,7 +117,7 @@ def measure_plan(path: Path, settings: Settings, progress: Callable[[str], None]
         fingerprint=plan.meta.fingerprint,
         device=settings.device,
         provenance=provenance,
-        environment={**results[PLAN].environment, "trace": f"{plan.meta.mode}, times of {plan.meta.target}"},
+        environment={**environment, "trace": f"{plan.meta.mode}, times of {plan.meta.target}"},
         predicted=predicted,
         measured=results[PLAN].figures,
         keep_all_predicted=baseline,
@@ -149,3 +146,134 @@ def other_threads(meta: TraceMeta, environment: Mapping[str, str]) -> str:
         f"predicted for it, and what ops allocate inside may differ; set OMP_NUM_THREADS={meta.threads}, or trace "
         "again."
     )
+
+
+def verify(
+    plan: Plan | str | Path,
+    model: nn.Module | str | None = None,
+    batch: Any = None,
+    loss: Callable[..., Any] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str | None = None,
+    *,
+    device: str = "cpu",
+    steps: int = 10,
+) -> Verification:
+    """Train twice from one state, untouched and by the plan, and compare every tensor after every step.
+
+        verify(found, net, (x, y), F.cross_entropy, torch.optim.SGD(net.parameters(), lr=0.1))
+        verify("plan.json")
+
+    In this process, on copies: the objects in hand stay as they are. `execute` does the same in a fresh process.
+
+    Args:
+        plan: or the file of one.
+        model: of a plan for a model in hand, that and what `trace` was given with it. Otherwise what to build if not
+            what the plan names.
+        device: "cpu" or "cuda".
+        steps: how many are compared.
+
+    Raises:
+        SpecError: the plan is of a model in hand, and none is given.
+        PlanError: the plan is of another step.
+    """
+    from executor.verifying import verify as compare
+    from tracer.api import in_hand, left_as_found
+    from tracer.build.step import load_spec
+
+    if isinstance(plan, str | Path):
+        plan = Plan.load(Path(plan))
+    options = dict(plan.meta.options)
+    if model is None or isinstance(model, str):
+        build = load_spec(model or plan.meta.model, options, seed=plan.meta.seed)
+    else:
+        build = in_hand(model, batch, loss, optimizer, None, {}, options, plan.meta.seed)
+    with left_as_found(False):
+        return compare(build, plan, device, steps)
+
+
+def measure(
+    plan: Plan | str | Path, model: str = "", *, say: Callable[[str], None] = lambda line: None, **how: Any
+) -> Measurement:
+    """Measure the plan, the untouched model and the step with everything saved, each in a fresh process; verify first.
+
+    Args:
+        plan: or the file of one.
+        model: what to build if not what the plan names, "my_training.py:build"; needed for a plan of a model in hand,
+            which no other process has.
+        say: called with a line before each part.
+        how: the other fields of `Settings`, such as `device` and `steps`.
+
+    Raises:
+        SpecError, PlanError, EnvironmentProblem, OutOfMemoryProblem: as `execute`.
+    """
+    settings = Settings(model=model, **how)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(plan) if isinstance(plan, str | Path) else plan.save(Path(folder) / "plan.json")
+        return measure_plan(path, settings, say).measurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSweep:
+    """A sweep with its measured rows, what they were measured on ("": nothing was), and what did not verify."""
+
+    sweep: Sweep
+    place: str = ""
+    failures: tuple[str, ...] = ()
+
+
+def measure_sweep(directory: Path, settings: Settings, progress: Callable[[str], None]) -> MeasuredSweep:
+    """Measure every row of a sweep that has a plan, and write the figures back after each.
+
+    A row that is measured already stays as it is. One whose verification failed is saved as a measurement of its own
+    and not written back, so that the same command tries it again.
+
+    Raises:
+        SpecError: this is a rehearsal.
+        TraceError: there is no sweep, or rows of it were measured on another device.
+    """
+    from simulator.studies.sweep import Sweep
+
+    provenance = provenance_of(settings.device)
+    if provenance == REHEARSED:
+        raise SpecError(
+            "a sweep holds what was measured, and on a GPU that is not there nothing is; execute its plans."
+        )
+    path = directory / "sweep.json" if directory.is_dir() else directory
+    if not path.is_file():
+        raise TraceError(
+            f"{directory}: no sweep there; make one with `simulate sweep MODEL --batch-sizes 8,16 -o DIR`."
+        )
+    table, failures = Sweep.load(path), []
+
+    def file(batch_size: int) -> Path:
+        return path.parent / f"measurement-b{batch_size}.json"
+
+    done = [Measurement.load(file(row.batch_size)) for row in table.rows if row.measured]
+    places = {m.place for m in done}
+
+    def check_place(here: bool) -> None:
+        if not here:
+            raise TraceError(
+                f"{path}: rows of it were measured on {' and '.join(sorted(places))}; measure on {settings.device} "
+                "here in another directory (`simulate sweep ... -o OTHER`), so that the figures of two devices do not "
+                "get into one table."
+            )
+
+    check_place(all(m.provenance == provenance for m in done))
+    for k, row in enumerate(table.rows):
+        if not row.feasible or not row.plan_path or row.measured:
+            continue
+        progress(f"Batch size {row.batch_size} ({k + 1} of {len(table.rows)})")
+        outcome = measure_plan(path.parent / row.plan_path, settings, progress)
+        m = outcome.measurement
+        check_place(not places or m.place in places)
+        m.save(file(row.batch_size))
+        if m.verified is False:
+            failures.append(f"batch size {row.batch_size}: {outcome.first_difference}")
+            continue
+        places.add(m.place)
+        figures = {EAGER: m.eager, KEEP_ALL: m.keep_all, PLAN: m.measured}
+        rows = (*table.rows[:k], replace(row, measured=figures), *table.rows[k + 1 :])
+        table = replace(table, rows=rows)
+        table.save(path)
+    return MeasuredSweep(sweep=table, place=" and ".join(sorted(places)), failures=tuple(failures))

@@ -28,8 +28,6 @@ def write_measurement(
     """Write the page for one measurement, whole or not at all.
 
     Args:
-        path: where.
-        measurement: what was measured, and the plan's own prediction.
         trace, plan: what the prediction was made from, for the sections about it.
         measured_curve: (ns, live bytes) of one real step with the plan, drawn over the predicted memory.
 
@@ -55,19 +53,14 @@ def write_measurement(
 
 
 def _headline(m: Measurement, where: str) -> Figures:
-    error = signed_error_percent(m.predicted, m.measured)
-    real = m.measured.peak_allocated_bytes
-    eager, keep_all = show_time(m.eager.step_time_ns), show_time(m.keep_all.step_time_ns)
-    off = show_percent(error["peak_allocated_bytes"], signed=True, digits=3)
-    time = show_time(m.measured.step_time_ns)
+    error = signed_error_percent(m.predicted, m.measured)["peak_allocated_bytes"]
+    peaks = [show_bytes(f.peak_allocated_bytes) for f in (m.measured, m.predicted)]
+    times = [show_time(f.step_time_ns) for f in (m.measured, m.eager, m.keep_all)]
+    off = show_percent(error, signed=True, digits=3)
     figures = [
-        Figure(
-            f"Peak with the plan, measured on {where}",
-            show_bytes(real),
-            f"predicted {show_bytes(m.predicted.peak_allocated_bytes)}",
-        ),
+        Figure(f"Peak with the plan, measured on {where}", peaks[0], f"predicted {peaks[1]}"),
         Figure("Error of the predicted peak", off, "100·(predicted − measured)/measured"),
-        Figure("Step with the plan, measured", time, f"eager {eager}, keep-all {keep_all}"),
+        Figure("Step with the plan, measured", times[0], f"eager {times[1]}, keep-all {times[2]}"),
     ]
     if m.budget_bytes is not None:
         is_met = {None: ("unknown", ""), True: ("within", "good"), False: ("above", "bad")}

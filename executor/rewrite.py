@@ -46,15 +46,11 @@ class Rewritten:
     recomputed: tuple[str, ...]  # names of the ops that run again, in order, views included
     held: tuple[
         tuple[int, str], ...
-    ] = ()  # positions in `saved` whose memory the caller has, too, and in words whose
+    ] = ()  # places in `saved` of memory that the caller has, too: in words whose
 
 
 def rewrite(program: Program, schedule: Schedule) -> Rewritten:
-    """Copy the program's graph in the schedule's order.
-
-    Args:
-        program: the captured model.
-        schedule: a schedule of `program.trace()`: the model's ops only.
+    """Copy the graph of a captured model in the order of a schedule of `program.trace()`.
 
     Raises:
         PlanError: a value is needed that the schedule has not made (a defect), or backward would hold a forward value
@@ -69,14 +65,8 @@ def rewrite(program: Program, schedule: Schedule) -> Rewritten:
 def rewrite_joint(
     program: Program, schedule: Schedule
 ) -> tuple[fx.Graph, frozenset[fx.Node], dict[fx.Node, fx.Node]]:
-    """Copy the program's graph in the schedule's order into one graph, which stays functional and has no output.
-
-    Returns:
-        the graph; its nodes that run again in backward; and the first copy of each captured node.
-
-    Raises:
-        PlanError: a value is needed that the schedule has not made (a defect).
-    """
+    """The same in one graph, which stays functional and has no output; returns it, its nodes that run again in
+    backward, and the first copy of each captured node."""
     writing = _Writing(program, joint=True)
     for step in range(schedule.forward_steps):
         writing.step(schedule, step)
@@ -101,9 +91,7 @@ class _Writing:
         self.constants: dict[tuple[fx.Node, fx.Graph], fx.Node] = {}
         self.returned: dict[fx.Node, fx.Node] = {}  # model output (if joint, any node) -> its first copy
         self.recomputed: list[str] = []
-        self.arriving: dict[
-            int, fx.Node
-        ] = {}  # storage -> the captured node that reloads it, until something waits
+        self.arriving: dict[int, fx.Node] = {}  # storage -> what reloads it, until something waits
         self.outputs = set(self.captured.outputs)
         self.handed: dict[int, fx.Node] = {}  # parameter -> the last node of backward that concerns it
         self.concerning: dict[int | fx.Node, list[int]] = {}  # a storage, a gradient -> parameters

@@ -25,11 +25,7 @@ from traces.records.trace import Trace
 
 def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     """The program of the step so changed, by the module `executor.emit.KIND` of each rewrite, which has a function
-    `change(changing, rewrite)`.
-
-    Args:
-        program: as it was captured; it is left as it is.
-        rewrites: their storages are the program's.
+    `change(changing, rewrite)`. The rewrites' storages are those of the program as it was captured.
 
     Raises:
         PlanError: a rewrite is of no known kind, cannot be made in this graph, or makes another step than the simulator

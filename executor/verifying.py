@@ -8,7 +8,6 @@ step of the optimizer is of all parameters.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from executor.fitting.gradient_errors import deterministic, relative_error
+from executor.fitting.gradient_errors import Random, deterministic, relative_error
 from executor.training.module import apply_plan, capture_now
 from executor.verification import Verification
 from tracer.build.loop import TrainingStep, run_step
@@ -38,7 +37,7 @@ class _Side:
 
     def __init__(self, step: TrainingStep, model: Callable[..., Any], device: str) -> None:
         self.step, self.model, self.device = step, model, device
-        self.rng = self._get()
+        self.rng = Random.now(device)
         self.taken: dict[str, torch.Tensor] = {}  # gradients of a loop that frees them
         for name, p in step.model.named_parameters() if step.loop.release_gradients else ():
             if p.requires_grad:
@@ -48,25 +47,14 @@ class _Side:
         assert p.grad is not None
         self.taken[name] = p.grad.clone()
 
-    def _get(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self.device.startswith("cuda"):
-            states.append(torch.cuda.get_rng_state())
-        return states
-
     def run(self) -> torch.Tensor | None:
-        torch.set_rng_state(self.rng[0])
-        if len(self.rng) > 1:
-            torch.cuda.set_rng_state(self.rng[1])
+        self.rng.set()
         loss = run_step(self.step, self.model, self.step.optimizer)
-        self.rng = self._get()
+        self.rng = Random.now(self.device)
         return loss
 
-    def tensors(self) -> dict[tuple[str, str], torch.Tensor | None]:
-        """All that training changes, by (kind, name)."""
-        return {(kind, name): x for kind, name, x in self._tensors()}
-
-    def _tensors(self) -> Iterator[tuple[str, str, torch.Tensor | None]]:
+    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor | None]]:
+        """All that training changes, with kind and name."""
         model = self.step.model
         for name, p in model.named_parameters():
             yield "gradients", name, self.taken.pop(name, p.grad)
@@ -78,10 +66,10 @@ class _Side:
             for path, x in pytree.tree_flatten_with_path(state)[0]:
                 if isinstance(x, torch.Tensor):
                     yield "optimizer_state", pytree.keystr(path), x
-        for k, x in enumerate(scaler_tensors(self.step.scaler)):
-            yield SCALER, ("scale", "growth tracker")[k], x
-        for k, x in enumerate(self.rng):
-            yield "rng_state", ("cpu", "cuda")[k], x
+        for name, x in zip(("scale", "growth tracker"), scaler_tensors(self.step.scaler), strict=False):
+            yield SCALER, name, x
+        for name, x in self.rng.items():
+            yield "rng_state", name, x
 
 
 def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -> Verification:
@@ -105,12 +93,12 @@ def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -
         return _rounded(outcome, plan)
     if not device.startswith("cuda"):
         return _alone(build, plan, device, steps)
-    control = _compare(build, None, None, device, steps)
-    if control.bit_equal:
+    noise = _compare(build, None, None, device, steps)
+    if noise.bit_equal:
         return outcome
-    noise = control.max_abs_difference
-    within = all(gap <= NOISE_FACTOR * noise[k] for k, gap in outcome.max_abs_difference.items())
-    return replace(outcome, equal=within, control_difference=control.max_abs_difference)
+    of = noise.max_abs_difference
+    within = all(gap <= NOISE_FACTOR * of[k] for k, gap in outcome.max_abs_difference.items())
+    return replace(outcome, equal=within, control_difference=of)
 
 
 def _rounded(outcome: Verification, plan: Plan) -> Verification:
@@ -119,20 +107,16 @@ def _rounded(outcome: Verification, plan: Plan) -> Verification:
     if plan.exactness == APPROXIMATE:
         stated = plan.stated_error
         most = LARGEST_ERROR if stated is None else 2 * stated  # another draw of roundings
-        return replace(
-            outcome,
-            equal=outcome.gradient_error <= most,
-            note=f"a plan of the class {plan.exactness}: the first step's gradient has a relative error of "
-            f"{outcome.gradient_error:.1e}, of {most:.1e} allowed",
+        off = outcome.gradient_error
+        told = f"the first step's gradient has a relative error of {off:.1e}, of {most:.1e} allowed"
+    else:
+        low = {plan.meta.dtype, plan.meta.amp} & LOW_PRECISION.keys()
+        most, off = max((LOW_PRECISION[t] for t in low), default=ROUNDING), outcome.first_step_relative
+        told = (
+            f"the first step agrees with the untouched model's to {off:.1e} of the largest gradient, of {most:.0e} "
+            "allowed"
         )
-    low = {plan.meta.dtype, plan.meta.amp} & LOW_PRECISION.keys()
-    most = max((LOW_PRECISION[dtype] for dtype in low), default=ROUNDING)
-    return replace(
-        outcome,
-        equal=outcome.first_step_relative <= most,
-        note=f"a plan of the class {plan.exactness}: the first step agrees with the untouched model's to "
-        f"{outcome.first_step_relative:.1e} of the largest gradient, of {most:.0e} allowed",
-    )
+    return replace(outcome, equal=off <= most, note=f"a plan of the class {plan.exactness}: {told}")
 
 
 def _alone(build: BuildStep, plan: Plan, device: str, steps: int) -> Verification:
@@ -186,7 +170,7 @@ def _compare(
 ) -> Verification:
     """Train two models side by side, each by its plan or (None) untouched, and compare."""
     a, b = _side(build, first, device), _side(build, second, device)
-    b.rng = [x.clone() for x in a.rng]
+    b.rng = a.rng
     with deterministic():
         return _train(a, b, steps)
 
@@ -215,7 +199,7 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
         if left is not None and right is not None:
             losses.append(float(left.detach()))
             pairs = [("loss", "", left.detach(), right.detach())]
-        mine, theirs = a.tensors(), b.tensors()
+        mine, theirs = ({(kind, name): x for kind, name, x in side.tensors()} for side in (a, b))
         # What only one side has, such as the optimizer's state of a parameter, is a difference too.
         pairs += [(*key, mine.get(key), theirs.get(key)) for key in {**mine, **theirs}]
         for kind, name, x, y in pairs:
@@ -233,10 +217,6 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
             for kind, size in largest.items():
                 if worst[kind] > 0:
                     relative = max(relative, worst[kind] / size if size else float("inf"))
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\rverifying: step {k + 1} of {steps}")
-    if sys.stderr.isatty():
-        sys.stderr.write("\r" + " " * 40 + "\r")
     return Verification(
         equal=not first,
         bit_equal=bits,

@@ -237,7 +237,7 @@ def sweep(directory: Path, analysis: str | None, settings: Settings, out: Output
     Each row of DIRECTORY/sweep.json that has a plan is measured (or, without a plan that fits, left as it is), and
     the figures are written back after every row, so that an interrupted sweep goes on where it stopped.
     """
-    from executor.sweeps import measure_sweep
+    from executor.plans import measure_sweep
     from traces.errors import BudgetError, VerificationError
 
     done = measure_sweep(directory, settings, out.say)

@@ -42,48 +42,38 @@ TINY: Final = f32(np.finfo(np.float32).tiny)  # the scale of a group of zeros, o
 ONE, TWO, EXPONENT, INF, REST = u32(1), u32(2), u32(23), u32(0x7F800000), u32(0x7FFFFFFF)
 
 
-def pack(
+def convert(
     flat: torch.Tensor,
     scales: Sequence[torch.Tensor],
     codes: torch.Tensor,
     format: str,
-    keys: tuple[int, int],
+    keys: tuple[int, int] | None,
 ) -> None:
-    """Write scales and codes of numbers that lie one after another; the keys are those of rounding's noise."""
+    """Write scales and codes of numbers that lie one after another; the keys are those of rounding's noise. Without
+    keys, write the numbers of scales and codes."""
     name, _, activation = format.partition(":")
-    x, of, bits = bits_of(flat), TYPES[str(flat.dtype)], FORMATS[name].bits
+    x, of, bits, packing = bits_of(flat), TYPES[str(flat.dtype)], FORMATS[name].bits, keys is not None
     rows, made = [bits_of(row).view(f32) for row in scales], bits_of(codes)
+    key, other = map(u32, keys or (0, 0))
 
     def loop(begin: int, end: int) -> None:
-        wide = np.empty(BLOCK if activation else GROUP, f32)
-        if activation:
+        wide, words = np.empty(BLOCK if activation else GROUP, f32), np.empty(BLOCK, u32)
+        if activation and packing:
             bounds = _numbers(activation, bits, 0, flat.dtype).view(f32)
-            pack_few(x, of, bounds, made, bits, wide, np.empty(BLOCK, u32), np.empty(BLOCK, u32), begin, end)
-        elif name in FP8:
+            pack_few(x, of, bounds, made, bits, wide, np.empty(BLOCK, u32), words, begin, end)
+        elif activation:
+            unpack_few(made, bits, _numbers(activation, bits, 1, flat.dtype), x, words, begin, end)
+        elif name in FP8 and packing:
             largest = f32(torch.finfo(FP8[name]).max)
             pack_floats(x, of, rows[0], made, TYPES[str(FP8[name])], largest, wide, begin, end)
+        elif name in FP8:
+            unpack_floats(rows[0], made, TYPES[str(FP8[name])], x, of, wide, begin, end)
+        elif packing:
+            pack_levels(x, of, rows[0], rows[1], made, bits, key, other, wide, begin, end)
         else:
-            pack_levels(x, of, rows[0], rows[1], made, bits, u32(keys[0]), u32(keys[1]), wide, begin, end)
+            unpack_levels(rows[0], rows[1], made, bits, x, of, wide, begin, end)
 
     over(loop, len(made) // bits if activation else len(rows[0]), len(x))
-
-
-def unpack(scales: Sequence[torch.Tensor], codes: torch.Tensor, flat: torch.Tensor, format: str) -> None:
-    """Write the numbers of scales and codes."""
-    name, _, activation = format.partition(":")
-    out, of, bits = bits_of(flat), TYPES[str(flat.dtype)], FORMATS[name].bits
-    rows, given = [bits_of(row).view(f32) for row in scales], bits_of(codes)
-
-    def loop(begin: int, end: int) -> None:
-        if activation:
-            points = _numbers(activation, bits, 1, flat.dtype)
-            unpack_few(given, bits, points, out, np.empty(BLOCK, u32), begin, end)
-        elif name in FP8:
-            unpack_floats(rows[0], given, TYPES[str(FP8[name])], out, of, np.empty(GROUP, f32), begin, end)
-        else:
-            unpack_levels(rows[0], rows[1], given, bits, out, of, np.empty(GROUP, f32), begin, end)
-
-    over(loop, len(given) // bits if activation else len(rows[0]), len(out))
 
 
 @cache

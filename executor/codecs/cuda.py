@@ -28,39 +28,28 @@ def _jit(function: Any) -> Any:
     return triton.jit(function) if triton else function
 
 
-def pack(
+def convert(
     flat: torch.Tensor, scales: Sequence[torch.Tensor], codes: torch.Tensor, format: str, keys: Any
 ) -> None:
-    """Write scales and codes of numbers that lie one after another; the keys are those of rounding's noise."""
+    """Write scales and codes of numbers that lie one after another; the keys are those of rounding's noise. Without
+    keys, write the numbers of scales and codes."""
     name, _, activation = format.partition(":")
-    bits, n = FORMATS[name].bits, flat.numel()
+    bits, packing = FORMATS[name].bits, keys is not None
+    rows = len(codes) // bits if activation else len(scales[0])
+    grid = (-(-rows // (BLOCK if activation else GROUPS)),)
+    given = (flat, *scales, codes) if packing else (*scales, codes, flat)
+    if activation:
+        kernel, of = (
+            _pack_few if packing else _unpack_few,
+            few(activation, bits, int(not packing), flat.dtype),
+        )
+    elif name in FP8:
+        kernel, of = _pack_floats if packing else _unpack_floats, float8(name, packing)
+    else:
+        kernel, of = _pack_levels if packing else _unpack_levels, levels(bits, packing)
+    noise = [k - (k >> 31 << 32) for k in keys] if kernel is _pack_levels else []
     with torch.cuda.device_of(flat):
-        if activation:
-            rows = len(codes) // bits
-            _pack_few[(-(-rows // BLOCK),)](flat, codes, n, rows, **few(activation, bits, 0, flat.dtype))
-            return
-        grid = (-(-len(scales[0]) // GROUPS),)
-        if name in FP8:
-            _pack_floats[grid](flat, scales[0], codes, n, len(scales[0]), **float8(name, True))
-        else:
-            signed = (k - (k >> 31 << 32) for k in keys)
-            _pack_levels[grid](flat, *scales, codes, n, len(scales[0]), *signed, **levels(bits, True))
-
-
-def unpack(scales: Sequence[torch.Tensor], codes: torch.Tensor, flat: torch.Tensor, format: str) -> None:
-    """Write the numbers of scales and codes."""
-    name, _, activation = format.partition(":")
-    bits, n = FORMATS[name].bits, flat.numel()
-    with torch.cuda.device_of(flat):
-        if activation:
-            rows = len(codes) // bits
-            _unpack_few[(-(-rows // BLOCK),)](codes, flat, n, rows, **few(activation, bits, 1, flat.dtype))
-            return
-        grid = (-(-len(scales[0]) // GROUPS),)
-        if name in FP8:
-            _unpack_floats[grid](scales[0], codes, flat, n, len(scales[0]), **float8(name, False))
-        else:
-            _unpack_levels[grid](*scales, codes, flat, n, len(scales[0]), **levels(bits, False))
+        kernel[grid](*given, flat.numel(), rows, *noise, **of)
 
 
 def float8(name: str, packing: bool) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def pack(x: torch.Tensor, format: str) -> torch.Tensor:
         payload.view(NARROW[format]).copy_(flat)
     elif x.numel():
         keys = _random.getrandbits(32), _random.getrandbits(32)
-        _kernels(x.device).pack(flat, *parts(payload, format), format, keys)
+        _kernels(x.device).convert(flat, *parts(payload, format), format, keys)
     return payload
 
 
@@ -74,7 +74,7 @@ def unpack(
     elif format in NARROW:
         flat.copy_(payload.view(NARROW[format]))
     elif out.numel():
-        _kernels(out.device).unpack(*parts(payload, format), flat, format)
+        _kernels(out.device).convert(flat, *parts(payload, format), format, None)
     return out
 
 

@@ -29,6 +29,22 @@ LOSSY: Final = tuple(name for name, lever in LEVERS.items() if lever.EXACTNESS =
 TRIES: Final = 3  # plans that are measured, with ever less error of their parts
 
 
+class Random(dict[str, torch.Tensor]):
+    """States of torch's generators, by the kind of device."""
+
+    @classmethod
+    def now(cls, device: str) -> Random:
+        made = cls(cpu=torch.get_rng_state())
+        if device.startswith("cuda"):
+            made["cuda"] = torch.cuda.get_rng_state()
+        return made
+
+    def set(self) -> None:
+        torch.set_rng_state(self["cpu"])
+        if "cuda" in self:
+            torch.cuda.set_rng_state(self["cuda"])
+
+
 class _Step:
     """A step whose gradient is taken untouched, then by plans, from the same random state; the optimizer never runs."""
 
@@ -41,9 +57,7 @@ class _Step:
         loop = replace(step.loop, release_gradients=False, zero_grad=BEFORE)
         self.step = replace(step, optimizer=None, loop=loop)
         self.program: Program | None = None
-        self.rng = [torch.get_rng_state()]
-        if device.startswith("cuda"):
-            self.rng.append(torch.cuda.get_rng_state())
+        self.rng = Random.now(device)
         self.exact = self._gradient(step.model)
 
     def error(self, plan: Plan) -> float:
@@ -54,9 +68,7 @@ class _Step:
         return relative_error(list(zip(self.exact, self._gradient(planned), strict=True)))
 
     def _gradient(self, model: Callable[..., Any]) -> list[torch.Tensor | None]:
-        torch.set_rng_state(self.rng[0])
-        if len(self.rng) > 1:
-            torch.cuda.set_rng_state(self.rng[1])
+        self.rng.set()
         with deterministic():
             run_step(self.step, model, None)
         return [None if p.grad is None else p.grad.clone() for p in self.step.model.parameters()]
@@ -135,15 +147,13 @@ def plan_measured(step: Recorded, wanted: Wanted, say: Say) -> Plan:
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     """Deterministic algorithms are on in the body, with a warning where there is none."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    on = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
 
 
 def relative_error(gradients: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> float:

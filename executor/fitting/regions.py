@@ -65,10 +65,9 @@ class Option:
     def held_bytes(self) -> int:
         return sum(self.held.values())
 
-    def no_worse(self, other: Option) -> bool:
-        """Whether it takes no more memory than another anywhere."""
-        figures = [(o.held_bytes, o.forward_bytes, o.backward_bytes) for o in (self, other)]
-        return all(a <= b for a, b in zip(*figures, strict=True))
+    @property
+    def figures(self) -> tuple[int, ...]:
+        return self.held_bytes, self.forward_bytes, self.backward_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +77,6 @@ class Part:
     path: str
     step: Recorded
     options: tuple[Option, ...]  # the fastest first; that saves everything
-
-    @property
-    def least(self) -> int:
-        """The option that saves the fewest bytes; of equals the fastest."""
-        return min(range(len(self.options)), key=lambda k: self.options[k].held_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +105,7 @@ class RegionsPlan:
 
     def apply(self, model: nn.Module, on_mismatch: str) -> None:
         """Make the parts of this very model train by their plans."""
-        for part, k in zip(self.parts, self.chosen, strict=True):
-            _apply(part, k, model, on_mismatch)
+        _apply(self.parts, self.chosen, model, on_mismatch)
 
 
 def plan_regions(
@@ -132,7 +125,7 @@ def plan_regions(
         raise SpecError("parts are planned within a budget of allocated memory only: leave budget_of out.")
     if wanted.scaler is not None or wanted.loop:
         raise SpecError("parts are planned for a loop without a gradient scaler and accumulation.")
-    beside = _optimizer_bytes(model, wanted)
+    state_bytes, step_bytes = _optimizer_bytes(model, wanted)
     given = split_batch(model, pytree.tree_map_only(torch.Tensor, lambda x: x.to(where), batch), loss)
     autocast = ambient(where.type) if amp is None else Autocast(dtype=amp, kind=where.type)
     twin = twin_of(model).train()
@@ -143,14 +136,16 @@ def plan_regions(
         told = "; ".join(f"{path or 'the model'}: {why}" for path, why in list(refused.items())[:3])
         raise CaptureError(f"no part of the model can be captured ({told}).")
     say(f"found {len(parts)} parts that can be captured")
-    low = [p.least for p in parts]
-    for part, k in zip(parts, low, strict=True):
-        _apply(part, k, twin, "error")
+    # The options that save the fewest bytes; of equals the fastest.
+    low = [min(range(len(p.options)), key=lambda k, p=p: p.options[k].held_bytes) for p in parts]  # type: ignore[misc]
+    _apply(parts, low, twin, "error")
     with _untouched(twin):
         course = _Course(parts, low, _watched_step(twin, parts, given, autocast, where.type))
-    resident = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in _there(model, given)}
-    base = sum(resident.values()) + beside.state_bytes
-    return _within(course, base, base + beside.step_bytes, wanted, refused)
+    leaves = pytree.tree_leaves((given.args, given.kwargs, given.loss_inputs))
+    there = (x for x in (*model.parameters(), *model.buffers(), *leaves) if isinstance(x, torch.Tensor))
+    resident = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in there}
+    base = sum(resident.values()) + state_bytes
+    return _within(course, base, base + step_bytes, wanted, refused)
 
 
 # Which parts there are
@@ -214,10 +209,9 @@ def _parts(
     parts = []
     for path in large:
         step = steps[path]
-        plans = known.get(step.trace.meta.graph_fingerprint)
-        if plans is None:
-            plans = known[step.trace.meta.graph_fingerprint] = _plans(step.trace, share)
-        parts.append(Part(path=path, step=step, options=_options(step, plans)))
+        if (graph := step.trace.meta.graph_fingerprint) not in known:
+            known[graph] = _plans(step.trace, share)
+        parts.append(Part(path=path, step=step, options=_options(step, known[graph])))
     return tuple(parts), refused
 
 
@@ -255,7 +249,7 @@ def _options(step: Recorded, plans: Sequence[Plan]) -> tuple[Option, ...]:
     made += [_option(step, problem.replay(p.actions), replace(p, meta=step.trace.meta)) for p in plans]
     out: list[Option] = []
     for o in sorted(made, key=lambda o: (o.added_ns, o.held_bytes)):
-        if not any(x.no_worse(o) for x in out):
+        if not any(all(a <= b for a, b in zip(x.figures, o.figures, strict=True)) for x in out):
             out.append(o)
     return tuple(out)
 
@@ -286,10 +280,10 @@ def _option(step: Recorded, replay: Replay, plan: Plan | None) -> Option:
     )
 
 
-def _apply(part: Part, option: int, model: nn.Module, on_mismatch: str) -> None:
-    plan = part.options[option].plan
-    module = model.get_submodule(part.path)
-    apply_recorded(module, plan, part.step, in_place=True, on_mismatch=on_mismatch)
+def _apply(parts: Sequence[Part], chosen: Sequence[int], model: nn.Module, on_mismatch: str) -> None:
+    for part, k in zip(parts, chosen, strict=True):
+        module, plan = model.get_submodule(part.path), part.options[k].plan
+        apply_recorded(module, plan, part.step, in_place=True, on_mismatch=on_mismatch)
 
 
 # What the whole step needs
@@ -480,14 +474,6 @@ def _within(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Beside:
-    """What the optimizer needs: its state, and at its peak the gradients and what it makes meanwhile."""
-
-    state_bytes: int
-    step_bytes: int
-
-
 class _AllParameters(nn.Module):
     """A model whose step has nothing but the optimizer."""
 
@@ -499,7 +485,8 @@ class _AllParameters(nn.Module):
         return torch.stack([p.sum().abs().float() for p in self.all]).sum()
 
 
-def _optimizer_bytes(model: nn.Module, wanted: Wanted) -> _Beside:
+def _optimizer_bytes(model: nn.Module, wanted: Wanted) -> tuple[int, int]:
+    """What the optimizer needs: its state, and at its peak the gradients and what it makes meanwhile."""
     call = SplitBatch(args=(), kwargs={}, loss=loss_of, loss_inputs=())
     try:
         trace = record(_AllParameters(list(model.parameters())), call, None, wanted, "").trace
@@ -514,15 +501,7 @@ def _optimizer_bytes(model: nn.Module, wanted: Wanted) -> _Beside:
         if c == OPTIMIZER_STATE and p < 0
     )
     peaks = [n for n, op in zip(line.peak_bytes, line.op, strict=True) if trace.ops.phase[op] == OPTIMIZER]
-    return _Beside(state, max(peaks, default=trace.resident_bytes) - trace.resident_bytes)
-
-
-def _there(model: nn.Module, given: SplitBatch) -> Iterator[torch.Tensor]:
-    """What is there throughout the step, but for the optimizer's."""
-    yield from model.parameters()
-    yield from model.buffers()
-    leaves = pytree.tree_leaves((given.args, given.kwargs, given.loss_inputs))
-    yield from (x for x in leaves if isinstance(x, torch.Tensor))
+    return state, max(peaks, default=trace.resident_bytes) - trace.resident_bytes
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Plan a module at its first training call, from the arguments that it then gets.
+"""Plan a module at its first training call, from the arguments that it then gets: what all frameworks' callbacks share.
 
 A framework's loop owns the batches: what the model really gets is known when it is called. Until then nothing is
 planned, and evaluation runs as ever; the first training call is planned before it runs, so it holds the budget too.
@@ -7,17 +7,20 @@ planned, and evaluation runs as ever; the first training call is planned before 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from executor.guards import bypass
-from executor.training.module import apply_plan, apply_recorded
+from executor.training.module import PlannedModule, apply_plan, apply_recorded, remove_plan
 from executor.training.planning import Say, Wanted, loss_of, on_stderr, plan_within, record
+from simulator.core.limits import DEFAULTS
 from tracer.build.batch import SplitBatch
 from tracer.build.context import is_fake
-from traces.errors import PlanError
+from traces.errors import PlanError, SpecError
 from traces.records.plan import Plan
 
 AWAITED: Final = "_lowtide_awaited"  # the attribute of a module that waits for its first training call
@@ -85,11 +88,6 @@ def await_first_batch(module: nn.Module, first: FirstBatch) -> None:
     module.__class__ = bypass.mixed_in(Awaiting, kind, forward=forward)
 
 
-def awaits(module: nn.Module) -> bool:
-    """Whether a module still waits for its first training call."""
-    return isinstance(module, Awaiting)
-
-
 def stop_awaiting(module: nn.Module) -> FirstBatch:
     """The module as it was before `await_first_batch`; returns what it waited for."""
     if not isinstance(module, Awaiting):
@@ -99,3 +97,88 @@ def stop_awaiting(module: nn.Module) -> FirstBatch:
     first: FirstBatch = vars(module)[AWAITED]
     delattr(module, AWAITED)
     return first
+
+
+class FirstBatchCallback:
+    """Mixed in before a framework's own class of callbacks."""
+
+    def __init__(
+        self,
+        budget: str | int | None = None,
+        *,
+        plan: Plan | str | Path | None = None,
+        budget_of: str | None = None,
+        loss: Callable[[Any], Any] | None = None,
+        on_mismatch: str = "replan",
+        seconds: float = DEFAULTS.seconds,
+        say: Say = on_stderr,
+    ) -> None:
+        """
+        Args:
+            budget: of the step's memory: bytes, a size such as "8GiB", or a share of its own peak such as "60%".
+            plan: one that was made before, or its file, instead of a budget.
+            budget_of: "allocated" or "reserved" memory, as in `executor.fit`.
+            loss: of the outputs of what is planned, where that does not compute its own loss (label smoothing,
+                `compute_loss_func`, a `training_step`): what decides which outputs are differentiated and what the
+                loss code allocates; None: all outputs are, and nothing.
+            on_mismatch: what to do with a batch that the plan is not for; as in `executor.apply_plan`.
+            seconds: of the search for a plan.
+            say: told what happens, a line each time.
+
+        Raises:
+            SpecError: neither budget nor plan, or both; PlanError: the file is no plan.
+            EnvironmentProblem: the framework is not installed.
+        """
+        super().__init__()
+        if (budget is None) == (plan is None):
+            raise SpecError("PlanCallback takes a budget or a plan.")
+        plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        wanted = None if budget is None else Wanted(budget=budget, budget_of=budget_of, seconds=seconds)
+        self.first = FirstBatch(wanted=wanted, plan=plan, loss=loss, on_mismatch=on_mismatch, say=say)
+        self.receipt: Any = None  # what happened, once training has ended
+
+    def begin(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        loop: dict[str, Any],
+        loss: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Let a module wait for its first training call in a loop with this optimizer, which else does what
+        `loop_around` says; the loss is for where none was given."""
+        first = replace(self.first, loss=self.first.loss or loss)
+        if first.wanted is not None:
+            first.wanted = replace(first.wanted, optimizer=bare_optimizer(optimizer, module), loop=loop)
+        await_first_batch(module, first)
+
+    def end(self, module: nn.Module) -> None:
+        """Leave a module as it was."""
+        if isinstance(module, Awaiting):
+            stop_awaiting(module)
+        elif isinstance(module, PlannedModule):
+            self.receipt = module.receipt()
+            remove_plan(module)
+
+
+def bare_optimizer(optimizer: Any, model: nn.Module) -> Any:
+    """The torch optimizer inside one that Accelerate or Lightning has wrapped; None for none.
+
+    One that steps more than this model's parameters is given as what makes its like for them.
+    """
+    seen = set()
+    while id(optimizer) not in seen and hasattr(optimizer, "optimizer"):
+        seen.add(id(optimizer))
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return None
+    own = {id(p) for p in model.parameters()}
+    if all(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        return optimizer
+    kind, defaults = type(optimizer), optimizer.defaults
+    return lambda parameters: kind(parameters, **defaults)
+
+
+def loop_around(accumulate: int, clip_grad_norm: float | None) -> dict[str, Any]:
+    """The options of the loop (`tracer.build.loop_options`); frameworks say 0 or None where they do not clip."""
+    found: dict[str, Any] = {"accumulate": accumulate} if accumulate > 1 else {}
+    return found | ({"clip_grad_norm": float(clip_grad_norm)} if clip_grad_norm else {})

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from executor.frameworks.callback import FirstBatchCallback, loop_around
-from executor.frameworks.first_batch import awaits, stop_awaiting
+from executor.frameworks.first_batch import Awaiting, FirstBatchCallback, loop_around, stop_awaiting
 from tracer.build.loop_options import KEEP
 from traces.errors import EnvironmentProblem, PlanError, SpecError
 
@@ -57,7 +56,7 @@ class PlanCallback(FirstBatchCallback, Callback):
                 optimizer.zero_grad()
 
     def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *rest: Any) -> None:
-        if self._target is not None and awaits(self._target):
+        if isinstance(self._target, Awaiting):
             stop_awaiting(self._target)
             raise PlanError(
                 f"training_step did not call the {type(self._target).__name__} that was to be planned, so the first "

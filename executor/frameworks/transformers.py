@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.frameworks.callback import FirstBatchCallback, loop_around
+from executor.frameworks.first_batch import FirstBatchCallback, loop_around
 from executor.training.planning import loss_of
 from tracer.build.named.huggingface import import_transformers
 

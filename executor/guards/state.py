@@ -43,14 +43,8 @@ PLAIN: Final = (
 )  # fmt: skip
 # Objects of these are a model's surroundings, which change at every step and are no part of it.
 FOREIGN: Final = (
-    "torch",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "accelerate",
-    "deepspeed",
-    "logging",
-)
+    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "deepspeed", "logging",
+)  # fmt: skip
 CODE: Final = (type, types.FunctionType, types.MethodType, partial)
 DEEPEST: Final = 5  # how far containers and objects are followed from a module's attribute
 LONGEST: Final = 4_096  # elements of a container that are looked at
@@ -107,25 +101,17 @@ class State:
 
     def changes(self, before: State) -> list[str]:
         """What differs from an earlier state, in words: "dropout.p of encoder changed from 0.1 to 0.5"."""
-        of = before.parts, self.parts
-        return [_words(p, *(parts.get(p, ABSENT) for parts in of)) for p in self.changed(before)]
+        return [_words(p, before.parts, self.parts) for p in self.changed(before)]
 
     def changed(self, before: State) -> list[Path]:
         return [p for p in {**before.parts, **self.parts} if before.parts.get(p) != self.parts.get(p)]
 
 
-class _Absent:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-ABSENT: Final = _Absent()
-
-
-def _words(path: Path, before: Any, after: Any) -> str:
+def _words(path: Path, *states: Mapping[Path, Key]) -> str:
     owner, name = path
     where = f"{name} of {owner}" if owner else name
-    shown = [text if len(text := _shown(x)) < 60 else f"{text[:56]} ..." for x in (before, after)]
+    texts = [_shown(parts[path]) if path in parts else "nothing" for parts in states]
+    shown = [text if len(text) < 60 else f"{text[:56]} ..." for text in texts]
     return f"{where} changed" if shown[0] == shown[1] else f"{where} changed from {shown[0]} to {shown[1]}"
 
 
@@ -193,7 +179,8 @@ class _Reading:
         hooks = vars(nn.modules.module)
         for name in sorted(k for k in hooks if k.startswith("_global_") and isinstance(hooks[k], dict)):
             self._attribute("torch", name, hooks[name], 0)
-        self._values = self._flat()
+        sizes, *objects = self._now()
+        self._before: list[list[Any]] = [sizes, *map(list, objects)]
         self._layout = self._tensor_layout()
         self._settings = settings()
         self.parts["", "the layout of its parameters and buffers"] = self._layout
@@ -204,14 +191,14 @@ class _Reading:
         self._modules: dict[int, str] = {}
         self._classes: dict[str, list[type]] = {}
         self.owners: dict[str, Any] = {}
+        # What is watched: dicts by keys and values, of parameters and buffers by keys alone, lists, what is asked for
+        # anew each time, the length of other containers, and what a function says of an object.
         self._dicts: list[Mapping[Any, Any]] = []
-        self._lists: list[Any] = []
-        self._empty: list[Any] = []  # containers, whose first element is a change
-        # Whose keys are watched, and of the values only what a graph sees.
         self._named: list[dict[str, Any]] = []
-        self._sets: list[tuple[Any, frozenset[Any]]] = []
-        self._versions: list[tuple[torch.Tensor, int]] = []  # of tensors that are no parameters or buffers
-        self._arrays: list[tuple[Any, bytes]] = []
+        self._lists: list[Any] = []
+        self._asked: list[Callable[[], Sequence[Any]]] = []
+        self._counted: list[Any] = []
+        self._told: list[tuple[Callable[[Any], Any], Any, Any]] = []
         self._slots: dict[str, list[tuple[str, dict[str, Any], str]]] = {k: [] for k in TENSORS}
         self._seen: set[int] = set()
         self._functions: set[types.FunctionType] = set()
@@ -220,23 +207,22 @@ class _Reading:
 
     def unchanged(self) -> bool:
         """Whether all that was read still holds the very same objects."""
-        dicts, lists, (sizes, keys, values) = self._dicts, self._lists, self._values
+        sizes, *objects = self._now()
         return (
-            not any(self._empty)
-            and list(map(len, chain(dicts, lists, self._named))) == sizes
-            and all(map(operator.is_, chain(_values(dicts), _items(lists)), values))
-            and all(map(operator.is_, chain.from_iterable(chain(dicts, self._named)), keys))
+            sizes == self._before[0]
+            and all(all(map(operator.is_, *both)) for both in zip(objects, self._before[1:], strict=True))
             and self._tensor_layout() == self._layout
             and settings() == self._settings
-            and all(x._version == version for x, version in self._versions)
-            and all(x == copy for x, copy in self._sets)
-            and all(_bytes(x) == data for x, data in self._arrays)
+            and all(ask(x) == told for ask, x, told in self._told)
         )
 
-    def _flat(self) -> tuple[list[int], list[Any], list[Any]]:
-        dicts, lists, named = self._dicts, self._lists, self._named
-        keys = list(chain.from_iterable(chain(dicts, named)))
-        return list(map(len, chain(dicts, lists, named))), keys, [*_values(dicts), *_items(lists)]
+    def _now(self) -> tuple[list[int], Iterator[Any], Iterator[Any]]:
+        """The sizes of what is watched, the values and the keys."""
+        values = chain.from_iterable(map(operator.methodcaller("values"), self._dicts))
+        others = chain.from_iterable(chain(self._lists, (ask() for ask in self._asked)))
+        keys = chain.from_iterable(chain(self._dicts, self._named))
+        sized = chain(self._dicts, self._named, self._lists, self._counted)
+        return list(map(len, sized)), chain(values, others), keys
 
     def tensors(self, kind: str) -> dict[str, torch.Tensor]:
         named: dict[str, torch.Tensor] = {}
@@ -273,12 +259,12 @@ class _Reading:
         for name, value in vars(module).items():
             if name in TENSORS:
                 self._slots[name] += [(f"{path}.{n}" if path else n, value, n) for n in value]
-                (self._named if value else self._empty).append(value)
+                (self._named if value else self._counted).append(value)
                 self.parts[path, name] = tuple((n, x is None) for n, x in value.items())
             elif name == "_modules" or name.startswith(UNREAD) or (not path and name.startswith(ROOT_HOOKS)):
                 pass
             elif isinstance(value, dict | list) and not value:
-                self._empty.append(value)
+                self._counted.append(value)
             else:
                 self._attribute(path, name, value, 0)
         self._dicts.append(module._modules)
@@ -323,7 +309,7 @@ class _Reading:
         if own:
             self.parts[owner, "its code"] = _code(function)
         if own or closure:
-            self._watch(lambda: (function.__code__, function.__defaults__, *map(_held, closure)))
+            self._asked.append(lambda: (function.__code__, function.__defaults__, *map(_held, closure)))
         for name, cell in zip(function.__code__.co_freevars, closure, strict=True):
             if name != "__class__":
                 self._attribute(owner, name, _held(cell), DEEPEST - 2)
@@ -339,7 +325,7 @@ class _Reading:
     def _space(self, owner: str, space: dict[str, Any], names: list[str], attributes: frozenset[str]) -> None:
         """What stands under these names in a module, and under the attributes in the user's own modules there."""
         if names:
-            self._watch(lambda: [space.get(n) for n in names])
+            self._asked.append(lambda: [space.get(n) for n in names])
         for n in names:
             value = space[n]
             if isinstance(value, types.ModuleType):
@@ -350,9 +336,6 @@ class _Reading:
                     self._space(f"module {value.__name__}", vars(value), inner, attributes)
             else:
                 self._attribute(owner, n, value, DEEPEST - 2)
-
-    def _watch(self, ask: Callable[[], Sequence[Any]]) -> None:
-        self._lists.append(_Asked(ask))
 
     def _attribute(self, owner: str, name: str, value: Any, depth: int) -> None:
         self.parts[owner, name] = self._key(f"{owner}.{name}" if owner else name, value, depth)
@@ -370,7 +353,7 @@ class _Reading:
         if isinstance(value, CODE):
             return self._callable(path, value, depth)
         if is_array(value):
-            self._arrays.append((value, _bytes(value)))
+            self._told.append((_bytes, value, _bytes(value)))
             return "array", value.shape, str(value.dtype), _bytes(value)
         if isinstance(value, tuple | list | deque | dict | set | frozenset):
             return self._container(path, value, depth)
@@ -380,7 +363,7 @@ class _Reading:
             return self._object(path, value, depth)
         if depth < DEEPEST and is_own(type(value).__module__):
             slots = [n for c in type(value).__mro__ for n in getattr(c, "__slots__", ())]
-            self._watch(lambda: [getattr(value, n, None) for n in slots])
+            self._asked.append(lambda: [getattr(value, n, None) for n in slots])
             for n in slots:
                 self._attribute(path, n, getattr(value, n, None), depth + 1)
             return self._key(path, type(value), depth)
@@ -400,21 +383,17 @@ class _Reading:
         return Same(value)
 
     def _tensor(self, path: str, value: torch.Tensor) -> Key:
-        self._versions.append((value, value._version))
+        self._told.append((_version, value, value._version))
         return Same(value), value._version, value.requires_grad
 
     def _container(self, path: str, value: Any, depth: int) -> Key:
         kind = type(value).__name__
-        if not value:
-            self._empty.append(value)
-            return kind, ()
-        if depth >= DEEPEST or len(value) > LONGEST or id(value) in self._seen:
-            self._lists.append(_Length(value))
+        if not value or depth >= DEEPEST or len(value) > LONGEST or id(value) in self._seen:
+            self._counted.append(value)
             return kind, len(value)
         if isinstance(value, set | frozenset):
-            copy = frozenset(value)
-            self._sets.append((value, copy))
-            return kind, frozenset(self._key(path, x, DEEPEST) for x in copy)
+            self._told.append((frozenset, value, frozenset(value)))
+            return kind, frozenset(self._key(path, x, DEEPEST) for x in value)
         self._seen.add(id(value))
         try:
             if isinstance(value, dict):
@@ -450,38 +429,8 @@ class _Reading:
         for where, m in new:
             self._module(where, m)
         for x in (*module.parameters(), *module.buffers()):
-            self._versions.append((x, x._version))
+            self._told.append((_version, x, x._version))
         return "module", path
-
-
-class _Length:
-    """How long a container is, of which nothing else is watched."""
-
-    __slots__ = ("of",)
-
-    def __init__(self, of: Any) -> None:
-        self.of = of
-
-    def __len__(self) -> int:
-        return len(self.of)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
-class _Asked:
-    """Objects that are asked for, always as many, as a container of them."""
-
-    __slots__ = ("ask", "size")
-
-    def __init__(self, ask: Callable[[], Sequence[Any]]) -> None:
-        self.ask, self.size = ask, len(ask())
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.ask())
 
 
 def _held(cell: types.CellType) -> Any:
@@ -518,14 +467,6 @@ def is_own(module: str | None) -> bool:
 
 LOWTIDE: Final = ("traces", "tracer", "simulator", "executor")
 _INSTALLED: Final = tuple(sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-
-def _values(dicts: Iterable[Mapping[Any, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(map(operator.methodcaller("values"), dicts))
-
-
-def _items(lists: Iterable[Any]) -> Iterator[Any]:
-    return chain.from_iterable(lists)
 
 
 @contextmanager
@@ -597,9 +538,8 @@ def is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
 
 
-def _bytes(value: Any) -> bytes:
-    data: bytes = value.tobytes()
-    return data
+_bytes: Final = operator.methodcaller("tobytes")
+_version: Final = operator.attrgetter("_version")
 
 
 def argument(value: Any, what: str) -> Key:
@@ -637,7 +577,7 @@ class _Contents(_Reading):
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings of torch that a capture reads
 
-_ASKED: Final[dict[str, Callable[[], Any]]] = {
+SETTINGS: Final[dict[str, Callable[[], Any]]] = {
     "the default dtype": torch.get_default_dtype,
     "the default device": torch.get_default_device,
     "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
@@ -648,10 +588,8 @@ _ASKED: Final[dict[str, Callable[[], Any]]] = {
     "cuDNN's attention": torch.backends.cuda.cudnn_sdp_enabled,
     "cuDNN": cudnn_enabled,
 }
-SETTINGS: Final = tuple(_ASKED)
 DETERMINISTIC: Final = frozenset(("torch", name) for name in SETTINGS if "determin" in name or "warn" in name)
-_ASK: Final = tuple(_ASKED.values())
 
 
 def settings() -> tuple[Any, ...]:
-    return tuple([ask() for ask in _ASK])
+    return tuple([ask() for ask in SETTINGS.values()])

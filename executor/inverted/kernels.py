@@ -146,19 +146,8 @@ def forward(x: torch.Tensor, kind: str, with_output: bool) -> tuple[torch.Tensor
     side = x.new_empty((m * (1 + two),), dtype=torch.uint8)
     with torch.cuda.device_of(x):
         if m:
-            grid = (-(-m // BLOCK),)
-            _forward[grid](
-                x,
-                y,
-                side,
-                x.numel(),
-                m,
-                x_min=X_MIN[kind],
-                kind=kind,
-                with_y=with_output,
-                two=two,
-                block=BLOCK,
-            )
+            of = {"x_min": X_MIN[kind], "kind": kind, "with_y": with_output, "two": two, "block": BLOCK}
+            _forward[(-(-m // BLOCK),)](x, y, side, x.numel(), m, **of)
     return y, side
 
 

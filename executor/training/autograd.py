@@ -93,11 +93,8 @@ _WHOLE: Final = {
 
 
 def _check_unchanged(passing: _Passing, values: list[torch.Tensor]) -> None:
-    """Raise PlanError, as autograd does, if what backward reads is no longer what forward read.
-
-    Autograd checks what the untouched model saves. A recomputation reads more: the arguments, say, which a loader may
-    refill in between. They are not copied, which the plan's memory does not provide for.
-    """
+    """Raise PlanError, as autograd does, if what backward reads is no longer what forward read. A recomputation reads
+    more than the untouched model saves: the arguments, say, which a loader may refill in between."""
     names = [name for _, name in passing.engine.rewritten.held]
     for name, before, now in zip(names, passing.versions, _versions(passing, values), strict=True):
         if now != before:

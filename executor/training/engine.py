@@ -109,13 +109,10 @@ def make_engine(
 def engine_of(
     program: Program, plan: Plan, kind: str = "cpu", now: Callable[[Program], dict[str, Any]] | None = None
 ) -> Engine:
-    """Rewrite a program by a plan.
-
-    Which arguments share a storage is taken from the plan where it decides nothing: nobody writes into them.
+    """Rewrite a program by a plan. Which arguments share a storage is taken from the plan where it decides nothing:
+    nobody writes into them.
 
     Args:
-        program: the captured model.
-        plan: for a graph of this structure.
         kind: the type of the device that it runs on.
         now: makes the sketch of the call, for the message.
 
@@ -211,13 +208,8 @@ def program_rewrites(plan: Plan, program: Program) -> tuple[Rewrite, ...]:
 
 
 def program_actions(plan: Plan, program: Program) -> tuple[Action, ...]:
-    """The plan's actions with op ids of the captured graph alone instead of those of the whole step.
-
-    Between its forward and its backward the user's loss code runs, which takes nothing that may be evicted: what goes
-    there is absent when backward begins, as what goes with the last op of forward is.
-
-    Args:
-        program: rewritten as the plan says.
+    """The plan's actions with op ids of the captured graph alone, rewritten as the plan says, instead of those of the
+    whole step. What goes while the user's loss code runs in between, goes with the last op of forward.
     """
     last_forward = program.forward_ops - 1
     loss_ops = plan.meta.first_backward_graph_op - plan.meta.forward_ops
@@ -237,11 +229,7 @@ def program_actions(plan: Plan, program: Program) -> tuple[Action, ...]:
 
 def _more_inputs(labelled: Sequence[tuple[int, str]], program: Program) -> int:
     """How many values the model has more than the plan's had before the first op: buffers that no op reads, so that
-    the graphs are the same, and all that ops make has a number so much higher.
-
-    Args:
-        labelled: storages that the plan names, and the ops that make them.
-    """
+    the graphs are the same, and all that ops make (`labelled`) has a number so much higher."""
     made_by = [program.ops[s.producer].node.name if s.producer >= 0 else "" for s in program.storages]
 
     def fits(more: int) -> bool:

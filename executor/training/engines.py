@@ -103,9 +103,7 @@ def engine_for(
 
     Args:
         engines: those made so far, to which a new one is added.
-        module: what is called, and captured.
         leaves, spec: the flat arguments.
-        autocast: under which the model is called.
         program: what was captured of this call already.
 
     Raises:

@@ -53,17 +53,8 @@ class Pool:
     def backward(
         self, call: Any, module: fx.GraphModule, parameters: Sequence[nn.Parameter], values: list[Any]
     ) -> Sequence[torch.Tensor | None]:
-        """Run a call's backward and hand its parameters their gradients.
-
-        Args:
-            call: the one, which is pending.
-            module: its backward, as in `executor.rewrite.Rewritten`.
-            parameters: in the order of its gradients.
-            values: what it takes, in a list that it empties.
-
-        Returns:
-            the gradients of the arguments.
-        """
+        """Run the backward (`executor.rewrite.Rewritten`) of a call, which is pending, and hand its parameters their
+        gradients; returns those of the arguments."""
         self.pending.discard(call)
         if self.pending:  # maybe in this same backward: nobody knows before its end
             gradients, rest = module(values)
@@ -73,13 +64,8 @@ class Pool:
             execution_engine.queue_callback(self.flush)
             return rest
 
-        def put(k: int, gradient: torch.Tensor) -> None:
-            self._add(parameters[k], gradient)
-
-        def go(k: int) -> None:
-            self._hand(id(parameters[k]))
-
-        values[:0] = [put, go]  # not a second list, which would hold the values until the end
+        # Not a second list, which would hold the values until the end.
+        values[:0] = [lambda k, g: self._add(parameters[k], g), lambda k: self._hand(id(parameters[k]))]
         rest = _handing(module)(values)
         self.flush()
         return rest

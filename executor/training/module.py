@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MethodType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -84,7 +84,6 @@ class _State:
         return bool(self.plan.meta.options.get(JOIN_LOSS)) and self.loss is not None
 
     def fresh(self) -> _State:
-        """The same plan for another object, for which nothing was captured yet."""
         return _State(self.plan, self.on_mismatch, self.loss if self.of_both else None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _State:
@@ -164,11 +163,7 @@ class _State:
         engines = [e for state in states for e in sorted(state.engines.values(), key=lambda e: e.number)]
         without = sum((state.without for state in states), Counter[str]())
         captures = [CaptureNote(why=e.why, fit=_fit(e), steps=e.steps, seconds=e.seconds) for e in engines]
-        peaks = (
-            (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-            if any(e.kind == "cuda" for e in engines)
-            else (None, None)
-        )
+        on_gpu = any(e.kind == "cuda" for e in engines)
         families = [f for state in states for f in state.engines.families.values()]
         return Receipt(
             plan=self.plan,
@@ -178,27 +173,22 @@ class _State:
             unplanned_because=dict(without),
             captures=tuple(captures),
             one_by_one=tuple(f.why_not for f in families if f.why_not),
-            peak_allocated_bytes=peaks[0],
-            peak_reserved_bytes=peaks[1],
+            peak_allocated_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
+            peak_reserved_bytes=torch.cuda.max_memory_reserved() if on_gpu else None,
         )
 
 
 def _callers_level() -> int:
     """The `stacklevel` at which `_warn` warns of the line that called the model."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "torch",
-        "executor",
-    ):
+    level, frame, inside = 1, sys._getframe(1), ("torch", "executor")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in inside:
         level, frame = level + 1, frame.f_back
     return level
 
 
 def _fit(engine: Engine) -> str:
-    if engine.replanned:
-        return REPLANNED
-    if engine.sizes is not None:
-        return SYMBOLIC
+    if engine.replanned or engine.sizes is not None:
+        return REPLANNED if engine.replanned else SYMBOLIC
     return EXACT if engine.exact else SAVED if engine.all_saved else RESIZED
 
 
@@ -397,8 +387,7 @@ def planned_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     whole = state.with_loss(model)
     whole.training, state.whole_runs = True, True
     try:
-        loss: torch.Tensor = whole(given.args, given.kwargs, given.loss_inputs)
-        return loss
+        return cast(torch.Tensor, whole(given.args, given.kwargs, given.loss_inputs))
     finally:
         state.whole_runs = False
 
@@ -474,7 +463,6 @@ def apply_recorded(
 
     Args:
         wanted: of plans to come; None: what the plan says.
-        loss: as of `apply_plan`.
     """
     planned = apply_plan(model, plan, loss=loss, in_place=in_place, on_mismatch=on_mismatch)
     assert isinstance(planned, PlannedModule)
@@ -496,8 +484,6 @@ def capture_now(
     """Capture and rewrite for these arguments without running anything, as the first training call would.
 
     Args:
-        planned: the planned module.
-        args, kwargs: of the call.
         program: what was captured of this call already.
 
     Raises:

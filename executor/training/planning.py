@@ -89,27 +89,22 @@ def record(
     untouched: bool = False,
     join: bool = False,
 ) -> Recorded:
-    """Record a step on fake tensors of the model's device; the model stays as it is.
+    """Record a step on fake tensors of the model's device; the model stays as it is. Model, batch, loss and errors are
+    those of `tracer.trace`.
 
     Args:
-        model, batch, loss: as `tracer.trace` takes them.
         amp: the type of autocast, "" for none; None: that which is on.
         untouched: whether to count what the untouched loop needs.
         join: whether to look for a loss head across the border between model and loss.
-
-    Raises:
-        SpecError, CaptureError: as `tracer.trace`.
     """
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     with later_forward_off(model) if STATE in vars(model) else nullcontext():
         bare = twin_of(model)
     if not bare.training:
         bare.train()
-    if amp is None:
-        amp = ambient(where.type).dtype
-    step = in_hand(
-        bare, batch, loss, wanted.optimizer, wanted.scaler, {}, {**wanted.loop, "amp": amp or None}, 0
-    )
+    amp = ambient(where.type).dtype if amp is None else amp
+    options = {**wanted.loop, "amp": amp or None}
+    step = in_hand(bare, batch, loss, wanted.optimizer, wanted.scaler, {}, options, 0)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else ""
     target = device_entry((board_of(name) or GPU_UNKNOWN) if name else "cpu")
     with left_as_found(False), own_hooks_off(bare), unread_of(Watch(bare), frozenset()) as unread:
@@ -172,9 +167,8 @@ def wanted_of(plan: Plan) -> Wanted:
     momentum = re.search(r"momentum=([\d.]+)", plan.meta.optimizer)
     settings = {"momentum": float(momentum[1])} if momentum else {}
     make = getattr(torch.optim, kind, None)
-    return Wanted(
-        budget=budget or "100%", budget_of=of, optimizer=make and (lambda ps: make(ps, lr=1e-3, **settings))
-    )
+    optimizer = make and (lambda ps: make(ps, lr=1e-3, **settings))
+    return Wanted(budget=budget or "100%", budget_of=of, optimizer=optimizer)
 
 
 def plan_call(
@@ -216,9 +210,8 @@ def in_words(plan: Plan) -> str:
     """What a plan costs and brings."""
     before, after, of = plan.predicted["baseline"], plan.predicted["plan"], plan.budget_of
     key = f"peak_{of}_bytes"
-    changes = "".join(
-        f"{r.kind}: {r.op}{f' in {r.number} tiles' if r.number else ''}; " for r in plan.rewrites
-    )
+    tiles = [f" in {r.number} tiles" if r.number else "" for r in plan.rewrites]
+    changes = "".join(f"{r.kind}: {r.op}{n}; " for r, n in zip(plan.rewrites, tiles, strict=True))
     return (
         f"{changes}{len(plan.actions)} values are recomputed; {of} peak {show_bytes(before[key])} -> "
         f"{show_bytes(after[key])} of {show_bytes(plan.budget_bytes or 0)}, step time "

@@ -14,8 +14,7 @@ from executor.campaign.cases import Case, Step
 from executor.campaign.page import write_campaign
 from executor.campaign.record import Book, Record
 from executor.cli.main import execute
-from executor.plans import Settings
-from executor.sweeps import measure_sweep
+from executor.plans import Settings, measure_sweep
 from traces.errors import SpecError, TraceError
 from traces.provenance import ABSENT, MEASURED_CPU, MEASURED_CUDA, NAME, REHEARSED, provenance_of
 from traces.records.device_profile import DeviceProfile, Identity

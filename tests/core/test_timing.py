@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 import executor.measuring as measuring
-from executor import timing
-from executor.measuring import PLAN, Job
+from executor.measuring import PLAN, Job, timed
 from executor.plans import other_threads
-from executor.timing import alone, in_turns
 from traces.errors import PlanError
 from traces.records.measurement import RunFigures, measured_slowdown_percent, slowdown_percent
 from traces.records.trace import TraceMeta
@@ -25,7 +23,7 @@ class Clock:
         self.drift = drift
         self.ran: list[str] = []
         self.waits = 0
-        monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: self.now_ns)
+        monkeypatch.setattr(measuring.time, "perf_counter_ns", lambda: self.now_ns)
 
     def step(self, name: str, takes_ns: int) -> Callable[[], bool]:
         def run() -> bool:
@@ -41,7 +39,7 @@ class Clock:
 
 def test_a_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    assert alone(clock.step("a", 40), warmup=2, runs=3, wait=clock.wait) == (40, 40, 40)
+    assert timed([clock.step("a", 40)], warmup=2, runs=3, wait=clock.wait) == [(40, 40, 40)]
     assert clock.ran == ["a"] * 5  # two warm up
     assert clock.waits == 6  # before and after each timed one
 
@@ -59,22 +57,23 @@ def test_what_the_device_still_has_to_do_belongs_to_the_step(monkeypatch: pytest
         clock.now_ns += queued[0]
         queued[0] = 0
 
-    assert alone(launch, warmup=1, runs=2, wait=wait) == (75, 75)  # the warm-up's 70 are not the first one's
+    assert timed([launch], warmup=1, runs=2, wait=wait) == [
+        (75, 75)
+    ]  # the warm-up's 70 are not the first one's
 
 
 def test_steps_in_turns_alternate_who_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    turns = in_turns(clock.step("p", 30), clock.step("k", 20), warmup=1, runs=3, wait=clock.wait)
-    assert turns == ((30, 30, 30), (20, 20, 20))
+    turns = timed([clock.step("p", 30), clock.step("k", 20)], warmup=1, runs=3, wait=clock.wait)
+    assert turns == [(30, 30, 30), (20, 20, 20)]
     assert "".join(clock.ran) == "pk" + "pk" + "kp" + "pk"
 
 
 def test_pairs_cancel_the_drift_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine gets slower by 10 % of its first speed with every step; the plan costs 25 %."""
     clock = Clock(monkeypatch, drift=10)
-    first, second = in_turns(
-        clock.step("p", 1_250), clock.step("k", 1_000), warmup=0, runs=4, wait=clock.wait
-    )
+    steps = [clock.step("p", 1_250), clock.step("k", 1_000)]
+    first, second = timed(steps, warmup=0, runs=4, wait=clock.wait)
     # Step n takes 1 + n/10 times as long: p 0, k 1, k 2, p 3, p 4, k 5, k 6, p 7.
     assert first == (1_250, 1_625, 1_750, 2_125)
     assert second == (1_100, 1_200, 1_500, 1_600)

@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-import executor.api as executor_api  # noqa: E402
+import executor.plans as plans  # noqa: E402
 from executor import apply_plan, measure, verify  # noqa: E402
 from executor.plans import Outcome, Settings  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
@@ -280,7 +280,7 @@ def test_what_python_measures_is_what_the_command_measures(
         asked.append((Plan.load(path), settings))
         return Outcome(plan_path=str(path), plan=Plan.load(path), measurement=measurement())
 
-    monkeypatch.setattr(executor_api, "measure_plan", measured)
+    monkeypatch.setattr(plans, "measure_plan", measured)
     net, batch, optimizer = held()
     plan = plan_with("recompute-all", Problem(trace(net, batch, functional.cross_entropy, optimizer)), 2**40)
     assert measure(plan, "my_training.py:build", steps=3, runs=2) == measurement()

@@ -29,16 +29,16 @@ for format, dtype, n in (*cases, ("fewbit3:gelu", torch.float32, CHUNK + 300)):
         x[300], x[600] = torch.inf, torch.nan
     mine = new_payload(x, format)
     theirs = torch.zeros_like(mine).to(device)
-    cpu.pack(x, *parts(mine, format), format, keys)
-    cuda.pack(x.to(device), *parts(theirs, format), format, keys)
+    cpu.convert(x, *parts(mine, format), format, keys)
+    cuda.convert(x.to(device), *parts(theirs, format), format, keys)
     # Bits of NaNs aside, all bytes; a GPU's division may be off by the last digit, which few numbers' codes tell.
     (rows, codes), (found, other) = parts(mine, format), parts(theirs.cpu(), format)
     for a, b in zip(rows, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0, equal_nan=True)
     assert (codes != other).sum() <= (len(codes) // 1000 if device == "cuda" else 0), (format, dtype, n)
     y, z = torch.empty_like(x), torch.empty_like(x).to(device)
-    cpu.unpack(*parts(mine, format), y, format)
-    cuda.unpack(*parts(mine.to(device), format), z, format)
+    cpu.convert(y, *parts(mine, format), format, None)
+    cuda.convert(z, *parts(mine.to(device), format), format, None)
     # The interpreter cuts bfloat16 off where a GPU rounds.
     near = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(z.cpu().float(), y.float(), atol=1e-6, rtol=near, equal_nan=True)

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from executor import sweeps
+from executor import plans
 from executor.matching import times_apply
 from executor.plans import Settings
 from simulator.studies.sweep import Sweep
@@ -39,15 +39,15 @@ def directory(tmp_path: Path) -> Path:
 def run(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Measure the sweep; every plan comes out as the test says, and the plans that ran are told."""
 
-    def go(outcome: dict[str, Measurement], device: str = "cpu") -> tuple[sweeps.MeasuredSweep, list[str]]:
+    def go(outcome: dict[str, Measurement], device: str = "cpu") -> tuple[plans.MeasuredSweep, list[str]]:
         ran: list[str] = []
 
         def measure(path: Path, settings: Settings, progress: object) -> object:
             ran.append(path.name)
             return SimpleNamespace(measurement=outcome[path.name], first_difference="step 1: loss differs")
 
-        monkeypatch.setattr(sweeps, "measure_plan", measure)
-        return sweeps.measure_sweep(directory, Settings(device=device), lambda line: None), ran
+        monkeypatch.setattr(plans, "measure_plan", measure)
+        return plans.measure_sweep(directory, Settings(device=device), lambda line: None), ran
 
     return go
 
@@ -76,7 +76,7 @@ def test_what_did_not_verify_is_tried_again_and_fails_again(directory: Path, run
 
 def test_figures_of_two_devices_do_not_get_into_one_table(directory: Path, run: Any) -> None:
     run({"plan-b2.json": MEASURED, "plan-b4.json": replace(MEASURED, verified=False)})
-    with pytest.raises(TraceError, match=r"batch size 2 was measured on CPU; measure on cuda in another"):
+    with pytest.raises(TraceError, match=r"rows of it were measured on CPU; measure on cuda here in another"):
         run({}, device="cuda")
 
 
@@ -85,7 +85,7 @@ def test_figures_of_two_gpus_do_not_get_into_one_table(directory: Path, run: Any
     two = replace(one, environment={"gpu": "NVIDIA H100"})
     assert one.place == "GPU (NVIDIA H200)"
     with pytest.raises(
-        TraceError, match=r"were measured on GPU \(NVIDIA H200\), and this is GPU \(NVIDIA H100\)"
+        TraceError, match=r"were measured on GPU \(NVIDIA H200\); measure on cuda here in another"
     ):
         run({"plan-b2.json": one, "plan-b4.json": two}, device="cuda")
     kept = Sweep.load(directory / "sweep.json").rows
