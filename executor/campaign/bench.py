@@ -18,7 +18,6 @@ from executor.campaign import record as records
 from executor.campaign.cases import NONE, Campaign, Case, Method, Step, digest
 from executor.campaign.predict import KEEP_ALL_PLAN, Forecast
 from executor.campaign.record import BOOK, RETRIED, Book, Keys, Record, code_digest
-from executor.campaign.record_step import UNCALIBRATED_DIR
 from executor.isolated import run_fresh
 from executor.measuring import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, run_job
 from simulator.core.budget import parse_budget
@@ -102,7 +101,7 @@ class Bench:
         try:
             run_fresh(call, arguments, what=what, timeout_s=60.0 * method.timeout_minutes)
         except OutOfMemoryProblem as error:
-            if not (directory / UNCALIBRATED_DIR).is_dir():
+            if not (directory / records.RULES).is_dir():
                 raise
             return str(error)
         return ""

@@ -20,14 +20,6 @@ from traces.provenance import MEASURED_CPU, MEASURED_CUDA, REHEARSED
 from traces.units import show_percent
 
 COLOURS: Final = dict(zip(STAGE_LABELS.values(), ("#4c78a8", "#e39c45"), strict=True))
-# Of each figure: its kind for charts, and its title.
-KINDS: Final = {
-    ALLOCATED: ("bytes", "peak allocated"),
-    errors.BLOCKS: ("bytes", "peak in the allocator's blocks"),
-    RESERVED: ("bytes", "peak reserved"),
-    errors.TIME: ("time", "step time"),
-    errors.SLOWDOWN: ("percent", "slow-down by the plan"),
-}
 
 
 def write_campaign(path: str | Path, book: Book, *, analysis: str = "") -> Path:
@@ -53,7 +45,7 @@ def campaign_page(book: Book, *, analysis: str = "") -> Page:
         dict.fromkeys("CPU" if r.provenance == MEASURED_CPU else f"GPU ({r.place})" for r in records)
     )
     notes = dict.fromkeys(f"{r.case.step.label}: {n}" for r in records for n in r.notes)
-    cases = (tables.memory(records), tables.reserved(records), tables.times(records))
+    cases = tables.memory(records), tables.figures(rows)
     sections: dict[str, tuple[Block, ...]] = {
         "Analysis": paragraphs(analysis),
         "Headline": (_headline(book, rows, found), _warning(where, records)),
@@ -122,7 +114,7 @@ def _headline(book: Book, rows: Sequence[ErrorRow], found: Sequence[Aggregate]) 
         figures.append(Figure(label, str(len(unforeseen)), detail, tone))
     for a in found:
         if a.figure in (ALLOCATED, RESERVED) and not a.eager:
-            label = f"Median |error|, {KINDS[a.figure][1]}, {STAGE_LABELS[a.stage]}, {a.provenance}"
+            label = f"Median |error|, {tables.KINDS[a.figure][1]}, {STAGE_LABELS[a.stage]}, {a.provenance}"
             low = a.worst_under
             worst = "never too low" if low is None else f"worst underestimate {low:+.3f} %"
             figures.append(Figure(label, show_percent(a.median, digits=3), f"{worst}; {a.rows} runs"))
@@ -155,9 +147,9 @@ def _scatters(rows: Sequence[ErrorRow]) -> tuple[Block, ...]:
             points.setdefault((r.provenance, r.figure), []).append(point)
     return tuple(
         Chart(
-            scatter(of, COLOURS, title=KINDS[figure][1], kind=KINDS[figure][0]),
+            scatter(of, COLOURS, title=tables.KINDS[figure][1], kind=tables.KINDS[figure][0]),
             "On the dashed line the prediction is right; below it the prediction was too low.",
-            f"{KINDS[figure][1].capitalize()}, {provenance}",
+            f"{tables.KINDS[figure][1].capitalize()}, {provenance}",
         )
         for (provenance, figure), of in points.items()
     )

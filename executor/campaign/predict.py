@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from executor.campaign.record import CALIBRATED, RULES, Predictions
-from executor.campaign.record_step import CALIBRATED_DIR, UNCALIBRATED_DIR
+from executor.campaign.record import RULES, STAGES, Predictions
 from simulator.allocator.device_fit import Setting
 from simulator.allocator.settings import as_in, parse_alloc_conf
 from simulator.core.limits import DEFAULTS
@@ -28,7 +27,6 @@ from traces.records.plan import Plan
 from traces.records.trace import Trace
 
 KEEP_ALL_PLAN: Final = "keep-all.json"
-DIRECTORIES: Final = {RULES: UNCALIBRATED_DIR, CALIBRATED: CALIBRATED_DIR}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +40,8 @@ class Forecast:
     @classmethod
     def load(cls, directory: Path, device: str) -> Forecast:
         """From the traces that stand below the directory, in so far as they do."""
-        stages = {
-            stage: Problem(store.load(str(directory / name)))
-            for stage, name in DIRECTORIES.items()
-            if (directory / name).is_dir()
-        }
+        made = [stage for stage in STAGES if (directory / stage).is_dir()]
+        stages = {stage: Problem(store.load(str(directory / stage))) for stage in made}
         return cls(stages=stages, base=list(stages.values())[-1], device=device)
 
     @property

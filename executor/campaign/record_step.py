@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-UNCALIBRATED_DIR, CALIBRATED_DIR = "uncalibrated", "calibrated"
+from executor.campaign.record import CALIBRATED, RULES
 
 
 def describe_device(*, device: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def record_step(
     # Rules alone: what a machine that never saw this device can know.
     off, root = ProfileUse(off=True), Path(directory)
     fake, trace = record_drafted(build, entry, off)
-    store.save(trace, root / UNCALIBRATED_DIR, force=True)
+    store.save(trace, root / RULES, force=True)
     trace = record_real(build, entry, device, off, rounds=rounds, warmup=warmup, fake=fake)
-    store.save(trace, root / CALIBRATED_DIR, force=True)
+    store.save(trace, root / CALIBRATED, force=True)
     return {"fingerprint": trace.meta.fingerprint}

@@ -8,13 +8,21 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from executor.campaign import errors
-from executor.campaign.errors import ALLOCATED, RESERVED, SLOWDOWN, TIME, Aggregate, row_of
+from executor.campaign.errors import ALLOCATED, BLOCKS, RESERVED, SLOWDOWN, TIME, Aggregate, ErrorRow, row_of
 from executor.campaign.record import CALIBRATED, DONE, FAILED, NOT_EQUAL, RULES, Book, Record
-from simulator.show.tables import NUMBER, UNKNOWN, Cell, Table, no, percent_cell, table, yes
+from simulator.show.tables import NUMBER, SHOWN, UNKNOWN, Cell, Table, no, percent_cell, table, yes
 from traces.files.json_records import to_json
 from traces.records.measurement import RunFigures
 from traces.units import show_bytes
 
+# Of each figure: how it is shown, and its title.
+KINDS: Final = {
+    ALLOCATED: ("bytes", "peak allocated"),
+    BLOCKS: ("bytes", "peak in the allocator's blocks"),
+    RESERVED: ("bytes", "peak reserved"),
+    TIME: ("time", "step time"),
+    SLOWDOWN: ("percent", "slow-down by the plan"),
+}
 CASE: Final = ("case", "", lambda r: r.case.label)
 
 
@@ -113,40 +121,35 @@ def memory(records: Sequence[Record]) -> Table:
     )
 
 
-def reserved(records: Sequence[Record]) -> Table:
-    """Peak reserved of every case of which it was measured."""
-    return table(
-        [r for r in records if r.measured.peak_reserved_bytes is not None],
-        [
-            CASE,
-            ("reserved", "bytes", lambda r: r.measured.peak_reserved_bytes),
-            ("predicted, calibrated", "bytes", lambda r: _calibrated(r).peak_reserved_bytes),
-            ("error, calibrated", NUMBER, _error(CALIBRATED, RESERVED)),
-            ("error, uncalibrated", NUMBER, _error(RULES, RESERVED)),
-            ("fragmentation, predicted", "percent", lambda r: fragmentation_percent(_calibrated(r))),
-            ("fragmentation", "percent", lambda r: fragmentation_percent(r.measured)),
-        ],
-        caption="Peak reserved, and fragmentation: reserved over the peak in the allocator's blocks, less one",
-    )
+def figures(rows: Iterable[ErrorRow]) -> Table:
+    """Every figure of every run, measured beside predicted."""
+    groups: dict[tuple[str, str], dict[str, ErrorRow]] = {}
+    for r in rows:
+        groups.setdefault((r.case, r.figure), {})[r.stage] = r
 
+    def shown(name: str, *stages: str) -> Callable[[dict[str, ErrorRow]], Cell]:
+        def cell(group: dict[str, ErrorRow]) -> Cell:
+            r = next((group[s] for s in stages if s in group), None)
+            if r is None or name != "error":
+                return Cell(UNKNOWN) if r is None else SHOWN[KINDS[r.figure][0]](getattr(r, name))
+            tone = "bad" if r.figure in errors.MEMORY and r.error < -errors.LARGE else ""
+            tone = "good" if abs(r.error) < 0.0005 else tone
+            return Cell(f"{r.error:+.3f} {'points' if r.figure == SLOWDOWN else '%'}", r.error, tone)
 
-def times(records: Sequence[Record]) -> Table:
-    """Step times of every measured case."""
+        return cell
+
     return table(
-        [r for r in records if r.peak is not None],
+        groups.values(),
         [
-            CASE,
-            ("eager", "time", lambda r: r.eager.step_time_ns),
-            ("keep-all", "time", lambda r: r.keep_all.step_time_ns),
-            ("this case", "time", lambda r: r.measured.step_time_ns),
-            ("predicted, calibrated", "time", lambda r: _calibrated(r).step_time_ns),
-            ("error, calibrated", NUMBER, _error(CALIBRATED, TIME)),
-            ("error, uncalibrated", NUMBER, _error(RULES, TIME)),
-            ("slow-down", "+percent", _slowdown("", "measured")),
-            ("predicted, calibrated", "+percent", _slowdown(CALIBRATED, "predicted")),
-            ("predicted, uncalibrated", "+percent", _slowdown(RULES, "predicted")),
+            ("run", "", lambda group: next(iter(group.values())).case),
+            ("figure", "", lambda group: KINDS[next(iter(group.values())).figure][1]),
+            ("measured", NUMBER, shown("measured", *errors.STAGES)),
+            ("predicted, calibrated", NUMBER, shown("predicted", CALIBRATED)),
+            ("error, calibrated", NUMBER, shown("error", CALIBRATED)),
+            ("predicted, uncalibrated", NUMBER, shown("predicted", RULES)),
+            ("error, uncalibrated", NUMBER, shown("error", RULES)),
         ],
-        caption="Step time, and the slow-down by the plan: its step over the keep-all step, less one",
+        caption="Every figure of every run. The slow-down by a plan: its step over the keep-all step, less one.",
     )
 
 
@@ -165,19 +168,8 @@ def without_figures(records: Sequence[Record]) -> Table:
     )
 
 
-def fragmentation_percent(figures: RunFigures) -> float | None:
-    """Peak reserved over the peak in blocks, less one, in percent; None where a figure is unknown."""
-    if not figures.peak_block_bytes or figures.peak_reserved_bytes is None:
-        return None
-    return 100.0 * (figures.peak_reserved_bytes / figures.peak_block_bytes - 1.0)
-
-
 def _best(r: Record) -> RunFigures:
     return errors.best(r.predicted or r.keep_all_predicted)
-
-
-def _calibrated(r: Record) -> RunFigures:
-    return r.predicted.get(CALIBRATED, RunFigures())
 
 
 def _predicted(stage: str) -> Callable[[Record], Cell]:
@@ -191,27 +183,6 @@ def _predicted(stage: str) -> Callable[[Record], Cell]:
         return Cell(f"{e.predicted:,} ({e.predicted - e.measured:+,})", e.predicted, tone)
 
     return cell
-
-
-def _error(stage: str, figure: str) -> Callable[[Record], Cell]:
-    """The cell of one error of the run that a case is about; memory that was predicted too low is red."""
-
-    def cell(r: Record) -> Cell:
-        e = row_of(r, stage, figure)
-        if e is None:
-            return Cell(UNKNOWN)
-        tone = "good" if abs(e.error) < 0.0005 else ""
-        return Cell(
-            f"{e.error:+.3f} %",
-            e.error,
-            "bad" if figure in errors.MEMORY and e.error < -errors.LARGE else tone,
-        )
-
-    return cell
-
-
-def _slowdown(stage: str, which: str) -> Callable[[Record], float | None]:
-    return lambda r: getattr(row_of(r, stage, SLOWDOWN), which, None)
 
 
 def _budget(r: Record) -> Cell:

@@ -130,9 +130,10 @@ def run_plan(
             recorded = trace_of(outcome.plan, settings.model, settings.device, trace_name)
         write_measurement(out.report, measurement, recorded, outcome.plan, outcome.curve or None)
     if measurement.verified is False:
+        note = outcome.verification.note if outcome.verification else ""
         raise VerificationError(
-            f"the planned step does not compute what the untouched model computes: {outcome.first_difference}"
-            + (f" ({note})." if (note := _note(outcome)) else ".")
+            "the planned step does not compute what the untouched model computes: "
+            f"{outcome.first_difference}{f' ({note})' if note else ''}."
         )
     if measurement.within_budget is False:
         raise BudgetError(
@@ -279,15 +280,11 @@ def answer(outcome: Outcome) -> dict[str, Any]:
         **{k: getattr(m, k).headline() for k in runs},
         "within_budget": m.within_budget,
         "bit_equal": checked.bit_equal if checked else None,
-        "verification_note": _note(outcome),
+        "verification_note": checked.note if checked else "",
         "eager_against_itself": checked.control_difference if checked else {},
         "first_difference": outcome.first_difference,
         "peaks_bytes": {k: list(getattr(m, k).peaks_bytes) for k in ("eager", "keep_all", "measured")},
     }
-
-
-def _note(outcome: Outcome) -> str:
-    return outcome.verification.note if outcome.verification else ""
 
 
 def in_words(outcome: Outcome) -> str:
@@ -313,9 +310,8 @@ def in_words(outcome: Outcome) -> str:
         lines.append(f"  slow-down by the plan: measured {real:+.2f} %{more}")
     if m.within_budget is not None:
         of = " of reserved memory" if m.budget_of != ALLOCATED else ""
-        lines.append(
-            f"  budget {show_bytes(m.budget_bytes)}{of}: {'kept' if m.within_budget else 'EXCEEDED'}"
-        )
+        met = "kept" if m.within_budget else "EXCEEDED"
+        lines.append(f"  budget {show_bytes(m.budget_bytes)}{of}: {met}")
     lines += [f"  warning, beside the prediction: {text}" for text in m.warnings]
     if m.verified is None:
         from executor.plans import UNVERIFIED

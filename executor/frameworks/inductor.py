@@ -201,16 +201,10 @@ def _once(problem: Problem, plan: Plan) -> tuple[Action, ...]:
     steps = zip(schedule.binds, schedule.recompute, strict=True)
     again = {s for bound, rerun in steps if rerun for s in bound}
     saved = {a.storage for a in plan.actions if a.recipe == SAVE} | {*problem.candidates} - again
-    chosen = SavedSet(
-        label="partition",
-        settings={},
-        solve_seconds=0.0,
-        saved=tuple(sorted(saved)),
-        recomputed=tuple(sorted(again)),
-        recomputed_ops=0,
-        random_again=(),
-    )
-    return actions_for(problem, chosen)
+    return actions_for(problem, SavedSet(
+        label="partition", settings={}, solve_seconds=0.0, saved=tuple(sorted(saved)),
+        recomputed=tuple(sorted(again)), recomputed_ops=0, random_again=(),
+    ))  # fmt: skip
 
 
 def _torchs_own(

@@ -102,12 +102,8 @@ def later_forward_off(model: nn.Module) -> Iterator[None]:
 
 
 def check_bypassed(module: nn.Module, entered: bool) -> None:
-    """Raise PlanError if a training call ended without the planned forward.
-
-    Args:
-        module: planned, with a forward of the instance's own that was put there after the plan.
-        entered: whether the call reached the planned forward.
-    """
+    """Raise PlanError if a training call of a planned module, with a forward of the instance's own that was put there
+    after the plan, ended without having entered the planned one."""
     if not entered:
         own: Any = vars(module)["forward"]
         own = getattr(own, "__func__", own)

@@ -40,19 +40,11 @@ def describe(meta: TraceMeta) -> str:
 
 
 def another_graph(meta: TraceMeta, now: dict[str, Any], structure: str, device: str) -> PlanError:
-    """The error for a call whose graph is not the plan's.
-
-    Args:
-        meta: of the plan.
-        now: the sketch of this call (`tracer.record.sketch`).
-        structure: the fingerprint of this graph.
-        device: of the model, its kind.
-    """
+    """The error for a call whose graph is not the plan's (`meta`), from its sketch (`tracer.record.sketch`), the
+    fingerprint of its structure and the kind of the model's device."""
     causes = list(_causes(meta, now, device))
-    told = (
-        "; ".join(cause for cause, _ in causes)
-        or f"its structure is {meta.structure_fingerprint}, and here {structure}"
-    )
+    otherwise = f"its structure is {meta.structure_fingerprint}, and here {structure}"
+    told = "; ".join(cause for cause, _ in causes) or otherwise
     advice = next((a for _, a in causes if a), "trace this model as it is now and plan again")
     return PlanError(
         f"the plan was made for another graph ({describe(meta)}): {told}. {advice[0].upper()}{advice[1:]}{HINT}"
@@ -67,28 +59,20 @@ def _causes(meta: TraceMeta, now: dict[str, Any], device: str) -> Iterator[tuple
     if then.keys() < now.keys() or not now:
         return  # a plan that does not say, or nothing to compare it with
     yield from _arguments(dict(then["arguments"]), dict(now["arguments"]))
-    yield from _sets(
-        then["frozen"], now["frozen"], "frozen (requires_grad is off)", "trainable",
-        "freeze the same parameters, or trace the model with these frozen and plan again",
-    )  # fmt: skip
-    yield from _sets(
-        then["evaluated"], now["evaluated"], "in evaluation mode", "in training mode",
-        "bring the modules into the plan's modes, or trace the model in these and plan again",
-    )  # fmt: skip
+    frozen = "freeze the same parameters, or trace the model with these frozen and plan again"
+    yield from _sets(then["frozen"], now["frozen"], "frozen (requires_grad is off)", "trainable", frozen)
+    modes = "bring the modules into the plan's modes, or trace the model in these and plan again"
+    yield from _sets(then["evaluated"], now["evaluated"], "in evaluation mode", "in training mode", modes)
     if then["dtypes"] != now["dtypes"]:
         a, b = (" and ".join(x["dtypes"]) for x in (then, now))
         yield f"its parameters were {a} and are {b}", f"trace the model in {b} and plan again"
     if meta.torch_version != torch.__version__:
-        yield (
-            f"torch was {meta.torch_version} and is {torch.__version__}",
-            "trace with this torch and plan again",
-        )
+        told = f"torch was {meta.torch_version} and is {torch.__version__}"
+        yield told, "trace with this torch and plan again"
     yield from _ops(ops_of(then), ops_of(now))
     if then["shares"] != now["shares"] and ops_of(then) == ops_of(now):
-        yield (
-            "the same ops, on arguments that share memory otherwise",
-            "pass arguments that share memory likewise",
-        )
+        told = "the same ops, on arguments that share memory otherwise"
+        yield told, "pass arguments that share memory likewise"
 
 
 def _arguments(then: dict[str, str], now: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -97,13 +81,11 @@ def _arguments(then: dict[str, str], now: dict[str, str]) -> Iterator[tuple[str,
         for name in _few(sorted(names)):
             yield f"the argument {name} {word} ({(then | now)[name]})", again
     for name in then.keys() & now.keys():
+        told = f"the argument {name} was {then[name]} and is {now[name]}"
         if _kind(then[name]) != _kind(now[name]):
-            yield f"the argument {name} was {then[name]} and is {now[name]}", again
+            yield told, again
         elif _ones(then[name]) != _ones(now[name]):
-            yield (
-                f"the argument {name} was {then[name]} and is {now[name]}, where a size of one makes other ops",
-                "give more than one of each",
-            )
+            yield f"{told}, where a size of one makes other ops", "give more than one of each"
 
 
 def by_ones_alone(then: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -134,12 +116,10 @@ def _ones(shown: str) -> list[bool]:
 
 
 def _sets(then: list[str], now: list[str], word: str, other: str, advice: str) -> Iterator[tuple[str, str]]:
-    for verb, names in (
-        (f"{word}, and was not", set(now) - set(then)),
-        (f"{other}, and was not", set(then) - set(now)),
-    ):
+    for verb, names in (word, set(now) - set(then)), (other, set(then) - set(now)):
         if names:
-            yield f"{', '.join(_few([n or 'the whole model' for n in sorted(names)]))} is {verb}", advice
+            told = ", ".join(_few([n or "the whole model" for n in sorted(names)]))
+            yield f"{told} is {verb}, and was not", advice
 
 
 def _ops(then: list[tuple[str, str]], now: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:

@@ -80,7 +80,7 @@ class Machine:
         assert called == "record_step"
         self.done.append("trace")
         root = Path(task["directory"])
-        trace_store.save(CHAIN, root / "uncalibrated", force=True)
+        trace_store.save(CHAIN, root / "rules", force=True)
         if error := self.fails("trace", task["model"]):
             raise error
         trace_store.save(WITH_WORKSPACE, root / "calibrated", force=True)
