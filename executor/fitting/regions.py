@@ -34,7 +34,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.planners.outcome import Infeasible
 from tracer.api import left_as_found
-from tracer.build.batch import SplitBatch, split_batch
+from tracer.build.batch import SplitBatch, split_batch, to_device
 from tracer.capture.sizes import Layout
 from tracer.measure.probes import cpu_account, memory_profiler
 from tracer.precision.policy import Autocast, ambient
@@ -126,7 +126,7 @@ def plan_regions(
     if wanted.scaler is not None or wanted.loop:
         raise SpecError("parts are planned for a loop without a gradient scaler and accumulation.")
     state_bytes, step_bytes = _optimizer_bytes(model, wanted)
-    given = split_batch(model, pytree.tree_map_only(torch.Tensor, lambda x: x.to(where), batch), loss)
+    given = split_batch(model, to_device(batch, str(where), None), loss)
     autocast = ambient(where.type) if amp is None else Autocast(dtype=amp, kind=where.type)
     twin = twin_of(model).train()
     with _untouched(twin), autocast.region():

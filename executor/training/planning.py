@@ -22,7 +22,7 @@ from simulator import api as simulator
 from simulator.core.limits import DEFAULTS
 from simulator.planners.outcome import Infeasible
 from tracer.api import GPU_UNKNOWN, in_hand, left_as_found
-from tracer.build.batch import SplitBatch, loss_in_outputs, split_batch
+from tracer.build.batch import SplitBatch, loss_in_outputs, split_batch, to_device
 from tracer.build.joined import WithLoss
 from tracer.build.loop_options import JOIN_LOSS
 from tracer.build.step import BuildStep
@@ -110,7 +110,7 @@ def record(
     with left_as_found(False), own_hooks_off(bare), unread_of(Watch(bare), frozenset()) as unread:
         draft, trace = record_drafted(step, target, ProfileUse(), device=str(where), untouched=untouched)
         found = record_joined(step, draft, ProfileUse(), device=str(where)) if join else None
-    given = split_batch(bare, pytree.tree_map_only(torch.Tensor, lambda x: x.to(where), batch), loss)
+    given = split_batch(bare, to_device(batch, str(where), None), loss)
     recorded = Recorded(
         trace=joined_with(trace, found),
         build=step,

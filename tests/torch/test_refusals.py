@@ -254,6 +254,20 @@ def test_an_output_that_hides_its_tensors_is_refused() -> None:
     assert "returns a Normal, in which nobody finds its tensors" in said
 
 
+class Results(dict[str, Any]):
+    """A mapping that torch's trees do not know."""
+
+
+class Named(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return [Results(out=super().forward(x))]
+
+
+def test_an_output_in_a_mapping_of_another_class_is_refused_as_such() -> None:
+    said = refused(lambda: Named(4, 4), row, lambda out: out[0]["out"].sum())
+    assert "returns a Results, in which nobody finds its tensors" in said
+
+
 def test_copies_of_a_model_with_counters_can_be_made_on_fake_tensors() -> None:
     def make() -> tuple[Any, ...]:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

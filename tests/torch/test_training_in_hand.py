@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -467,6 +468,15 @@ def test_fit_makes_room_for_the_optimizer_that_is_given() -> None:
         for kind in (None, "adamw")
     ]
     assert peaks[1] > peaks[0]
+
+
+@pytest.mark.parametrize("kind", [UserDict, type("Mine", (dict,), {})])
+def test_fit_takes_batches_of_other_mappings_as_trace_does(kind: Any) -> None:
+    """What collators of transformers return is a UserDict."""
+    given = kind(x=rows()[0])
+    planned = fit(Deep(), given, torch.sum, budget="90%", say=lambda _: None)
+    planned(**given).sum().backward()
+    assert planned.receipt().planned_steps == 1
 
 
 def test_fit_of_a_model_in_evaluation_mode_and_with_hooks() -> None:

@@ -85,10 +85,11 @@ def split_batch(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -
 
 
 def hidden_tensors(leaf: Any) -> list[torch.Tensor]:
-    """The tensors that an object of a class unknown to torch holds as attributes."""
+    """The tensors that an object of a class unknown to torch holds as attributes or, as a container, in itself."""
     if isinstance(leaf, (torch.Tensor, type)) or callable(leaf):
         return []
-    held = pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+    contents = leaf.values() if isinstance(leaf, Mapping) else leaf if isinstance(leaf, (list, tuple)) else ()
+    held = pytree.tree_leaves([*getattr(leaf, "__dict__", {}).values(), *contents])
     return [x for x in held if isinstance(x, torch.Tensor)]
 
 
@@ -212,9 +213,12 @@ def loss_in_outputs(outputs: Any) -> Any:
 
 
 def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
-    """The batch with its tensors on `device`, made fake if `fake_mode` is given. Mappings become dicts."""
+    """The batch with its tensors on `device`, made fake if `fake_mode` is given. Mappings become dicts, and a list of
+    another class as the whole batch a list."""
     if isinstance(batch, Mapping):
         batch = dict(batch)
+    elif isinstance(batch, list):
+        batch = list(batch)
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
