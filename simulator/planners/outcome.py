@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from simulator.bounds.bound import bounder_of
-from simulator.core.breaches import breach
 from simulator.core.problem import Problem
-from simulator.core.schedule import Schedule
-from simulator.core.timeline import Timeline
+from simulator.core.replay import Timeline
+from simulator.core.schedule import Schedule, breach
 from traces.errors import BudgetError, PlanError
 from traces.records.measurement import RunFigures
 from traces.records.plan import SAVE, Action, Plan, label_actions

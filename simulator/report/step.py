@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from simulator.core.evaluator import evaluator_of
 from simulator.core.problem import Problem
-from simulator.core.replay import Replay, holdings, peak_by_category
-from simulator.core.timeline import Timeline
+from simulator.core.replay import Replay, Timeline, holdings, peak_by_category
 from simulator.planners.costs import Costs
 from simulator.planners.outcome import where
 from simulator.prediction.levers import rewrites_in_words

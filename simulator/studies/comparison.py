@@ -9,11 +9,11 @@ from typing import Any
 
 from simulator.allocator.device_fit import DeviceFit, Setting, device_fit
 from simulator.bounds.bound import Bound, lower_bound
-from simulator.core.breaches import breach
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay
 from simulator.core.rewrites import rewritten_problem
+from simulator.core.schedule import breach
 from simulator.planners import find, plan_with
 from simulator.planners.outcome import Infeasible, percent
 from simulator.prediction.warnings import texts_of

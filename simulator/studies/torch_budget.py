@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from simulator.core.problem import Problem
-from simulator.core.timeline import Timeline
+from simulator.core.replay import Timeline
 from simulator.planners.outcome import finish
 from simulator.studies.comparison import Comparison, Entrant
 from traces.errors import PlanError

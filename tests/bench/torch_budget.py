@@ -28,9 +28,8 @@ import click
 from simulator.bounds.bound import lower_bound
 from simulator.core.limits import Limits
 from simulator.core.problem import Problem
-from simulator.core.replay import run
+from simulator.core.replay import Timeline, run
 from simulator.core.schedule import build
-from simulator.core.timeline import Timeline
 from simulator.planners import DEFAULT, plan_with
 from simulator.planners.outcome import percent
 from simulator.planners.segments import OUTSIDE, actions_for, block_segments

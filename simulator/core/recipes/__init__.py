@@ -10,16 +10,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from simulator.core.facts import Facts
-from simulator.core.recipes import from_output, recompute
-from simulator.core.recipes.recipe import Recipe
+from simulator.core.recipes import from_output
+from simulator.core.recipes.recipe import Recipe, recompute
 
-LEVERS: Final = {"recompute": recompute.offer, "from_output": from_output.offer}
+LEVERS: Final = {"recompute": recompute, "from_output": from_output.offer}
 
 
 def offered(facts: Facts) -> Mapping[tuple[str, int], Recipe]:
     """The recipes that all levers offer, by kind and storage; worked out once."""
-    return facts.once(offered, _offered)
-
-
-def _offered(facts: Facts) -> dict[tuple[str, int], Recipe]:
-    return {(r.kind, r.storage): r for offer in LEVERS.values() for r in offer(facts)}
+    return facts.once(
+        offered, lambda f: {(r.kind, r.storage): r for offer in LEVERS.values() for r in offer(f)}
+    )
