@@ -13,8 +13,7 @@ from simulator.allocator.settings import AllocatorSettings
 from simulator.core.evaluator import Evaluator, State
 from simulator.kernels.best_fit import SUMS, Memory, memory
 from simulator.kernels.records import pack_rows
-from simulator.kernels.requests import ASKED, OF_OP, Asks, Stream, stream
-from simulator.kernels.reserve import reserve
+from simulator.kernels.requests import ASKED, OF_OP, Asks, Stream, reserve, stream
 from traces.records.trace import BACKWARD, OPTIMIZER
 
 
@@ -52,7 +51,7 @@ class Reserver:
         pairs = [(k, s) for k, each in sorted(state.evictions.items()) for s in each]
         evictions = np.array(pairs, np.int32).reshape(-1, 2).T.copy()
         while True:
-            _, _, reserved = reserve(
+            reserved = reserve(
                 self.evaluator.facts, state.saved, state.retained, evictions[0], evictions[1],
                 self.evaluator.work_space(0), self.asks, self.stream, self.rows, self.memory,
             )  # fmt: skip

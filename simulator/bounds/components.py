@@ -68,7 +68,7 @@ class Components:
         self._part_of = np.full(problem.forward_end, NONE, np.int64)  # op -> its component's number
         self._wanted = np.zeros(len(trace.storages), np.bool_)
         self._link = np.zeros(len(trace.storages), np.bool_)
-        self._known: dict[object, tuple[Corner, ...]] = {}
+        self._known: dict[tuple[tuple[Rerun, ...], tuple[Link, ...]], tuple[Corner, ...]] = {}
 
     def move(self, wanted: NDArray[np.bool_], link: NDArray[np.bool_]) -> None:
         """To another instant.
@@ -138,21 +138,19 @@ class Components:
         nbytes, producer = self.trace.storages.nbytes, self.trace.storages.producer
         place = {p: k for k, p in enumerate(ops)}
         outputs = tuple(tuple(s for s in self.problem.creates[p] if self._wanted[s]) for p in ops)
-        part = Linked(
-            ops=tuple(ops),
-            outputs=outputs,
-            links=tuple(links),
-            corners=self._solve(
-                tuple(
-                    (int(self._time_ns[p]), sum(nbytes[s] for s in mine))
-                    for p, mine in zip(ops, outputs, strict=True)
-                ),
-                tuple(
-                    (nbytes[s], place[producer[s]], tuple(sorted(place[p] for p in readers[s])))
-                    for s in links
-                ),
+        network = (
+            tuple(
+                Rerun(int(self._time_ns[p]), sum(nbytes[s] for s in mine))
+                for p, mine in zip(ops, outputs, strict=True)
+            ),
+            tuple(
+                Link(nbytes[s], place[producer[s]], tuple(sorted(place[p] for p in readers[s])))
+                for s in links
             ),
         )
+        if network not in self._known:
+            self._known[network] = corners(*network)
+        part = Linked(ops=tuple(ops), outputs=outputs, links=tuple(links), corners=self._known[network])
         self._number += 1
         self.linked[self._number] = part
         self._part_of[ops] = self._number
@@ -168,11 +166,3 @@ class Components:
             if not self.linked_steps[step]:
                 del self.linked_steps[step]
         return part
-
-    def _solve(
-        self, reruns: tuple[tuple[int, int], ...], links: tuple[tuple[int, int, tuple[int, ...]], ...]
-    ) -> tuple[Corner, ...]:
-        key = (reruns, links)
-        if key not in self._known:
-            self._known[key] = corners(tuple(Rerun(*r) for r in reruns), tuple(Link(*x) for x in links))
-        return self._known[key]

@@ -28,9 +28,9 @@ and the rest of the set that it helps to bring together. Ignores: what is saved 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import accumulate
-from operator import add
 from typing import Final
 
 from simulator.bounds.instants import Floor, Instants
@@ -59,8 +59,6 @@ class Pebbles:
 
     def least_bytes(self, op: int, known_bytes: int, most_states: int) -> tuple[int, int]:
         """A budget below which what `op` reads cannot be brought together, at least `known_bytes`; states seen."""
-        if self.instants.brought_bytes[op] + self.most_bytes[op] <= known_bytes:  # stays from the turn on
-            return known_bytes, 1
         reads = self.instants.trace.ops.reads[op]
         first = (frozenset(s for s in reads if not self.instants.sure(s, op)), op, frozenset[int]())
         seen, end_bytes = {first}, 1 << 62
@@ -120,19 +118,7 @@ class Pebbles:
 
 def above(instants: Instants, peak_bytes: int, *, close: bool = False) -> bool:
     """Whether the floor that `lowest` shows is above a peak; quicker than the floor itself."""
-    if instants.floor.peak_bytes > peak_bytes:
-        return True
-    pebbles, left = Pebbles(instants), CLOSE_STATES if close else MOST_WORK
-    sums = map(add, instants.brought_bytes, pebbles.most_bytes)
-    asked = [op for op, total in enumerate(sums) if op >= instants.turn and total > peak_bytes]
-    for op in sorted(asked, key=lambda i: (-pebbles.need_bytes[i], i)):
-        least_bytes, seen = pebbles.least_bytes(op, peak_bytes, left if close else MOST_STATES)
-        left -= seen
-        if least_bytes > peak_bytes:
-            return True
-        if left <= 0:
-            break
-    return False
+    return instants.floor.peak_bytes > peak_bytes or any(_raised(instants, peak_bytes, close))
 
 
 def lowest(instants: Instants, *, close: bool = False) -> Floor:
@@ -145,25 +131,32 @@ def lowest(instants: Instants, *, close: bool = False) -> Floor:
         instants: of the trace.
         close: follow more sets, of the ops that need most; that takes about a second.
     """
-    trace, best = instants.trace, instants.floor
-    pebbles = Pebbles(instants)
-    left = CLOSE_STATES if close else MOST_WORK
-    later = range(instants.turn, len(trace.ops))
-    for op in sorted(later, key=lambda i: (-pebbles.need_bytes[i], i)):
-        if left <= 0:
-            break
-        least_bytes, seen = pebbles.least_bytes(op, best.peak_bytes, left if close else MOST_STATES)
-        left -= seen
-        if least_bytes == best.peak_bytes:
-            continue
-        resident = trace.resident_bytes
-        stays = pebbles.base_bytes[op] - resident
+    best, resident = instants.floor, instants.trace.resident_bytes
+    for peak_bytes, op in _raised(instants, best.peak_bytes, close):
+        stays = instants.sure_bytes[op] - resident
         best = Floor(
-            peak_bytes=least_bytes,
+            peak_bytes=peak_bytes,
             op=op,
             resident_bytes=resident,
             gradient_bytes=stays,
-            working_bytes=least_bytes - resident - stays,
+            working_bytes=peak_bytes - resident - stays,
             brings_back=True,
         )
     return best
+
+
+def _raised(instants: Instants, known_bytes: int, close: bool) -> Iterator[tuple[int, int]]:
+    """Ever higher floors above what is known, and the op of each."""
+    pebbles, left = Pebbles(instants), CLOSE_STATES if close else MOST_WORK
+    for op in sorted(
+        range(instants.turn, len(pebbles.need_bytes)), key=lambda i: (-pebbles.need_bytes[i], i)
+    ):
+        if instants.brought_bytes[op] + pebbles.most_bytes[op] <= known_bytes:  # stays from the turn on
+            continue
+        if left <= 0:
+            return
+        least_bytes, seen = pebbles.least_bytes(op, known_bytes, left if close else MOST_STATES)
+        left -= seen
+        if least_bytes > known_bytes:
+            known_bytes = least_bytes
+            yield known_bytes, op

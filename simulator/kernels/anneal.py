@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from simulator.kernels.compiled import compiled, inner
-from simulator.kernels.records import Choice, long, table
+from simulator.kernels.records import Choice, Notes, long, table
 from simulator.kernels.retain import add_eviction, retain
 from simulator.kernels.walk import replay
 
@@ -253,6 +253,40 @@ def copy(of: Any, to: Any, n: int) -> None:
         to[0, j], to[1, j] = of[0, j], of[1, j]
 
 
+@inner
+def move(moves: Any, of_storage: Any, w: Any) -> Any:
+    """Make a random move in place, as `propose`; `before` has the evictions as they were."""
+    n_before = w.figures[0].evictions
+    copy(w.evictions, w.before, n_before)
+    draw = chance(w.rng)
+    kind = 0
+    while kind < KINDS - 1 and draw > moves.chances[kind]:
+        kind += 1
+    return propose(long(kind), moves, of_storage, w, n_before)
+
+
+@inner
+def take_back(of_storage: Any, w: Any, n_log: int) -> None:
+    """Undo the last move."""
+    for j in range(n_log - 1, -1, -1):
+        if w.log[0, j] < 0:
+            of_storage[~w.log[0, j]].weight = w.figures[0].weight_before
+        else:
+            w.saved[w.log[0, j]], w.retained[w.log[0, j]] = w.log[1, j], w.log[2, j]
+    copy(w.before, w.evictions, w.figures[0].evictions)
+
+
+@inner
+def note_best(of_storage: Any, w: Any) -> None:
+    """The state at hand is the best so far."""
+    figures = w.figures[0]
+    figures.best_added_ns, figures.best_evictions = figures.added_ns, figures.evictions
+    for s in range(w.saved.shape[0]):
+        w.best[0, s], w.best[1, s] = w.saved[s], w.retained[s]
+        of_storage[s].best_weight = of_storage[s].weight
+    copy(w.evictions, w.best_evictions, figures.evictions)
+
+
 @compiled
 def anneal(
     until: int,  # walks until so many steps have been walked in all,
@@ -274,27 +308,22 @@ def anneal(
     that leads nowhere IDLE in all.
     """
     figures, rng, peaks = w.figures[0], w.rng, work.peak_bytes
-    of_storage = retaining.storages
+    of_storage, stack = retaining.storages, work.stack
+    unnoted = Notes(stack, stack, stack, stack, stack)
     energy = figures.added_ns + price * figures.over_bytes
     enough = figures.moves + least
     while figures.steps < until or figures.moves < enough:
         if figures.best_added_ns <= target_ns:
             return
         figures.moves += 1
-        draw = chance(rng)
-        kind = 0
-        while kind < KINDS - 1 and draw > moves.chances[kind]:
-            kind += 1
-        n_before = figures.evictions
-        copy(w.evictions, w.before, n_before)
-        n_log, n_evictions = propose(long(kind), moves, of_storage, w, n_before)
-        if not n_log and n_evictions == n_before:
+        n_log, n_evictions = move(moves, of_storage, w)
+        if not n_log and n_evictions == figures.evictions:
             figures.steps += IDLE
             continue
         if coarse:
             n_evictions = retain(facts, retaining, work, budget_bytes, w.saved, w.evictions)
         choice = Choice(w.saved, w.retained, w.evictions[0, :n_evictions], w.evictions[1, :n_evictions])
-        peak, added, _, walked = replay(facts, choice, work)
+        peak, added, _, walked = replay(facts, choice, work, unnoted, False)
         accepted = False
         if peak < 0:  # a walk that was given up counts as one of forward and backward alone
             walked = facts.ops.shape[0] - 1
@@ -316,15 +345,6 @@ def anneal(
             energy = new
             figures.added_ns, figures.over_bytes, figures.evictions = added, over, n_evictions
             if not over and added < figures.best_added_ns:
-                figures.best_added_ns, figures.best_evictions = added, n_evictions
-                for s in range(w.saved.shape[0]):
-                    w.best[0, s], w.best[1, s] = w.saved[s], w.retained[s]
-                    of_storage[s].best_weight = of_storage[s].weight
-                copy(w.evictions, w.best_evictions, n_evictions)
+                note_best(of_storage, w)
         else:
-            for j in range(n_log - 1, -1, -1):
-                if w.log[0, j] < 0:
-                    of_storage[~w.log[0, j]].weight = figures.weight_before
-                else:
-                    w.saved[w.log[0, j]], w.retained[w.log[0, j]] = w.log[1, j], w.log[2, j]
-            copy(w.before, w.evictions, n_before)
+            take_back(of_storage, w, n_log)

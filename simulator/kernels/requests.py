@@ -1,7 +1,7 @@
-"""What a walked state asks of CUDA's caching allocator: `simulator.allocator.requests`, compiled.
+"""What a planner's state asks of CUDA's caching allocator and reserves: `simulator.allocator.requests`, compiled.
 
-The walk (`simulator.kernels.walk`) leaves the ops in the order in which they run. From that and the state it is seen
-once more which values each step brings back and which go with it; then every step asks what its op asks in any case.
+The walk (`simulator.kernels.walk`) leaves the ops in the order in which they run, and notes which values each step
+brings back and which go with it; then every step asks what its op asks in any case.
 
 Counts and ignores: what `simulator.allocator.requests` does; but only the last part of an iteration whose gradients add
 up, with those of the parts before it there throughout. Where a view is the last to read a value, the value goes a
@@ -14,9 +14,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from simulator.kernels.compiled import inner
-from simulator.kernels.records import long, table
-from simulator.kernels.walk import NEVER
+from simulator.kernels.best_fit import MOST, play
+from simulator.kernels.compiled import compiled, inner
+from simulator.kernels.records import Choice, Notes, long, table
+from simulator.kernels.walk import replay
 
 FULL: Final = -1  # more requests than the arrays hold
 
@@ -63,11 +64,7 @@ class Stream(NamedTuple):
     oldest: Any  # [storage]: its blocks, the older first
     newest: Any
     following: Any  # [request]: the block after each of a storage's
-    bound: Any  # storages that came back, in the order in which they did
-    bound_at: Any  # [step + 1]: of `bound`
-    going: Any  # [step]: the last note of what goes with it; -1
-    gone: Any  # [2, any]: notes: a storage, and the note before it
-    taken: Any  # [step]: whether its op takes over memory that is another's in some plans
+    notes: Any  # of the walk
 
 
 def stream(facts: Any, asks: Asks, room: int) -> Stream:
@@ -82,105 +79,14 @@ def stream(facts: Any, asks: Asks, room: int) -> Stream:
         oldest=np.empty(n_st, np.int64),
         newest=np.empty(n_st, np.int64),
         following=np.empty(requests, np.int64),
-        bound=np.empty(requests, np.int32),
-        bound_at=np.empty(room + 1, np.int32),
-        going=np.empty(room, np.int32),
-        gone=np.empty((2, requests), np.int32),
-        taken=np.empty(room, np.uint8),
+        notes=Notes(
+            bound=np.empty(requests, np.int32),
+            bound_at=np.empty(room + 1, np.int32),
+            going=np.empty(room, np.int32),
+            gone=np.empty(requests, np.int32),
+            earlier=np.empty(requests, np.int32),
+        ),
     )
-
-
-@inner
-def _goes(s: int, end: int, takes: int, op: Any, facts: Any, x: Any, notes: int) -> Any:
-    """Note that an instance of s goes with that step, whose op takes its memory over if it can; how many notes."""
-    if not facts.storages[s].nbytes:
-        return notes
-    x.gone[0, notes], x.gone[1, notes] = s, x.going[end]
-    x.going[end] = notes
-    q = op[end]
-    if takes and facts.ops[q if q >= 0 else ~q].overwrites == s:
-        x.taken[end] = 1
-    return notes + 1
-
-
-@inner
-def _lifetimes(facts: Any, choice: Any, work: Any, n: int, x: Any) -> Any:
-    """Fill `bound` and `gone` for n walked steps; False if there is no room."""
-    ops, storages, ids, op, rebuilt = facts.ops, facts.storages, facts.ids, work.op, work.stack
-    forward, last, first_end = facts.forward, work.last, work.first_end
-    saved, demanded = work.present, work.demanded  # whether it may be read now; the op whose chain needs it
-    evict_at, evicted = choice.evict_at, choice.evicted
-    notes = n_bound = eviction = long(0)
-    for s in range(saved.shape[0]):
-        saved[s] = choice.saved[s]
-        last[s] = -1
-        first_end[s] = NEVER
-        demanded[s] = -1
-    for k in range(n):
-        x.going[k] = -1
-        x.taken[k] = 0
-    for k in range(forward + 1):
-        x.bound_at[k] = 0
-    while eviction < evict_at.shape[0] and evict_at[eviction] < forward:
-        saved[evicted[eviction]] = 0
-        eviction += 1
-    n_rebuilt = long(0)
-    for k in range(forward, n):
-        if n_bound + storages.shape[0] >= x.bound.shape[0] or notes + storages.shape[0] >= x.gone.shape[1]:
-            return False
-        if k == forward or op[k - 1] >= 0:  # a chain begins
-            end = k
-            while op[end] < 0:
-                end += 1
-            for j in range(k, end + 1):
-                b = op[j] if op[j] >= 0 else ~op[j]
-                for i in range(ops[b].needs_at, ops[b + 1].needs_at):
-                    if not saved[ids[i]]:
-                        demanded[ids[i]] = op[end]
-            n_rebuilt = long(0)
-            c = op[end]
-        b = op[k] if op[k] >= 0 else ~op[k]
-        for i in range(ops[b].reads_at, ops[b + 1].reads_at):
-            last[ids[i]] = k
-        if op[k] < 0:
-            for i in range(ops[b].creates_at, ops[b + 1].creates_at):
-                s = ids[i]
-                stays = choice.retained[s] and storages[s].last_backward > ops[c].id
-                if saved[s] or not (demanded[s] == c or stays):
-                    continue
-                if first_end[s] == NEVER:
-                    first_end[s] = last[s]
-                else:
-                    notes = _goes(long(s), long(last[s]), 1, op, facts, x, notes)
-                last[s] = k
-                saved[s] = 1
-                rebuilt[n_rebuilt] = s
-                n_rebuilt += 1
-                x.bound[n_bound] = s
-                n_bound += 1
-        else:
-            for j in range(n_rebuilt):
-                if not choice.retained[rebuilt[j]]:
-                    saved[rebuilt[j]] = 0
-            while eviction < evict_at.shape[0] and evict_at[eviction] == b:
-                saved[evicted[eviction]] = 0
-                eviction += 1
-        x.bound_at[k + 1] = n_bound
-    for m in range(facts.made_at, ids.shape[0]):
-        s = long(ids[m])
-        end = long(last[s])
-        if first_end[s] != NEVER:
-            notes = _goes(s, end, 1, op, facts, x, notes)
-            end = long(first_end[s])
-        hold = storages[s].hold
-        if hold >= 0 and storages[s].hold_after and work.step_of[hold] >= end:
-            notes = _goes(s, long(work.step_of[hold]), 0, op, facts, x, notes)
-        elif hold >= 0 or end >= 0:
-            notes = _goes(s, long(max(end, work.step_of[hold])) if hold >= 0 else end, 1, op, facts, x, notes)
-        else:
-            end = long(storages[s].last_forward)
-            notes = _goes(s, end, 1 if storages[s].forward_take == end else 0, op, facts, x, notes)
-    return True
 
 
 @inner
@@ -213,11 +119,11 @@ def _give_back(block: int, at: int, x: Any) -> Any:
 def _frees(k: int, b: int, again: bool, taken: int, asks: Any, x: Any, into: Any) -> Any:
     """The storages that go with a step, but for the one taken over, in order; how many."""
     n = long(0)
-    note = x.going[k]
+    note = x.notes.going[k]
     while note >= 0:
-        into[n] = x.gone[0, note]
+        into[n] = x.notes.gone[note]
         n += 1
-        note = x.gone[1, note]
+        note = x.notes.earlier[note]
     if not again:
         for j in range(asks.of_op[b].frees_at, asks.of_op[b + 1].frees_at):
             into[n] = asks.frees[j]
@@ -238,10 +144,11 @@ def _frees(k: int, b: int, again: bool, taken: int, asks: Any, x: Any, into: Any
 
 
 @inner
-def requests(facts: Any, choice: Any, work: Any, n: int, asks: Any, x: Any) -> Any:
-    """(requests, those asked once, blocks) of n steps, which stand in `blocks`, `sizes`, `once`; FULL: no room."""
+def requests(facts: Any, choice: Any, work: Any, asks: Any, x: Any) -> Any:
+    """(requests, those asked once, blocks) of a state, which stand in `blocks`, `sizes`, `once`; FULL: no room."""
     op, going, asked_for = work.op, work.stack, work.visited  # and [op]: whether its libraries have asked
-    if not _lifetimes(facts, choice, work, n, x):
+    peak, _, _, n = replay(facts, choice, work, x.notes, True)
+    if peak < 0:
         return long(FULL), long(0), long(0)
     n_once = count = at = long(0)
     begun = asks.state.shape[0] == 0
@@ -260,7 +167,9 @@ def requests(facts: Any, choice: Any, work: Any, n: int, asks: Any, x: Any) -> A
             for j in range(asks.state.shape[0]):
                 x.once[n_once, 0], x.once[n_once, 1] = at, asks.state[j]
                 n_once += 1
-        taken = long(facts.ops[b].overwrites) if x.taken[k] else long(-1) if again else long(of.takes)
+        taken = (
+            long(facts.ops[b].overwrites) if work.taken_bytes[k] else long(-1) if again else long(of.takes)
+        )
         row = 2 * b + (1 if taken >= 0 else 0)
         first, last = asks.asked[row], asks.asked[row + 1]
         if at + (last.asks_at - first.asks_at) + 2 * x.oldest.shape[0] >= x.blocks.shape[0]:
@@ -301,8 +210,8 @@ def requests(facts: Any, choice: Any, work: Any, n: int, asks: Any, x: Any) -> A
             block = base + long(asks.made[1, j]) if asks.made[1, j] >= 0 else taken_over
             binds = not again
             if again:
-                for i in range(x.bound_at[k], x.bound_at[k + 1]):
-                    if x.bound[i] == s:
+                for i in range(x.notes.bound_at[k], x.notes.bound_at[k + 1]):
+                    if x.notes.bound[i] == s:
                         binds = True
             if binds:
                 _bind(s, block, x)
@@ -315,3 +224,21 @@ def requests(facts: Any, choice: Any, work: Any, n: int, asks: Any, x: Any) -> A
             x.once[n_once, 0], x.once[n_once, 1] = at, asks.state[j]
             n_once += 1
     return at, n_once, count
+
+
+@inner
+def reserved(facts: Any, choice: Any, work: Any, asks: Any, x: Any, rows: Any, m: Any, most: int) -> Any:
+    """Bytes that a state reserves in the last iteration; above `most`, so many at least; below 0: no room."""
+    at, n_once, count = requests(facts, choice, work, asks, x)
+    if at < 0 or count > m.held.shape[0]:
+        return long(FULL)
+    ran, _ = play(asks.residents, x.blocks, x.sizes, at, x.once[:n_once], rows, most, m)
+    return long(rows[ran - 1].peak_reserved)
+
+
+@compiled
+def reserve(
+    facts: Any, saved: Any, retained: Any, evict_at: Any, evicted: Any, work: Any, asks: Any, x: Any, rows: Any, m: Any
+) -> Any:  # fmt: skip
+    """The same for callers in Python, to the end."""
+    return reserved(facts, Choice(saved, retained, evict_at, evicted), work, asks, x, rows, m, long(MOST))

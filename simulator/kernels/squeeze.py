@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from simulator.kernels.anneal import KINDS, chance, copy, propose
+from simulator.kernels.anneal import chance, move, note_best, take_back
 from simulator.kernels.compiled import compiled
 from simulator.kernels.records import Choice, long, table
-from simulator.kernels.reserve import reserved
+from simulator.kernels.requests import reserved
 from simulator.kernels.walk import replay
 
 MOST: Final = 1 << 61
@@ -51,23 +51,17 @@ def squeeze(
     energy = figures.added_ns + price * max(0, sums.reserved_bytes - limit_bytes)
     while sums.judged < judged and moves_left > 0 and not sums.full:
         moves_left -= 1
-        n_before = figures.evictions
-        copy(w.evictions, w.before, n_before)
-        draw = chance(rng)
-        kind = 0
-        while kind < KINDS - 1 and draw > moves.chances[kind]:
-            kind += 1
-        n_log, n_evictions = propose(long(kind), moves, of_storage, w, n_before)
-        if not n_log and n_evictions == n_before:
+        n_log, n_evictions = move(moves, of_storage, w)
+        if not n_log and n_evictions == figures.evictions:
             continue
         choice = Choice(w.saved, w.retained, w.evictions[0, :n_evictions], w.evictions[1, :n_evictions])
-        peak, added, _, walked = replay(facts, choice, work)
+        peak, added, _, _ = replay(facts, choice, work, x.notes, False)
         bearable = energy - temperature * np.log(chance(rng))
         accepted = False
         now = long(MOST)
         if peak >= 0 and added + price * max(0, peak - limit_bytes) <= bearable:
             most = long(min(float(MOST), limit_bytes + (bearable - added) / price))
-            now = reserved(facts, choice, work, walked, asks, x, rows, m, most)
+            now = reserved(facts, choice, work, asks, x, rows, m, most)
             sums.judged += 1
             if now < 0:
                 sums.full = 1
@@ -79,13 +73,7 @@ def squeeze(
                 added < figures.best_added_ns
                 or (added == figures.best_added_ns and now < sums.best_reserved_bytes)
             ):
-                figures.best_added_ns, figures.best_evictions = added, n_evictions
+                note_best(of_storage, w)
                 sums.best_reserved_bytes = now
-                for s in range(w.saved.shape[0]):
-                    w.best[0, s], w.best[1, s] = w.saved[s], w.retained[s]
-                copy(w.evictions, w.best_evictions, n_evictions)
         else:
-            for j in range(n_log - 1, -1, -1):
-                if w.log[0, j] >= 0:
-                    w.saved[w.log[0, j]], w.retained[w.log[0, j]] = w.log[1, j], w.log[2, j]
-            copy(w.before, w.evictions, n_before)
+            take_back(of_storage, w, n_log)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from simulator.kernels.chain import chain
 from simulator.kernels.compiled import compiled, inlined, inner
-from simulator.kernels.records import Choice, Packed, Work, long
+from simulator.kernels.records import Choice, Notes, Packed, Work, long
 
 # What `walk` returns in place of a peak.
 FORBIDDEN: Final = -1  # a chain needs an op that may not run again: then the op that demands it, and that op
@@ -21,20 +20,68 @@ NEVER: Final = -2  # in `first_end`: the instance that forward made is the only 
 
 
 @inlined
-def free(s: int, end: int, facts: Any, work: Any) -> None:
-    """An instance of s goes with that step, whose op takes its memory over if it can."""
+def chain(c: int, at: int, present: Any, facts: Any, work: Any, checked: bool) -> Any:
+    """How many ops must run again for op c, each as ~op from `work.op[at]` on; ~b if op b must and may not.
+
+    Args:
+        c: the op, by position.
+        at: where to write them.
+        present: [storage], whether it is there when c is about to run.
+        facts: the trace.
+        work: out: `demanded` is c where some op of the chain, or c, needs what is not there, and `visited` where an op
+            is in the chain; they were c nowhere before.
+        checked: whether it matters if an op may run again.
+    """
+    ops, storages, ids, stack, order = facts.ops, facts.storages, facts.ids, work.stack, work.op
+    n_order = top = long(0)
+    for j in range(ops[c + 1].needs_at - 1, ops[c].needs_at - 1, -1):
+        if not present[ids[j]]:
+            stack[top] = ids[j]
+            top += 1
+    while top:
+        top -= 1
+        x = stack[top]
+        if x < 0:
+            order[at + n_order] = x
+            n_order += 1
+            continue
+        work.demanded[x] = c
+        b = storages[x].producer
+        if work.visited[b] == c:
+            continue
+        work.visited[b] = c
+        if checked and not ops[b].may_rerun:
+            return ~long(b)
+        stack[top] = ~b
+        top += 1
+        for j in range(ops[b + 1].needs_at - 1, ops[b].needs_at - 1, -1):
+            if not present[ids[j]]:
+                stack[top] = ids[j]
+                top += 1
+    return n_order
+
+
+@inlined
+def free(s: int, end: int, takes: Any, facts: Any, work: Any, notes: Any, n: Any, noting: bool) -> Any:
+    """An instance of s goes with that step, whose op takes its memory over if it can and `takes`; how many notes."""
     nbytes = facts.storages[s].nbytes
     work.freed_bytes[end] += nbytes
     q = work.op[end]
-    if facts.ops[q if q >= 0 else ~q].overwrites == s:
+    if takes and facts.ops[q if q >= 0 else ~q].overwrites == s:
         work.taken_bytes[end] = nbytes
+    if noting and nbytes:
+        notes.gone[n], notes.earlier[n] = s, notes.going[end]
+        notes.going[end] = n
+        n += 1
+    return n
 
 
 @inner
-def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
+def replay(facts: Any, choice: Any, work: Any, notes: Any, noting: bool) -> tuple[int, int, int, int]:
     """(peak, added time, peak step, steps), or (FORBIDDEN, op, op, 0), or (FULL, 0, 0, 0).
 
-    Steps are numbered from the start of forward; `work.op` and `work.peak_bytes` say what each is and its peak.
+    Steps are numbered from the start of forward; `work.op` and `work.peak_bytes` say what each is and its peak, and
+    `notes`, of as many steps, what comes and goes with it; filled only if `noting`.
     """
     forward, ops, storages = facts.forward, facts.ops, facts.storages
     ids = facts.ids
@@ -54,6 +101,12 @@ def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
     for k in range(forward):
         freed[k] = 0
         taken[k] = 0
+    n_bound = n_gone = long(0)
+    if noting:
+        for k in range(notes.going.shape[0]):
+            notes.going[k] = -1
+        for k in range(forward + 1):
+            notes.bound_at[k] = 0
     eviction = 0
     while eviction < n_evictions and evict_at[eviction] < forward:
         present[evicted[eviction]] = 0
@@ -68,6 +121,10 @@ def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
             return FORBIDDEN, ops[c].id, ops[~n_order].id, 0
         if n + n_order >= room:
             return FULL, 0, 0, 0
+        if noting:
+            more = 2 * present.shape[0]
+            if n_bound + more > notes.bound.shape[0] or n_gone + more > notes.gone.shape[0]:
+                return FULL, 0, 0, 0
         after = ops[c].id
         for _ in range(n_order):
             b = ~op[n]
@@ -83,15 +140,20 @@ def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
                 if first_end[x] == NEVER:
                     first_end[x] = last[x]
                 else:
-                    free(x, last[x], facts, work)
+                    n_gone = free(x, last[x], True, facts, work, notes, n_gone, noting)
                 last[x] = n
                 present[x] = 1
                 rebuilt[n_rebuilt] = x
                 n_rebuilt += 1
                 made_bytes += storages[x].nbytes
+                if noting:
+                    notes.bound[n_bound] = x
+                    n_bound += 1
             peaks[n] = made_bytes
             freed[n] = taken[n] = 0
             n += 1
+            if noting:
+                notes.bound_at[n] = n_bound
             added_ns += ops[b].time_ns
             rerun_bytes = max(rerun_bytes, ops[b].rerun_bytes)
         step_of[c] = n
@@ -100,6 +162,8 @@ def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
         op[n] = c
         freed[n] = taken[n] = 0
         n += 1
+        if noting:
+            notes.bound_at[n] = n_bound
         for k in range(n_rebuilt):
             if not retained[rebuilt[k]]:
                 present[rebuilt[k]] = 0
@@ -111,19 +175,17 @@ def replay(facts: Any, choice: Any, work: Any) -> tuple[int, int, int, int]:
         s = ids[m]
         end = last[s]
         if first_end[s] != NEVER:
-            free(s, end, facts, work)
+            n_gone = free(s, end, True, facts, work, notes, n_gone, noting)
             end = first_end[s]
         # Now the instance that forward made.
-        hold = storages[s].hold
-        if hold >= 0 and storages[s].hold_after and step_of[hold] >= end:
-            freed[step_of[hold]] += storages[s].nbytes
-        elif hold >= 0 or end >= 0:
-            free(s, max(end, step_of[hold]) if hold >= 0 else end, facts, work)
-        else:
+        takes, hold = True, storages[s].hold
+        if hold >= 0:
+            takes = not storages[s].hold_after or step_of[hold] < end
+            end = max(end, step_of[hold])
+        elif end < 0:
             end = storages[s].last_forward
-            freed[end] += storages[s].nbytes
-            if storages[s].forward_take == end:
-                taken[end] = storages[s].nbytes
+            takes = storages[s].forward_take == end
+        n_gone = free(s, end, takes, facts, work, notes, n_gone, noting)
 
     transient, adds = facts.transient_bytes, facts.adds_bytes
     live = facts.resident_bytes + rerun_bytes
@@ -158,4 +220,5 @@ def walk(
     work = Work(
         present, last, first_end, demanded, visited, step_of, stack, op, freed_bytes, taken_bytes, peak_bytes
     )
-    return replay(facts, choice, work)
+    stack = work.stack  # nothing is noted
+    return replay(facts, choice, work, Notes(stack, stack, stack, stack, stack), False)

@@ -16,8 +16,8 @@ from simulator.bounds.bound import Bound, bounder_of
 from simulator.bounds.instants import Instants
 from simulator.core.evaluator import Evaluator, State
 from simulator.core.problem import Problem
-from simulator.planners.exchange import tidy
 from simulator.planners.greedy import Found, Search
+from simulator.planners.mu_two import tidy
 
 INSTANTS: Final = 4  # tried for one budget: that of the bound and others of high peak
 

@@ -87,7 +87,7 @@ class Search:
             excess = peak_bytes - self.budget_bytes
             if excess <= 0:
                 return True
-            idle = set(self.idle(state, peak_step, steps))
+            idle = set(self.sizable(self.idle_among(self.candidates, state, peak_step, steps)))
             if idle:
                 wanted = max(1, excess // STRIDE)
                 cheapest = [((costs.of(s) + 1) / nbytes[s], s) for s in idle]
@@ -106,17 +106,13 @@ class Search:
                 return False
         return False
 
-    def idle(self, state: State, peak_step: int, steps: int) -> list[int]:
-        """The saved candidates that are allocated at the instant of the peak, not in use, and needed only later.
-
-        Of the walk before, of so many steps. The small ones only if there are no others.
-        """
-        return self.sizable(self.idle_among(self.candidates, state, peak_step, steps))
-
     def idle_among(
         self, storages: NDArray[np.int64], state: State, peak_step: int, steps: int
     ) -> NDArray[np.int64]:
-        """The same among these storages, however small."""
+        """Those of these storages that are saved, there at the instant of the peak, not in use, and needed only later.
+
+        Of the walk before, of so many steps.
+        """
         ev, saved = self.evaluator, storages[state.saved[storages] != 0]
         if peak_step < ev.forward:
             return cast("NDArray[np.int64]", saved[self.last_forward[saved] < peak_step])
@@ -155,6 +151,7 @@ class Search:
         return True
 
     def sizable(self, storages: NDArray[np.int64]) -> list[int]:
+        """These storages, the small ones only if there are no others."""
         large = storages[self.nbytes[storages] >= self.large]
         return cast(list[int], (large if len(large) else storages).tolist())
 

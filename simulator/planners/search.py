@@ -28,9 +28,8 @@ from simulator.core.problem import Problem
 from simulator.core.swaps import taken, with_swaps
 from simulator.planners.annealing import Annealer, Best, begin_compiling
 from simulator.planners.cuts import best_cut
-from simulator.planners.exchange import tidy
 from simulator.planners.greedy import Found, Search, segmented
-from simulator.planners.mu_two import cheapest
+from simulator.planners.mu_two import cheapest, tidy
 from simulator.planners.outcome import finish, refuse
 from traces.errors import BudgetError
 from traces.records.plan import Plan

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from simulator.kernels.chain import chain
 from simulator.kernels.compiled import compiled
 from simulator.kernels.records import OP, STORAGE, Packed, Work, pack_lists, steps
+from simulator.kernels.walk import chain
 
 # Op 0 makes storage 0; op 1 makes 1 from 0; op 2 makes 2 from 0 and 1; op 3 makes 3 from 2 and 1; op 4 needs 3 and 2.
 NEEDS = ((), (0,), (0, 1), (2, 1), (3, 2))

@@ -11,8 +11,8 @@ from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
-from simulator.planners.exchange import exchanged, tidy
 from simulator.planners.greedy import Search
+from simulator.planners.mu_two import exchanged, tidy
 from tests.strategies import traces
 from tests.tiny import bwd, chain, fwd, trace
 from traces.records.plan import Action

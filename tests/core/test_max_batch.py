@@ -19,8 +19,7 @@ from simulator.cli.main import main
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from simulator.planners import plan_with
-from simulator.studies.boundary import Verdict, boundary
-from simulator.studies.max_batch import MaxBatch, Request, max_batch
+from simulator.studies.max_batch import MaxBatch, Request, Verdict, boundary, max_batch
 from tests import tiny
 from tests.synthetic import resnet
 from traces.errors import BudgetError, SpecError

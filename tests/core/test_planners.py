@@ -327,7 +327,7 @@ def test_mu_two_always_takes_the_cheapest_of_the_idle(seed: int) -> None:
     while True:
         peak_bytes, _, peak_step, steps = ev.walk(expected)
         excess = peak_bytes - search.budget_bytes
-        idle = search.idle(expected, peak_step, steps)
+        idle = search.sizable(search.idle_among(search.candidates, expected, peak_step, steps))
         if excess <= 0 or not idle:
             break
         wanted = max(1, excess // 4)
