@@ -66,22 +66,12 @@ class JobResult:
 Once = Callable[[], bool]  # one training step; whether a gradient scaler took it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ready:
-    """A step that can be run, and what makes the keep-all step on the same model and optimizer (None: not wanted)."""
-
-    once: Once
-    keep_all: Callable[[], Once] | None
+# A step that can be run, and what makes the keep-all step on the same model and optimizer (None: not wanted).
+_Ready = tuple[Once, Callable[[], Once] | None]
 
 
 def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
-    """Run a job in a fresh process and wait for it.
-
-    Raises:
-        LowtideError: the process reported an error, with its message and exit code.
-        OutOfMemoryProblem: the device's memory did not suffice.
-        EnvironmentProblem: the process died otherwise, with the end of what it said.
-    """
+    """Run a job in a fresh process and wait for it; raises as `run_fresh` does."""
     env = {}
     if job.device.startswith("cuda") and job.variant == VERIFY:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -133,7 +123,7 @@ def perform(job: Job) -> JobResult:
             other = planned_otherwise(model, replace(plan, actions=(), rewrites=()))
             return lambda: run(other)
 
-        return _Ready(once=lambda: run(model), keep_all=beside if job.variant == PLAN else None)
+        return lambda: run(model), beside if job.variant == PLAN else None
 
     measure = _measure_cuda if job.device.startswith("cuda") else _measure_cpu
     figures, curve = measure(prepare, job)
@@ -152,7 +142,7 @@ def _measure_cpu(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, t
 
         def iterate(k: int) -> bool:
             with record_function(f"{_ITERATION} {k}"):
-                return ready.once()
+                return ready[0]()
 
         iterations = _enough(iterate, job.memory_steps)
     peaks, curve = peaks_of(prof, iterations)
@@ -214,7 +204,7 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
 
     def iterate(_k: int) -> bool:
         torch.cuda.reset_peak_memory_stats()
-        taken = ready.once()
+        taken = ready[0]()
         torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
         # What was asked for, as on the CPU and as the simulator sums it; the blocks handed out are larger.
@@ -237,8 +227,8 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
 
 def _with_times(figures: RunFigures, ready: _Ready, job: Job, wait: Callable[[], None]) -> RunFigures:
     """The figures with the times of steps: of a plan in turns with the keep-all step, where that fits too."""
-    keep_all = _fitting(ready.keep_all)
-    steps = [ready.once, *([] if keep_all is None else [keep_all])]
+    once, keep_all = ready[0], _fitting(ready[1])
+    steps = [once, *([] if keep_all is None else [keep_all])]
     times, *beside = timed(steps, warmup=job.warmup, runs=job.runs, wait=wait)
     median = int(statistics.median(times))
     return replace(

@@ -162,11 +162,7 @@ def _with_control(outcome: Verification, build: BuildStep, device: str, steps: i
 
 
 def _compare(
-    build: BuildStep,
-    first: Plan | None,
-    second: Plan | None,
-    device: str,
-    steps: int,
+    build: BuildStep, first: Plan | None, second: Plan | None, device: str, steps: int
 ) -> Verification:
     """Train two models side by side, each by its plan or (None) untouched, and compare."""
     a, b = _side(build, first, device), _side(build, second, device)

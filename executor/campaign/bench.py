@@ -41,12 +41,7 @@ class Bench:
 
     @classmethod
     def open(cls, method: Method, root: Path, progress: Progress) -> Bench:
-        """Look at the device.
-
-        Raises:
-            EnvironmentProblem: there is none.
-            SpecError: it is not in the device table, and the campaign names no target.
-        """
+        """Look at the device; errors as of `run_campaign`, and SpecError if nobody knows a target for it."""
         progress(f"Looking at the device {method.device} ...")
         call, what = "executor.campaign.record_step:describe_device", "looked at the device"
         found = run_fresh(call, {"device": method.device}, what=what)
@@ -189,13 +184,8 @@ class Bench:
         return self.measured(record, PLAN, made.plan.save(self.root / "plans" / f"{record.key}.json"))
 
     def measured(self, record: Record, variant: str, plan_path: Path) -> Record:
-        """The record with what a run of keep-all or of the plan showed, or that it did not fit, and its verification.
-
-        That holds two models, and may run out of memory where the measurement does not.
-
-        Raises:
-            LowtideError: as `run_job`.
-        """
+        """The record with what a run of keep-all or of the plan showed, or that it did not fit, and its verification,
+        which holds two models and may run out of memory where the measurement does not."""
         self.progress(f"    measuring {variant}")
         try:
             record = replace(record, measured=self.job(variant, plan_path).figures)

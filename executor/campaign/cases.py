@@ -146,7 +146,9 @@ def parse_cases(data: Mapping[str, Any], *, where: str, root: Path, name: str) -
     with _at(where):
         top = _keys(data, ("campaign", "defaults", "case"))
     with _at(f"{where}, [campaign]"):
-        method = _method(_keys(top.get("campaign", {}), [f.name for f in fields(Method)]))
+        method = from_json(Method, _keys(top.get("campaign", {}), [f.name for f in fields(Method)]))
+        if method.target:
+            device(method.target)
     with _at(f"{where}, [defaults]"):
         defaults = _keys(top.get("defaults", {}), known)
     tables = top.get("case", [])
@@ -178,13 +180,6 @@ def _keys(table: Any, known: Iterable[str]) -> dict[str, Any]:
         if key not in flags:
             raise SpecError(f"unknown key {key!r}; known are {', '.join(flags)}.")
     return {k.replace("-", "_"): v for k, v in table.items()}
-
-
-def _method(table: dict[str, Any]) -> Method:
-    method = from_json(Method, table)
-    if method.target:
-        device(method.target)
-    return method
 
 
 def _expand(table: dict[str, Any], root: Path) -> list[Case]:

@@ -18,12 +18,7 @@ from traces.commands import Output, analysis_option, output_options
 @analysis_option
 @output_options
 def campaign(
-    cases: str,
-    output: Path | None,
-    device: str | None,
-    only: str,
-    analysis: str | None,
-    out: Output,
+    cases: str, output: Path | None, device: str | None, only: str, analysis: str | None, out: Output
 ) -> None:
     """Predict, run and measure every case of CASES, and report how wrong the predictions were.
 

@@ -11,18 +11,8 @@ import click
 
 from executor.cli.campaign import campaign
 from executor.cli.rehearse import figures_table, rehearse, rehearse_plan
-from traces.commands import (
-    DefaultGroup,
-    Output,
-    OutputFile,
-    analysis_option,
-    echo,
-    gathered,
-    json_option,
-    output_options,
-    quiet_option,
-    stdout_free,
-)
+from traces import commands
+from traces.commands import Output, OutputFile, echo, output_options, stdout_free
 from traces.errors import SpecError
 from traces.provenance import REHEARSED, refuse_page
 from traces.records.measurement import RunFigures, signed_error_percent
@@ -58,7 +48,9 @@ MODEL: Final = click.option(
 )
 
 
-@click.group(cls=DefaultGroup, default="run", context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=commands.DefaultGroup, default="run", context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(package_name="lowtide")
 def execute() -> None:
     """Train by a plan, verify that the results are the same, and measure peak memory and time.
@@ -87,7 +79,7 @@ execute.add_command(rehearse)
     "--rehearse", "rehearsed_on", help="Measure nothing: run on this GPU, which is not there (h100, ...)."
 )
 @click.option("--trace", "trace_name", help="The trace behind the plan, for the report's pictures.")
-@gathered("settings", _settings, MODEL, *MEASURING)
+@commands.gathered("settings", _settings, MODEL, *MEASURING)
 @output_options
 def run_plan(
     plan: Path,
@@ -149,7 +141,7 @@ def run_plan(
 @click.option(
     "-o", "--output", type=OutputFile(), help="Write the selective-checkpoint policy as a Python file."
 )
-@json_option
+@commands.json_option
 def export(plan: Path, model: str, torch_budget: bool, output: Path | None, out: Output) -> None:
     """What PLAN comes to for those who keep their tools, each with the peak that it is predicted to need itself."""
     from dataclasses import asdict
@@ -183,7 +175,7 @@ def export(plan: Path, model: str, torch_budget: bool, output: Path | None, out:
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--levers", metavar="NAMES", help="Which formats (default: all that are approximate).")
 @click.option("--max-gradient-error", type=float, help="Measure no more of a format once it is over that.")
-@quiet_option
+@commands.quiet_option
 def errors(
     what: str,
     output: Path,
@@ -229,8 +221,8 @@ def errors(
 
 @execute.command()
 @click.argument("directory", type=click.Path(path_type=Path))
-@analysis_option
-@gathered("settings", _settings, *MEASURING)
+@commands.analysis_option
+@commands.gathered("settings", _settings, *MEASURING)
 @output_options
 def sweep(directory: Path, analysis: str | None, settings: Settings, out: Output) -> None:
     """Measure the plans of a sweep: DIRECTORY is what `simulate sweep MODEL ... -o DIRECTORY` made.

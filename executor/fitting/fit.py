@@ -17,15 +17,7 @@ from executor.fitting.gradient_errors import plan_measured
 from executor.fitting.regions import plan_regions
 from executor.guards.twin import twin_of
 from executor.training.module import REPLAN, apply_recorded
-from executor.training.planning import (
-    Clock,
-    Say,
-    Wanted,
-    in_words,
-    on_stderr,
-    plan_within,
-    record,
-)
+from executor.training.planning import Clock, Say, Wanted, in_words, on_stderr, plan_within, record
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.prediction.warnings import UNTOUCHED_LESS, text, warnings_of
