@@ -53,23 +53,23 @@ class _Side:
         self.rng = Random.now(self.device)
         return loss
 
-    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor | None]]:
-        """All that training changes, with kind and name."""
+    def tensors(self) -> Iterator[tuple[tuple[str, str], torch.Tensor | None]]:
+        """All that training changes, by kind and name."""
         model = self.step.model
         for name, p in model.named_parameters():
-            yield "gradients", name, self.taken.pop(name, p.grad)
-            yield "parameters", name, p.detach()
+            yield ("gradients", name), self.taken.pop(name, p.grad)
+            yield ("parameters", name), p.detach()
         for name, b in model.named_buffers():
-            yield "buffers", name, b
+            yield ("buffers", name), b
         if self.step.optimizer is not None:
             state = self.step.optimizer.state_dict()["state"]
             for path, x in pytree.tree_flatten_with_path(state)[0]:
                 if isinstance(x, torch.Tensor):
-                    yield "optimizer_state", pytree.keystr(path), x
+                    yield ("optimizer_state", pytree.keystr(path)), x
         for name, x in zip(("scale", "growth tracker"), scaler_tensors(self.step.scaler), strict=False):
-            yield SCALER, name, x
+            yield (SCALER, name), x
         for name, x in self.rng.items():
-            yield "rng_state", name, x
+            yield ("rng_state", name), x
 
 
 def verify(build: BuildStep, plan: Plan, device: str = "cpu", steps: int = 10) -> Verification:
@@ -195,7 +195,7 @@ def _train(a: _Side, b: _Side, steps: int) -> Verification:
         if left is not None and right is not None:
             losses.append(float(left.detach()))
             pairs = [("loss", "", left.detach(), right.detach())]
-        mine, theirs = ({(kind, name): x for kind, name, x in side.tensors()} for side in (a, b))
+        mine, theirs = dict(a.tensors()), dict(b.tensors())
         # What only one side has, such as the optimizer's state of a parameter, is a difference too.
         pairs += [(*key, mine.get(key), theirs.get(key)) for key in {**mine, **theirs}]
         for kind, name, x, y in pairs:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from executor.campaign import record as records
 from executor.campaign.cases import NONE, Campaign, Case, Method, Step, digest
@@ -23,6 +22,7 @@ from executor.measuring import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, ru
 from simulator.core.budget import parse_budget
 from traces.devices import devices
 from traces.errors import BudgetError, OutOfMemoryProblem, SpecError
+from traces.files.json_records import to_json
 from traces.provenance import REHEARSED, provenance_of
 
 Progress = Callable[[str], None]
@@ -80,21 +80,13 @@ class Bench:
         Raises:
             LowtideError: the step cannot be recorded. (That memory runs out while it is calibrated is an answer.)
         """
-        method, directory = self.method, self.traces(step)
-        arguments: dict[str, Any] = {
-            "model": step.model,
-            "options": dict(step.options),
-            "seed": method.seed,
-            "device": method.device,
-            "target": self.target,
-            "directory": str(directory),
-            "rounds": method.rounds,
-            "warmup": method.trace_warmup,
-        }
+        directory = self.traces(step)
+        given = {"step": to_json(step), "method": to_json(self.method), "target": self.target}
         self.progress("    recording the step")
         call, what = "executor.campaign.record_step:record_step", "recorded the step"
         try:
-            run_fresh(call, arguments, what=what, timeout_s=60.0 * method.timeout_minutes)
+            seconds = 60.0 * self.method.timeout_minutes
+            run_fresh(call, {**given, "directory": str(directory)}, what=what, timeout_s=seconds)
         except OutOfMemoryProblem as error:
             if not (directory / records.RULES).is_dir():
                 raise

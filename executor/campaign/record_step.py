@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,7 @@ def describe_device(*, device: str) -> dict[str, Any]:
 
 
 def record_step(
-    *,
-    model: str,
-    options: Mapping[str, Any],
-    seed: int,
-    device: str,
-    target: str,
-    directory: str,
-    rounds: int,
-    warmup: int,
+    *, step: dict[str, Any], method: dict[str, Any], target: str, directory: str
 ) -> dict[str, Any]:
     """Record the step without the device, and measured on it.
 
@@ -52,12 +43,13 @@ def record_step(
     from traces.devices import device as device_entry
     from traces.records import store
 
-    build = load_spec(model, dict(options), seed=seed)
+    build = load_spec(step["model"], step["options"], seed=method["seed"])
     entry = device_entry(target)
     # Rules alone: what a machine that never saw this device can know.
     off, root = ProfileUse(off=True), Path(directory)
     fake, trace = record_drafted(build, entry, off)
     store.save(trace, root / RULES, force=True)
-    trace = record_real(build, entry, device, off, rounds=rounds, warmup=warmup, fake=fake)
+    how = {"rounds": method["rounds"], "warmup": method["trace_warmup"]}
+    trace = record_real(build, entry, method["device"], off, **how, fake=fake)
     store.save(trace, root / CALIBRATED, force=True)
     return {"fingerprint": trace.meta.fingerprint}

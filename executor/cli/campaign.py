@@ -36,8 +36,8 @@ def campaign(
 
     if out.report is not None:
         refuse_page()
-    finished = _finished(cases)
-    if finished is not None:
+    path = Path(cases)
+    if path.is_dir() or path.suffix == ".json":
         given = {"--output": output, "--device": device, "--only": only}
         ignored = [name for name, value in given.items() if value]
         if ignored:
@@ -45,7 +45,7 @@ def campaign(
                 f"{ignored[0]}: {cases} is a finished campaign, which is only reported; to run more of it, name its "
                 "file of cases (cpu.toml or gpu.toml for those that come with Lowtide) and its directory with -o."
             )
-        book = Book.load(finished)
+        book = Book.load(path / "campaign.json" if path.is_dir() else path)
     else:
         from executor.campaign.bench import run_campaign
 
@@ -69,11 +69,3 @@ def campaign(
             f"{len(failed)} of {len(book.records)} cases failed, the first ({failed[0].case.label}) with: "
             f"{failed[0].message} The same command tries them again."
         )
-
-
-def _finished(cases: str) -> Path | None:
-    """The campaign.json that is meant, if CASES is no file of cases."""
-    path = Path(cases)
-    if path.is_dir():
-        return path / "campaign.json"
-    return path if path.suffix == ".json" else None

@@ -81,7 +81,7 @@ class Machine:
         self.done.append("trace")
         root = Path(task["directory"])
         trace_store.save(CHAIN, root / "rules", force=True)
-        if error := self.fails("trace", task["model"]):
+        if error := self.fails("trace", task["step"]["model"]):
             raise error
         trace_store.save(WITH_WORKSPACE, root / "calibrated", force=True)
         return {}
