@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -94,19 +95,16 @@ def reserved_peak(
     requests = requests or requests_of(problem, schedule)
     allocator = Allocator(settings, device_memory_bytes)
     events = allocator.segment_events
-    for size in requests.residents:
-        allocator.malloc(size)
     figures: list[AllocatorFigures] = []
-    held: dict[int, list[Block]] = {}
-    steady = False
     parts: list[tuple[str, AllocatorFigures]] = []
-    while len(figures) < iterations and not steady:
-        before = len(events)
-        asked = requests if figures or requests.first is None else requests.first
-        played = _play(asked, allocator, held, first=not figures)
+    before = 0
+    for played in _played(repeat(requests, iterations), requests.residents, allocator):
         parts = parts + played if len(figures) > 1 else played
-        steady = len(figures) > 0 and len(events) == before
         figures.append(_highest(played))
+        steady = len(figures) > 1 and len(events) == before
+        if steady:
+            break
+        before = len(events)
     phases = {
         name: _highest([p for p in parts if p[0] == name]) for name in dict.fromkeys(n for n, _ in parts if n)
     }
@@ -131,11 +129,17 @@ def reserved_over(
         OutOfMemory: the device has less than this takes.
     """
     allocator = Allocator(settings, device_memory_bytes)
+    return tuple(map(_highest, _played(iterations, residents, allocator)))
+
+
+def _played(
+    iterations: Iterable[Requests], residents: Sequence[int], allocator: Allocator
+) -> Iterator[list[tuple[str, AllocatorFigures]]]:
     for size in residents:
         allocator.malloc(size)
     held: dict[int, list[Block]] = {}
-    asked = [r if k or r.first is None else r.first for k, r in enumerate(iterations)]
-    return tuple(_highest(_play(r, allocator, held, first=not k)) for k, r in enumerate(asked))
+    for k, asked in enumerate(iterations):
+        yield _play(asked if k or asked.first is None else asked.first, allocator, held, first=not k)
 
 
 def rules_of(settings: AllocatorSettings) -> tuple[Any, Any]:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simulator.cli.options import Words, device_options, output_options, search_options
+from simulator.cli.options import Words, device_options, listed, output_options, search_options
 from simulator.core.budget import check_budget
 from traces.commands import Output
-from traces.errors import BudgetError, SpecError
-from traces.units import show_bytes, show_percent, show_time
+from traces.errors import BudgetError
 
 if TYPE_CHECKING:
     from simulator.studies.comparison import Comparison
@@ -72,25 +71,17 @@ def chosen_planners(text: str | None) -> tuple[str, ...] | None:
 
     if text is None:
         return None
-    names = tuple(word.strip() for word in text.split(","))
+    names = listed("--planners", text)
     for name in names:
         find(name)
-    if len(set(names)) != len(names):
-        raise SpecError(f"--planners {text!r}: the same planner stands there twice.")
     return names
 
 
 def table(found: Comparison) -> str:
     """One line a planner, the cheapest first, those without a plan last."""
     from simulator.prediction.warnings import texts_of
+    from simulator.report.plans import comparison_in_words
 
-    rows = found.table().without("step time", "ops run again")
-    saved, bound = found.saved.timeline, found.bound
-    least = (
-        f"no plan adds less than {show_percent(bound.overhead_percent)}" if bound.feasible else bound.reason
-    )
-    head = (
-        f"{found.trace_name}: budget {show_bytes(found.budget_bytes)} of "
-        f"{show_bytes(saved.peak_allocated_bytes)}, step {show_time(saved.step_time_ns)}; bound: {least}"
-    )
-    return "\n".join([head, *rows.lines(), *(f"warning {text}" for text in texts_of(found.problem))])
+    rows = found.table().without("step time", "ops run again").lines()
+    warned = (f"warning {text}" for text in texts_of(found.problem))
+    return "\n".join([comparison_in_words(found), *rows, *warned])

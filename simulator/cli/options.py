@@ -148,6 +148,14 @@ def planning_options(command: Command) -> Command:
     return gathered("planner", _planner, PLANNER)(search_options(command))
 
 
+def listed(option: str, text: str) -> tuple[str, ...]:
+    """The words of an option such as `a,b,c`; raises SpecError if one stands there twice."""
+    words = tuple(word.strip() for word in text.split(","))
+    if len(set(words)) != len(words):
+        raise SpecError(f"{option} {text!r}: the same word stands there twice.")
+    return words
+
+
 def check_alloc_conf(text: str | None) -> None:
     """Raise SpecError before any work for settings that torch does not have."""
     if text is not None:

@@ -8,7 +8,7 @@ import click
 
 from simulator.cli.options import Words, device_options, output_options, planning_options
 from traces.commands import Output
-from traces.units import show_bytes, show_time
+from traces.units import show_bytes
 
 if TYPE_CHECKING:
     from simulator.studies.pareto import Front
@@ -45,13 +45,9 @@ def pareto_command(
 def table(front: Front) -> str:
     """One line a budget, the largest first."""
     from simulator.prediction.warnings import texts_of
+    from simulator.report.plans import front_in_words
 
-    head = (
-        f"{front.trace_name}: {front.planner}, {len(front.points)} budgets in {front.solve_seconds:.2f} s; step "
-        f"{show_time(front.saved.timeline.step_time_ns)} with everything saved; no plan can go below "
-        f"{show_bytes(front.floor_bytes)}"
-    )
-    lines = [head, *front.table().without("by the bound").lines()]
+    lines = [front_in_words(front), *front.table().without("by the bound").lines()]
     if late := [show_bytes(p.budget_bytes) for p in reversed(front.points) if not p.finished]:
         lines.append(
             f"{front.planner} did not finish {len(late)} of {len(front.points)} budgets in their share of --seconds: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from simulator.cli.options import (
     Words,
     check_alloc_conf,
     lever_options,
+    listed,
     output_options,
     planning_options,
     words_for_trace,
@@ -93,13 +95,10 @@ def sweep_command(
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:
     """Batch sizes from `8,16,32`; raises SpecError if one is no positive number or stands twice."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+    words = listed("--batch-sizes", text)
+    if not all(re.fullmatch("[1-9][0-9]*", word) for word in words):
         raise SpecError(f"--batch-sizes {text!r}: give positive whole numbers with commas, such as 8,16,32.")
-    sizes = tuple(int(word) for word in words)
-    if len(set(sizes)) != len(sizes):
-        raise SpecError(f"--batch-sizes {text!r}: the same size stands there twice.")
-    return sizes
+    return tuple(map(int, words))
 
 
 def sweep_table(sweep: Sweep, directory: Path) -> str:

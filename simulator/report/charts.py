@@ -240,17 +240,16 @@ def dots(
     y: Any,
     *,
     under: Sequence[Any] = (),
-    over: Sequence[Any] = (),
     height: int = 320,
 ) -> dict[str, Any]:
-    """A point for each (name, series, x, y, what the pointer shows) row, between other layers."""
+    """A point for each (name, series, x, y, what the pointer shows) row, over other layers."""
     shown = _present(colours, (r[1] for r in rows))
     points = (
         drawn("name:N series:N x:Q y:Q note:N", rows)
         .mark_point(filled=True, size=55, opacity=0.75)
         .encode(x, y, colour("series", shown), tooltip=["name:N", "series:N", "note:N"])
     )
-    return finish(altair().layer(*under, points, *over), height=height)
+    return finish(altair().layer(*under, points), height=height)
 
 
 def idle_against_size(rows: Sequence[tuple[str, str, int, int]]) -> dict[str, Any]:
@@ -348,19 +347,18 @@ def scatter(
 def thin(totals: Sequence[int], clock: Sequence[int], points: int = POINTS) -> tuple[int, ...]:
     """Indices of at most `points` entries that keep a line's shape, and its highest and lowest entry exactly.
 
-    A quarter of the points each goes to the highest and the lowest entry of equal stretches of `clock`
-    (ascending), and to those of equal numbers of entries, so that the line may be drawn over either. The
+    Half of the points each goes to the highest and the lowest entry of equal stretches of `clock` (ascending). The
     first and the last entry stay.
     """
     n = len(totals)
     if n <= points:
         return tuple(range(n))
-    buckets = max(1, (points - 2) // 4)
-    values, passed, place = np.array(totals), np.array(clock) - clock[0], np.arange(n)
+    buckets = max(1, (points - 2) // 2)
+    values, passed = np.array(totals), np.array(clock) - clock[0]
     there = {0, n - 1}
-    for bucket in (passed * buckets // (passed[-1] + 1), place * buckets // n):
-        for stretch in np.split(place, np.flatnonzero(np.diff(bucket)) + 1):
-            there |= {int(stretch[values[stretch].argmin()]), int(stretch[values[stretch].argmax()])}
+    borders = np.flatnonzero(np.diff(passed * buckets // (passed[-1] + 1))) + 1
+    for stretch in np.split(np.arange(n), borders):
+        there |= {int(stretch[values[stretch].argmin()]), int(stretch[values[stretch].argmax()])}
     return tuple(sorted(there))
 
 

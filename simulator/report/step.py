@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from simulator.core.evaluator import evaluator_of
 from simulator.core.problem import Problem
-from simulator.core.replay import Replay, Timeline, holdings, peak_by_category
+from simulator.core.replay import Replay, holdings, peak_by_category
 from simulator.planners.costs import Costs
 from simulator.planners.outcome import where
 from simulator.prediction.levers import rewrites_in_words
@@ -84,12 +84,6 @@ def provenance(trace: Trace) -> str:
     return f"Op times: {trace.origin}. Memory: {figures_from(trace.meta)}."
 
 
-def saved_figure(timeline: Timeline) -> Figure:
-    """The step with everything saved."""
-    time = f"step time {show_time(timeline.step_time_ns)}"
-    return Figure("Peak, everything saved", show_bytes(timeline.peak_allocated_bytes), time)
-
-
 def metadata(trace: Trace) -> Table:
     """What the trace records about itself, and its figures."""
 
@@ -114,7 +108,11 @@ def headline(found: Answer) -> tuple[Block, ...]:
     saved = before.peak_allocated_bytes - after.peak_allocated_bytes
     share = 100.0 * saved / before.peak_allocated_bytes if before.peak_allocated_bytes else 0.0
     figures = (
-        saved_figure(before),
+        Figure(
+            "Peak, everything saved",
+            show_bytes(before.peak_allocated_bytes),
+            f"step time {show_time(before.step_time_ns)}",
+        ),
         Figure(
             "Peak with the plan",
             show_bytes(after.peak_allocated_bytes),

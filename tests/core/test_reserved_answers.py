@@ -498,11 +498,11 @@ def test_the_page_shows_reserved_memory_and_the_warnings(network: Path, tmp_path
     assert simulate(network, *words, "--report", page).exit_code == 0
     html = page.read_text("utf-8")
     for part in (
-        "Reserved with the plan",
+        "fragmentation",
         "peak reserved",
         "not confirmed on a GPU",
-        "Fits H200",
-        "with expandable_segments:True, by default",
+        "<td>device</td><td>H200: ",
+        "with expandable_segments:True; without: ",
     ):
         assert part in html, part
 

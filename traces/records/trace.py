@@ -4,7 +4,7 @@ The tables are kept as columns (tuples of plain ints and strings) because every 
 number: an op's id and a storage's id *are* their row numbers. A trace is never edited; make a new one with
 `dataclasses.replace`.
 
-What its rows mean stands in traces/README.md under "What the rows mean".
+What the rows, columns and the fields of the header mean stands in traces/README.md under "A trace".
 """
 
 from __future__ import annotations
@@ -94,14 +94,10 @@ class Ops:
     inputs: IdLists  # op ids whose values this op takes
     reads: IdLists  # storage ids
     writes: IdLists  # storage ids, created (producer == this op) or overwritten
-    # What the op allocates and frees while it runs, in order: +bytes and -bytes. The sum is the size of
-    # the storages that it leaves behind. Empty: nothing was measured, so outputs only. What is freed is the youngest
-    # of the op's own blocks of that size; each 0 before it means the one that is older.
-    events: NumberLists
+    events: NumberLists  # allocations (+bytes) and frees (-bytes) while it runs
     # A storage whose memory the op may take over for its output when nothing else needs it; -1: none.
     overwrites: Ids
     flags: Ids
-    # The op's arguments by its schema, defaults included, as JSON: null for a tensor. "": not recorded.
     arguments: Texts
 
     def __len__(self) -> int:
@@ -175,31 +171,20 @@ class TraceMeta:
     loop: str = ""  # what the loop does otherwise than the ordinary one, in words; "step()": the user's own
     optimizer: str = ""
     seed: int = 0
-    # fake: sizes from fake tensors, times from a roofline; real: measured; rehearsed: allocations by torch's own code
-    # on a GPU that is not there, times from a roofline.
     mode: str = "fake"
     device: str = "cpu"  # the kind of device whose graph this is
     target: str = ""  # the device-table entry behind the times, or the measured device's name
     torch_version: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     alloc_conf: str = ""
-    # Of older traces, by a roofline of measured rates: what ops reached (`float32_flops_per_s`, ..., `bytes_per_s`),
-    # and `op_ns`, the least that an op took. Of a step that copies to host memory `host_bytes_per_s`.
     rates: dict[str, int] = field(default_factory=dict)
     threads: int = 0  # with which ops or rates were measured on the CPU; 0: they were not, or not told
     grad_outputs: tuple[int, ...] = ()  # flat indices of the model outputs that receive a gradient
     forward_ops: int = 0  # the captured graph's forward ops are the rows before this one
     first_backward_graph_op: int = 0  # and its backward ops a run of rows from this one
-    # Rows among those backward ops that are none of the graph's, in runs (first op, how many): the optimizer's, of a
-    # loop that frees gradients in backward.
     within_backward: tuple[tuple[int, int], ...] = ()
-    # How many computing ops have their allocations from which source: "measured", "rules", "none" (unknown:
-    # outputs only). Empty in traces older than this field.
     workspace: dict[str, int] = field(default_factory=dict)
-    # What a library keeps for good once backward runs an op of forward again, by the op's target: bytes, 0 if backward
-    # has such a workspace anyway.
     rerun_workspaces: dict[str, int] = field(default_factory=dict)
-    # Storages of parameters and buffers in the order in which `model.to` moves them; others come after them, by id.
     moved: tuple[int, ...] = ()
     untouched_peak_bytes: int = 0  # peak of the untouched model's eager step; 0: not counted
     graph_fingerprint: str = ""  # of the captured model graph, sizes included
@@ -208,7 +193,6 @@ class TraceMeta:
     # What the captured call was like, for telling why another graph is another: `tracer.record.sketch`. Empty in traces
     # older than this field, and left out of their JSON.
     sketch: dict[str, Any] = field(default_factory=dict)
-    # Of ops that could run in tiles; left out of the JSON where there are none.
     stretches: tuple[Stretch, ...] = ()
     schema_version: int = SCHEMA_VERSION
 

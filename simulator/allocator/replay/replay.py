@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from simulator.allocator.blocks import Block
-from simulator.allocator.caching import Allocator, AllocatorFigures, OutOfMemory
-from simulator.allocator.replay.pages import page_runs
-from simulator.allocator.replay.recording import GETS, GIVES_BACK, Event, Recording
-from simulator.allocator.replay.start import repack, restore
-from simulator.allocator.settings import AllocatorSettings
+from simulator.allocator.blocks import Block, BlockState, SegmentState
+from simulator.allocator.caching import DEFAULT_RANGE_BYTES, Allocator, AllocatorFigures, OutOfMemory
+from simulator.allocator.replay.recording import GETS, GIVES_BACK, Event, Recording, page_runs
+from simulator.allocator.settings import LOWEST_ADDRESS, AllocatorSettings
+
+MAX_RANGE_BYTES: Final = 1 << 38  # farther apart, two addresses are not in one range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +104,30 @@ class _Run:
     ) -> None:
         self.recording = recording
         self.from_scratch = from_scratch
-        feed = None if from_scratch else _Addresses(recording)
-        self.allocator = Allocator(settings, device_memory_bytes, None if feed is None else feed.place)
-        if feed is not None:
-            feed.allocator = self.allocator
+        self.allocator = Allocator(settings, device_memory_bytes, None if from_scratch else self.place)
         self.there: dict[int, Block] = {}
         self.freeing: dict[int, Block] = {}
         self.allocations = self.same_addresses = self.unknown_frees = self.requests_before = 0
         self.giving_back = False  # within a run of recorded returns to the driver
+        events = recording.events
+        self.segments = deque((e.address, e.size_bytes) for e in events if e.action == "segment_alloc")
+        self.maps = [e.address for e in events if e.action == "segment_map"]
+        ends = [e.address + e.size_bytes for e in events]
+        self.end = max(ends + [s.address + s.size_bytes for s in recording.start], default=0)
+
+    def place(self, size: int, stream: int, expandable: bool) -> int:
+        """New memory lands where the recording says, as long as it is the same memory."""
+        if expandable:
+            # Maps follow each other as recorded, so the next one tells where this range begins.
+            done = sum(1 for s in self.allocator.segment_events if s.action == "segment_map")
+            if done < len(self.maps):
+                return self.maps[done]
+        elif self.segments:
+            at, recorded = self.segments.popleft()
+            if recorded == size:
+                return at
+        self.end += size
+        return self.end - size
 
     def start(self) -> None:
         """Take the start state over, or ask for its blocks."""
@@ -152,27 +170,93 @@ class _Run:
                 self.unknown_frees += 1
 
 
-class _Addresses:
-    """The driver's side of a replay: new memory lands where the recording says, as long as it is the same memory."""
+def restore(
+    allocator: Allocator,
+    segments: Iterable[SegmentState],
+    mapped_later: Sequence[tuple[int, bool, int]] = (),
+) -> dict[int, Block]:
+    """Give a fresh allocator these segments; returns the blocks in use by address.
 
-    def __init__(self, recording: Recording) -> None:
-        events = recording.events
-        self.segments = deque((e.address, e.size_bytes) for e in events if e.action == "segment_alloc")
-        self.maps = [e.address for e in events if e.action == "segment_map"]
-        self.allocator: Allocator | None = None
-        ends = [e.address + e.size_bytes for e in events]
-        self.end = max(ends + [s.address + s.size_bytes for s in recording.start], default=0)
+    Args:
+        mapped_later: address, pool and stream of pages that are known to be mapped later on: they tell that a range
+            begins before its first mapped page.
 
-    def place(self, size: int, stream: int, expandable: bool) -> int:
-        assert self.allocator is not None
-        if expandable:
-            # Maps follow each other as recorded, so the next one tells where this range begins.
-            done = sum(1 for s in self.allocator.segment_events if s.action == "segment_map")
-            if done < len(self.maps):
-                return self.maps[done]
-        elif self.segments:
-            at, recorded = self.segments.popleft()
-            if recorded == size:
-                return at
-        self.end += size
-        return self.end - size
+    Counts: every segment, block and free piece in between. Ignores: expandable ranges that lay behind others of the
+    same pool and stream, which become one range, and unmapped pages before the first one that nobody maps later.
+    """
+    out: dict[int, Block] = {}
+    ordered = sorted(segments, key=lambda s: s.address)
+    ranges: dict[tuple[bool, int], list[SegmentState]] = {}
+    for s in ordered:
+        allocator.adopt_segment(s.address, s.size_bytes)
+        if s.expandable:
+            ranges.setdefault((s.small, s.stream), []).append(s)
+        else:
+            pool = allocator.small if s.small else allocator.large
+            out |= _carved(allocator, Block(s.address, s.size_bytes, s.stream, pool), s.blocks)
+    for key, pages in ranges.items():
+        first, end = pages[0].address, pages[-1].address + pages[-1].size_bytes
+        before = [at for at, *of in mapped_later if tuple(of) == key and first - MAX_RANGE_BYTES < at < first]
+        # The range goes on behind its last page, up to the next thing that has an address.
+        above = [s.address for s in ordered if s.address >= end]
+        end = min([end + DEFAULT_RANGE_BYTES, *above])
+        out |= _mapped(allocator, min([first, *before]), end, pages)
+    allocator.reset_peaks()
+    if allocator.settings.ties != LOWEST_ADDRESS:
+        allocator.first_serial = Block(0, 0, 0, allocator.small).serial
+    return out
+
+
+def repack(allocator: Allocator, segments: Iterable[SegmentState]) -> dict[int, Block]:
+    """Ask a fresh allocator for the blocks of a snapshot in order of their addresses; returns them by old address.
+
+    Ignores: the order in which they were really asked for, which nobody knows, and all cached memory in between.
+    """
+    out: dict[int, Block] = {}
+    for segment in sorted(segments, key=lambda s: s.address):
+        for state in segment.blocks:
+            out[state.address] = allocator.malloc(state.requested_bytes, segment.stream)
+            if state.pending:
+                allocator.request_free(out[state.address])
+    allocator.reset_peaks()
+    return out
+
+
+def _mapped(allocator: Allocator, start: int, end: int, pages: Sequence[SegmentState]) -> dict[int, Block]:
+    """Make one expandable range with these pages mapped; returns the blocks in use in them."""
+    pool = allocator.small if pages[0].small else allocator.large
+    rest: Block | None
+    whole = rest = Block(start, end - start, pages[0].stream, pool)
+    whole.expandable, whole.mapped = True, False
+    out: dict[int, Block] = {}
+    for s in pages:
+        assert rest is not None
+        if s.address > rest.address:
+            gap, rest = rest, rest.cut(s.address - rest.address)
+            pool.insert_unmapped(gap)
+        block, rest = rest, rest.cut(s.size_bytes) if s.size_bytes < rest.size else None
+        block.mapped = True
+        out |= _carved(allocator, block, s.blocks)
+    if rest is not None:
+        pool.insert_unmapped(rest)
+        allocator.reach(end)
+    return out
+
+
+def _carved(allocator: Allocator, free: Block, states: Sequence[BlockState]) -> dict[int, Block]:
+    """Take blocks in use out of a free one, by address; what is left of it goes to its pool."""
+    out: dict[int, Block] = {}
+    rest: Block | None = free
+    for state in states:
+        assert rest is not None
+        if state.address > rest.address:
+            free, rest = rest, rest.cut(state.address - rest.address)
+            free.pool.insert(free)
+        used, rest = rest, rest.cut(state.size_bytes) if state.size_bytes < rest.size else None
+        allocator.adopt(used, state.requested_bytes)
+        out[used.address] = used
+        if state.pending:
+            allocator.request_free(used)
+    if rest is not None:
+        rest.pool.insert(rest)
+    return out

@@ -15,12 +15,13 @@ from msgspec import Meta, ValidationError, convert
 
 from simulator.allocator.blocks import BlockState, SegmentState
 from simulator.allocator.caching import SMALL_SEGMENT_BYTES
-from simulator.allocator.replay.pages import Pages, is_small_map
 from simulator.allocator.replay.pickles import load_plain
 from simulator.allocator.replay.recording import (
     Action,
     Event,
+    Pages,
     Recording,
+    is_small_map,
     own_remainders,
     place_blocks,
     running_reserved,
