@@ -44,7 +44,8 @@ def run_fresh(
     Raises:
         LowtideError: the process reported an error, with its message and exit code.
         OutOfMemoryProblem: it reported that memory ran out, or was killed as Linux does then.
-        EnvironmentProblem: it died otherwise or took too long, with the end of what it said.
+        EnvironmentProblem: it died otherwise or took too long, with the end of what it said; of a stack that Python's
+            faulthandler wrote, the innermost lines.
     """
     # Child processes find the packages where this one found them.
     root = str(Path(__file__).resolve().parent.parent)
@@ -75,7 +76,8 @@ def run_fresh(
         ) from None
     lines = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
     if not lines:
-        tail = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])[:600]
+        _, stack, end = (done.stderr or done.stdout).strip().rpartition("(most recent call first):\n")
+        tail = " / ".join(end.splitlines()[:3] if stack else end.splitlines()[-3:])[:600]
         killed = done.returncode in KILLED
         kind = OutOfMemoryProblem if killed else EnvironmentProblem
         raise kind(

@@ -13,6 +13,8 @@ from hypothesis import settings
 from executor.rehearsal.driver import find_cuda_torch
 from traces.errors import EnvironmentProblem
 
+pytest_plugins = ["tests.limits"]
+
 # The first example of a test may have to compile the inner loops.
 settings.register_profile("lowtide", deadline=None)
 settings.load_profile("lowtide")
