@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from executor.rehearsal.elf import undefined_symbols
-from executor.rehearsal.stubs import stub_source
+from executor.rehearsal.stubs import stub_source, undefined_symbols
 from traces.devices import Device, architecture
 from traces.errors import EnvironmentProblem
 from traces.provenance import ABSENT, NAME

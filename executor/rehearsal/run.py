@@ -17,9 +17,10 @@ from executor.rehearsal.record import Rehearsal, Task
 from simulator.allocator.device import CONTEXT_BYTES
 from simulator.allocator.reserved import ITERATIONS
 from traces.devices import Device, device
-from traces.errors import EnvironmentProblem, SpecError
+from traces.errors import SpecError
 from traces.files.json_records import from_json
 from traces.model_spec import DEFAULT_FUNCTION, source_file
+from traces.processes import ending_with_this
 from traces.provenance import ALLOC_CONF
 
 COMMANDS: Final = {"trace": ("-m", "tracer"), "execute": ("-m", "executor"), "python": ()}
@@ -37,9 +38,7 @@ def rehearse(
     seed: int = 0,
     iterations: int = ITERATIONS,
     alloc_conf: str = "",
-    context_bytes: int = CONTEXT_BYTES,
     snapshot: Path | None = None,
-    timeout_s: float | None = None,
 ) -> Rehearsal:
     """Run a training loop on a GPU that is not there, with torch's own CUDA code, and return what memory it took.
 
@@ -59,9 +58,7 @@ def rehearse(
         iterations: how many are run, by default as many as a prediction plays; of a script, after how many optimizer
             steps it is ended.
         alloc_conf: PYTORCH_ALLOC_CONF, unless the environment sets it.
-        context_bytes: what the CUDA context takes of the GPU.
         snapshot: write torch's own memory snapshot here (`simulate replay`, pytorch.org/memory_viz).
-        timeout_s: after this many seconds the process is ended.
 
     Returns:
         The figures. If the GPU's memory does not suffice, `out_of_memory` says so, and the figures are those of a GPU
@@ -85,10 +82,10 @@ def rehearse(
         iterations=iterations,
         snapshot=str(snapshot.absolute()) if snapshot else "",
     )
-    found = _run(task, board, alloc_conf, context_bytes, timeout_s)
+    found = _run(task, board, alloc_conf)
     if found.fits:
         return found
-    wanted = _run(task, replace(board, memory_bytes=LARGE_BYTES), alloc_conf, context_bytes, timeout_s)
+    wanted = _run(task, replace(board, memory_bytes=LARGE_BYTES), alloc_conf)
     return replace(wanted, memory_bytes=board.memory_bytes, out_of_memory=found.out_of_memory)
 
 
@@ -128,10 +125,7 @@ def run_on_null_driver(
     gpu: Device,
     *,
     what: str,
-    context_bytes: int = CONTEXT_BYTES,
-    devices: int = 1,
     environment: Mapping[str, str] | None = None,
-    timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """Call "module:function" in a fresh process that finds that GPU; see `executor.isolated.run_fresh`.
 
@@ -140,19 +134,14 @@ def run_on_null_driver(
         arguments: its arguments by name, all of them JSON.
         gpu: of the device table.
         what: what the process does, for messages ("rehearsed the plan").
-        context_bytes: what the CUDA context takes of the GPU.
-        devices: how many such GPUs there are.
         environment: further variables, set unless they are set already.
-        timeout_s: after this many seconds the process is ended.
 
     Raises:
         EnvironmentProblem: no CUDA build of torch, no C compiler, or the process died.
         LowtideError: the process reported an error.
     """
-    driver = driver_environment(find_cuda_torch(), gpu, context_bytes=context_bytes, devices=devices)
-    return run_fresh(
-        function, arguments, what=what, environment=environment, overriding=driver, timeout_s=timeout_s
-    )
+    driver = driver_environment(find_cuda_torch(), gpu, context_bytes=CONTEXT_BYTES)
+    return run_fresh(function, arguments, what=what, environment=environment, overriding=driver)
 
 
 def command_on_null_driver(words: Sequence[str], gpu: str, alloc_conf: str = "") -> int:
@@ -175,25 +164,21 @@ def command_on_null_driver(words: Sequence[str], gpu: str, alloc_conf: str = "")
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     command = [sys.executable, *COMMANDS[words[0]], *words[1:]]
-    done = subprocess.run(command, env={**settings, **os.environ, **driver, "PYTHONPATH": path}, check=False)
-    return done.returncode
+    env = {**settings, **os.environ, **driver, "PYTHONPATH": path}
+    return subprocess.run(command, env=env, check=False, **ending_with_this()).returncode
 
 
-def _run(task: Task, gpu: Device, alloc_conf: str, context_bytes: int, timeout_s: float | None) -> Rehearsal:
-    environment = dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else {}
-    fields = {"gpu": gpu.name, "memory_bytes": gpu.memory_bytes, "context_bytes": context_bytes}
+def _run(task: Task, gpu: Device, alloc_conf: str) -> Rehearsal:
     answer = run_on_null_driver(
         "executor.rehearsal.perform:do",
-        {"task": asdict(task), **fields},
+        {
+            "task": asdict(task),
+            "gpu": gpu.name,
+            "memory_bytes": gpu.memory_bytes,
+            "context_bytes": CONTEXT_BYTES,
+        },
         gpu,
         what=f"rehearsed {task.model}",
-        context_bytes=context_bytes,
-        environment=environment,
-        timeout_s=timeout_s,
+        environment=dict.fromkeys(ALLOC_CONF, alloc_conf) if alloc_conf else None,
     )
-    try:
-        return from_json(Rehearsal, answer)
-    except ValueError as error:
-        raise EnvironmentProblem(
-            f"the process that rehearsed {task.model} answered nonsense: {error}."
-        ) from None
+    return from_json(Rehearsal, answer)

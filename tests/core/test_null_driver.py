@@ -14,9 +14,8 @@ from click.testing import CliRunner
 
 from executor.cli.main import execute
 from executor.rehearsal import driver
-from executor.rehearsal.elf import undefined_symbols
 from executor.rehearsal.run import is_script, rehearse
-from executor.rehearsal.stubs import stub_source
+from executor.rehearsal.stubs import stub_source, undefined_symbols
 from traces.devices import architecture, device, devices
 from traces.errors import EnvironmentProblem, SpecError
 
