@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from executor.rehearsal.record import Rehearsal
-from executor.rehearsal.run import rehearse
 from simulator import api
 from simulator.prediction.loop_peaks import LoopPeaks, planned_peaks, untouched_peaks
+from tests.bench.forked import Forked
 from tracer import trace
 from traces.records.store import load
 from traces.records.trace import Trace
@@ -40,23 +41,31 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Forked]:
+    """Rehearsals in forks of one process, since most of a rehearsal's own time is imports."""
+    made = Forked()
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_predicted_is_rehearsed(model: str, loop: str) -> None:
+def test_predicted_is_rehearsed(model: str, loop: str, forked: Forked) -> None:
     """Requested, in blocks and reserved."""
-    check(model, {**MODELS[model], **LOOPS[loop]})
+    check(forked, model, {**MODELS[model], **LOOPS[loop]})
 
 
 @pytest.mark.parametrize("model", ["resnet18", "bert-tiny"])
-def test_predicted_is_rehearsed_in_bfloat16(model: str) -> None:
+def test_predicted_is_rehearsed_in_bfloat16(model: str, forked: Forked) -> None:
     """The casts of weights go when autocast ends."""
-    check(model, {**MODELS[model], "amp": "bfloat16"})
+    check(forked, model, {**MODELS[model], "amp": "bfloat16"})
 
 
-def check(model: str, options: dict[str, Any], recorded: Trace | None = None) -> None:
+def check(forked: Forked, model: str, options: dict[str, Any], recorded: Trace | None = None) -> None:
     recorded = recorded or trace(model, target=GPU, profile=False, **options)
     predicted = untouched_peaks(api.simulate(recorded))
-    found = rehearse(model, GPU, options=options, script=False, iterations=4)
+    found = forked.rehearse(model, GPU, options, iterations=4)
     alike(predicted, found)
     for phase, theirs in found.iterations[-1].phases.items():
         assert predicted.phases[phase].peak_allocated_bytes == theirs.requested_bytes, phase
@@ -102,16 +111,18 @@ def build():
 """
 
 
-def test_a_loop_of_the_user_s_own_is_rehearsed(tmp_path: Path) -> None:
+def test_a_loop_of_the_user_s_own_is_rehearsed(tmp_path: Path, forked: Forked) -> None:
     """Parts, autocast, a gradient scaler, several losses, clipping, gradients that stay."""
     (tmp_path / "mine.py").write_text(OWN)
-    check(f"{tmp_path / 'mine.py'}:build", {})
+    check(forked, f"{tmp_path / 'mine.py'}:build", {})
 
 
 @pytest.mark.parametrize(
     "words", [("mine.py:build",), ("resnet18", "--batch-size", "8", "--accumulate", "2")]
 )
-def test_a_trace_that_is_made_there_is_of_such_a_loop(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_trace_that_is_made_there_is_of_such_a_loop(
+    tmp_path: Path, words: tuple[str, ...], forked: Forked
+) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     command = [sys.executable, "-m", "executor", "rehearse", "--gpu", GPU, "--", "trace", *words]
     subprocess.run(
@@ -121,7 +132,7 @@ def test_a_trace_that_is_made_there_is_of_such_a_loop(tmp_path: Path, words: tup
     recorded = load(tmp_path / "t")
     assert recorded.meta.mode == "rehearsed"
     model = str(tmp_path / words[0]) if len(words) == 1 else words[0]
-    check(model, {"batch_size": 8, "accumulate": 2} if len(words) > 1 else {}, recorded)
+    check(forked, model, {"batch_size": 8, "accumulate": 2} if len(words) > 1 else {}, recorded)
 
 
 @pytest.mark.parametrize(
@@ -133,12 +144,14 @@ def test_a_trace_that_is_made_there_is_of_such_a_loop(tmp_path: Path, words: tup
         {"zero_grad": "none"},
     ],
 )
-def test_a_plan_in_a_loop_whose_gradients_add_up(tmp_path: Path, loop: dict[str, Any]) -> None:
+def test_a_plan_in_a_loop_whose_gradients_add_up(
+    tmp_path: Path, loop: dict[str, Any], forked: Forked
+) -> None:
     """In every iteration, from the first part of the first on."""
     options = {"batch_size": 16, **loop}
     found = trace("resnet18", target=GPU, profile=False, **options)
     plan = api.plan(found, "85%", seconds=1)
     assert plan.actions
     path = plan.save(tmp_path / "plan.json")
-    rehearsed = rehearse("resnet18", GPU, options=options, script=False, plan=path, iterations=4)
+    rehearsed = forked.rehearse("resnet18", GPU, options, plan=str(path), iterations=4)
     alike(planned_peaks(api.simulate(found, plan)), rehearsed)
