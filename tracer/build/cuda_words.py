@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tracer.torch_api import DeviceContext, replaced
+from tracer.torch_api import DeviceContext, FunctionalTensor, replaced
 from traces.devices import Device
 
 CPU: Final = torch.device("cpu")
@@ -77,6 +77,8 @@ def cuda_words(target: Device | None) -> Iterator[None]:
         replaced(cuda, _lazy_init=_initialised_by_torch(cuda._lazy_init)),
         replaced(autocast, __init__=autocast_of),
         replaced(torch.amp.GradScaler, __init__=scaler_for),
+        # Where a step is captured it is Python, which asks torch for the current device.
+        replaced(FunctionalTensor, cuda=lambda self, *_args, **_kwargs: self),
         replaced(DeviceContext, __init__=lambda self, device: enter_device(self, _place(device))),
         replaced(
             torch,
