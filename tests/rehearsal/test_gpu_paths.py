@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -18,7 +19,14 @@ from traces.provenance import MEASURED_CUDA, REHEARSED
 pytestmark = pytest.mark.rehearsal
 ROOT = Path(__file__).resolve().parents[2]
 GPU_TESTS = ROOT / "tests" / "gpu" / "test_gpu.py"
-WANT_A_GPU = re.findall(r"mark\.gpu\n(?:@.*\n)*def (test_\w+)", GPU_TESTS.read_text(encoding="utf-8"))
+TREE = ast.parse(GPU_TESTS.read_text(encoding="utf-8")).body
+MODELS = next(ast.literal_eval(n.value) for n in TREE if isinstance(n, ast.AnnAssign) and n.value)
+WANT_A_GPU = [
+    name
+    for n in TREE
+    if isinstance(n, ast.FunctionDef) and "gpu" in (decorators := ast.dump(ast.List(n.decorator_list)))
+    for name in ([f"{n.name}[{m}]" for m in MODELS] if "MODELS" in decorators else [n.name])
+]
 STEP = """
 import torch
 from torch import nn
