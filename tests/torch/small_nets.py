@@ -84,6 +84,28 @@ def residual(batch_size: int = 4) -> Built:
     return model, batch, functional.cross_entropy, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+class Table(nn.Module):
+    """Adds the first rows of a table of twelve, as models do with the numbers of their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.register_buffer("places", torch.randn(1, 12, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x) + self.places[:, : x.shape[1]])).mean()
+
+
+def table(batch_size: int = 2, seq_len: int = 12) -> Built:
+    model = Table()
+    return (
+        model,
+        {"x": torch.randn(batch_size, seq_len, 6)},
+        None,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+
+
 class Branches(nn.Module):
     """Three blocks whose branches end side by side, as in an Inception net, and a second head on the way."""
 

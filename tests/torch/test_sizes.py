@@ -44,7 +44,7 @@ def transformers() -> Any:
 
 def gpt2() -> tuple[nn.Module, Batch]:
     config = transformers().GPT2Config(
-        n_layer=2, n_head=2, n_embd=16, vocab_size=40, n_positions=24, bos_token_id=0, eos_token_id=0
+        n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=24, bos_token_id=0, eos_token_id=0
     )
 
     def batch(n: int, length: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def gpt2() -> tuple[nn.Module, Batch]:
 
 def bert() -> tuple[nn.Module, Batch]:
     config = transformers().BertConfig(
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         hidden_size=16,
         intermediate_size=32,
@@ -230,9 +230,9 @@ def deciding(how: str) -> Callable[[], tuple[nn.Module, Batch]]:
 @pytest.mark.parametrize("how", ["plain", "branches", "parity", "table", "root"])
 def test_a_model_that_decides_by_sizes_never_runs_the_graph_of_others(how: str) -> None:
     eager, planned, batch = pair(deciding(how), (3, 6), everything=True)
-    calls = [(3, n) for n in (6, 7, 8, 4, 12, 9, 5, 2, 11, 3)]
+    calls = [(3, n) for n in (6, 7, 8, 4, 12, 9, 3)]
     if how == "branches":  # another graph, to which the plan does not apply
-        calls = [(3, n) for n in (6, 7, 8, 4, 5, 2, 3)]
+        calls = [(3, n) for n in (6, 7, 8, 4, 5, 3)]
     same_steps(eager, planned, batch, calls)
     kinds = {fit for fit, _ in fits(planned)}
     assert (SYMBOLIC in kinds) == (how in ("plain", "branches"))
