@@ -25,31 +25,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class StepOptions(TypedDict, total=False):
-    """What a model that is known by its name, or the user's function, is built with; None: not given."""
+class Options(TypedDict, total=False):
+    """Of the step and of its loop; None: not given. `trace` says what they are."""
 
-    batch_size: int | None  # examples
-    seq_len: int | None  # tokens in an example
-    image_size: int | None  # pixels of each side
-    dtype: str | None  # of the weights: float32, bfloat16, float16
-    dropout: float | None  # instead of the model's own probabilities
-    task: str | None  # of a model from its configuration: causal-lm, image-classification, ...
-    attention: str | None  # sdpa or eager
-    use_cache: bool | None  # whether decoders copy keys and values for generation
-    optimizer_impl: str | None  # foreach, fused or for-loop
-
-
-class LoopOptions(TypedDict, total=False):
-    """What the loop does around model, loss and optimizer; None: not given."""
-
-    zero_grad: str | None  # before, after, keep (set to zero, and stay) or none
-    clip_grad_norm: float | None  # the most that the norm of all gradients may be
-    accumulate: int | None  # how often forward and backward run before the optimizer's step
-    release_gradients: bool | None  # step each parameter in backward and free its gradient
-
-
-class AllOptions(StepOptions, LoopOptions, total=False):
-    """Options of the step and of its loop."""
+    batch_size: int | None
+    seq_len: int | None
+    image_size: int | None
+    dtype: str | None
+    dropout: float | None
+    task: str | None
+    attention: str | None
+    use_cache: bool | None
+    optimizer_impl: str | None
+    zero_grad: str | None
+    clip_grad_norm: float | None
+    accumulate: int | None
+    release_gradients: bool | None
 
 
 P = ParamSpec("P")
@@ -58,7 +49,7 @@ R = TypeVar("R")
 
 def _names_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """The same for Python: what it refuses names arguments where the command would name flags (`inspect.unwrap`)."""
-    arguments = (*signature(function).parameters, *AllOptions.__annotations__)
+    arguments = (*signature(function).parameters, *Options.__annotations__)
     names = "|".join(sorted(arguments, reverse=True)).replace("_", "-")  # batch-size before batch
 
     @wraps(function)
@@ -96,7 +87,7 @@ def trace(
     warmup: int = 2,
     say: Callable[[str], None] | None = None,
     on_round: Callable[[int], None] | None = None,
-    **options: Unpack[AllOptions],
+    **options: Unpack[Options],
 ) -> Trace:
     """Record one training step: `optimizer.zero_grad(); loss(model(x), y).backward(); optimizer.step()`.
 
@@ -163,14 +154,12 @@ def trace(
     with no_garbage():
         from tracer.recording import ProfileUse, record_fake, record_real
 
-    use = ProfileUse(path=Path(profile) if profile else None, off=profile is False, calibrate=calibrate)
+    use = ProfileUse.of(profile, calibrate=calibrate)
     with left_as_found(tf32 is not None):
-        if device is not None:
-            progress = on_round or (lambda done: None)
-            return record_real(
-                build, entry, device, use, tell, rounds=rounds, warmup=warmup, progress=progress
-            )
-        return record_fake(build, entry, use, tell)
+        if device is None:
+            return record_fake(build, entry, use, tell)
+        progress = on_round or (lambda done: None)
+        return record_real(build, entry, device, use, tell, rounds=rounds, warmup=warmup, progress=progress)
 
 
 @_names_arguments
@@ -186,7 +175,7 @@ def trace_shapes(
     tf32: bool | None = None,
     seed: int = 0,
     profile: str | Path | Literal[False] | None = None,
-    **options: Unpack[AllOptions],
+    **options: Unpack[Options],
 ) -> None:
     """Record the step of a model at each of some shapes, on fake tensors.
 
@@ -208,9 +197,8 @@ def trace_shapes(
         builds = [load_spec(model, {**given, **sizes}, seed=seed) for sizes in shapes]
         from tracer.recording import ProfileUse, record_shapes
 
-    use = ProfileUse(path=Path(profile) if profile else None, off=profile is False)
     with left_as_found(tf32 is not None):
-        record_shapes(builds, entry, use, each)
+        record_shapes(builds, entry, ProfileUse.of(profile), each)
 
 
 def _entry(target: str | None, device: str | None, *, calibrate: bool, tf32: bool | None) -> Device:
@@ -236,7 +224,7 @@ def in_hand(
     loss: Any,
     optimizer: Any,
     scaler: Any,
-    options: AllOptions,
+    options: Options,
     around: dict[str, Any],
     seed: int,
 ) -> BuildStep:
@@ -285,9 +273,8 @@ def left_as_found(tf32: bool) -> Iterator[None]:
     places = (torch.backends.cuda.matmul, torch.backends.cudnn) if tf32 else ()
     allowed = [place.allow_tf32 for place in places]
     live = torch.cuda.is_initialized()
-    devices, current = (
-        (range(torch.cuda.device_count()), torch.cuda.current_device()) if live else (range(0), 0)
-    )
+    devices = range(torch.cuda.device_count() if live else 0)
+    current = torch.cuda.current_device() if live else 0
     for kind in kinds:
         torch.set_autocast_enabled(kind, False)
     try:

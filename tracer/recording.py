@@ -7,19 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from tracer.build.joined import can_be_joined
 from tracer.build.loop import TrainingStep
 from tracer.build.step import BuildStep
 from tracer.costs.calibration import ELSEWHERE, MEASURED, NONE, RULES, Costs
 from tracer.costs.calibration import REHEARSED as BY_REHEARSAL
-from tracer.costs.profiles import (
-    board_of,
-    find,
-    identity_here,
-    identity_wanted,
-)
+from tracer.costs.profiles import board_of, find, identity_here, identity_wanted
 from tracer.measure.isolated import calibrate, missing
 from tracer.measure.step import measure
 from tracer.precision.policy import set_tf32
@@ -39,6 +34,11 @@ from traces.records.device_profile import DeviceProfile, Identity
 from traces.records.trace import Trace, Untouched
 
 NAMED: Final = 4  # kinds of ops that a note names
+Say = Callable[[str], None]  # told what happens, a line each time
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +49,13 @@ class ProfileUse:
     off: bool = False  # neither read nor written
     calibrate: bool = False  # run alone, on the target, what the profile lacks
 
+    @classmethod
+    def of(cls, profile: str | Path | Literal[False] | None, *, calibrate: bool = False) -> ProfileUse:
+        """As the argument of `trace` says it."""
+        return cls(path=Path(profile) if profile else None, off=profile is False, calibrate=calibrate)
 
-def record_fake(
-    build: BuildStep, target: Device, use: ProfileUse, say: Callable[[str], None] = lambda text: None
-) -> Trace:
+
+def record_fake(build: BuildStep, target: Device, use: ProfileUse, say: Say = silent) -> Trace:
     """`record_drafted` without the draft, and with what the untouched loop needs; and with the loss in the graph."""
     draft, trace = record_drafted(build, target, use, say)
     return joined_with(trace, record_joined(build, draft, use, say))
@@ -82,7 +85,7 @@ def record_joined(
     build: BuildStep,
     draft: Draft,
     use: ProfileUse,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = silent,
     *,
     device: str = "cpu",
     costs: Costs | None = None,
@@ -90,10 +93,6 @@ def record_joined(
     """The step with model and loss function captured as one, if that finds a loss head that can run in tiles.
 
     Args:
-        build, draft: the step, and it as it was recorded.
-        use: which profile.
-        say: told why the loss cannot be captured with the model.
-        device: of the fake tensors.
         costs: instead of those of the profile.
     """
     if not (can_be_joined(draft.step) and may_have_head(draft.program)):
@@ -114,7 +113,7 @@ def record_drafted(
     build: BuildStep,
     target: Device,
     use: ProfileUse,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = silent,
     *,
     device: str = "cpu",
     untouched: bool = True,
@@ -123,10 +122,7 @@ def record_drafted(
     """A trace from fake tensors, its ops' costs from the profile of the target if there is one; and its draft.
 
     Args:
-        build: makes the step.
         target: whose costs.
-        use: which profile, and whether to add to it.
-        say: told what happens, a line each time.
         device: of the fake tensors; anything but "cpu" needs a build of torch for it.
         untouched: whether to count what the untouched loop needs, which takes a third of the time.
         program: what is known of a step's model already; None: it is captured.
@@ -169,11 +165,7 @@ def record_shapes(
 
     Args:
         builds: in order of size.
-        target, use: as for `record_drafted`.
         each: told of each trace as it is made, by its place among `builds`.
-
-    Raises:
-        as `record_drafted`.
     """
     graphs, last = OneGraph(builds, target), len(builds) - 1
     for k in dict.fromkeys((last // 2, last, 0, *range(last))):
@@ -188,7 +180,7 @@ def record_real(
     target: Device,
     device: str,
     use: ProfileUse,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = silent,
     *,
     rounds: int = 5,
     warmup: int = 2,
@@ -241,7 +233,7 @@ def record_real(
     return joined_with(trace, record_joined(build, draft, use, say, device=device, costs=Costs(profile=own)))
 
 
-def _on_fakes(build: BuildStep, target: Device, say: Callable[[str], None]) -> Draft | None:
+def _on_fakes(build: BuildStep, target: Device, say: Say) -> Draft | None:
     """The step as a laptop records it; None where it cannot."""
     try:
         return trace_step(build, target, costs=Costs())
@@ -253,11 +245,7 @@ def _on_fakes(build: BuildStep, target: Device, say: Callable[[str], None]) -> D
 
 
 def _calibrated(
-    draft: Draft,
-    target: Device,
-    profile: DeviceProfile | None,
-    use: ProfileUse,
-    say: Callable[[str], None],
+    draft: Draft, target: Device, profile: DeviceProfile | None, use: ProfileUse, say: Say
 ) -> tuple[DeviceProfile, str]:
     """Run alone what the profile lacks; returns the profile with it, and where it is kept ("": nowhere)."""
     device = target.kind
@@ -288,7 +276,7 @@ def _calibrated(
     return whole, "" if kept is None else str(path)
 
 
-def _own_file(use: ProfileUse, identity: Identity, say: Callable[[str], None]) -> Path | None:
+def _own_file(use: ProfileUse, identity: Identity, say: Say) -> Path | None:
     """Where new measurements go, asked before the work; None (and a warning) if the user's own directory takes none.
 
     Raises:
@@ -299,9 +287,7 @@ def _own_file(use: ProfileUse, identity: Identity, say: Callable[[str], None]) -
     try:
         check_writable(path)
     except OSError as error:
-        if use.path is not None:
-            raise
-        say(_not_kept(path, error))
+        _not_kept(path, error, use, say)
         return None
     if path.exists():
         different = store.differences(store.load(path).identity, identity)
@@ -313,22 +299,20 @@ def _own_file(use: ProfileUse, identity: Identity, say: Callable[[str], None]) -
     return path
 
 
-def _added(
-    path: Path, new: DeviceProfile, use: ProfileUse, say: Callable[[str], None]
-) -> DeviceProfile | None:
-    """Add measurements to the file; None (and a warning) if the user's own directory takes none. A trace is worth more
-    than that file, which nobody named."""
+def _added(path: Path, new: DeviceProfile, use: ProfileUse, say: Say) -> DeviceProfile | None:
+    """Add measurements to the file; None (and a warning) if the user's own directory takes none."""
     try:
         return store.add_to(path, new)
     except OSError as error:
-        if use.path is not None:
-            raise
-        say(_not_kept(path, error))
+        _not_kept(path, error, use, say)
         return None
 
 
-def _not_kept(path: Path, error: OSError) -> str:
-    return (
+def _not_kept(path: Path, error: OSError, use: ProfileUse, say: Say) -> None:
+    """Warn; a trace is worth more than a file that nobody named."""
+    if use.path is not None:
+        raise error
+    say(
         f"warning: the device profile {path} cannot be written ({error.strerror or error}), so the measurements are "
         "kept for this trace alone; name another file with --profile, or give --no-profile."
     )
@@ -338,8 +322,7 @@ def skipped_text(skipped: dict[str, str]) -> str:
     """Which calls could not be run alone, and one reason."""
     kinds = Counter(key.partition("(")[0] for key in skipped)
     named = ", ".join(f"{n} x {kind}" for kind, n in kinds.most_common(NAMED))
-    if len(kinds) > NAMED:
-        named += ", ..."
+    named += ", ..." * (len(kinds) > NAMED)
     key, reason = next(iter(skipped.items()))
     return f"{len(skipped)} calls could not be run alone ({named}); {key.partition('(')[0]}: {reason}"
 

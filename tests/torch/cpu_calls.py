@@ -13,10 +13,8 @@ from tracer.costs.rules_cpu.workspaces import cpu_events
 from tracer.costs.signature import TensorSpec, of_call
 from tracer.measure.probes import CpuMarker, cpu_allocations
 from tracer.measure.step import measure
-from traces.devices import device
 from traces.records.trace import Trace
 
-CPU = device("cpu")
 Events = tuple[int, ...]
 
 
@@ -52,7 +50,7 @@ def told_and_found(op: Any, *args: Any, **kwargs: Any) -> tuple[Events, Events]:
     with torch.no_grad():
         op(*args, **kwargs)
         (found,) = cpu_allocations(work, 1)
-    told = cpu_events(of_call(op, args, kwargs, outs[0]), CPU)
+    told = cpu_events(of_call(op, args, kwargs, outs[0]))
     assert told is not None
     assert sum(told) == sum(found), (told, found)
     return told, found

@@ -24,7 +24,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.torch.cpu_calls import CPU, peak
+from tests.torch.cpu_calls import peak
 from tracer.costs.rules_cpu.workspaces import COMPUTED, TABLE, cpu_events
 from tracer.costs.signature import Signature, of_call
 from tracer.costs.table import is_pointwise, short_name
@@ -133,7 +133,7 @@ def compared(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
             if call is None or call.signature.key in seen:
                 continue
             seen.add(call.signature.key)
-            told = cpu_events(call.signature, CPU)
+            told = cpu_events(call.signature)
             if told is None:
                 continue
             yield {

@@ -18,6 +18,7 @@ from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.costs.calibration import MEASURED, Costs  # noqa: E402
 from tracer.costs.profiles import identity_here  # noqa: E402
 from tracer.costs.signature import of_call  # noqa: E402
+from tracer.measure import isolated  # noqa: E402
 from tracer.measure.isolated import Wanted, _index_limit, calibrate, missing, resolve  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
 from tracer.record.draft import Draft  # noqa: E402
@@ -120,14 +121,15 @@ def test_indices_stay_within_what_they_index() -> None:
     assert _index_limit(gather) == {"index": 9}
 
 
-def test_what_cannot_run_is_named_with_the_reason() -> None:
+def test_what_cannot_run_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated, "_free_bytes", lambda device: 200_000)
     x = torch.zeros(64, 64)
     good = of_call(aten.mm.default, (x, x), {}, x)
     large = of_call(aten.mm.default, (x.repeat(8, 1), x), {}, x.repeat(8, 1))
     wrong = of_call(aten.mm.default, (x, torch.zeros(3, 3)), {}, x)
     unknown = of_call("aten.no_such_op.default", (x,), {}, x)
     calls = [Wanted(signature=s, created_bytes=16384) for s in (good, large, wrong, unknown)]
-    profile, skipped = calibrate(calls, identity_here("cpu"), "cpu", memory_bytes=100_000)
+    profile, skipped = calibrate(calls, identity_here("cpu"), "cpu")
     assert set(profile.entries) == {good.key}
     assert profile.entries[good.key].events == (64 * 64 * 4,)
     assert "100000 may be used" in skipped[large.key]

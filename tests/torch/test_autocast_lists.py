@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from tests.torch.steps import build_of  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.precision import autocast_lists as lists  # noqa: E402
-from tracer.precision.policy import Autocast, lowered  # noqa: E402
+from tracer.precision.policy import Autocast  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
 from tracer.torch_api import release, storage_expired  # noqa: E402
 from traces.devices import device  # noqa: E402
@@ -104,7 +104,7 @@ def test_the_last_argument_is_cast_first() -> None:
         assert order == [(4,), (4, 3), (2, 3)]
     order.clear()
     with Casts(), BF16.region():
-        lowered((x, weight), {"attn_mask": bias})
+        lists.lowered((x, weight), {"attn_mask": bias})
     assert order == [(4,), (4, 3), (2, 3)]
 
 

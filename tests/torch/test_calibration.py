@@ -59,7 +59,7 @@ def profile(**batches: tuple[int, ...]) -> DeviceProfile:
 
 
 def test_measured_comes_before_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "cpu_events", lambda signature, device: (1024, 256, -1024))
+    monkeypatch.setattr(calibration, "cpu_events", lambda signature: (1024, 256, -1024))
     # Batch b leaves 64 b bytes and uses 10 b meanwhile.
     known = profile(b4=(40, 256, -40), b8=(80, 512, -80))
     told = Costs(profile=known).of(row(batch=4), 256, CPU)
@@ -77,7 +77,7 @@ def test_measurements_that_leave_other_bytes_are_not_believed() -> None:
 
 
 def test_a_trace_counts_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "cpu_events", lambda signature, device: None)
+    monkeypatch.setattr(calibration, "cpu_events", lambda signature: None)
     trace = recorded(load_spec(small_nets.spec("mlp"))).trace
     computing = sum(1 for f in trace.ops.flags if not f & VIEW)
     assert trace.meta.workspace == {NONE: computing}

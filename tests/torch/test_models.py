@@ -20,8 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 from tests.torch import small_nets  # noqa: E402
 from tracer.build.loop import TrainingStep, run_step  # noqa: E402
 from tracer.build.named.models import IMAGE_SIZES, TORCHVISION, TORCHVISION_NAMES, find_model, list_models  # noqa: E402
-from tracer.build.named.torchvision_shim import import_torchvision  # noqa: E402
-from tracer.build.named.vision import classification_loss  # noqa: E402
+from tracer.build.named.vision import classification_loss, import_torchvision  # noqa: E402
 from tracer.build.optimizers import choose_as_on_cuda  # noqa: E402
 from tracer.build.step import BuildStep, load_spec  # noqa: E402
 from tracer.record.step import capture_step, trace_step  # noqa: E402
@@ -229,7 +228,7 @@ def test_which_implementation_torch_takes_on_a_gpu(
         ("bert-base", {"image_size": 3}, "takes no --image-size"),
         ("bert-base", {"seq_len": 513}, "513 is more than its 512 positions"),
         ("gpt2", {"batch_size": 0}, "at least 1"),
-        ("gpt2", {"dropout": 1.0}, "less than 1"),
+        ("gpt2", {"dropout": 1.0}, "below 1"),
         ("gpt2", {"dropout": "much"}, "--dropout 'much' must be a number"),
         ("gpt2", {"dropout": True}, "--dropout True must be a number"),
         ("gpt2", {"dtype": 32}, "--dtype 32 must be a name"),

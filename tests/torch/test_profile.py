@@ -19,7 +19,7 @@ from simulator.core.schedule import build as build_schedule  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
-from tracer.measure.probes import CpuTimer, Names, Silent, settle  # noqa: E402
+from tracer.measure.probes import Probe, Silent, Timer, settle  # noqa: E402
 from tracer.measure.runner import GraphRunner  # noqa: E402
 from tracer.measure.step import measure, typical, with_the_rest  # noqa: E402
 from tracer.measure.stepcode import step_code, takeovers  # noqa: E402
@@ -137,14 +137,14 @@ def test_every_measured_round_must_run_the_recorded_ops(odd: int) -> None:
 def test_a_busy_machine_is_told_of_and_so_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     import tracer.measure.step as profile
 
-    class Slowing(CpuTimer):
+    class Slowing(Timer):
         rounds = 0
 
         def finish(self) -> list[int]:
             Slowing.rounds += 1
             return [1_000_000 * 2**Slowing.rounds for _ in super().finish()]
 
-    monkeypatch.setattr(profile, "CpuTimer", Slowing)
+    monkeypatch.setattr(profile, "Timer", Slowing)
     build = load_spec(small_nets.spec("mlp"))
     said: list[str] = []
     done: list[int] = []
@@ -184,7 +184,7 @@ def test_a_timed_round_runs_the_twins_and_ticks_after_every_op() -> None:
     program = fake.program
     ticks: list[int] = []
     ran = Written()
-    code = step_code(program, in_place, lambda: ticks.append(len(ran.targets)))
+    run_forward, run_backward = step_code(program, in_place, lambda: ticks.append(len(ran.targets)))
     step = build()
     parameters, buffers = dict(step.model.named_parameters()), dict(step.model.named_buffers())
     captured = program.captured
@@ -195,12 +195,12 @@ def test_a_timed_round_runs_the_twins_and_ticks_after_every_op() -> None:
     ]
     with torch.no_grad(), ran:
         given = list(values)
-        outputs, saved = code.forward(given)
+        outputs, saved = run_forward(given)
         assert given == []  # so that each value goes after its last use
         forward = len(ticks)
         given = [*saved, *(torch.ones_like(x) for x in outputs)]
         begun = len(ran.targets)
-        code.backward(given)
+        run_backward(given)
     assert given == []
     expected = [
         str(program_module.inplace_twin(op.node.target) if k in in_place else op.node.target)
@@ -220,9 +220,9 @@ def test_timed_rounds_compute_what_others_do() -> None:
     fake = recorded(build)
     gradients = []
     for probe, in_place in (
-        (Names(), frozenset[int]()),
-        (CpuTimer(), frozenset[int]()),
-        (CpuTimer(), takeovers(fake)),
+        (Probe(), frozenset[int]()),
+        (Timer(), frozenset[int]()),
+        (Timer(), takeovers(fake)),
     ):
         step = build()
         GraphRunner(fake.program, step, in_place=in_place).round(probe)
@@ -234,7 +234,7 @@ def test_a_timer_s_targets_are_the_trace_s() -> None:
     """Two rounds under one timer, each with a time for every op."""
     build = load_spec(small_nets.spec("residual"))
     fake = recorded(build)
-    runner, timer = GraphRunner(fake.program, build(), in_place=takeovers(fake)), CpuTimer()
+    runner, timer = GraphRunner(fake.program, build(), in_place=takeovers(fake)), Timer()
     runner.round(timer)  # the optimizer makes its state
     timer.finish()
     for _ in range(2):
@@ -247,7 +247,7 @@ def test_a_timer_s_targets_are_the_trace_s() -> None:
 def test_a_timer_s_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
     monkeypatch.setattr("tracer.measure.probes.time.perf_counter_ns", lambda: now[0])
-    timer = CpuTimer()
+    timer = Timer()
 
     def passes(ns: int) -> str:
         now[0] += ns

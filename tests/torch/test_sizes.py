@@ -25,7 +25,7 @@ from executor.training.receipt import EXACT, RESIZED, SAVED, SYMBOLIC  # noqa: E
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, program, random_actions, recompute_all, recorded  # noqa: E402
-from tracer.build.named.torchvision_shim import import_torchvision  # noqa: E402
+from tracer.build.named.vision import import_torchvision  # noqa: E402
 from tracer.capture.sizes import Layout, symbolic  # noqa: E402
 from tracer.capture.torch_fixes.symbols import remembered_arithmetic  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402

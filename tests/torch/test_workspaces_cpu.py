@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from tests.torch.cpu_calls import CPU, faked_and_measured, peak, spec, told_and_found  # noqa: E402
+from tests.torch.cpu_calls import faked_and_measured, peak, spec, told_and_found  # noqa: E402
 from tests.torch.steps import build_of, recorded  # noqa: E402
 from tracer.costs.calibration import ELSEWHERE  # noqa: E402
 from tracer.costs.rules_cpu import onednn  # noqa: E402
@@ -31,7 +31,7 @@ def conv(
     x: TensorSpec, w: TensorSpec, y: TensorSpec, *, stride: int = 1, padding: int = 0, groups: int = 1
 ) -> Any:
     args = (x, w, None, (stride,) * 2, (padding,) * 2, (1, 1), False, (0, 0), groups)
-    return cpu_events(Signature(target="aten.convolution.default", args=args, outputs=(y,)), CPU)
+    return cpu_events(Signature(target="aten.convolution.default", args=args, outputs=(y,)))
 
 
 @pytest.mark.usefixtures("avx512")
@@ -81,8 +81,8 @@ def test_what_has_no_rule_has_none() -> None:
     assert conv(spec(2, 16, 4, 4, last=True), w, y) is None
     assert conv(spec(2, 16, 4), spec(16, 16, 3), spec(2, 16, 4)) is None
     args = (x, w, None, (1, 1), (0, 0), (1, 1), True, (0, 0), 1)
-    assert cpu_events(Signature(target="aten.convolution.default", args=args, outputs=(y,)), CPU) is None
-    assert cpu_events(Signature(target="aten.some_new_op.default", args=(x,), outputs=(y,)), CPU) is None
+    assert cpu_events(Signature(target="aten.convolution.default", args=args, outputs=(y,))) is None
+    assert cpu_events(Signature(target="aten.some_new_op.default", args=(x,), outputs=(y,))) is None
 
 
 @pytest.mark.usefixtures("avx512")
@@ -91,7 +91,7 @@ def test_attention_s_tiles() -> None:
     q = spec(2, 3, 197, 64)
     sums = spec(2, 3, 197)
     target = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-    found = cpu_events(Signature(target=target, args=(q, q, q), outputs=(q, sums)), CPU)
+    found = cpu_events(Signature(target=target, args=(q, q, q), outputs=(q, sums)))
     assert found == (302592, 4728, 67328, -67328)
 
 
@@ -103,7 +103,7 @@ def test_products_in_bfloat16_have_a_rule_where_onednn_does_not_make_them(
     mm = Signature(target="aten.mm.default", args=factors, outputs=(spec(68, 64, dtype="bfloat16"),))
     for library, events in ((True, None), (False, (8704,))):
         monkeypatch.setattr(onednn, "bfloat16_in_onednn", lambda library=library: library)
-        assert cpu_events(mm, CPU) == events
+        assert cpu_events(mm) == events
 
 
 def test_rows_shorter_than_a_weight_go_through_columns_without_avx512(
@@ -114,7 +114,7 @@ def test_rows_shorter_than_a_weight_go_through_columns_without_avx512(
     # Rows of 2 under a weight of 3: 16 x 18,432, columns 32 x 9 x 4 x 4, and 256.
     x, w, y = spec(2, 32, 2, 2), spec(64, 32, 3, 3), spec(2, 64, 2, 2)
     args = (y, x, w, (0,), (1, 1), (1, 1), (1, 1), False, (0, 0), 1, (False, True, False))
-    found = cpu_events(Signature(target="aten.convolution_backward.default", args=args, outputs=()), CPU)
+    found = cpu_events(Signature(target="aten.convolution_backward.default", args=args, outputs=()))
     assert found == (73728, 299776, -299776, 73728, -73728)
 
 
@@ -133,11 +133,11 @@ def test_a_trace_says_where_its_rules_hold(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_op_that_overwrites_its_argument_leaves_nothing() -> None:
     x = spec(4, 4)
-    assert cpu_events(Signature(target="aten.add_.Tensor", args=(x, x), outputs=(x,)), CPU) == ()
-    assert cpu_events(Signature(target="aten.mul_.Tensor", args=(x, 0.9), outputs=(x,)), CPU) == ()
-    assert cpu_events(Signature(target="aten.mul.Tensor", args=(x, x), outputs=(x,)), CPU) == (64,)
+    assert cpu_events(Signature(target="aten.add_.Tensor", args=(x, x), outputs=(x,))) == ()
+    assert cpu_events(Signature(target="aten.mul_.Tensor", args=(x, 0.9), outputs=(x,))) == ()
+    assert cpu_events(Signature(target="aten.mul.Tensor", args=(x, x), outputs=(x,))) == (64,)
     mask = spec(4, 4, dtype="bool")
-    assert cpu_events(Signature(target="aten.mul.Tensor", args=(x, mask), outputs=(x,)), CPU) == (64, 64, -64)
+    assert cpu_events(Signature(target="aten.mul.Tensor", args=(x, mask), outputs=(x,))) == (64, 64, -64)
 
 
 class Bottleneck(nn.Module):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracer.torch_api import pytree
+from tracer.torch_api import FakeTensor, pytree
 from traces.errors import SpecError
 
 
@@ -96,6 +96,8 @@ def hidden_tensors(leaf: Any) -> list[torch.Tensor]:
 def _divided(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> SplitBatch:
     if isinstance(batch, Mapping):
         return _split_mapping(model, batch, loss)
+    if isinstance(batch, torch.Tensor):
+        return _split((batch,), {}, loss, ())
     if isinstance(batch, (tuple, list)):
         if not batch:
             raise SpecError("the batch is empty.")
@@ -115,8 +117,6 @@ def _divided(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> S
             return _split((), _named(inputs), loss, (batch[-1],))
         args = tuple(inputs) if len(batch) > 2 else _one_by_one(model, inputs)
         return _split(args, {}, loss, (batch[-1],))
-    if isinstance(batch, torch.Tensor):
-        return _split((batch,), {}, loss, ())
     raise SpecError(
         f"the batch is a {type(batch).__name__}; return a tensor, a tuple such as (inputs, targets), or a "
         "mapping of the model's keyword arguments (of a DataLoader: next(iter(loader)))."
@@ -136,15 +136,12 @@ def _split_mapping(model: nn.Module, batch: Mapping[Any, Any], loss: Callable[..
     if loss is None:
         return _split((), kwargs, None, ())
     parameters = inspect.signature(model.forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        left: dict[str, Any] = {}
-    else:
-        left = {k: v for k, v in kwargs.items() if k not in parameters}
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    left = {k: v for k, v in kwargs.items() if not anything and k not in parameters}
     kwargs = {k: v for k, v in kwargs.items() if k not in left}
     if not kwargs:
-        names = ", ".join(left)
         raise SpecError(
-            f"none of the batch's keys ({names}) is an argument of {type(model).__name__}.forward."
+            f"none of the batch's keys ({', '.join(left)}) is an argument of {type(model).__name__}.forward."
         )
     if not left:
         # forward takes everything; a loss of two arguments can then only mean the batch itself.
@@ -176,14 +173,11 @@ def _split(
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
     """Whether a function can be called with so many positional arguments; yes if it does not say."""
+    called = function.forward if isinstance(function, nn.Module) else function
     try:
-        inspect.signature(function.forward if isinstance(function, nn.Module) else function).bind(
-            *[None] * count
-        )
-    except TypeError:
-        return False
-    except ValueError:
-        return True
+        inspect.signature(called).bind(*[None] * count)
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)
     return True
 
 
@@ -225,11 +219,8 @@ def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
             return pytree.tree_map(move, dict(leaf))
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if fake_mode is not None:
-            from tracer.torch_api import FakeTensor
-
-            if not isinstance(leaf, FakeTensor):
-                leaf = fake_mode.from_tensor(leaf)
+        if fake_mode is not None and not isinstance(leaf, FakeTensor):
+            leaf = fake_mode.from_tensor(leaf)
         return leaf.to(device)
 
     return pytree.tree_map(move, batch)
@@ -237,7 +228,5 @@ def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
 
 def example_count(batch: Any) -> int:
     """The first dimension of the batch's first tensor that has one; 1 if there is none."""
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return int(leaf.shape[0])
-    return 1
+    tensors = (x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim())
+    return next((int(x.shape[0]) for x in tensors), 1)

@@ -1,26 +1,5 @@
-"""A training step from the user's own `build()`.
-
-What `build()` may return
--------------------------
-`(model, batch, loss, optimizer)`, `(model, batch, optimizer)` with the loss inside the model, or a mapping with
-the keys `model`, `batch` and, where there is one, `loss` and `optimizer`. The loss may be None, and so may the
-optimizer: the step then ends with the backward pass. An optimizer class, or any callable that makes an
-optimizer from parameters, will do as well as an optimizer.
-
-`build()` may name any of these parameters and gets what the command line says, else its own default:
-batch_size, seq_len, image_size, dtype, dropout, task, attention, use_cache, optimizer, optimizer_impl, device, amp,
-tf32.
-
-The dtype policy needs nothing of `build()`: `--amp` puts autocast around the model and the loss whatever the function
-names. A function that wants one of its own returns a mapping with the keys `amp` ("bfloat16" or "float16") and, for
-other settings than torch's, `scaler` (a `torch.amp.GradScaler`); `--amp` goes before `amp`.
-
-A function that has a loop of its own returns a mapping with `step`, a function of (model, batch, optimizer) that makes
-one iteration as the loop does: it calls the model that it is given, on what it likes, calls backward and steps the
-optimizer. It may return its loss. Its scaler, if it has one, stands under `scaler`.
-
-How the batch is given to the model: see `tracer.build.batch`. The model is used in the mode that `build()` left it in.
-"""
+"""A training step from the user's own `build()`: what it may return and which parameters it may name is in the manual
+(tracer/README.md, "Your own model")."""
 
 from __future__ import annotations
 
@@ -33,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, cast
@@ -43,7 +22,7 @@ from torch import nn
 
 from tracer.build.context import (
     Conversions,
-    active_fake_mode,
+    detect_fake_mode,
     fake_conversions,
     initialisers_without_values,
     is_fake,
@@ -121,7 +100,7 @@ class BuildFunction(UserStep):
             made = self._unpack(returned)
             model, loss, optimizer = made["model"], made["loss"], made["optimizer"]
             self._check(model, loss)
-            if (mode := active_fake_mode()) is not None:
+            if (mode := detect_fake_mode()) is not None:
                 for module in (model, loss):
                     if isinstance(module, nn.Module):
                         make_fake(module, mode, conversions)
@@ -177,15 +156,10 @@ class BuildFunction(UserStep):
                 f"{self.label}: {flag} was given, but {self.function}() has no parameter {refused[0]!r}; add "
                 f"it to the signature, or leave {flag} out."
             )
-        needed = [
-            n
-            for n in named
-            if parameters[n].default is inspect.Parameter.empty and n not in (*options, "device")
-        ]
-        if needed:
-            listing = ", ".join(sorted(needed))
+        needed = {n for n in named if parameters[n].default is inspect.Parameter.empty}
+        if needed := needed.difference(options, ["device"]):
             raise SpecError(
-                f"{self.label}: {self.function}() needs a value for {listing}; give it a default."
+                f"{self.label}: {self.function}() needs a value for {', '.join(sorted(needed))}; give it a default."
             )
         return {**options, **({"device": device} if anything or "device" in named else {})}
 
@@ -196,11 +170,10 @@ class BuildFunction(UserStep):
         if not isinstance(returned, Mapping):
             size = f" of {len(returned)} values" if isinstance(returned, (tuple, list)) else ""
             raise SpecError(f"{self.label}: it returned a {type(returned).__name__}{size}; {RETURNS}.")
-        unknown = sorted(str(k) for k in returned if k not in KEYS)
-        missing = [k for k in ("model", "batch") if k not in returned]
-        if unknown or missing:
-            what = f"lacks {missing[0]!r}" if missing else f"has the unknown key {unknown[0]!r}"
-            raise SpecError(f"{self.label}: the dict that it returned {what}; {RETURNS}.")
+        wrong = [f"lacks {k!r}" for k in ("model", "batch") if k not in returned]
+        wrong += [f"has the unknown key {k!r}" for k in sorted(str(k) for k in returned if k not in KEYS)]
+        if wrong:
+            raise SpecError(f"{self.label}: the dict that it returned {wrong[0]}; {RETURNS}.")
         given = {**dict.fromkeys(KEYS), **returned}
         scaler, amp = given["scaler"], given["amp"]
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -222,12 +195,8 @@ class BuildFunction(UserStep):
         root = self._root
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if _belongs(f.filename, root)]
-        exact = [f for f in frames if f.filename == str(self.path)]
-        if not (exact or own):
-            return self.label
-        frame = (own or exact)[-1]
-        name = Path(frame.filename).relative_to(root)
-        return f"{name} line {frame.lineno}"
+        own = own or [f for f in frames if f.filename == str(self.path)]
+        return f"{Path(own[-1].filename).relative_to(root)} line {own[-1].lineno}" if own else self.label
 
 
 def _belongs(file: str, directory: Path) -> bool:
@@ -243,14 +212,6 @@ def _needs_values(error: Exception) -> bool:
     return lazy or isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
 
 
-class _FromSource(SourceFileLoader):
-    """Compiles the file at every import. Kept bytecode counts as current if size and second of change are the same."""
-
-    def get_code(self, fullname: str) -> Any:
-        path = self.get_filename(fullname)
-        return self.source_to_code(self.get_data(path), path)
-
-
 def _package(path: Path, text: bytes) -> str:
     """The package that a file is part of, if it imports from it by dots ("from .nets import Net"); else "".
 
@@ -259,23 +220,20 @@ def _package(path: Path, text: bytes) -> str:
     dots = max((n.level for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom)), default=0)
     if not dots:
         return ""
-    depth = 0
-    while (path.parents[depth] / "__init__.py").is_file():
-        depth += 1
-    depth = max(depth, dots)
-    return ".".join(path.parts[-1 - depth : -1])
+    depth = next(k for k, parent in enumerate(path.parents) if not (parent / "__init__.py").is_file())
+    return ".".join(path.parts[-1 - max(depth, dots) : -1])
 
 
 def _import_file(path: Path, package: str = "") -> ModuleType:
-    """Run a Python file as a module of its own, anew each time: as it is, not as bytecode kept from before."""
+    """Run a Python file as a module of its own, anew each time: as it is, not as bytecode of before, which counts
+    as current if size and second of change are the same."""
     name = f"{package}." * bool(package) + f"_lowtide_build_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    loader = SourceFileLoader(name, str(path))
+    module = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=str(path)))
+    module.__file__ = str(path)
     sys.modules[name] = module  # dataclasses and pickle look their module up
     try:
-        spec.loader.exec_module(module)
+        exec(loader.source_to_code(path.read_bytes(), str(path)), vars(module))
     except BaseException:
         del sys.modules[name]
         raise
@@ -306,6 +264,6 @@ def _importable_from(directory: Path) -> Iterator[None]:
 def _make_torchvision_importable() -> None:
     """The user's file may import torchvision, which needs help beside a CPU-only torch."""
     if importlib.util.find_spec("torchvision") is not None:
-        from tracer.build.named.torchvision_shim import import_torchvision
+        from tracer.build.named.vision import import_torchvision
 
         import_torchvision()

@@ -22,21 +22,14 @@ VALUES_ONLY: Final = ("_no_grad_fill_", "_no_grad_normal_", "_no_grad_uniform_",
 MOST_VALUES: Final = 4096  # of a row that keeps them
 
 
-def active_fake_mode() -> Any | None:
-    """The FakeTensorMode that is on at this moment, or None."""
-    return detect_fake_mode()
-
-
 def is_fake() -> bool:
     """Whether tensors made now would be fake."""
-    return active_fake_mode() is not None
+    return detect_fake_mode() is not None
 
 
 def outside_fake_mode() -> Any:
     """A context that switches the fake mode off: for imports, whose constants outlive the mode."""
-    if not is_fake():
-        return nullcontext()
-    return unset_fake_temporarily()
+    return unset_fake_temporarily() if is_fake() else nullcontext()
 
 
 @contextmanager
@@ -108,7 +101,7 @@ def rows_with_values() -> Iterator[None]:
     The rates of stochastic depth are made so: `[x.item() for x in torch.linspace(0, rate, depth)]`. What is taken from
     such a row one by one has its value, too; nothing else has.
     """
-    mode = active_fake_mode()
+    mode: Any = detect_fake_mode()
     if mode is None:
         yield
         return
@@ -139,8 +132,9 @@ class Conversions:
             parameter = self._new[id(parameter)][1]
         return parameter
 
-    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+    def replace(self, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
         self._new[id(old)] = (old, new)
+        return new
 
 
 @contextmanager
@@ -166,8 +160,7 @@ def fake_conversions() -> Iterator[Conversions]:
                 changed = fn(current)
             if changed is not current and _kind(changed) != _kind(current):
                 new = nn.Parameter(changed, requires_grad=current.requires_grad)
-                conversions.replace(current, new)
-                current = new
+                current = conversions.replace(current, new)
             self._parameters[key] = current
         for key, buffer in self._buffers.items():
             if buffer is not None:
@@ -190,10 +183,8 @@ def make_fake(model: nn.Module, mode: Any, conversions: Conversions) -> None:
             if parameter is None:
                 continue
             current = conversions.latest(parameter)
-            if not isinstance(current, FakeTensor):
-                new = mode.from_tensor(current)  # a parameter again, with the same requires_grad
-                conversions.replace(current, new)
-                current = new
+            if not isinstance(current, FakeTensor):  # a parameter again, with the same requires_grad
+                current = conversions.replace(current, mode.from_tensor(current))
             module._parameters[key] = current
         for key, buffer in module._buffers.items():
             if buffer is not None and not isinstance(buffer, FakeTensor):
@@ -206,8 +197,7 @@ def made_with_values(make: Callable[[], nn.Module]) -> nn.Module:
         try:
             return make()
         except DataDependentOutputException:
-            mode = active_fake_mode()
-            if mode is None:
+            if (mode := detect_fake_mode()) is None:
                 raise
     with outside_fake_mode():
         model = make()

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tracer.build.context import active_fake_mode, outside_fake_mode
+from tracer.build.context import detect_fake_mode, outside_fake_mode
 from tracer.build.loop import TrainingStep
 from tracer.build.optimizers import NO_OPTIMIZER, make_optimizer
 from tracer.build.release import hands_over
 from tracer.build.user_step import UserStep
-from tracer.torch_api import is_traceable_wrapper_subclass, pytree
+from tracer.torch_api import is_traceable_wrapper_subclass, pytree, replaced
 from traces.errors import SpecError
 from traces.model_spec import IN_HAND
 
@@ -115,16 +115,10 @@ class InHand(UserStep):
             raise SpecError(
                 f"{self.label}: the scaler is a {type(given).__name__}, not a torch.amp.GradScaler."
             )
+        made = torch.amp.GradScaler(given._device, enabled=given.is_enabled())
         with outside_fake_mode():
-            scale = given.get_scale()
-        return torch.amp.GradScaler(
-            given._device,
-            init_scale=scale,
-            growth_factor=given.get_growth_factor(),
-            backoff_factor=given.get_backoff_factor(),
-            growth_interval=given.get_growth_interval(),
-            enabled=given.is_enabled(),
-        )
+            made.load_state_dict(given.state_dict())
+        return made
 
 
 class _Twins:
@@ -137,7 +131,7 @@ class _Twins:
         self.memo: dict[int, Any] = {}
         self._label = label
         self._device = torch.device(device)
-        self._mode = active_fake_mode()
+        self._mode = detect_fake_mode()
         self._storages: dict[int, torch.UntypedStorage] = {}  # by the address of the real one
 
     def add(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -188,20 +182,15 @@ class _Twins:
         They are constants of the model. Under a fake mode they are left where they are, since nothing writes into real
         tensors there; one on another device has a fake twin.
         """
-        originals = [(kind, kind.__deepcopy__) for kind in (torch.Tensor, nn.Parameter)]
 
         def deepcopy(x: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
             here = self._mode is not None and x.device.type == self._device.type
             own = x if isinstance(x, nn.Parameter) else x.detach()
             return x if here else self.add(own, "a tensor of the model")
 
-        for kind, _ in originals:
-            kind.__deepcopy__ = deepcopy
-        try:
+        tensor, parameter = (replaced(kind, __deepcopy__=deepcopy) for kind in (torch.Tensor, nn.Parameter))
+        with tensor, parameter:
             yield
-        finally:
-            for kind, original in originals:
-                kind.__deepcopy__ = original
 
     def batch(self, batch: Any) -> Any:
         """The batch, with tensors that a real step may write into."""
@@ -218,9 +207,10 @@ def _culprit(what: str, value: Any, memo: dict[int, Any]) -> str:
     """Which attribute of a value cannot be copied, the innermost module's first."""
     modules = list(value.named_modules()) if isinstance(value, nn.Module) else [("", value)]
     for path, module in reversed(modules):
-        for name, attribute in vars(module).items() if hasattr(module, "__dict__") else ():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
+        own = vars(module) if hasattr(module, "__dict__") else {}
+        for name, attribute in (
+            (k, v) for k, v in own.items() if k not in ("_parameters", "_buffers", "_modules")
+        ):
             try:
                 copy.deepcopy(attribute, dict(memo))
             except Exception:

@@ -48,7 +48,6 @@ class WithLoss(nn.Module):
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_inputs: tuple[Any, ...]
     ) -> torch.Tensor:
-        """The loss of `model(*args, **kwargs)`; SpecError if it is not a scalar."""
         return scalar(self.loss(self.model(*args, **kwargs), *loss_inputs), type(self.model).__name__)
 
 

@@ -79,7 +79,6 @@ def run_step(
     Each of several parts that accumulate gradients runs on the same batch, and its loss is divided by their number.
 
     Args:
-        step: what to run.
         model: `step.model`, or what stands in for it.
         optimizer: None leaves the parameters as they are.
         on_phase: told when forward, backward and the optimizer begin; None: nobody is.
@@ -119,12 +118,7 @@ def run_step(
     return loss
 
 
-def _run_own(
-    step: TrainingStep,
-    model: Callable[..., Any],
-    optimizer: torch.optim.Optimizer | None,
-    on_phase: Callable[[str], None] | None,
-) -> torch.Tensor | None:
+def _run_own(step: TrainingStep, model: Any, optimizer: Any, on_phase: Any) -> torch.Tensor | None:
     assert step.own is not None
     given = model if isinstance(model, nn.Module) else stand_in(step.model, model)
     with contextlib.ExitStack() as around:

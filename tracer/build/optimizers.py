@@ -63,7 +63,7 @@ def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
     are: torch/optim, `_default_to_fused_or_foreach` and its callers.
     """
     for group in optimizer.param_groups:
-        undecided = "foreach" in group and group["foreach"] is None and group.get("fused") is None
+        undecided = group.get("foreach", False) is None and group.get("fused") is None
         looped = isinstance(optimizer, torch.optim.Adam) and isinstance(group["lr"], torch.Tensor)
         if undecided and not group.get("differentiable") and (not looped or group["capturable"]):
             group["foreach"] = True

@@ -21,10 +21,6 @@ def released(optimizer: torch.optim.Optimizer, tell: Callable[[str], None]) -> I
     """In the body, backward steps each of the optimizer's parameters once its gradient is accumulated, and frees that.
 
     The state, and the groups with their learning rates, stay the one optimizer's, so checkpoints and schedulers do.
-
-    Args:
-        optimizer: called for one parameter at a time.
-        tell: told that the optimizer's phase begins, and backward's again.
     """
 
     def step(p: torch.Tensor, group: dict[str, Any]) -> None:
@@ -54,20 +50,23 @@ def released(optimizer: torch.optim.Optimizer, tell: Callable[[str], None]) -> I
 
 def check_release(name: str, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
     """Raise SpecError if the steps of a step's parameters cannot run one by one in its backward."""
-    why = ""
+    why, kind = "", type(optimizer).__name__
     if optimizer is None:
         why = "there is no optimizer, whose steps would run in backward"
     elif scaler is not None:
         why = "a gradient scaler looks at all gradients for an overflow before any step; use bfloat16, or no autocast"
-    else:
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        kind = type(optimizer).__name__
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            why = f"{kind} wants a closure, which runs the model again, and steps all parameters together"
-        elif any(group.get("max_grad_norm") for group in optimizer.param_groups):
-            why = f"{kind} clips by the norm of all gradients (max_grad_norm)"
+    elif needs_closure(optimizer):
+        why = f"{kind} wants a closure, which runs the model again, and steps all parameters together"
+    elif any(group.get("max_grad_norm") for group in optimizer.param_groups):
+        why = f"{kind} clips by the norm of all gradients (max_grad_norm)"
     if why:
         raise SpecError(f"{name}: {OPTION} cannot be: {why}.")
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step runs the model itself, as that of LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def hands_over(parameters: Iterable[torch.Tensor]) -> bool:

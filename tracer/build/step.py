@@ -126,9 +126,6 @@ def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on:
     """A step that runs as its options say, or where they say nothing, as its build function asks.
 
     Args:
-        step: as it was built.
-        policy: what `parse_around` returned.
-        device: where the step's tensors are.
         as_on: "cuda" if CPU tensors stand for those of a GPU.
     """
     import torch

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException
+from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException, replaced
 from traces.errors import CaptureError, LowtideError, OutOfMemoryProblem, SpecError, is_out_of_memory
 
 # Directories whose frames are not the user's: torch's, and Lowtide's own rooms.
@@ -85,20 +85,13 @@ def _memory(error: Exception, name: str) -> OutOfMemoryProblem | None:
 @contextlib.contextmanager
 def without_torch_log() -> Iterator[None]:
     """Keep torch from logging a traceback of an error on fake tensors, which is explained here in a sentence."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    log.disabled = True
-    try:
+    with replaced(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True):
         yield
-    finally:
-        log.disabled = before
 
 
 def explain(error: BaseException, model: nn.Module) -> BaseException:
     """A CaptureError that names the op and the line of the user's code; foreign errors keep their text."""
-    if isinstance(error, CaptureError):
-        return error
-    return _in_words(error, type(model).__name__)
+    return error if isinstance(error, CaptureError) else _in_words(error, type(model).__name__)
 
 
 def _in_words(error: BaseException, name: str) -> CaptureError:
@@ -106,7 +99,7 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
     frames = traceback.extract_tb(error.__traceback__)
     if any(frame.filename.startswith(_DISTRIBUTIONS) for frame in frames):
         line += ", where a distribution checks its arguments; validate_args=False leaves that out"
-    if any(frame.name == "_detect_is_causal_mask" and _stacks(frame.filename) for frame in frames):
+    if any(f.name == "_detect_is_causal_mask" and f.filename == f"{_LAYERS}transformer.py" for f in frames):
         line += (
             ", where torch asks whether a mask is causal; is_causal=True or False in the call (tgt_is_causal, "
             "memory_is_causal) tells it, and it knows of nn.Transformer.generate_square_subsequent_mask in forward"
@@ -120,10 +113,6 @@ def _in_words(error: BaseException, name: str) -> CaptureError:
             "branch by torch.where or by a Python value that is known beforehand."
         )
     return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {_first_line(error)}{line}.")
-
-
-def _stacks(file: str) -> bool:
-    return file.startswith(_LAYERS) and Path(file).name == "transformer.py"
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,23 +12,21 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from tracer.build.batch import example_count, split_batch, to_device
-from tracer.build.context import active_fake_mode
 from tracer.build.loop import TrainingStep, with_first_call
 from tracer.build.loop_options import LOOP_OPTIONS
 from tracer.build.user_errors import blame
-from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException
+from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException, detect_fake_mode
 from traces.errors import CaptureError, LowtideError, SpecError
 
 
-class UserStep(ABC):
+class UserStep:
     """What steps from a function and steps of objects in hand have in common. `label` begins every message."""
 
     __slots__ = ()
 
     @property
-    @abstractmethod
     def label(self) -> str:
-        """What messages call it."""
+        raise NotImplementedError
 
     def _where(self, error: BaseException) -> str:
         """Where the user's code failed, as a message begins."""
@@ -63,11 +60,10 @@ class UserStep(ABC):
         device: str,
         own: Any = None,
     ) -> TrainingStep:
-        mode = active_fake_mode()
-        if mode is None:
-            model.to(device)
-            if isinstance(loss, nn.Module):
-                loss.to(device)
+        mode = detect_fake_mode()
+        for module in (model, loss):
+            if mode is None and isinstance(module, nn.Module):
+                module.to(device)
         with self._explained("the batch could not be prepared"):
             batch = to_device(batch, device, mode)
         step = TrainingStep(
@@ -80,9 +76,7 @@ class UserStep(ABC):
             batch_size=int(options.get("batch_size") or example_count(batch)),
             name=self.label,
             options=dict(options),
-            loss_parameters={f"loss.{n}": p for n, p in loss.named_parameters()}
-            if isinstance(loss, nn.Module)
-            else {},
+            loss_parameters={f"loss.{n}": p for n, p in _named_parameters(loss)},
         )
         if own is not None:
             return self._own_step(replace(step, own=own, batch=batch), fake=mode is not None)
@@ -121,9 +115,7 @@ class UserStep(ABC):
                 raise SpecError(
                     f"{self.label}: the optimizer's function returned a {type(optimizer).__name__}."
                 )
-        known = {id(p) for p in model.parameters()}
-        if isinstance(loss, nn.Module):
-            known |= {id(p) for p in loss.parameters()}
+        known = {id(p) for _, p in (*_named_parameters(model), *_named_parameters(loss))}
         strangers = sum(id(p) not in known for g in optimizer.param_groups for p in g["params"])
         if strangers:
             raise SpecError(
@@ -148,3 +140,8 @@ class UserStep(ABC):
             # torch's messages go on with the signatures that it knows
             said = (str(error).strip().splitlines() or [""])[0]
             raise SpecError(f"{self._where(error)}: {what}: {type(error).__name__}: {said}") from error
+
+
+def _named_parameters(module: Any) -> list[tuple[str, nn.Parameter]]:
+    """Those of a module, or of a loss that is one."""
+    return list(module.named_parameters()) if isinstance(module, nn.Module) else []

@@ -54,22 +54,18 @@ class _Value:
     def __bool__(self) -> bool:
         return self.looks.answer(self.x, self.error)
 
-    def __float__(self) -> float:
+    def __float__(self) -> Any:
         raise self.error
 
-    __int__ = __index__ = __float__
+    __int__ = __index__ = __hash__ = __float__
 
-    def __format__(self, spec: str) -> str:
+    def __repr__(self, _spec: str = "") -> str:
         return "?"
 
-    def __repr__(self) -> str:
-        return "?"
+    __format__ = __repr__
 
     def __round__(self, digits: int | None = None) -> _Value:
         return self
-
-    def __hash__(self) -> int:
-        raise self.error
 
 
 def _passing_on(name: str) -> Callable[..., _Value]:
@@ -173,10 +169,6 @@ class _Ops(TorchDispatchMode):
 
 def settle(model: nn.Module, run: Callable[[], object]) -> None:
     """Find out which way each line goes on that looks at data; `looking` answers so from then on.
-
-    Args:
-        model: whose lines.
-        run: the forward pass, on fake tensors.
 
     Raises:
         Exception: a line is a branch: its two ways run different ops, or one of them needs data that is not there; the

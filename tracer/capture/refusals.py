@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from tracer.build.loop import TrainingStep
+from tracer.build.release import needs_closure
 from tracer.torch_api import top_saved_tensors_default_hooks
 from traces.errors import CaptureError, OptimizerError
 
@@ -44,11 +44,8 @@ def check_capturable(model: nn.Module) -> None:
                 f"{type(model).__name__} cannot be captured: {where} is a TorchScript module, whose code is not "
                 "Python's. Use the module that was scripted."
             )
-        if (
-            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            and module.sparse
-            and module.weight.requires_grad
-        ):
+        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if embeds and module.sparse and module.weight.requires_grad:
             raise CaptureError(
                 f"{type(model).__name__} cannot be captured: {where} ({type(module).__name__}) has gradients of the "
                 "layout torch.sparse_coo, whose size depends on data. Only dense tensors can be planned; give it "
@@ -67,10 +64,7 @@ def check_step(step: TrainingStep) -> None:
             )
     if not any(p.requires_grad for p in step.model.parameters()):
         raise CaptureError(f"{step.name}: no parameter requires a gradient, so there is no backward to plan.")
-    if step.optimizer is None:
-        return
-    closure = inspect.signature(step.optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if step.optimizer is not None and needs_closure(step.optimizer):
         raise OptimizerError(
             f"{step.name}: {type(step.optimizer).__name__} runs forward and backward itself, as often as it likes, "
             "through a closure; a trace is of one forward, one backward and one step. Use another optimizer, or plan "

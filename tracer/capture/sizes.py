@@ -37,17 +37,16 @@ class Layout:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Layout:
-        return cls(
-            shape=tuple(x.shape),
-            stride=x.stride(),
-            dtype=x.dtype,
-            device=x.device,
-            requires_grad=x.requires_grad,
-        )
+        rest = {"dtype": x.dtype, "device": x.device, "requires_grad": x.requires_grad}
+        return cls(shape=tuple(x.shape), stride=x.stride(), **rest)
 
-    def made(self) -> torch.Tensor:
+    def made(self, known: Known | None = None) -> torch.Tensor:
+        """A tensor that lies so, at sizes that are known."""
+        shape, stride = self.shape, self.stride
+        if known is not None:
+            shape, stride = (tuple(number(n, known) for n in ns) for ns in (shape, stride))
         return torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
+            shape, stride, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
         )
 
 
@@ -73,9 +72,8 @@ class Sizes:
             for n, a, b in zip(given.shape, mine.stride, given.stride, strict=True):
                 if n != 1 and number(a, known) != b:
                     return None
-        if all(guard.expr.xreplace(known) == True for guard in self.mode.shape_env.guards):  # noqa: E712  # sympy's
-            return known
-        return None
+        held = all(guard.expr.xreplace(known) == True for guard in self.mode.shape_env.guards)  # noqa: E712  # sympy's
+        return known if held else None
 
 
 def symbolic(calls: Sequence[Sequence[Layout]]) -> Sizes:
@@ -135,13 +133,7 @@ def at(x: torch.Tensor, known: Known) -> torch.Tensor:
     if all(isinstance(n, int) for n in (*x.shape, *x.stride())):
         return x
     with x.fake_mode:
-        return torch.empty_strided(
-            [number(n, known) for n in x.shape],
-            [number(n, known) for n in x.stride()],
-            dtype=x.dtype,
-            device=x.device,
-            requires_grad=x.requires_grad,
-        )
+        return Layout.of(x).made(known)
 
 
 def with_numbers(captured: Captured, sizes: Sizes) -> Captured:

@@ -185,7 +185,7 @@ class _Before:
         for path, attributes in self.own.items():
             for name, value in attributes.items():
                 if name not in (*SLOTS, *REFERENCES) and not name.endswith("_hooks"):
-                    self._copy(f"self.{name}" + (f" of {path}" if path else ""), value, 0)
+                    self._copy(_named(name, path), value, 0)
         self.around: dict[str, Any] = model.around() if isinstance(model, WithLoss) else {}
         for name, value in self.around.items():
             self._copy(name, value, 0)
@@ -215,22 +215,19 @@ class _Before:
                 for name, now in vars(module)[kind].items():
                     if now is before.get(name):
                         continue
-                    what = f"self.{name}" + (f" of {path}" if path else "")
-                    line = lines.get((id(module), name), "")
+                    what = _named(name, path) + lines.get((id(module), name), "")
                     old = before.get(name)
                     if kind != "_buffers" or old is None:
-                        noun = {"_buffers": "buffer", "_parameters": "parameter", "_modules": "module"}[kind]
+                        noun = kind[1:-1]
                         raise self._refused(
-                            f"makes or replaces the {noun} {what}{line} (by self.register_{noun} or by setting it), "
+                            f"makes or replaces the {noun} {what} (by self.register_{noun} or by setting it), "
                             "which a graph cannot. Call the model once before it is traced, or make it in __init__"
                         )
                     if not isinstance(now, torch.Tensor) or now.shape != old.shape or now.dtype != old.dtype:
-                        raise self._refused(
-                            f"puts something of another shape or type in the buffer {what}{line}"
-                        )
+                        raise self._refused(f"puts something of another shape or type in the buffer {what}")
                     if now.requires_grad:
                         raise self._refused(
-                            f"puts a tensor with its gradient's graph in the buffer {what}{line}, which would grow "
+                            f"puts a tensor with its gradient's graph in the buffer {what}, which would grow "
                             "from step to step; detach it"
                         )
                     with torch.no_grad():
@@ -247,7 +244,7 @@ class _Before:
                     continue
                 if lines.get((id(module), name)) is DERIVED:
                     continue
-                what = f"self.{name}" + (f" of {path}" if path else "") + lines.get((id(module), name), "")
+                what = _named(name, path) + lines.get((id(module), name), "")
                 if not _settable(new):
                     raise self._refused(
                         f"leaves what it computed, or another object of its own, in {what}. A planned step does not "
@@ -286,16 +283,10 @@ class _Before:
 
     def put_back(self) -> None:
         for path, module in self.modules.items():
-            for kind, before in self.slots[path].items():
-                slots = self.own[path][kind]
-                if any(slots.get(k) is not x for k, x in before.items()) or len(slots) != len(before):
-                    slots.clear()
-                    slots.update(before)
-            then = self.own[path]
-            now: dict[str, Any] = module.__dict__
-            if len(now) != len(then) or any(now.get(k, _NONE) is not x for k, x in then.items()):
-                now.clear()
-                now.update(then)
+            own = self.own[path]
+            for now, then in (*((own[k], x) for k, x in self.slots[path].items()), (vars(module), own)):
+                if len(now) != len(then) or any(now.get(k, _NONE) is not x for k, x in then.items()):
+                    _refill(now, then)
         for _, container, copy in self.containers.values():
             if not _same_items(container, copy):
                 _refill(container, copy)
@@ -308,11 +299,11 @@ class _Before:
         return CaptureError(f"{type(self.model).__name__} cannot be captured: its forward {what}.")
 
 
-class _Nothing:
-    pass
+_NONE: Final = object()
 
 
-_NONE: Final = _Nothing()
+def _named(attribute: str, path: str) -> str:
+    return f"self.{attribute} of {path}" if path else f"self.{attribute}"
 
 
 def reads_seen(
@@ -398,19 +389,13 @@ def _refill(container: Any, copy: Any) -> None:
     (container.extend if isinstance(container, list | deque) else container.update)(copy)
 
 
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(
-        value, bool | int | float | complex | str | bytes | torch.Size | torch.dtype | torch.device
-    )
-
-
 def _settable(value: Any) -> bool:
     """Whether a value is data that says all of itself: a scalar, or a tuple, list or dict of such."""
-    if isinstance(value, tuple | list):
-        return all(map(_settable, value))
-    if isinstance(value, dict):
-        return all(map(_settable, value.values()))
-    return _plain(value)
+    if isinstance(value, tuple | list | dict):
+        return all(map(_settable, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(
+        value, int | float | complex | str | bytes | torch.dtype | torch.device
+    )
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -442,9 +427,8 @@ def _lines_noted(lines: dict[tuple[int, str], str]) -> Iterator[None]:
 def _python_state() -> dict[str, tuple[Callable[[], Any], Any]]:
     """The generators of Python and NumPy: how to ask for their states, and these now."""
     asked: dict[str, Callable[[], Any]] = {"Python (the module random)": random.getstate}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state = numpy.random.get_state
+    if "numpy" in sys.modules:
+        state = sys.modules["numpy"].random.get_state
         asked["NumPy (numpy.random)"] = lambda: (state()[2], state()[1].tobytes())
     return {name: (ask, ask()) for name, ask in asked.items()}
 
@@ -508,10 +492,9 @@ def _watched(hook: Any, owner: str) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         held = [(x, _shallow(x)) for x in _held(hook)]
         out = hook(*args, **kwargs)
-        changed = any(not _same_items(x, copy) for x, copy in held)
-        for x, copy in held:
-            if not _same_items(x, copy):
-                _refill(x, copy)
+        changed = [(x, copy) for x, copy in held if not _same_items(x, copy)]
+        for x, copy in changed:
+            _refill(x, copy)
         if changed or (out is None and _package(hook) not in FRAMEWORKS):
             code = getattr(hook, "__code__", None)
             line = f" (at {code.co_filename}:{code.co_firstlineno})" if code else ""

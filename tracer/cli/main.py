@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def run_model(
     if shapes is not None:
         record_shapes(model, shapes, output, force, used, options, out)
         return
-    where = output or Path(default_name(model, {k: v for k, v in options.items() if v is not None}))
+    where = output or Path(default_name(model, options))
     store.check_place(where, force=force)
 
     def round_done(done: int) -> None:
@@ -118,7 +119,8 @@ def run_model(
 
 def default_name(model: str, options: dict[str, Any]) -> str:
     """A directory name for a trace: the model, and b for batch, s for sequence."""
-    return "-".join(filter(None, [short_name(model), label(options)]))
+    given = {k: v for k, v in options.items() if v is not None}
+    return "-".join(filter(None, [short_name(model), label(given)]))
 
 
 def record_shapes(
@@ -143,20 +145,16 @@ def record_shapes(
         raise SpecError("--shapes records on fake tensors; leave --device and --calibrate out.")
     asked = Shapes.parse(text)
     sizes = asked.looked_at()
-    where = output or Path(
-        f"{default_name(model, {k: v for k, v in options.items() if v is not None})}-shapes"
-    )
+    where = output or Path(f"{default_name(model, options)}-shapes")
     places = [where / label(s) for s in sizes]
     for place in places:
         store.check_place(place, force=force)
     del options["warmup"]
-    done = 0
+    done = count(1)
 
     def each(k: int, record: Any) -> None:
-        nonlocal done
-        done += 1
         store.save(record, places[k], force=force)
-        out.say(f"{done} of {len(sizes)}: {in_words(sizes[k])}")
+        out.say(f"{next(done)} of {len(sizes)}: {in_words(sizes[k])}")
 
     with stdout_free(out.as_json):
         unwrap(api.trace_shapes)(model, sizes, each, profile=profile, **options)

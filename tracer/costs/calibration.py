@@ -7,6 +7,7 @@ count.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from tracer.costs.roofline import op_time_ns, uses_tf32
@@ -50,10 +51,8 @@ class Costs:
         """The cost of an op.
 
         Args:
-            row: the op, with its signature.
             created_bytes: of the storages that it creates, which its events must sum to. What says otherwise does
                 not describe this call, and the next source is asked.
-            device: the target.
         """
         if row.flags & VIEW:
             return Cost(time_ns=0, events=(), source="")
@@ -61,34 +60,21 @@ class Costs:
             entry = self.profile.entries.get(row.signature.key)
             if entry is not None and _leaves(entry.events, created_bytes):
                 return Cost(time_ns=entry.time_ns, events=entry.events, source=MEASURED)
-        by_rule = _by_rule(row, created_bytes, device)
         tf32 = uses_tf32(row.target) if self.tf32 is None else self.tf32
         time_ns = op_time_ns(row.flops, row.bytes_moved, row.dtype, device, tf32=tf32)
-        if by_rule is not None:
-            elsewhere = device.kind == "cpu" and onednn.block() != 16
-            source = ELSEWHERE if elsewhere else RULES
-            if device.kind == "cuda" and row.target in CUDNN_DECIDES:
-                source = NONE  # of what cuDNN asks for besides
-            return Cost(time_ns=time_ns, events=by_rule, source=source)
-        return Cost(time_ns=time_ns, events=(), source=NONE)
-
-
-def _by_rule(row: OpRow, created_bytes: int, device: Device) -> tuple[int, ...] | None:
-    """What the rules say of an op; None: nothing, or what does not fit this call."""
-    if row.signature is None:
-        return None
-    if device.kind == "cpu":
-        events = cpu_events(row.signature, device)
-    else:
-        events = rule_events(row.signature, device, release())
-    return events if events is not None and _leaves(events, created_bytes) else None
+        events = None
+        if row.signature is not None:
+            on_cpu = device.kind == "cpu"
+            events = cpu_events(row.signature) if on_cpu else rule_events(row.signature, device, release())
+        if events is None or not _leaves(events, created_bytes):
+            return Cost(time_ns=time_ns, events=(), source=NONE)
+        source = ELSEWHERE if device.kind == "cpu" and onednn.block() != 16 else RULES
+        if device.kind == "cuda" and row.target in CUDNN_DECIDES:
+            source = NONE  # of what cuDNN asks for besides
+        return Cost(time_ns=time_ns, events=events, source=source)
 
 
 def _leaves(events: tuple[int, ...], created_bytes: int) -> bool:
     """Whether events end at the bytes that the op creates, and never free what they have not allocated."""
-    live = 0
-    for event in events:
-        live += event
-        if live < 0:
-            return False
-    return live == created_bytes
+    live = list(accumulate(events, initial=0))
+    return min(live) >= 0 and live[-1] == created_bytes

@@ -43,7 +43,6 @@ def cublas_workspace_bytes(device: Device, release: tuple[int, int]) -> int:
     """The buffer of one cuBLAS handle. `CUBLAS_WORKSPACE_CONFIG` (":KiB:count", several) decides where it is set.
 
     Args:
-        device: the GPU.
         release: of torch, as (2, 13).
     """
     sizes = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
@@ -85,8 +84,6 @@ def library_storages(
     """The buffers that stay, as storages that exist throughout the step.
 
     Args:
-        ops: of the whole step.
-        device: the GPU; a CPU has none.
         release: of torch, as (2, 13).
     """
     if device.kind != "cuda" or not stays(release):

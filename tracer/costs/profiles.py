@@ -5,9 +5,11 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from statistics import median_high
+from typing import Any, Final
 
 from tracer.costs.calibration import Cost
 from tracer.costs.rows import OpRow
@@ -15,12 +17,7 @@ from traces.devices import Device, devices
 from traces.errors import TraceError
 from traces.provenance import provenance_of
 from traces.records import device_profile as store
-from traces.records.device_profile import (
-    DeviceProfile,
-    Entry,
-    Identity,
-    LibraryWorkspace,
-)
+from traces.records.device_profile import DeviceProfile, Entry, Identity, LibraryWorkspace
 from traces.records.trace import VIEW
 
 # Words in a GPU's name that make it another board than the one of the plain name.
@@ -42,61 +39,47 @@ def identity_here(device: str) -> Identity:
 
     if device.startswith("cuda"):
         name = torch.cuda.get_device_name(device)
-        return Identity(
-            device=name, kind="cuda", target=board_of(name), torch_version=_release(), flags=_gpu_flags()
-        )
-    capability = torch.backends.cpu.get_cpu_capability()
-    return Identity(
-        device=f"{processor()}, {capability}",
-        kind="cpu",
-        target="cpu",
-        torch_version=_release(),
-        flags={
-            "threads": str(torch.get_num_threads()),
-            "mkldnn": str(torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)),
-            "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-        },
-    )
+        return _gpu(name, board_of(name))
+    flags = {
+        "threads": torch.get_num_threads(),
+        "mkldnn": torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    return _identity(f"{processor()}, {torch.backends.cpu.get_cpu_capability()}", "cpu", "cpu", flags)
 
 
 def identity_wanted(target: Device, tf32: bool | None = None) -> Identity:
     """Whose measurements a fake trace for `target` would like: this processor's, or such a GPU's, with the flags that
     torch has here; `tf32` sets those of TF32."""
-    if target.kind == "cpu":
-        return identity_here("cpu")
-    flags = _gpu_flags()
-    if tf32 is not None:
-        flags |= {"tf32_matmul": str(tf32), "tf32_cudnn": str(tf32)}
-    return Identity(device="", kind=target.kind, target=target.name, torch_version=_release(), flags=flags)
+    return identity_here("cpu") if target.kind == "cpu" else _gpu("", target.name, tf32)
 
 
-def _release() -> str:
+def _gpu(name: str, board: str, tf32: bool | None = None) -> Identity:
     import torch
 
-    return str(torch.__version__).partition("+")[0]
-
-
-def _gpu_flags() -> dict[str, str]:
-    import torch
-
-    return {
-        "tf32_matmul": str(torch.backends.cuda.matmul.allow_tf32),
-        "tf32_cudnn": str(torch.backends.cudnn.allow_tf32),
-        "benchmark": str(torch.backends.cudnn.benchmark),
-        "deterministic": str(
-            torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-        ),
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    flags = {
+        "tf32_matmul": matmul.allow_tf32 if tf32 is None else tf32,
+        "tf32_cudnn": cudnn.allow_tf32 if tf32 is None else tf32,
+        "benchmark": cudnn.benchmark,
+        "deterministic": cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
     }
+    return _identity(name, "cuda", board, flags)
+
+
+def _identity(device: str, kind: str, target: str, flags: dict[str, Any]) -> Identity:
+    import torch
+
+    version, words = str(torch.__version__).partition("+")[0], {k: str(v) for k, v in flags.items()}
+    return Identity(device=device, kind=kind, target=target, torch_version=version, flags=words)
 
 
 def processor() -> str:
     """The name of this machine's processor."""
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return " ".join(line.partition(":")[2].split())
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
@@ -161,7 +144,6 @@ def profile_of(
 
     Args:
         rows, costs: by op id.
-        identity: whose measurements these are.
         samples: timed rounds.
         workspaces: what libraries were seen to keep.
     """
@@ -171,10 +153,7 @@ def profile_of(
             calls.setdefault(row.signature.key, []).append(cost)
     entries = {
         key: entry_of(
-            same[0].events,
-            sorted(cost.time_ns for cost in same)[len(same) // 2],
-            samples * len(same),
-            identity,
+            same[0].events, median_high(cost.time_ns for cost in same), samples * len(same), identity
         )
         for key, same in calls.items()
     }

@@ -39,9 +39,7 @@ def op_time_ns(flops: int, bytes_moved: int, dtype: str, device: Device, *, tf32
 
     Args:
         flops: floating-point operations, a multiplication and an addition counted as two.
-        bytes_moved: bytes read plus bytes written.
         dtype: what it computes in, as torch names it ("float32").
-        device: see `traces.devices`.
         tf32: whether float32 is computed on TF32 tensor cores where the device has them; see `uses_tf32`.
 
     Counts: max(flops / (0.7 * peak), bytes / (0.8 * bandwidth)) + launch. Ignores: see the module's docstring.

@@ -94,12 +94,7 @@ class Signature:
 
 
 def of_call(func: Any, args: Any, kwargs: Any, out: Any) -> Signature:
-    """The signature of a call that has been made.
-
-    Args:
-        func: an `OpOverload`.
-        args, kwargs, out: what it took and gave; tensors may be fake.
-    """
+    """The signature of a call that has been made."""
     outputs = out if isinstance(out, (tuple, list)) else (out,)
     return Signature(
         target=str(func),

@@ -71,22 +71,12 @@ class Table:
             return tuple(_rule(row) for row in tomllib.load(file)["rule"])
 
     @cached_property
-    def _by_target(self) -> dict[str, Rule | None]:
-        return {}
-
-    def rule_for(self, target: str) -> Rule | None:
-        """The row that decides about an op."""
-        if target not in self._by_target:
-            self._by_target[target] = next((rule for rule in self.rules if rule.matches(target)), None)
-        return self._by_target[target]
+    def rule_for(self) -> Callable[[str], Rule | None]:
+        """By an op's name the row that decides about it."""
+        return cache(lambda target: next((rule for rule in self.rules if rule.matches(target)), None))
 
     def events(self, signature: Signature, **values: Any) -> Events | None:
-        """What the call allocates (+bytes) and frees (-bytes), in order; None: no rule says.
-
-        Args:
-            signature: the call.
-            values: more names for the formulas.
-        """
+        """What the call allocates (+bytes) and frees (-bytes), in order; None: no rule says."""
         rule = self.rule_for(signature.target)
         return None if rule is None else _events(rule, signature, {**self.functions, **values})
 

@@ -22,23 +22,9 @@ import torch
 from tracer.costs.profiles import entry_of
 from tracer.costs.signature import DEVICE, Signature, TensorSpec
 from tracer.costs.table import resolve
-from tracer.measure.probes import (
-    CpuMarker,
-    CpuTimer,
-    CudaHistory,
-    CudaTimer,
-    Probe,
-    Timer,
-    cpu_allocations,
-    settle,
-)
+from tracer.measure.probes import CudaHistory, CudaTimer, Probe, Timer, cpu_allocations, settle
 from tracer.record.draft import Draft
-from traces.records.device_profile import (
-    DeviceProfile,
-    Entry,
-    Identity,
-    LibraryWorkspace,
-)
+from traces.records.device_profile import DeviceProfile, Entry, Identity, LibraryWorkspace
 from traces.records.trace import VIEW
 
 RUNS: Final = 3  # timed runs of each op, after one that warms up
@@ -68,35 +54,19 @@ def missing(draft: Draft, profile: DeviceProfile | None) -> list[Wanted]:
     return list(found.values())
 
 
-def calibrate(
-    wanted: list[Wanted],
-    identity: Identity,
-    device: str,
-    *,
-    memory_bytes: int | None = None,
-) -> tuple[DeviceProfile, dict[str, str]]:
-    """Run every call alone; returns what was measured and, by signature's key, why the others could not run.
-
-    Args:
-        wanted: see `missing`.
-        identity: whose measurements these are.
-        device: "cpu" or "cuda".
-        memory_bytes: an op whose tensors take more is skipped; default: half of what is free.
-    """
-    limit = memory_bytes if memory_bytes is not None else _free_bytes(device) // 2
+def calibrate(wanted: list[Wanted], identity: Identity, device: str) -> tuple[DeviceProfile, dict[str, str]]:
+    """Run every call alone; returns what was measured and, by signature's key, why the others could not run, such as
+    one whose tensors take more than half of what is free."""
+    limit = _free_bytes(device) // 2
     entries: dict[str, Entry] = {}
     skipped: dict[str, str] = {}
     kept: list[LibraryWorkspace] = []
     pool = _Pool(device)
     for start in range(0, len(wanted), TOGETHER):
-        chunk: list[_Call] = []
-        for item in wanted[start : start + TOGETHER]:
-            call = _Call(item, pool)
-            reason = call.try_out(limit)
-            if reason:
-                skipped[item.signature.key] = reason
-            else:
-                chunk.append(call)
+        calls = [_Call(item, pool) for item in wanted[start : start + TOGETHER]]
+        reasons = {call.signature.key: call.try_out(limit) for call in calls}
+        skipped |= {key: reason for key, reason in reasons.items() if reason}
+        chunk = [call for call in calls if not reasons[call.signature.key]]
         events = _cuda_events(chunk, kept) if device.startswith("cuda") else _cpu_events(chunk)
         for call, found in zip(chunk, events, strict=True):
             entries[call.signature.key] = entry_of(
@@ -160,7 +130,7 @@ class _Pool:
         self._taken: dict[torch.dtype, int] = {}
 
     def timer(self) -> Timer:
-        return CudaTimer() if self.device.startswith("cuda") else CpuTimer()
+        return CudaTimer() if self.device.startswith("cuda") else Timer()
 
     def begin(self, specs: Iterable[TensorSpec]) -> None:
         """Another call, with these tensors."""
@@ -262,7 +232,7 @@ def _index_limit(signature: Signature) -> dict[str, int]:
 def _cpu_events(calls: list[_Call]) -> list[tuple[int, ...]]:
     """One run of each under one profiler."""
 
-    def work(marker: CpuMarker) -> None:
+    def work(marker: Probe) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for call in calls:
                 call.watched(marker)

@@ -6,7 +6,6 @@ allocator's own history.
 
 from __future__ import annotations
 
-import abc
 import bisect
 import contextlib
 import time
@@ -22,43 +21,33 @@ from tracer.torch_api import RecordFunctionFast, cuda_memory_snapshot, pytree, r
 MARK = "#lowtide "
 
 
-class Probe(abc.ABC):
-    """Called around every op of a round; subclasses measure."""
+class Probe:
+    """Called around every op of a round, and notes which ran; subclasses measure."""
 
     def __init__(self) -> None:
         self.targets: list[str] = []
 
-    @abc.abstractmethod
     def run(self, target: Any, call: Callable[[], Any]) -> Any:
         """Run one op and return its result."""
-
-
-class Names(Probe):
-    """Notes which ops run, and nothing else."""
-
-    def run(self, target: Any, call: Callable[[], Any]) -> Any:
         self.targets.append(str(target))
         return call()
 
 
 class Timer(Probe):
-    """Measures times: of single ops (`run`), or of ops in a row, each from the tick before it to its own.
-
-    One timer serves several rounds, each ended by `finish`. A subclass has a clock, which is read after the round.
-    """
+    """Measures times by the CPU's clock: of single ops (`run`), or of ops in a row, each from the tick before it to its
+    own. One timer serves several rounds, each ended by `finish`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._spans: list[tuple[Any, Any]] = []
         self._last: Any = None
 
-    @abc.abstractmethod
     def now(self) -> Any:
-        """This moment."""
+        return time.perf_counter_ns()
 
-    @abc.abstractmethod
     def between_ns(self, begin: Any, end: Any) -> int:
         """The time from one moment to another, once the round is over."""
+        return int(end - begin)
 
     def run(self, target: Any, call: Callable[[], Any]) -> Any:
         self.targets.append(str(target))
@@ -87,25 +76,14 @@ class Timer(Probe):
 class Silent(Timer):
     """Measures nothing: what it watches runs as if nobody did."""
 
-    def now(self) -> None:
-        pass
-
-    def between_ns(self, begin: Any, end: Any) -> int:
-        raise AssertionError("nothing was timed")
-
     def run(self, target: Any, call: Callable[[], Any]) -> Any:
         return call()
 
-    def tick(self) -> None:
+    def begin(self) -> None:
         pass
 
-
-class CpuTimer(Timer):
-    def now(self) -> int:
-        return time.perf_counter_ns()
-
-    def between_ns(self, begin: int, end: int) -> int:
-        return end - begin
+    def tick(self) -> None:
+        pass
 
 
 class CudaTimer(Timer):
@@ -127,9 +105,7 @@ class CpuMarker(Probe):
     def run(self, target: Any, call: Callable[[], Any]) -> Any:
         # The public `record_function` is itself dispatched, which would put the mark beside the op, not around it.
         with RecordFunctionFast(f"{MARK}{len(self.targets)}"):
-            out = call()
-        self.targets.append(str(target))
-        return out
+            return super().run(target, call)
 
 
 class CudaHistory(Probe):
@@ -152,11 +128,10 @@ class CudaHistory(Probe):
 
     def run(self, target: Any, call: Callable[[], Any]) -> Any:
         before = self._mark()
-        out = call()
+        out = super().run(target, call)
         given = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_cuda]
         outputs = frozenset(x.untyped_storage().data_ptr() for x in given)
         after = self._mark()
-        self.targets.append(str(target))
         self.windows.append(OpWindow(target=str(target), before=before, after=after, outputs=outputs))
         return out
 
@@ -187,10 +162,6 @@ def memory_profiler() -> Iterator[Any]:
 def cpu_account(prof: Any, prefix: str) -> tuple[list[tuple[int, int]], dict[str, tuple[int, int]]]:
     """The CPU allocator's events, as (ns, bytes; negative where they are freed) in order of time, and when the marks
     whose names begin so began and ended.
-
-    Args:
-        prof: what `memory_profiler` gave, closed.
-        prefix: of the marks' names.
     """
     events: list[tuple[int, int]] = []
     spans: dict[str, tuple[int, int]] = {}
@@ -207,12 +178,7 @@ def cpu_account(prof: Any, prefix: str) -> tuple[list[tuple[int, int]], dict[str
 
 
 def cpu_allocations(work: Callable[[CpuMarker], None], n_ops: int) -> list[tuple[int, ...]]:
-    """Do work under the profiler; the CPU allocator's events inside each op's mark, in order of time.
-
-    Args:
-        work: runs ops under the marker that it is given.
-        n_ops: how many.
-    """
+    """Do work under the profiler; the CPU allocator's events inside each op's mark, in order of time."""
     marker = CpuMarker()
     with memory_profiler() as prof:
         work(marker)

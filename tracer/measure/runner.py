@@ -15,8 +15,8 @@ import torch
 
 from tracer.build.loop import TrainingStep, fit_tangent, run_step
 from tracer.build.user_errors import explained
-from tracer.measure.probes import Names, Probe, Silent, Timer
-from tracer.measure.stepcode import StepCode, step_code
+from tracer.measure.probes import Probe, Silent, Timer
+from tracer.measure.stepcode import Code, step_code
 from tracer.precision.policy import without_autocast
 from tracer.record.eager import is_op
 from tracer.record.program import Program
@@ -34,7 +34,7 @@ class GraphRunner:
         self.step = step
         self._in_place = in_place
         self._targets = [str(op.node.target) for op in program.ops]
-        self._codes: dict[Timer, StepCode] = {}
+        self._codes: dict[Timer, tuple[Code, Code]] = {}
         self.unwatched = Silent()  # in earlier calls of the model than the last
         self._calls = 1  # of the model in a step, once the first round has counted them
 
@@ -68,13 +68,13 @@ class GraphRunner:
         It begins with a scale that may make gradients overflow; such a step leaves the optimizer out.
         """
         for _ in range(PATIENCE if self.step.scaler is not None else 0):
-            names = Names()
-            self.round(names)
-            if names.targets == list(targets):
+            probe = Probe()
+            self.round(probe)
+            if probe.targets == list(targets):
                 return
 
-    def code(self, probe: Probe) -> StepCode:
-        """The model's code under a probe."""
+    def code(self, probe: Probe) -> tuple[Code, Code]:
+        """The model's code under a probe, of forward and of backward."""
         if not isinstance(probe, Timer):
             return step_code(self.program, frozenset(), run=probe.run)
         if probe not in self._codes:
@@ -113,8 +113,9 @@ class _Callable:
             self.at_since()
             if self.eager is not None:
                 self.eager.watches = True
-        code = runner.code(probe)
-        unwatched = contextlib.nullcontext if self.eager is None else self.eager.paused
+        run_forward, run_backward = runner.code(probe)
+        # Without the mode, ops take their usual path.
+        unwatched: Any = contextlib.nullcontext if self.eager is None else disable_current_modes
         captured, model = runner.program.captured, runner.step.model
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -126,7 +127,7 @@ class _Callable:
                 with unwatched(), without_autocast():
                     given = list(values)
                     runner.begin(probe, backward=False)
-                    results, ctx.state = code.forward(given)
+                    results, ctx.state = run_forward(given)
                     # An input, or one tensor twice, would get a view from autograd, which is no op of the step.
                     before = [{id(x) for x in (*values, *results[:k])} for k in range(len(results))]
                     outs = tuple(
@@ -151,7 +152,7 @@ class _Callable:
                 del fitting, tangents
                 with unwatched():
                     runner.begin(probe, backward=True)
-                    parameters, arguments = code.backward(given)
+                    parameters, arguments = run_backward(given)
                 return (*parameters, *(None for _ in captured.buffers), *arguments)
 
         return captured.outputs_from(Model.apply(*inputs))
@@ -163,10 +164,6 @@ class _EagerProbe(TorchDispatchMode):
     def __init__(self, probe: Probe, watches: bool) -> None:
         super().__init__()
         self.probe, self.watches = probe, watches
-
-    def paused(self) -> contextlib.AbstractContextManager[Any]:
-        """A context without this mode, in which ops take their usual path."""
-        return disable_current_modes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,10 +1,9 @@
 """Measure a training step op by op on the real device: the time of each, and what it allocates while it runs.
 
-Each op of the fake trace is measured once per round, in the same order (see `tracer.measure.runner`), and its
-row gets its
-typical time and its allocations. In the timed rounds the model runs as the code of the step with everything kept, ops
-in place included; in the round that shows the allocations, every op runs as the graph has it. Whole steps that nobody
-watches run in between; what they take beside all ops is shared by the ops outside the model.
+Each op of the fake trace is measured once per round, in the same order (see `tracer.measure.runner`), and its row gets
+its typical time and its allocations. In the timed rounds the model runs as the code of the step with everything kept,
+ops in place included; in the round that shows the allocations, every op runs as the graph has it. Whole steps that
+nobody watches run in between; what they take beside all ops is shared by the ops outside the model.
 
 On CUDA the first round also shows what libraries allocate once and keep (cuBLAS): these become storages of the category
 "workspace" that are there throughout the step.
@@ -19,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -27,16 +27,7 @@ from tracer.build.step import BuildStep
 from tracer.costs.calibration import MEASURED, REHEARSED, Cost
 from tracer.costs.profiles import profile_of
 from tracer.measure.cuda_history import History
-from tracer.measure.probes import (
-    CpuTimer,
-    CudaHistory,
-    CudaTimer,
-    Probe,
-    Silent,
-    Timer,
-    cpu_allocations,
-    settle,
-)
+from tracer.measure.probes import CudaHistory, CudaTimer, Probe, Silent, Timer, cpu_allocations, settle
 from tracer.measure.runner import GraphRunner
 from tracer.measure.stepcode import takeovers
 from tracer.record.draft import Draft
@@ -81,10 +72,7 @@ def measure(
 
     Args:
         draft: the same step on fake tensors of the same device.
-        build: makes the step; here it makes it for real.
-        device: "cpu" or "cuda".
         rounds: timed rounds; see `typical`. In a rehearsal nothing is timed.
-        warmup: rounds before the first timed one.
         say: told what makes the times doubtful.
         progress: told how many timed rounds are done.
 
@@ -93,11 +81,15 @@ def measure(
         CaptureError: the real step's loss code or optimizer failed.
     """
     cuda = device.startswith("cuda")
+    if cuda:
+        from tracer.torch_api import clear_cublas_workspaces
     step = build(device)
     runner = GraphRunner(draft.program, step, in_place=takeovers(draft))
-    kept = _first_cuda_round(runner) if cuda else None
-    timer: Timer = CudaTimer() if cuda else CpuTimer()
-    if not cuda:
+    kept, timer = None, CudaTimer() if cuda else Timer()
+    if cuda:  # libraries make their workspaces in it; those of earlier work in this process are dropped
+        clear_cublas_workspaces()
+        kept = _cuda_round(runner.first).workspaces
+    else:
         runner.first(timer)
     for _ in range(max(warmup, 1) - 1):
         runner.round(timer)
@@ -189,14 +181,6 @@ def _whole_ns(runner: GraphRunner, silent: Silent, wait: Callable[[], object]) -
     return time.perf_counter_ns() - begin
 
 
-def _first_cuda_round(runner: GraphRunner) -> tuple[LibraryWorkspace, ...]:
-    """The first round, in which libraries make their workspaces; those of earlier work in this process are dropped."""
-    from tracer.torch_api import clear_cublas_workspaces
-
-    clear_cublas_workspaces()
-    return _cuda_round(runner.first).workspaces
-
-
 def _cuda_round(work: Callable[[Probe], None]) -> History:
     history = CudaHistory()
     with history.recording():
@@ -207,12 +191,8 @@ def _cuda_round(work: Callable[[Probe], None]) -> History:
 def _compare(expected: list[str], real: list[str]) -> None:
     if expected == real:
         return
-    k = next(
-        (k for k, (a, b) in enumerate(zip(expected, real, strict=False)) if a != b),
-        min(len(expected), len(real)),
-    )
-    a = expected[k] if k < len(expected) else "nothing"
-    b = real[k] if k < len(real) else "nothing"
+    pairs = enumerate(zip_longest(expected, real, fillvalue="nothing"))
+    k, (a, b) = next((k, pair) for k, pair in pairs if pair[0] != pair[1])
     raise TraceError(
         f"the real step differs from the captured one: op {k} is {b} and was to be {a} ({len(real)} ops, "
         f"{len(expected)} captured). Code outside the model that branches on data, or does something else in some "

@@ -8,7 +8,6 @@ there: the call from Python, the kernel, and the return of the memory that nobod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -19,19 +18,6 @@ from tracer.record.program import GraphOp, Program, inplace_twin
 Tick = Callable[[], None]
 Run = Callable[[Any, Callable[[], Any]], Any]
 Code = Callable[[list[Any]], tuple[Sequence[Any], Sequence[Any]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCode:
-    """Forward and backward of a model as code.
-
-    `forward` takes the values of parameters, buffers and arguments in one list, which it empties, and returns the
-    model's outputs and the values that backward needs. `backward` takes those and the tangents in one list, which it
-    empties, and returns the gradients of the parameters and of the arguments, None where there is none.
-    """
-
-    forward: Code
-    backward: Code
 
 
 def takeovers(draft: Draft) -> frozenset[int]:
@@ -49,11 +35,14 @@ def takeovers(draft: Draft) -> frozenset[int]:
 
 def step_code(
     program: Program, in_place: frozenset[int], tick: Tick | None = None, run: Run | None = None
-) -> StepCode:
-    """The code of a program.
+) -> tuple[Code, Code]:
+    """The code of a program, of forward and of backward.
+
+    Forward takes the values of parameters, buffers and arguments in one list, which it empties, and returns the
+    model's outputs and the values that backward needs. Backward takes those and the tangents in one list, which it
+    empties, and returns the gradients of the parameters and of the arguments, None where there is none.
 
     Args:
-        program: the captured model.
         in_place: the program's ops whose in-place twin runs instead.
         tick: called after each op and what it releases.
         run: called with each op and the call of it, which it makes; its result is the op's.
@@ -92,9 +81,9 @@ def step_code(
         graph.set_codegen(fx.graph._BoxedCodeGen())
         return fx.GraphModule(captured.graph_module, graph)
 
-    return StepCode(
-        forward=code(inputs, forward, (list(captured.outputs), crossing)),
-        backward=code([*crossing, *captured.tangents], backward, gradients),
+    return (
+        code(inputs, forward, (list(captured.outputs), crossing)),
+        code([*crossing, *captured.tangents], backward, gradients),
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from tracer.precision.cast_cache import aten_op, kernels
+from tracer.precision.policy import without_autocast
 from tracer.torch_api import (
     DispatchKey,
     DispatchKeySet,
@@ -52,12 +53,10 @@ FLOAT32: Final = tuple(
     """.split()  # noqa: SIM905
 )
 # These get the type of their result as an argument, unless the caller gave one.
-FLOAT32_RESULT: Final = tuple(
-    """
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
-    linalg_matrix_norm.str_ord sum sum.dim_IntList
-    """.split()  # noqa: SIM905
-)
+FLOAT32_RESULT: Final = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+)  # fmt: skip
 # And these another overload with it.
 FLOAT32_NORM: Final = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
 WIDEST: Final = tuple(
@@ -83,11 +82,9 @@ def cuda_lists() -> Iterator[None]:
         casts.clear()
 
     chosen: dict[str, Callable[..., Any]] = {
-        **{name: _cast_to(name, _lower, casts) for name in LOWER},
-        **{name: _cast_to(name, _float32, casts) for name in FLOAT32},
+        **{name: _cast_to(name, policy, casts) for policy in (LOWER, FLOAT32, WIDEST) for name in policy},
         **{name: _float32_result(name) for name in FLOAT32_RESULT},
         **{name: _float32_norm(name, overload) for name, overload in FLOAT32_NORM.items()},
-        **{name: _cast_to(name, _widest, casts) for name in WIDEST},
         REFUSED: _refused,
     }
     on_cuda = set(listed("AutocastCUDA"))
@@ -115,12 +112,8 @@ def _below() -> Any:
 
 
 def _eligible(x: Any) -> bool:
-    return (
-        isinstance(x, torch.Tensor)
-        and x.device.type == "cpu"
-        and x.is_floating_point()
-        and x.dtype != torch.float64
-    )
+    floating = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    return floating and x.device.type == "cpu"
 
 
 def _cast(value: Any, dtype: torch.dtype, casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -138,6 +131,18 @@ def _cast(value: Any, dtype: torch.dtype, casts: dict[int, tuple[torch.Tensor, t
     return casts[id(value)][1]
 
 
+def lowered(args: Any, kwargs: Any) -> Any:
+    """Arguments on the CPU as autocast's kernel of a lower-precision op passes them on; as they are if autocast is off.
+    The last is cast first, as in `_with_casts`."""
+    if not torch.is_autocast_enabled("cpu"):
+        return args, kwargs
+    dtype = torch.get_autocast_dtype("cpu")
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    with without_autocast():
+        cast = [x.to(dtype) if _eligible(x) else x for x in reversed(leaves)]
+    return pytree.tree_unflatten(cast[::-1], spec)
+
+
 def _with_casts(op: Any, args: Any, kwargs: Any, dtype: torch.dtype, casts: dict[int, Any]) -> Any:
     """The op on its arguments in another type. torch casts the last argument first: its casts are the arguments of one
     C++ call, which the compiler of its wheels evaluates from the right."""
@@ -148,28 +153,19 @@ def _with_casts(op: Any, args: Any, kwargs: Any, dtype: torch.dtype, casts: dict
     return op(*reversed(cast), **kwargs)
 
 
-def _cast_to(name: str, wanted: Callable[[Any], torch.dtype], casts: dict[int, Any]) -> Callable[..., Any]:
-    """The op with its arguments in the type that `wanted` says of them."""
+def _cast_to(name: str, policy: tuple[str, ...], casts: dict[int, Any]) -> Callable[..., Any]:
+    """The op with its arguments in the type of its policy: the lower one, float32, or the widest of what is given."""
+
+    def wide(given: Any) -> bool:
+        return any(_eligible(x) and x.dtype == torch.float32 for x in pytree.tree_leaves(given))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        dtype = wanted((args, kwargs))
+        full = policy is FLOAT32 or (policy is WIDEST and wide((args, kwargs)))
+        dtype = torch.float32 if full else torch.get_autocast_dtype("cpu")
         with _below():
             return _with_casts(aten_op(name), args, kwargs, dtype, casts)
 
     return call
-
-
-def _lower(_given: Any) -> torch.dtype:
-    return torch.get_autocast_dtype("cpu")
-
-
-def _float32(_given: Any) -> torch.dtype:
-    return torch.float32
-
-
-def _widest(given: Any) -> torch.dtype:
-    wide = any(_eligible(x) and x.dtype == torch.float32 for x in pytree.tree_leaves(given))
-    return torch.float32 if wide else torch.get_autocast_dtype("cpu")
 
 
 def _float32_result(name: str) -> Callable[..., Any]:

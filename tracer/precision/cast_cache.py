@@ -22,7 +22,6 @@ def cached_casts(kind: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """Let autocast remember the casts of `leaves` in the body, until its outermost region ends.
 
     Args:
-        kind: the device type.
         leaves: what stands for the parameters, and for arguments that require a gradient.
     """
     cached = {id(x): x for x in leaves if x.requires_grad and x.dtype == torch.float32}
@@ -57,7 +56,6 @@ def kernels(key: str, functions: dict[str, Any]) -> Iterator[None]:
     """Give aten ops other kernels for one dispatch key in the body.
 
     Args:
-        key: such as "AutocastCPU".
         functions: op's name with its overload -> kernel.
     """
     library = torch.library.Library("aten", "IMPL")

@@ -33,22 +33,17 @@ class Autocast:
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
         """The state; without a type only the lists, for a model that enters autocast itself."""
-        with self._listed():
-            if not self.dtype:
-                yield
-                return
-            import torch
+        with contextlib.ExitStack() as stack:
+            if self.lists:
+                from tracer.precision.autocast_lists import cuda_lists
 
-            context = torch.autocast(self.kind, dtype=getattr(torch, self.dtype), cache_enabled=self.cache)
-            with context:
-                yield
+                stack.enter_context(cuda_lists())
+            if self.dtype:
+                import torch
 
-    def _listed(self) -> contextlib.AbstractContextManager[None]:
-        if not self.lists:
-            return contextlib.nullcontext()
-        from tracer.precision.autocast_lists import cuda_lists
-
-        return cuda_lists()
+                dtype = getattr(torch, self.dtype)
+                stack.enter_context(torch.autocast(self.kind, dtype=dtype, cache_enabled=self.cache))
+            yield
 
     @contextlib.contextmanager
     def captured_region(self) -> Iterator[None]:
@@ -91,30 +86,6 @@ def without_autocast() -> Any:
     return DisableAutocast()
 
 
-def lowered(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments on the CPU as autocast's kernel of a lower-precision op passes them on; as they are if autocast is off.
-
-    The last is cast first, as torch does it (`tracer.precision.autocast_lists`).
-    """
-    import torch
-
-    from tracer.torch_api import pytree
-
-    if not torch.is_autocast_enabled("cpu"):
-        return args, kwargs
-    dtype = torch.get_autocast_dtype("cpu")
-
-    def cast(x: Any) -> Any:
-        eligible = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        return x.to(dtype) if eligible and x.device.type == "cpu" else x
-
-    with without_autocast():
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        cast_leaves = [cast(x) for x in reversed(leaves)]
-        result: tuple[Any, Any] = pytree.tree_unflatten(cast_leaves[::-1], spec)
-    return result
-
-
 def parse_policy(given: dict[str, Any]) -> dict[str, Any]:
     """The policy's options out of all options, with their full names.
 
@@ -123,12 +94,11 @@ def parse_policy(given: dict[str, Any]) -> dict[str, Any]:
     """
     policy = {k: given[k] for k in POLICY_OPTIONS if given.get(k) is not None}
     if "amp" in policy:
-        policy["amp"] = parse_amp(policy["amp"])
+        amp = policy["amp"] = parse_amp(policy["amp"])
         dtype = str(given.get("dtype") or "float32").removeprefix("torch.")
         if dtype not in ("float32", "fp32"):
             raise SpecError(
-                f"--amp {policy['amp']} keeps the weights in float32, and --dtype {dtype} does not; give one of "
-                "the two."
+                f"--amp {amp} keeps the weights in float32, and --dtype {dtype} does not; give one of the two."
             )
     if not isinstance(policy.get("tf32", False), bool):
         raise SpecError(f"tf32 is {policy['tf32']!r} and must be true or false.")

@@ -35,7 +35,6 @@ from traces.records.stretch import ROWS, Stretch
 from traces.records.trace import (
     ACTIVATION,
     EAGER,
-    FORWARD,
     GRADIENT,
     INPUT,
     OPTIMIZER,
@@ -48,12 +47,7 @@ from traces.records.trace import (
 
 
 def assemble(
-    step: TrainingStep,
-    program: Program,
-    mode: FakeTensorMode,
-    target: Device,
-    meta: TraceMeta,
-    costs: Costs,
+    step: TrainingStep, program: Program, mode: FakeTensorMode, target: Device, meta: TraceMeta, costs: Costs
 ) -> Draft:
     """Record the code around the model and put all rows in order: forward, loss, loss's backward, backward, rest.
 
@@ -100,12 +94,11 @@ def _know_residents(step: TrainingStep, program: Program, recorder: EagerRecorde
     """Tell the recorder what is there before the step."""
     captured, model = program.captured, step.model
     own = captured.tensors_of(dict(model.named_parameters()), dict(model.named_buffers()))
+    arguments = [x for x in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(x, torch.Tensor)]
     for k, x in enumerate(own):
         recorder.know(x, k)
-    first_argument = len(captured.parameters) + len(captured.buffers)
-    arguments = [x for x in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(x, torch.Tensor)]
-    for k, x in enumerate(arguments):
-        recorder.know(x, program.storage_of[captured.placeholders[first_argument + k]][0])
+    for x, n in zip(arguments, captured.placeholders[len(own) :], strict=False):
+        recorder.know(x, program.storage_of[n][0])
     for x in step.tensors():
         recorder.id_of(x, recorder.row(x, "batch", INPUT))
     for name, p in _parameters(step).items():
@@ -124,9 +117,9 @@ def _know_what_is_given(
     """Tell it what is there when the model is called for the last time: gradients of an earlier part or iteration, and
     what a loop of the user's own makes for the model."""
     captured = program.captured
-    first = len(captured.parameters) + len(captured.buffers)
-    for k, x in enumerate(given if step.own is not None else ()):
-        row = program.storage_of[captured.placeholders[first + k]][0]
+    arguments = captured.placeholders[len(captured.parameters) + len(captured.buffers) :]
+    for x, n in zip(given if step.own is not None else (), arguments, strict=False):
+        row = program.storage_of[n][0]
         recorder.know(x, row)
         recorder.storages[row].nbytes = max(recorder.storages[row].nbytes, x.untyped_storage().nbytes())
     for name, p in _parameters(step).items():
@@ -207,9 +200,8 @@ class _Stub:
                         like = program.val(n)
                     fitting = fit_tangent(given, like)
                     if recorder.active:
-                        outer.tangents.append(
-                            recorder.id_of(fitting, recorder.row(fitting, "tangent", INPUT))
-                        )
+                        row = recorder.row(fitting, "tangent", INPUT)
+                        outer.tangents.append(recorder.id_of(fitting, row))
                 outer.rows_before_backward = len(recorder.rows)
                 del tangents, given, fitting, like
                 with recorder.paused():
@@ -293,7 +285,7 @@ def _arrange(
     """Put the rows of graph and recorder into one order and renumber what refers to op ids."""
     storages, eager = recorder.storages, recorder.rows
     n_forward, n_graph = program.forward_ops, len(program.ops)
-    loss_forward, loss = sum(1 for r in eager if r.phase == FORWARD), stub.rows_before_backward
+    loss = stub.rows_before_backward
     places = [(2 * (i >= n_forward), i, -1) for i in range(n_graph)]
     places += [(1, 0, k) if k < loss else (2, n_graph, k) for k in range(len(eager))]
     for first, op in stub.handed:
@@ -312,32 +304,25 @@ def _arrange(
     _put_off(storages, rows if recorder.late_state else [])
 
     def hold(s: int, op: int) -> None:
-        storages[s].hold = max(storages[s].hold, op)
+        if storages[s].producer >= 0:
+            storages[s].hold = max(storages[s].hold, op)
 
-    last_forward_graph = n_forward - 1
     stay = {s for s in recorder._watched if storages[s].producer >= 0}
     replaced = _replacements(recorder, stay - gradients)
     for s, k in recorder.died_after.items():
-        if storages[s].producer < 0:
-            continue
-        if s in program.output_storages and k < loss_forward:
-            hold(s, eager_id[k] if k >= 0 else last_forward_graph)
-        else:
-            hold(s, eager_id[k])
-    for s in stay - replaced.keys():
-        hold(s, n_ops - 1)
+        if storages[s].producer >= 0:
+            before_loss = k < 0 and s in program.output_storages
+            hold(s, n_forward - 1 if before_loss else eager_id[k])
     for heir, (s, k) in replaced.items():
         hold(heir, eager_id[k])
         _put_instead(rows[max(eager_id[k], storages[heir].producer) + 1 :], heir, s)
     for placeholder, seen in zip(program.tangent_storages, stub.tangents, strict=True):
         _put_instead(rows, placeholder, seen)
         storages[placeholder].nbytes, storages[placeholder].shape = 0, (0,)
-    for s in program.gradient_storages:
-        if storages[s].producer >= 0 and s not in recorder.died_after:
-            hold(s, n_ops - 1)
+    for s in (stay - replaced.keys()) | (set(program.gradient_storages) - recorder.died_after.keys()):
+        hold(s, n_ops - 1)
     for s in program.output_storages:
-        if storages[s].producer >= 0:
-            hold(s, last_forward_graph)
+        hold(s, n_forward - 1)
 
     on_gpu = meta.device.partition(":")[0] == "cuda"
     meta = replace(
@@ -399,12 +384,8 @@ def _replacements(recorder: EagerRecorder, stay: set[int]) -> dict[int, tuple[in
     """
     storages = recorder.storages
     found: dict[int, tuple[int, int]] = {}
-    gone = [
-        (k, s)
-        for s, k in recorder.died_after.items()
-        if storages[s].producer < 0 and storages[s].category != GRADIENT
-    ]
-    for k, s in sorted(gone):
+    gone = sorted((k, s) for s, k in recorder.died_after.items() if storages[s].producer < 0)
+    for k, s in ((k, s) for k, s in gone if storages[s].category != GRADIENT):
         heir = min((t for t in stay - found.keys() if storages[t].nbytes == storages[s].nbytes), default=None)
         if heir is not None:
             found[heir] = s, k
@@ -415,6 +396,5 @@ def _put_instead(rows: Iterable[OpRow], storage: int, other: int) -> None:
     """Let rows read and write `other` where they have `storage`: a tangent's placeholder, or what was replaced."""
     for row in rows:
         for column in ("reads", "writes"):
-            if storage in getattr(row, column):
-                found = (other if s == storage else s for s in getattr(row, column))
-                setattr(row, column, tuple(dict.fromkeys(found)))
+            found = (other if s == storage else s for s in getattr(row, column))
+            setattr(row, column, tuple(dict.fromkeys(found)))

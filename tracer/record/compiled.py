@@ -6,8 +6,10 @@ the graph, so that a random op may run again on its seed.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from itertools import compress
+from typing import Final
 
 import torch
 from sympy import Integer  # type: ignore[import-untyped]
@@ -16,12 +18,11 @@ from torch import fx
 from tracer.capture.capture import Captured
 from tracer.costs.calibration import Costs
 from tracer.record.program import Program, program_of
-from tracer.record.rows import tables_of
+from tracer.record.rows import created_bytes
 from tracer.torch_api import pytree
 from traces.devices import Device
 from traces.errors import CaptureError
-from traces.records.trace import Trace, TraceMeta
-from traces.records.validate import validate
+from traces.records.trace import Trace
 
 WHERE: Final = "partitioner_tag"  # the key of a node's meta that says to which side it belongs
 FORWARD_TAGS: Final = ("is_forward", "must_be_in_forward")
@@ -69,15 +70,16 @@ def compiled_program(joint: fx.GraphModule, forward_outputs: int) -> Program:
             copy.meta["tangent_of"] = k
         given.append(copy)
     leaves = pytree.tree_leaves(next(iter(joint.graph.find_nodes(op="output"))).args)
-    outputs = [copies[x] if _is_tensor(x) else None for x in leaves]
+    made = (isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor) for x in leaves)
+    outputs = [copies[x] if is_tensor else None for x, is_tensor in zip(leaves, made, strict=True)]
     graph.output(tuple(outputs))
     calls = [n for n in copies.values() if n.op == "call_function"]
     last = max((k for k, n in enumerate(calls) if n.meta.get(WHERE) == FORWARD_TAGS[0]), default=-1)
     early = [k <= last or n.meta.get(WHERE) in FORWARD_TAGS for k, n in enumerate(calls)]
     captured = Captured(
         graph_module=fx.GraphModule(joint, graph),
-        forward=tuple(n for n, is_early in zip(calls, early, strict=True) if is_early),
-        backward=tuple(n for n, is_early in zip(calls, early, strict=True) if not is_early),
+        forward=tuple(compress(calls, early)),
+        backward=tuple(compress(calls, map(operator.not_, early))),
         parameters=(),
         buffers=(),
         arguments=len(given),
@@ -99,29 +101,14 @@ def trace_of(program: Program, target: Device, device: str) -> Trace:
     Counts: what goes in and the gradients of the outputs, throughout; outputs until forward ends, or as long as
     backward reads them; gradients from where they are made to the end. Ignores: the optimizer, and what the compiler
     makes of the ops: those it fuses leave no values between them.
-
-    Args:
-        device: "cpu" or "cuda".
     """
     rows, sts = program.rows, [replace(s) for s in program.storages]
     for s in program.output_storages:
         sts[s].hold = program.forward_ops - 1
     for s in program.gradient_storages:
         sts[s].hold = len(rows) - 1
-    created = [sum(sts[s].nbytes for s in r.writes if sts[s].producer == i) for i, r in enumerate(rows)]
-    costs = [Costs().of(row, made, target) for row, made in zip(rows, created, strict=True)]
-    ops, storages = tables_of(rows, sts, costs)
-    n = program.forward_ops
-    meta = TraceMeta(
-        model="torch.compile",
-        device=device,
-        target=target.name,
-        torch_version=torch.__version__,
-        forward_ops=n,
-        first_backward_graph_op=n,
+    costs = [Costs().of(row, made, target) for row, made in zip(rows, created_bytes(rows, sts), strict=True)]
+    of = replace(program, storages=tuple(sts))
+    return of.trace(
+        costs, model="torch.compile", device=device, target=target.name, torch_version=torch.__version__
     )
-    return validate(Trace(meta=meta, ops=ops, storages=storages))
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)

@@ -13,7 +13,7 @@ from tracer.costs.calibration import Cost, Costs
 from tracer.costs.libraries import workspace_rows
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.record.program import Program
-from tracer.record.rows import tables_of
+from tracer.record.rows import created_bytes, tables_of
 from tracer.torch_api import FakeTensorMode
 from traces.devices import Device
 from traces.records.device_profile import LibraryWorkspace
@@ -39,10 +39,7 @@ class Draft:
     @cached_property
     def created_bytes(self) -> tuple[int, ...]:
         """By op id: bytes of the storages that the op makes."""
-        sts = self.storages
-        return tuple(
-            sum(sts[s].nbytes for s in row.writes if sts[s].producer == i) for i, row in enumerate(self.rows)
-        )
+        return created_bytes(self.rows, self.storages)
 
     @cached_property
     def trace(self) -> Trace:
@@ -67,7 +64,6 @@ class Draft:
             costs: whose, or by op id; None: those that the step was recorded with.
             workspaces: what libraries were seen to keep; None: what they keep by rule.
             untouched: what the untouched loop asks of the allocator.
-            header: further fields of the header.
 
         Raises:
             TraceError: what was collected contradicts itself (a defect of the tracer).

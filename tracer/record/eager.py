@@ -24,24 +24,17 @@ from tracer.costs.roofline import result_bytes
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.record.rows import op_row, overwritten, storage_key, storage_row, tensors_in
 from tracer.record.scalars import Scalars
-from tracer.torch_api import FakeTensor, TorchDispatchMode, release, storage_expired
+from tracer.torch_api import FakeTensor, TorchDispatchMode, release, replaced, storage_expired
 from traces.errors import CaptureError
 from traces.records.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
 
 aten = torch.ops.aten
 functional: Any = nn.functional
 # What writes into its first argument, number by number.
-WRITTEN_ALIKE: Final = frozenset(
-    {
-        aten.add_.Tensor,
-        aten.addcdiv_.default,
-        aten.addcmul_.default,
-        aten.div_.Tensor,
-        aten.lerp_.Scalar,
-        aten.mul_.Tensor,
-        aten.sub_.Tensor,
-    }
-)
+WRITTEN_ALIKE: Final = frozenset({
+    aten.add_.Tensor, aten.addcdiv_.default, aten.addcmul_.default, aten.div_.Tensor, aten.lerp_.Scalar,
+    aten.mul_.Tensor, aten.sub_.Tensor,
+})  # fmt: skip
 
 
 class EagerRecorder(TorchDispatchMode):
@@ -70,18 +63,12 @@ class EagerRecorder(TorchDispatchMode):
         self._scalars = Scalars()
         self._found_inf: set[int] = set()  # storages in which a gradient scaler notes an overflow
         self.late_state = False  # whether the optimizer makes a parameter's state when it comes to it
-        self._paused = 0
-        self._on = False
+        self._paused = self._on = False
         # Storage id -> row after which it was gone (-1: before the first).
         self.died_after: dict[int, int] = {}
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        return replaced(self, _paused=True)
 
     def begin(self, phase: str) -> None:
         """Ops from here on belong to `phase`."""
@@ -155,10 +142,8 @@ class EagerRecorder(TorchDispatchMode):
                 del self._watched[key[1]]
                 gone.add(key[1])
                 self.died_after[key[1]] = len(self.rows) - 1
-        if not gone:
-            return
-        # The addresses may come back for other storages.
-        self._ids = {k: s for k, s in self._ids.items() if s not in gone}
+        if gone:  # the addresses may come back for other storages
+            self._ids = {k: s for k, s in self._ids.items() if s not in gone}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -206,14 +191,10 @@ class EagerRecorder(TorchDispatchMode):
         written = tensors_in(overwritten(func, args, kwargs))
         mutated = [self._ids[storage_key(x)] for x in written]
         flags = EAGER
-        if outputs and not created and not mutated:
-            flags |= VIEW
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            flags |= RANDOM
-        if mutated:
-            flags |= MUTATES
-        if not func._schema.returns:
-            flags |= EFFECT
+        flags |= VIEW if outputs and not created and not mutated else 0
+        flags |= RANDOM if torch.Tag.nondeterministic_seeded in func.tags else 0
+        flags |= MUTATES if mutated else 0
+        flags |= 0 if func._schema.returns else EFFECT
         self.rows.append(
             op_row(
                 func,
@@ -256,9 +237,7 @@ def _one_hot(original: Any, tensor: torch.Tensor, num_classes: int = -1) -> torc
 def _only_values_change(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an op of WRITTEN_ALIKE has fake tensors just like the first one, and numbers: then that one is as it was.
     So are most ops of an optimizer's loop; torch takes 0.2 ms to find it out for each."""
-    if func not in WRITTEN_ALIKE:
-        return False
-    x = args[0]
+    x = args[0] if func in WRITTEN_ALIKE else None
     if not isinstance(x, FakeTensor) or x.numel() < 2 or not x.is_contiguous() or not x.is_floating_point():
         return False
     like = (x.shape, x.dtype, x.device)

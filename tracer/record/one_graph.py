@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Final
 
 import torch
@@ -52,12 +53,7 @@ class OneGraph:
         return None
 
     def captured(self, step: TrainingStep, build: BuildStep, single: Program) -> None:
-        """Learn from a step that was captured for itself: whether the graphs are right, or what another must be.
-
-        Args:
-            step, build: what was captured, and what made it.
-            single: what came of it.
-        """
+        """Learn from a step that was captured for itself: whether the graphs are right, or what another must be."""
         mine, layouts = None, layouts_of(step)
         for graph in list(self.graphs):
             if (known := graph.sizes.known(layouts)) is not None:
@@ -78,17 +74,16 @@ class OneGraph:
     def _graph(self, step: TrainingStep, build: BuildStep, single: Captured) -> _Graph:
         """A graph for the shapes at which what is decided by sizes is decided as in this step."""
         gpu = single.target
-        others = []
+        calls = [layouts_of(step)]
         for other in {0, len(self.builds) // 3, len(self.builds) - 1}:
             with fake_mode(), cuda_words(gpu):
-                others.append(layouts_of(self.builds[other]("cpu", optimizer_as_on=self.target.kind)))
-        sizes = symbolic([layouts_of(step), *others])
+                calls.append(layouts_of(self.builds[other]("cpu", optimizer_as_on=self.target.kind)))
+        sizes = symbolic(calls)
         with fake_mode(sizes.mode), cuda_words(gpu):
             again = build("cpu", optimizer_as_on=self.target.kind)
-            leaves, spec = pytree.tree_flatten((again.args, again.kwargs))
             given = iter(sizes.arguments)
-            args, kwargs = pytree.tree_unflatten(
-                [next(given) if isinstance(x, torch.Tensor) else x for x in leaves], spec
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda x: next(given), (again.args, again.kwargs)
             )
             wanted = only_these(single.grad_outputs)
             captured = capture(again.model, args, kwargs, wanted, gpu, again.autocast)
@@ -116,13 +111,11 @@ def check_same(many: Program, single: Program) -> None:
         made = [(s.producer, s.dtype, s.shape, s.nbytes) for s in p.storages if s.producer >= 0]
         return [*rows, *made]
 
-    a, b = told(many), told(single)
-    if a != b:
-        k = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        raise CaptureError(
-            f"at these sizes the graph for many is another: {a[k] if k < len(a) else 'nothing more'} where the call's "
-            f"own has {b[k] if k < len(b) else 'nothing more'}."
-        )
+    for a, b in zip_longest(told(many), told(single), fillvalue="nothing more"):
+        if a != b:
+            raise CaptureError(
+                f"at these sizes the graph for many is another: {a} where the call's own has {b}."
+            )
 
 
 def _call(row: OpRow) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from tracer.capture.cuda.gpu import results
 from tracer.capture.passes.batch_norm import writes as undeclared_writes
 from tracer.capture.sizes import Known, at, number
 from tracer.capture.torch_fixes.grouped import true_results, whole_histograms
+from tracer.costs.calibration import Cost
 from tracer.costs.roofline import result_bytes
 from tracer.costs.rows import OpRow, StorageRow
 from tracer.precision.policy import without_autocast
@@ -32,7 +33,7 @@ from tracer.record.rows import (
     tables_of,
     tensors_in,
 )
-from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, no_garbage, pytree
+from tracer.torch_api import FakeTensor, FakeTensorMode, OpOverload, no_garbage, pytree, replaced
 from traces.errors import CaptureError
 from traces.records.trace import (
     ACTIVATION,
@@ -99,11 +100,11 @@ class Program:
         """The program before any rewrite."""
         return self.before or self
 
-    def trace(self) -> Trace:
+    def trace(self, costs: Sequence[Cost] = (), *, model: str = "program", **header: Any) -> Trace:
         """The program alone as a trace: tangents are inputs, and there is no loss code and no optimizer."""
-        ops, storages = tables_of(self.rows, self.storages)
+        ops, storages = tables_of(self.rows, self.storages, costs)
         n = self.forward_ops
-        meta = TraceMeta(model="program", forward_ops=n, first_backward_graph_op=n)
+        meta = TraceMeta(model=model, forward_ops=n, first_backward_graph_op=n, **header)
         return validate(Trace(meta=meta, ops=ops, storages=storages))
 
     def hand_over_places(self) -> tuple[int, ...]:
@@ -131,7 +132,6 @@ def program_of(
     """Run the graph on fake tensors and note what it does to storages.
 
     Args:
-        captured: the graph.
         shares: which tensor arguments are to count as sharing a storage, by their numbers; None: those that did when
             it was captured. Which do decides no op of the graph, but what storages there are.
         known: of a graph for calls of many sizes, those to run it at.
@@ -139,7 +139,9 @@ def program_of(
     run = _Run(captured, shares, known)
     run.placeholders()
     run.constants()
-    written = _overwritten_inputs(captured)
+    # The buffers that the step overwrites.
+    copies = (n.args[0] for n in captured.forward if n.target is aten.copy_.default)
+    written = {a for a in copies if a.op == "placeholder"}.union(*map(undeclared_writes, captured.forward))
     touched = {s for w in written for s in run.storage_of.get(w, ())}
     with run.mode, torch.no_grad(), without_autocast(), true_results(), whole_histograms():
         for phase, group in ((FORWARD, captured.forward), (BACKWARD, captured.backward)):
@@ -164,7 +166,7 @@ def program_of(
         output_storages=outputs,
         tangent_storages=tuple(run.tangents),
         gradient_storages=tuple(dict.fromkeys(storage_of[g][0] for g in grads)),
-        shares=run.sharing(),
+        shares=shared_groups(s for _, s in sorted(run.arguments.items())),
         known=known,
     )
 
@@ -209,24 +211,24 @@ class _Run:
             desc, x = n.meta["desc"], n.meta["val"]
             x = x if self.known is None else at(x, self.known)
             category = {"ParamAOTInput": PARAMETER, "BufferAOTInput": BUFFER}.get(type(desc).__name__, INPUT)
-            tangent = "tangent_of" in n.meta
-            if tangent:
-                row = storage_row(x, f"gradient of output {n.meta['tangent_of']}", GRADIENT)
+            if "tangent_of" in n.meta:
+                name, category = f"gradient of output {n.meta['tangent_of']}", GRADIENT
             elif category == INPUT:
-                row = storage_row(x, f"argument {desc.idx}", category)
+                name = f"argument {desc.idx}"
             else:
-                row = storage_row(x, desc.target.removeprefix("model."), category)
-            if category == INPUT and not tangent and self.first_of is not None:
+                name = desc.target.removeprefix("model.")
+            if category == INPUT and self.first_of is not None:
                 x = self._apart(x)
-                row = storage_row(x, row.name, category)
                 first = self.first_of.get(desc.idx, desc.idx)
                 if first in self.arguments:
                     self._ids[storage_key(x)] = self.arguments[first]
             self.env[n] = x
-            self.storage_of[n] = (self._id(x, row),)
-            if category == INPUT and not tangent:
-                self.arguments[desc.idx] = self.storage_of[n][0]
-            self.tangents += self.storage_of[n] if tangent else ()
+            s = self._id(x, storage_row(x, name, category))
+            self.storage_of[n] = (s,)
+            if category == INPUT:
+                self.arguments[desc.idx] = s
+            elif category == GRADIENT:
+                self.tangents.append(s)
         for n in self.captured.numbers:
             assert self.known is not None
             self.env[n], self.storage_of[n] = number(n.meta["val"], self.known), ()
@@ -241,10 +243,6 @@ class _Run:
             )
         self._alive.append(x)
         return x
-
-    def sharing(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of tensor arguments that share a storage, in groups."""
-        return shared_groups(s for _, s in sorted(self.arguments.items()))
 
     def constants(self) -> None:
         for n in self.captured.graph_module.graph.nodes:
@@ -276,7 +274,8 @@ class _Run:
         self.storage_of[n] = tuple(dict.fromkeys(outs))
         created = range(before, len(self.storages))
         reads = dict.fromkeys(s for a in n.all_input_nodes for s in self.storage_of.get(a, ()))
-        mutated = _mutated(n, self.storage_of)
+        written = (*undeclared_writes(n), *overwritten(n.target, n.args, n.kwargs))
+        mutated = [s for a in written for s in self.storage_of.get(a, ())]
         view = not created and not mutated and bool(outs)
         self.rows.append(
             op_row(
@@ -322,24 +321,16 @@ def _on_fakes(target: Any, args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
     its last element; such an op is asked again without that memory.
     """
     out = target(*args, **kwargs)
-    if all(
-        x.untyped_storage().nbytes() <= x.numel() * x.element_size() for x in tensors_in(out) if _dense(x)
-    ):
+    dense = [x for x in tensors_in(out) if x.layout == torch.strided]
+    if all(x.untyped_storage().nbytes() <= x.numel() * x.element_size() for x in dense):
         return out
-    remembers, mode.cache_enabled = mode.cache_enabled, False
-    try:
+    with replaced(mode, cache_enabled=False):
         return target(*args, **kwargs)
-    finally:
-        mode.cache_enabled = remembers
-
-
-def _dense(x: torch.Tensor) -> bool:
-    return x.layout == torch.strided
 
 
 def _check_dense(n: fx.Node, out: Any) -> None:
     for x in tensors_in(out):
-        if not _dense(x):
+        if x.layout != torch.strided:
             raise CaptureError(
                 f"the op {n.target} (module {_module_of(n) or 'of the model itself'}) makes a tensor of the layout "
                 f"{x.layout}, whose size depends on data. Only dense tensors can be planned; give an embedding "
@@ -349,32 +340,15 @@ def _check_dense(n: fx.Node, out: Any) -> None:
 
 def _module_of(n: fx.Node) -> str:
     """The module path that the capture annotated; a sum of gradients belongs where its first summand does."""
-    seen = 0
-    while seen < 8:
+    for _ in range(8):
         custom = n.meta.get("custom")
         if isinstance(custom, dict) and "module" in custom:
             return str(custom["module"])
         inputs = [a for a in n.all_input_nodes if a.op == "call_function"]
         if not inputs:
             return ""
-        n, seen = inputs[0], seen + 1
+        n = inputs[0]
     return ""
-
-
-def _mutated(n: fx.Node, storage_of: dict[fx.Node, tuple[int, ...]]) -> list[int]:
-    """Storages that the op overwrites, by its schema or undeclared."""
-    written = (*undeclared_writes(n), *overwritten(n.target, n.args, n.kwargs))
-    return [s for a in written for s in storage_of.get(a, ())]
-
-
-def _overwritten_inputs(captured: Captured) -> set[fx.Node]:
-    """Placeholders that the step overwrites (buffers)."""
-    copied = {
-        n.args[0]
-        for n in captured.forward
-        if n.target is aten.copy_.default and n.args[0].op == "placeholder"
-    }
-    return copied.union(*(undeclared_writes(n) for n in captured.forward))
 
 
 def _flags(n: fx.Node, reads_overwritten: bool, *, view: bool) -> int:
@@ -431,22 +405,19 @@ def _mark_takeovers(
     """
     for op, row in zip(graph_ops, rows, strict=True):
         n = op.node
-        if inplace_twin(n.target) is None or not n.args or not isinstance(n.args[0], fx.Node):
+        first = n.args[0] if n.args else None
+        if inplace_twin(n.target) is None or not isinstance(first, fx.Node):
             continue
-        a, out = env[n.args[0]], env[n]
+        a, out = env[first], env[n]
         if not isinstance(a, torch.Tensor) or not isinstance(out, torch.Tensor):
             continue
-        s, t = storage_of[n.args[0]][0], storage_of[n][0]
-        others = [m for m in n.all_input_nodes if m is not n.args[0]]
-        fits = (
-            (a.dtype, a.shape, a.stride(), a.storage_offset()) == (out.dtype, out.shape, out.stride(), 0)
-            and storages[s].nbytes == storages[t].nbytes
-            and a.numel() * a.element_size() == storages[s].nbytes
-        )
+        s, t = storage_of[first][0], storage_of[n][0]
+        whole = a.numel() * a.element_size() == storages[s].nbytes == storages[t].nbytes
+        layouts = (a.dtype, a.shape, a.stride(), a.storage_offset()), (out.dtype, out.shape, out.stride(), 0)
         own = storages[s].producer >= 0 and s not in outside and s != t
-        alone = all(s not in storage_of.get(m, ()) for m in others)
-        once = sum(1 for x in pytree.tree_leaves((n.args, n.kwargs)) if x is n.args[0]) == 1
-        if fits and own and alone and once:
+        alone = all(s not in storage_of.get(m, ()) for m in n.all_input_nodes if m is not first)
+        once = sum(x is first for x in pytree.tree_leaves((n.args, n.kwargs))) == 1
+        if whole and layouts[0] == layouts[1] and own and alone and once:
             row.overwrites = s
 
 

@@ -26,10 +26,7 @@ def op_row(
     """The row of a call, without its costs.
 
     Args:
-        func, args, kwargs, out: the call, and what it returned.
-        given: the tensors that it was given.
         flags: of the op; a view computes nothing and moves nothing.
-        known: the row's other fields.
     """
     view = bool(flags & VIEW)
     return OpRow(
@@ -96,6 +93,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for x in value.values():
             yield from tensors_in(x)
+
+
+def created_bytes(rows: Sequence[OpRow], storages: Sequence[StorageRow]) -> tuple[int, ...]:
+    """By op: bytes of the storages that it makes."""
+    return tuple(
+        sum(storages[s].nbytes for s in row.writes if storages[s].producer == i) for i, row in enumerate(rows)
+    )
 
 
 def tables_of(

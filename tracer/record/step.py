@@ -102,9 +102,7 @@ class _NeedsRun(Exception):
 def capture_step(step: TrainingStep, target: Device | None = None) -> Captured:
     """Capture the model of a training step, with the outputs that its loss differentiates.
 
-    Args:
-        step: the step.
-        target: the GPU whose ops are wanted of a step on the CPU; None: those of the step's own device.
+    target: the GPU whose ops are wanted of a step on the CPU; None: those of the step's own device.
     """
     check_step(step)
     captured = _captured(step, target)
@@ -150,11 +148,9 @@ def trace_step(
     """Record the step that `build` makes on fake tensors: sizes from torch, times and allocations from `costs`.
 
     Args:
-        build: makes the training step.
         target: the device-table entry whose roofline gives the times. A GPU with `device` "cpu": the ops are those
             that it would run, as far as `tracer.capture.cuda.gpu` knows them.
         device: the device of the fake tensors; anything but "cpu" needs a build of torch for it.
-        costs: what ops cost; default: the roofline and the rules table.
         program: what is known of the step's model already; None: it is captured.
 
     Raises:
@@ -180,7 +176,6 @@ def recorded_again(meta: TraceMeta, model: str = "", device: str = "cpu") -> Dra
 
     Args:
         model: build this instead of what the header names.
-        device: of the fake tensors.
     """
     try:
         target = device_entry(board_of(meta.target) or meta.target)
@@ -209,19 +204,14 @@ def fake_mode(again: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def header(
-    step: TrainingStep,
-    program: Program,
-    build: BuildStep,
-    device: str,
-    target: Device,
-) -> TraceMeta:
+def header(step: TrainingStep, program: Program, build: BuildStep, device: str, target: Device) -> TraceMeta:
     """What the trace says about itself."""
+    dtype = next(p for p in step.model.parameters() if p.requires_grad).dtype
     return TraceMeta(
         model=build.model,
         options=dict(step.options),
         batch_size=step.batch_size,
-        dtype=_dtype(step),
+        dtype=str(dtype).removeprefix("torch."),
         amp=step.autocast.dtype,
         loop="step()" if step.own is not None else str(step.loop),
         optimizer=describe_optimizer(step.optimizer),
@@ -243,21 +233,13 @@ def _moved(model: nn.Module, captured: Captured) -> tuple[int, ...]:
     """The storages of parameters and buffers in the order of `Module._apply`: children first."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     number = {id(x): k for k, x in enumerate(captured.tensors_of(parameters, buffers))}
-    found: dict[int, None] = {}
 
-    def walk(module: nn.Module) -> None:
+    def walk(module: nn.Module) -> Iterator[Any]:
         for child in module.children():
-            walk(child)
-        for x in (*module._parameters.values(), *module._buffers.values()):
-            if id(x) in number:
-                found[number[id(x)]] = None
+            yield from walk(child)
+        yield from (*module._parameters.values(), *module._buffers.values())
 
-    walk(model)
-    return tuple(found)
-
-
-def _dtype(step: TrainingStep) -> str:
-    return str(next(p for p in step.model.parameters() if p.requires_grad).dtype).removeprefix("torch.")
+    return tuple(dict.fromkeys(number[id(x)] for x in walk(model) if id(x) in number))
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> str:
@@ -277,8 +259,6 @@ def versions() -> dict[str, str]:
     """Versions of what decides the graph; torch's with its build, which the installed package does not always name."""
     out = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in ("torchvision", "transformers", "lowtide"):
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             out[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return out

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Final
 
@@ -73,7 +73,6 @@ WIDE: Final = 2  # a value is wide if its rows have at least one of so many part
 SHARE: Final = (
     32  # a product is looked at if its size is at least one of so many parts of the largest value's
 )
-
 LEAST: Final = 1 << 14  # bytes of a model's output for which its loss is captured once more with it
 
 
@@ -114,9 +113,8 @@ class Found:
     axes: dict[fx.Node, Axis | None] = field(default_factory=dict)  # of the body's values; None: whole
     sums: dict[fx.Node, str] = field(default_factory=dict)  # SUM or PRODUCT
     means: set[fx.Node] = field(default_factory=set)  # of the sums, those that are means over rows
-    losses: dict[fx.Node, fx.Node] = field(
-        default_factory=dict
-    )  # cross entropies -> the weight of their targets
+    # Cross entropies -> the weight of their targets.
+    losses: dict[fx.Node, fx.Node] = field(default_factory=dict)
     inputs: dict[fx.Node, Axis | None] = field(default_factory=dict)  # None: taken whole
     factor: fx.Node | None = None
     results: list[fx.Node] = field(default_factory=list)  # that forward makes: sums; not of a head, rows
@@ -139,19 +137,16 @@ class Found:
         def place(n: fx.Node) -> tuple[int, int]:
             return ids[op_of[n]] if n in op_of else -1, program.storage_of[n][0]
 
-        def result(n: fx.Node) -> Result:
-            op, storage = place(n)
-            return Result(op=op, storage=storage, grows=self.grows(n))
-
         def part(call: Call) -> Part:
             grows: dict[int, str] = {}
             for n in call.body:
                 if op_of[n] not in grows or n in self.sums:
                     grows[op_of[n]] = self.grows(n)
+            places = ((n, *place(n)) for n in call.results)
             return Part(
                 body=tuple((ids[i], how) for i, how in grows.items()),
                 inputs=tuple(place(n) for n in call.inputs),
-                results=tuple(result(n) for n in call.results),
+                results=tuple(Result(op=op, storage=s, grows=self.grows(n)) for n, op, s in places),
             )
 
         first, *others = (part(call) for call in self.parts)
@@ -188,8 +183,8 @@ def stretches(program: Program) -> tuple[Found, ...]:
     found: list[Found] = []
     for op in sorted(products, key=lambda op: -nbytes(op)):
         for kind, (rows, unit) in product(kinds, _ways(op.node)):
-            if op.node in taken:
-                break
+            if op.node in taken or rows < 2:
+                continue
             try:
                 stretch = kind(program, op, rows, unit).found()
             except _NoStretch:
@@ -231,11 +226,6 @@ class _Search:
         self.inside: set[fx.Node] = set()  # the body
         self.numbers: set[fx.Node] = set()  # made in backward, of one element, and not in the body
 
-    def _start(self) -> None:
-        if self.to.rows < 2:
-            raise _NoStretch
-        self._seed(self.to.product)
-
     def _seed(self, n: fx.Node) -> None:
         """Add a product of which each row is made of one of its first argument, of a batch of both arguments."""
         to, axis = self.to, Axis(0, 1, self.to.unit)
@@ -273,15 +263,13 @@ class _Search:
             self._put(n)
             if _packet(source) is aten.split:
                 to.axes[n] = to.axis(source)
-                return
-            if _packet(source) not in LOSSES:
+            elif _packet(source) not in LOSSES:
                 raise _NoStretch
-            if n.args[1] == 1:
-                to.losses[source] = n
-            if n.args[1] == 0 and source.args[3] == NO_SUM:
+            elif n.args[1] == 0 and source.args[3] == NO_SUM:
                 to.axes[n] = to.axis(source.args[0])
             else:
                 to.sums[n] = SUM
+                to.losses |= {source: n} if n.args[1] == 1 else {}
             return
         if not isinstance(n.target, OpOverload) or n.target._schema.is_mutable or is_random(n):
             raise _NoStretch
@@ -364,7 +352,7 @@ class _Head(_Search):
         to = self.to
         if to.product.meta["val"].dtype is torch.float16 or _packet(to.product) in BATCHES:
             raise _NoStretch
-        self._start()
+        self._seed(to.product)
         for n in self.captured.forward[self.order[to.product] + 1 :]:
             if any(a in to.axes or (_packet(a) in LOSSES and a in to.sums) for a in n.all_input_nodes):
                 self._add(n)
@@ -441,7 +429,7 @@ class _Inner(_Search):
         to = self.to
         self.after: set[fx.Node] = set()  # the body of one phase, and what depends on it there
         self.copied: set[fx.Node] = set()  # of the body, what stays outside as well, if that takes it
-        self._start()
+        self._seed(to.product)
         for phase in (self.captured.forward, self.captured.backward):
             self.after.clear()
             for n in phase:
@@ -569,8 +557,12 @@ def _follow(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis
         axis = _pointwise(n, to, cut)
         return SUMMED if not is_backward(packet) and reduction(n) != NO_SUM else axis
     if packet in ALONG_ONE:
-        _not_along(n, axis)
-    elif torch.Tag.pointwise not in n.target.tags:
+        place = ALONG_ONE[packet]
+        dim = n.args[place] if place < len(n.args) else 0
+        along = dim % n.all_input_nodes[0].meta["val"].dim() in axis.dims
+    else:
+        along = torch.Tag.pointwise not in n.target.tags
+    if along:
         raise _NoStretch
     return axis if packet is aten.split else _pointwise(n, to, cut)
 
@@ -599,12 +591,12 @@ def _pointwise(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> A
         if a not in rows and math.prod(along) != 1:
             if first < 0:
                 raise _NoStretch
-            cut(a, Axis(first, axis.span, axis.unit))
+            cut(a, replace(axis, dim=first))
     return axis
 
 
 def _aligned(a: fx.Node, n: fx.Node, axis: Axis) -> Axis:
-    return Axis(n.meta["val"].dim() - a.meta["val"].dim() + axis.dim, axis.span, axis.unit)
+    return replace(axis, dim=n.meta["val"].dim() - a.meta["val"].dim() + axis.dim)
 
 
 def _cross_entropy(values: fx.Node, target: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis:
@@ -660,9 +652,7 @@ def _spread(n: fx.Node, to: Found) -> Axis | None:
 
 def _viewed(before: Sequence[int], axis: Axis, after: Sequence[int], rows: int) -> Axis:
     ahead = math.prod(before[: axis.dim])
-    behind = (
-        math.prod(before[axis.dim + axis.span :]) * axis.unit
-    )  # elements that a row has from its dimension on
+    behind = math.prod(before[axis.dims.stop :]) * axis.unit  # elements that a row has from its dimension on
     for dim in range(len(after)):
         if math.prod(after[:dim]) != ahead or (after[dim] == 1 and rows > 1):
             continue
@@ -689,26 +679,16 @@ def _permuted(n: fx.Node, axis: Axis, *, back: bool = False) -> Axis:
     return Axis(order[axis.dim] if back else order.index(axis.dim), 1, axis.unit)
 
 
-def _not_along(n: fx.Node, axis: Axis) -> None:
-    place = ALONG_ONE[_packet(n)]
-    dim = n.args[place] if place < len(n.args) else 0
-    if dim % n.all_input_nodes[0].meta["val"].dim() in axis.dims:
-        raise _NoStretch
-
-
 def _part(n: fx.Node, axis: Axis) -> Axis:
     """A slice or one index of a dimension that has no rows; or what is zero but for such a part."""
     packet = _packet(n)
-    whole = n if packet in PART_BACKWARDS else n.args[0]
-    dim = n.args[2 if packet in PART_BACKWARDS else 1] % whole.meta["val"].dim()
-    one = packet in (aten.select, aten.select_backward)
-    if packet in PART_BACKWARDS and one and dim <= axis.dim:
-        axis = Axis(axis.dim + 1, axis.span, axis.unit)
+    back = packet in PART_BACKWARDS
+    dim = n.args[2 if back else 1] % (n if back else n.args[0]).meta["val"].dim()
+    if packet is aten.select_backward and dim <= axis.dim:
+        axis = replace(axis, dim=axis.dim + 1)
     if dim in axis.dims:
         raise _NoStretch
-    if packet is aten.select and dim < axis.dim:
-        axis = Axis(axis.dim - 1, axis.span, axis.unit)
-    return axis
+    return replace(axis, dim=axis.dim - 1) if packet is aten.select and dim < axis.dim else axis
 
 
 def _reduced(n: fx.Node, axis: Axis) -> Axis:
@@ -722,7 +702,7 @@ def _reduced(n: fx.Node, axis: Axis) -> Axis:
     if not gone.isdisjoint(axis.dims):
         raise _NoStretch
     stays = len(n.args) > 2 and bool(n.args[2])
-    return Axis(axis.dim - (0 if stays else sum(d < axis.dim for d in gone)), axis.span, axis.unit)
+    return axis if stays else replace(axis, dim=axis.dim - sum(d < axis.dim for d in gone))
 
 
 def _proportional(n: fx.Node, tainted: set[Any]) -> bool:

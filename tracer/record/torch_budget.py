@@ -72,7 +72,6 @@ def saved_set(
     """What torch saves of this program under this setting, in the ids of the trace.
 
     Args:
-        program: the captured graph; it is left as it is.
         setting: checked with `Setting.check`.
         graph_ops: program op -> op of the trace.
         joint: a copy of its graph; None: one is made of what was captured.
@@ -144,17 +143,13 @@ def as_torch_sees_it(captured: Captured) -> Joint:
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(captured.graph_module.graph, copies)  # copies no output node
     written: list[fx.Node] = []
-    for n in list(graph.nodes):
-        if n.op == "call_function" and n.target is aten.copy_.default:
-            target, value = n.args
-            late = False
-            for m in list(graph.nodes):
-                late |= m is n
-                if late and m is not n and target in m.all_input_nodes:
-                    m.replace_input_with(target, value)
-            n.replace_all_uses_with(value)
-            graph.erase_node(n)
-            written.append(value)
+    for n in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        target, value = n.args
+        for m in [m for m in target.users if n < m]:
+            m.replace_input_with(target, value)
+        n.replace_all_uses_with(value)
+        graph.erase_node(n)
+        written.append(value)
     stands_for = merged_dropout(graph)
     outputs = [copies[x] for x in captured.outputs]
     gradients = [
@@ -184,24 +179,16 @@ def _read(
         n = ours.get(joint.stands_for.get(name, name))
         return set() if n is None else made_forward.intersection(program.storage_of[n])
 
-    outputs = pytree.tree_leaves(next(n for n in forward.nodes if n.op == "output").args)
-    saved: set[int] = set()
-    for n in outputs[joint.forward_outputs :]:
-        if isinstance(n, fx.Node):
-            saved |= storages(n.name)
-    again: set[int] = set()
-    recomputed: set[int] = set()
-    random: set[int] = set()
-    for n in backward.nodes:
-        if n.op != "call_function":
-            continue
+    outputs = pytree.tree_leaves(next(iter(forward.find_nodes(op="output"))).args)
+    crossing = [n.name for n in outputs[joint.forward_outputs :] if isinstance(n, fx.Node)]
+    saved = {s for name in crossing for s in storages(name)}
+    again, recomputed, random = set[int](), set[int](), set[int]()
+    for n in (n for n in backward.nodes if n.op == "call_function"):
         k = op_of.get(joint.stands_for.get(n.name, n.name))
-        if k is None or k >= program.forward_ops or program.rows[k].flags & VIEW:
-            continue
-        again.add(k)
-        recomputed |= storages(n.name)
-        if isinstance(n.target, OpOverload) and is_random(n):
-            random.add(k)
+        if k is not None and k < program.forward_ops and not program.rows[k].flags & VIEW:
+            again.add(k)
+            recomputed |= storages(n.name)
+            random |= {k} if isinstance(n.target, OpOverload) and is_random(n) else set()
     return SavedSet(
         label=f"{setting.solver}-{setting.budget:g}",
         settings={"solver": setting.solver, "budget": setting.budget},

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -72,10 +73,6 @@ def count_untouched(draft: Draft, costs: Costs) -> tuple[int, Untouched]:
     Counts: every storage from the op that makes it until nobody refers to it any more, and what `costs` knows of the
     allocations inside each op. Ignores: what Python keeps in one run and not in another; branches that library code
     takes on the data of a mask, where the capture had to go around them.
-
-    Args:
-        draft: the step; one on a GPU's own fake tensors is not counted.
-        costs: what ops allocate inside.
     """
     step, gpu = draft.step, draft.program.captured.target
     if draft.target.kind != "cpu" and gpu is None:
@@ -144,19 +141,15 @@ def _ops_of(gpu: Device | None) -> Iterator[None]:
         yield
         return
 
-    def dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    def dropout(x: torch.Tensor, p: float, train: bool) -> Any:
         if train and 0 < p < 1 and x.numel():  # is_fused_kernel_acceptable in ATen/native/Dropout.cpp
-            out: torch.Tensor = aten.native_dropout(x, p, train)[0]
-            return out
-        whole: torch.Tensor = aten.dropout.default.decompose(x, p, train)
-        return whole
+            return aten.native_dropout(x, p, train)[0]
+        return aten.dropout.default.decompose(x, p, train)
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         if bias is not None and x.dim() > 2 and not x.is_contiguous():
-            out: torch.Tensor = aten.matmul(x, weight.t()).add_(bias)  # out of place where tensors are fake
-            return out
-        whole: torch.Tensor = aten.linear.default.decompose(x, weight, bias)
-        return whole
+            return aten.matmul(x, weight.t()).add_(bias)  # out of place where tensors are fake
+        return aten.linear.default.decompose(x, weight, bias)
 
     with gpu_kernels(gpu), kernels("AutogradCPU", {"dropout": dropout, "linear": linear}):
         yield
@@ -215,13 +208,8 @@ class _Counter(EagerRecorder):
 
     def start(self, step: TrainingStep) -> None:
         """The step is complete and nothing of it has run: what is there now stays."""
-        for x in (
-            *step.model.parameters(),
-            *step.model.buffers(),
-            *step.loss_parameters.values(),
-            *step.tensors(),
-            *scaler_tensors(step.scaler),
-        ):
+        own = (*step.model.parameters(), *step.model.buffers(), *step.loss_parameters.values())
+        for x in (*own, *step.tensors(), *scaler_tensors(step.scaler)):
             self._stays(x)
         self._scaler = [x.untyped_storage().nbytes() for x in scaler_tensors(step.scaler)]
         for x in optimizer_tensors(step.optimizer):
@@ -284,7 +272,7 @@ class _Counter(EagerRecorder):
 
     def is_true(self) -> bool:
         """MASKS asks only whether a mask of ones masks nothing."""
-        return self.phase == FORWARD and _asks_of_masks()
+        return self.phase == FORWARD and _caller(1, "torch.", "tracer.").f_globals.get("__name__") == MASKS
 
     def look(self) -> None:
         """Before an op: what is gone was given back."""
@@ -361,11 +349,10 @@ class _Counter(EagerRecorder):
         blocks = replayed(made, events, [key for key, n in made.items() if n], asks)
         first = self._block_count
         for n in asks:
-            if n > 0:
-                self._asks.append((self._block_count, n, 0, self.phase))
-                self._block_count += 1
-            else:
-                self._asks.append((~(first + ~n), 0, 0, self.phase))
+            self._asks.append(
+                (self._block_count, n, 0, self.phase) if n > 0 else (~(first + ~n), 0, 0, self.phase)
+            )
+            self._block_count += n > 0
         self._blocks |= {key: first + block for key, block in blocks.items()}
 
     def _ask_for_workspaces(self, target: str) -> None:
@@ -408,22 +395,18 @@ def _repeating(asks: list[Ask], marks: list[tuple[int, int]]) -> list[Ask]:
     later, last = asks[two:three], asks[three:]
     number: dict[int, int] = {}  # of the first's blocks
     rows = []
-    for (old, old_bytes, *_), (new, new_bytes, _, phase) in zip(later, last, strict=False):
-        if old_bytes or new_bytes:
-            same = old_bytes == new_bytes and old - second == new - third
-            block = new - third
-        else:
-            old, new = ~old, ~new
-            same = new >= second and (old - second == new - third or (old < second and new < third))
-            block = new - third if new >= third else new - second
-            if new < third:
-                number[old] = block
-            block = ~block
-        if not same:
-            return []
-        rows.append((block, new_bytes, LATER, phase))
     if len(later) != len(last):
         return []
+    for (old, old_bytes, *_), (new, new_bytes, _, phase) in zip(later, last, strict=True):
+        given = not (old_bytes or new_bytes)  # back
+        old, new = (~old, ~new) if given else (old, new)
+        before = given and old < second and new < third  # of the iteration before
+        if old_bytes != new_bytes or (given and new < second) or not (before or old - second == new - third):
+            return []
+        block = new - (second if given and new < third else third)
+        if given and new < third:
+            number[old] = block
+        rows.append((~block if given else block, new_bytes, LATER, phase))
     first = []
     for block, n, _, phase in asks[one:two]:
         of = block if n else ~block
@@ -432,20 +415,17 @@ def _repeating(asks: list[Ask], marks: list[tuple[int, int]]) -> list[Ask]:
     return [*first, *rows]
 
 
+def _caller(depth: int, *but: str) -> FrameType:
+    """The innermost frame, so many calls ago or more, whose module's name does not begin with one of these."""
+    frame = sys._getframe(depth + 1)
+    while frame.f_globals.get("__name__", "").startswith(but) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 def _of_autograd() -> bool:
     """Whether autograd's own C++ calls an op, and not a hook or a function of somebody's in Python."""
-    frame = sys._getframe(3)
-    while frame.f_globals.get("__name__", "").startswith("torch._") and frame.f_back is not None:
-        frame = frame.f_back  # of what torch puts around a mode
-    return frame.f_code.co_name == "_engine_run_backward"
-
-
-def _asks_of_masks() -> bool:
-    """Whether MASKS asks for a value."""
-    frame = sys._getframe(2)
-    while frame.f_globals.get("__name__", "").startswith(("torch.", "tracer.")) and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_globals.get("__name__") == MASKS
+    return _caller(3, "torch._").f_code.co_name == "_engine_run_backward"
 
 
 def _node() -> int:

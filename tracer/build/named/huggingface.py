@@ -17,8 +17,7 @@ import torch
 from tracer.build.batch import loss_in_outputs
 from tracer.build.context import made_on, made_with_values, outside_fake_mode
 from tracer.build.loop import TrainingStep
-from tracer.build.named.torchvision_shim import import_torchvision
-from tracer.build.named.vision import set_dropout
+from tracer.build.named.vision import import_torchvision, set_dropout
 from tracer.build.optimizers import make_optimizer
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.model_spec import HF
@@ -81,9 +80,7 @@ def family_step(
 
     Args:
         family: a key of FAMILIES.
-        name: the model's name, for messages.
         sizes: what differs from the family's default configuration.
-        options, device: as of `config_step`.
 
     Raises:
         SpecError: the sequence is longer than the model's position table, the image size does not suit the
@@ -134,7 +131,6 @@ def config_step(reference: str, options: dict[str, Any], device: str) -> Trainin
         reference: "hf:" and the path of a config.json, or of its directory.
         options: batch_size, optimizer, dtype; optionally task (a key of TASKS), seq_len (tokens, of a waveform
             samples), image_size, optimizer_impl, dropout, attention, use_cache.
-        device: where everything is made.
 
     Raises:
         SpecError: transformers has no such architecture, or none of it for the task, or it cannot be built so; or
@@ -241,12 +237,9 @@ class _Batch:
             "input_values": self._waveform,
             "input_features": self._spectrum,
         }
-        name = model.main_input_name
-        required = [
-            p.name
-            for p in inspect.signature(model.forward).parameters.values()
-            if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name != name
-        ]
+        name, taken = model.main_input_name, inspect.signature(model.forward).parameters.values()
+        plain = [p for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != name]
+        required = [p.name for p in plain if p.default is p.empty]
         if name not in makers or required:
             raise SpecError(
                 f"{self.reference}: {type(model).__name__} takes {', '.join([name, *required])}, for which there is "
@@ -280,28 +273,28 @@ class _Batch:
         return torch.randn(self.rows, int(self.options.get("seq_len") or SAMPLES))
 
     def _spectrum(self) -> torch.Tensor:
-        bins = getattr(self.config, "num_mel_bins", 80)
-        frames = getattr(self.config, "max_source_positions", 0) * 2 or self._length()
         if hasattr(self.config, "input_feat_per_channel"):  # frames first, then features
             return torch.randn(self.rows, self._length(), self.config.input_feat_per_channel)
-        return torch.randn(self.rows, bins, frames)
+        frames = getattr(self.config, "max_source_positions", 0) * 2 or self._length()
+        return torch.randn(self.rows, getattr(self.config, "num_mel_bins", 80), frames)
 
     def _labels(self, task: str, given: torch.Tensor) -> dict[str, torch.Tensor]:
-        if task == "causal-lm":
-            return {"labels": given.clone()}  # the model shifts them itself
-        if task == "masked-lm":
-            labels = torch.full_like(given, NO_LABEL)
-            labels[:, ::MASKED_EVERY] = given[:, ::MASKED_EVERY]
-            return {"labels": labels}
-        if task in ("seq2seq-lm", "speech-seq2seq"):
-            return {"labels": torch.randint(self.text.vocab_size, (self.rows, self._length()))}
-        if task == "ctc":
-            return {"labels": torch.randint(1, self.text.vocab_size, (self.rows, TRANSCRIPT))}
         if task == "question-answering":
             ends = torch.randint(given.shape[1], (2, self.rows))
             return {"start_positions": ends[0], "end_positions": ends[1]}
-        shape = given.shape[:2] if task == "token-classification" else (self.rows,)
-        return {"labels": torch.randint(self.config.num_labels, shape)}
+        if task == "causal-lm":
+            labels = given.clone()  # the model shifts them itself
+        elif task == "masked-lm":
+            labels = torch.full_like(given, NO_LABEL)
+            labels[:, ::MASKED_EVERY] = given[:, ::MASKED_EVERY]
+        elif task in ("seq2seq-lm", "speech-seq2seq"):
+            labels = self._tokens()
+        elif task == "ctc":
+            labels = torch.randint(1, self.text.vocab_size, (self.rows, TRANSCRIPT))
+        else:
+            shape = given.shape[:2] if task == "token-classification" else (self.rows,)
+            labels = torch.randint(self.config.num_labels, shape)
+        return {"labels": labels}
 
 
 def import_transformers() -> Any:
@@ -330,8 +323,7 @@ def quiet_transformers() -> Iterator[None]:
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.set_verbosity(before)

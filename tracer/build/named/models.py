@@ -7,7 +7,7 @@ models go by their own names, transformers' by family and size.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -106,6 +106,7 @@ _COMMON: Final = ("optimizer", "optimizer_impl", "dtype", "dropout")
 SEQUENCE_OPTIONS: Final = ("batch_size", "seq_len", *_COMMON, "attention", "use_cache")
 IMAGE_OPTIONS: Final = ("batch_size", "image_size", *_COMMON, "attention")
 DECODERS: Final = ("gpt2", "llama", "t5")  # have keys and values to copy for generation
+DTYPES: Final = {"float32": "float32", "fp32": "float32", **AMP_DTYPES}
 # Crop sizes of the published weights (IMAGENET1K_V1) where they are not 224.
 IMAGE_SIZES: Final = {
     **{f"efficientnet_b{k}": size for k, size in enumerate((240, 288, 300, 380, 456, 528, 600), start=1)},
@@ -114,6 +115,15 @@ IMAGE_SIZES: Final = {
     "efficientnet_v2_l": 480,
     "inception_v3": 299,
     **dict.fromkeys(("swin_v2_t", "swin_v2_s", "swin_v2_b"), 256),
+}
+# What options must be that are no names.
+VALUES: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
+    **dict.fromkeys(
+        ("batch_size", "seq_len", "image_size"),
+        (lambda v: type(v) is int and v >= 1, "a whole number of at least 1"),
+    ),
+    "dropout": (lambda v: type(v) in (int, float) and 0.0 <= v < 1.0, "a number from 0 to below 1"),
+    "use_cache": (lambda v: isinstance(v, bool), "true or false"),
 }
 
 
@@ -165,7 +175,10 @@ class KnownModel:
 
         self.check(given)
         options = {**self.defaults, **given}
-        options["dtype"] = parse_dtype(options["dtype"])
+        dtype = str(options["dtype"]).lower().removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise SpecError(f"--dtype {options['dtype']!r} is unknown; known are {', '.join(DTYPES)}.")
+        options["dtype"] = DTYPES[dtype]
         check_optimizer(options["optimizer"], options.get("optimizer_impl"))
         return options
 
@@ -176,19 +189,9 @@ class KnownModel:
             flags = ", ".join(map(_flag, self.takes))
             raise SpecError(f"model {self.name} takes no {_flag(foreign[0])}; it takes {flags}.")
         for option, value in given.items():
-            if option in ("batch_size", "seq_len", "image_size"):
-                if type(value) is not int or value < 1:
-                    raise SpecError(f"{_flag(option)} {value!r} must be a whole number of at least 1.")
-            elif option == "dropout":
-                if type(value) not in (int, float):
-                    raise SpecError(f"--dropout {value!r} must be a number.")
-                if not 0.0 <= float(value) < 1.0:
-                    raise SpecError(f"--dropout {value} must be at least 0 and less than 1.")
-            elif option == "use_cache":
-                if not isinstance(value, bool):
-                    raise SpecError(f"use_cache is {value!r} and must be true or false.")
-            elif not isinstance(value, str):
-                raise SpecError(f"{_flag(option)} {value!r} must be a name.")
+            fits, wish = VALUES.get(option, (lambda v: isinstance(v, str), "a name"))
+            if not fits(value):
+                raise SpecError(f"{_flag(option)} {value!r} must be {wish}.")
 
     def step(self, options: dict[str, Any], device: str) -> TrainingStep:
         """The training step with these options, on that device."""
@@ -233,18 +236,15 @@ def find_model(name: str) -> KnownModel:
         return KnownModel(name=name, family=TIMM)
     models = list_models()
     known = {_key(m.name): m for m in models}
-    if _key(name) in known:
-        return known[_key(name)]
     # Without any separators ("resnet-18") a name may fit several (regnet_x_1_6gf, regnet_x_16gf).
     bare = [m for m in models if _key(m.name).replace("-", "") == _key(name).replace("-", "")]
+    if _key(name) not in known and len(bare) != 1:
+        known = {_key(n): KnownModel(name=n, family=TORCHVISION) for n in _torchvision_names()} | known
+    if _key(name) in known:
+        return known[_key(name)]
     if len(bare) == 1:
         return bare[0]
-    newer = _torchvision_names()
-    for other in newer:
-        if _key(other) == _key(name):
-            return KnownModel(name=other, family=TORCHVISION)
-    names = {_key(n): n for n in (*(m.name for m in known.values()), *newer)}
-    close = [names[k] for k in difflib.get_close_matches(_key(name), names, n=4, cutoff=0.5)]
+    close = [known[k].name for k in difflib.get_close_matches(_key(name), known, n=4, cutoff=0.5)]
     hint = f"; did you mean {', '.join(close)}?" if close else "."
     raise SpecError(
         f"model {name!r} is unknown{hint} Known are torchvision's classification models by their own names, "
@@ -259,7 +259,7 @@ def _key(name: str) -> str:
 
 def _torchvision_names() -> list[str]:
     """What the installed torchvision has; nothing if it cannot be imported."""
-    from tracer.build.named.torchvision_shim import import_torchvision
+    from tracer.build.named.vision import import_torchvision
     from traces.errors import EnvironmentProblem
 
     try:
@@ -274,14 +274,3 @@ def _torchvision_names() -> list[str]:
 
 def _flag(option: str) -> str:
     return "--" + option.replace("_", "-")
-
-
-DTYPES: Final = {"float32": "float32", "fp32": "float32", **AMP_DTYPES}
-
-
-def parse_dtype(text: str) -> str:
-    """The full name of a floating type; SpecError if it is none that a model can have."""
-    try:
-        return DTYPES[text.lower().removeprefix("torch.")]
-    except KeyError:
-        raise SpecError(f"--dtype {text!r} is unknown; known are {', '.join(DTYPES)}.") from None

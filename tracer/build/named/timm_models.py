@@ -12,8 +12,7 @@ import torch
 
 from tracer.build.context import made_on, made_with_values, outside_fake_mode
 from tracer.build.loop import TrainingStep
-from tracer.build.named.torchvision_shim import import_torchvision
-from tracer.build.named.vision import classifier_step
+from tracer.build.named.vision import classifier_step, import_torchvision
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.model_spec import TIMM
 
@@ -41,7 +40,6 @@ def timm_step(reference: str, options: dict[str, Any], device: str) -> TrainingS
     Args:
         reference: "timm:" and timm's own name, with or without the tag of its weights.
         options: batch_size, image_size, optimizer, dtype; optionally optimizer_impl, dropout.
-        device: where everything is made.
 
     Raises:
         SpecError: the model cannot be made for that image size, or is no classifier.
@@ -52,8 +50,7 @@ def timm_step(reference: str, options: dict[str, Any], device: str) -> TrainingS
     name, size = reference.removeprefix(TIMM), options["image_size"]
     # Only models with a position for each patch take a size; they refuse another than theirs without being told.
     sized = {"img_size": size} if size != image_size_of(reference) else {}
-    with made_on(device, getattr(torch, options["dtype"])), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with made_on(device, getattr(torch, options["dtype"])), warnings.catch_warnings(action="ignore"):
         try:
             try:
                 model = made_with_values(partial(timm.create_model, name, **sized))

@@ -1,9 +1,17 @@
-"""Training steps of torchvision's classification models, on random images and labels."""
+"""Training steps of torchvision's classification models, on random images and labels.
+
+torchvision's wheels are built against a CUDA torch; beside a CPU-only one their compiled library is refused, and
+`import torchvision` fails, because the package describes ops that nobody has defined. The models use none of those, so
+that declaring the missing signatures is enough (`import_torchvision`).
+"""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -12,23 +20,25 @@ from torch.nn import functional
 
 from tracer.build.context import made_on, outside_fake_mode
 from tracer.build.loop import TrainingStep
-from tracer.build.named.torchvision_shim import import_torchvision
 from tracer.build.optimizers import make_optimizer
-from traces.errors import LowtideError, SpecError
+from traces.errors import EnvironmentProblem, LowtideError, SpecError
 
 CLASSES: Final = 1000
 # The auxiliary classifiers' share of the loss, as published: GoogLeNet 0.3 each (Szegedy et al. 2014, section
 # 5); Inception v3 0.4, the weight that its reference training code and torchvision's tutorial use.
 AUXILIARY_WEIGHT: Final = {"googlenet": 0.3, "inception_v3": 0.4}
+SIGNATURES: Final = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+_kept: list[Any] = []  # a torch.library.Library withdraws its definitions when it is collected
 
 
 def image_step(name: str, options: dict[str, Any], device: str) -> TrainingStep:
     """Build a torchvision model in training mode, one random batch, cross-entropy and the optimizer.
 
     Args:
-        name: torchvision's own name.
         options: batch_size, image_size, optimizer, dtype; optionally optimizer_impl, dropout.
-        device: where everything is made.
 
     Raises:
         SpecError: the image size does not suit the model.
@@ -122,3 +132,43 @@ def set_dropout(model: nn.Module, probability: float) -> None:
             module.p = probability
         elif isinstance(module, nn.MultiheadAttention):
             module.dropout = probability
+
+
+def import_torchvision() -> ModuleType:
+    """Import torchvision, declaring the signatures of its missing ops if it fails for want of them.
+
+    Raises:
+        EnvironmentProblem: torchvision is not installed, or does not fit this torch for another reason.
+    """
+    try:
+        return importlib.import_module("torchvision")
+    except ModuleNotFoundError as error:
+        raise EnvironmentProblem(
+            f"torchvision cannot be imported ({error}); install it with: pip install 'lowtide[torch]'"
+        ) from None
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise _misfit(error) from error
+    # The failed import leaves submodules behind, which would be taken for complete ones.
+    for name in [n for n in sys.modules if n == "torchvision" or n.startswith("torchvision.")]:
+        del sys.modules[name]
+    _declare_missing_ops()
+    try:
+        return importlib.import_module("torchvision")
+    except (RuntimeError, ImportError) as error:
+        raise _misfit(error) from error
+
+
+def _declare_missing_ops() -> None:
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name, signature in SIGNATURES.items():
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(signature)
+    _kept.append(library)
+
+
+def _misfit(error: Exception) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"torchvision does not work with torch {torch.__version__} ({error}); install versions that belong "
+        "together: pip install --upgrade 'lowtide[torch]'"
+    )

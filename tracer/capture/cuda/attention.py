@@ -73,9 +73,13 @@ class Call:
     deterministic: bool = False  # torch.use_deterministic_algorithms(True), not only warnings
 
     @property
+    def tensors(self) -> tuple[View, View, View]:
+        return self.query, self.key, self.value
+
+    @property
     def trains(self) -> bool:
         """Whether some of query, key and value requires a gradient."""
-        return self.grad and any(x.requires_grad for x in (self.query, self.key, self.value))
+        return self.grad and any(x.requires_grad for x in self.tensors)
 
 
 def choose(
@@ -89,8 +93,6 @@ def choose(
     """The kernel that torch would take: "cudnn", "flash", "efficient" or "math".
 
     Args:
-        call: the call.
-        sm: the GPU's compute capability.
         release: of torch, as (2, 13).
         order: torch's priority order; the default one becomes cuDNN's on compute capability 9 and 10.
         enabled: the kernels that are switched on.
@@ -99,7 +101,8 @@ def choose(
         CaptureError: none of those takes the call, which torch refuses too.
     """
     cudnn = cudnn_version(release)
-    if order == DEFAULT_ORDER and sm[0] in (9, 10) and cudnn >= CUDNN_PREFERRED_FROM and not _deprioritized():
+    put_off = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "") == "1" or cudnn < CUDNN_PREFERRED_FROM
+    if order == DEFAULT_ORDER and sm[0] in (9, 10) and not put_off:
         order = HOPPER_ORDER
     fits = {
         CUDNN: lambda: _fits_cudnn(call, sm, release, cudnn),
@@ -123,30 +126,18 @@ def cudnn_version(release: tuple[int, int]) -> int:
     return CUDNN_VERSIONS[min(max(release, min(CUDNN_VERSIONS)), max(CUDNN_VERSIONS))]
 
 
-def _deprioritized() -> bool:
-    return os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "") == "1"
-
-
-def _tensors(call: Call) -> tuple[View, View, View]:
-    return call.query, call.key, call.value
-
-
-def _four_dimensional(call: Call) -> bool:
-    return all(len(x.shape) == 4 for x in _tensors(call))
-
-
-def _dtype_in(call: Call, dtypes: tuple[str, ...]) -> bool:
-    return len({x.dtype for x in _tensors(call)}) == 1 and call.query.dtype in dtypes
-
-
-def _half_dtypes(sm: tuple[int, int]) -> tuple[str, ...]:
-    return HALVES if sm >= (8, 0) else ("float16",)
+def _fits_all(call: Call, sm: tuple[int, int], least: tuple[int, int], *more: str) -> bool:
+    """What every fused kernel asks for: four dimensions, compute capability, lengths, one type: a half or one more."""
+    dtypes = (*(HALVES if sm >= (8, 0) else HALVES[:1]), *more)
+    same = len({x.dtype for x in call.tensors}) == 1 and call.query.dtype in dtypes
+    dense = all(len(x.shape) == 4 for x in call.tensors) and call.query.shape[2] != 0 != call.key.shape[2]
+    return least <= sm <= (12, 1) and same and dense
 
 
 def _batch_and_heads(
     call: Call, release: tuple[int, int], *, groups: bool, same_key_value: bool = True
 ) -> bool:
-    q, k, v = _tensors(call)
+    q, k, v = call.tensors
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         return False
     heads = q.shape[1], k.shape[1], v.shape[1]
@@ -158,17 +149,13 @@ def _batch_and_heads(
     return shared or heads[0] == heads[1] == heads[2]
 
 
-def _lengths_not_zero(call: Call) -> bool:
-    return call.query.shape[2] != 0 and call.key.shape[2] != 0
-
-
 def _last_strides(call: Call, *, ignore_single: bool) -> bool:
-    ones = all(x.stride[-1] == 1 for x in _tensors(call)) or (ignore_single and call.query.shape[-1] == 1)
+    ones = all(x.stride[-1] == 1 for x in call.tensors) or (ignore_single and call.query.shape[-1] == 1)
     return ones and (call.mask is None or call.mask.stride[-1] == 1)
 
 
 def _fits_flash(call: Call, sm: tuple[int, int], release: tuple[int, int]) -> bool:
-    if not _four_dimensional(call) or call.mask is not None or not (8, 0) <= sm <= (12, 1):
+    if call.mask is not None or not _fits_all(call, sm, (8, 0)):
         return False
     head = call.query.shape[-1]
     if not call.key.shape[-1] == call.value.shape[-1] == head <= 256:
@@ -178,41 +165,29 @@ def _fits_flash(call: Call, sm: tuple[int, int], release: tuple[int, int]) -> bo
         return False
     if call.causal and call.query.shape[2] != call.key.shape[2]:
         return False
-    return (
-        _dtype_in(call, _half_dtypes(sm))
-        and _batch_and_heads(call, release, groups=True)
-        and _lengths_not_zero(call)
-        and _last_strides(call, ignore_single=True)
-    )
+    return _batch_and_heads(call, release, groups=True) and _last_strides(call, ignore_single=True)
 
 
 def _fits_efficient(call: Call, sm: tuple[int, int], release: tuple[int, int]) -> bool:
-    if not _four_dimensional(call) or not (5, 0) <= sm <= (12, 1):
+    if not _fits_all(call, sm, (5, 0), "float32"):
         return False
     half = call.query.dtype in HALVES
     alignment = 4 if sm >= (8, 0) else 1
     if sm >= (8, 0) or (sm >= (7, 0) and half):  # tensor cores
         alignment = max(alignment, 128 // (16 if half else 32))
-    q, k, v = (x.shape[-1] for x in _tensors(call))
+    q, k, v = (x.shape[-1] for x in call.tensors)
     if q != k or not q or not v or q % alignment or v % alignment:
         return False
     if release >= EFFICIENT_OFFSETS and sm >= (8, 0):
         size = ITEM.get(call.query.dtype, 4)
-        if any(x.offset * size % (alignment * size) and math.prod(x.shape) for x in _tensors(call)):
+        if any(x.offset * size % (alignment * size) and math.prod(x.shape) for x in call.tensors):
             return False
-    dtypes = ("float16", "float32", "bfloat16") if sm >= (8, 0) else ("float16", "float32")
-    return (
-        _lengths_not_zero(call)
-        and _last_strides(call, ignore_single=False)
-        and _batch_and_heads(call, release, groups=release >= SHARED_HEADS)
-        and _dtype_in(call, dtypes)
-    )
+    groups = release >= SHARED_HEADS
+    return _last_strides(call, ignore_single=False) and _batch_and_heads(call, release, groups=groups)
 
 
 def _fits_cudnn(call: Call, sm: tuple[int, int], release: tuple[int, int], cudnn: int) -> bool:
-    if call.deterministic or not _four_dimensional(call) or not _dtype_in(call, _half_dtypes(sm)):
-        return False
-    if not _mask_shape(call) or not (8, 0) <= sm <= (12, 1):
+    if call.deterministic or not _fits_all(call, sm, (8, 0)) or not _mask_shape(call):
         return False
     if release >= CUDNN_DROPOUT_STEPS and not (call.dropout * 16).is_integer():
         return False
@@ -229,11 +204,8 @@ def _fits_cudnn(call: Call, sm: tuple[int, int], release: tuple[int, int], cudnn
         return False
     if s_k == 1 or (call.dropout != 0.0 and s_q == 1):
         return False
-    return (
-        _lengths_not_zero(call)
-        and _last_strides(call, ignore_single=True)
-        and _batch_and_heads(call, release, groups=True, same_key_value=False)
-    )
+    heads = _batch_and_heads(call, release, groups=True, same_key_value=False)
+    return heads and _last_strides(call, ignore_single=True)
 
 
 def _mask_shape(call: Call) -> bool:
@@ -331,8 +303,7 @@ def _additive(mask: Any, query: Any, *, cudnn: bool) -> Any:
     if mask is None or mask.dtype is not torch.bool:
         return mask
     if cudnn:
-        zero = torch.scalar_tensor(0.0, dtype=query.dtype)
-        return torch.where(mask.logical_not(), -65504.0, zero)
+        return torch.where(mask.logical_not(), -65504.0, torch.scalar_tensor(0.0, dtype=query.dtype))
     return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
 
 

@@ -1,9 +1,8 @@
 """Capture the ops that a GPU would run in place of those that torch takes on the CPU.
 
 Counts: attention (`tracer.capture.cuda.attention`), RMS norm, batch norm (`tracer.capture.passes.batch_norm`), and ops
-whose results have another data type
-on CUDA (`results`). Ignores: what torch decides below its ops (which convolution algorithm, which memory format a
-convolution returns).
+whose results have another data type on CUDA (`results`). Ignores: what torch decides below its ops (which convolution
+algorithm, which memory format a convolution returns).
 """
 
 from __future__ import annotations
@@ -16,11 +15,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tracer.capture.cuda.attention import attend
-from tracer.capture.cuda.rms_norm import fused_rms_norm
 from tracer.capture.passes.batch_norm import dense, meta, takes_cudnn
 from tracer.capture.torch_fixes.grouped import whole_histograms
-from tracer.precision.policy import lowered, without_autocast
-from tracer.torch_api import DisableTorchFunction, FakeTensor, pytree, replaced, scaled_dot_product_attention
+from tracer.precision.autocast_lists import lowered
+from tracer.precision.cast_cache import kernels
+from tracer.precision.policy import without_autocast
+from tracer.torch_api import (
+    DisableTorchFunction,
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    FakeTensor,
+    pytree,
+    replaced,
+    scaled_dot_product_attention,
+)
 from traces.devices import Device
 
 aten = torch.ops.aten
@@ -96,14 +105,12 @@ def gpu_kernels(target: Device | None) -> Iterator[None]:
                 func = run_norm
             return func(*args, **(kwargs or {}))
 
-    functional: Any = torch.nn.functional
-    with (
-        replaced(functional, scaled_dot_product_attention=run_attention),
-        replaced(torch, batch_norm=run_norm),
-        fused_rms_norm() if target is not None else contextlib.nullcontext(),
-        whole_histograms() if target is not None else contextlib.nullcontext(),
-        Mode(),
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(torch.nn.functional, scaled_dot_product_attention=run_attention))
+        stack.enter_context(replaced(torch, batch_norm=run_norm))
+        for kernel in (fused_rms_norm, whole_histograms) if target is not None else ():
+            stack.enter_context(kernel())
+        stack.enter_context(Mode())
         yield
 
 
@@ -138,3 +145,39 @@ def results(target: Any, args: Any, kwargs: Any, out: Any, *, laptop: bool) -> A
         out,
         wanted,
     )
+
+
+@contextlib.contextmanager
+def fused_rms_norm() -> Iterator[None]:
+    """In the body, `torch.rms_norm` of CPU tensors is captured as a GPU's kernel, `aten._fused_rms_norm`, with
+    its backward; taken apart, as torch does on a CPU, it saves a value of the input's size more.
+
+    Which calls come to that op is decided by torch above it (aten's layer_norm.cpp, rms_norm_symint).
+    """
+    op, key = aten._fused_rms_norm.default, DispatchKey.CompositeImplicitAutograd
+    # Below autograd nobody takes it apart either.
+    op.py_kernels[key] = lambda *_args, **_kwargs: NotImplemented
+    try:
+        with kernels("AutogradCPU", {"_fused_rms_norm": lambda *args: _Fused.apply(*args)}):
+            yield
+    finally:
+        del op.py_kernels[key]
+        op._dispatch_cache.clear()
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, shape: Any, weight: Any, eps: Any) -> Any:
+        with ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutogradCPU)):
+            out, rstd = aten._fused_rms_norm.default(x, shape, weight, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.shape = shape
+        ctx.mark_non_differentiable(rstd)
+        return out, rstd
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any, _: Any) -> Any:
+        x, rstd, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        gradients = aten._fused_rms_norm_backward.default(gradient, x, ctx.shape, rstd, weight, wanted)
+        return gradients[0], None, gradients[1], None

@@ -20,20 +20,15 @@ from tracer.costs.rules_cpu.convolutions import convolution, convolution_backwar
 from tracer.costs.rules_cpu.onednn import channels_last
 from tracer.costs.signature import ITEM_BYTES, Signature, TensorSpec
 from tracer.costs.table import Events, Table, copied, fits_blas, is_pointwise, made, short_name
-from traces.devices import Device
 
 FLOATS: Final = ("float32", "float64")
 HALVES: Final = ("float16", "bfloat16")
 SMALL_PRODUCT: Final = 400  # multiplications; below, a product of a batch of matrices is torch's own loop
 
 
-def cpu_events(signature: Signature, device: Device) -> Events | None:
-    """What the op allocates (+bytes) and frees (-bytes) on a CPU, in order; None: no rule says.
-
-    Args:
-        signature: the call.
-        device: the CPU; rules take threads and vector width from the torch that is running.
-    """
+def cpu_events(signature: Signature) -> Events | None:
+    """What the op allocates (+bytes) and frees (-bytes) on a CPU, in order; None: no rule says. Rules take threads and
+    vector width from the torch that is running."""
     compute = COMPUTED.get(short_name(signature.target))
     if compute is not None:
         return compute(signature)

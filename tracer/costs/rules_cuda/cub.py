@@ -30,7 +30,6 @@ def radix_sort(n: int, key_bytes: int, bits: int, sm: int) -> int:
     """Bytes of scratch to sort n pairs, whose values are as large as their keys, by the lowest bits of the keys.
 
     Args:
-        n: pairs.
         key_bytes: of a key, 4 or 8.
         bits: of the keys that differ.
         sm: compute capability, as 90.

@@ -45,10 +45,7 @@ def partial_results(
     """Bytes of the buffer of partial results and of the blocks' counters; empty if one block makes each result.
 
     Args:
-        x: what is summed.
         summed: the dimensions; none: all of them.
-        sm: the compute capability.
-        processors: how many multiprocessors the GPU has.
         each_bytes: of a partial result.
 
     Raises:
@@ -68,12 +65,11 @@ def partial_results(
         along_input = inner == len(axes) or axes[0].stride < axes[inner].stride if inner else False
         width, height = (inputs, outputs) if along_input else (outputs, inputs)
         fastest = axes[0] if along_input else axes[inner]
-        if fastest.stride == 1:
-            if along_input and width > 128 and inner == 1:
-                width //= VECTOR
-            elif not along_input:
-                vector = _vector(axes, inner)
-                width //= vector
+        if fastest.stride == 1 and not along_input:
+            vector = _vector(axes, inner)
+            width //= vector
+        elif fastest.stride == 1 and width > 128 and inner == 1:
+            width //= VECTOR
     width, height = _block(width, height, THREADS // vector)
     threads = width * height
     step_input, step_output = (width, 1) if along_input else (1, width)
@@ -130,12 +126,8 @@ def _vector(axes: list[_Axis], inner: int) -> int:
 
 
 def _block(width: int, height: int, threads: int) -> tuple[int, int]:
-    across, down = (_power_below(n) if n < threads else threads for n in (width, height))
+    # The largest power of two that is at most n, and 1 for 0.
+    across, down = (1 << max(n.bit_length() - 1, 0) if n < threads else threads for n in (width, height))
     first = min(across, WARP)
     rows = min(down, threads // first)
     return min(across, threads // rows), rows
-
-
-def _power_below(n: int) -> int:
-    """The largest power of two that is at most n, and 1 for 0."""
-    return 1 << max(n.bit_length() - 1, 0)

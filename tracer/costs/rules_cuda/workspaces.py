@@ -29,31 +29,23 @@ def rule_events(signature: Signature, device: Device, release: tuple[int, int]) 
     The events sum to the bytes of the outputs that the op leaves, as `traces.records.trace.Ops.events` demands.
 
     Args:
-        signature: the call.
-        device: where it runs; the rules are those of CUDA.
         release: of torch, as (2, 13).
 
     Counts: the allocations that torch's own code makes, each at the size that it asks for. Ignores: what the table
     names as not known.
     """
-    if device.kind != "cuda":
-        return None
+    torch = sys.modules.get("torch")
     if TABLE.rule_for(signature.target) is not None:
         return TABLE.events(
             signature,
             sm=10 * device.sm[0] + device.sm[1],
             sms=device.multiprocessors,
-            deterministic=_deterministic(),
+            deterministic=torch is not None and torch.are_deterministic_algorithms_enabled(),
             release=release,
             **bytes_a_call(device, release),
         )
     # A kernel converts types in registers.
     return made(signature) if is_pointwise(signature.target) else None
-
-
-def _deterministic() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.are_deterministic_algorithms_enabled())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -70,10 +62,6 @@ def converted(x: TensorSpec, y: TensorSpec) -> TensorSpec:
     return replace(dense(x), dtype=y.dtype)
 
 
-def _contiguous(x: TensorSpec) -> tuple[int, ...]:
-    return tuple(math.prod(x.shape[k + 1 :]) for k in range(len(x.shape)))
-
-
 def largest(specs: Any) -> int:
     """The most elements that a tensor of a list has."""
     return max((x.elements for x in specs if isinstance(x, TensorSpec)), default=0)
@@ -84,7 +72,7 @@ def chunks(specs: Any) -> tuple[int, ...]:
     return tuple(ceil_div(x.elements, 65536) for x in specs)
 
 
-def flash_splits(blocks: int, slots: int, key_blocks: int, most: int = 128) -> int:
+def flash_splits(blocks: int, slots: int, key_blocks: int) -> int:
     """Into how many parts flash attention's forward splits the keys (`num_splits_heuristic` of flash_api.cpp).
 
     Args:
@@ -92,7 +80,7 @@ def flash_splits(blocks: int, slots: int, key_blocks: int, most: int = 128) -> i
     """
     if blocks >= 0.8 * slots:
         return 1
-    most = min(most, slots, key_blocks)
+    most = min(128, slots, key_blocks)
     fits = [k for k in range(1, most + 1) if k == 1 or ceil_div(key_blocks, k) != ceil_div(key_blocks, k - 1)]
     waves = {k: blocks * k / slots for k in fits}
     share = {k: w / math.ceil(w) for k, w in waves.items()}
@@ -106,25 +94,16 @@ def efficient_tile(sm: int, half: bool, widest: int, dropout: bool) -> tuple[int
     Args:
         sm: as 90. half: whether the type has 16 bits. widest: head size. dropout: whether there is some.
     """
-    large = sm in (80, 90, 100, 103)
-    if widest <= 64:
-        return 64, 64
-    if large:
+    if widest > 64 and sm in (80, 90, 100, 103):
         return (128, 128) if half and widest <= 128 else (128, 64)
-    if not half:
-        return 64, 64
-    if sm < 80 or widest > 128 or (widest <= 96 and not dropout):
-        return 128, 64
-    return 64, 64
+    wide = widest > 64 and half and (sm < 80 or widest > 128 or (widest <= 96 and not dropout))
+    return (128, 64) if wide else (64, 64)
 
 
 def blas(x: TensorSpec) -> int:
     """Bytes of the copy of a matrix, a batch of them or a vector that lies otherwise than cuBLAS takes it."""
-    if x.elements <= 1:
-        return 0
-    if len(x.shape) == 1:
-        return 0 if x.stride[0] else x.nbytes
-    return 0 if table.fits_blas(x) else x.nbytes
+    fits = bool(x.stride[0]) if len(x.shape) == 1 else x.elements <= 1 or table.fits_blas(x)
+    return 0 if fits or x.elements <= 1 else x.nbytes
 
 
 def copied_like(x: TensorSpec, like: TensorSpec) -> int:
@@ -154,7 +133,8 @@ def in_format(x: TensorSpec, last: bool) -> int:
 
 def dense(x: TensorSpec) -> TensorSpec:
     """A result of the same shape: with the same strides if they leave no gaps, else contiguous."""
-    return x if x.span_bytes == x.nbytes else replace(x, stride=_contiguous(x))
+    contiguous = tuple(math.prod(x.shape[k + 1 :]) for k in range(len(x.shape)))
+    return x if x.span_bytes == x.nbytes else replace(x, stride=contiguous)
 
 
 def rows_of(rows: int, columns: int, x: TensorSpec) -> TensorSpec:
