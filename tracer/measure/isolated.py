@@ -32,7 +32,7 @@ LONG_NS: Final = 5_000_000  # of an op that takes as long, only the run that sho
 TOGETHER: Final = 32  # ops under one profiler
 # Arguments that an op reads on the host.
 HOST: Final = {
-    "aten._scaled_dot_product_efficient_attention_backward.default": ("philox_seed", "philox_offset"),
+    "aten._scaled_dot_product_efficient_attention_backward.default": ("philox_seed", "philox_offset")
 }
 
 

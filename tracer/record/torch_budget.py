@@ -30,12 +30,7 @@ from tracer.capture.passes.dropout import merged_dropout
 from tracer.record.draft import Draft
 from tracer.record.program import Program, is_random
 from tracer.record.step import recorded_again
-from tracer.torch_api import (
-    OpOverload,
-    functorch_config,
-    min_cut_rematerialization_partition,
-    pytree,
-)
+from tracer.torch_api import OpOverload, functorch_config, min_cut_rematerialization_partition, pytree
 from traces.errors import CaptureError, EnvironmentProblem, PlanError, SpecError
 from traces.records.saved_sets import SavedSet, SavedSets
 from traces.records.trace import VIEW, Trace, TraceMeta

@@ -47,10 +47,6 @@ class Convolution:
         return any(s != 1 for s in self.stride)
 
     @property
-    def one_tap(self) -> bool:
-        return self.taps == 1 and not any(self.padding)
-
-    @property
     def per_group(self) -> tuple[int, int]:
         """Channels of a group: read, made."""
         return self.weight.shape[1], self.weight.shape[0] // self.groups
@@ -113,11 +109,6 @@ class Convolution:
         # A row is made in pieces of 6 to 15 elements, which its left end may not be longer than.
         return taps == 3 and width > 30 and left > 7
 
-    @property
-    def batched(self) -> bool:
-        """Whether the gradient of the image is made by matrix products in batches, in channels last."""
-        return self.strided and (self.groups == 1 or self.per_group[1] > onednn.block())
-
 
 def convolution(signature: Signature) -> Events | None:
     """Forward."""
@@ -177,7 +168,7 @@ def _uses_onednn(call: Convolution) -> bool:
 
 def _native_columns(call: Convolution) -> list[int]:
     """In torch's own kernels the whole batch as columns, for what is no plain matrix product already."""
-    if call.one_tap and not call.strided:
+    if call.taps == 1 and not any(call.padding) and not call.strided:
         return []
     return [call.read.shape[0] * call.read.shape[1] * call.taps * 4 * pixels(call.made)]
 
@@ -219,7 +210,8 @@ def _image_gradient(call: Convolution) -> list[int]:
     if call.through_columns(IMAGE):
         scratch = onednn.threads() * call.columns + 128
         return [dx, scratch, -scratch, dx, -dx]
-    if call.batched:  # in channels last, those read not padded
+    if call.strided and (call.groups == 1 or call.per_group[1] > onednn.block()):
+        # By matrix products in batches, in channels last, those read not padded.
         weight = call.weight.shape[0] * padded(call.weight.shape[1]) * call.taps * 4
         grad, scratch = call.made.nbytes, 12_288 + 24_600 * onednn.threads()
         return [grad, weight, dx, scratch, -scratch, -weight, -grad, dx, dx, -dx, -dx]

@@ -14,10 +14,7 @@ DIGIT_BITS: Final = 8
 # Bytes of a key, and of a value -> pairs that one block sorts alone; and, by compute capability from which on, pairs of
 # a tile, in sorting and in finding those that differ from the one before.
 ALONE: Final = {4: 4864, 8: 2304}
-TILE: Final = {
-    4: ((90, 6528), (80, 6528), (0, 11776)),
-    8: ((90, 4608), (80, 3840), (0, 2816)),
-}
+TILE: Final = {4: ((90, 6528), (80, 6528), (0, 11776)), 8: ((90, 4608), (80, 3840), (0, 2816))}
 UNIQUE: Final = {
     4: ((90, 7168), (81, 704), (80, 2816), (0, 704)),
     8: ((90, 4864), (81, 320), (80, 1344), (0, 320)),
