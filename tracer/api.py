@@ -86,7 +86,6 @@ def trace(
     rounds: int = 5,
     warmup: int = 2,
     say: Callable[[str], None] | None = None,
-    on_round: Callable[[int], None] | None = None,
     **options: Unpack[Options],
 ) -> Trace:
     """Record one training step: `optimizer.zero_grad(); loss(model(x), y).backward(); optimizer.step()`.
@@ -119,7 +118,6 @@ def trace(
         calibrate: run every op that the profile lacks alone on the target, which must be here.
         rounds, warmup: of a measurement: how many timed rounds, of which the median counts, and how many before them.
         say: told what happens, a line each time.
-        on_round: of a measurement, told how many rounds are done.
         options: for a model by its name, and for a function that names them: batch_size (examples), seq_len (tokens),
             image_size (pixels), dtype, dropout, task, attention, use_cache, optimizer_impl. For every step, of its
             loop: zero_grad ("before" forward, "after" the optimizer's step, "keep": to zero, "none"), clip_grad_norm,
@@ -158,8 +156,7 @@ def trace(
     with left_as_found(tf32 is not None):
         if device is None:
             return record_fake(build, entry, use, tell)
-        progress = on_round or (lambda done: None)
-        return record_real(build, entry, device, use, tell, rounds=rounds, warmup=warmup, progress=progress)
+        return record_real(build, entry, device, use, tell, rounds=rounds, warmup=warmup)
 
 
 @_names_arguments

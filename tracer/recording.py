@@ -184,7 +184,6 @@ def record_real(
     *,
     rounds: int = 5,
     warmup: int = 2,
-    progress: Callable[[int], None] = lambda done: None,
     fake: Draft | None = None,
 ) -> Trace:
     """A trace measured on this machine; what was measured is added to the device's profile.
@@ -222,7 +221,7 @@ def record_real(
     else:
         draft = fake or trace_step(build, target, costs=Costs())
     say(f"{'Rehearsing' if rehearsed else 'Measuring'} {len(draft.rows)} ops on {identity.device} ...")
-    measured = measure(draft, build, device, rounds=rounds, warmup=warmup, say=say, progress=progress)
+    measured = measure(draft, build, device, rounds=rounds, warmup=warmup, say=say)
     own = measured.profile(identity, rounds)
     same = fake is not None and fake.meta.graph_fingerprint == draft.meta.graph_fingerprint
     counted = fake if fake is not None and same else draft

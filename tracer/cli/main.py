@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,6 @@ def trace() -> None:
 @answer_options
 def run_model(
     model: str,
-    rounds: int,
     profile: Path | None,
     no_profile: bool,
     shapes: str | None,
@@ -98,15 +96,8 @@ def run_model(
     where = output or Path(default_name(model, options))
     store.check_place(where, force=force)
 
-    def round_done(done: int) -> None:
-        if sys.stderr.isatty() and not out.quiet:
-            text = f"measuring: round {done} of {rounds}" if done < rounds else ""
-            click.echo(f"\r{text:40}\r", nl=False, err=True)
-
     with stdout_free(out.as_json):
-        record = unwrap(api.trace)(
-            model, rounds=rounds, profile=used, say=out.say, on_round=round_done, **options
-        )
+        record = unwrap(api.trace)(model, profile=used, say=out.say, **options)
     store.save(record, where, force=force)
     seconds = time.perf_counter() - begin
     told = {"trace": str(where), "seconds": seconds}
@@ -149,7 +140,7 @@ def record_shapes(
     places = [where / label(s) for s in sizes]
     for place in places:
         store.check_place(place, force=force)
-    del options["warmup"]
+    del options["warmup"], options["rounds"]
     done = count(1)
 
     def each(k: int, record: Any) -> None:

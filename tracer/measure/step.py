@@ -66,15 +66,13 @@ def measure(
     rounds: int = 5,
     warmup: int = 2,
     say: Callable[[str], None] = lambda text: None,
-    progress: Callable[[int], None] = lambda done: None,
 ) -> Measured:
     """Times and allocations of a recorded step.
 
     Args:
         draft: the same step on fake tensors of the same device.
         rounds: timed rounds; see `typical`. In a rehearsal nothing is timed.
-        say: told what makes the times doubtful.
-        progress: told how many timed rounds are done.
+        say: told how many timed rounds are done, and what makes the times doubtful.
 
     Raises:
         TraceError: the real step ran other ops than the recorded one.
@@ -105,7 +103,7 @@ def measure(
         _compare(expected, timer.targets)
         samples.append(timer.finish())
         wholes.append(_whole_ns(runner, silent, wait))
-        progress(k + 1)
+        say(f"Round {k + 1} of {rounds} is done.")
     totals = [sum(s) for s in samples]
     rehearsed = cuda and rehearsing()
     if not rehearsed and max(totals) > SPREAD * min(totals):
