@@ -40,11 +40,8 @@ CUBLASLT: Final = frozenset({"addmm", "_addmm_activation", "_scaled_mm"})
 
 
 def cublas_workspace_bytes(device: Device, release: tuple[int, int]) -> int:
-    """The buffer of one cuBLAS handle. `CUBLAS_WORKSPACE_CONFIG` (":KiB:count", several) decides where it is set.
-
-    Args:
-        release: of torch, as (2, 13).
-    """
+    """The buffer of one cuBLAS handle in a release of torch, such as (2, 13). `CUBLAS_WORKSPACE_CONFIG` (":KiB:count",
+    several) decides where it is set."""
     sizes = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if sizes:
         return sum(int(size) * int(count) * KIB for size, count in sizes)
@@ -70,22 +67,14 @@ def stays(release: tuple[int, int]) -> bool:
 
 def bytes_a_call(device: Device, release: tuple[int, int]) -> dict[str, int]:
     """What one call gets and gives back: "cublas" and "cublaslt" -> bytes, 0 where buffers stay."""
-    if stays(release):
-        return {"cublas": 0, "cublaslt": 0}
-    return {
-        "cublas": cublas_workspace_bytes(device, release),
-        "cublaslt": cublaslt_workspace_bytes(device, release),
-    }
+    sizes = {"cublas": cublas_workspace_bytes, "cublaslt": cublaslt_workspace_bytes}
+    return {name: 0 if stays(release) else size(device, release) for name, size in sizes.items()}
 
 
 def library_storages(
     ops: Iterable[OpRow], device: Device, release: tuple[int, int]
 ) -> tuple[StorageRow, ...]:
-    """The buffers that stay, as storages that exist throughout the step.
-
-    Args:
-        release: of torch, as (2, 13).
-    """
+    """The buffers that stay, as storages that exist throughout the step."""
     if device.kind != "cuda" or not stays(release):
         return ()
     own = cublaslt_workspace_bytes(device, release)

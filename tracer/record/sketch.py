@@ -7,6 +7,8 @@ import hashlib
 import inspect
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -27,18 +29,16 @@ def sketch(program: Program, model: nn.Module, args: Sequence[Any], kwargs: dict
         evaluation mode, of whole modules only the path; `dtypes`: of the parameters; `parameters`: how many, and a
         digest of their names; `ops`: a line for each, packed (`ops_of`).
     """
-    parameters = dict(model.named_parameters())
-    frozen = {name for name, p in parameters.items() if not p.requires_grad}
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    ops = "\n".join(f"{row.target} {row.module}" for row in program.rows)
     return {
         "arguments": [list(x) for x in _arguments(model, args, kwargs)],
         "shares": [list(group) for group in program.shares],
-        "frozen": _whole(frozen, parameters),
-        "evaluated": _whole(
-            {n for n, m in model.named_modules() if not m.training}, dict(model.named_modules())
-        ),
+        "frozen": _whole({name for name, p in parameters.items() if not p.requires_grad}, parameters),
+        "evaluated": _whole({name for name, m in modules.items() if not m.training}, modules),
         "dtypes": sorted({_dtype(p) for p in parameters.values()}),
         "parameters": [len(parameters), names_digest(parameters)],
-        "ops": _packed(f"{row.target} {row.module}" for row in program.rows),
+        "ops": base64.b85encode(zlib.compress(ops.encode(), 9)).decode(),
     }
 
 
@@ -56,18 +56,12 @@ def ops_of(sketch: dict[str, Any]) -> list[tuple[str, str]]:
     return [(target, module) for target, _, module in (line.partition(" ") for line in text.splitlines())]
 
 
-def _packed(lines: Iterable[str]) -> str:
-    return base64.b85encode(zlib.compress("\n".join(lines).encode(), 9)).decode()
-
-
 def _arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    try:
-        names = list(inspect.signature(model.forward).parameters)
-    except (TypeError, ValueError):
-        names = []
+    names: list[str] = []
+    with suppress(TypeError, ValueError):
+        names += inspect.signature(model.forward).parameters
     leaves, _ = pytree.tree_flatten_with_path((tuple(args), kwargs))
-    for path, x in leaves:
-        first, rest = path[1], path[2:]
+    for (_, first, *rest), x in leaves:
         name = getattr(first, "key", None)
         if name is None:
             k = getattr(first, "idx", 0)
@@ -88,12 +82,10 @@ def _dtype(x: torch.Tensor) -> str:
 
 def _whole(chosen: set[str], known: dict[str, Any]) -> list[str]:
     """Names, where all that is below a path is chosen only the path: "encoder" for its parameters; "" for all."""
-    left = {name: [p for p in known if p not in chosen] for name in [""]}
+    left = {"": [p for p in known if p not in chosen]}
     out: set[str] = set()
     for name in sorted(chosen):
-        parts = name.split(".") if name else []
-        paths = ["", *(".".join(parts[: k + 1]) for k in range(len(parts)))]
-        for path in paths:
+        for path in ["", *accumulate(name.split(".") if name else [], lambda a, b: f"{a}.{b}")]:
             if path not in left:
                 above = path.rpartition(".")[0]
                 left[path] = [p for p in left[above] if p == path or p.startswith(f"{path}.")]

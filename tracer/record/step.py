@@ -55,19 +55,18 @@ def wants_gradient(step: TrainingStep) -> Callable[[Any], Sequence[bool]]:
     """
     answer: list[Sequence[bool]] = []
 
-    def differentiable(outputs: Any) -> list[bool]:
-        return [
-            isinstance(x, torch.Tensor) and x.requires_grad and (x.is_floating_point() or x.is_complex())
-            for x in pytree.tree_leaves(outputs)
-        ]
+    def differentiable(leaves: Sequence[Any]) -> list[bool]:
+        tensors = [x if isinstance(x, torch.Tensor) and x.requires_grad else None for x in leaves]
+        return [x is not None and (x.is_floating_point() or x.is_complex()) for x in tensors]
 
     def ask(outputs: Any) -> Sequence[bool]:
-        could = differentiable(outputs)
+        leaves = pytree.tree_leaves(outputs)
+        could = differentiable(leaves)
         if sum(could) <= 1:
             return could
         if step.loss is loss_in_outputs:
             loss = step.loss(outputs)
-            return [x is loss for x in pytree.tree_leaves(outputs)]
+            return [x is loss for x in leaves]
         if not answer:
             raise _NeedsRun
         return answer[0]

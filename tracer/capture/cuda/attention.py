@@ -260,10 +260,9 @@ def attend(
     name = choose(call, device.sm, release(), order=_order(), enabled=_enabled())
     mask = _additive(attn_mask, query, cudnn=name == CUDNN)
     if name == CUDNN:
-        out = aten._scaled_dot_product_cudnn_attention(
+        return aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, call.trains, dropout_p, is_causal, False, scale=scale
-        )
-        return out[0]
+        )[0]
     if name == FLASH:
         head = query.shape[-1]
         padded = [functional.pad(x, (0, -head % 8)) if head % 8 else x for x in (query, key, value)]
@@ -276,14 +275,12 @@ def attend(
                 last = mask.shape[-1]
                 mask = functional.pad(mask, (0, 8 - last % 8))[..., :last]
             mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        out = aten._scaled_dot_product_efficient_attention(
+        return aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, call.trains, dropout_p, is_causal, scale=scale
-        )
-        return out[0]
-    out = aten._scaled_dot_product_attention_math(
+        )[0]
+    return aten._scaled_dot_product_attention_math(
         query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )
-    return out[0]
+    )[0]
 
 
 def _view(x: Any) -> View:
