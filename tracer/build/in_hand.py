@@ -36,9 +36,8 @@ class InHand(UserStep):
     loss: Any
     optimizer: Any
     scaler: torch.amp.GradScaler | None = None
-    released: bool = (
-        False  # the loop's hooks step the parameters, in place of the user's, which are not copied
-    )
+    # The loop's hooks step the parameters, in place of the user's, which are not copied.
+    released: bool = False
 
     @property
     def label(self) -> str:

@@ -24,9 +24,8 @@ class Loop:
     zero_grad: str = BEFORE
     clip_grad_norm: float | None = None  # the most that the norm of all gradients may be
     accumulate: int = 1  # how often forward and backward run, on a batch each, before the optimizer's step
-    release_gradients: bool = (
-        False  # each parameter is stepped in backward, and its gradient freed (`released`)
-    )
+    # Each parameter is stepped in backward, and its gradient freed (`released`).
+    release_gradients: bool = False
 
     @property
     def gradients_stay(self) -> bool:

@@ -25,9 +25,8 @@ class Autocast:
 
     dtype: str = ""  # as torch names it; "": autocast is off
     kind: str = "cpu"  # the device type of the tensors that are cast
-    lists: str = (
-        ""  # "cuda": CPU tensors that stand for a GPU's, so CUDA's op lists decide; "": those of `kind`
-    )
+    # "cuda": CPU tensors that stand for a GPU's, so CUDA's op lists decide; "": those of `kind`.
+    lists: str = ""
     cache: bool = True
 
     @contextlib.contextmanager

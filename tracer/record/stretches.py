@@ -70,9 +70,8 @@ STRAIGHT: Final = (  # what they make is proportional to what they take
 NO_SUM: Final = 0  # torch's numbers of reductions
 MEAN_LOSS: Final = 1
 WIDE: Final = 2  # a value is wide if its rows have at least one of so many parts of the widest's elements
-SHARE: Final = (
-    32  # a product is looked at if its size is at least one of so many parts of the largest value's
-)
+# A product is looked at if its size is at least one of so many parts of the largest value's.
+SHARE: Final = 32
 LEAST: Final = 1 << 14  # bytes of a model's output for which its loss is captured once more with it
 
 

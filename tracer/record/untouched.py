@@ -42,9 +42,8 @@ from traces.records.trace import BACKWARD, FIRST, FORWARD, LATER, OPTIMIZER, OPT
 
 aten = torch.ops.aten
 NO_NODE: Final = -1  # of autograd
-USES_OF_ONE: Final = (
-    4  # of a tensor that one buffer of autograd holds, where a mode is asked (torch 2.11 to 2.15)
-)
+# Uses of a tensor that one buffer of autograd holds, where a mode is asked (torch 2.11 to 2.15).
+USES_OF_ONE: Final = 4
 Ask = tuple[int, int, int, str]  # a row of Untouched
 # What autograd's own code writes in place, but not where tensors are fake (at::isTensorSubclassLike): its sums of
 # gradients (torch/csrc/autograd/input_buffer.cpp, accumulate), formulas (FunctionsManual.cpp, gather_backward;
