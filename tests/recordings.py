@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from simulator.allocator.blocks import BlockState, SegmentState
 from simulator.allocator.replay.recording import (
+    BlockState,
     Event,
     Recording,
+    SegmentState,
     own_remainders,
     place_blocks,
     running_reserved,

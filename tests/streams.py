@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from simulator.allocator.blocks import Block
-from simulator.allocator.caching import Allocator
+from simulator.allocator.caching import Allocator, Block
 
 
 class StreamAllocator(Allocator):

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from simulator.allocator.blocks import Block
-from simulator.allocator.caching import Allocator, AllocatorFigures
+from simulator.allocator.caching import Allocator, AllocatorFigures, Block
 from simulator.allocator.requests import Requests, requests_of
 from simulator.allocator.settings import OLDER_BLOCK, AllocatorSettings
 from simulator.core.problem import Problem

@@ -8,18 +8,7 @@ from typing import Any
 
 from simulator.core.problem import Problem
 from simulator.report import charts
-from simulator.report.page import (
-    Block,
-    Chart,
-    Figure,
-    Figures,
-    Page,
-    Section,
-    Text,
-    paragraphs,
-    warned,
-    write_page,
-)
+from simulator.report.page import Block, Chart, Page, Section, Text, paragraphs, warned, write_page
 from simulator.report.step import activation_blocks
 from simulator.show.tables import Table, table
 from simulator.studies.sweep import EAGER, KEEP_ALL, PLAN, Sweep, SweepRow
@@ -28,7 +17,6 @@ from traces.records.measurement import RunFigures, signed_error_percent
 from traces.records.plan import Plan
 from traces.records.store import load
 from traces.records.trace import CATEGORIES
-from traces.units import show_bytes, show_percent
 
 WAYS = {EAGER: "eager", KEEP_ALL: "keep-all", PLAN: "plan"}
 PEAK, TIME = "peak_allocated_bytes", "step_time_ns"
@@ -72,31 +60,11 @@ def write_sweep(
 
 
 def _summary(sweep: Sweep, where: str) -> tuple[Block, ...]:
-    fitting = [r for r in sweep.rows if r.feasible]
-    met = f"{len(fitting)} of {len(sweep.rows)}"
-    planner = ", ".join(dict.fromkeys(r.planner for r in sweep.rows)) or "none"
-    tone = "good" if len(fitting) == len(sweep.rows) else "bad"
-    figures = [Figure("Budgets met", met, f"planner {planner}", tone)]
-    if fitting:
-        largest = max(fitting, key=lambda r: r.batch_size)
-        before = f"{show_bytes(largest.baseline.peak_allocated_bytes)} with everything saved"
-        again = f"{largest.recomputed_ops:,} ops run again"
-        peak = show_bytes(largest.plan.peak_allocated_bytes)
-        added = show_percent(largest.overhead_percent, signed=True)
-        figures += [
-            Figure(f"Peak at batch {largest.batch_size}, predicted", peak, before),
-            Figure(f"Overhead at batch {largest.batch_size}, predicted", added, again),
-        ]
     note = "Every figure on this page is predicted; nothing was run."
     if any(r.measured for r in sweep.rows):
         note = f"Figures called measured were measured on {where}; all others are predicted."
     source = f" Predicted times are for the target {sweep.target}." if sweep.target else ""
-    return (
-        Figures(tuple(figures)),
-        Text(note + source, "note"),
-        *warned(sweep.warnings),
-        sweep.table(),
-    )
+    return (Text(note + source, "note"), *warned(sweep.warnings), sweep.table())
 
 
 def _bars(sweep: Sweep, figure: str, where: str) -> list[charts.Bar]:

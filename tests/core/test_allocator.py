@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.allocator.blocks import Block
-from simulator.allocator.caching import Allocator, OutOfMemory
+from simulator.allocator.caching import Allocator, Block, OutOfMemory
 from simulator.allocator.settings import AllocatorSettings, as_in, parse_alloc_conf, round_up
 from tests.streams import StreamAllocator
 from traces.errors import SpecError

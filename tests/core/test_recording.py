@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from simulator.allocator.blocks import Block, Pool
-from simulator.allocator.caching import Allocator
+from simulator.allocator.caching import Allocator, Block, Pool
 from simulator.allocator.replay.replay import replay
 from simulator.allocator.replay.snapshot import read_recording
 from simulator.allocator.settings import (
@@ -220,11 +219,11 @@ def test_what_if_with_expandable_segments() -> None:
     recording = recording_from_snapshot(p.snapshot(), "made up")
     assert recording.peak_reserved_bytes == 120 * MIB
     assert replay(recording).figures.peak_reserved_bytes == 120 * MIB
-    grown = replay(recording, AllocatorSettings(expandable_segments=True))
+    grown = replay(recording, AllocatorSettings(expandable_segments=True), from_scratch=True)
     assert grown.figures.peak_reserved_bytes == 60 * MIB
-    tight = replay(recording, device_memory_bytes=64 * MIB)
+    tight = replay(recording, device_memory_bytes=64 * MIB, from_scratch=True)
     assert tight.figures.num_alloc_retries == 1
-    assert replay(recording, device_memory_bytes=32 * MIB).out_of_memory is not None
+    assert replay(recording, None, 32 * MIB, from_scratch=True).out_of_memory is not None
 
 
 # The command ------------------------------------------------------------------------------------------------------

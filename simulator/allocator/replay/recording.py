@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple
 
-from simulator.allocator.blocks import BlockState, SegmentState
 from simulator.allocator.caching import SMALL_BYTES, SMALL_SEGMENT_BYTES
 from simulator.allocator.settings import MIB, AllocatorSettings
 from traces.errors import TraceError
@@ -18,6 +17,29 @@ Action = Literal[
 ]  # fmt: skip
 GETS: Final = ("segment_alloc", "segment_map")  # from the driver
 GIVES_BACK: Final = ("segment_free", "segment_unmap")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockState:
+    """A block as a snapshot shows it."""
+
+    address: int
+    size_bytes: int
+    requested_bytes: int
+    pending: bool = False  # freed, but another stream still uses it
+    sure: bool = True  # whether the size was seen, or follows from the request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentState:
+    """A segment as a snapshot shows it; what its blocks do not cover is free."""
+
+    address: int
+    size_bytes: int
+    small: bool
+    stream: int = 0
+    expandable: bool = False
+    blocks: tuple[BlockState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

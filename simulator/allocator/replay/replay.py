@@ -8,9 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from simulator.allocator.blocks import Block, BlockState, SegmentState
-from simulator.allocator.caching import DEFAULT_RANGE_BYTES, Allocator, AllocatorFigures, OutOfMemory
-from simulator.allocator.replay.recording import GETS, GIVES_BACK, Event, Recording, page_runs
+from simulator.allocator.caching import DEFAULT_RANGE_BYTES, Allocator, AllocatorFigures, Block, OutOfMemory
+from simulator.allocator.replay.recording import (
+    GETS,
+    GIVES_BACK,
+    BlockState,
+    Event,
+    Recording,
+    SegmentState,
+    page_runs,
+)
 from simulator.allocator.settings import LOWEST_ADDRESS, AllocatorSettings
 
 MAX_RANGE_BYTES: Final = 1 << 38  # farther apart, two addresses are not in one range
@@ -49,7 +56,7 @@ def replay(
     recording: Recording,
     settings: AllocatorSettings | None = None,
     device_memory_bytes: int | None = None,
-    from_scratch: bool | None = None,
+    from_scratch: bool = False,
 ) -> Replay:
     """Send every request of the recording to a simulated allocator.
 
@@ -57,17 +64,13 @@ def replay(
         settings: other settings than the recording's.
         device_memory_bytes: how much the device has; None: enough.
         from_scratch: ask anew for the blocks that existed at first instead of taking the recorded segments over.
-            Needed, and the default, if the settings or the device are others: what they would have led to by then
-            is not what was recorded.
+            Needed if the settings or the device are others: what they would have led to by then is not what was
+            recorded.
 
     Counts: every request and free in the recorded order; frees that waited for other streams wait as long as recorded.
     A recorded return of segments to the driver is repeated exactly from the recorded start, and else as one
     empty_cache(). Ignores: what the program would have done otherwise with other settings.
     """
-    if from_scratch is None:
-        from_scratch = (
-            settings or recording.settings
-        ) != recording.settings or device_memory_bytes is not None
     stopped: str | None = None
     begin = time.perf_counter()
     run = _Run(recording, settings or recording.settings, device_memory_bytes, from_scratch)

@@ -13,14 +13,15 @@ from typing import Annotated, Any, Final, get_args
 
 from msgspec import Meta, ValidationError, convert
 
-from simulator.allocator.blocks import BlockState, SegmentState
 from simulator.allocator.caching import SMALL_SEGMENT_BYTES
 from simulator.allocator.replay.pickles import load_plain
 from simulator.allocator.replay.recording import (
     Action,
+    BlockState,
     Event,
     Pages,
     Recording,
+    SegmentState,
     is_small_map,
     own_remainders,
     place_blocks,
