@@ -162,7 +162,7 @@ def summary(found: Answer, output: Path | None) -> str:
     ]
     if c.planned.timeline.peak_step >= 0:
         sentence, parts = at_peak(c)
-        largest = holders(c.step.trace, c.planned, "", most=TOP_HOLDERS).without("op", "shape")
+        largest = holders(c.step.trace, c.planned, most=TOP_HOLDERS).without("op", "shape")
         lines += [sentence, *parts.lines(), *largest.lines()]
     if output is not None:
         lines.append(f"Next: execute {shlex.quote(str(output))}")

@@ -21,8 +21,6 @@ from simulator.report import charts
 from simulator.report.page import (
     Block,
     Chart,
-    Figure,
-    Figures,
     Page,
     Section,
     Text,
@@ -37,7 +35,6 @@ from traces.units import show_bytes, show_percent, show_time
 
 HOLDERS: Final = 20  # rows of the table of the largest storages at the peak
 ROWS: Final = 150  # rows of the long tables
-SAVED_HOLDERS: Final = "The largest storages at the peak with everything saved"
 PEAKS: Final = (
     "Peaks of the untouched loop, and beside it of the planned step; of each phase in the steady iteration"
 )
@@ -104,31 +101,10 @@ def metadata(trace: Trace) -> Table:
 def headline(found: Answer) -> tuple[Block, ...]:
     """The figures to read first: peaks and times, what is said of them in words, and what must be said beside them."""
     c = found.planned
-    before, after = c.saved.timeline, c.planned.timeline
-    saved = before.peak_allocated_bytes - after.peak_allocated_bytes
-    share = 100.0 * saved / before.peak_allocated_bytes if before.peak_allocated_bytes else 0.0
-    figures = (
-        Figure(
-            "Peak, everything saved",
-            show_bytes(before.peak_allocated_bytes),
-            f"step time {show_time(before.step_time_ns)}",
-        ),
-        Figure(
-            "Peak with the plan",
-            show_bytes(after.peak_allocated_bytes),
-            f"{show_percent(-share, signed=True, digits=1)}, step time {show_time(after.step_time_ns)}",
-        ),
-        Figure(
-            "Overhead in time",
-            show_percent(c.overhead_percent, signed=True),
-            f"{after.recomputed_ops:,} ops run again for {len(c.plan.recomputed):,} storages",
-        ),
-    )
     return (
-        Figures(figures),
+        peaks_table(c, found.asked, caption=PEAKS),
         Text(provenance(c.trace) + " Every figure in this section is predicted.", "note"),
         *warned(texts_beside_untouched(c)),
-        peaks_table(c, found.asked, caption=PEAKS),
         c.table(),
         Table(columns=("", "in words"), rows=tuple(in_words(found))),
     )
@@ -290,18 +266,14 @@ def at_peak(c: Prediction) -> tuple[str, Table]:
 def peak_blocks(c: Prediction) -> tuple[Block, ...]:
     """The peak by category, with and without the plan, and the largest storages that stand there."""
     sentence, parts = at_peak(c)
-    before = peak_by_category(c.trace, c.saved.schedule, c.saved.timeline)
-    after = peak_by_category(c.step.trace, c.planned.schedule, c.planned.timeline)
     return (
         Text(f"{sentence} the parts sum to it. Workspace is what the running op uses beyond its outputs."),
-        Chart(charts.peak_by_category({"keep-all": before, "plan": after}, c.budget_bytes)),
         parts,
         holders(c.step.trace, c.planned, f"The {HOLDERS} largest storages at the plan's peak"),
-        holders(c.trace, c.saved, f"The {HOLDERS} largest storages at the peak", folded=SAVED_HOLDERS),
     )
 
 
-def holders(trace: Trace, replay: Replay, caption: str, *, folded: str = "", most: int = HOLDERS) -> Table:
+def holders(trace: Trace, replay: Replay, caption: str = "", most: int = HOLDERS) -> Table:
     """The largest storages that are allocated at the peak."""
     ops, sts = trace.ops, trace.storages
     at = replay.timeline.peak_step
@@ -321,7 +293,6 @@ def holders(trace: Trace, replay: Replay, caption: str, *, folded: str = "", mos
         ),
         total=(f"{len(shown)} of {len(there):,} storages", "", "", "", "", sum(h.nbytes for h in shown)),
         caption=caption,
-        folded=folded,
     )
 
 
