@@ -15,7 +15,6 @@ Source: Kirkpatrick, Gelatt, Vecchi 1983; the price on violations after Glover's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, cast
 
@@ -30,6 +29,7 @@ from simulator.kernels import beside
 from simulator.kernels.anneal import BORDER_AT, FIGURES, KINDS, MOST, VALUE, Moves, Walked, anneal
 from simulator.kernels.records import OP, STORAGE, Packed, Work, pack_rows
 from simulator.kernels.retain import OF_OP, OF_STORAGE, Retaining
+from simulator.planners.greedy import Found
 
 NEGLIGIBLE: Final = 1000  # values smaller than this share of the largest one are left as they are
 HOT: Final = 2.0  # the first temperature, in median times of an op that a plan may run again
@@ -48,20 +48,12 @@ CHANCES: Final = (0.40, 0.30, 0.10, 0.10, 0.04, 0.06, 0.0, 0.0, 0.0)
 COARSE: Final = (0.30, 0.30, 0.0, 0.0, 0.0, 0.0, 0.10, 0.10, 0.20)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Best:
-    """The cheapest state seen within the budget, and its added time."""
-
-    state: State
-    added_ns: int
-
-
 class Annealer:
     """A walk over the states of one trace and one budget; equal seeds and move counts give equal walks."""
 
     def __init__(self, evaluator: Evaluator, problem: Problem, budget_bytes: int, seed: int) -> None:
         self.evaluator, self.problem, self.budget_bytes = evaluator, problem, budget_bytes
-        self.best: Best | None = None
+        self.best: Found | None = None  # the cheapest state seen within the budget
         self.lowest_peak_bytes = 1 << 62
         nbytes, ev = evaluator.nbytes, evaluator
         self.largest = max((nbytes[s] for s in problem.candidates), default=0)
@@ -86,7 +78,7 @@ class Annealer:
         target_ns: int = 0,
         ns_per_byte: float = 0.0,
         coarse: bool = False,
-    ) -> Best | None:
+    ) -> Found | None:
         """Walk from `state`, which is not changed; the best plan of all walks so far, None if none fits.
 
         Args:
@@ -94,7 +86,7 @@ class Annealer:
             steps: how many to walk in all, as `kernels.anneal` counts them.
             clock: when to end before that, wherever it is.
             heat: scales the first temperature.
-            target_ns: an added time that is good enough to end at.
+            target_ns: a time of the step that is good enough to end at.
             ns_per_byte: what the last byte of the budget is worth at least.
             coarse: choose only what is saved; of `state` only that is taken.
         """
@@ -103,10 +95,12 @@ class Annealer:
         hot, cold = heat * HOT * self.unit_ns, COLD * self.unit_ns
         price = max(PRICE * HOT * self.unit_ns / max(1, self.largest), MARGIN * ns_per_byte)
         walk = Walk(self, state, coarse)
-        while walk.steps < steps and not clock.over and not (self.best and self.best.added_ns <= target_ns):
+        while walk.steps < steps and not clock.over and not (self.best and self.best.time_ns <= target_ns):
             temperature = hot * (cold / hot) ** (walk.steps / steps)
             some = min(1 + steps // REVIEWS, MOST_STEPS)
-            walk.go(min(steps, walk.steps + some), temperature, price, target_ns)
+            walk.go(
+                min(steps, walk.steps + some), temperature, price, target_ns - self.evaluator.base_time_ns
+            )
             price *= DEARER if walk.over else CHEAPER
         return self.best
 
@@ -200,9 +194,11 @@ class Walk:
         self.figures["over_bytes"] = int(np.sqrt(np.square(excess).sum()))
         self.figures["evictions"] = len(pairs)
         self.figures["lowest_peak_bytes"] = min(peak_bytes, annealer.lowest_peak_bytes)
-        if not self.over and (annealer.best is None or added_ns < annealer.best.added_ns):
-            annealer.best = Best(state=state.copy(), added_ns=added_ns)
-        self.figures["best_added_ns"] = UNKNOWN if annealer.best is None else annealer.best.added_ns
+        time_ns = ev.base_time_ns + added_ns
+        if not self.over and (annealer.best is None or time_ns < annealer.best.time_ns):
+            annealer.best = Found(state=state.copy(), time_ns=time_ns)
+        best = annealer.best
+        self.figures["best_added_ns"] = UNKNOWN if best is None else best.time_ns - ev.base_time_ns
         if coarse:  # what becomes of what is not saved is decided anew, so the first move is taken
             self.figures["added_ns"] = UNKNOWN
         self.walked = Walked(
@@ -242,7 +238,7 @@ class Walk:
         best_ns = int(self.figures["best_added_ns"])
         if best_ns < before:
             found = state_of(w.best[0], w.best[1], w.best_evictions[:, : int(self.figures["best_evictions"])])
-            annealer.best = Best(state=found, added_ns=best_ns)
+            annealer.best = Found(state=found, time_ns=self.evaluator.base_time_ns + best_ns)
 
     def state(self) -> State:
         """Where it is."""

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from simulator.core.evaluator import State, without
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
-from simulator.planners.costs import Costs
-from simulator.planners.greedy import Found, Search, segmented
+from simulator.planners.greedy import Costs, Found, Search, segmented
 from simulator.planners.outcome import finish, refuse
 from traces.records.plan import Plan
 
@@ -59,36 +58,30 @@ def cheapest(search: Search) -> Found | None:
 
 def tidy(search: Search, state: State) -> Found:
     """Save again what can be, and then what others make room for at less cost; ends when time is over."""
-    found = search.save_again(state)
-    state, time_ns = exchanged(search, found.state, found.time_ns)
-    return Found(state=state, time_ns=time_ns)
+    return exchanged(search, search.save_again(state))
 
 
-def exchanged(search: Search, state: State, time_ns: int) -> tuple[State, int]:
-    """The plan after every exchange that makes it cheaper, and its time; the state given is not changed.
+def exchanged(search: Search, found: Found) -> Found:
+    """The plan after every exchange that makes it cheaper; the state given is not changed.
 
-    Args:
-        search: whose budget, clock and walks they are.
-        state, time_ns: a plan within the budget. One that evicts rebuilt values is left as it is: it lies near the
-            floor, where single exchanges gain nothing.
+    One that evicts rebuilt values is left as it is: it lies near the floor, where single exchanges gain nothing.
     """
-    if state.evictions:
-        return state, time_ns
+    if found.state.evictions:
+        return found
     limit = search.evaluations + MOST_EVALUATIONS
     for _ in range(PASSES):
-        before, offer = state, _Offer(search, state, time_ns)
-        gains = {group: offer.gain_ns(group) for group in _evicted(search, state)}
+        before, offer = found, _Offer(search, found)
+        gains = {group: offer.gain_ns(group) for group in _evicted(search, found.state)}
         prices = {g: gain / sum(search.evaluator.nbytes[s] for s in g) for g, gain in gains.items() if gain}
         for group in sorted(prices, key=lambda g: (-prices[g], g)):
             if search.clock.over or search.evaluations >= limit:
-                return state, time_ns
+                return found
             better = offer.taken_for(group)
             if better is not None:
-                state, time_ns = better
-                offer = _Offer(search, state, time_ns)
-        if state is before:
+                found, offer = better, _Offer(search, better)
+        if found is before:
             break
-    return state, time_ns
+    return found
 
 
 def _evicted(search: Search, state: State) -> list[tuple[int, ...]]:
@@ -103,10 +96,10 @@ def _evicted(search: Search, state: State) -> list[tuple[int, ...]]:
 class _Offer:
     """What a plan saves, by added time per byte if it were evicted."""
 
-    def __init__(self, search: Search, state: State, time_ns: int) -> None:
-        self.search, self.state, self.plan_ns = search, state, time_ns
-        problem, ev, is_saved = search.problem, search.evaluator, state.saved
-        self.costs = costs = Costs(ev, state)
+    def __init__(self, search: Search, found: Found) -> None:
+        self.search, self.found = search, found
+        problem, ev, is_saved = search.problem, search.evaluator, found.state.saved
+        self.costs = costs = Costs(ev, found.state)
         links = [s for s in ev.made_forward if ev.nbytes[s] and problem.recompute_only[s]]
         saved = [s for s in (*problem.candidates, *links) if is_saved[s]]
         saved.sort(key=lambda s: ((costs.of(s) + 1) / ev.nbytes[s], s))
@@ -114,7 +107,7 @@ class _Offer:
         self.saved = np.array(saved, np.int64)
         self.nbytes = np.array([ev.nbytes[s] for s in saved], np.int64)
         self.cost_ns = np.array([costs.of(s) for s in saved], np.int64)
-        self.slack_bytes = search.budget_bytes - search.walk(state)[0]
+        self.slack_bytes = search.budget_bytes - search.walk(found.state)[0]
 
     def gain_ns(self, group: tuple[int, ...]) -> int:
         """The time saved if all values of one op are saved again."""
@@ -122,25 +115,25 @@ class _Offer:
         ops = costs.chain(group[0])
         return sum(costs.evaluator.time_ns[k] for k in ops if costs.used[k] == len(group))
 
-    def taken_for(self, group: tuple[int, ...]) -> tuple[State, int] | None:
+    def taken_for(self, group: tuple[int, ...]) -> Found | None:
         """A cheaper plan that saves the group in place of some of what is offered; None if that costs what it saves."""
         search, ev = self.search, self.search.evaluator
         gain_ns = self.gain_ns(group)
         everything = np.ones(len(self.saved), np.bool_)
         if self._cheapest(everything, sum(ev.nbytes[s] for s in group) - self.slack_bytes, gain_ns) is None:
             return None
-        state = self.state.copy()
+        state = self.found.state.copy()
         for s in group:
             state.saved[s] = 1
             state.evictions = without(state.evictions, s)
         for _ in range(ROUNDS):
             peak_bytes, added_ns, peak_step, steps = search.walk(state)
             time_ns = ev.base_time_ns + added_ns
-            if time_ns >= self.plan_ns:
+            if time_ns >= self.found.time_ns:
                 return None
             excess = peak_bytes - search.budget_bytes
             if excess <= 0:
-                return state, time_ns
+                return Found(state=state, time_ns=time_ns)
             idle = np.zeros(len(state.saved), np.bool_)
             idle[search.idle_among(self.saved, state, peak_step, steps)] = True
             chosen = self._cheapest(idle[self.saved], excess, gain_ns)

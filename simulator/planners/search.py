@@ -7,26 +7,23 @@ ends in a plan that no single change improves; then cooler and cooler ones from 
 what to save where the budget is tight. Where no plan is known yet, coarse walks come first. Whatever was found is then
 tidied: what need not be evicted is saved again.
 
-Counts: the exact peak and time of every plan tried, as `simulator.core.replay` counts them. Ignores:
-reordering of the step
-itself. How much it tries depends on `Limits.seconds` and the size of the trace, not on the clock, unless the machine
-is so slow that the time runs out first; so equal seeds make equal plans.
+Counts: the exact peak and time of every plan tried, as `simulator.core.replay` counts them. Ignores: reordering of the
+step itself. How much it tries depends on `Limits.seconds` and the size of the trace, not on the clock, unless the
+machine is so slow that the time runs out first; so equal seeds make equal plans.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from simulator.bounds.bound import Bound, bounder_of
-from simulator.core.evaluator import State
 from simulator.core.limits import DEFAULTS, Limits
 from simulator.core.problem import Problem
 from simulator.core.swaps import taken, with_swaps
-from simulator.planners.annealing import Annealer, Best, begin_compiling
+from simulator.planners.annealing import Annealer, begin_compiling
 from simulator.planners.cuts import best_cut
 from simulator.planners.greedy import Found, Search, segmented
 from simulator.planners.mu_two import cheapest, tidy
@@ -55,7 +52,7 @@ COARSE_SHARE: Final = 1 / 3
 LAST_WALKS: Final = ((True, 0.5, 0.38), (True, 0.25, 0.28), (False, 0.1, 0.17), (False, 0.02, 0.17))
 COOL_HEAT: Final = 0.25
 
-Walk = Callable[..., Best | None]
+Walk = Callable[..., Found | None]
 
 
 def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan:
@@ -107,74 +104,56 @@ def _anneal(
     walk = partial(
         annealer.run,
         clock=greedy.clock,
-        target_ns=good_enough_ns - ev.base_time_ns,
+        target_ns=good_enough_ns,
         ns_per_byte=bound.price_ns / bound.price_bytes,
     )
-    best: Best | None
-    if known:
-        time_ns = greedy.trace.time_ns
-        added_ns = bound.added_time_ns + time_ns - ev.base_time_ns
-        near = _Near(added_ns=added_ns + int(NEAR * time_ns), gain_ns=int(STALE * time_ns))
-        best = _improve(greedy, annealer, walk, known, steps, near)
-    else:
-        best = _find(greedy, annealer, walk, steps)
+    best = (
+        _improve(annealer, walk, greedy, known, steps, bound)
+        if known
+        else _find(annealer, walk, greedy, steps)
+    )
     greedy.lowest_peak_bytes = min(greedy.lowest_peak_bytes, annealer.lowest_peak_bytes)
     return tidy(greedy, best.state.copy()) if best else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Near:
-    """How much a plan may add, and the first round have gained, so that more walks are not worth it."""
-
-    added_ns: int
-    gain_ns: int
-
-
 def _improve(
-    greedy: Search, annealer: Annealer, walk: Walk, known: list[Found], steps: int, near: _Near
-) -> Best:
+    annealer: Annealer, walk: Walk, greedy: Search, known: list[Found], steps: int, bound: Bound
+) -> Found:
     """The best plan of walks that start at plans within the budget."""
-    ev = annealer.evaluator
-    first = min(known, key=lambda found: found.time_ns)
-    start = annealer.best = Best(state=first.state, added_ns=first.time_ns - ev.base_time_ns)
-    best = walk(ev.state(), int(COARSE_FIRST * steps), coarse=True) or start
+    time_ns = greedy.trace.time_ns
+    near_ns = time_ns + bound.added_time_ns + int(NEAR * time_ns)
+    start = annealer.best = min(known, key=lambda found: found.time_ns)
+    best = walk(greedy.evaluator.state(), int(COARSE_FIRST * steps), coarse=True) or start
     for _ in range(ROUNDS):
         for found in known:
             best = walk(found.state, int(2 / len(known) * SHORT * steps), heat=COOL_HEAT) or best
         best = walk(best.state, int(SHORT * steps), heat=COOL_HEAT) or best
-        if best.added_ns <= near.added_ns and start.added_ns - best.added_ns < near.gain_ns:
+        if best.time_ns <= near_ns and start.time_ns - best.time_ns < int(STALE * time_ns):
             return best
-    return _last_walks(greedy, annealer, walk, int((1 - COARSE_FIRST - 3 * ROUNDS * SHORT) * steps), best)
+    return _last_walks(annealer, walk, greedy, int((1 - COARSE_FIRST - 3 * ROUNDS * SHORT) * steps), best)
 
 
-def _find(greedy: Search, annealer: Annealer, walk: Walk, steps: int) -> Best | None:
-    """The best plan of walks that start where the greedy ends without one."""
+def _find(annealer: Annealer, walk: Walk, greedy: Search, steps: int) -> Found | None:
+    """The best plan of walks that start from everything saved, and where the greedy ends without one."""
     ev = greedy.evaluator
-    starts = [ev.state(), *_ends(greedy)]
+    starts = [ev.state(), ev.state(), segmented(greedy)]
+    for state in starts[1:]:
+        greedy.evict(state)
     for start in starts:
         walk(start, int(COARSE_SHARE / len(starts) * steps), coarse=True)
     rest = int((1 - COARSE_SHARE) * steps)
     if annealer.best is not None:
-        return _last_walks(greedy, annealer, walk, rest, annealer.best)
+        return _last_walks(annealer, walk, greedy, rest, annealer.best)
     nearest = min(starts, key=lambda state: ev.excess(state, greedy.budget_bytes))
     return walk(nearest, rest)
 
 
-def _last_walks(greedy: Search, annealer: Annealer, walk: Walk, steps: int, best: Best) -> Best:
+def _last_walks(annealer: Annealer, walk: Walk, greedy: Search, steps: int, best: Found) -> Found:
     """The best plan of cooler and cooler walks from the best, tidied where a fine walk goes on from a coarse one's."""
     for coarse, heat, share in LAST_WALKS:
         best = walk(best.state, int(share * steps), coarse=coarse, heat=heat) or best
         if coarse:
             found = tidy(greedy, best.state.copy())
-            added_ns = found.time_ns - greedy.evaluator.base_time_ns
-            if added_ns < best.added_ns:
-                best = annealer.best = Best(state=found.state, added_ns=added_ns)
+            if found.time_ns < best.time_ns:
+                best = annealer.best = found
     return best
-
-
-def _ends(greedy: Search) -> list[State]:
-    """Where the greedy ends without a plan, from everything saved and from segments."""
-    down, segments = greedy.evaluator.state(), segmented(greedy)
-    greedy.evict(down)
-    greedy.evict(segments)
-    return [down, segments]

@@ -8,7 +8,6 @@ Counts: the exact peak of every plan tried. Ignores: the time that such plans ad
 
 from __future__ import annotations
 
-from itertools import count, takewhile
 from typing import Final
 
 from simulator.bounds.bound import bounder_of
@@ -18,7 +17,7 @@ from simulator.core.problem import Problem
 from simulator.planners.annealing import Annealer
 from simulator.planners.outcome import Infeasible, refuse
 from simulator.planners.search import STEP_NS, STEP_NS_PER_OP
-from simulator.planners.segmented import segmentations_of
+from simulator.planners.segmented import segmentations
 
 NAME: Final = "search"
 SECONDS: Final = 0.35  # at 0.5 and 0.35 the same peaks in ResNet-152, at 0.25 one 2 % higher
@@ -35,9 +34,7 @@ def with_lowest_peak(problem: Problem, refusal: Infeasible, limits: Limits) -> I
     annealer = Annealer(ev, problem, floor_bytes, limits.seed)
     seconds = min(SECONDS, limits.seconds)
     clock = Limits(seconds=seconds).clock()
-    row = segmentations_of(problem)
-    segmentations = takewhile(lambda found: found is not None, (row.at(k) for k in count()))
-    starts = [ev.state(), min((r for r in segmentations if r), key=lambda r: r.peak_bytes).state]
+    starts = [ev.state(), min(segmentations(ev), key=lambda found: found.peak_bytes).state]
     steps = int(seconds * 1e9 / (STEP_NS + STEP_NS_PER_OP * len(ev.op_id)))
     for start in starts:
         annealer.run(start, steps // len(starts), clock=clock, target_ns=ANY_NS, coarse=True)

@@ -10,7 +10,7 @@ from typing import Any, Final
 from simulator.core.evaluator import evaluator_of
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay, holdings, peak_by_category
-from simulator.planners.costs import Costs
+from simulator.planners.greedy import Costs
 from simulator.planners.outcome import where
 from simulator.prediction.levers import rewrites_in_words
 from simulator.prediction.loop_peaks import peaks_table

@@ -8,8 +8,8 @@ from itertools import pairwise, product
 import pytest
 
 from simulator.bounds.bound import bound_curve, lower_bound
+from simulator.bounds.components import Corner, Link, Network, Rerun, corners
 from simulator.bounds.instants import TURN, Instants
-from simulator.bounds.mincut import Corner, Link, Network, Rerun, corners
 from simulator.core.problem import Problem
 from simulator.planners import plan_with
 from tests.exhaust import frontier, optimum

@@ -11,7 +11,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
-from simulator.planners.greedy import Search
+from simulator.planners.greedy import Found, Search
 from simulator.planners.mu_two import exchanged, tidy
 from tests.strategies import traces
 from tests.tiny import bwd, chain, fwd, trace
@@ -59,9 +59,9 @@ def test_small_values_that_cost_nothing_make_room_for_a_dear_one() -> None:
     # the greedy lets y go, which is cheap, and then dear, since the others are negligible
     assert released(of, search, found.state.saved) == {"y", "dear"}
     assert found.time_ns == of.time_ns + 2 + 50
-    better, time_ns = exchanged(search, found.state, found.time_ns)
-    assert released(of, search, better.saved) == {"y", "m", "q", "r"}
-    assert (search.evaluator.cost(better), time_ns) == ((BUDGET, time_ns), of.time_ns + 2)
+    better = exchanged(search, found)
+    assert released(of, search, better.state.saved) == {"y", "m", "q", "r"}
+    assert search.evaluator.cost(better.state) == (BUDGET, better.time_ns) == (BUDGET, of.time_ns + 2)
     assert released(of, search, found.state.saved) == {"y", "dear"}  # as it was given
 
 
@@ -83,17 +83,17 @@ def test_values_that_one_op_makes_are_kept_together() -> None:
     search = Search(problem, 1 << 40)
     state = search.evaluator.state([Action(storage=ids["a"]), Action(storage=ids["b"])])
     time_ns = search.evaluator.cost(state)[1]
-    better, faster_ns = exchanged(search, state, time_ns)
-    assert (time_ns, faster_ns) == (of.time_ns + 50, of.time_ns)
-    assert released(of, search, better.saved) == set()
+    better = exchanged(search, Found(state=state, time_ns=time_ns))
+    assert (time_ns, better.time_ns) == (of.time_ns + 50, of.time_ns)
+    assert released(of, search, better.state.saved) == set()
 
 
 def test_no_time_no_exchange() -> None:
     of = norm_beside_matmul()
     search = Search(Problem(of), 1 << 40, Limits(seconds=0).clock())
     state = search.evaluator.state([Action(storage=of.storages.name.index("dear"))])
-    time_ns = search.evaluator.cost(state)[1]
-    assert exchanged(search, state, time_ns) == (state, time_ns)
+    found = Found(state=state, time_ns=search.evaluator.cost(state)[1])
+    assert exchanged(search, found) is found
 
 
 def test_a_plan_that_drops_values_is_left_alone() -> None:
@@ -101,7 +101,8 @@ def test_a_plan_that_drops_values_is_left_alone() -> None:
     search = Search(Problem(of), 1 << 40)
     x1 = of.storages.name.index("x1")
     state = search.evaluator.state([Action(storage=x1, evict_after=(search.evaluator.forward,))])
-    assert exchanged(search, state, 99) == (state, 99)
+    found = Found(state=state, time_ns=99)
+    assert exchanged(search, found) is found
 
 
 @settings(max_examples=300, deadline=None)
@@ -116,16 +117,16 @@ def test_an_exchange_is_never_slower_and_never_over_the_budget(of: Trace, part: 
         return
     found = search.save_again(state)
     before = found.state.copy()
-    better, time_ns = exchanged(search, found.state, found.time_ns)
+    better = exchanged(search, found)
     assert (before.saved == found.state.saved).all()
     assert (before.retained == found.state.retained).all()
-    assert time_ns <= found.time_ns
+    assert better.time_ns <= found.time_ns
     tidied = tidy(search, found.state.copy())
     assert tidied.time_ns <= found.time_ns
     timeline = Problem(of).replay(search.actions(tidied)).timeline
     assert timeline.step_time_ns == tidied.time_ns
     assert timeline.peak_allocated_bytes <= search.budget_bytes
-    assert search.evaluator.cost(better) == (search.evaluator.cost(better)[0], time_ns)
+    assert search.evaluator.cost(better.state)[1] == better.time_ns
 
 
 @pytest.mark.parametrize("planner", ["mu-two", "search"])

@@ -17,8 +17,7 @@ from simulator.core.problem import Problem
 from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import DEFAULT, REGISTRY, find, mu_two_paper, plan_with
-from simulator.planners.costs import Costs
-from simulator.planners.greedy import Search
+from simulator.planners.greedy import Costs, Search
 from simulator.planners.mu_two import cheapest
 from simulator.planners.outcome import Infeasible
 from simulator.planners.segments import OUTSIDE, block_segments, equal_segments, sequence_of, torch_segment

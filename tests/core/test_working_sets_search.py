@@ -9,8 +9,8 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.bounds.components import Network
 from simulator.bounds.instants import TURN, Instants
-from simulator.bounds.mincut import Network
 from simulator.bounds.working_sets import WorkingSets
 from simulator.core.problem import Problem
 from tests.exhaust import draw_trace
