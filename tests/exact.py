@@ -55,9 +55,9 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
     first = Search(problem, budget_bytes, limits.clock())
     found = cheapest(first)
     if found is not None and found.time_ns == trace.time_ns:  # no plan adds less than nothing
-        return finish(problem, NAME, budget_bytes, first.actions(found))
+        return finish(problem, NAME, budget_bytes, first.actions(found.state))
     values = decisions(problem, evaluator)
-    start = None if found is None else (found.time_ns, tuple(first.actions(found)))
+    start = None if found is None else (found.time_ns, tuple(first.actions(found.state)))
     tree = Tree(problem, evaluator, values, budget_bytes, limits.clock(), start)
     tree.lowest_peak_bytes = first.lowest_peak_bytes
     tree.run(limits.seconds)

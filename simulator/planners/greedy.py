@@ -250,15 +250,15 @@ class Search:
         left = np.append(self.budget_bytes - self.evaluator.peaks(self.evaluator.forward), self.budget_bytes)
         return cast(list[int], np.minimum.accumulate(left[::-1])[::-1][1:].tolist())
 
-    def actions(self, found: Found) -> list[Action]:
+    def actions(self, state: State) -> list[Action]:
         evicted_after: dict[int, list[int]] = {}
-        for k, evicted in sorted(found.state.evictions.items()):
+        for k, evicted in sorted(state.evictions.items()):
             for s in evicted:
                 evicted_after.setdefault(s, []).append(self.evaluator.op_id[k])
         out = []
         for s in self.evaluator.made_forward:
-            after, retain = tuple(evicted_after.get(s, ())), bool(found.state.retained[s])
-            if self.is_candidate[s] and not found.state.saved[s]:
+            after, retain = tuple(evicted_after.get(s, ())), bool(state.retained[s])
+            if self.is_candidate[s] and not state.saved[s]:
                 out.append(Action(storage=s, retain=retain, evict_after=after))
             elif self.is_candidate[s] and after:
                 out.append(Action(storage=s, recipe=SAVE, retain=retain, evict_after=after))
@@ -266,9 +266,9 @@ class Search:
                 out.append(Action(storage=s, retain=retain, evict_after=after))
             elif self.problem.saved_by_default[s] or self.problem.pinned[s]:
                 continue
-            elif found.state.saved[s]:
+            elif state.saved[s]:
                 out.append(Action(storage=s, recipe=SAVE, retain=retain or not after, evict_after=after))
-            elif found.state.retained[s] and self.problem.rebuildable[s]:
+            elif state.retained[s] and self.problem.rebuildable[s]:
                 out.append(Action(storage=s, evict_after=after))  # a link that stays once it is rebuilt
         return out
 

@@ -87,7 +87,7 @@ def _search(problem: Problem, budget_bytes: int, limits: Limits) -> Plan:
         best = _anneal(greedy, known, bound, good_enough_ns, limits)
     if best is None:
         raise refuse(problem, "search", budget_bytes, greedy.lowest_peak_bytes)
-    return finish(problem, "search", budget_bytes, greedy.actions(best))
+    return finish(problem, "search", budget_bytes, greedy.actions(best.state))
 
 
 def _anneal(

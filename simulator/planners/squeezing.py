@@ -11,7 +11,7 @@ Counts: what `simulator.allocator.evaluated` does. Ignores: that memory may be g
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -25,7 +25,7 @@ from simulator.core.problem import Problem
 from simulator.core.swaps import taken, with_swaps
 from simulator.kernels.squeeze import SQUEEZED, squeeze
 from simulator.planners.annealing import CHEAPER, COLD, DEARER, HOT, UNKNOWN, Annealer, Walk, state_of
-from simulator.planners.greedy import Found, Search
+from simulator.planners.greedy import Search
 from simulator.planners.outcome import finish
 from traces.errors import PlanError
 from traces.records.plan import RECOMPUTE, SAVE, Plan
@@ -38,13 +38,7 @@ MOST_MOVES: Final = 40  # for each that the allocator judges
 JUDGE_NS: Final = 450  # what it takes for each request of an iteration, reckoned with three of these
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Squeezed:
-    """A state within the limit."""
-
-    state: State
-    added_ns: int
-    reserved_bytes: int
+Squeezed = tuple[int, int, State]  # added time, reserved bytes
 
 
 def squeezed(
@@ -85,14 +79,14 @@ def squeezed(
         found += [(walked, swapped)] if walked is not None else []
     if not found:
         return []
-    best, of = min(found, key=lambda f: (f[0].added_ns, f[0].reserved_bytes))
-    cooled = _walk(of, best.state, limit_bytes, settings, COOL, seconds=seconds, seed=seed, clock=clock)
+    (_, _, best), of = min(found, key=lambda f: f[0][:2])
+    cooled = _walk(of, best, limit_bytes, settings, COOL, seconds=seconds, seed=seed, clock=clock)
     found += [(cooled, of)] if cooled is not None else []
     return [_plan(problem, name, limit_bytes, walked, swapped) for walked, swapped in found]
 
 
 def _plan(problem: Problem, name: str, limit_bytes: int, found: Squeezed, swapped: Problem) -> Plan:
-    actions = Search(swapped, limit_bytes).actions(Found(state=found.state, time_ns=found.added_ns))
+    actions = Search(swapped, limit_bytes).actions(found[2])
     recipes = () if swapped is problem else taken(problem)[1]
     return finish(problem, name, limit_bytes, with_swaps(recipes, actions))
 
@@ -108,7 +102,7 @@ def _walk(
     seed: int,
     clock: Clock,
 ) -> Squeezed | None:
-    """The cheapest state within the limit of one walk, of equal ones that which reserves least."""
+    """The cheapest state within the limit of one walk, of equal ones that which reserves least; None if none is."""
     ev, bound = evaluator_of(problem), bounder_of(problem).bound(limit_bytes)
     annealer, reserver = Annealer(ev, problem, limit_bytes, seed), Reserver(ev, settings)
     if not annealer.candidates:
@@ -141,10 +135,7 @@ def _walk(
         price *= DEARER if of["reserved_bytes"] > limit_bytes else CHEAPER
     if figures["best_added_ns"] == UNKNOWN:
         return None
-    return Squeezed(
-        state=state_of(
-            walked.best[0], walked.best[1], walked.best_evictions[:, : int(figures["best_evictions"])]
-        ),
-        added_ns=int(figures["best_added_ns"]),
-        reserved_bytes=int(of["best_reserved_bytes"]),
+    best = state_of(
+        walked.best[0], walked.best[1], walked.best_evictions[:, : int(figures["best_evictions"])]
     )
+    return int(figures["best_added_ns"]), int(of["best_reserved_bytes"]), best

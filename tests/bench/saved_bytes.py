@@ -33,7 +33,7 @@ from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten_problem
 from simulator.core.rewrites.pack import ranked
 from simulator.planners.cuts import states
-from simulator.planners.greedy import Found, Search
+from simulator.planners.greedy import Search
 from simulator.planners.outcome import finish, percent
 from simulator.prediction.planning import UNLIMITED_BYTES
 from traces.records.plan import Action, Plan, Rewrite
@@ -109,7 +109,7 @@ def _plan(
             break
         best = state.copy()
     _fill(search, best, most_ns)
-    actions = tuple(search.actions(Found(state=best, time_ns=0)))
+    actions = tuple(search.actions(best))
     added_ns = step.replay(actions).timeline.step_time_ns - problem.trace.time_ns
     return handed_bytes(step, actions), added_ns, actions, rewrites
 

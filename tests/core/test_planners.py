@@ -374,7 +374,7 @@ def test_a_value_that_is_kept_again_is_dropped_no_more() -> None:
     found = search.save_again(state)
     assert found.state.evictions == {}
     assert found.time_ns == of.time_ns
-    assert search.actions(found) == []
+    assert search.actions(found.state) == []
 
 
 def test_the_state_of_a_search_means_the_same_as_its_actions() -> None:
@@ -383,7 +383,7 @@ def test_the_state_of_a_search_means_the_same_as_its_actions() -> None:
     found = cheapest(search)
     assert found is not None
     assert any(found.state.evictions.values())
-    timeline = Problem(of).replay(search.actions(found)).timeline
+    timeline = Problem(of).replay(search.actions(found.state)).timeline
     result = search.evaluator.cost(found.state)
     assert (timeline.peak_allocated_bytes, timeline.step_time_ns) == (result[0], found.time_ns)
 

@@ -17,7 +17,7 @@ from simulator.core.replay import run
 from simulator.core.schedule import build
 from simulator.planners import plan_with
 from simulator.planners.annealing import UNKNOWN, Annealer, Walk
-from simulator.planners.greedy import Found, Search
+from simulator.planners.greedy import Search
 from simulator.planners.outcome import Infeasible
 from tests.exhaust import draw_trace, frontier, optimum
 from tests.strategies import traces
@@ -88,7 +88,7 @@ def test_what_a_walk_evaluates_is_what_its_actions_mean(
         assert search.evaluator.cost(state)[1] == of.time_ns + walk.figures["added_ns"]
         over = search.evaluator.excess(state, budget_bytes)
         assert bool(over) == walk.over
-        timeline = run(problem, build(problem, search.actions(Found(state=state, time_ns=0))))
+        timeline = run(problem, build(problem, search.actions(state)))
         assert timeline.step_time_ns == of.time_ns + walk.figures["added_ns"]
         assert (timeline.peak_allocated_bytes > budget_bytes) == walk.over
     if annealer.best is not None:

@@ -40,7 +40,7 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
     found = cheapest(search)
     if found is None:
         raise refuse(problem, NAME, budget_bytes, search.lowest_peak_bytes)
-    return finish(problem, NAME, budget_bytes, search.actions(found))
+    return finish(problem, NAME, budget_bytes, search.actions(found.state))
 
 
 def is_cheap(trace: Trace, op: int) -> bool:

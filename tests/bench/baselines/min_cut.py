@@ -47,4 +47,4 @@ def plan(problem: Problem, budget_bytes: int, limits: Limits = DEFAULTS) -> Plan
                 best = Found(state=state.copy(), time_ns=time_ns)
     if best is None:
         raise refuse(problem, NAME, budget_bytes, search.lowest_peak_bytes)
-    return finish(problem, NAME, budget_bytes, search.actions(best))
+    return finish(problem, NAME, budget_bytes, search.actions(best.state))
