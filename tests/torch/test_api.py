@@ -31,8 +31,9 @@ from simulator.core.problem import Problem  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
 from tests.core.test_readme import measurement  # noqa: E402
 from tracer import trace  # noqa: E402
-from traces import CaptureError, Plan, SpecError, Trace  # noqa: E402
-from traces.errors import PlanError  # noqa: E402
+from traces.errors import CaptureError, PlanError, SpecError  # noqa: E402
+from traces.records.plan import Plan  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
 
 
 class Net(nn.Module):
