@@ -155,21 +155,21 @@ def figures(rows: Iterable[ErrorRow]) -> Table:
 
 def without_figures(records: Sequence[Record]) -> Table:
     """What ran out of memory, what no plan fits, and what failed."""
+
+    def best(r: Record) -> RunFigures:
+        return errors.best(r.predicted or r.keep_all_predicted)
+
     return table(
         [r for r in records if r.status != DONE],
         [
             CASE,
             ("status", "", lambda r: Cell(r.status, tone="bad" if r.status in (FAILED, NOT_EQUAL) else "")),
-            ("allocated, predicted", "bytes", lambda r: _best(r).peak_allocated_bytes),
-            ("reserved, predicted", "bytes", lambda r: _best(r).peak_reserved_bytes),
+            ("allocated, predicted", "bytes", lambda r: best(r).peak_allocated_bytes),
+            ("reserved, predicted", "bytes", lambda r: best(r).peak_reserved_bytes),
             ("why", "", lambda r: r.message),
         ],
         caption="Predicted figures are the plan's where there is one, else those of everything kept.",
     )
-
-
-def _best(r: Record) -> RunFigures:
-    return errors.best(r.predicted or r.keep_all_predicted)
 
 
 def _predicted(stage: str) -> Callable[[Record], Cell]:

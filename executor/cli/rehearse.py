@@ -121,8 +121,7 @@ def rehearse_plan(path: Path, model: str, gpu: str, out: Output) -> None:
             seed=plan.meta.seed,
             alloc_conf=plan.meta.alloc_conf,
         )
-    predicted = predicted_figures(plan, "plan")
-    rehearsed = found["plan"]
+    predicted, rehearsed = predicted_figures(plan, "plan"), found["plan"]
     answer = {
         "plan": str(path),
         "model": plan.meta.model,

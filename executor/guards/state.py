@@ -24,7 +24,7 @@ import sysconfig
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from itertools import chain
@@ -152,13 +152,10 @@ class Watch:
         """From now on these, which forward does not read, are no part of the state."""
         self.unread, self._state = unread, None
 
-    def owners(self, paths: Iterable[Path]) -> Iterator[tuple[Any, Path]]:
-        """The objects whose attributes these are; without those that are no object's attributes."""
+    def owner(self, name: str) -> Any:
+        """The object of that name; None of what is no object with attributes."""
         assert self._read is not None
-        for path in paths:
-            owner = self._read.owners.get(path[0])
-            if owner is not None:
-                yield owner, path
+        return self._read.owners.get(name)
 
     def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Parameters and buffers by name, as `named_parameters` and `named_buffers` give them, without a walk."""
@@ -478,8 +475,9 @@ def unread_of(watch: Watch, paths: frozenset[Path]) -> Iterator[set[Path]]:
     """
     unread: set[Path] = set(DETERMINISTIC)
     named: dict[tuple[type, str], list[Path]] = {}
-    for owner, path in watch.owners(paths) if paths else ():
-        named.setdefault((type(owner), path[1]), []).append(path)
+    for path in paths:
+        if (owner := watch.owner(path[0])) is not None:
+            named.setdefault((type(owner), path[1]), []).append(path)
     asked = bindings._get_deterministic_algorithms
 
     def noted() -> bool:

@@ -29,11 +29,11 @@ class Fit:
     x_min: float
     y_min: float
     y_top: float
-    middle: float
-    over: tuple[float, ...]
-    under: tuple[float, ...]
-    left: tuple[float, ...]
-    error: float
+    middle: float = 0.0
+    over: tuple[float, ...] = ()
+    under: tuple[float, ...] = ()
+    left: tuple[float, ...] = ()
+    error: float = 0.0
     scale: float = 1.0
 
 
@@ -71,22 +71,21 @@ FITS: Final[dict[str, Fit]] = {
             -0.0056903567, 0.0005377809),
         error=1.1e-06,
     ),
+    # x (x + 3) / 6 between -3 and 3 is a parabola, whose inverse needs no coefficients.
+    "hardswish": Fit(x_min=-1.5, y_min=-0.375, y_top=3.0),
 }
 # fmt: on
 
 # x sigmoid(1.702 x), of which 1.702 times is SiLU's of 1.702 x.
 FITS["quick_gelu"] = replace(FITS["silu"], scale=1.702)
-
-# x (x + 3) / 6 between -3 and 3 is a parabola, whose inverse needs no fit.
-X_MIN: Final = {"hardswish": -1.5, **{kind: fit.x_min / fit.scale for kind, fit in FITS.items()}}
-Y_MIN: Final = {"hardswish": -0.375, **{kind: fit.y_min for kind, fit in FITS.items()}}
+X_MIN: Final = {kind: fit.x_min / fit.scale for kind, fit in FITS.items()}
 
 
 def half_cell(kind: str, digits: int) -> float:
     """Outputs around the minimum (times `scale`) are rounded by at most that, in a type with so many binary digits; of
     what has two bits an element, one says in what half of that cell the output lies."""
-    scale = FITS[kind].scale if kind in FITS else 1.0
-    half = 2.0 ** (frexp(Y_MIN[kind] / scale)[1] - digits - 1) * scale
+    fit = FITS[kind]
+    half = 2.0 ** (frexp(fit.y_min / fit.scale)[1] - digits - 1) * fit.scale
     return half / 2 if two_bits(kind, digits) else half
 
 

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch.nn import functional
 
-from executor.inverted.fits import FITS, X_MIN, Y_MIN, half_cell, two_bits
+from executor.inverted.fits import FITS, X_MIN, half_cell, two_bits
 from simulator.core.rewrites import invert
 
 
@@ -63,7 +63,7 @@ def gradient(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str)
     planes = side.view(1 + two_bits(kind, digits), -1)
     left, *up = (((plane.to(torch.int32) >> shifts) & 1) != 0 for plane in planes.unbind())
     if up:
-        share = half_cell(kind, digits) / -Y_MIN[kind]
+        share = half_cell(kind, digits) / -FITS[kind].y_min
         wide = wide * torch.where(up[0], 1 + share, 1 - share)
     return (grad.float() * slope(wide, left, kind, half_cell(kind, digits))).to(grad.dtype)
 
@@ -79,12 +79,12 @@ def slope(y: torch.Tensor, left: torch.Tensor, kind: str, half: float) -> torch.
     y stands for a cell of outputs, `half` above and below but not below the minimum, over which the root of the height
     is even: it is taken at its mean, or nearly so.
     """
-    fit = FITS.get(kind)
-    y = y * fit.scale if fit and fit.scale != 1 else y
-    height = torch.clamp(y - Y_MIN[kind], -half, (fit.y_top if fit else 3.0) - Y_MIN[kind])
+    fit = FITS[kind]
+    y = y * fit.scale if fit.scale != 1 else y
+    height = torch.clamp(y - fit.y_min, -half, fit.y_top - fit.y_min)
     height = torch.maximum(height - LOWER * half, (height + half) / 4)
     s = torch.sqrt(height)
-    if fit is None:
+    if not fit.over:
         root = s * (24**0.5 / 6)
         return torch.where(left, torch.where(y < 0, -root, 0.0), torch.where(y >= 3, 1.0, root))
     share = height * (1 / fit.y_min) + 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from executor.inverted.fits import FITS, X_MIN, Y_MIN, half_cell, two_bits
+from executor.inverted.fits import FITS, X_MIN, half_cell, two_bits
 from executor.inverted.formulas import DIGITS, LOWER, TINY
 
 try:
@@ -121,19 +121,19 @@ def _backward(  # type: ignore[no-untyped-def]
 
 def constants(kind: str, dtype: torch.dtype) -> dict[str, Any]:
     """What the kernel of backward is specialized on."""
-    fit = FITS.get(kind)
+    fit = FITS[kind]
     return {
         "two": two_bits(kind, DIGITS[dtype]),
         "half": half_cell(kind, DIGITS[dtype]),
         "lower": LOWER,
-        "scale": fit.scale if fit else 1.0,
-        "top": fit.y_top if fit else 3.0,
-        "y_min": Y_MIN[kind],
+        "scale": fit.scale,
+        "top": fit.y_top,
+        "y_min": fit.y_min,
         "tiny": TINY,
-        "middle": fit.middle if fit else 0.0,
-        "over": fit.over if fit else (),
-        "under": fit.under if fit else (),
-        "falling": fit.left if fit else (),
+        "middle": fit.middle,
+        "over": fit.over,
+        "under": fit.under,
+        "falling": fit.left,
         "block": BLOCK,
     }
 

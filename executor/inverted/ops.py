@@ -97,7 +97,7 @@ def _(x: torch.Tensor, kind: str) -> torch.Tensor:
 @backward_from_output.register_kernel("cpu")
 def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
     # A parabola takes less time than the table.
-    if grad.dtype is y.dtype is torch.bfloat16 and kind in FITS:
+    if grad.dtype is y.dtype is torch.bfloat16 and FITS[kind].over:
         return _lookup().gradient(grad, _dense(y), side, kind)
     y = _dense(y)
     if grad.stride() == y.stride():

@@ -95,8 +95,8 @@ _WHOLE: Final = {
 def _check_unchanged(passing: _Passing, values: list[torch.Tensor]) -> None:
     """Raise PlanError, as autograd does, if what backward reads is no longer what forward read. A recomputation reads
     more than the untouched model saves: the arguments, say, which a loader may refill in between."""
-    names = [name for _, name in passing.engine.rewritten.held]
-    for name, before, now in zip(names, passing.versions, _versions(passing, values), strict=True):
+    held = passing.engine.rewritten.held
+    for (_, name), before, now in zip(held, passing.versions, _versions(passing, values), strict=True):
         if now != before:
             how = f" (version {now[0]} instead of {before[0]})" if now[0] != before[0] else ""
             raise PlanError(
@@ -183,11 +183,8 @@ class _Outputs(torch.autograd.Function):
             None if tangents[k] is None else fit_tangent(tangents[k], passing.engine.at_sizes(n.meta["val"]))
             for k, n in zip(captured.grad_outputs, captured.tangents, strict=True)
         ]
-        return (
-            None,
-            next(x.new_empty(0) for x in passing.tangents if x is not None),
-            *(None for _ in captured.outputs),
-        )
+        token = next(x.new_empty(0) for x in passing.tangents if x is not None)
+        return None, token, *(None for _ in captured.outputs)
 
 
 def _sharing(engine: Engine) -> set[int]:

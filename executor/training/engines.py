@@ -6,7 +6,7 @@ import copy
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -82,12 +82,6 @@ class Engines(dict[Any, Engine]):
         if self.watch is None or self.watch.model is not module:
             self.watch = Watch(module, self.unread)
         return self.watch
-
-    def adopt(self, other: Engines, made: Callable[[Engine], Engine] = lambda engine: engine) -> None:
-        """Take over what was captured for another module of the same model."""
-        self.unread = other.unread
-        own = {k: e for k, e in other.items() if not e.replanned and e.sizes is None}
-        self.update((key, made(engine)) for key, engine in own.items())
 
 
 def engine_for(

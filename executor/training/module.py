@@ -443,9 +443,11 @@ def planned_otherwise(planned: nn.Module, plan: Plan) -> nn.Module:
     Raises:
         PlanError: the plan is for a graph of another structure.
     """
-    engines = engines_of(planned)
-    other = apply_plan(planned, plan)
-    engines_of(other).adopt(engines, lambda engine: engine_of(engine.program, plan, engine.kind))
+    before, other = engines_of(planned), apply_plan(planned, plan)
+    engines = engines_of(other)
+    engines.unread = before.unread
+    own = {key: e for key, e in before.items() if not e.replanned and e.sizes is None}
+    engines.update((key, engine_of(e.program, plan, e.kind)) for key, e in own.items())
     return other
 
 
