@@ -1,7 +1,7 @@
 """Rewrite a captured program by a Schedule into two FX modules: a forward and a backward, each with its reruns.
 
 The schedule decides everything; this module only copies nodes. A step that runs an op copies its node, with each
-input resolved to its current copy. A step that runs it again copies it again (`executor.emit` says as what), so the
+input resolved to its current copy. A step that runs it again copies it again, without its effect on buffers, so the
 producing subgraph of an evicted activation stands right before the op that needs it, under a name that ends in
 "_recomputed". A step that takes over its input's memory becomes the op's in-place twin.
 
@@ -21,9 +21,9 @@ from executor.codecs.host import WAIT_IN
 from executor.emit import Call, emitter
 from simulator.core.schedule import Schedule
 from simulator.core.transfers import PREFETCH, RELOAD
+from tracer.capture.passes.batch_norm import again as without_effect
 from tracer.record.program import Program, inplace_twin
 from traces.errors import PlanError
-from traces.records.plan import RECOMPUTE
 from traces.records.trace import VIEW
 
 # In a node's meta: numbers of parameters whose gradient is there once it has run, and which nothing reads after it.
@@ -123,10 +123,12 @@ class _Writing:
                     graph.call_function(WAIT_IN, (self._resolve(self.arriving.pop(s), graph),))
         if again:
             self.recomputed.append(op.node.name)
-        if again or recipe is not None:
-            call = emitter(recipe.kind if recipe else RECOMPUTE)(self.program, op_id, recipe)
+        if recipe is not None:
+            call = emitter(recipe.kind)(self.program, op_id, recipe)
         else:
-            call = Call(target=op.node.target, args=op.node.args, kwargs=dict(op.node.kwargs))
+            target, args = op.node.target, op.node.args
+            args = without_effect(target, args) if again else args
+            call = Call(target=target, args=args, kwargs=dict(op.node.kwargs))
         copy = self._copy(graph, op.node, call, again, lambda n: self._resolve(n, graph))
         if schedule.takes[step] >= 0 and not self.joint:
             twin = inplace_twin(copy.target)

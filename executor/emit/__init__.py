@@ -1,4 +1,4 @@
-"""Emitters: for each kind of recipe, the call that stands in the rewritten graph; one module a kind, found by its name.
+"""Emitters: for each kind of recipe but recompute, the call that stands in the rewritten graph; one module a kind.
 
 A module `executor.emit.KIND` has one function, `emit(program, op, recipe) -> Call`, in terms of the captured nodes, for
 an op by its id; `executor.rewrite` puts the call where the schedule says and resolves each node to its current copy.
