@@ -76,7 +76,15 @@ def test_there_are_cases() -> None:
     assert any(t for _, front in found for t in front.values())
 
 
-@pytest.mark.parametrize(("chunk", "rerun_bytes"), [*((chunk, 0) for chunk in range(10)), (10, 4), (11, 40)])
+@pytest.mark.parametrize(
+    ("chunk", "rerun_bytes"),
+    [
+        *((chunk, 0) for chunk in range(4)),
+        *(pytest.param(chunk, 0, marks=pytest.mark.slow) for chunk in range(4, 10)),
+        (10, 4),
+        (11, 40),
+    ],
+)
 def test_exact_finds_the_optimum_and_no_planner_beats_it(chunk: int, rerun_bytes: int) -> None:
     for of, front in cases(range(60 * chunk, 60 * chunk + 60), rerun_bytes):
         for budget in list(budgets(front))[:8]:

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 if importlib.util.find_spec("torchvision") is None:  # importing it is left to Lowtide
     pytest.skip("no torchvision", allow_module_level=True)
 
-from executor.measuring import Job, run_job  # noqa: E402
+from executor.measuring import Job, perform  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
@@ -116,12 +116,12 @@ def test_the_predicted_peak_is_the_measured_one_slow(
     check(model, options, measurer, tmp_path, saved=True, plans=3)
 
 
-def test_the_peak_of_a_process_of_its_own_and_of_eager(tmp_path: Path) -> None:
-    """As `execute` measures: a fresh process a variant. The MLP's eager step needs no more and no less."""
+def test_what_a_job_measures(tmp_path: Path) -> None:
+    """That `execute` gives each variant a process of its own, `test_end_to_end` holds."""
     trace = real_trace(small_nets.spec("mlp"), {})
     predicted = Problem(trace).saved.timeline.peak_allocated_bytes
     plan = Plan(meta=trace.meta)
-    result = run_job(job(plan, tmp_path / "plan.json", "keep_all"))
+    result = perform(job(plan, tmp_path / "plan.json", "keep_all"))
     assert max(result.figures.peaks_bytes[2:]) == predicted == result.figures.peak_allocated_bytes
     assert len(result.figures.peaks_bytes) == STEPS
     assert result.curve
@@ -130,10 +130,7 @@ def test_the_peak_of_a_process_of_its_own_and_of_eager(tmp_path: Path) -> None:
 
 
 def test_the_peak_under_autocast_of_keep_all_and_of_eager(measurer: Measurer, tmp_path: Path) -> None:
-    """Eager keeps the casts of weights to the end of the region; none of them is alive at this step's peak.
-
-    That `execute` gives each variant a process of its own, the test before this one holds.
-    """
+    """Eager keeps the casts of weights to the end of the region; none of them is alive at this step's peak."""
     trace = real_trace(small_nets.spec("tied"), {"amp": "bfloat16"})
     predicted = Problem(trace).saved.timeline.peak_allocated_bytes
     plan = Plan(meta=trace.meta)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 torch = pytest.importorskip("torch")
 
@@ -17,7 +17,6 @@ from torch import nn  # noqa: E402
 import tracer.cli.main  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.studies.torch_budget import plans  # noqa: E402
-from tests.bench.recorded import ask_torch  # noqa: E402
 from tests.core.test_torch_budget import links, sets_of  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.record import torch_budget as module  # noqa: E402
@@ -25,7 +24,9 @@ from tracer.record.step import trace_step  # noqa: E402
 from tracer.record.torch_budget import Setting, saved_set  # noqa: E402
 from traces.devices import device  # noqa: E402
 from traces.errors import EnvironmentProblem  # noqa: E402
+from traces.records.saved_sets import SavedSets  # noqa: E402
 from traces.records.store import save  # noqa: E402
+from traces.records.trace import Trace  # noqa: E402
 
 
 def small(p: float = 0.0) -> Any:
@@ -123,16 +124,20 @@ def test_the_replay_runs_as_many_ops_again_as_torchs_backward(build_file: Path) 
     assert str(r.program.captured.graph_module.graph) == before
 
 
-def test_ask_torch_goes_through_the_command_and_checks_the_graph(build_file: Path, tmp_path: Path) -> None:
+def test_the_command_asks_torch_and_checks_the_graph(build_file: Path, tmp_path: Path) -> None:
     record = recorded(build_file, 0.0).trace
-    sets = ask_torch(record, [0.0, 1.0], ["dp"])  # in a process of its own
+
+    def ask(of: Trace, budgets: str) -> Result:
+        words = ["torch-budget", str(save(of, tmp_path / of.meta.graph_fingerprint)), "--budgets", budgets]
+        return CliRunner().invoke(tracer.cli.main.trace, [*words, "-o", str(tmp_path / "saved.json")])
+
+    assert ask(record, "0,1").exit_code == 0
+    sets = SavedSets.load(tmp_path / "saved.json")
     assert [s.label for s in sets.sets] == ["dp-0", "dp-1"]
     assert sets.trace.fingerprint == record.meta.fingerprint
-    changed = replace(record, meta=replace(record.meta, graph_fingerprint="0" * 16))
-    directory = str(save(changed, tmp_path / "changed"))
-    result = CliRunner().invoke(tracer.cli.main.trace, ["torch-budget", directory, "--budgets", "1"])
-    assert result.exit_code
-    assert "another graph than the trace" in result.stderr
+    refused = ask(replace(record, meta=replace(record.meta, graph_fingerprint="0" * 16)), "1")
+    assert refused.exit_code == 2
+    assert "another graph than the trace" in refused.stderr
 
 
 @pytest.mark.parametrize(
