@@ -60,7 +60,7 @@ def one_of_each() -> Iterator[Any]:
         yield pytest.param(model.name, marks=pytest.mark.slow) if again else model.name
 
 
-@pytest.mark.parametrize("name", one_of_each())
+@pytest.mark.parametrize("name", [*one_of_each()])
 def test_every_known_model_builds_on_fake_tensors(name: str) -> None:
     step = fake_step(name, batch_size=2)
     assert step.model.training

@@ -129,7 +129,9 @@ def test_the_command_asks_torch_and_checks_the_graph(build_file: Path, tmp_path:
 
     def ask(of: Trace, budgets: str) -> Result:
         words = ["torch-budget", str(save(of, tmp_path / of.meta.graph_fingerprint)), "--budgets", budgets]
-        return CliRunner().invoke(tracer.cli.main.trace, [*words, "-o", str(tmp_path / "saved.json")])
+        return CliRunner().invoke(
+            tracer.cli.main.trace, [*words, "-o", str(tmp_path / "saved.json"), "--force"]
+        )
 
     assert ask(record, "0,1").exit_code == 0
     sets = SavedSets.load(tmp_path / "saved.json")
