@@ -347,7 +347,6 @@ def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
     if any(c.planned.schedule.recompute[: c.planned.schedule.forward_steps]):
         places = "evicted and recomputed in forward and backward"
     shown = found[:ROWS]
-    spent = sum(r.time_ns for r in shown)
     return (
         Text(
             f"{len(c.plan.recomputed):,} storages ({show_bytes(evicted)}) are {places}, by {len(found):,} ops that "
@@ -368,12 +367,12 @@ def recompute_blocks(c: Prediction) -> tuple[Block, ...]:
                 ("share of overhead", "share", lambda r: 100.0 * r.time_ns / max(1, total_ns)),
             ),
             total=(
-                f"{len(shown):,} of {len(found):,} ops",
+                f"all {len(found):,} ops",
                 *[""] * 4,
-                sum(r.nbytes for r in shown),
-                sum(r.times for r in shown),
-                spent,
-                100.0 * spent / max(1, total_ns),
+                sum(r.nbytes for r in found),
+                sum(r.times for r in found),
+                total_ns,
+                100.0,
             ),
             caption="Ops that run again, the costliest first",
         ),

@@ -483,7 +483,6 @@ SWEEP = ("sweep", "resnet18", "--batch-sizes", "1", "--budget", "90%")
         (simulate, "chain", "-o", "FILE/plan.json"),
         (simulate, "compare", "chain", "--budget", "90%", "--report", "FILE/page.html"),
         (simulate, "pareto", "chain", "--report", "FILE/page.html"),
-        (simulate, "max-batch", "resnet18", "--memory", "1GiB", "--report", "FILE/page.html"),
         (simulate, *SWEEP, "--report", "FILE/page.html"),
         (execute, "plan.json", "-o", "FILE/m.json"),
         (execute, "plan.json", "--report", "FILE/page.html"),
