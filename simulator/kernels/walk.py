@@ -61,7 +61,7 @@ def chain(c: int, at: int, present: Any, facts: Any, work: Any, checked: bool) -
     return n_order
 
 
-@inlined
+@inner
 def free(s: int, end: int, takes: Any, facts: Any, work: Any, notes: Any, n: Any, noting: bool) -> Any:
     """An instance of s goes with that step, whose op takes its memory over if it can and `takes`; how many notes."""
     nbytes = facts.storages[s].nbytes
