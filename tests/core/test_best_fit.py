@@ -158,7 +158,7 @@ def compiled(of: Requests, iterations: int, given: AllocatorSettings) -> Reserve
     )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     of=requests(),
     iterations=st.integers(1, 4),

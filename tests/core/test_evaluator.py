@@ -38,7 +38,7 @@ def check(of: Trace, evaluator: Evaluator, actions: tuple[Action, ...]) -> None:
     assert [x for x in ours if not is_view[x[0]]] == [x for x in theirs if not is_view[x[0]]]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(traces_with_actions(reruns=True))
 def test_it_agrees_on_any_trace_and_plan(case: tuple[Trace, tuple[Action, ...]]) -> None:
     """Also on what libraries hold because of reruns."""
