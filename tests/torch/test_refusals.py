@@ -20,7 +20,8 @@ from executor import fit  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
-from traces.errors import CaptureError, OptimizerError  # noqa: E402
+from tracer import trace  # noqa: E402
+from traces.errors import CaptureError, OptimizerError, SpecError  # noqa: E402
 from traces.records.trace import EFFECT  # noqa: E402
 
 
@@ -252,6 +253,12 @@ class Density(nn.Module):
 def test_an_output_that_hides_its_tensors_is_refused() -> None:
     said = refused(Density, row, lambda out: out[0].sum() - out[1].log_prob(torch.zeros(2, 4)).sum())
     assert "returns a Normal, in which nobody finds its tensors" in said
+
+
+def test_a_nested_tensor_in_a_batch_is_named() -> None:
+    rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    with pytest.raises(SpecError, match=r"holds a nested tensor.*pad it"):
+        trace(nn.Linear(4, 4), (rows,), loss=lambda y: y.values().sum())
 
 
 class Results(dict[str, Any]):

@@ -208,7 +208,11 @@ def loss_in_outputs(outputs: Any) -> Any:
 
 def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
     """The batch with its tensors on `device`, made fake if `fake_mode` is given. Mappings become dicts, and a list of
-    another class as the whole batch a list."""
+    another class as the whole batch a list.
+
+    Raises:
+        SpecError: it holds a nested tensor.
+    """
     if isinstance(batch, Mapping):
         batch = dict(batch)
     elif isinstance(batch, list):
@@ -219,6 +223,11 @@ def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
             return pytree.tree_map(move, dict(leaf))
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        if leaf.is_nested:
+            raise SpecError(
+                "the batch holds a nested tensor, whose rows differ in length; pad it (torch.nested.to_padded_tensor) "
+                "and give the lengths or a mask beside it."
+            )
         if fake_mode is not None and not isinstance(leaf, FakeTensor):
             leaf = fake_mode.from_tensor(leaf)
         return leaf.to(device)
