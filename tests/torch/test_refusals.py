@@ -255,6 +255,24 @@ def test_an_output_that_hides_its_tensors_is_refused() -> None:
     assert "returns a Normal, in which nobody finds its tensors" in said
 
 
+LEFT: list[torch.Tensor] = []
+
+
+class Leaving(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        LEFT.append(y.square().mean())
+        return y
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_tensors_left_in_a_global_list_are_named(inside: bool) -> None:
+    """As a loss beside the model's own is; what the capture left there is undone."""
+    said = refused(lambda: nn.Sequential(Leaving(4, 4)) if inside else Leaving(4, 4), row, torch.sum)
+    assert "leaves what it computed in LEFT of Leaving.forward" in said
+    assert not LEFT
+
+
 def test_a_nested_tensor_in_a_batch_is_named() -> None:
     rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
     with pytest.raises(SpecError, match=r"holds a nested tensor.*pad it"):

@@ -30,9 +30,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from tracer.build.joined import WithLoss
+from tracer.build.joined import WithLoss, around
 from tracer.build.user_errors import user_line
-from tracer.torch_api import replaced
+from tracer.torch_api import pytree, replaced
 from traces.errors import CaptureError
 
 SEED: Final = 0x10_71DE  # what torch's generator is seeded with while a model is captured
@@ -189,6 +189,12 @@ class _Before:
         self.around: dict[str, Any] = model.around() if isinstance(model, WithLoss) else {}
         for name, value in self.around.items():
             self._copy(name, value, 0)
+        named = around(*(type(m).forward for m in self.modules.values()))
+        self.shared = [
+            (name, value, _shallow(value))
+            for name, value in named.items()
+            if isinstance(value, CONTAINERS) and len(value) <= LONGEST and id(value) not in self.containers
+        ]
         self.classes = {
             c: dict(vars(c))
             for m in self.modules.values()
@@ -258,6 +264,7 @@ class _Before:
                 raise self._refused(
                     f"changes what {name} holds. A planned step does not run that code again; return it from forward"
                 )
+        self._check_left()
         for name, value in self.model.around().items() if isinstance(self.model, WithLoss) else ():
             if self.around.get(name) is not value and not _equal(self.around.get(name), value):
                 raise self._refused(f"changes {name}, and a planned step does not run that code again")
@@ -268,6 +275,15 @@ class _Before:
                         f"changes the attribute {name} of the class {kind.__name__}; keep it out of forward"
                     )
         return tuple(found)
+
+    def _check_left(self) -> None:
+        """Refuse tensors that forward left in containers of nobody in the model."""
+        for name, container, copy in self.shared:
+            if _tensors_of(container) - _tensors_of(copy):
+                raise self._refused(
+                    f"leaves what it computed in {name}. A planned step does not run that code again; return it from "
+                    "forward"
+                )
 
     def watch(self, key: tuple[int, str], effects: Effects, stack: contextlib.ExitStack) -> None:
         """Note whether forward reads an attribute before it sets it."""
@@ -289,6 +305,9 @@ class _Before:
                     _refill(now, then)
         for _, container, copy in self.containers.values():
             if not _same_items(container, copy):
+                _refill(container, copy)
+        for _, container, copy in self.shared:
+            if _tensors_of(container) - _tensors_of(copy):
                 _refill(container, copy)
         for owner, attributes in self.classes.items():
             for name, value in vars(owner).copy().items():
@@ -361,6 +380,12 @@ def _configuration(value: Any) -> bool:
 
 def _shallow(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
+
+
+def _tensors_of(container: Any) -> set[int]:
+    """The ids of the tensors that a container holds."""
+    items = list(container.values()) if isinstance(container, dict) else list(container)
+    return {id(x) for x in pytree.tree_leaves(items) if isinstance(x, torch.Tensor)}
 
 
 def _same_items(container: Any, copy: Any) -> bool:
