@@ -6,9 +6,7 @@ import copy
 import functools
 import inspect
 import json
-import os
 import pickle
-import subprocess
 import sys
 import time
 import warnings
@@ -17,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -43,8 +42,6 @@ from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, recompute_all, recorded  # noqa: E402
 from traces.errors import BudgetError, PlanError, SpecError  # noqa: E402
 from traces.records.plan import Plan  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def batch(size: int = 4, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -522,14 +519,16 @@ print(len(model._lowtide.engines), model._lowtide.plan.meta.amp, model.layers[0]
 """
 
 
-def test_fit_of_a_class_that_no_file_has_under_autocast() -> None:
-    done = subprocess.run(
-        [sys.executable, "-"], input=SCRIPT, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.stdout == "1 bfloat16 True\n", done.stderr
-    assert all(line.startswith("lowtide: ") for line in done.stderr.splitlines())
-    assert len(done.stderr.splitlines()) == 3
+def test_fit_of_a_class_that_no_file_has_under_autocast(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(SCRIPT, vars(main))
+    done = capsys.readouterr()
+    assert done.out == "1 bfloat16 True\n"
+    assert all(line.startswith("lowtide: ") for line in done.err.splitlines())
+    assert len(done.err.splitlines()) == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
