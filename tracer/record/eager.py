@@ -36,6 +36,7 @@ from traces.errors import CaptureError
 from traces.records.trace import ACTIVATION, EAGER, EFFECT, FORWARD, MUTATES, OPTIMIZER, OTHER, RANDOM, VIEW
 
 aten = torch.ops.aten
+DEVICE: Final = torch.ops.prim.device.default
 functional: Any = nn.functional
 # What writes into its first argument, number by number.
 WRITTEN_ALIKE: Final = frozenset({
@@ -153,6 +154,8 @@ class EagerRecorder(TorchDispatchMode):
             self._ids = {k: s for k, s in self._ids.items() if s not in gone}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks it of every gradient
         kwargs = kwargs or {}
         asked = func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
         # The loss code is not answered: it would branch on a made-up value.
