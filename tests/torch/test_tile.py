@@ -83,7 +83,10 @@ def masked_each(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tens
 
 
 def with_entropy(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
-    return flat(logits, targets) - 0.1 * torch.distributions.Categorical(logits=logits).entropy().mean()
+    return (
+        flat(logits, targets)
+        - 0.1 * torch.distributions.Categorical(logits=logits, validate_args=False).entropy().mean()
+    )
 
 
 def clipped(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
