@@ -177,16 +177,16 @@ def test_options_reach_the_model_and_the_optimizer() -> None:
 
 
 def test_decoders_copy_keys_and_values_only_if_asked() -> None:
-    """4 layers, keys and values of 2 x 16 tokens of 256 float32 each; the options say which it is."""
+    """2 layers, keys and values of 2 x 16 tokens of 128 float32 each; the options say which it is."""
     saved = {}
     for use_cache in (False, True):
         spec = load_spec(
-            "gpt2-mini", {"batch_size": 2, "seq_len": 16, "use_cache": use_cache, "dropout": 0.0}
+            "gpt2-tiny", {"batch_size": 2, "seq_len": 16, "use_cache": use_cache, "dropout": 0.0}
         )
         assert spec.options["use_cache"] is use_cache
         trace = trace_step(spec, device("h100")).finish()
         saved[use_cache] = sum(trace.storages.nbytes[s] for s in trace.saved)
-    assert saved[True] - saved[False] == 4 * 2 * 2 * 16 * 256 * 4
+    assert saved[True] - saved[False] == 2 * 2 * 2 * 16 * 128 * 4
     assert load_spec("gpt2-mini", {}).options["use_cache"] is False
     assert "use_cache" not in load_spec("bert-mini", {}).options
     with pytest.raises(SpecError, match="takes no --use-cache"):

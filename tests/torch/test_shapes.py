@@ -130,7 +130,7 @@ def test_a_model_that_decides_by_sizes() -> None:
 
 def test_a_graph_that_gives_another_trace_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = captures(monkeypatch)
-    assert len(over(HERE, Shapes.parse("seq-len=3:15:2"), batch_size=2)) == 7
+    assert len(over(HERE, Shapes.parse("seq-len=3:11:2"), batch_size=2)) == 5
     assert len(seen) == one_graph.COMPARED
     seen.clear()
 
@@ -138,7 +138,7 @@ def test_a_graph_that_gives_another_trace_is_not_used(monkeypatch: pytest.Monkey
         raise CaptureError("another")
 
     monkeypatch.setattr(one_graph, "check_same", differs)
-    assert len(over(HERE, Shapes.parse("seq-len=3:15:2"), batch_size=2)) == len(seen) == 7
+    assert len(over(HERE, Shapes.parse("seq-len=3:11:2"), batch_size=2)) == len(seen) == 5
 
 
 def test_the_longest_that_the_model_takes_has_the_same_graph() -> None:
