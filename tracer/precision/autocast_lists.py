@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 
 from tracer.precision.cast_cache import aten_op, kernels
-from tracer.precision.policy import without_autocast
 from tracer.torch_api import (
+    DisableAutocast,
     DispatchKey,
     DispatchKeySet,
     ExcludeDispatchKeyGuard,
@@ -138,7 +138,7 @@ def lowered(args: Any, kwargs: Any) -> Any:
         return args, kwargs
     dtype = torch.get_autocast_dtype("cpu")
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    with without_autocast():
+    with DisableAutocast():
         cast = [x.to(dtype) if _eligible(x) else x for x in reversed(leaves)]
     return pytree.tree_unflatten(cast[::-1], spec)
 
