@@ -92,7 +92,7 @@ def count_untouched(draft: Draft, costs: Costs) -> tuple[int, Untouched]:
         peak_bytes, requests = counter.peak_bytes, counter.requests()
 
     def cannot_look(mask: torch.Tensor | None = None) -> bool:
-        return mask is None or storage_key(mask) not in ones
+        return mask is not None and storage_key(mask) not in ones
 
     masks = sys.modules.get(MASKS)
     known = hasattr(masks, "is_tracing")
