@@ -51,13 +51,10 @@ def no_garbage() -> Iterator[None]:
 # Name here -> where torch has it.
 USED: Final = {
     # capture
-    "aot_autograd": "torch._functorch.aot_autograd",
     "aot_export_joint_with_descriptors": "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
     "EffectType": "torch._library.effects:EffectType",
     "get_effect": "torch._higher_order_ops.effects:_get_effect",
     "register_effectful_op": "torch._higher_order_ops.effects:_register_effectful_op",
-    "has_data_mutation": "torch:_functionalize_has_data_mutation",
-    "no_python_dispatcher": "torch._dispatch.python:no_python_dispatcher",
     "with_effects": "torch._higher_order_ops.effects:with_effects",
     "DispatchKey": "torch._C:DispatchKey",
     "OpOverload": "torch._ops:OpOverload",

@@ -22,7 +22,6 @@ from tracer.capture.passes.dropout import _scale, dropout_mask  # noqa: E402
 from tracer.record.eager import Scalars  # noqa: E402
 from tracer.record.program import Program, is_random  # noqa: E402
 from tracer.record.step import capture_step  # noqa: E402
-from tracer.torch_api import FunctionalTensor  # noqa: E402
 from traces.errors import CaptureError, SpecError  # noqa: E402
 from traces.records.trace import BUFFER, EFFECT, GRADIENT, INPUT, MUTATES, OPTIMIZER_STATE, PARAMETER, RANDOM  # noqa: E402
 
@@ -368,36 +367,3 @@ def test_torch_logs_no_traceback_of_what_is_explained(caplog: pytest.LogCaptureF
     with pytest.raises(CaptureError, match="too small"):
         program(TooSmall(), torch.randn(1, 3, 4, 4))
     assert not [r for r in caplog.records if r.levelname == "ERROR"]
-
-
-class WritesUnseen(nn.Module):
-    """Writes into a buffer past its version, which a plain run on fake tensors does not show."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.get_buffer("seen").data.add_(x.detach().mean(0))
-        return self.linear(x).relu()
-
-
-def test_a_write_that_a_plain_run_does_not_show_is_captured() -> None:
-    captured = capture(WritesUnseen(), (torch.ones(2, 3),), {}, lambda out: [True])
-    written = [n.args[0] for n in captured.forward if n.target is torch.ops.aten.copy_.default]
-    assert [n.meta["desc"].target for n in written] == ["model.seen"]
-
-
-def test_a_forward_is_not_captured_with_wrapped_tensors_twice() -> None:
-    wrapped: list[bool] = []
-
-    class Looks(nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            wrapped.append(isinstance(x, FunctionalTensor))
-            return super().forward(x)
-
-    model = Looks(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Dropout(0.1))
-    captured = capture(model, (torch.ones(2, 3, 4, 4),), {}, lambda out: [True])
-    assert wrapped == [False, True]
-    assert sum(n.target is torch.ops.aten.copy_.default for n in captured.forward) == 3

@@ -29,7 +29,6 @@ from torch.fx import traceback as fx_traceback
 
 from tracer.build.user_errors import explain, is_data_dependent, without_torch_log
 from tracer.capture.cuda.gpu import gpu_kernels
-from tracer.capture.first_pass import AnotherPass, Seen, Watched, plain_first_pass
 from tracer.capture.looks import looking, refuse_values, settle
 from tracer.capture.passes.batch_norm import put_cudnn
 from tracer.capture.passes.dropout import split_dropout
@@ -161,15 +160,7 @@ def capture(
     """
     check_capturable(model)
     fake_mode = fake_mode_of(model, args, kwargs) or FakeTensorMode(allow_non_fake_inputs=True)
-
-    def attempt(**how: bool) -> Captured:
-        once = partial(_capture, model, args, kwargs, wants_gradient, fake_mode, target, autocast, **how)
-        try:
-            return once()
-        except (AnotherPass, AssertionError):  # the latter: an op with effects, which a stand-in lacks
-            with emptied_caches(model):
-                return once(plain=False)
-
+    attempt = partial(_capture, model, args, kwargs, wants_gradient, fake_mode, target, autocast)
     try:
         with emptied_caches(model):
             return attempt(compiled=False)
@@ -206,12 +197,10 @@ def _capture(
     *,
     compiled: bool,
     looks: bool = False,  # which of the model's looks at data are no branches is to be settled first
-    plain: bool = True,  # forward runs as it is before it is traced
 ) -> Captured:
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     where = [k for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     notes: dict[str, Any] = {}
-    passes: list[Seen] = []
     effects = Effects()
     on_gpu = target is not None or any(p.device.type == "cuda" for p in model.parameters())
 
@@ -247,8 +236,6 @@ def _capture(
 
         def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given = (*self.parameters(), *tensors)
-            with retied(self._ties):
-                watched = Watched(self, (*self.parameters(), *self.buffers(), *tensors))
             outputs = self.outputs(*tensors)
             for k, x in zip(where, tensors, strict=True):
                 if x.requires_grad and not leaves[k].requires_grad:
@@ -265,12 +252,10 @@ def _capture(
             pairs = [(x, w) for x, w in zip(flat, wanted, strict=True) if isinstance(x, torch.Tensor)]
             notes["cloned"] = shared([x for x, _ in pairs], given)
             notes["other"] = tuple(k for k, (x, w) in enumerate(pairs) if x.requires_grad and not w)
-            result = tuple(
+            return tuple(
                 (x.clone() if alias else x) if w else x.detach()
                 for (x, w), alias in zip(pairs, notes["cloned"], strict=True)
             )
-            passes.append(watched.seen(result))
-            return result
 
     flat_model = Flat()
     flat_model.training = model.training  # not train(), which would switch frozen batch norms on again
@@ -290,7 +275,6 @@ def _capture(
             fake_mode,
             remembered_arithmetic(fake_mode.shape_env),
             fx_traceback.preserve_node_meta(),
-            plain_first_pass(passes) if plain else contextlib.nullcontext(),
             library_code(),
             module_scopes(model),
         ):
@@ -304,8 +288,6 @@ def _capture(
         joint = aot_export_joint_with_descriptors(
             stack, flat_model, fakes, _disable_torch_fn_metadata_mode=unnamed
         )
-    if plain and len(set(passes)) > 1:
-        raise AnotherPass
     check_effects(model, effects)
     check_constants(model, joint.graph_module)
     captured = _normalise(joint.graph_module, notes, on_gpu=on_gpu)
