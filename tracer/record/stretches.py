@@ -313,6 +313,14 @@ class _Search:
         returned = [k for k, x in enumerate(self.captured.outputs) if x is n]
         return outside, returned, n in self.captured.parameter_grads or n in self.captured.argument_grads
 
+    def _whole(self, n: fx.Node) -> fx.Node:
+        """What a node of the body is a view of in another shape, if that is of the body too; else the node: a result
+        has the shape in which its storage was made, and views of it stay outside."""
+        storage_of = self.program.storage_of
+        while _packet(n) in VIEWS and n.args[0] in self.inside and storage_of[n] == storage_of[n.args[0]]:
+            n = n.args[0]
+        return n
+
     def _call(self, results: Sequence[fx.Node], phase: set[fx.Node]) -> Call:
         """What of the body makes the results, in one call among the nodes of a phase.
 
@@ -337,7 +345,7 @@ class _Search:
             inputs=tuple(a for a in self.to.inputs if a in taken),
             results=tuple(results),
         )
-        users = {u for n in results for u in self._leaves(n)[0]} & phase
+        users = {u for n in self.to.body if self._whole(n) in results for u in self._leaves(n)[0]} & phase
         first = min(map(self.order.__getitem__, users), default=len(self.order))
         if any(self.order[a] >= first for a in phase.intersection(call.inputs)):
             raise _NoStretch
@@ -408,13 +416,14 @@ class _Head(_Search):
             if not (outside or returned or gradient):
                 continue
             if n in self.tainted:
-                to.gradients.append(n)
+                to.gradients.append(self._whole(n))
             elif n in to.sums:
                 to.results.append(n)
             elif n in self.forward and not outside and not set(returned) & set(self.captured.grad_outputs):
                 outputs += returned
             else:
                 raise _NoStretch
+        to.gradients = list(dict.fromkeys(to.gradients))
         if not to.gradients or not self.backward.isdisjoint(to.inputs):
             raise _NoStretch
         to.outputs = tuple(outputs)
