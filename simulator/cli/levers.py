@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from simulator.cli.options import answer_options
+from simulator.cli.options import output_options
 from traces.commands import Output
 
 
@@ -13,7 +13,7 @@ from traces.commands import Output
 @click.option(
     "--budget", help="Also: what plans within it add at least. Bytes, a size, or a share such as 60%."
 )
-@answer_options
+@output_options
 def levers_command(trace_name: str, budget: str | None, out: Output) -> None:
     """What each lever alone, and all together, could do to the peak.
 
@@ -28,4 +28,8 @@ def levers_command(trace_name: str, budget: str | None, out: Output) -> None:
     limit = None if budget is None else parse_budget(budget, whole)
     out.say("comparing levers")
     found = study(problem, trace_name, limit)
+    if out.report is not None:
+        from simulator.report.plans import write_levers
+
+        write_levers(out.report, found)
     out.show(found.to_json, lambda: "\n".join(found.table().lines()))

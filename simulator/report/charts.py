@@ -156,19 +156,16 @@ def by_name(
     return finish(alt.layer(*layers), height=max(60, 22 * len(order)))
 
 
-def peak_by_category(
-    parts: Mapping[str, Mapping[str, int]], budget_bytes: int | None = None
-) -> dict[str, Any]:
+def peak_by_category(parts: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
     """One bar for each name, stacked by category; its length is the peak."""
-    unit, name = bytes_unit(max([budget_bytes or 0, 1, *(sum(p.values()) for p in parts.values())]))
+    unit, name = bytes_unit(max([1, *(sum(p.values()) for p in parts.values())]))
     rows = [
         (way, c, part[c] / unit, f"{show_bytes(part[c])} of {show_bytes(sum(part.values()))}")
         for way, part in parts.items()
         for c in CATEGORIES
         if part.get(c)
     ]
-    limit = None if budget_bytes is None else budget_bytes / unit
-    return by_name(rows, COLOURS, f"at the peak, {name}", limit=limit)
+    return by_name(rows, COLOURS, f"at the peak, {name}")
 
 
 @dataclass(frozen=True, slots=True)

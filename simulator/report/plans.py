@@ -1,4 +1,4 @@
-"""The pages of many plans: planners side by side, the front of budgets."""
+"""The pages of many plans: planners side by side, the front of budgets, what levers reach."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Final
 
 from simulator.core.problem import Problem
+from simulator.prediction.levers import Study
 from simulator.prediction.step import describe
 from simulator.report import charts
 from simulator.report.page import Block, Chart, Page, Section, Text, write_page
 from simulator.report.step import about, metadata
 from simulator.studies.comparison import Comparison, ranked
 from simulator.studies.pareto import Front
-from traces.units import show_bytes, show_percent, show_time
+from traces.units import bytes_unit, show_bytes, show_percent, show_time
 
 PREDICTED: Final = " Every figure on this page is predicted; nothing was run."
 
@@ -54,6 +55,29 @@ def write_front(path: str | Path, found: Front) -> Path:
     )
     chart = Chart(charts.front(rows), caption, "What each GiB costs")
     return _write(path, found.problem, "what each GiB costs", front_in_words(found), chart, found.table())
+
+
+def write_levers(path: str | Path, found: Study) -> Path:
+    """Write the page of a study of levers, whole or not at all; raises EnvironmentProblem like `write_comparison`."""
+    unit, unit_name = bytes_unit(found.rows[0].peak_allocated_bytes)
+    below, above = "no plan below", "everything saved"
+    bars = [
+        (row.lever, series, length / unit, show_bytes(end))
+        for row in found.rows
+        for series, length, end in (
+            (below, row.floor_bytes, row.floor_bytes),
+            (above, row.peak_allocated_bytes - row.floor_bytes, row.peak_allocated_bytes),
+        )
+    ]
+    colours = {below: charts.BOUND_COLOUR, above: charts.WAY_COLOURS["keep-all"][0]}
+    limit = found.budget_bytes and found.budget_bytes / unit
+    caption = (
+        "Each bar ends at the peak with everything saved. Plans can bring it down to the end of its dark part, and no "
+        "further."
+    )
+    spec = charts.by_name(bars, colours, f"peak allocated, {unit_name}", limit=limit)
+    words = f"{found.trace_name}: each lever alone, and those of a class together"
+    return _write(path, found.problem, "levers", words, Chart(spec, caption), found.table())
 
 
 def comparison_in_words(found: Comparison) -> str:

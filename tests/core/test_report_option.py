@@ -49,6 +49,7 @@ COMMANDS: list[tuple[Any, tuple[str, ...]]] = [
     (simulate, ("sweep", NOTHING, "--batch-sizes", "8", "--budget", "80%")),
     (simulate, ("compare", NOTHING, "--budget", "80%")),
     (simulate, ("pareto", NOTHING)),
+    (simulate, ("levers", NOTHING)),
 ]
 
 
