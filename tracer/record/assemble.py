@@ -333,11 +333,10 @@ def _arrange(
         stretches=_stretches(program, graph_id, rows),
         within_backward=eager_runs([row.flags for row in rows], graph_id[n_forward:]),
     )
-    by_rule = program.captured.target is not None
     return Draft(
         rows=tuple(rows),
         storages=tuple(storages),
-        libraries=library_storages(rows, target, release()) if by_rule else (),
+        libraries=library_storages(rows, target, release()) if on_gpu else (),
         meta=meta,
         program=program,
         graph_ops=tuple(graph_id),
