@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from simulator.bounds import components as components_module
 from simulator.bounds import instants as instants_module
 from simulator.bounds.bound import Bounder, bound_curve
+from simulator.bounds.components import Component
 from simulator.bounds.instants import Instants, Setting
 from simulator.bounds.lowest import Pebbles, State
 from simulator.bounds.working_sets import WorkingSets
@@ -154,8 +155,7 @@ def test_the_comparison_catches_a_bound_that_claims_too_much(
 
 
 def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    true_instant = Instants._instant
-    true_savings = Instants._savings
+    true_instant = Instants.at
     true_corners = components_module.corners
 
     if mutation == "what forward reads again is there":
@@ -176,7 +176,7 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
             extra = sum(self.trace.storages.nbytes[s] for s in reads if self.trace.storages.producer[s] >= 0)
             return replace(found, unavoidable_bytes=found.unavoidable_bytes + extra)
 
-        monkeypatch.setattr(Instants, "_instant", instant)
+        monkeypatch.setattr(Instants, "at", instant)
     elif mutation == "no takeover":
 
         def instant_without(self: Instants, op: int) -> instants_module.Instant:
@@ -186,7 +186,7 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
             extra = self.trace.storages.nbytes[s] if takes else 0
             return replace(found, unavoidable_bytes=found.unavoidable_bytes + extra)
 
-        monkeypatch.setattr(Instants, "_instant", instant_without)
+        monkeypatch.setattr(Instants, "at", instant_without)
     elif mutation == "links never saved":
         monkeypatch.setattr(
             components_module,
@@ -194,12 +194,9 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
             lambda ops, links: true_corners(ops, tuple(replace(x, nbytes=10**9) for x in links)),
         )
     elif mutation == "outputs paid each":
-
-        def savings_doubled(self: Instants, setting: Setting) -> tuple[int, tuple[tuple[int, int], ...]]:
-            most, steps = true_savings(self, setting)
-            return most, tuple((2 * time_ns, nbytes) for time_ns, nbytes in steps)
-
-        monkeypatch.setattr(Instants, "_savings", savings_doubled)
+        true_steps = Component.steps.fget
+        doubled = property(lambda part: [(2 * time_ns, nbytes) for time_ns, nbytes in true_steps(part)])
+        monkeypatch.setattr(Component, "steps", doubled)
     elif mutation == "carried reads paid twice":
         true_carried = Pebbles._carried
 
@@ -241,8 +238,10 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
             ),
         )
     else:
-        # What t reads is in memory and paid for; forgetting that makes it cost time again.
-        def savings(self: Instants, setting: Setting) -> tuple[int, tuple[tuple[int, int], ...]]:
-            return true_savings(self, replace(setting, forced=np.zeros_like(setting.forced)))
+        true_components = Instants._components
 
-        monkeypatch.setattr(Instants, "_savings", savings)
+        # What t reads is in memory and paid for; forgetting that makes it cost time again.
+        def without_forced(self: Instants, setting: Setting) -> list[Component]:
+            return true_components(self, replace(setting, forced=np.zeros_like(setting.forced)))
+
+        monkeypatch.setattr(Instants, "_components", without_forced)
