@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from executor.isolated import run_fresh
 from executor.matching import check_figures, trace_of
@@ -66,8 +66,11 @@ class JobResult:
 Once = Callable[[], bool]  # one training step; whether a gradient scaler took it
 
 
-# A step that can be run, and what makes the keep-all step on the same model and optimizer (None: not wanted).
-_Ready = tuple[Once, Callable[[], Once] | None]
+class _Ready(NamedTuple):
+    """A step that can be run, and what makes the keep-all step on the same model and optimizer (None: not wanted)."""
+
+    once: Once
+    keep_all: Callable[[], Once] | None
 
 
 def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:
@@ -123,7 +126,7 @@ def perform(job: Job) -> JobResult:
             other = planned_otherwise(model, replace(plan, actions=(), rewrites=()))
             return lambda: run(other)
 
-        return lambda: run(model), beside if job.variant == PLAN else None
+        return _Ready(lambda: run(model), beside if job.variant == PLAN else None)
 
     measure = _measure_cuda if job.device.startswith("cuda") else _measure_cpu
     figures, curve = measure(prepare, job)
@@ -142,7 +145,7 @@ def _measure_cpu(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, t
 
         def iterate(k: int) -> bool:
             with record_function(f"{_ITERATION} {k}"):
-                return ready[0]()
+                return ready.once()
 
         iterations = _enough(iterate, job.memory_steps)
     peaks, curve = peaks_of(prof, iterations)
@@ -204,7 +207,7 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
 
     def iterate(_k: int) -> bool:
         torch.cuda.reset_peak_memory_stats()
-        taken = ready[0]()
+        taken = ready.once()
         torch.cuda.synchronize()
         stats = torch.cuda.memory_stats()
         # What was asked for, as on the CPU and as the simulator sums it; the blocks handed out are larger.
@@ -227,8 +230,8 @@ def _measure_cuda(prepare: Callable[[], _Ready], job: Job) -> tuple[RunFigures, 
 
 def _with_times(figures: RunFigures, ready: _Ready, job: Job, wait: Callable[[], None]) -> RunFigures:
     """The figures with the times of steps: of a plan in turns with the keep-all step, where that fits too."""
-    once, keep_all = ready[0], _fitting(ready[1])
-    steps = [once, *([] if keep_all is None else [keep_all])]
+    keep_all = _fitting(ready.keep_all)
+    steps = [ready.once, *([] if keep_all is None else [keep_all])]
     times, *beside = timed(steps, warmup=job.warmup, runs=job.runs, wait=wait)
     median = int(statistics.median(times))
     return replace(

@@ -112,7 +112,7 @@ def job(**changes: Any) -> Job:
 
 
 def ready(clock: Clock, keep_all: Callable[[], Callable[[], bool]] | None) -> Any:
-    return clock.step("p", 30), keep_all
+    return measuring._Ready(clock.step("p", 30), keep_all)
 
 
 def test_a_plan_is_timed_in_turns_with_keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
