@@ -20,7 +20,6 @@ import json
 import tempfile
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -136,14 +135,14 @@ def plan_of(problem: Problem, actions: tuple[Action, ...], rewrites: tuple[Rewri
     return replace(plan, meta=problem.trace.meta, rewrites=rewrites).sealed()
 
 
-def measure(problem: Problem, found: Saving) -> int:
-    """By how many bytes the plan lowers what is live on the CPU when backward begins, measured."""
+def measure(problem: Problem, actions: tuple[Action, ...], rewrites: tuple[Rewrite, ...]) -> int:
+    """By how many bytes a plan lowers what is live on the CPU when backward begins, measured in fresh processes."""
     from executor.isolated import run_fresh
 
     with tempfile.TemporaryDirectory() as folder:
         live: list[int] = []
-        for actions, rewrites in (((), ()), (found.plan_actions, found.plan_rewrites)):
-            path = plan_of(problem, actions, rewrites).save(Path(folder) / f"{len(live)}.json")
+        for plan in (plan_of(problem, (), ()), plan_of(problem, actions, rewrites)):
+            path = plan.save(Path(folder) / f"{len(live)}.json")
             arguments = {"plan_path": str(path)}
             live.append(run_fresh("tests.bench.saved_bytes:live_at_turn", arguments, what="measured")["live"])
     return live[0] - live[1]
@@ -156,7 +155,7 @@ def live_at_turn(plan_path: str) -> dict[str, int]:
     from executor.training.module import apply_plan
     from tracer.build.loop import BACKWARD, run_step
     from tracer.build.step import load_spec
-    from tracer.measure.probes import cpu_account, memory_profiler
+    from tracer.measure.probes import cpu_live, memory_profiler
 
     def mark(phase: str) -> None:
         if phase == BACKWARD:
@@ -169,9 +168,8 @@ def live_at_turn(plan_path: str) -> dict[str, int]:
         model = apply_plan(step.model, plan)
         for k in range(STEPS):
             run_step(step, model, step.optimizer, mark if k == STEPS - 1 else None)
-    events, spans = cpu_account(prof, TURN_MARK)
-    moments, live = zip(*events, strict=True)
-    return {"live": list(accumulate(live, initial=0))[bisect_left(moments, spans[TURN_MARK][0])]}
+    moments, live, spans = cpu_live(prof, TURN_MARK)
+    return {"live": live[bisect_left(moments, spans[TURN_MARK][0])]}
 
 
 @click.command()
@@ -199,7 +197,7 @@ def main(traces: tuple[str, ...], most: float, levers: str, measured: bool, as_j
             "least_percent": percent(found.least_bytes - found.saved_bytes, found.saved_bytes),
         }
         if measured:
-            saved = measure(problem, found)
+            saved = measure(problem, found.plan_actions, found.plan_rewrites)
             rows[name]["measured_percent"] = percent(-saved, found.saved_bytes)
             rows[name]["measured_off_bytes"] = saved - (found.saved_bytes - found.plan_bytes)
         if not as_json:
