@@ -16,7 +16,6 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from executor.isolated import run_fresh
@@ -182,10 +181,9 @@ def peaks_of(prof: Any, iterations: int) -> tuple[list[int], tuple[tuple[int, in
     The live bytes are a running sum of the CPU allocator's events over the whole profiled region, which must have
     begun before anything was allocated.
     """
-    from tracer.measure.probes import cpu_account
+    from tracer.measure.probes import cpu_live
 
-    events, spans = cpu_account(prof, _ITERATION)
-    moments, live = [moment for moment, _ in events], list(accumulate((n for _, n in events), initial=0))
+    moments, live, spans = cpu_live(prof, _ITERATION)
     peaks: list[int] = []
     curve: tuple[tuple[int, int], ...] = ()
     for k in range(iterations):

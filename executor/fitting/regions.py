@@ -13,7 +13,6 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -36,7 +35,7 @@ from simulator.planners.outcome import Infeasible
 from tracer.api import left_as_found
 from tracer.build.batch import SplitBatch, split_batch, to_device
 from tracer.capture.sizes import Layout
-from tracer.measure.probes import cpu_account, memory_profiler
+from tracer.measure.probes import cpu_live, memory_profiler
 from tracer.precision.policy import Autocast, ambient
 from tracer.torch_api import RecordFunctionFast, pytree
 from traces.errors import CaptureError, OptimizerError, SpecError
@@ -315,8 +314,7 @@ class _Watch:
 
     def account(self, prof: Any) -> None:
         """Fill in a CPU's figures: the running sum of the allocator's events."""
-        events, spans = cpu_account(prof, MARK)
-        moments, live = [moment for moment, _ in events], list(accumulate((n for _, n in events), initial=0))
+        moments, live, spans = cpu_live(prof, MARK)
         before = 0
         for k in range(len(self.marks)):
             now = bisect_right(moments, spans[f"{MARK}{k}"][0])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
-from tracer.measure.probes import cpu_account, memory_profiler
+from tracer.measure.probes import cpu_live, memory_profiler
 from traces.records.plan import Plan
 
 VOCABULARY, LENGTH, BATCH = 97, 48, 4
@@ -73,7 +72,7 @@ def trained(run: Callable[[], tuple[nn.Module, list[float]]], seed: int = 5) -> 
 
 
 def _peak(prof: Any) -> int:
-    return max(accumulate(size for _, size in cpu_account(prof, "none")[0]))
+    return max(cpu_live(prof, "none")[1])
 
 
 def same(eager: Ended, planned: Ended) -> None:

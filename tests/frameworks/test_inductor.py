@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from executor.frameworks.inductor import PlanPartitioner  # noqa: E402
-from tracer.measure.probes import cpu_account, memory_profiler  # noqa: E402
+from tracer.measure.probes import cpu_live, memory_profiler  # noqa: E402
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore")]
 
@@ -60,7 +59,7 @@ def trained(partitioner: PlanPartitioner | None) -> tuple[dict[str, torch.Tensor
     gc.collect()
     with memory_profiler() as prof:
         compiled(ids).backward()
-    peak = max(accumulate(size for _, size in cpu_account(prof, "none")[0]))
+    peak = max(cpu_live(prof, "none")[1])
     return first | {name: p.grad for name, p in model.named_parameters()}, peak
 
 

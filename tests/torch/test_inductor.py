@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from executor.frameworks.inductor import PlanPartitioner  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from tracer.measure.probes import cpu_account, memory_profiler  # noqa: E402
+from tracer.measure.probes import cpu_live, memory_profiler  # noqa: E402
 from tracer.torch_api import default_partition  # noqa: E402
 from traces.errors import SpecError  # noqa: E402
 
@@ -105,7 +104,7 @@ def peak_bytes(model: nn.Module, call: Callable[..., torch.Tensor]) -> int:
     gc.collect()
     with memory_profiler() as prof:
         call(x).backward()
-    return max(accumulate(size for _, size in cpu_account(prof, "none")[0]))
+    return max(cpu_live(prof, "none")[1])
 
 
 @pytest.mark.parametrize("budget", ["100%", "75%"])

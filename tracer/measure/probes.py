@@ -11,6 +11,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -175,6 +176,16 @@ def cpu_account(prof: Any, prefix: str) -> tuple[list[tuple[int, int]], dict[str
         elif e.name.startswith(prefix):
             spans[e.name] = (e.start_time_ns, e.end_time_ns)
     return sorted(events, key=lambda e: e[0]), spans
+
+
+def cpu_live(prof: Any, prefix: str) -> tuple[list[int], list[int], dict[str, tuple[int, int]]]:
+    """When something was allocated or freed on the CPU (ns), the bytes that are live before the first of these moments
+    and after each, and the marks' spans as `cpu_account` has them.
+
+    Counts: from the beginning of the profiled region, which must come before anything that matters is allocated.
+    """
+    events, spans = cpu_account(prof, prefix)
+    return [moment for moment, _ in events], list(accumulate((n for _, n in events), initial=0)), spans
 
 
 def cpu_allocations(work: Callable[[CpuMarker], None], n_ops: int) -> list[tuple[int, ...]]:
