@@ -70,6 +70,7 @@ USED: Final = {
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
     "FunctionalTensor": "torch._subclasses.functional_tensor:FunctionalTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "TensorMetadata": "torch._subclasses.fake_tensor:TensorMetadata",
     "ConstantSource": "torch._dynamo.source:ConstantSource",
     "DimDynamic": "torch.fx.experimental.symbolic_shapes:DimDynamic",
     "check": "torch:_check",

@@ -53,6 +53,7 @@ from tracer.capture.state import (
     plain_tensors,
     run_watched,
 )
+from tracer.capture.torch_fixes.cache_keys import quick_keys
 from tracer.capture.torch_fixes.caches import emptied_caches, holds_kept_tensor
 from tracer.capture.torch_fixes.grouped import true_results
 from tracer.capture.torch_fixes.symbols import remembered_arithmetic
@@ -273,6 +274,7 @@ def _capture(
             true_results(),
             checks_kept(),
             fake_mode,
+            quick_keys(),
             remembered_arithmetic(fake_mode.shape_env),
             fx_traceback.preserve_node_meta(),
             library_code(),

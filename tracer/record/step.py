@@ -32,8 +32,9 @@ from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import Enough, TrainingStep, run_step
 from tracer.build.loop_options import ORDINARY
 from tracer.build.step import BuildStep, load_spec
-from tracer.capture.capture import Captured, capture
+from tracer.capture.capture import Captured, capture, forward_once
 from tracer.capture.refusals import check_step
+from tracer.capture.torch_fixes.cache_keys import quick_keys
 from tracer.costs.calibration import Costs
 from tracer.costs.profiles import board_of
 from tracer.record.assemble import assemble
@@ -130,8 +131,6 @@ def _captured(step: TrainingStep, target: Device | None) -> Captured:
         # searched for; a training loop's outputs, where its first call is planned.
         if not isinstance(error, _NeedsRun) and not isinstance(error.__cause__, _NeedsRun):
             raise
-    from tracer.capture.capture import forward_once
-
     forward_once(step.model, ask.run)
     return capture(step.model, step.args, step.kwargs, ask, target, step.autocast)
 
@@ -197,7 +196,7 @@ def fake_mode(again: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
     mode.__deepcopy__ = lambda memo: mode
     clips = torch.nn.utils.clip_grad
     lists = replaced(clips, _has_foreach_support=lambda tensors, device: True)
-    with mode, copies_of_constants(), lists, warnings.catch_warnings():
+    with mode, quick_keys(), copies_of_constants(), lists, warnings.catch_warnings():
         # The copy looks at a data pointer, which fake tensors answer with a warning.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield mode
