@@ -78,7 +78,12 @@ execute.add_command(rehearse)
 @click.option(
     "--rehearse", "rehearsed_on", help="Measure nothing: run on this GPU, which is not there (h100, ...)."
 )
-@click.option("--trace", "trace_name", help="The trace behind the plan, for the report's pictures.")
+@click.option(
+    "--placed", is_flag=True, help="With --rehearse: also in one pool, all addresses planned offline."
+)
+@click.option(
+    "--trace", "trace_name", help="The trace behind the plan, for the report's pictures and for --placed."
+)
 @commands.gathered("settings", _settings, MODEL, *MEASURING)
 @output_options
 def run_plan(
@@ -86,6 +91,7 @@ def run_plan(
     output: Path | None,
     trace_name: str | None,
     rehearsed_on: str | None,
+    placed: bool,
     settings: Settings,
     out: Output,
 ) -> None:
@@ -99,8 +105,10 @@ def run_plan(
             raise SpecError(
                 "--rehearse measures nothing, so there is nothing for --output or --report; leave them out."
             )
-        rehearse_plan(plan, settings.model, rehearsed_on, out)
+        rehearse_plan(plan, settings.model, rehearsed_on, out, placed=placed, trace_name=trace_name)
         return
+    if placed:
+        raise SpecError("--placed is of a rehearsal: give --rehearse and a GPU of the device table.")
     if out.report is not None:
         refuse_page()
     from executor.plans import measure_plan

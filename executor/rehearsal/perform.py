@@ -6,7 +6,7 @@ import pickle
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,10 @@ def do(task: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     out_of_memory = ""
     try:
         with watch.watching(), initialisers_without_values():
-            run = _script if given.script else _step
-            run(given, watch)
+            if given.script:
+                _script(given, watch)
+            else:
+                run_task(given, watch.begin, watch.end)
     except torch.cuda.OutOfMemoryError as error:
         out_of_memory = " ".join(str(error).split())
     except LowtideError:
@@ -59,8 +61,11 @@ def do(task: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     return to_json(done)
 
 
-def _step(task: Task, watch: Watch) -> None:
-    """The ordinary loop around a step that Lowtide can build, with or without a plan."""
+def run_task(task: Task, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """The ordinary loop around a step that Lowtide can build, with or without a plan.
+
+    begin: called before the first iteration; end: after each.
+    """
     from tracer.build.loop import run_step
     from tracer.build.step import load_spec
 
@@ -71,10 +76,10 @@ def _step(task: Task, watch: Watch) -> None:
 
         model = apply_plan(step.model, Plan.load(task.plan))
     _lay_out((*_as_moved(step.model), *step.tensors()))
-    watch.begin()
+    begin()
     for _ in range(task.iterations):
         run_step(step, model, step.optimizer)
-        watch.end()
+        end()
 
 
 def _as_moved(model: nn.Module) -> list[torch.Tensor]:

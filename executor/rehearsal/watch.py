@@ -203,9 +203,14 @@ class Watch:
 _READ: Final = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulonglong, ctypes.c_int)
 
 
+def driver_library() -> str:
+    """Where the null driver is that this process runs on."""
+    return os.environ["LD_PRELOAD"].split(os.pathsep)[0]
+
+
 def null_driver() -> Any:
     """The null driver that this process runs on, as ctypes sees it."""
-    driver = ctypes.CDLL(os.environ["LD_PRELOAD"].split(os.pathsep)[0])
+    driver = ctypes.CDLL(driver_library())
     driver.null_missing_names.restype = driver.null_assumed_names.restype = ctypes.c_char_p
     driver.null_on_read.argtypes = [_READ]
     driver.null_set_binary(_compiled_for())

@@ -76,6 +76,15 @@ class Placement:
         peak = self.blocks.peak_bytes
         return self.pool_bytes / peak - 1 if peak else 0.0
 
+    def to_json(self) -> dict[str, float]:
+        """As `simulate` and `execute` say it."""
+        share = round(100 * self.fragmentation, 4)
+        return {
+            "pool_bytes": self.pool_bytes,
+            "peak_bytes": self.blocks.peak_bytes,
+            "fragmentation_percent": share,
+        }
+
 
 def lifetimes(requests: Requests) -> Lifetimes:
     """The blocks of a later iteration, each rounded as torch does; what is never given back is there to the end."""
@@ -84,7 +93,7 @@ def lifetimes(requests: Requests) -> Lifetimes:
     end: dict[int, int] = {}
     for k, (block, n) in enumerate(zip(requests.blocks, requests.sizes, strict=True)):
         if block >= 0:
-            size[block], begin[block] = _rounded(n), k
+            size[block], begin[block] = rounded(n), k
         else:
             end[~block] = k
     stays = [*requests.residents, *(n for _, n in requests.once)]
@@ -95,7 +104,7 @@ def lifetimes(requests: Requests) -> Lifetimes:
         sizes=tuple(size.values()),
         begins=tuple(begin.values()),
         ends=tuple(end.get(b, len(requests.blocks)) for b in size),
-        resident_bytes=sum(map(_rounded, stays)),
+        resident_bytes=sum(map(rounded, stays)),
     )
 
 
@@ -162,5 +171,6 @@ def _placed(
     return offsets
 
 
-def _rounded(nbytes: int) -> int:
+def rounded(nbytes: int) -> int:
+    """Bytes of the block that such a request gets."""
     return max(ALIGN_BYTES, -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES)

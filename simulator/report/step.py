@@ -177,7 +177,9 @@ def _reserved(c: Prediction) -> list[tuple[str, str]]:
         lines.append(("", f"{ahead} of it in one piece, asked for by `apply_plan` before all steps"))
     if c.plan.budget_of == RESERVED:
         share = show_percent(100 * c.placed.fragmentation, digits=1)
-        text = f"would do with addresses planned offline (fragmentation {share}); simulated, `execute` does not do so"
+        text = (
+            f"would do with addresses planned offline (fragmentation {share}); `execute PLAN --rehearse` can"
+        )
         lines.append(("placed", f"{show_bytes(c.placed.pool_bytes)} {text}"))
     return lines
 

@@ -76,12 +76,9 @@ def _placed(c: Prediction) -> dict[str, Any]:
     asks for ahead; else nothing."""
     if c.plan.budget_of != RESERVED or c.planned_fit.reserved is None:
         return {}
-    figures = {
-        "pool_bytes": c.placed.pool_bytes,
-        "peak_bytes": c.placed.blocks.peak_bytes,
-        "fragmentation_percent": round(100 * c.placed.fragmentation, 4),
-    }
-    return {"placed": figures} | ({"ahead_bytes": c.plan.ahead_bytes} if c.plan.ahead_bytes else {})
+    return {"placed": c.placed.to_json()} | (
+        {"ahead_bytes": c.plan.ahead_bytes} if c.plan.ahead_bytes else {}
+    )
 
 
 def refusal(
