@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from simulator.prediction.step import Prediction
 
 STAYS: Final = -1  # the offset of what is never given back: it lies below all that has a place
+SLACK_BYTES: Final = 2**16  # there, for what is in no plan
 Rows = tuple[tuple[int, int], ...]  # by request: bytes and offset
 
 
@@ -32,7 +33,7 @@ class Places:
     """Where every request of the first and of a later iteration lies in the pool."""
 
     pool_bytes: int
-    resident_bytes: int
+    resident_bytes: int  # for what stays, below
     first: Rows
     later: Rows
 
@@ -83,10 +84,10 @@ def places_of(found: Prediction) -> Places:
         first = _placed_first(requests.first, later.blocks.resident_bytes)
         pool_bytes = max(pool_bytes, first.pool_bytes)
     return Places(
-        pool_bytes=pool_bytes,
-        resident_bytes=later.blocks.resident_bytes,
-        first=_with_once(first, (requests.first or requests).once),
-        later=tuple(zip(later.blocks.sizes, later.offsets, strict=True)),
+        pool_bytes=pool_bytes + SLACK_BYTES,
+        resident_bytes=later.blocks.resident_bytes + SLACK_BYTES,
+        first=_rows(first, (requests.first or requests).once),
+        later=_rows(later, ()),
     )
 
 
@@ -104,9 +105,10 @@ def _placed_first(requests: Requests, resident_bytes: int) -> Placement:
     return Placement(blocks=of, offsets=tuple(offsets.get(k, STAYS) for k in range(len(of.sizes))))
 
 
-def _with_once(of: Placement, once: tuple[tuple[int, int], ...]) -> Rows:
+def _rows(of: Placement, once: tuple[tuple[int, int], ...]) -> Rows:
     """The rows of an iteration, and among them what is asked for in the first alone."""
-    rows = [(b, 1, n, o) for b, n, o in zip(of.blocks.begins, of.blocks.sizes, of.offsets, strict=True)]
+    shifted = (o if o == STAYS else o + SLACK_BYTES for o in of.offsets)
+    rows = [(b, 1, n, o) for b, n, o in zip(of.blocks.begins, of.blocks.sizes, shifted, strict=True)]
     rows += [(before, 0, rounded(n), STAYS) for before, n in once]
     return tuple((n, o) for _, _, n, o in sorted(rows, key=lambda row: row[:2]))
 

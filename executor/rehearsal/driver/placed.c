@@ -8,7 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define NEAR 64  // rows by which a request may come early or late
+#define SMALL (1 << 20)
+enum { ASKED = -2 };  // an offset: of a row that was asked for
+enum { NEAR_SMALL = 4, NEAR = 64 };  // rows by which a request may come early or late: small ones are all alike
 typedef unsigned long long u64;
 enum { PEAK, PEAK_ASIDE, PLACED, STAYING, UNLISTED, TAKEN, UNASKED, FIGURES };  // those of the record `Placed`
 typedef struct { u64 at, size; } Block;
@@ -21,8 +23,8 @@ static u64 arena, arena_bytes, below, there, aside, figures[FIGURES];
 static Block *live;  // in the arena, by address
 static size_t count, room;
 static u64 *sizes;
-static long long *offsets;  // -1: it stays, below; -2: the row was asked for
-static size_t rows, head, furthest;
+static long long *offsets;  // -1: it stays, below
+static size_t rows, furthest;
 
 const u64 *placed_figures(void) { return figures; }
 int placed_arena(u64 size, u64 residents) {
@@ -34,12 +36,12 @@ int placed_arena(u64 size, u64 residents) {
 }
 void placed_begin(size_t n, const u64 *size, const long long *offset) {  // an iteration begins, by this table
   pthread_mutex_lock(&lock);
-  for (size_t k = 0; k < rows; k++) figures[UNASKED] += offsets[k] != -2;
+  for (size_t k = 0; k < rows; k++) figures[UNASKED] += offsets[k] != ASKED;
   sizes = realloc(sizes, (n + 1) * sizeof *sizes);
   offsets = realloc(offsets, (n + 1) * sizeof *offsets);
   memcpy(sizes, size, n * sizeof *sizes);
   memcpy(offsets, offset, n * sizeof *offsets);
-  rows = n, head = furthest = 0;
+  rows = n, furthest = 0;
   pthread_mutex_unlock(&lock);
 }
 
@@ -47,10 +49,9 @@ static void peak(int figure, u64 now) {
   if (now > figures[figure]) figures[figure] = now;
 }
 static size_t row_for(u64 size) {  // rows: there is none
-  size_t end = furthest + NEAR < rows ? furthest + NEAR : rows;
-  while (head < end && (offsets[head] == -2 || head + NEAR < furthest)) head++;
-  for (size_t k = head; k < end; k++)
-    if (offsets[k] != -2 && sizes[k] == size) return k;
+  size_t near = size <= SMALL ? NEAR_SMALL : NEAR, end = furthest + near < rows ? furthest + near : rows;
+  for (size_t k = furthest > near ? furthest - near : 0; k < end; k++)
+    if (offsets[k] != ASKED && sizes[k] == size) return k;
   return rows;
 }
 static size_t after(u64 at) {  // how many blocks begin before it
@@ -87,7 +88,7 @@ void *placed_malloc(size_t asked, int device, void *stream) {
   size_t k = row_for(size);
   long long offset = k < rows ? offsets[k] : -1;
   if (k < rows) {
-    offsets[k] = -2;
+    offsets[k] = ASKED;
     if (k >= furthest) furthest = k + 1;
   }
   int fits = offset >= 0 && is_free(offset, size);
