@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from executor.rewriting import Changing
+from tracer.capture.passes.dropout import drawn_mask
 from tracer.record.stretches import BY_ELEMENT, MEAN_LOSS, SIZES, Axis, Call, Found, is_backward, reduction
 from tracer.torch_api import FakeTensor
 from traces.errors import PlanError
@@ -38,6 +39,9 @@ def change(changing: Changing, rewrite: Rewrite) -> None:
     number = min(rewrite.number, found.rows)  # a smaller batch than the plan's may have fewer rows than tiles
     graph, now = changing.graph, changing.node
     made: dict[fx.Node, fx.Node] = {}
+    for n in found.drawn():
+        x, p = n.args[0].meta["val"], n.args[1]
+        now[n].target, now[n].args = drawn_mask._opoverload, (list(x.shape), p, x.dtype, x.device)
     for call in found.parts:
         made |= _put(changing, found, call, number)
     for n, new in made.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final
 
 from simulator.allocator.device import CUDA
 from simulator.allocator.device_fit import DeviceFit, Setting, asking_ahead, device_fit, kind_of
@@ -13,6 +12,7 @@ from simulator.allocator.requests import requests_of, untouched_requests
 from simulator.core.problem import Problem
 from simulator.core.replay import Replay, run
 from simulator.core.rewrites import rewritten_problem
+from simulator.core.rewrites.tile import DROPOUT_MASK
 from simulator.core.schedule import Schedule
 from simulator.planners import SAVE_ALL
 from simulator.planners.outcome import percent
@@ -23,8 +23,6 @@ from traces.records.measurement import RunFigures
 from traces.records.plan import ALLOCATED, Action, Plan
 from traces.records.trace import Trace, TraceMeta
 from traces.units import show_bytes, show_percent, show_time
-
-DROPOUT_MASK: Final = "lowtide.dropout_mask.default"  # a byte an element
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

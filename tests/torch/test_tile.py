@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn import functional  # noqa: E402
 from executor import apply_plan  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
-from simulator.core.rewrites import rewritten_problem  # noqa: E402
+from simulator.core.rewrites import LEVERS, rewritten_problem  # noqa: E402
 from tests.torch.conftest import Measurer  # noqa: E402
 from tests.torch.steps import recompute_all, recorded  # noqa: E402
 from tracer import trace  # noqa: E402
@@ -189,15 +190,15 @@ def across_rows(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Te
     return flat(torch.softmax(logits, 0), targets)
 
 
-def with_dropout(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
-    return flat(nn.functional.dropout(logits, 0.5), targets)
+def with_noisy(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
+    return flat(logits + torch.rand_like(logits), targets)
 
 
 def largest(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor:
     return flat(logits, targets) + logits.max()
 
 
-@pytest.mark.parametrize("loss", [across_rows, with_dropout, largest])
+@pytest.mark.parametrize("loss", [across_rows, with_noisy, largest])
 def test_a_head_whose_rows_depend_on_each_other_is_none(loss: Callable[..., torch.Tensor]) -> None:
     assert trace(Net(loss), batch()).meta.stretches == ()
 
@@ -276,6 +277,10 @@ def by_hand(x: torch.Tensor) -> torch.Tensor:
     return e / e.sum(-1, keepdim=True)
 
 
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    return functional.dropout(x.softmax(-1), 0.1)
+
+
 def causal(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(torch.ones(48, 48, dtype=torch.bool).triu(1), -1e9)
 
@@ -288,8 +293,8 @@ def turned(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return x + bias.unsqueeze(1).expand(4, 4, 48, 48).transpose(0, 1)
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH))
+def mlp(*between: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 96), nn.GELU(), *between, nn.Linear(96, WIDTH))
 
 
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many tiles there are at most
@@ -302,7 +307,9 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many tiles
         lambda: Attention(turned, softmax),
         4,
     ),  # its batch and heads are no one dimension in memory
+    "dropped": (lambda: Attention(causal, dropped), 16),
     "mlp": (mlp, 192),
+    "dropped mlp": (lambda: mlp(nn.Dropout(0.2)), 192),
     "gated": (lambda: Gated(functional.silu), 192),
     "gated by one": (FusedGate, 192),
 }
@@ -322,22 +329,26 @@ def test_gradients_of_blocks_are_those_of_the_untouched_step(block: str, number:
     of = trace(model, (x,), loss=lambda out: 3 * out)
     assert [stretch.rows for stretch in of.meta.stretches] == [rows] * number
     planned = apply_plan(copy.deepcopy(model), in_tiles(of, 3))
+    drawn = []
     for other in (model, planned):
+        torch.manual_seed(3)
         (3 * other(x)).backward()
+        drawn.append(torch.rand(()))  # what the next draw gives
+    assert drawn[0] == drawn[1]
     for (name, p), q in zip(model.named_parameters(), planned.parameters(), strict=True):
         if p.requires_grad:
             assert float((p.grad - q.grad).norm()) <= 2e-6 * float(p.grad.norm()), name
 
 
-def with_dropped(x: torch.Tensor) -> torch.Tensor:
-    return functional.dropout(x.softmax(-1), 0.5)
+def with_noise(x: torch.Tensor) -> torch.Tensor:
+    return (x + torch.rand_like(x)).softmax(-1)
 
 
 def across_batch(x: torch.Tensor) -> torch.Tensor:
     return x.softmax(0)
 
 
-@pytest.mark.parametrize("weigh", [with_dropped, across_batch])
+@pytest.mark.parametrize("weigh", [with_noise, across_batch])
 def test_attention_that_is_random_or_not_by_itself_is_none(weigh: Callable[..., torch.Tensor]) -> None:
     model = Blocks(lambda: Attention(lambda x, _: x, weigh))
     assert trace(model, (tokens(),), loss=lambda out: out).meta.stretches == ()
@@ -375,6 +386,12 @@ def layers() -> tuple[Any, Any, Any, Any]:
     return Blocks(both), torch.randn(16, 48, WIDTH), None, None
 
 
+def dropped_layers() -> tuple[Any, Any, Any, Any]:
+    """Attention with dropped weights, at a size at which it decides the peak."""
+    torch.manual_seed(0)
+    return Blocks(lambda: Attention(causal, dropped), 3), torch.randn(16, 48, WIDTH), None, None
+
+
 def gates() -> tuple[Any, Any, Any, Any]:
     """MLPs with gate and rest by one matrix, at a size at which they decide the peak."""
     torch.manual_seed(0)
@@ -392,6 +409,7 @@ def wide() -> tuple[Any, Any, Any, Any]:
 
 SPEC = f"{Path(__file__).resolve()}:wide"
 LAYERS = f"{Path(__file__).resolve()}:layers"
+DROPPED = f"{Path(__file__).resolve()}:dropped_layers"
 GATES = f"{Path(__file__).resolve()}:gates"
 
 
@@ -423,6 +441,33 @@ def test_the_peak_of_layers_is_as_predicted(number: int, measurer: Measurer, tmp
     assert predicted < Problem(of).saved.timeline.peak_allocated_bytes // 2
     assert verify(spec, plan, steps=2).equal
     assert measurer.steady_peak(plan, tmp_path) == predicted
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropped_weights_are_predicted_with_their_masks_whole(
+    packed: bool, measurer: Measurer, tmp_path: Path
+) -> None:
+    """Each mask is drawn whole, a byte an element, or waits in an eighth of that."""
+    spec = load_spec(DROPPED, {})
+    of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    plan = in_tiles(of, 8)
+    if packed:
+        plan = replace(plan, rewrites=(*plan.rewrites, *LEVERS["bits"].offer(Problem(of))))
+        assert len(plan.rewrites) == 6
+    predicted = rewritten_problem(Problem(of), plan.rewrites).saved.timeline.peak_allocated_bytes
+    assert predicted < Problem(of).saved.timeline.peak_allocated_bytes / (3.5 if packed else 3)
+    assert verify(spec, plan, steps=2).equal
+    assert measurer.steady_peak(plan, tmp_path) == predicted
+
+
+def test_a_gpu_draws_a_dropped_mask_of_memory_in_the_place_of_the_weights() -> None:
+    model = Blocks(lambda: Attention(causal, dropped), 1)
+    of = trace(model, (tokens(),), loss=lambda out: out, target="h200")
+    step = rewritten_problem(Problem(of), in_tiles(of, 4).rewrites).trace
+    drawn = step.ops.target.index("lowtide.drawn_mask.default")
+    whole = 4 * 4 * 48 * 48 * 4
+    assert step.ops.reads[drawn] == ()
+    assert step.ops.events[drawn] == (whole, whole // 4, whole, -whole, -whole)
 
 
 def test_the_peak_of_a_gate_and_the_rest_by_one_matrix_is_predicted(

@@ -6,7 +6,9 @@ or sums over them. In a loss head, the sums are the last that forward makes, and
 gradient of the loss; so all of it runs in forward. Any other stretch ends where values are narrow again; its backward
 begins with the gradients of those, and makes again what it reads of forward.
 
-Counts: the ops that `_follow` knows. Ignores: random ops; in heads float16, whose gradients without the factor of a
+A mask of a dropout inside is drawn whole before the tiles, as the untouched step draws it, and taken in rows.
+
+Counts: the ops that `_follow` knows. Ignores: other random ops; in heads float16, whose gradients without the factor of a
 gradient scaler would be rounded to zero.
 """
 
@@ -22,12 +24,14 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from tracer.capture.passes.dropout import dropout_mask
 from tracer.record.program import GraphOp, Program, is_random
 from tracer.record.rows import tensors_in
 from tracer.torch_api import OpOverload
 from traces.records.stretch import PRODUCT, ROWS, SUM, WHOLE, Part, Result, Stretch
 
 aten = torch.ops.aten
+DRAWS: Final = dropout_mask._opoverload.overloadpacket
 PRODUCTS: Final = (aten.mm, aten.addmm)
 BATCHES: Final = (aten.bmm,)
 VIEWS: Final = (aten.view, aten._unsafe_view, aten.reshape)
@@ -128,6 +132,11 @@ class Found:
         if n in self.sums:
             return self.sums[n]
         return ROWS if self.axes.get(n) else WHOLE
+
+    def drawn(self) -> set[fx.Node]:
+        """The masks among the inputs for which a value of the body is drawn, of which they need the shape alone."""
+        taken = (n for call in self.parts for n in call.inputs if _packet(n) is DRAWS)
+        return {n for n in taken if n.args[0] in self.axes}
 
     def record(self, program: Program, ids: Sequence[int]) -> Stretch:
         """The stretch in ids of a trace; `ids`: op of the program -> op of the trace."""
@@ -257,6 +266,9 @@ class _Search:
         to = self.to
         if n in self.inside:
             return
+        if _packet(n) is DRAWS:
+            self._draw(n)
+            return
         if n.target is operator.getitem:
             source = n.args[0]
             self._put(n)
@@ -286,6 +298,13 @@ class _Search:
         else:
             to.axes[n] = axis
 
+    def _draw(self, n: fx.Node) -> None:
+        """Take the mask of a dropout in rows; of what is dropped it needs the shape alone."""
+        (x, _), axis = n.args, self.to.axis(n.args[0])
+        if axis is None or x not in self.inside or not x.meta["val"].is_contiguous():
+            raise _NoStretch
+        _Search._cut(self, n, axis)
+
     def _weight(self, n: fx.Node, a: fx.Node) -> bool:
         """Whether a is the weight by which the cross entropy was divided whose backward n is."""
         return _packet(n) in LOSS_BACKWARDS and a in self.to.losses.values()
@@ -309,7 +328,8 @@ class _Search:
 
     def _leaves(self, n: fx.Node) -> tuple[list[fx.Node], list[int], bool]:
         """Who takes a node of the body outside: nodes, numbers of outputs, the optimizer as a gradient."""
-        outside = [u for u in n.users if u not in self.inside and u.op != "output"]
+        drawn = [u for u in n.users if _packet(u) is DRAWS and u in self.to.inputs]
+        outside = [u for u in n.users if u not in self.inside and u not in drawn and u.op != "output"]
         returned = [k for k, x in enumerate(self.captured.outputs) if x is n]
         return outside, returned, n in self.captured.parameter_grads or n in self.captured.argument_grads
 

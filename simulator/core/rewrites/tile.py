@@ -36,6 +36,8 @@ PASSES: Final = {
     SUM: 3,
 }  # in which a result is copied, or added to that of the tiles before
 PRODUCTS: Final = tuple(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
+DROPOUT_MASK: Final = "lowtide.dropout_mask.default"  # a byte an element
+NUMBER_BYTES: Final = 16  # a number by itself takes so much at most
 SHOWN: Final = (
     2  # so many tiles' allocations stand in the trace, beside the last: further ones are like the second
 )
@@ -77,6 +79,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     stretch = next((x for x in trace.meta.stretches if x.storage == rewrite.storage), None)
     if stretch is None or rewrite.number < 1:
         raise PlanError(f"storage {rewrite.storage} cannot be made in {rewrite.number} tiles.")
+    _draw(editing, stretch)
     number = min(
         rewrite.number, stretch.rows
     )  # a smaller batch than the plan's may have fewer rows than tiles
@@ -145,6 +148,19 @@ def _edit_head(editing: Editing, stretch: Stretch, number: int) -> None:
         editing.redirect([old], scaled)
     editing.redirect((editing.op[r.op] for r in stretch.losses), tiles)
     editing.remove([editing.op[i] for i, _ in part.body], tiles)
+
+
+def _draw(editing: Editing, stretch: Stretch) -> None:
+    """Let the masks of dropouts inside be drawn of a shape alone; a GPU's kernel then takes memory in the place of what
+    is dropped (`lowtide::drawn_mask`)."""
+    body = {i for part in stretch.parts for i, _ in part.body}
+    ops = editing.source.ops
+    for i in {i for part in stretch.parts for i, _ in part.inputs if i >= 0}:
+        if ops.target[i] == DROPOUT_MASK and not body.isdisjoint(ops.inputs[i]):
+            op, (x,) = editing.op[i], ops.reads[i]
+            inside = editing.source.meta.device.startswith("cuda") * (editing.value[x].nbytes,)
+            op.events = (*inside, *op.events, *(-n for n in inside))
+            op.target, op.inputs, op.reads = "lowtide.drawn_mask.default", [], []
 
 
 def _unmade(editing: Editing, result: Result) -> Value:
@@ -259,11 +275,14 @@ def _run_tile(
         in_place = how == PRODUCT and tile > 0
         new = () if in_place else tuple(made)
         sizes = {sts.nbytes[s]: made[s] for s in made}
-        # A library's workspace is as large for few rows.
+        # A library's workspace is as large for few rows; and so is what is too small to have something of each.
         inside = WHOLE if on_gpu and ops.target[i] in PRODUCTS else ROWS
+        alone = max(NUMBER_BYTES, whole - 1)
         events = [n for n in ops.events[i] if new or abs(n) not in sizes]
         asks: list[int] = []
-        tiled = [_signed(n, sizes.get(abs(n)) or size(abs(n), inside)) for n in events]
+        tiled = [
+            _signed(n, sizes.get(abs(n)) or size(abs(n), inside if abs(n) > alone else WHOLE)) for n in events
+        ]
         there |= {s: (tile, k, block) for s, block in replayed(made, tiled, new, asks).items()}
         count = 0
         for n in asks:
