@@ -12,7 +12,17 @@ from torch import fx
 
 from executor.rewriting import Changing
 from tracer.capture.passes.dropout import drawn_mask
-from tracer.record.stretches import BY_ELEMENT, MEAN_LOSS, SIZES, Axis, Call, Found, is_backward, reduction
+from tracer.record.stretches import (
+    BY_ELEMENT,
+    MEAN_LOSS,
+    SIZES,
+    Axis,
+    Call,
+    Found,
+    is_backward,
+    is_resized,
+    reduction,
+)
 from tracer.torch_api import FakeTensor
 from traces.errors import PlanError
 from traces.records.plan import Rewrite
@@ -144,7 +154,10 @@ def _sums(found: Found, call: Call) -> list[fx.Node]:
 
 def _weight(loss: fx.Node, inputs: dict[fx.Node, torch.Tensor]) -> torch.Tensor:
     """By what a cross entropy is divided: the sum of the weights of all targets that are not ignored."""
-    target, ignored = inputs[loss.args[1]], loss.args[4]
+    named, ignored = loss.args[1], loss.args[4]
+    while named not in inputs:  # a view that is made in the tiles
+        named = named.args[0]
+    target = inputs[named]
     of = inputs[loss.args[2]] if loss.args[2] is not None else None
     mask = target != ignored
     if of is None:
@@ -196,6 +209,8 @@ def _tile(found: Found, call: Call, *, again: bool) -> fx.GraphModule:
         if n in sums and found.grows(n) == PRODUCT:
             target, args = aten.addmm_.default, (sums[n], *args)
         now[n] = graph.call_function(target, args, dict(kwargs))
+        if is_resized(n):
+            now[n] = graph.call_function(aten.clone.default, (now[n],))
         if n in found.means:
             share = graph.call_function(operator.truediv, (rows, found.rows))
             now[n] = graph.call_function(aten.mul_.Tensor, (now[n], share))

@@ -160,8 +160,8 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
     return sorted(possible, key=_promise) or [lowest]
 
 
-def _promise(step: Changed | Slower) -> tuple[int, int]:
-    return step.least_ns, len(step.rewrites)
+def _promise(step: Changed | Slower) -> tuple[int, ...]:
+    return step.least_ns, len(step.rewrites), sum(r.number for r in step.rewrites)
 
 
 def _best(
@@ -256,6 +256,9 @@ def _choices(
 
 
 ATTEMPTS: Final = 3
+CLOSE: Final = (
+    2000  # two steps of equal kinds are as good as one another if they differ by one of so many parts
+)
 SEARCHED: Final = 2  # so many steps that the same kinds change are planned, where the first has a plan
 ANY: Final = 1.0  # error of the gradient, relative L2, where the user gives no limit
 SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
@@ -333,16 +336,24 @@ def plan_with_levers(
     best: Plan | None = None
     refusal: Infeasible | None = None
     planned: Counter[frozenset[str]] = Counter()
-    steps = list(changed_steps(problem, budget_bytes, levers))
+    of_kinds: dict[frozenset[str], int] = {}  # the time of the best plan so far
+    close_ns = problem.trace.time_ns // CLOSE
+
+    def promise(step: Changed | Slower) -> tuple[int, ...]:
+        return step.least_ns // max(1, close_ns), *_promise(step)[1:], step.least_ns
+
+    steps = sorted(changed_steps(problem, budget_bytes, levers), key=promise)
     while steps:
         step = steps.pop(0)
         kinds = frozenset(r.kind for r in step.rewrites)
         if best is not None and (step.least_ns >= _time_ns(best) or planned[kinds] >= SEARCHED):
             continue
+        if step.least_ns >= of_kinds.get(kinds, MOST) - close_ns:
+            continue
         if isinstance(step, Slower):
             found = _changed(problem, step.rewrites, budget_bytes)
             if found.bound.feasible:
-                insort(steps, found, key=_promise)
+                insort(steps, found, key=promise)
             continue
         planned[kinds] += 1
         try:
@@ -353,6 +364,7 @@ def plan_with_levers(
             continue
         if made.rewrites and step.rewrites and levers.kinds is None:
             continue  # a planner that changes the step itself
+        of_kinds[kinds] = min(of_kinds.get(kinds, MOST), _time_ns(made))
         if best is None or _time_ns(made) < _time_ns(best):
             best = _of(problem, made, step.rewrites, levers)
     if best is None:

@@ -321,7 +321,9 @@ def test_steps_that_fewer_kinds_change_are_planned_although_others_promise_more(
     bits, tiled = Rewrite(kind="bits", storage=2), in_tiles(2)
     bound = bounder_of(Problem(head())).bound(1 << 30)
     steps = [
-        Changed(rewrites=rewrites, problem=Problem(head()), bound=bound)
+        Changed(
+            rewrites=rewrites, problem=Problem(head()), bound=replace(bound, added_time_ns=2 - len(rewrites))
+        )
         for rewrites in ((tiled, bits), (tiled, bits), (tiled, bits), (tiled,), ())
     ]
     monkeypatch.setattr(levers, "changed_steps", lambda *_: steps)
@@ -334,6 +336,33 @@ def test_steps_that_fewer_kinds_change_are_planned_although_others_promise_more(
 
     assert plan_with_levers(Problem(head()), 1, Levers(allow="fp"), make).rewrites == ()
     assert asked == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize(("above_ns", "asked"), [(4, [1]), (10, [1, 0])])
+def test_of_two_numbers_of_tiles_that_promise_as_much_the_smaller_is_planned_and_the_other_if_it_may_gain(
+    above_ns: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of 10,000 ns, of which one part in 2,000 is 5 ns; plans take so much longer than the lower bound."""
+    step = head()
+    problem = Problem(replace(step, ops=replace(step.ops, time_ns=(10_000, *[0] * (len(step.ops) - 1)))))
+    bound = bounder_of(problem).bound(1 << 30)
+    steps = [
+        Changed(
+            rewrites=(in_tiles(number),),
+            problem=Problem(problem.trace),
+            bound=replace(bound, added_time_ns=more),
+        )
+        for number, more in ((4, 0), (2, 1))
+    ]
+    monkeypatch.setattr(levers, "changed_steps", lambda *_: steps)
+    planned: list[int] = []
+
+    def make(of: Problem) -> Plan:
+        planned.append(next(k for k, x in enumerate(steps) if x.problem is of))
+        return Plan(meta=of.trace.meta, predicted={"plan": {"step_time_ns": 10_000 + above_ns}})
+
+    plan_with_levers(problem, 1, Levers(allow="fp"), make)
+    assert planned == asked
 
 
 def test_a_campaign_predicts_the_step_as_its_plan_changes_it() -> None:

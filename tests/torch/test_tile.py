@@ -99,6 +99,17 @@ def weighed(logits: torch.Tensor, targets: torch.Tensor, _: Any) -> torch.Tensor
     return flat(logits, targets) * (2 + logits.mean().detach())
 
 
+def taught(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """By a teacher's logits first: the targets' view is later than what takes that loss."""
+    teacher = torch.softmax(targets.unsqueeze(-1) * torch.sin(weights) / 2.0, -1)
+    by_teacher = functional.kl_div(torch.log_softmax(logits / 2.0, -1), teacher, reduction="batchmean")
+    return 4.0 * by_teacher + flat(logits, targets)
+
+
+def regressed(reduction: str) -> Callable[..., torch.Tensor]:
+    return lambda x, t, w: functional.mse_loss(x, torch.sin(t[..., None] * w), reduction=reduction)
+
+
 HEADS: dict[str, Callable[[], Net]] = {
     "mean": lambda: Net(lambda x, t, w: flat(x, t)),
     "tied": lambda: Net(lambda x, t, w: flat(x, t), tied=True),
@@ -130,6 +141,12 @@ HEADS: dict[str, Callable[[], Net]] = {
     "binary": lambda: Net(
         lambda x, t, w: functional.binary_cross_entropy_with_logits(x, t[..., None] / w, pos_weight=w)
     ),
+    "taught": lambda: Net(taught),
+    "regressed": lambda: Net(regressed("mean")),
+    "regressed, sum": lambda: Net(regressed("sum"), bias=True),
+    "smooth": lambda: Net(lambda x, t, w: functional.smooth_l1_loss(x, torch.sin(t[..., None] * w))),
+    "of elements and targets": lambda: Net(lambda x, t, w: flat(x, t) + 0.3 * regressed("mean")(x, t, w)),
+    "dropped": lambda: Net(lambda x, t, w: flat(functional.dropout(x, 0.3), t)),
     "huber": lambda: Net(lambda x, t, w: functional.huber_loss(x, 1 / (t[..., None] + w))),
 }
 
@@ -157,12 +174,13 @@ def test_gradients_are_those_of_the_untouched_step(head: str, number: int) -> No
     of = trace(model, given)
     planned = apply_plan(copy.deepcopy(model), in_tiles(of, number))
     for scale in (1.0, 3.0):  # the factor that backward multiplies by
-        model.zero_grad()
-        planned.zero_grad()
-        (scale * model(**given)["loss"]).backward()
-        made = planned(**given)
-        (scale * made["loss"]).backward()
-        assert torch.allclose(made["loss"], model(**given)["loss"], rtol=1e-6)
+        losses = []
+        for other in (model, planned):
+            other.zero_grad()
+            torch.manual_seed(3)
+            losses.append(other(**given)["loss"])
+            (scale * losses[-1]).backward()
+        assert torch.allclose(*losses, rtol=1e-6)
         for (name, p), q in zip(model.named_parameters(), planned.parameters(), strict=True):
             assert float((p.grad - q.grad).norm()) <= 2e-6 * float(p.grad.norm()), name
 
@@ -407,6 +425,15 @@ def wide() -> tuple[Any, Any, Any, Any]:
     return model, {"ids": ids, "targets": ids.flip(1)}, None, None
 
 
+def regression() -> tuple[Any, Any, Any, Any]:
+    """A head whose loss is of elements, at a size at which it decides the peak."""
+    torch.manual_seed(0)
+    model = Net(regressed("mean"), bias=True)
+    ids = torch.randint(0, WORDS, (16, 50))
+    return model, {"ids": ids, "targets": ids.flip(1)}, None, None
+
+
+REGRESSION = f"{Path(__file__).resolve()}:regression"
 SPEC = f"{Path(__file__).resolve()}:wide"
 LAYERS = f"{Path(__file__).resolve()}:layers"
 DROPPED = f"{Path(__file__).resolve()}:dropped_layers"
@@ -468,6 +495,18 @@ def test_a_gpu_draws_a_dropped_mask_of_memory_in_the_place_of_the_weights() -> N
     whole = 4 * 4 * 48 * 48 * 4
     assert step.ops.reads[drawn] == ()
     assert step.ops.events[drawn] == (whole, whole // 4, whole, -whole, -whole)
+
+
+def test_a_loss_of_elements_leaves_a_number_and_no_more(measurer: Measurer, tmp_path: Path) -> None:
+    """Untiled it lies in as much memory as it added up."""
+    spec = load_spec(REGRESSION, {})
+    of = measure(recorded(spec), spec, "cpu", rounds=1, warmup=1).finish()
+    plan = in_tiles(of, 7)
+    step = rewritten_problem(Problem(of), plan.rewrites)
+    assert of.storages.nbytes[of.storages.name.index("mse_loss")] == 800 * WORDS * 4
+    assert step.trace.storages.nbytes[step.trace.storages.name.index("mse_loss")] == 4
+    assert verify(spec, plan, steps=2).equal
+    assert measurer.steady_peak(plan, tmp_path) == step.saved.timeline.peak_allocated_bytes
 
 
 def test_the_peak_of_a_gate_and_the_rest_by_one_matrix_is_predicted(

@@ -8,8 +8,8 @@ begins with the gradients of those, and makes again what it reads of forward.
 
 A mask of a dropout inside is drawn whole before the tiles, as the untouched step draws it, and taken in rows.
 
-Counts: the ops that `_follow` knows. Ignores: other random ops; in heads float16, whose gradients without the factor of a
-gradient scaler would be rounded to zero.
+Counts: the ops that `_follow` knows. Ignores: other random ops; in heads float16, whose gradients without the factor
+of a gradient scaler would be rounded to zero.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from tracer.capture.passes.dropout import dropout_mask
+from tracer.costs.roofline import RESIZED
 from tracer.record.program import GraphOp, Program, is_random
 from tracer.record.rows import tensors_in
 from tracer.torch_api import OpOverload
@@ -350,7 +351,9 @@ class _Search:
         """
         for n in results:
             own, x = self.program.storage_of[n], n.meta["val"]
-            whole = len(own) == 1 and x.numel() * x.itemsize == self.program.storages[own[0]].nbytes
+            nbytes = x.numel() * x.itemsize
+            # A loss lies where its elements were added up, as large as those.
+            whole = len(own) == 1 and (self.program.storages[own[0]].nbytes == nbytes or is_resized(n))
             if self.to.grows(n) == WHOLE or not whole or not x.is_contiguous():
                 raise _NoStretch
         if len({self.program.storage_of[n] for n in results}) < len(results):
@@ -391,6 +394,22 @@ class _Head(_Search):
         self._check_linear()
         self._close()
         return to
+
+    def _cut(self, a: fx.Node, axis: Axis) -> None:
+        """Take an input in rows; a view that is later than something that takes a loss already, with the body."""
+        to, at = self.to, self.order.get(a, -1)
+        late = any(self.order.get(u, at) < at for n in to.sums for u in n.users)
+        if not late or _packet(a) not in VIEWS or to.axis(a) is not None:
+            super()._cut(a, axis)
+            return
+        if a in to.axes or any(a in n.all_input_nodes for n in to.body):
+            raise _NoStretch
+        to.inputs.pop(a, None)
+        source = a.args[0]
+        self._cut(source, _viewed(a.meta["val"].shape, axis, source.meta["val"].shape, to.rows))
+        self._add(a)
+        if to.axes.get(a) != axis:
+            raise _NoStretch
 
     def _pull(self, n: fx.Node) -> None:
         """Add a node of backward, and before it what it takes that backward makes, up to numbers."""
@@ -597,6 +616,11 @@ def _follow(n: fx.Node, to: Found, cut: Callable[[fx.Node, Axis], None]) -> Axis
 
 def is_backward(packet: Any) -> bool:
     return str(packet).endswith(("_backward", "_backward_data"))
+
+
+def is_resized(n: fx.Node) -> bool:
+    """Whether what a node makes is a number in the memory of what was added up."""
+    return _packet(n) in BY_ELEMENT and str(n.target) in RESIZED and reduction(n) != NO_SUM
 
 
 def reduction(n: fx.Node) -> int:

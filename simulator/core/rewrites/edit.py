@@ -66,6 +66,7 @@ class Editing:
     def __init__(self, trace: Trace, known: dict[Any, Any] | None = None) -> None:
         """`known`: what `once` was told of this trace before."""
         self.source, self._known = trace, {} if known is None else known
+        self._takers: dict[Op, list[Op]] = {}  # op -> those that may take its value
         sts, ops = trace.storages, trace.ops
         self.value = [
             Value(
@@ -82,7 +83,7 @@ class Editing:
         rows = zip(*(getattr(ops, c) for c in plain), strict=True)
         self.op = [Op(**dict(zip(plain, row, strict=True)), at=i) for i, row in enumerate(rows)]
         for i, op in enumerate(self.op):
-            op.inputs = [self.op[j] for j in ops.inputs[i]]
+            self.take(op, [self.op[j] for j in ops.inputs[i]])
             op.reads = [self.value[s] for s in ops.reads[i]]
             op.writes = [self.value[s] for s in ops.writes[i]]
             op.overwrites = self.value[ops.overwrites[i]] if ops.overwrites[i] >= 0 else None
@@ -94,10 +95,17 @@ class Editing:
         self._redirected: dict[Op, Op] = {}
         self._instead: dict[Op, Op] = {}  # what was taken out -> what stands there now
 
+    def take(self, op: Op, inputs: Sequence[Op]) -> None:
+        """Let an op take the values of these."""
+        op.inputs = inputs
+        for x in inputs:
+            self._takers.setdefault(x, []).append(op)
+
     def insert(self, new: Op, place: Op, *, after: bool = False) -> None:
         """Put an op before another one, or behind it, and what it makes before all that later ops make."""
         k = self.order.index(place) + after
         self.order.insert(k, new)
+        self.take(new, new.inputs)
         new.at = place.at
         made = [v for v in new.writes if v.producer is None and v not in self.values]
         if not made:
@@ -124,15 +132,16 @@ class Editing:
         """Let ops take the value of `new` where they take those of `old`."""
         instead = dict.fromkeys(old, new)
         self._redirected |= instead
-        for op in self.order:
-            if op is not new and not instead.keys().isdisjoint(op.inputs):
-                op.inputs = list(dict.fromkeys(instead.get(x, x) for x in op.inputs))
+        for op in {op for x in instead for op in self._takers.get(x, ())} - {new}:
+            if not instead.keys().isdisjoint(op.inputs):
+                self.take(op, list(dict.fromkeys(instead.get(x, x) for x in op.inputs)))
 
     def remove(self, old: Iterable[Op], new: Op) -> None:
         """Take ops out, with what they make, but for those that others take; what else refers to them (a hold, a first
         use) refers to `new`."""
-        gone = set(old)
-        taken = {x for op in self.order if op not in gone for x in op.inputs} & gone
+        gone, there = set(old), set(self.order)
+        takers = {x: there.intersection(self._takers.get(x, ())) - gone for x in gone}
+        taken = {x for x, ops in takers.items() if any(x in op.inputs for op in ops)}
         while taken:
             gone -= taken
             taken = {x for op in taken for x in op.inputs} & gone

@@ -128,7 +128,8 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         new, of = editing.op[at], [storage_behind(trace, i) for i in taken]
         first = [editing.op[i].overwrites for i in steps if trace.ops.inputs[i][:1] == taken[:1]]
         passes = [editing.op[i].time_ns for i in steps if len(trace.ops.reads[i]) <= len(taken)]
-        new.target, new.inputs = target, list(dict.fromkeys(editing.op[i] for i in taken))
+        new.target = target
+        editing.take(new, list(dict.fromkeys(editing.op[i] for i in taken)))
         new.reads = list(dict.fromkeys(editing.value[s] for s in of))
         new.arguments = json.dumps(arguments, separators=(",", ":"))
         new.time_ns = max(passes)

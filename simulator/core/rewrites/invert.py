@@ -108,7 +108,9 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     editing.insert(side, forward)
     copy = editing.op[pair.copy] if pair.copy >= 0 else None
     taken = copy or forward.inputs[0]
-    backward.inputs = list(dict.fromkeys([*(i for i in backward.inputs if i is not taken), forward, side]))
+    editing.take(
+        backward, list(dict.fromkeys([*(i for i in backward.inputs if i is not taken), forward, side]))
+    )
     backward.reads = list(dict.fromkeys([*(v for v in backward.reads if v is not value), y, bits]))
     backward.target = "lowtide.backward_from_output.default"
     backward.arguments = json.dumps([None, None, None, pair.kind], separators=(",", ":"))

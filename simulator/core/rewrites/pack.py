@@ -251,7 +251,7 @@ class Packing:
             inputs: list[Op] = []
             for x in op.inputs:
                 inputs += self._taken(op, instead[x], value) if x is self.made_by else [instead.get(x, x)]
-            op.inputs = list(dict.fromkeys(inputs))
+            self.editing.take(op, list(dict.fromkeys(inputs)))
             op.reads = [value if v is self.value else v for v in op.reads]
             op.overwrites = value if op.overwrites is self.value else op.overwrites
 

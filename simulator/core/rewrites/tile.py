@@ -15,13 +15,14 @@ slower than their share, and that what other ops allocate inside does not grow i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
 from simulator.core.facts import Facts
 from simulator.core.rewrites.edit import Editing, Op, Value
-from simulator.core.rewrites.pack import at_rate, pass_rate
+from simulator.core.rewrites.pack import ITEM_BYTES, at_rate, pass_rate
 from traces.errors import PlanError
 from traces.records.events import OwnEvents, replayed
 from traces.records.plan import FP, Rewrite
@@ -167,8 +168,16 @@ def _unmade(editing: Editing, result: Result) -> Value:
     """A result's storage, which another op is going to make."""
     value = editing.value[result.storage]
     value.producer = None
+    if result.grows == SUM:
+        value.nbytes = _sum_bytes(editing.source, result.storage)
     editing.values.remove(value)
     return value
+
+
+def _sum_bytes(trace: Trace, s: int) -> int:
+    """Of a sum as a stretch leaves it: some losses lie in the memory of what they added up."""
+    sts = trace.storages
+    return math.prod(sts.shape[s]) * ITEM_BYTES.get(sts.dtype[s], 0) or sts.nbytes[s]
 
 
 def _figures(editing: Editing, stretch: Stretch, part: Part, number: int) -> dict[str, Any]:
@@ -271,7 +280,9 @@ def _run_tile(
 
     there: dict[int, object] = {}  # storage -> the name of its block
     for k, (i, how) in enumerate(part.body):
-        made = {s: size(sts.nbytes[s], how) for s in ops.writes[i] if sts.producer[s] == i}
+        mine = [s for s in ops.writes[i] if sts.producer[s] == i]
+        resized = [s for s in mine if how == SUM and sts.nbytes[s] > _sum_bytes(trace, s)]
+        made = {s: size(sts.nbytes[s], ROWS if s in resized else how) for s in mine}
         in_place = how == PRODUCT and tile > 0
         new = () if in_place else tuple(made)
         sizes = {sts.nbytes[s]: made[s] for s in made}
@@ -292,6 +303,10 @@ def _run_tile(
             else:
                 own.free((tile, k, ~n))
         for s in made:
+            if s in resized:
+                own.allocate((tile, k, s), _sum_bytes(trace, s))
+                own.free(there[s])
+                there[s] = (tile, k, s)
             r = results.get(s)
             if r is not None and r.grows != ROWS and (in_place or not tile):
                 there.pop(s, None)  # it stays, or is no value of its own
