@@ -152,8 +152,9 @@ def forward(x: torch.Tensor, kind: str, with_output: bool) -> tuple[torch.Tensor
 
 
 def backward(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
-    """The gradient, laid out as y and grad are, which are dense."""
+    """The gradient, laid out as y, which is dense; a `grad` that lies otherwise is laid into it first."""
     out = torch.empty_like(y)
+    grad = grad if grad.stride() == y.stride() else out.copy_(grad)
     with torch.cuda.device_of(y):
         if m := (y.numel() + 7) // 8:
             _backward[(-(-m // BLOCK),)](grad, y, side, out, y.numel(), m, **constants(kind, y.dtype))

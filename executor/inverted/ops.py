@@ -42,7 +42,8 @@ def activate(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 def backward_from_output(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
     """The gradient of the input of the activation `kind`, from that of its output y, and the input's `side`.
 
-    Of y's shape, layout and type. Where the number of elements is no multiple of 8, `grad` and `y` are copied.
+    Of y's shape, layout and type. On the CPU, where the number of elements is no multiple of 8, `grad` and `y` are
+    copied.
     """
     return _gradient(gradient, grad, y, side, kind)
 
@@ -121,7 +122,9 @@ def _(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 @backward_from_output.register_kernel("cuda")
 def _(grad: torch.Tensor, y: torch.Tensor, side: torch.Tensor, kind: str) -> torch.Tensor:
     kernels = _kernels()
-    return _gradient(kernels.backward if kernels else gradient, grad, y, side, kind)
+    return (
+        kernels.backward(grad, _dense(y), side, kind) if kernels else _gradient(gradient, grad, y, side, kind)
+    )
 
 
 def _lookup() -> Any:

@@ -350,3 +350,21 @@ def _stepped(make: Callable[..., torch.optim.Optimizer], said: dict[str, bool], 
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         return [NOT_FUSED if str(error).startswith(NOT_FUSED) else type(error).__name__]
     return _comparable(names.seen)
+
+
+def gradients_from_output(gpu: str) -> dict[str, list[int]]:
+    """What a gradient of GELU from its output asks for at most beside the result, by the number of elements and how the
+    incoming one lies."""
+    from executor.inverted import ops
+
+    found: dict[str, list[int]] = {}
+    for shape in ((512, 1024), (513, 1023)):  # the second is no multiple of 8
+        y, side = ops.activate(torch.empty(shape, device=GPU), "gelu")
+        for grad in (torch.empty_like(y), torch.empty(shape[::-1], device=GPU).t()):
+            ops.backward_from_output(grad, y, side, "gelu")
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+            ops.backward_from_output(grad, y, side, "gelu")
+            peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+            found.setdefault(str(y.numel()), []).append(peak - before - y.nbytes)
+    return found

@@ -63,3 +63,8 @@ def test_the_ops_of_optimizers() -> None:
         "['AssertionError']",
         "['DataDependentOutputException']",
     }
+
+
+def test_a_gradient_that_lies_otherwise_is_not_copied() -> None:
+    pytest.importorskip("triton")
+    assert chosen("gradients_from_output", "h100") == {"524288": [0, 0], "524799": [0, 0]}

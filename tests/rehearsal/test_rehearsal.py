@@ -19,7 +19,9 @@ from executor.rehearsal.run import rehearse
 from simulator import api
 from simulator.allocator.reserved import ITERATIONS
 from simulator.planners.outcome import Infeasible
+from simulator.prediction.loop_peaks import untouched_peaks
 from tracer import trace
+from tracer.torch_api import release
 from traces.errors import LowtideError, SpecError
 
 pytestmark = pytest.mark.rehearsal
@@ -147,6 +149,28 @@ def test_a_script_without_steps_and_one_that_fails_are_refused(tmp_path: Path) -
         rehearse(script(tmp_path, "import torch\ntorch.ones(3, device='cuda')\n"), "h100")
     with pytest.raises(LowtideError, match="my own mistake"):
         rehearse(script(tmp_path, "raise ValueError('my own mistake')\n"), "h100")
+
+
+def test_a_fused_kernel_that_torch_lacks_is_refused_before_torch_does(tmp_path: Path) -> None:
+    """Torch 2.11 has Adagrad's for the CPU alone."""
+    path = tmp_path / "net.py"
+    path.write_text(STEP.replace("SGD(net.parameters())", "Adagrad(net.parameters(), fused=True)"))
+    if release() >= (2, 13):
+        assert rehearse(f"{path}:build", "h100", iterations=1).fits
+        return
+    with pytest.raises(LowtideError, match="for the CPU alone"):
+        rehearse(f"{path}:build", "h100", iterations=1)
+    with pytest.raises(SpecError, match="for the CPU alone"):
+        trace(f"{path}:build", target="h100")
+
+
+def test_the_state_with_which_an_optimizer_begins_goes_where_the_parameters_go(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(STEP.replace("SGD(net.parameters())", "Adagrad(net.parameters())"))
+    spec = f"{path}:build"
+    found, predicted = rehearse(spec, "h100"), untouched_peaks(api.simulate(trace(spec, target="h100")))
+    assert found.steady.requested_bytes == predicted.steady.peak_allocated_bytes
+    assert found.figures.peak_reserved_bytes == predicted.steady.peak_reserved_bytes
 
 
 def test_what_the_driver_lacks_is_named(tmp_path: Path) -> None:

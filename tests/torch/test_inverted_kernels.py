@@ -40,6 +40,11 @@ for dtype, near in ((torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat1
             wanted = ops.backward_from_output(grad, torchs, side, kind)
             assert torch.equal(found.isnan(), wanted.isnan()), (kind, dtype)
             torch.testing.assert_close(found.float(), wanted.float(), atol=near, rtol=near, equal_nan=True)
+    y, side = ops.activate(torch.randn(24, 17).to(dtype), "gelu")
+    grad = torch.randn(17, 24).to(dtype).t()  # lies otherwise
+    found = kernels.backward(grad.to(device), y.to(device), side.to(device), "gelu").cpu()
+    assert found.stride() == y.stride()
+    torch.testing.assert_close(found, ops.backward_from_output(grad, y, side, "gelu"), atol=near, rtol=near)
 print("compared")
 """
 

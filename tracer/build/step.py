@@ -75,10 +75,12 @@ class BuildStep:
         seed(self.seed)
         with built(self.model):
             step = under_policy(self.make(device), self.policy, device, optimizer_as_on)
-        if optimizer_as_on == "cuda" and step.optimizer is not None:
-            from tracer.build.optimizers import choose_as_on_cuda
+        if step.optimizer is not None and "cuda" in (optimizer_as_on, device.partition(":")[0]):
+            from tracer.build.optimizers import check_fused_on_cuda, choose_as_on_cuda
 
-            choose_as_on_cuda(step.optimizer)
+            check_fused_on_cuda(step.optimizer)
+            if optimizer_as_on:
+                choose_as_on_cuda(step.optimizer)
         return step
 
 

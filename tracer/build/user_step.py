@@ -14,6 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from tracer.build.batch import example_count, split_batch, to_device
 from tracer.build.loop import TrainingStep, with_first_call
 from tracer.build.loop_options import LOOP_OPTIONS
+from tracer.build.optimizers import move_state
 from tracer.build.user_errors import blame
 from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException, detect_fake_mode
 from traces.errors import CaptureError, LowtideError, SpecError
@@ -66,13 +67,16 @@ class UserStep:
                 module.to(device)
         with self._explained("the batch could not be prepared"):
             batch = to_device(batch, device, mode)
+        optimizer = self._optimizer(model, loss, optimizer)
+        if mode is None and optimizer is not None:
+            move_state(optimizer, device)
         step = TrainingStep(
             model=model,
             args=(),
             kwargs={},
             loss=lambda outputs: outputs,
             loss_inputs=(batch,),
-            optimizer=self._optimizer(model, loss, optimizer),
+            optimizer=optimizer,
             batch_size=int(options.get("batch_size") or example_count(batch)),
             name=self.label,
             options=dict(options),

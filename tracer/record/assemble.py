@@ -17,6 +17,7 @@ from torch import nn
 
 from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import TrainingStep, fit_tangent, run_step
+from tracer.build.optimizers import stays_on_cpu
 from tracer.build.release import check_alone, hand, hands_over
 from tracer.build.user_errors import explained
 from tracer.costs.calibration import Costs
@@ -263,12 +264,6 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Ten
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     leaves = pytree.tree_leaves((list(optimizer.state.values()), groups))
     return [x for x in leaves if isinstance(x, torch.Tensor)]
-
-
-def stays_on_cpu(x: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether a tensor of the optimizer is on the CPU although the parameters are on a GPU, as step counters are."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return x.dim() == 0 and not any(g.get("fused") or g.get("capturable") for g in groups)
 
 
 def _arrange(
