@@ -75,7 +75,7 @@ USED: Final = {
     "DimDynamic": "torch.fx.experimental.symbolic_shapes:DimDynamic",
     "check": "torch:_check",
     "SymNode": "torch.fx.experimental.sym_node:SymNode",
-    "get_proxy_mode": "torch.fx.experimental.proxy_tensor:get_proxy_mode",
+    "disable_proxy_modes_tracing": "torch.fx.experimental.proxy_tensor:disable_proxy_modes_tracing",
     "ShapeEnv": "torch.fx.experimental.symbolic_shapes:ShapeEnv",
     "detect_fake_mode": "torch._guards:detect_fake_mode",
     "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",
@@ -120,6 +120,7 @@ USED: Final = {
     "dynamo_utils": "torch._dynamo.utils",
     "fake_impls": "torch._subclasses.fake_impls",
     "meta_registrations": "torch._meta_registrations",
+    "proxy_tensor": "torch.fx.experimental.proxy_tensor",
 }
 # Only builds with CUDA have these.
 USED_WITH_CUDA: Final = {

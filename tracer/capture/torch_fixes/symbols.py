@@ -1,9 +1,12 @@
-"""Compute with symbolic sizes once what torch below 2.15 computes again for every tensor: strides, numbers of elements,
-whether it is contiguous. There are some ten such operations a tensor, nearly all of them repeated.
+"""Compute with symbolic sizes quickly while a graph is captured: there are ten operations a tensor (strides, numbers of
+elements, whether it is contiguous), nearly all of them repeated.
 
-From 2.15 on torch remembers results itself (Note [symbolic op memo] in torch/fx/experimental/symbolic_shapes.py): by
-operation and both expressions. So does this, with the expressions as the shape environment simplifies them by then. As
-there, no SymNode is given twice: while a graph is traced, each says by its identity where it comes from.
+torch traces each into the graph. There only those are wanted that are an op's argument, and of them what they are as
+functions of the sizes (`tracer.capture.sizes.with_numbers`), which they know themselves: each is one node.
+
+Besides, torch below 2.15 computes each again. From 2.15 on it remembers results itself (Note [symbolic op memo] in
+torch/fx/experimental/symbolic_shapes.py): by operation and both expressions. So does this, with the expressions as the
+shape environment simplifies them by then.
 """
 
 from __future__ import annotations
@@ -12,15 +15,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from tracer.torch_api import SymNode, get_proxy_mode, release, replaced
+from tracer.torch_api import SymNode, disable_proxy_modes_tracing, proxy_tensor, release, replaced
 
 _OPERATIONS: Final = ("_add", "_sub", "_mul", "_eq", "_ne", "_ge", "_gt", "_le", "_lt")
 
 
 @contextmanager
-def remembered_arithmetic(shape_env: Any) -> Iterator[None]:
-    """In the body, results of arithmetic on the symbols of `shape_env` (None: there are none) are remembered."""
-    if shape_env is None or release() >= (2, 15):
+def quick_arithmetic(shape_env: Any) -> Iterator[None]:
+    """In the body, arithmetic on the symbols of `shape_env` (None: there are none) is not traced, and remembered."""
+    if shape_env is None:
+        yield
+        return
+
+    def untraced(operation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with disable_proxy_modes_tracing():
+            return operation(*args, **kwargs)
+
+    def as_one_node(tracer: Any, expr: Any, out: Any) -> None:
+        proxy_tensor._sym_register(tracer, _number, (), out)
+
+    untold = {"handle_sym_dispatch": untraced, "_build_proxy_for_sym_expr": as_one_node}
+    with replaced(proxy_tensor, **untold), _remembered(shape_env):
+        yield
+
+
+def _number() -> None:
+    """What the graph calls for a number, until that is taken out."""
+
+
+@contextmanager
+def _remembered(shape_env: Any) -> Iterator[None]:
+    if release() >= (2, 15):
         yield
         return
     known: dict[Any, Any] = {}
@@ -29,7 +54,7 @@ def remembered_arithmetic(shape_env: Any) -> Iterator[None]:
         compute = getattr(SymNode, name)
 
         def operation(a: Any, b: Any) -> Any:
-            if a.shape_env is not shape_env or get_proxy_mode():
+            if a.shape_env is not shape_env:
                 return compute(a, b)
             key = name, a.expr, b.expr, a.pytype, b.pytype
             found = known.get(key)
