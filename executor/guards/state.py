@@ -169,6 +169,12 @@ class _Reading:
     def __init__(self, model: nn.Module) -> None:
         self._start()
         self._modules |= {id(m): path for path, m in model.named_modules()}
+        self._homes = {
+            id(x): (slots, n, f"{path}.{n}")
+            for path, m in model.named_modules()
+            for slots in (m._parameters, m._buffers)
+            for n, x in slots.items()
+        }
         for path, module in model.named_modules():
             self._module(path, module)
         for kind in dict.fromkeys(c for m in model.modules() for c in type(m).__mro__ if c is not object):
@@ -380,6 +386,10 @@ class _Reading:
         return Same(value)
 
     def _tensor(self, path: str, value: torch.Tensor) -> Key:
+        if id(value) in self._homes:  # such as the weights that torch's recurrent layers have in a list
+            slots, name, home = self._homes[id(value)]
+            self._told.append((lambda x: slots.get(name) is x, value, True))
+            return "tensor", home
         self._told.append((_version, value, value._version))
         return Same(value), value._version, value.requires_grad
 

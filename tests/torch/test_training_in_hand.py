@@ -305,9 +305,15 @@ def test_a_model_with_parametrizations_and_one_with_flat_weights() -> None:
     planned = apply_plan(Net(), planned_for(Net, x, lambda y: y.sum()))
     eager = Net()
     for model in (eager, planned):
-        model(x).sum().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
     for p, q in zip(eager.parameters(), planned.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
+        torch.testing.assert_close(p, q)
+    assert len(planned.receipt().captures) == 1  # a step of the optimizer is no change of the model
 
 
 def test_pruned_after_a_step_it_is_another_graph_and_said(plan: Plan) -> None:
