@@ -122,7 +122,7 @@ class _Model(torch.autograd.Function):
         passing.outputs, passing.saved = list(outputs), list(saved)
         passing.versions = _versions(passing, passing.saved)
         ctx.passing = passing
-        return inputs[0].new_empty(0) if inputs[0].is_floating_point() else torch.empty(0)
+        return torch.empty(0, device=inputs[0].device)  # not complex, as the outputs may be
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -175,7 +175,7 @@ class _Outputs(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise PlanError(
                 "backward of a planned step was called with create_graph=True, and no gradient of its gradients was "
-                "planned; use the model without a plan for that loss."
+                "planned; call the model inside `with unplanned(model):` for that loss."
             )
         passing: _Passing = ctx.passing
         captured = passing.engine.program.captured
@@ -183,7 +183,8 @@ class _Outputs(torch.autograd.Function):
             None if tangents[k] is None else fit_tangent(tangents[k], passing.engine.at_sizes(n.meta["val"]))
             for k, n in zip(captured.grad_outputs, captured.tangents, strict=True)
         ]
-        token = next(x.new_empty(0) for x in passing.tangents if x is not None)
+        device = next(x.device for x in passing.tangents if x is not None)
+        token = torch.empty(0, device=device)
         return None, token, *(None for _ in captured.outputs)
 
 

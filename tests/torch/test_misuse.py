@@ -15,6 +15,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from torch.autograd import forward_ad  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from executor import apply_plan  # noqa: E402
+from executor import PlannedModule, apply_plan, unplanned  # noqa: E402
 from executor.guards.state import Watch  # noqa: E402
 from executor.training import engine  # noqa: E402
 from executor.training.autograd import _digest  # noqa: E402
@@ -849,6 +850,47 @@ def backward_twice(m: Any) -> Any:
 def a_gradient_of_the_gradient(m: Any) -> Any:
     (out,) = torch.autograd.grad(m(batch()).sum(), [m.head.weight], create_graph=True)
     (out.square().sum() + m(batch()).sum()).backward()
+
+
+@row(net=Sigmoid)
+def a_gradient_penalty_without_the_plan(m: Any) -> Any:
+    losses = []
+    for k in range(2):
+        x = batch(k).requires_grad_()
+        with unplanned(m) if isinstance(m, PlannedModule) else nullcontext():
+            (g,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+        losses.append(total(m(batch(k))) + (g.norm(2, 1) - 1).square().sum())
+        losses[-1].backward()
+    return [x.item() for x in losses]
+
+
+class Complex(nn.Module):
+    """Weights, argument and result of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8, dtype=torch.cfloat)
+        self.b = nn.Linear(8, 8, dtype=torch.cfloat)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(torch.complex(x, x))))
+
+
+def magnitude(out: torch.Tensor) -> torch.Tensor:
+    return out.abs().square().sum()
+
+
+@row(net=Complex, loss=magnitude)
+def complex_numbers(m: Any) -> Any:
+    optimizer = torch.optim.SGD(m.parameters(), lr=1e-3)
+    losses = []
+    for k in range(3):
+        optimizer.zero_grad()
+        loss = magnitude(m(batch(k)))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 @row()
