@@ -6,6 +6,7 @@ import copy
 import random
 import re
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, recorded  # noqa: E402
 from tracer import trace  # noqa: E402
-from traces.errors import CaptureError, OptimizerError, SpecError  # noqa: E402
+from traces.errors import CaptureError, OptimizerError, PlanError, SpecError  # noqa: E402
 from traces.records.trace import EFFECT  # noqa: E402
 
 
@@ -410,10 +411,53 @@ def test_checks_for_errors_stay_in_the_graph_and_run_once() -> None:
         apply_plan(step.model, plan_of(trace))(*step.args)
 
 
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_a_loss_that_takes_a_gradient_through_the_model(create_graph: bool) -> None:
+    x = row().requires_grad_()
+
+    def loss(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=create_graph, retain_graph=True)
+        return y.mean() + (g.norm(2, 1) - 1).square().mean()
+
+    assert "gradient penalty" in refused(linear, lambda: (x, x), loss)
+
+
 @pytest.mark.usefixtures("checked_distributions")
-def test_a_loss_with_a_distribution_is_told_how_to_do_without_its_checks() -> None:
+def test_a_distribution_goes_on_checking_its_arguments() -> None:
+    from executor.training.module import apply_plan
+
+    step = build_of(lambda: (Sampler(), row(), lambda y: y.sum(), None))
+    trace = recorded(step).trace
+    assert trace.ops.target.count("lowtide.look.default") == 2
+    sampler = Sampler()
+    planned = apply_plan(sampler, plan_of(trace, *recompute_all(Problem(trace))))
+    planned(row()).sum().backward()
+    with torch.no_grad():
+        sampler.a.bias[0] = float("nan")
+    with pytest.raises(ValueError, match="invalid values"):
+        sampler(row())
+    with pytest.raises(PlanError, match=r"test_refusals\.py:\d+\), and goes another way"):
+        planned(row())
+
+
+@pytest.mark.usefixtures("checked_distributions")
+def test_what_distributions_in_a_loss_check_counts() -> None:
+    def loss(y: torch.Tensor, validate: bool | None = None) -> torch.Tensor:
+        normal = torch.distributions.Normal(y, y.exp(), validate_args=validate)
+        return -normal.log_prob(torch.zeros(2, 4)).mean()
+
+    with_checks = recorded(build_of(lambda: (linear(), row(), loss, None))).trace
+    without = recorded(build_of(lambda: (linear(), row(), partial(loss, validate=False), None))).trace
+    checks = [t for t in with_checks.ops.target if t == "aten._is_all_true.default"]
+    assert len(checks) == 3  # the mean, the width, the value
+    assert not {*checks} & {*without.ops.target}
+
+
+@pytest.mark.usefixtures("checked_distributions")
+def test_a_loss_whose_distribution_branches_is_told_how_to_do_without() -> None:
     def loss(y: torch.Tensor) -> torch.Tensor:
-        return -torch.distributions.Normal(y, y.exp()).log_prob(torch.zeros(2, 4)).mean()
+        df = 5 + y.exp().sum()
+        return torch.distributions.Wishart(df, covariance_matrix=torch.eye(3)).entropy()
 
     said = refused(linear, row, loss)
     assert "validate_args=False" in said

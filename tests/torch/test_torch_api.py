@@ -27,7 +27,6 @@ REPLACED = (
     "torch._C:_get_deterministic_algorithms",
     "torch.compiler:_is_compiling_flag",
     "torch.cuda:_lazy_init",
-    "torch.distributions:Distribution._validate_args",
     "torch.fx.experimental.proxy_tensor:_build_proxy_for_sym_expr",
     "torch.fx.experimental.proxy_tensor:_sym_register",
     "torch.fx.experimental.proxy_tensor:handle_sym_dispatch",

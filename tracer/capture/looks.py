@@ -5,10 +5,13 @@ that goes on runs the same ops. `settle` finds out which way each line goes on, 
 ways; a line whose two ways run different ops is a branch, which no capture can hold. In the captured graph the op
 `lowtide::look` stands where the model looked: it looks again in every step, and raises where the answer is another.
 Counts: answers that are True or False, one for a line. Ignores: what a print would have printed in later steps.
+
+What torch's distributions ask of their arguments is known to be such a check, in the model as in the loss.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,7 +19,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import distributions, nn
 from torch.overrides import TorchFunctionMode
 
 from tracer.build.user_errors import is_data_dependent, is_foreign
@@ -28,6 +31,7 @@ Line = tuple[str, int]  # file and line
 Answers = Mapping[Line, bool | None]  # None: the ops are the same either way, and no step needs to look again
 _SETTLED: Final[WeakKeyDictionary[nn.Module, Answers]] = WeakKeyDictionary()
 
+CHECKING: Final = (inspect.getfile(distributions.distribution), inspect.getfile(distributions.constraints))
 ASKING: Final = (torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 
 
@@ -119,6 +123,25 @@ class Looks(TorchFunctionMode):
             return False
         torch.ops.lowtide.look(x, expected, f"{line[0]}:{line[1]}")
         return expected
+
+
+class Checks(TorchFunctionMode):
+    """While it is on, distributions go on with their arguments.
+
+    Args:
+        again: put a `look` in the graph for each check; the loss code, which is not captured, checks again by itself.
+    """
+
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.again = again
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__bool__ and sys._getframe(1).f_code.co_filename in CHECKING:
+            if self.again:
+                torch.ops.lowtide.look(args[0].detach(), True, "{}:{}".format(*_line()))
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 def refuse_values(outputs: Iterable[Any]) -> None:
@@ -213,7 +236,8 @@ def _tried(
 
 @contextmanager
 def looking(model: nn.Module) -> Iterator[None]:
-    """The model's looks are answered in the body, once they are settled; before that they raise, as ever."""
+    """The model's looks are answered in the body, once they are settled; before that they raise, as ever, but for those
+    of distributions."""
     answers = _SETTLED.get(model)
-    with nullcontext() if answers is None else Looks(answers):
+    with nullcontext() if answers is None else Looks(answers), Checks(again=True):
         yield

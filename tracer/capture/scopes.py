@@ -139,11 +139,8 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_compiled() -> Iterator[None]:
-    """Library code takes the branches that do not look at data; distributions do not validate their arguments."""
-    with (
-        replaced(torch.compiler, _is_compiling_flag=True),
-        replaced(torch.distributions.Distribution, _validate_args=False),
-    ):
+    """Library code takes the branches that do not look at data."""
+    with replaced(torch.compiler, _is_compiling_flag=True):
         yield
 
 

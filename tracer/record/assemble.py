@@ -20,6 +20,7 @@ from tracer.build.loop import TrainingStep, fit_tangent, run_step
 from tracer.build.optimizers import stays_on_cpu
 from tracer.build.release import check_alone, hand, hands_over
 from tracer.build.user_errors import explained
+from tracer.capture.looks import Checks
 from tracer.costs.calibration import Costs
 from tracer.costs.libraries import library_storages, rerun_workspaces
 from tracer.costs.rows import OpRow, StorageRow
@@ -71,7 +72,7 @@ def assemble(
                 gradients.update(_gradients(step, recorder))
         recorder.begin(phase)
 
-    with mode, explained(step.name), cuda_words(captured.target):
+    with mode, explained(step.name), cuda_words(captured.target), Checks(again=False):
         first_update = _FirstUpdate(step)
         with recorder, recorder.paused(), first_update:
             run_step(step, stub, step.optimizer, recorder.begin)
@@ -193,6 +194,12 @@ class _Stub:
 
             @staticmethod
             def backward(ctx: Any, *tangents: Any) -> Any:
+                if torch.is_grad_enabled() or not outer._open:
+                    raise CaptureError(
+                        "the loss takes a gradient through the model itself (torch.autograd.grad, as in a gradient "
+                        "penalty), and a plan is of one backward. Plan with a loss without that term, and call the model "
+                        "inside `with unplanned(model):` to compute the term."
+                    )
                 outer._open = False
                 recorder.look()
                 for k, n in zip(captured.grad_outputs, captured.tangents, strict=True):
