@@ -23,6 +23,7 @@ from tracer.cli.main import trace
 from traces.errors import TraceError
 from traces.files.parquet import META_KEY
 from traces.records.store import (
+    JOINED,
     OPS_FILE,
     STORAGES_FILE,
     UNTOUCHED_FILE,
@@ -161,6 +162,16 @@ def test_a_file_that_is_no_parquet(stored: Path) -> None:
 def test_a_missing_file(stored: Path) -> None:
     (stored / STORAGES_FILE).unlink()
     with pytest.raises(TraceError, match=f"{STORAGES_FILE}: missing"):
+        load(stored)
+
+
+@pytest.mark.parametrize("missing", [OPS_FILE, STORAGES_FILE])
+def test_a_missing_file_of_the_joined_trace(stored: Path, missing: str) -> None:
+    for file in (OPS_FILE, STORAGES_FILE):
+        (stored / f"{JOINED}{file}").write_bytes((stored / file).read_bytes())
+    assert load(stored).joined is not None
+    (stored / f"{JOINED}{missing}").unlink()
+    with pytest.raises(TraceError, match=f"{JOINED}{missing}: missing"):
         load(stored)
 
 

@@ -157,7 +157,7 @@ def load(directory: str | Path) -> Trace:
     """
     directory = find(directory)
     trace = _load(directory, "")
-    has = (directory / f"{JOINED}{OPS_FILE}").is_file()
+    has = any(directory.glob(f"{JOINED}*"))
     return replace(trace, joined=_load(directory, JOINED)) if has else trace
 
 
