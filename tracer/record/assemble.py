@@ -197,8 +197,8 @@ class _Stub:
                 if torch.is_grad_enabled() or not outer._open:
                     raise CaptureError(
                         "the loss takes a gradient through the model itself (torch.autograd.grad, as in a gradient "
-                        "penalty), and a plan is of one backward. Plan with a loss without that term, and call the model "
-                        "inside `with unplanned(model):` to compute the term."
+                        "penalty), and a plan is of one backward. Plan with a loss without that term, and compute the "
+                        "term from a call of the model inside `with unplanned(model):`."
                     )
                 outer._open = False
                 recorder.look()
