@@ -9,7 +9,7 @@ import pytest
 from simulator.core.formats import FORMATS
 from simulator.core.limits import Levers
 from simulator.core.problem import Problem
-from simulator.core.rewrites import exactness_of, in_order, rewritten
+from simulator.core.rewrites import LEVERS, exactness_of, in_order, rewritten
 from simulator.core.rewrites.pack import at_rate, cheaper, costs, pass_rate, ranked
 from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, plan_with_levers
@@ -205,6 +205,20 @@ def test_what_is_overwritten_held_or_read_by_the_users_own_code_is_refused() -> 
         rewritten(replace(t, storages=held), [Rewrite(kind="int8", storage=storage(t, "x"))])
     with pytest.raises(PlanError, match="there is none"):
         rewritten(t, [Rewrite(kind="int8", storage=99)])
+
+
+def test_what_backward_compares_is_packed_in_exact_formats_alone() -> None:
+    """Of a maximum's input none is equal to the maximum once it has come back with an error."""
+    t = step()
+    at = t.ops.name.index("gx")
+    compared = replace(
+        t, ops=replace(t.ops, target=(*t.ops.target[:at], "aten.eq.Tensor", *t.ops.target[at + 1 :]))
+    )
+    for of, kinds in ((t, {"x", "y", "z"}), (compared, {"y", "z"})):
+        offered = {of.storages.name[r.storage] for r in LEVERS["int8"].offer(Problem(of))}
+        assert offered == kinds
+    with pytest.raises(PlanError, match="gx compares it"):
+        rewritten(compared, [Rewrite(kind="int8", storage=storage(t, "x"))])
 
 
 @pytest.mark.parametrize(("side", "format"), [(16, "narrow8"), (64, "narrow16"), (512, "narrow32")])

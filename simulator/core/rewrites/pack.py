@@ -27,6 +27,7 @@ from traces.records.trace import ACTIVATION, BACKWARD, EAGER, FORWARD, RANDOM, V
 LEAST: Final = 1 << 14  # numbers: fewer are not worth an op, and often statistics
 ITEM_BYTES: Final = {"bool": 1, "int64": 8, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 SHARE: Final = 16  # of the bytes that the largest op moves, that part makes an op a large one
+COMPARISONS: Final = tuple(f"aten.{name}." for name in ("eq", "ne", "lt", "le", "gt", "ge"))
 POOLS: Final = ("aten.max_pool", "aten.adaptive_max_pool", "aten.fractional_max_pool")
 
 
@@ -144,11 +145,22 @@ def _reason(trace: Trace, s: int, format: str) -> str:
         return why
     if format in HOLDS and _positions(trace, s) > HOLDS[format]:
         return f"it may have numbers from {HOLDS[format]:,} up"
+    if not FORMATS[format].exact and (compared := _compared(trace, s)):
+        return f"{compared} compares it"
     # What an op makes beside something larger, or as a column, is statistics, in which an error is a whole row's.
     largest = max(sts.nbytes[x] for x in ops.writes[made_by])
     if not FORMATS[format].exact and (sts.nbytes[s] < largest or sts.shape[s][-1:] in ((), (1,))):
         return "it is statistics of rows"
     return ""
+
+
+def _compared(trace: Trace, s: int) -> str:
+    """The op of backward that compares a storage's numbers, as that of a maximum does: few are equal with an error."""
+    ops, sts = trace.ops, trace.storages
+    late = range(sts.first_backward_use[s], sts.last_backward_use[s] + 1)
+    return next(
+        (ops.name[i] for i in late if s in ops.reads[i] and ops.target[i].startswith(COMPARISONS)), ""
+    )
 
 
 def needed(trace: Trace, s: int) -> str:
