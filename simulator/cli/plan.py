@@ -75,12 +75,13 @@ def plan_command(
 
     from simulator.planners.annealing import begin_compiling
     from simulator.planners.outcome import Infeasible
-    from simulator.prediction.levers import lower_bound
+    from simulator.prediction.levers import left_out, lower_bound
     from simulator.studies.answer import Answer, refusal
     from simulator.studies.shapes import check_shapes, over_shapes, traces_of
 
     problem = api.problem_of(trace_name, planning["never"], planning["always_save"])
     shapes = None if asked_shapes is None else Shapes.parse(asked_shapes)
+    not_used = left_out(problem, api.levers_of(**changes), shapes=shapes is not None)
     if shapes is not None:
         check_shapes(problem.trace.meta, trace_name, shapes)
         # Of other shapes nobody captures model and loss function as one.
@@ -121,7 +122,13 @@ def plan_command(
         traces = traces_of(problem.trace, trace_name, shapes, out.say)
         over = over_shapes(c, shapes, traces, planning["seed"])
     found = Answer(
-        planned=c, asked=saved, trace_name=trace_name, solve_seconds=seconds, bound=bound, shapes=over
+        planned=c,
+        asked=saved,
+        trace_name=trace_name,
+        solve_seconds=seconds,
+        bound=bound,
+        shapes=over,
+        left_out=not_used,
     )
     if out.report is not None:
         from simulator.report.step import write_step
@@ -158,7 +165,7 @@ def summary(found: Answer, output: Path | None) -> str:
         *peaks_table(c, found.asked).lines(),
         *(f"{word:<7} {text}" for word, text in in_words(found)),
         *(found.shapes.lines() if found.shapes is not None else []),
-        *(f"warning {text}" for text in texts_beside_untouched(c)),
+        *(f"warning {text}" for text in (*texts_beside_untouched(c), found.left_out) if text),
     ]
     if c.planned.timeline.peak_step >= 0:
         sentence, parts = at_peak(c)

@@ -271,6 +271,18 @@ def with_loss(problem: Problem, levers: Levers) -> Problem | None:
     return problem.joined if allowed and "tile" in (levers.kinds or KINDS) and not other else None
 
 
+def left_out(problem: Problem, levers: Levers, *, shapes: bool) -> str:
+    """In words, why a loss head that is outside of the model does not run in tiles; "": it may, or there is none.
+
+    Args:
+        shapes: whether the plan is to hold for other sizes.
+    """
+    if with_loss(problem, replace(levers, errors=None)) is None or not (shapes or levers.errors):
+        return ""
+    why = "with --shapes" if shapes else "with --errors, which are of the model's step alone"
+    return f"The loss is left outside of the captured graph {why}: its tiles (lever tile) are not used."
+
+
 def has_head(problem: Problem, rewrites: Iterable[Rewrite]) -> bool:
     """Whether rewrites run a loss head in tiles."""
     heads = {x.storage for x in problem.trace.meta.stretches if x.backward is None}

@@ -31,6 +31,7 @@ class Answer:
     solve_seconds: float
     bound: Bound | None = None  # of the budget, if there is one
     shapes: OverShapes | None = None  # what the plan needs at other sizes, if that was asked
+    left_out: str = ""  # in words, what the levers could do and may not
 
     @property
     def gap_points(self) -> float | None:
@@ -60,6 +61,7 @@ class Answer:
                 **planned_peaks(c).parts(),
             },
             **({} if self.shapes is None else {"shapes": self.shapes.to_json()}),
+            **({"warnings": [*texts(c), self.left_out]} if self.left_out else {}),
         }
 
 

@@ -22,6 +22,7 @@ from simulator.prediction import levers
 from simulator.prediction.levers import (
     Changed,
     changed_steps,
+    left_out,
     lower_bound,
     lowest_floor,
     plan_with_levers,
@@ -31,6 +32,7 @@ from simulator.prediction.planning import plan_for
 from simulator.studies.max_batch import MaxBatch, Request, max_batch
 from tests.tiny import bwd, fwd, trace
 from traces.errors import PlanError, SpecError, TraceError
+from traces.records.gradient_errors import GradientErrors
 from traces.records.plan import EXACT, FP, Plan, Rewrite
 from traces.records.stretch import PRODUCT, ROWS, SUM, Part, Result, Stretch
 from traces.records.trace import EAGER, Trace
@@ -363,6 +365,17 @@ def test_of_two_numbers_of_tiles_that_promise_as_much_the_smaller_is_planned_and
 
     plan_with_levers(problem, 1, Levers(allow="fp"), make)
     assert planned == asked
+
+
+def test_a_loss_whose_tiles_are_not_used_is_named() -> None:
+    apart = Problem(replace(head(), joined=head()))
+    errors = GradientErrors(fingerprint="", model="net", device="cpu", parts=())
+    may, known = Levers(allow="approximate"), Levers(allow="approximate", errors=errors)
+    assert left_out(apart, may, shapes=False) == ""
+    assert left_out(Problem(head()), known, shapes=True) == ""
+    assert left_out(apart, Levers(), shapes=True) == ""
+    assert "outside of the captured graph with --errors" in left_out(apart, known, shapes=False)
+    assert "outside of the captured graph with --shapes" in left_out(apart, may, shapes=True)
 
 
 def test_a_campaign_predicts_the_step_as_its_plan_changes_it() -> None:
