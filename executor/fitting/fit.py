@@ -16,11 +16,12 @@ from torch import nn
 from executor.fitting.gradient_errors import plan_measured
 from executor.fitting.regions import plan_regions
 from executor.guards.twin import twin_of
-from executor.training.module import REPLAN, apply_recorded
+from executor.training.module import REPLAN, apply_recorded, capture_now
 from executor.training.planning import Clock, Say, Wanted, in_words, on_stderr, plan_within, record
 from simulator.core.limits import DEFAULTS
 from simulator.core.problem import Problem
 from simulator.prediction.warnings import UNTOUCHED_LESS, text, warnings_of
+from tracer.build.batch import split_batch, to_device
 from tracer.build.loop_options import JOIN_LOSS
 from traces.errors import CaptureError, OptimizerError, SpecError
 
@@ -46,6 +47,7 @@ def fit(
     seconds: float = DEFAULTS.seconds,
     in_place: bool = False,
     on_mismatch: str = REPLAN,
+    smaller: Any = None,
     engine: str = GRAPH,
     say: Say = on_stderr,
 ) -> nn.Module:
@@ -70,6 +72,8 @@ def fit(
             make by saving values in fewer bits. Then copies of model and batch do run: the errors of the formats are
             measured on this batch, and that of the plan, in which it stands.
         in_place, on_mismatch: as in `apply_plan`.
+        smaller: another batch of the loop, of sizes below those of `batch` where they vary. The one capture for calls
+            of all sizes is then made here, and no step waits for it. For plans by recomputation alone.
         engine: "graph": the model is captured whole; "regions": if that cannot be, the largest of its parts that can
             be captured are planned, one by one, and the rest runs as it is. To learn what that needs, two forwards and
             a backward run; parameters, buffers, gradients and random states are afterwards as they were.
@@ -102,6 +106,8 @@ def fit(
         raise SpecError(
             "parts of a model are planned by recomputation alone: leave levers and max_gradient_error out."
         )
+    if smaller is not None and (engine == REGIONS or levers or allow != "bit"):
+        raise SpecError("one capture for all sizes is for plans by recomputation alone: leave smaller out.")
     if engine not in (GRAPH, REGIONS):
         raise SpecError(f"engine {engine!r}: give {GRAPH} or {REGIONS}.")
     try:
@@ -129,5 +135,17 @@ def fit(
             "the plan makes the loss, too: train with planned_loss(model, batch) in place of loss(model(x), y)"
         )
     planned = apply_recorded(model, plan, step, wanted, loss, in_place=in_place, on_mismatch=on_mismatch)
+    if smaller is not None:
+        clock.done(_capture_sizes(planned, smaller, loss))
     say(f"ready after {time.monotonic() - began:.1f} s")
     return planned
+
+
+def _capture_sizes(planned: Any, smaller: Any, loss: Callable[..., Any] | None) -> str:
+    """Capture a planned model for calls of all sizes before the first of them; what was done, in words."""
+    where = next((p.device for p in planned.parameters()), "cpu")
+    given = split_batch(planned, to_device(smaller, str(where), None), loss)
+    if capture_now(planned, given.args, given.kwargs).sizes is not None:
+        return "captured for calls of all sizes"
+    why = planned.receipt().one_by_one or ("no size of smaller is below that of batch.",)
+    return f"calls of other sizes will be captured one by one: {why[0].rstrip('.')}"

@@ -34,7 +34,7 @@ from executor.training import hand_over
 from executor.training.autograd import run
 from executor.training.engine import Engine, device_kind, engine_of
 from executor.training.engines import Engines, engine_for
-from executor.training.planning import Recorded, Wanted, plan_call, wanted_of
+from executor.training.planning import Recorded, Wanted, on_stderr, plan_call, wanted_of
 from executor.training.receipt import EXACT, REPLANNED, RESIZED, SAVED, SYMBOLIC, CaptureNote, Receipt
 from tracer.build.batch import split_batch
 from tracer.build.context import is_fake
@@ -51,6 +51,7 @@ from traces.records.plan import Plan
 ERROR: Final = "error"  # what to do with a call that the plan is not for: raise,
 EAGER: Final = "eager"  # run the model's own forward,
 REPLAN: Final = "replan"  # or plan it within the same budget, and run its own forward if that is impossible
+A_WHILE_S: Final = 1.0  # after which it is said what a step has waited for
 MOST_REPLANS: Final = 8  # of one model; each takes seconds
 MOST_WARNINGS: Final = 8
 MOST_REASONS: Final = 64  # why calls ran without the plan, that are told apart
@@ -114,7 +115,14 @@ class _State:
                     "the plan makes the loss, too, in tiles, so that what the model returns does not exist: call "
                     f"planned_loss(model, batch) in place of loss(model(x), y){HINT}"
                 )
-            return engine_for(self.engines, self.plan, module, leaves, spec, now)
+            before = self.engines.made
+            made = engine_for(self.engines, self.plan, module, leaves, spec, now)
+            if made.of is not None and self.engines.made > before and made.of.seconds > A_WHILE_S:
+                on_stderr(
+                    f"a call of another size: captured for all sizes, in {made.of.seconds:.1f} s; fit(..., "
+                    "smaller=BATCH) does so before the first step"
+                )
+            return made
         except (PlanError, CaptureError) as error:
             if self.on_mismatch == ERROR:
                 raise

@@ -505,6 +505,41 @@ def test_fit_says_the_least_budget_that_would_do() -> None:
     fitted(model, least)
 
 
+def test_fit_that_is_told_of_smaller_batches_captures_for_all_sizes_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    eager = Deep()
+    monkeypatch.setattr(module_module, "A_WHILE_S", -1.0)
+    told: list[str] = []
+    planned = fitted(copy.deepcopy(eager), smaller=rows(3), say=told.append)
+    assert any(line.startswith("captured for calls of all sizes") for line in told)
+    monkeypatch.setattr(capture_module, "_capture", lambda *a, **k: pytest.fail("captured again"))
+    for k, n in enumerate((128, 3, 40, 17)):
+        x, y = rows(n, seed=k)
+        for model in (eager, planned):
+            torch.manual_seed(k)
+            functional.mse_loss(model(x), y).backward()
+    assert all(
+        torch.equal(p.grad, q.grad) for p, q in zip(eager.parameters(), planned.parameters(), strict=True)
+    )
+    assert [c.steps for c in planned.receipt().captures] == [1, 3]
+    assert "another size" not in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(module_module, "A_WHILE_S", -1.0)
+    untold = fitted(copy.deepcopy(eager))
+    untold(rows(3)[0])
+    assert "fit(..., smaller=BATCH)" in capsys.readouterr().err
+
+
+def test_fit_that_is_told_of_a_batch_that_is_not_smaller_says_so() -> None:
+    told: list[str] = []
+    fitted(Deep(), smaller=rows(200), say=told.append)
+    assert "captured one by one: no size of smaller is below that of batch" in told[-2]
+    with pytest.raises(SpecError, match="recomputation alone"):
+        fitted(Deep(), smaller=rows(3), allow="fp")
+
+
 SCRIPT = """
 import torch
 from torch import nn
