@@ -204,7 +204,8 @@ class _Recording:
         self.state = ()
 
     def ask_for_workspaces(self, op: int, again: bool) -> None:
-        """A library asks for its workspace when an op's outputs are there; in backward's thread also for a rerun."""
+        """A library asks for its workspace when an op's outputs are there; in backward's thread also for a rerun. State
+        that an optimizer makes for a parameter when it comes to it is there before."""
         sizes = self.workspaces.pop(op, []) if not again else []
         if again and self.problem.asks_again[op]:
             first = min((o for o in self.workspaces if self.trace.ops.phase[o] == BACKWARD), default=-1)
@@ -220,7 +221,8 @@ class _Recording:
         if sums := self.missing.intersection(self.trace.ops.writes[op]):
             self.begin_sums(sums, frees)
             return
-        if self.state and self.trace.ops.phase[op] == OPTIMIZER:
+        updates = self.trace.ops.phase[op] == OPTIMIZER
+        if self.state and updates:
             self.begin_optimizer()
         taken = schedule.takes[step]
         passes = taken if taken >= 0 and nbytes[taken] else -1
@@ -228,6 +230,8 @@ class _Recording:
         taken_over = self.there[passes].pop(0) if passes >= 0 else -1
         if asked.gives_back:
             self.free(taken_over)
+        if updates:  # state that is made for the op, before what the op makes
+            self.ask_for_workspaces(op, again=False)
         first = self.count
         for n in asked.asks:
             if n > 0:
@@ -236,7 +240,8 @@ class _Recording:
                 self.count += 1
             else:
                 self.free(first + ~n)
-        self.ask_for_workspaces(op, schedule.recompute[step] and step >= schedule.forward_steps)
+        if not updates:
+            self.ask_for_workspaces(op, schedule.recompute[step] and step >= schedule.forward_steps)
         for s, block in asked.made:
             block = taken_over if block == TAKEN else first + block
             if s in schedule.binds[step]:

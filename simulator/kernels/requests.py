@@ -144,6 +144,15 @@ def _frees(k: int, b: int, again: bool, taken: int, asks: Any, x: Any, into: Any
 
 
 @inner
+def _ask_once(b: Any, at: Any, n_once: Any, asks: Any, x: Any) -> Any:
+    """Ask for what an op needs once; returns how many such requests there are."""
+    for j in range(asks.of_op[b].workspaces_at, asks.of_op[b + 1].workspaces_at):
+        x.once[n_once, 0], x.once[n_once, 1] = at, asks.workspaces[j]
+        n_once += 1
+    return n_once
+
+
+@inner
 def requests(facts: Any, choice: Any, work: Any, asks: Any, x: Any) -> Any:
     """(requests, those asked once, blocks) of a state, which stand in `blocks`, `sizes`, `once`; FULL: no room."""
     op, going, asked_for = work.op, work.stack, work.visited  # and [op]: whether its libraries have asked
@@ -177,6 +186,11 @@ def requests(facts: Any, choice: Any, work: Any, asks: Any, x: Any) -> Any:
         taken_over = _unbind(taken, x) if taken >= 0 else long(-1)
         if first.gives_back:
             at = _give_back(taken_over, at, x)
+        if (
+            b >= asks.optimizer and not asked_for[b]
+        ):  # state that is made for the op, before what the op makes
+            asked_for[b] = 1
+            n_once = _ask_once(b, at, n_once, asks, x)
         base = count
         for j in range(first.asks_at, last.asks_at):
             if asks.asks[j] > 0:
@@ -187,9 +201,7 @@ def requests(facts: Any, choice: Any, work: Any, asks: Any, x: Any) -> Any:
                 at = _give_back(base + long(~asks.asks[j]), at, x)
         if not again and not asked_for[b]:
             asked_for[b] = 1
-            for j in range(of.workspaces_at, asks.of_op[b + 1].workspaces_at):
-                x.once[n_once, 0], x.once[n_once, 1] = at, asks.workspaces[j]
-                n_once += 1
+            n_once = _ask_once(b, at, n_once, asks, x)
         if again and of.keeps:
             while (
                 waiting < asks.backward_workspaces.shape[0] and asked_for[asks.backward_workspaces[waiting]]
@@ -198,9 +210,7 @@ def requests(facts: Any, choice: Any, work: Any, asks: Any, x: Any) -> Any:
             if waiting < asks.backward_workspaces.shape[0]:
                 w = asks.backward_workspaces[waiting]
                 asked_for[w] = 1
-                for j in range(asks.of_op[w].workspaces_at, asks.of_op[w + 1].workspaces_at):
-                    x.once[n_once, 0], x.once[n_once, 1] = at, asks.workspaces[j]
-                    n_once += 1
+                n_once = _ask_once(w, at, n_once, asks, x)
             if of.rerun_bytes and not kept_bytes:
                 kept_bytes = True
                 x.once[n_once, 0], x.once[n_once, 1] = at, of.rerun_bytes

@@ -15,9 +15,9 @@ from simulator.core.evaluator import Evaluator
 from simulator.core.problem import Problem
 from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
-from tests.tiny import bwd, fwd, trace
+from tests.tiny import bwd, fwd, opt, trace
 from traces.records.plan import Action
-from traces.records.trace import Trace
+from traces.records.trace import OPTIMIZER_STATE, Trace
 
 MIB = 1 << 20
 
@@ -75,6 +75,23 @@ def test_by_hand(conf: str, recomputed: bool, expected: int) -> None:
     evaluator = Evaluator(Problem(of))
     state = evaluator.state([Action(storage=1)] if recomputed else [])
     assert Reserver(evaluator, parse_alloc_conf(conf)).reserved_bytes(state) == expected * MIB
+
+
+def test_state_that_is_made_late_comes_before_what_its_op_makes() -> None:
+    """w 4 B; x 14 goes, m 12 stays in its segment, and u 14 needs another: m in one of its own would be 12."""
+    of = trace(
+        [fwd({"x": 14 * MIB}, "w"), bwd({"g": 4}, "x"), opt({"u": 14 * MIB}, "w", "m")],
+        {"w": 4, "m": 12 * MIB},
+        categories={"m": OPTIMIZER_STATE},
+    )
+    uses = (of.storages.first_backward_use[0], 2, *of.storages.first_backward_use[2:])
+    of = replace(of, storages=replace(of.storages, first_backward_use=uses))
+    evaluator = Evaluator(Problem(of))
+    assert Reserver(evaluator, AllocatorSettings()).reserved_bytes(evaluator.state([])) == (2 + 14 + 14) * MIB
+    problem = Problem(of)
+    assert (
+        reserved_peak(problem, build(problem), AllocatorSettings()).peak_reserved_bytes == (2 + 14 + 14) * MIB
+    )
 
 
 def test_work_space_grows() -> None:
