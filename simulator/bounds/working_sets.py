@@ -76,7 +76,7 @@ class WorkingSets:
             price_ns: time per `price_bytes`, as the bound of that instant has it; any price gives a bound.
             price_bytes: see there.
         """
-        from simulator.kernels.pebbles import EMPTY, NO_WAY, NODE, OP, STORAGE, WIDTH, Nodes, Way, walk_back
+        from simulator.kernels.pebbles import NO_WAY, NODE, OP, STORAGE, WIDTH, Nodes, Way, walk_back
 
         instants, turn = self.instants, self.instants.turn
         first = turn if op == TURN else op + 1
@@ -127,7 +127,9 @@ class WorkingSets:
         found = Nodes(
             nodes=np.empty(n_states, NODE),
             states=np.empty((n_states, WIDTH), np.int32),
-            table=np.full(1 << (2 * n_states).bit_length(), EMPTY, np.int32),
+            table=np.zeros(
+                1 << (2 * n_states).bit_length(), np.int32
+            ),  # 8 MiB, of which few pages are touched
             heap=np.empty(n_states, np.int32),
             state=np.empty(WIDTH, np.int32),
         )

@@ -57,7 +57,7 @@ class Nodes(NamedTuple):
 
     nodes: Any
     states: Any  # [node, WIDTH]: twice a storage; one more if it can be brought back in this gap
-    table: Any  # nodes by their key; a power of two of places, all EMPTY
+    table: Any  # one more than nodes, by their key; a power of two of places, all 0
     heap: Any
     state: Any  # [WIDTH]
 
@@ -136,8 +136,8 @@ def enter(
         key ^= key >> np.uint64(29)
     size = np.uint64(table.shape[0])
     place = key & (size - np.uint64(1))
-    while table[place] >= 0:
-        node = table[place]
+    while table[place]:
+        node = table[place] - 1
         if nodes[node].gap == at:
             same = True
             for j in range(states.shape[1]):
@@ -155,7 +155,7 @@ def enter(
     new = nodes[n_nodes]
     new.gap, new.so_far, new.stale = at, so_far, 0
     new.least = max(least, bound)
-    table[place] = n_nodes
+    table[place] = n_nodes + 1
     k = n_heap
     while k and before(n_nodes, found.heap[(k - 1) // 2], nodes):
         found.heap[k] = found.heap[(k - 1) // 2]
