@@ -16,6 +16,9 @@ from traces.errors import EnvironmentProblem
 
 pytest_plugins = ["tests.limits"]
 
+# Imports make much and drop little: the garbage collector need not look while tests are collected.
+gc.disable()
+
 # The first example of a test may have to compile the inner loops.
 settings.register_profile("lowtide", deadline=None)
 settings.load_profile("lowtide")
@@ -61,6 +64,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     # pytest listens to every logger that does not propagate; for a listener there, torch writes down each graph.
     logging.getLogger("torch.__trace").propagate = True
 
