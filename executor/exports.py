@@ -85,12 +85,11 @@ class Exports:
     policy: str  # the file
 
 
-def exports(plan: Plan, model: str = "", device: str = "cpu", *, torch_budget: bool = True) -> Exports:
+def exports(plan: Plan, model: str = "", *, torch_budget: bool = True) -> Exports:
     """Count what each export of a plan needs.
 
     Args:
         model: build this instead of what the plan names.
-        device: for which the step is recorded again.
         torch_budget: whether to ask torch's partitioner, too.
 
     Raises:
@@ -102,7 +101,7 @@ def exports(plan: Plan, model: str = "", device: str = "cpu", *, torch_budget: b
             f"the plan changes the step itself ({', '.join(kinds)}), which no other tool does; plan with recomputation "
             "alone (`simulate TRACE --budget ... --levers ''`) and export that."
         )
-    draft = recorded_again(plan.meta, model, device)
+    draft = recorded_again(plan.meta, model)
     trace = draft.trace
     if trace.meta.graph_fingerprint != plan.meta.graph_fingerprint:
         raise PlanError("the model's graph is not the plan's; export a plan of this model as it is here.")

@@ -85,9 +85,9 @@ class Shapes:
         return tuple(dict(zip(self.ranges, sizes, strict=True)) for sizes in sorted(chosen))
 
 
-def label(options: Mapping[str, Any], names: Mapping[str, Any] = MARKS) -> str:
+def label(options: Mapping[str, Any]) -> str:
     """What files call the sizes among some options: b16-s512."""
-    return "-".join(f"{mark}{options[k]}" for k, mark in MARKS.items() if k in options and k in names)
+    return "-".join(f"{mark}{options[k]}" for k, mark in MARKS.items() if k in options)
 
 
 def in_words(sizes: Mapping[str, int]) -> str:
