@@ -173,6 +173,25 @@ def test_the_state_with_which_an_optimizer_begins_goes_where_the_parameters_go(t
     assert found.figures.peak_reserved_bytes == predicted.steady.peak_reserved_bytes
 
 
+def test_a_recurrent_net_is_captured_on_cuda(tmp_path: Path) -> None:
+    """Its weights would be put into one piece for cuDNN, which asks where they lie; the trace's ops are elementary."""
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.rnn = nn.GRU(16, 32, 2, batch_first=True, bidirectional=True)\n"
+        "    def forward(self, x):\n"
+        "        return self.rnn(x)[0]\n"
+        "def build():\n"
+        "    net = Net()\n"
+        "    return net, torch.randn(4, 5, 16), lambda y: y.pow(2).mean(), torch.optim.SGD(net.parameters(), 0.1)\n"
+    )
+    words = ("--gpu", "h100", "--", "trace", "net.py:build", "--device", "cuda", "-o", "t", "-q")
+    call(tmp_path, "executor", "rehearse", *words)
+    assert any("sigmoid" in op for op in api.problem_of(tmp_path / "t").trace.ops.target)
+
+
 def test_what_the_driver_lacks_is_named(tmp_path: Path) -> None:
     train = script(tmp_path, "import torch\ntorch.ones(8, device='cuda').untyped_storage()._share_cuda_()\n")
     with pytest.raises(LowtideError, match="cudaIpcGetMemHandle"):
