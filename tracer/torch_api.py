@@ -144,6 +144,7 @@ def __getattr__(name: str) -> Any:
 def require_torch() -> None:
     """Raise EnvironmentProblem if torch cannot be imported, or is of a release that Lowtide does not know."""
     try:
+        import numpy  # noqa: F401  # before torch, which would swallow a Ctrl-C meanwhile, and go on without it
         import torch  # noqa: F401
     except ImportError as error:
         raise EnvironmentProblem(

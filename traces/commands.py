@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
@@ -238,7 +239,8 @@ def print_json(data: dict[str, Any], indent: int | None = 1) -> None:
 
 @contextlib.contextmanager
 def stdout_free(as_json: bool) -> Iterator[None]:
-    """What the user's code prints in the body, that of its child processes included, goes to stderr with `as_json`.
+    """What the user's code prints in the body, that of its child processes included, goes to stderr with `as_json`, and
+    what it prints when the process ends.
 
     So stdout holds the one JSON object and nothing else.
     """
@@ -255,6 +257,15 @@ def stdout_free(as_json: bool) -> Iterator[None]:
         finally:
             os.dup2(kept, 1)
             os.close(kept)
+            atexit.register(
+                _stdout_ends
+            )  # before what the user's code has registered, since the last goes first
+
+
+def _stdout_ends() -> None:
+    with contextlib.suppress(BrokenPipeError, ValueError):  # nobody reads it, or it is closed
+        sys.stdout.flush()
+    os.dup2(2, 1)
 
 
 def _finite(data: Any) -> Any:

@@ -19,7 +19,7 @@ UNITS: Final = {
 SIZES: Final = "give bytes (8589934592), a size (8GiB, 8GB, 512MiB)"
 BUDGET: Final = "budget"
 MOST_BYTES: Final = 1 << 62  # what is more is no limit, and does not fit 64 bits
-_NUMBER: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))\s*([a-zA-Z%]*)", re.ASCII)
+_NUMBER: Final = re.compile(r"([+-]?(?:\d{1,400}(?:\.\d{,400})?|\.\d{1,400}))\s*([a-zA-Z%]*)", re.ASCII)
 
 
 def parse_budget(text: str, saved_peak_bytes: int, what: str = BUDGET) -> int:

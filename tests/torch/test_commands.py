@@ -516,11 +516,13 @@ def test_what_cannot_be_written_or_read_in_the_end_is_refused_before_the_work(
 
 
 NOISY = """
+import atexit
 import os
 import torch
 from torch import nn
 
 print("at import")
+atexit.register(lambda: os.write(1, b"at the end"))
 class Noisy(nn.Linear):
     def forward(self, x):
         print("in forward")
@@ -539,7 +541,7 @@ def test_what_the_users_code_prints_does_not_break_the_answer(tmp_path: Path) ->
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["trace"] == "t"
-    for word in ("at import", "in forward", "below Python", "a child"):
+    for word in ("at import", "in forward", "below Python", "a child", "at the end"):
         assert word in done.stderr
 
 

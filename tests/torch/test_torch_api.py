@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -124,3 +127,12 @@ def test_no_other_module_reaches_into_torch() -> None:
         and "torch.ops.aten." not in ast.unparse(node)
     ]
     assert found == []
+
+
+def test_ctrl_c_while_numpy_is_imported_is_not_swallowed(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
+    code = "from tracer.torch_api import require_torch; require_torch()"
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert done.returncode
