@@ -100,6 +100,7 @@ USED: Final = {
     "cudnn_enabled": "torch._C:_get_cudnn_enabled",
     "execution_engine": "torch.autograd:Variable._execution_engine",
     "disable_dynamo": "torch:_disable_dynamo",
+    "preserved_versions": "torch.autograd:_unsafe_preserve_version_counter",
     "current_autograd_node": "torch._C:_current_autograd_node",
     "will_execute": "torch._C:_will_engine_execute_node",
     "DisableTorchFunction": "torch._C:DisableTorchFunction",

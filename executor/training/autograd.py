@@ -14,7 +14,7 @@ from executor.training.hand_over import Pool
 from tracer.build.loop import fit_tangent
 from tracer.build.release import check_alone, hands_over
 from tracer.precision.policy import without_autocast
-from tracer.torch_api import make_wrapper_subclass
+from tracer.torch_api import make_wrapper_subclass, preserved_versions
 from traces.errors import PlanError
 
 
@@ -117,7 +117,8 @@ class _Model(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passing: _Passing, _anchor: Any, *inputs: torch.Tensor) -> torch.Tensor:
         # The casts are ops of the graph; autocast around this call must not add others.
-        with without_autocast():
+        statistics = tuple(inputs[k] for k in passing.engine.statistics)
+        with without_autocast(), preserved_versions(statistics):
             outputs, saved = passing.engine.rewritten.forward([*inputs, *passing.engine.numbers])
         passing.outputs, passing.saved = list(outputs), list(saved)
         passing.versions = _versions(passing, passing.saved)

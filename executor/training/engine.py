@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -49,6 +50,8 @@ class Engine:
     steps: int = 0  # that it served
     writes_arguments: bool = False  # so that it matters which of them share a storage
     partial: dict[Any, GraphModule] = field(default_factory=dict)  # backwards by what is missing
+    # Numbers of the inputs that batch norms write.
+    statistics: tuple[int, ...] = ()
     plan: Plan | None = None  # that it was rewritten by
     all_saved: bool = False  # or none of its actions, which are for a graph without sizes of one
     sizes: Sizes | None = None  # that it may have, if they vary
@@ -142,8 +145,21 @@ def _rewritten(program: Program, plan: Plan, kind: str, actions: Iterable[Action
         rewritten=rewrite(program, build(Problem(program.trace()), actions)),
         kind=kind,
         writes_arguments=_writes_arguments(program),
+        statistics=_statistics(program.captured),
         plan=plan,
     )
+
+
+def _statistics(captured: Captured) -> tuple[int, ...]:
+    """Numbers of the inputs that batch norms alone write, without a new version in the untouched step."""
+    number = {n: k for k, n in enumerate(captured.placeholders)}
+    written: dict[int, bool] = {}
+    for n in captured.forward:
+        if n.target is torch.ops.aten.copy_.default and n.args[0] in number:
+            value: Any = n.args[1]
+            by_norm = value.target is operator.getitem and "batch_norm" in str(value.args[0].target)
+            written[number[n.args[0]]] = by_norm and written.get(number[n.args[0]], True)
+    return tuple(k for k, by_norm in written.items() if by_norm)
 
 
 def captured_for(

@@ -864,6 +864,16 @@ def a_gradient_penalty_without_the_plan(m: Any) -> Any:
     return [x.item() for x in losses]
 
 
+@row()
+def a_call_without_the_plan_before_one_by_it_in_one_loss(m: Any) -> Any:
+    """The second writes the batch norm's statistics, which the first has saved; eager makes no new version of them."""
+    with unplanned(m) if isinstance(m, PlannedModule) else nullcontext():
+        first = total(m(batch()))
+    loss = first + total(m(batch(1)))
+    loss.backward()
+    return loss.item()
+
+
 class Complex(nn.Module):
     """Weights, argument and result of complex numbers."""
 

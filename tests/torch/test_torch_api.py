@@ -130,7 +130,8 @@ def test_no_other_module_reaches_into_torch() -> None:
 
 
 def test_ctrl_c_while_numpy_is_imported_is_not_swallowed(tmp_path: Path) -> None:
-    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
+    once = "if not hasattr(sys, 'seen'):\n    sys.seen = True\n    raise KeyboardInterrupt"
+    (tmp_path / "numpy.py").write_text(f"import sys\n{once}\nraise ImportError")
     code = "from tracer.torch_api import require_torch; require_torch()"
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
