@@ -31,6 +31,7 @@ from traces.records.trace import (
     Trace,
 )
 
+OWN_LOOP: Final = "step()"  # the user's own, of which only the untouched requests say what it does
 MOST_PARTS: Final = 3  # of those that accumulate gradients: the third and all further ones ask the same
 
 
@@ -88,13 +89,25 @@ def requests_of(problem: Problem, schedule: Schedule) -> Requests:
 
 
 def _requests_of(problem: Problem, schedule: Schedule) -> Requests:
-    options = problem.trace.meta.options
-    parts, stay = min(options.get("accumulate", 1), MOST_PARTS), options.get("zero_grad") in ("keep", "none")
+    parts, stay = _parts_of(problem.trace)
     later = _iteration(_Recording(problem, gradients=parts == 1 or stay), schedule, parts, stay=stay)
     if not stay:
         return later
     first = _iteration(_Recording(problem, gradients=False, before=later.count), schedule, parts, stay=True)
     return replace(later, residents=first.residents, first=first)
+
+
+def _parts_of(trace: Trace) -> tuple[int, bool]:
+    """Of how many parts an iteration is whose gradients add up, and whether these stay for the next."""
+    options, of = trace.meta.options, trace.untouched
+    parts, stay = options.get("accumulate", 1), options.get("zero_grad") in ("keep", "none")
+    if trace.meta.loop == OWN_LOOP and GRADIENT in trace.storages.category and of.block:
+        rows = list(zip(of.block, of.nbytes, of.once, of.phase, strict=True))
+        phases = [phase for _, _, once, phase in rows if once != FIRST]
+        parts = sum(p == FORWARD and (not k or phases[k - 1] != p) for k, p in enumerate(phases))
+        back = {~block for block, n, _, _ in rows if not n}
+        stay = any(n and once == FIRST and p == BACKWARD and b not in back for b, n, once, p in rows)
+    return min(parts, MOST_PARTS), stay
 
 
 def _iteration(recording: _Recording, schedule: Schedule, parts: int, *, stay: bool) -> Requests:

@@ -18,7 +18,17 @@ from simulator.core.schedule import build
 from tests.strategies import traces_with_actions
 from tests.tiny import bwd, chain, fwd, opt, trace
 from traces.records.plan import RECOMPUTE, Action
-from traces.records.trace import BACKWARD, FORWARD, GRADIENT, OPTIMIZER, OPTIMIZER_STATE, WORKSPACE, Trace
+from traces.records.trace import (
+    BACKWARD,
+    FIRST,
+    FORWARD,
+    GRADIENT,
+    OPTIMIZER,
+    OPTIMIZER_STATE,
+    WORKSPACE,
+    Trace,
+    Untouched,
+)
 
 MIB = 1 << 20
 
@@ -172,6 +182,22 @@ def test_the_first_part_of_an_iteration_leaves_the_gradients_to_which_others_are
     assert asked(found) == [*first, *second, (~1, 0), (~3, 0)]
     assert (found.residents, found.first) == ((512,), None)
     assert found.phases == ((FORWARD, 0), (BACKWARD, 1), (FORWARD, 6), (BACKWARD, 7), (OPTIMIZER, 12))
+
+
+@pytest.mark.parametrize(("stays", "zero_grad"), [(False, "before"), (True, "keep")])
+def test_parts_of_a_loop_of_the_user_s_own_are_those_of_its_untouched_requests(
+    stays: bool, zero_grad: str
+) -> None:
+    """Two forwards and backwards: x and g of each; the first g stays, or goes with the first optimizer step."""
+    t = adding_up()
+    asked = [(0, 4, 0, FORWARD), (1, 30, FIRST if stays else 0, BACKWARD), (~0, 0, 0, BACKWARD)]
+    asked += [(2, 4, 0, FORWARD), (3, 30, 0, BACKWARD), (~3, 0, 0, BACKWARD), (~2, 0, 0, BACKWARD)]
+    asked += [] if stays else [(~1, 0, 0, OPTIMIZER)]
+    block, nbytes, once, phase = zip(*asked, strict=True)
+    untouched = Untouched(block=block, nbytes=nbytes, once=once, phase=phase)
+    own = Problem(replace(t, meta=replace(t.meta, loop="step()"), untouched=untouched))
+    said = Problem(adding_up(accumulate=2, zero_grad=zero_grad))
+    assert requests_of(own, build(own)) == requests_of(said, build(said))
 
 
 @pytest.mark.parametrize("way", ["keep", "none"])

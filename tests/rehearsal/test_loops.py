@@ -117,6 +117,21 @@ def test_a_loop_of_the_user_s_own_is_rehearsed(tmp_path: Path, forked: Forked) -
     check(forked, f"{tmp_path / 'mine.py'}:build", {})
 
 
+@pytest.mark.parametrize("to_none", [False, True])
+def test_a_plan_in_a_loop_of_the_user_s_own(tmp_path: Path, to_none: bool, forked: Forked) -> None:
+    """Its gradients add up over two parts, and stay or not."""
+    deep = "for _ in range(4): x = x + self.b(F.gelu(self.a(x)))\n        return x"
+    own = OWN.replace("return self.b(F.gelu(self.a(x)))", deep)
+    (tmp_path / "mine.py").write_text(own.replace("set_to_none=False", f"set_to_none={to_none}"))
+    model = f"{tmp_path / 'mine.py'}:build"
+    found = trace(model, target=GPU, profile=False)
+    plan = api.plan(found, "90%", seconds=1)
+    assert plan.actions
+    path = plan.save(tmp_path / "plan.json")
+    rehearsed = forked.rehearse(model, GPU, {}, plan=str(path), iterations=4)
+    alike(planned_peaks(api.simulate(found, plan)), rehearsed)
+
+
 @pytest.mark.parametrize(
     "words", [("mine.py:build",), ("resnet18", "--batch-size", "8", "--accumulate", "2")]
 )
