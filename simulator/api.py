@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -341,6 +342,8 @@ def _meant(
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[Limits, Constraints, str | None, Callable[[str], None]]:
     """`Planning` with its defaults."""
+    if not isinstance(seconds, int | float) or not 0 <= seconds <= sys.float_info.max:
+        raise SpecError(f"seconds {seconds!r}: give a number such as 5.")
     constraints = Constraints(never=tuple(never), always_save=tuple(always_save))
     return Limits(seconds=seconds, seed=seed), constraints, alloc_conf, progress
 

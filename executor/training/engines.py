@@ -6,7 +6,7 @@ import copy
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from executor.training.engine import (
     model_bytes,
     program_actions,
 )
-from executor.training.families import Family, kind_of, layouts_of, many_sizes, size_of
+from executor.training.families import Family, is_tensor, kind_of, layouts_of, many_sizes, size_of
 from tracer.capture.sizes import number
 from tracer.precision.policy import Autocast
 from tracer.record.program import Program
@@ -174,7 +174,7 @@ def _made(
         watch.leave_out(unread)
         engines.last.clear()
         state = watch.state()
-    _warn(engines, changed - unread)
+    _warn(engines, {*(changed - unread), *_other_values(engines.last, call)})
     engines.last[call] = state
     engine.why = why_captured(engines.first, (state, call))
     engines.first = engines.first or (state, call)
@@ -235,6 +235,14 @@ def _resized(
 
 def _few(changes: list[str]) -> str:
     return "; ".join(changes[:3]) + (f"; and {len(changes) - 3} more" if len(changes) > 3 else "")
+
+
+def _other_values(captured: Iterable[Any], call: Any) -> Iterator[Path]:
+    """The arguments beside tensors that have another value than in the call of that kind that was captured last."""
+    alike = [c for c in captured if c[0] == call[0]]
+    for k, (a, b) in enumerate(zip(alike[-1][1], call[1], strict=True) if alike else ()):
+        if a != b and not is_tensor(a) and not is_tensor(b):
+            yield "the call", f"argument {k}"
 
 
 def _warn(engines: Engines, changed: Iterable[Path]) -> None:

@@ -66,6 +66,7 @@ def test_constraints_and_planners_by_name_or_place(trace: Trace) -> None:
         {"never": ["nothing ::"]},
         {"device": "no-such-gpu"},
         {"budget_of": "x"},
+        *({"seconds": seconds} for seconds in ("5", None, -1, float("nan"), 10**400)),
     ):
         with pytest.raises(SpecError):
             plan(trace, "85%", **wrong)

@@ -532,6 +532,15 @@ def test_fit_that_is_told_of_smaller_batches_captures_for_all_sizes_before_the_f
     assert "fit(..., smaller=BATCH)" in capsys.readouterr().err
 
 
+def test_a_number_among_the_arguments_that_is_another_in_every_call_is_said() -> None:
+    planned = fitted(Deep())
+    x, _ = rows()
+    for k in range(4):
+        planned(x, 0.5 + k)  # an argument more than the plan's batch has, then other numbers
+    with pytest.warns(UserWarning, match="argument 1 of the call has changed 4 times"):
+        planned(x, 9.0)
+
+
 def test_fit_that_is_told_of_a_batch_that_is_not_smaller_says_so() -> None:
     told: list[str] = []
     fitted(Deep(), smaller=rows(200), say=told.append)
