@@ -140,6 +140,22 @@ def test_an_op_that_overwrites_its_argument_leaves_nothing() -> None:
     assert cpu_events(Signature(target="aten.mul.Tensor", args=(x, mask), outputs=(x,))) == (64, 64, -64)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "events"),
+    [
+        ("float32", (64, 64, -64, 8, 4, 64, -4, -8, -64)),
+        ("bfloat16", (32, 32, -32, 8, 2, 32, -2, -8, -32)),
+        ("float64", (128, 128, -128, 8, 128, -8, -128)),
+    ],
+)
+def test_a_dropout_s_backward_converts_its_scale(dtype: str, events: tuple[int, ...]) -> None:
+    """As the profiler measures it: where it decides a peak, twelve bytes too few were told."""
+    x, mask = spec(4, 4, dtype=dtype), spec(4, 4, dtype="bool")
+    target = "aten.native_dropout_backward.default"
+    told = cpu_events(Signature(target=target, args=(x, mask, 1.25), outputs=(x,)))
+    assert tuple(filter(None, told)) == events
+
+
 class Bottleneck(nn.Module):
     """The convolutions of a residual network, layer norm and attention."""
 
