@@ -1390,6 +1390,61 @@ def gradients_set_to_zero_and_to_none(m: Any) -> Any:
     return optimizer.state_dict()
 
 
+@row()
+def sharpness_aware_steps(m: Any) -> Any:
+    """Two forwards and backwards a step, the second of changed weights."""
+    optimizer, losses = torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9), []
+    for k in range(3):
+        losses.append(step(m, batch(k)))
+        moved = [(p, p.grad / 10) for p in m.parameters() if p.grad is not None]
+        with torch.no_grad():
+            for p, e in moved:
+                p.add_(e)
+        optimizer.zero_grad()
+        losses.append(step(m, batch(k)))
+        with torch.no_grad():
+            for p, e in moved:
+                p.sub_(e)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return losses
+
+
+@row(net=Shallow)
+def a_closure_that_lbfgs_calls(m: Any) -> Any:
+    optimizer = torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=5, line_search_fn="strong_wolfe")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = total(m(batch()))
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(2)]
+
+
+@row()
+def first_order_inner_steps_by_functional_call(m: Any) -> Any:
+    optimizer, losses = torch.optim.SGD(m.parameters(), lr=1e-3), []
+    for k in range(2):
+        weights = dict(m.named_parameters())
+        inner = total(torch.func.functional_call(m, weights, (batch(k),)))
+        changes = torch.autograd.grad(inner, list(weights.values()))
+        weights = {n: p - 1e-3 * g for (n, p), g in zip(weights.items(), changes, strict=True)}
+        loss = total(torch.func.functional_call(m, weights, (batch(k + 9),)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@row(net=Shallow)
+def arguments_that_lie_otherwise(m: Any) -> Any:
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(3))
+    return [step(m, y) for y in (x[::2, ::2], x[:6, :8].T.contiguous().T, x[:1, :8].expand(6, 8), x[:6, 8:])]
+
+
 @row(net=Shallow)
 def inside_a_checkpoint(m: Any) -> Any:
     total(checkpoint(m, batch(), use_reentrant=False)).backward()
