@@ -51,7 +51,7 @@ def provenance(meta: TraceMeta) -> str:
 def warnings(c: Prediction) -> tuple[PredictionWarning, ...]:
     """What must be said beside the figures of a prediction, the gravest first; empty if nothing."""
     meta = c.trace.meta
-    out = [*_unknown(c.step.trace, c.planned), *_untouched(c), *_derived(meta)]
+    out = [*_unknown(c.step.trace, c.planned), *_untouched(c), *_recurrent(meta), *_derived(meta)]
     if meta.mode in (FAKE, REHEARSED_MODE) and kind_of(meta) == CUDA:
         out.append(PredictionWarning(code="not-confirmed"))
     elif meta.mode == FAKE and _is_gpu(meta.target):
@@ -153,6 +153,14 @@ def _untouched(c: Prediction) -> list[PredictionWarning]:
     return [PredictionWarning(code=UNTOUCHED_LESS, figures={**figures, "in_vain": int(in_vain)})]
 
 
+def _recurrent(meta: TraceMeta) -> list[PredictionWarning]:
+    """That a GPU runs whole recurrent layers in one kernel each, which no captured graph has."""
+    names = meta.sketch.get("recurrent")
+    if kind_of(meta) != CUDA or not isinstance(names, list) or not names:
+        return []
+    return [PredictionWarning(code="recurrent", subject=str(names[0]), figures={"modules": len(names)})]
+
+
 def _settings(c: Prediction) -> list[PredictionWarning]:
     """That a budget of reserved memory is kept to under certain settings alone, and what is reserved without them."""
     settings, plain = c.setting.settings, c.planned_fit.by_default
@@ -241,6 +249,15 @@ def _derived_text(_: str, f: Mapping[str, Any]) -> str:
     return told
 
 
+def _recurrent_text(first: str, f: Mapping[str, Any]) -> str:
+    which = f"{first!r}" + (f" and {f['modules'] - 1:,} more" if f["modules"] > 1 else "")
+    return (
+        f"Recurrent layers ({which}) are predicted as the elementary ops that planned steps run; without a plan a GPU "
+        "runs cuDNN's kernel for them, which keeps other values and buffers of its own: the untouched loop may need "
+        "notably more or less than what stands here. To know it, rehearse the loop (`execute rehearse`)."
+    )
+
+
 def _settings_text(conf: str, f: Mapping[str, Any]) -> str:
     growing = (
         " Expandable segments need a platform on which torch can map memory, which Windows is not: there it warns and "
@@ -258,6 +275,7 @@ _PROSE: Final[Mapping[str, Callable[[str, Mapping[str, Any]], str]]] = {
     "unknown-workspaces": _unknown_text,
     UNTOUCHED: _untouched_text,
     UNTOUCHED_LESS: _untouched_less_text,
+    "recurrent": _recurrent_text,
     "derived-workspaces": _derived_text,
     "not-confirmed": lambda *_: (
         f"This prediction is {UNCONFIRMED}: the step was not run on one. To confirm it, run `execute --device cuda` "

@@ -29,6 +29,7 @@ from executor import apply_plan, measure, verify  # noqa: E402
 from executor.plans import Outcome, Settings  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.planners import plan_with  # noqa: E402
+from simulator.prediction.warnings import text, warnings_of  # noqa: E402
 from tests.core.test_readme import measurement  # noqa: E402
 from tracer import trace  # noqa: E402
 from traces.errors import CaptureError, PlanError, SpecError  # noqa: E402
@@ -192,6 +193,30 @@ def test_wherever_the_model_is_the_trace_is_the_same() -> None:
     assert half.meta.amp == "bfloat16"
     assert half.meta.fingerprint != here.meta.fingerprint
     assert trace(net, batch, functional.cross_entropy, optimizer, target="h100").meta.device == "cuda"
+
+
+class Speaker(nn.Module):
+    """Two recurrent layers, of which the last states are classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.GRU(8, 16, batch_first=True), nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.second(self.first(x)[0])[0][:, -1])
+        return out
+
+
+def test_recurrent_layers_of_a_gpu_are_warned_of() -> None:
+    net, batch = Speaker(), (torch.randn(4, 5, 8), torch.randint(4, (4,)))
+    told = {}
+    for target in ("h100", None):
+        recorded = trace(net, batch, functional.cross_entropy, "sgd", target=target)
+        told[target] = [w for w in warnings_of(Problem(recorded)) if w.code == "recurrent"]
+    assert [(w.subject, w.figures) for w in told["h100"]] == [("first", {"modules": 2})]
+    assert "'first' and 1 more" in text(told["h100"][0])
+    assert not told[None]
 
 
 def test_shared_storages_stay_shared() -> None:

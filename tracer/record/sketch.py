@@ -27,10 +27,12 @@ def sketch(program: Program, model: nn.Module, args: Sequence[Any], kwargs: dict
         `arguments`: of each leaf its name and what it is ("int64[8, 128]"); `shares`: groups of tensor arguments, by
         their number, that share a storage; `frozen`, `evaluated`: parameters without a gradient and modules in
         evaluation mode, of whole modules only the path; `dtypes`: of the parameters; `parameters`: how many, and a
-        digest of their names; `ops`: a line for each, packed (`ops_of`).
+        digest of their names; `recurrent`: modules that are one kernel of cuDNN's on a GPU, if any; `ops`: a line for
+        each, packed (`ops_of`).
     """
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     ops = "\n".join(f"{row.target} {row.module}" for row in program.rows)
+    recurrent = [name for name, m in modules.items() if isinstance(m, nn.RNNBase)]
     return {
         "arguments": [list(x) for x in _arguments(model, args, kwargs)],
         "shares": [list(group) for group in program.shares],
@@ -38,6 +40,7 @@ def sketch(program: Program, model: nn.Module, args: Sequence[Any], kwargs: dict
         "evaluated": _whole({name for name, m in modules.items() if not m.training}, modules),
         "dtypes": sorted({_dtype(p) for p in parameters.values()}),
         "parameters": [len(parameters), names_digest(parameters)],
+        **({"recurrent": recurrent} if recurrent else {}),
         "ops": base64.b85encode(zlib.compress(ops.encode(), 9)).decode(),
     }
 
