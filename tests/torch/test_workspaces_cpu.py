@@ -250,7 +250,17 @@ def convolutions() -> list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any
         ((2, 32, 12, 12), (32, 1, 3, 3), {"groups": 32, "padding": 2, "dilation": 2, "bias": True}),
         ((2, 20, 12, 12), (20, 1, 3, 3), {"groups": 20, "padding": 1, "bias": True}),
         ((2, 16, 33, 33), (16, 16, 3, 3), {"padding": 7, "dilation": 7}),
-        ((2, 16, 33, 33), (16, 16, 3, 3), {"padding": 16, "dilation": 16}),  # columns, but for the weight
+        (
+            (2, 16, 33, 33),
+            (16, 16, 3, 3),
+            {"padding": 16, "dilation": 16},
+        ),  # columns, for the image by the first cache
+        ((2, 64, 40, 40), (16, 64, 3, 3), {"padding": 15, "dilation": 15}),  # pieces of 15 elements
+        (
+            (2, 16, 31, 31),
+            (64, 16, 3, 3),
+            {"padding": 7, "dilation": 7},
+        ),  # of 6, since four blocks are made at once
         ((2, 16, 33, 33), (16, 16, 3, 3), {"padding": 17, "dilation": 17}),  # columns throughout
         ((2, 16, 28, 28), (48, 16, 3, 3), {"padding": 13, "dilation": 13}),  # a short row
         ((2, 32, 2, 2), (32, 32, 3, 3), {"padding": 1}),  # a short row as long as its padding

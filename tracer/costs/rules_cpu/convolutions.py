@@ -2,8 +2,8 @@
 
 Counts: of images in float32 whose channels come first, reorders into oneDNN's layouts and back, its scratch for strided
 kernels and for those that go through columns, the columns of torch's own kernels. Ignores: scratch in which threads sum
-the gradients of weights; copies of biases. No rule: other types, one or three dimensions, transposed convolutions,
-images in channels last; there, `--calibrate` measures.
+the gradients of weights; copies of biases; that forward makes large columns in parts. No rule: other types, one or
+three dimensions, transposed convolutions, images in channels last; there, `--calibrate` measures.
 """
 
 from __future__ import annotations
@@ -106,8 +106,30 @@ class Convolution:
         if task == WEIGHT:
             # Both ends of a short row are padding, and more of it than the taps of a convolution that keeps its size.
             return taps > 1 and (taps < 2 * left >= width or left > 28)
-        # A row is made in pieces of 6 to 15 elements, which its left end may not be longer than.
-        return taps == 3 and width > 30 and left > 7
+        over = left if task == FORWARD else (taps - 1) * self.dilation[-1] - left
+        return taps == 3 and over > self._piece(task)
+
+    def _piece(self, task: str) -> int:
+        """Elements of a row that oneDNN's kernel for 3 taps keeps in registers; its end may not be longer.
+
+        Source: oneDNN, `init_conf` in jit_avx512_common_conv_kernel.cpp. Counts: blocks of channels, the first cache.
+        Ignores: that forward takes fewer blocks at once where threads share the work better so.
+        """
+        read, made, high = self.read.shape[-1], self.made.shape[-1], self.kernel[0]
+        weight = (
+            96 * high
+        )  # all in vectors of 16 numbers: rows of what is read and made, and two blocks of the weight
+        if task == FORWARD:
+            channels, most, width = self.weight.shape[0], 5, made
+            fits = 64 * (read * high + 2 * made + weight) < onednn.first_cache()
+            whole = (made <= 28 and fits) or (self.read.shape[0] == 1 and made <= 147 and channels <= 96)
+        else:
+            channels, most, width = self.read.shape[1], 4, read
+            fits = 64 * (2 * read * high + made + weight) <= onednn.first_cache()
+            whole = fits and not (read <= 5 or 8 < read <= 13)
+        blocks = padded(channels) // onednn.block()
+        at_once = max(n for n in range(1, most + 1) if blocks % n == 0)
+        return min(width, 28 if whole else 31 // (at_once + 1))
 
 
 def convolution(signature: Signature) -> Events | None:

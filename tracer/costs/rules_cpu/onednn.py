@@ -1,4 +1,4 @@
-"""How torch and oneDNN work on this CPU: threads, channels in a block, whether it multiplies in bfloat16."""
+"""How torch and oneDNN work on this CPU: threads, channels in a block, the first cache, products in bfloat16."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ def block() -> int:
     import torch
 
     return 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8
+
+
+@cache
+def first_cache() -> int:
+    """Bytes of a core's first cache of data; where nobody says, as many as oneDNN assumes."""
+    import torch
+
+    told: dict[str, int] = getattr(torch.cpu, "get_capabilities", dict)()  # before torch 2.12: nothing
+    return told.get("l1d_cache_size") or 32 << 10
 
 
 @cache
