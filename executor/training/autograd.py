@@ -59,12 +59,19 @@ class _Passing:
 
 
 def _versions(passing: _Passing, values: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """Of each of the caller's own tensors that backward reads: how often it has been changed in place, and a digest."""
-    held = passing.engine.rewritten.held
-    return [
-        (-1 if x.is_inference() else x._version, _digest(x) if name.startswith("the argument") else 0)
-        for x, name in ((values[k], name) for k, name in held)
-    ]
+    """Of each of the caller's own tensors that backward reads: how often it has been changed in place, and a digest.
+
+    Raises:
+        PlanError: one was made in inference mode, where no tensor knows that; autograd refuses to save it, too.
+    """
+    held = [(values[k], name) for k, name in passing.engine.rewritten.held]
+    for x, name in held:
+        if x.is_inference():
+            raise PlanError(
+                f"{name} was made under torch.inference_mode(), and backward reads it: make it outside, or give the "
+                "model a clone."
+            )
+    return [(x._version, _digest(x) if name.startswith("the argument") else 0) for x, name in held]
 
 
 def _digest(x: torch.Tensor) -> int:

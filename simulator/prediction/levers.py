@@ -407,9 +407,9 @@ def nothing_in_tiles(trace: Trace, levers: Levers) -> str:
     if named or not allowed or "tile" not in (levers.kinds or KINDS):
         return ""
     return (
-        "The trace names nothing that could run in tiles: an older trace does not say it, so trace again; a loss is "
-        "found where forward computes it, or a loss function that the trace was given, of the model's output and "
-        "the targets alone; in a step() of your own, and with --shapes, it is not."
+        "The trace names nothing that could run in tiles. Where you expect something: an older trace does not say it, "
+        "so trace again; a loss is found where forward computes it, or a loss function that the trace was given, of "
+        "the model's output and the targets alone; in a step() of your own, and with --shapes, it is not."
     )
 
 

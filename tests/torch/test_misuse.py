@@ -733,6 +733,13 @@ def the_input_refilled_through_data(m: Any) -> Any:
     loss.backward()
 
 
+@row("inference_mode", net=Shallow)
+def an_input_made_in_inference_mode(m: Any) -> Any:
+    with torch.inference_mode():
+        x = batch() * 2
+    total(m(x)).backward()
+
+
 @row(net=Shallow)
 def the_input_refilled_after_backward(m: Any) -> Any:
     x, losses = batch(), []
