@@ -1,11 +1,13 @@
 """Models by others, from their own packages: traced by name, planned, and trained to eager's bits by the plan.
 
-Run with -m slow. The architectures of transformers are as their configurations make them, small.
+Run with -m slow. The architectures of transformers are as their configurations make them, small; those of timm and
+diffusers want these packages.
 """
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ pytest.importorskip("transformers")
 
 from executor.verifying import verify  # noqa: E402
 from simulator import api as simulator  # noqa: E402
+from tests.bench import architectures  # noqa: E402
 from tests.torch.steps import recorded  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from traces.errors import BudgetError  # noqa: E402
@@ -64,12 +67,9 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers(name: str, tmp_path: Path) -> None:
-    path = tmp_path / f"{name}.json"
-    path.write_text(json.dumps({"model_type": name, **TRANSFORMERS[name]}))
-    build = load_spec(f"hf:{path}", {"batch_size": 8, "seq_len": 32})
+def check(spec: str, **options: Any) -> None:
+    """The step of these options has a plan, and trains by it to eager's bits."""
+    build = load_spec(spec, options)
     trace = recorded(build).trace
     try:
         plan = simulator.plan(trace, BUDGETS[0], seconds=2)
@@ -77,3 +77,38 @@ def test_transformers(name: str, tmp_path: Path) -> None:
         plan = simulator.plan(trace, BUDGETS[1], seconds=2)
     outcome = verify(build, plan, steps=2)
     assert outcome.bit_equal, outcome.first_difference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers(name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps({"model_type": name, **TRANSFORMERS[name]}))
+    check(f"hf:{path}", batch_size=8, seq_len=32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in architectures.CONFIGS if name not in TRANSFORMERS])
+def test_larger_transformers(name: str) -> None:
+    check(f"{architectures.__file__}:{name}", batch_size=4, seq_len=256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures.TIMM)
+def test_timm(name: str) -> None:
+    if not find_spec("timm"):  # which imports torchvision, as `trace` knows to do
+        pytest.skip("timm is not installed")
+    check(f"timm:{name}", batch_size=8 if "_b" in name else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures.SEGMENTATION)
+def test_segmentation(name: str) -> None:
+    check(f"{architectures.__file__}:{name}", batch_size=4, image_size=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures.DIFFUSERS)
+def test_diffusers(name: str) -> None:
+    pytest.importorskip("diffusers")
+    check(f"{architectures.__file__}:{name}", batch_size=4)
