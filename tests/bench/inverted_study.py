@@ -13,8 +13,9 @@ Python's own reference, which every Python carries (`pydoc_data.topics`).
 from __future__ import annotations
 
 import json
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import mean
@@ -59,6 +60,9 @@ def main(given: Path | None, output: Path | None, report: Path | None, parts: st
     """Work out the study, or take it as it is GIVEN; then write it and its page."""
     study = json.loads(given.read_text()) if given else {}
     if given is None:
+        environment: dict[str, Any] = {
+            "torch": torch.__version__, "threads": torch.get_num_threads(), "commit": commit(), "seconds": {},
+        }  # fmt: skip
         ways: dict[str, Callable[[], Any]] = {
             "derivative": derivative, "gradients": gradients, "memory": memory, "times": times,
             "training": lambda: training(steps),
@@ -66,16 +70,39 @@ def main(given: Path | None, output: Path | None, report: Path | None, parts: st
         for part in parts.split(","):
             began = time.process_time()
             click.echo(f"{part} ...", err=True)
-            study[part] = ways[part]()
-            click.echo(f"{part}: {time.process_time() - began:.0f} s of processor time", err=True)
-        study["environment"] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(study, indent=1) + "\n")
+            study[part] = rounded(ways[part]())
+            environment["seconds"][part] = round(time.process_time() - began)
+            click.echo(f"{part}: {environment['seconds'][part]} s of processor time", err=True)
+            study["environment"] = environment
+            keep(output, study)
+    else:
+        keep(output, study)
     if report is not None:
         from tests.bench.inverted_study_page import write
 
         write(report, study)
+
+
+def commit() -> str:
+    """The commit of this checkout, with `-dirty` where files differ; "" outside of one."""
+    say = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    return subprocess.run(say, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+
+
+def rounded(found: Any) -> Any:
+    """With six digits of each number."""
+    if isinstance(found, dict):
+        return {k: rounded(v) for k, v in found.items()}
+    if isinstance(found, list | tuple):
+        return [rounded(v) for v in found]
+    return float(f"{found:.6g}") if isinstance(found, float) else found
+
+
+def keep(output: Path | None, study: Mapping[str, Any]) -> None:
+    """Write what is known so far: a part takes many minutes."""
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(study) + "\n")
 
 
 # The derivative

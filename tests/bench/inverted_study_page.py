@@ -39,6 +39,9 @@ def write(path: Path, study: Mapping[str, Any]) -> None:
         "next layer saves anyway, and one bit an element, in place of its input. Errors and losses were computed on a "
         "CPU, memory and time of the large models simulated from traces for an H200; nothing ran on a GPU."
     )
+    made_with = study.get("environment", {})
+    if commit := made_with.get("commit"):
+        subtitle += f" One run, torch {made_with['torch']}, at commit {commit}."
     write_page(path, Page("Inverted Activations, beside what competes with them", subtitle, sections))
 
 
