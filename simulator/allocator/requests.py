@@ -106,7 +106,7 @@ def _parts_of(trace: Trace) -> tuple[int, bool]:
         phases = [phase for _, _, once, phase in rows if once != FIRST]
         parts = sum(p == FORWARD and (not k or phases[k - 1] != p) for k, p in enumerate(phases))
         back = {~block for block, n, _, _ in rows if not n}
-        stay = any(n and once == FIRST and p == BACKWARD and b not in back for b, n, once, p in rows)
+        stay = any(b >= 0 and once == FIRST and p == BACKWARD and b not in back for b, _, once, p in rows)
     return min(parts, MOST_PARTS), stay
 
 
@@ -122,7 +122,7 @@ def _iteration(recording: _Recording, schedule: Schedule, parts: int, *, stay: b
                 phases.append((phase, len(recording.blocks)))
             recording.step(schedule, step)
         if left:
-            recording.free_all(recording.there)
+            recording.held, recording.there = recording.there, {}
     recording.begin_optimizer()  # a step without an optimizer op has all its residents by then
     if not stay:
         recording.free_all(recording.sums)
@@ -194,6 +194,7 @@ class _Recording:
         self.count = before
         self.once: list[tuple[int, int]] = []
         self.there: dict[int, list[int]] = {}  # storage -> its blocks, the older first
+        self.held: dict[int, list[int]] = {}  # what the loop has of the part before, until it has this part's
         self.sums: dict[int, list[int]] = {}  # gradients of earlier parts that were made here, like `there`
         given = (s for s, p in enumerate(trace.storages.producer) if p < 0)
         self.missing = {s for s in given if not gradients and trace.storages.category[s] == GRADIENT}
@@ -261,6 +262,8 @@ class _Recording:
                 self.there.setdefault(s, []).append(block)
             else:  # a recompute step also makes outputs that nobody asked for
                 self.free(block)
+            for old in self.held.pop(s, ()):
+                self.free(old)
         if passes >= 0:
             frees.remove(taken)
         for s in frees:

@@ -184,15 +184,33 @@ def test_the_first_part_of_an_iteration_leaves_the_gradients_to_which_others_are
     assert found.phases == ((FORWARD, 0), (BACKWARD, 1), (FORWARD, 6), (BACKWARD, 7), (OPTIMIZER, 12))
 
 
+def test_what_the_loop_holds_of_a_part_goes_when_the_next_one_s_is_there() -> None:
+    """As a name does to which a loop binds its loss: the new one is there before the old one goes."""
+    ops = [
+        fwd({"x": 4 * MIB, "loss": 512}, "w"),
+        bwd({"g": 30 * MIB}, "x"),
+        bwd({}, "sum", "g", mutates=("sum",)),
+        opt({"t": 2 * MIB}, "sum", mutates=("w",)),
+    ]
+    t = trace(ops, {"w": 512, "sum": 30 * MIB}, hold={"loss": 3}, categories={"sum": GRADIENT})
+    problem = Problem(replace(t, meta=replace(t.meta, options={"accumulate": 2})))
+    x, loss, g = 4 * MIB, 512, 30 * MIB
+    first = [(0, x), (1, loss), (2, g), (~0, 0)]
+    second = [(3, x), (4, loss), (~1, 0), (5, g), (~3, 0), (~5, 0), (6, 2 * MIB), (~4, 0), (~6, 0)]
+    assert asked(requests_of(problem, build(problem))) == [*first, *second, (~2, 0)]
+
+
 @pytest.mark.parametrize(("stays", "zero_grad"), [(False, "before"), (True, "keep")])
 def test_parts_of_a_loop_of_the_user_s_own_are_those_of_its_untouched_requests(
     stays: bool, zero_grad: str
 ) -> None:
-    """Two forwards and backwards: x and g of each; the first g stays, or goes with the first optimizer step."""
+    """Two forwards and backwards: x and g of each; the first g stays, or goes with the first optimizer step. What a
+    gradient scaler makes for good when it first scales a loss is no gradient."""
     t = adding_up()
     asked = [(0, 4, 0, FORWARD), (1, 30, FIRST if stays else 0, BACKWARD), (~0, 0, 0, BACKWARD)]
     asked += [(2, 4, 0, FORWARD), (3, 30, 0, BACKWARD), (~3, 0, 0, BACKWARD), (~2, 0, 0, BACKWARD)]
     asked += [] if stays else [(~1, 0, 0, OPTIMIZER)]
+    asked += [(-1, 4, FIRST, BACKWARD)]
     block, nbytes, once, phase = zip(*asked, strict=True)
     untouched = Untouched(block=block, nbytes=nbytes, once=once, phase=phase)
     own = Problem(replace(t, meta=replace(t.meta, loop="step()"), untouched=untouched))
