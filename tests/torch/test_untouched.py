@@ -218,6 +218,20 @@ def test_autograd_writes_in_place_where_it_may() -> None:
     assert counted(build, CPU) == pytest.approx(measured_bytes(build), abs=128)
 
 
+def test_autograd_adds_up_in_place_outside_the_planned_model_too() -> None:
+    """Two losses of one output: the second's gradient of it is added to the first's."""
+    x, y = torch.randn(64, 256), torch.randn(64, 256)
+
+    def loss(out: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(out, y) + functional.l1_loss(out, y)
+
+    trace = record_fake(build_of(lambda: (nn.Linear(256, 256), x, loss, None)), CPU, ProfileUse(off=True))
+    (k,) = [k for k, op in enumerate(trace.ops.target) if op == "aten.add_.Tensor"]
+    (written,) = trace.ops.writes[k]
+    assert trace.storages.nbytes[written] == 64 * 256 * 4
+    assert trace.ops.phase[trace.storages.producer[written]] == BACKWARD
+
+
 class Parallel(nn.Module):
     """A residual beside two branches, so that two nodes wait for one gradient when it is first added to."""
 

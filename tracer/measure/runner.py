@@ -18,7 +18,7 @@ from tracer.build.user_errors import explained
 from tracer.measure.probes import Probe, Silent, Timer
 from tracer.measure.stepcode import Code, step_code
 from tracer.precision.policy import without_autocast
-from tracer.record.eager import is_op
+from tracer.record.eager import IN_PLACE, in_place, is_op
 from tracer.record.program import Program
 from tracer.torch_api import TorchDispatchMode, disable_current_modes, pytree
 
@@ -28,11 +28,19 @@ PATIENCE = 40  # rounds in which a gradient scaler may lower its scale until a s
 class GraphRunner:
     """Runs training steps in which the captured model is executed op by op under a probe."""
 
-    def __init__(self, program: Program, step: TrainingStep, in_place: frozenset[int] = frozenset()) -> None:
-        """in_place: the program's ops whose in-place twin runs under a timer."""
+    def __init__(
+        self,
+        program: Program,
+        step: TrainingStep,
+        in_place: frozenset[int] = frozenset(),
+        recorded: Sequence[str] = (),
+    ) -> None:
+        """in_place: the program's ops whose in-place twin runs under a timer; recorded: the targets of all ops of the
+        recorded step."""
         self.program = program
         self.step = step
         self._in_place = in_place
+        self._recorded = recorded
         self._targets = [str(op.node.target) for op in program.ops]
         self._codes: dict[Timer, tuple[Code, Code]] = {}
         self.unwatched = Silent()  # in earlier calls of the model than the last
@@ -47,7 +55,7 @@ class GraphRunner:
         self._run(probe, self._calls)
 
     def _run(self, probe: Probe, since: int) -> int:
-        with explained(self.step.name), _EagerProbe(probe, since == 1) as eager:
+        with explained(self.step.name), _EagerProbe(probe, since == 1, self._recorded) as eager:
             model = _Callable(self, probe, eager, since)
             run_step(self.step, model, self.step.optimizer)
         return model.calls
@@ -159,14 +167,18 @@ class _Callable:
 
 
 class _EagerProbe(TorchDispatchMode):
-    """Puts the probe around the ops outside the captured model."""
+    """Puts the probe around the ops outside the captured model; autograd, which writes in place where no mode is, does
+    as recorded."""
 
-    def __init__(self, probe: Probe, watches: bool) -> None:
+    def __init__(self, probe: Probe, watches: bool, recorded: Sequence[str]) -> None:
         super().__init__()
-        self.probe, self.watches = probe, watches
+        self.probe, self.watches, self.recorded = probe, watches, recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.watches or func is torch.ops.aten._local_scalar_dense.default or not is_op(func):
             return func(*args, **kwargs)
+        k = len(self.probe.targets)
+        if func in IN_PLACE and [str(IN_PLACE[func])] == [*self.recorded[k : k + 1]]:
+            func, args = in_place(func, args)
         return self.probe.run(func, lambda: func(*args, **kwargs))

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
-from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -32,30 +31,17 @@ from tracer.precision.cast_cache import kernels
 from tracer.precision.policy import scaler_tensors
 from tracer.record.assemble import optimizer_tensors
 from tracer.record.draft import Draft
-from tracer.record.eager import EagerRecorder, given_to
+from tracer.record.eager import EagerRecorder, caller, given_to
 from tracer.record.rows import storage_key, tensors_in
 from tracer.record.step import fake_mode
-from tracer.torch_api import current_autograd_node, replaced, storage_expired, storage_uses, tensor_uses
+from tracer.torch_api import replaced, storage_expired
 from traces.devices import Device
 from traces.errors import LowtideError
 from traces.records.events import replayed
 from traces.records.trace import BACKWARD, FIRST, FORWARD, LATER, OPTIMIZER, OPTIMIZER_STATE, Untouched
 
 aten = torch.ops.aten
-NO_NODE: Final = -1  # of autograd
-# Uses of a tensor that one buffer of autograd holds, where a mode is asked (torch 2.11 to 2.15).
-USES_OF_ONE: Final = 4
 Ask = tuple[int, int, int, str]  # a row of Untouched
-# What autograd's own code writes in place, but not where tensors are fake (at::isTensorSubclassLike): its sums of
-# gradients (torch/csrc/autograd/input_buffer.cpp, accumulate), formulas (FunctionsManual.cpp, gather_backward;
-# TensorAdvancedIndexing.cpp, index_backward, which does not check the indices).
-IN_PLACE: Final = {
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.scatter.src: aten.scatter_.src,
-    aten.scatter_add.default: aten.scatter_add_.default,
-    aten.index_put.default: aten._index_put_impl_.default,
-}
-
 MASKS: Final = "transformers.masking_utils"  # which leaves a mask out that masks nothing, if it may look
 ONES: Final = frozenset({aten.ones.default, aten.ones_like.default, aten.new_ones.default})
 LIKEWISE: Final = frozenset({aten._to_copy.default, aten.clone.default})
@@ -176,7 +162,6 @@ class _Counter(EagerRecorder):
         self._live_bytes = sum(row.nbytes for row in draft.libraries)  # with storages that may be gone
         self._ops = 0
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._maker: dict[int, int] = {}  # storage -> the node of autograd that was running
         self._asks: list[Ask] = []
         self._residents: frozenset[int] = frozenset()  # storages that are there before the step
         self._blocks: dict[int, int] = {}  # storage -> its block
@@ -272,22 +257,12 @@ class _Counter(EagerRecorder):
 
     def is_true(self) -> bool:
         """MASKS asks only whether a mask of ones masks nothing."""
-        return self.phase == FORWARD and _caller(1, "torch.", "tracer.").f_globals.get("__name__") == MASKS
+        return self.phase == FORWARD and caller(1, "torch.", "tracer.").f_globals.get("__name__") == MASKS
 
     def look(self) -> None:
         """Before an op: what is gone was given back."""
         if self.target.kind == "cuda":
             self._release()
-
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        twin = IN_PLACE.get(func) if self.phase == BACKWARD and not kwargs else None
-        if twin is not None and isinstance(args[0], torch.Tensor):
-            # A sum is of what an earlier node made; else a formula writes into zeros that it has just made and has.
-            made_now = self._maker.get(storage_key(args[0])) == _node()
-            written = made_now is not (func is aten.add.Tensor)
-            if written and _alone(args[0], USES_OF_ONE + made_now) and _of_autograd():
-                return twin(*args)
-        return super()._call(func, args, kwargs)
 
     def _stays(self, x: torch.Tensor, *, elsewhere: bool = False) -> None:
         """It is there already; an optimizer may put something else in its place."""
@@ -301,9 +276,6 @@ class _Counter(EagerRecorder):
         self._ops += 1
         if self._ops > MOST_OPS:
             raise _TooLong(f"more than {MOST_OPS} ops")
-        if func in IN_PLACE and out is args[0]:
-            func = IN_PLACE[func]
-            args = (*args, True) if func is aten._index_put_impl_.default else args  # True: without checks
         before = self._live_bytes
         for x in given_to(func, args, kwargs):
             self._stays(x)  # made before the step began, and known to nobody
@@ -317,7 +289,7 @@ class _Counter(EagerRecorder):
             if key not in self._made:
                 nbytes = result_bytes(func, args, y)
                 self._made[key] = (StorageWeakRef(x.untyped_storage()), nbytes)
-                self._maker[key] = _node() if self.phase == BACKWARD else NO_NODE
+                self._maker[key] = self._node()
                 created += nbytes
                 made[key] = nbytes
         if self.phase == OPTIMIZER and self._state:
@@ -413,29 +385,3 @@ def _repeating(asks: list[Ask], marks: list[tuple[int, int]]) -> list[Ask]:
         named = -1 if n and block < 0 else number.get(of, count + of)
         first.append((named if n else ~named, n, FIRST, phase))
     return [*first, *rows]
-
-
-def _caller(depth: int, *but: str) -> FrameType:
-    """The innermost frame, so many calls ago or more, whose module's name does not begin with one of these."""
-    frame = sys._getframe(depth + 1)
-    while frame.f_globals.get("__name__", "").startswith(but) and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
-def _of_autograd() -> bool:
-    """Whether autograd's own C++ calls an op, and not a hook or a function of somebody's in Python."""
-    return _caller(3, "torch._").f_code.co_name == "_engine_run_backward"
-
-
-def _node() -> int:
-    """The number of the node of autograd that runs, or has just run."""
-    node = current_autograd_node()
-    return NO_NODE if node is None else node._sequence_nr()
-
-
-def _alone(x: torch.Tensor, uses: int) -> bool:
-    """Whether a tensor fills its storage, no other tensor shares that, and no other node of autograd waits for it."""
-    storage = x.untyped_storage()  # the second that does
-    whole = storage.nbytes() == x.numel() * x.element_size()
-    return whole and storage_uses(storage._cdata) == 2 and tensor_uses(x) <= uses
