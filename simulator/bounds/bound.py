@@ -54,7 +54,7 @@ recomputations themselves take, recomputations before the instant, running one o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -142,6 +142,7 @@ class Bounder:
         self._working_sets = WorkingSets(self.instants)
         self._known: dict[int, Bound] = {}  # by budget
         self._below: dict[int, bool] = {}  # by budget
+        self._open: set[int] = set()  # budgets
 
     @cached_property
     def floor(self) -> Floor:
@@ -157,9 +158,20 @@ class Bounder:
         """Whether no plan can be within the budget, as far as the floors show."""
         if budget_bytes not in self._below:
             near = above(self.instants, int(budget_bytes / NEAR))
-            searches = (above(self.instants, budget_bytes, close=close) for close in (False, True))
+            closely = (False,) if budget_bytes in self._open else (False, True)
+            searches = (above(self.instants, budget_bytes, close=close) for close in closely)
             self._below[budget_bytes] = near and any(searches)
         return self._below[budget_bytes]
+
+    def leave_open(self, budget_bytes: int) -> None:
+        """Do not look closely at the floor for a budget: that of a step which needs more leaves a plan possible."""
+        self._open.add(budget_bytes)
+
+    def shown_ns(self, budget_bytes: int, but: Collection[str]) -> int:
+        """What the instants looked at so far show, but for ops of these names; 0 if none fits at one."""
+        name = self.trace.ops.name
+        looked_at = (x for x in self.instants.known if x.op == TURN or name[x.op] not in but)
+        return max((added[0] for x in looked_at if (added := x.added(budget_bytes))), default=0)
 
     def quick_ns(self, budget_bytes: int, enough_ns: int) -> int:
         """What instants by themselves show that every plan within the budget adds; ends where that is enough."""

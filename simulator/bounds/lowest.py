@@ -36,7 +36,7 @@ from typing import Final
 from simulator.bounds.instants import Floor, Instants
 
 MOST_STATES: Final = 300  # of one question: states seen
-MOST_WORK: Final = 100_000  # of one trace
+MOST_WORK: Final = 20_000  # of one trace: on 26 traces no question after the third raised the floor
 CLOSE_STATES: Final = 60_000  # of one trace, where the floor decides
 # Storages that are all in memory in a gap, the op after the gap, and the ops that ran again later in the gap.
 State = tuple[frozenset[int], int, frozenset[int]]

@@ -21,7 +21,15 @@ from typing import Any, Final
 from simulator.bounds.bound import Bound, bounder_of
 from simulator.core.limits import ALLOW, Levers
 from simulator.core.problem import Problem
-from simulator.core.rewrites import KINDS, LEVERS, checked, draft_problem, exactness_of, rewritten_problem
+from simulator.core.rewrites import (
+    KINDS,
+    LEVERS,
+    checked,
+    draft_problem,
+    exactness_of,
+    rewritten_problem,
+    tile,
+)
 from simulator.core.rewrites.pack import cheaper
 from simulator.core.transfers import OFFLOAD, WAIT_OUT, pinned_bytes
 from simulator.planners.outcome import Infeasible, percent
@@ -124,6 +132,7 @@ def ops_take_ns(problem: Problem, rewrites: tuple[Rewrite, ...]) -> int:
 
 def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[Changed | Slower]:
     tried: dict[tuple[Rewrite, ...], Changed] = {}
+    impossible: dict[tuple[Rewrite, ...], int] = {}  # the floor
     slower: dict[tuple[Rewrite, ...], Slower] = {}
     best_ns = MOST  # of those that may have a plan
 
@@ -131,8 +140,14 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
         nonlocal best_ns
         if rewrites in slower or not _allowed(rewrites, levers):
             return False, -MOST
+        if rewrites in impossible:
+            return False, -impossible[rewrites]
         if rewrites not in tried:
-            if (least_ns := ops_take_ns(problem, rewrites)) > best_ns:
+            least_ns = ops_take_ns(problem, rewrites)
+            least_ns += max(
+                (_shown_ns(problem, x, rewrites, budget_bytes) for x in tried.values()), default=0
+            )
+            if least_ns > best_ns:
                 slower[rewrites] = Slower(rewrites=rewrites, least_ns=least_ns)
                 return False, -MOST
             q = draft_problem(problem, rewrites)
@@ -142,10 +157,16 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
             ):
                 return False, -MOST  # the copies alone take longer
             least_ns = q.trace.time_ns
-            least_ns += bounder_of(q).quick_ns(budget_bytes, best_ns - least_ns)
+            if best_ns < MOST:
+                least_ns += bounder_of(q).quick_ns(budget_bytes, best_ns - least_ns)
             if least_ns > best_ns:
                 slower[rewrites] = Slower(rewrites=rewrites, least_ns=least_ns)
                 return False, -MOST
+            if any(x.bound.feasible and set(x.rewrites) < set(rewrites) for x in tried.values()):
+                bounder_of(q).leave_open(budget_bytes)
+            if rewrites and bounder_of(q).below_floor(budget_bytes):
+                impossible[rewrites] = _floor(problem, rewrites)
+                return False, -impossible[rewrites]
             made = tried[rewrites] = _changed(problem, rewrites, budget_bytes)
             best_ns = min(best_ns, made.least_ns) if made.bound.feasible else best_ns
         x = tried[rewrites]
@@ -154,10 +175,22 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
     worth(())
     if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
         _best(list(_choices(problem, levers, tried[()].bound)), worth)
-    steps = list(tried.values())
-    possible: list[Changed | Slower] = [*(x for x in steps if x.bound.feasible), *slower.values()]
-    lowest = max(steps, key=lambda x: worth(x.rewrites))
-    return sorted(possible, key=_promise) or [lowest]
+    possible: list[Changed | Slower] = [*(x for x in tried.values() if x.bound.feasible), *slower.values()]
+    if possible:
+        return sorted(possible, key=_promise)
+    return [_changed(problem, max((*tried, *impossible), key=worth), budget_bytes)]
+
+
+def _shown_ns(problem: Problem, few: Changed, rewrites: Sequence[Rewrite], budget_bytes: int) -> int:
+    """What a step that has fewer tiles shows that every plan of one with more adds: while anything else runs, as much
+    is in memory, and what runs again takes no longer."""
+    if len(few.rewrites) != len(rewrites):
+        return 0
+    others = [(a, b) for a, b in zip(few.rewrites, rewrites, strict=True) if a != b]
+    if any(a.kind != "tile" or replace(b, number=a.number) != a or a.number > b.number for a, b in others):
+        return 0
+    but = {name for a, _ in others for name in tile.names(problem.trace, a.storage)}
+    return bounder_of(few.problem).shown_ns(budget_bytes, but)
 
 
 def _promise(step: Changed | Slower) -> tuple[int, ...]:

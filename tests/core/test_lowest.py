@@ -123,6 +123,16 @@ def test_the_close_floor_is_looked_for_where_it_decides(monkeypatch: pytest.Monk
     assert not lower_bound(Problem(of), 116).feasible
 
 
+def test_the_close_floor_is_not_looked_for_where_a_step_that_needs_more_leaves_a_plan_possible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lowest_module, "MOST_STATES", 0)
+    bounder = Bounder(Problem(far_apart()))
+    for budget in (103, 104):
+        bounder.leave_open(budget)
+    assert [bounder.below_floor(b) for b in (103, 104, 105)] == [True, False, True]
+
+
 def test_a_budget_is_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bounder = Bounder(Problem(far_apart()))
     first = [bounder.below_floor(b) for b in (143, 144)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 from traces.records.trace import (
@@ -22,6 +23,7 @@ from traces.records.trace import (
 from traces.records.validate import validate
 
 Known = TypeVar("Known")
+PLAIN = [f.name for f in fields(Ops) if f.name not in ("inputs", "reads", "writes", "overwrites")]
 USES = tuple(f"{which}_{phase}_use" for phase in (FORWARD, BACKWARD) for which in ("first", "last"))
 
 
@@ -68,20 +70,14 @@ class Editing:
         self.source, self._known = trace, {} if known is None else known
         self._takers: dict[Op, list[Op]] = {}  # op -> those that may take its value
         sts, ops = trace.storages, trace.ops
+        uses = zip(*(getattr(sts, column) for column in USES), strict=True)
+        of_values = zip(sts.name, sts.nbytes, sts.dtype, sts.shape, sts.category, uses, strict=True)
         self.value = [
-            Value(
-                name=sts.name[s],
-                nbytes=sts.nbytes[s],
-                dtype=sts.dtype[s],
-                shape=sts.shape[s],
-                category=sts.category[s],
-                uses=tuple(getattr(sts, column)[s] for column in USES),
-            )
-            for s in range(len(sts))
+            Value(name=name, nbytes=nbytes, dtype=dtype, shape=shape, category=category, uses=used)
+            for name, nbytes, dtype, shape, category, used in of_values
         ]
-        plain = [f.name for f in fields(Ops) if f.name not in ("inputs", "reads", "writes", "overwrites")]
-        rows = zip(*(getattr(ops, c) for c in plain), strict=True)
-        self.op = [Op(**dict(zip(plain, row, strict=True)), at=i) for i, row in enumerate(rows)]
+        rows = zip(*(getattr(ops, c) for c in PLAIN), strict=True)
+        self.op = [Op(**dict(zip(PLAIN, row, strict=True)), at=i) for i, row in enumerate(rows)]
         for i, op in enumerate(self.op):
             self.take(op, [self.op[j] for j in ops.inputs[i]])
             op.reads = [self.value[s] for s in ops.reads[i]]
@@ -162,7 +158,7 @@ class Editing:
                 op = self._instead[op]
             return -1 if op is None else number[op]
 
-        columns = {f.name: tuple(getattr(op, f.name) for op in self.order) for f in fields(Ops)}
+        columns: dict[str, Any] = {f: tuple(map(attrgetter(f), self.order)) for f in PLAIN}
         columns |= {
             "inputs": tuple(tuple(number[x] for x in op.inputs) for op in self.order),
             "reads": tuple(tuple(ids[x] for x in op.reads) for op in self.order),
@@ -171,9 +167,7 @@ class Editing:
         }
         ops = Ops(**columns)
         held = ("name", "nbytes", "category", "dtype", "shape")
-        of_values: dict[str, Any] = {
-            column: tuple(getattr(v, column) for v in self.values) for column in held
-        }
+        of_values: dict[str, Any] = {column: tuple(map(attrgetter(column), self.values)) for column in held}
         uses: dict[str, Any] = {c: list(u) for c, u in uses_of(ops, len(self.values)).items()}
         for s, v in enumerate(self.values):
             if v.producer is None:  # a library's workspace is used by ops that do not read it

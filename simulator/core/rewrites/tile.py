@@ -70,6 +70,12 @@ def adds_ns(facts: Facts, rewrite: Rewrite) -> int:
     return made_ns - sum(trace.ops.time_ns[i] for i in {i for part in stretch.parts for i, _ in part.body})
 
 
+def names(trace: Trace, s: int) -> tuple[str, str]:
+    """Of the ops that stand for a storage's stretch, in forward and in backward."""
+    name = f"{trace.ops.name[trace.storages.producer[s]]}_tiles"
+    return name, f"{name}_backward"
+
+
 def edit(editing: Editing, rewrite: Rewrite) -> None:
     """Put the tiled stretch in the place of its ops.
 
@@ -87,12 +93,13 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     if stretch.backward is None:
         _edit_head(editing, stretch, number)
         return
-    first = trace.storages.producer[stretch.storage]
     body = {i for part in stretch.parts for i, _ in part.body}
     calls = []
-    for part, phase in zip(stretch.parts, (FORWARD, BACKWARD), strict=True):
+    for part, phase, name in zip(
+        stretch.parts, (FORWARD, BACKWARD), names(trace, stretch.storage), strict=True
+    ):
         tiles = Op(
-            name=f"{trace.ops.name[first]}_tiles{'' if phase == FORWARD else '_backward'}",
+            name=name,
             phase=phase,
             writes=[_unmade(editing, r) for r in part.results],
             events=_events(trace, stretch, part, number),
@@ -121,7 +128,7 @@ def _edit_head(editing: Editing, stretch: Stretch, number: int) -> None:
         for r in stretch.gradients
     }
     tiles = Op(
-        name=f"{trace.ops.name[trace.storages.producer[stretch.storage]]}_tiles",
+        name=names(trace, stretch.storage)[0],
         phase=FORWARD,
         writes=[*(_unmade(editing, r) for r in stretch.losses), *raw.values()],
         events=_events(trace, stretch, part, number, factor.nbytes),
