@@ -17,7 +17,7 @@ from simulator.core.rewrites import LEVERS
 from simulator.prediction.levers import ANY, parts
 from tracer.api import left_as_found
 from tracer.build.loop import run_step
-from tracer.build.loop_options import BEFORE
+from tracer.build.loop_options import BEFORE, JOIN_LOSS
 from tracer.build.step import BuildStep
 from tracer.record.program import Program
 from traces.errors import BudgetError, SpecError
@@ -88,7 +88,7 @@ def gradient_errors(
 
     Args:
         build: makes the step; the optimizer does not run.
-        made: its trace.
+        made: its trace; if that has model and loss function as one, too, both are measured.
         most: of a format no more parts are measured once those before come to a larger error.
 
     Raises:
@@ -106,9 +106,16 @@ def gradient_errors(
             say(f"{kind}, {len(part)} values: {error:.2e}")
             if square > most**2:
                 break
-    meta = made.meta
+    meta, joined = made.meta, None
+    if made.joined is not None:
+        say("model and loss function as one:")
+        joined = gradient_errors(build.joined, made.joined, kinds, device, most=most, say=say)
     return GradientErrors(
-        fingerprint=meta.graph_fingerprint, model=meta.model, device=device, parts=tuple(found)
+        fingerprint=meta.graph_fingerprint,
+        model=meta.model,
+        device=device,
+        parts=tuple(found),
+        joined=joined,
     )
 
 
@@ -132,7 +139,9 @@ def plan_measured(step: Recorded, wanted: Wanted, say: Say) -> Plan:
     with left_as_found(False):
         errors = gradient_errors(step.build, step.trace, kinds, device, most=most, say=say)
         for _ in range(TRIES):
-            plan = with_error(step.build, plan_within(step, asked, errors), device)
+            plan = plan_within(step, asked, errors)
+            of_both = step.joined if plan.meta.options.get(JOIN_LOSS) else None
+            plan = with_error((of_both or step).build, plan, device)
             error = plan.gradient_error or 0.0
             if error <= most:
                 return plan

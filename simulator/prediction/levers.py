@@ -297,11 +297,16 @@ ANY: Final = 1.0  # error of the gradient, relative L2, where the user gives no 
 SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 
 
-def with_loss(problem: Problem, levers: Levers) -> Problem | None:
-    """The step of model and loss function as one, if tiles are allowed, whose loss head can run in them."""
+def with_loss(problem: Problem, levers: Levers) -> tuple[Problem, Levers] | None:
+    """The step of model and loss function as one, whose loss head can run in tiles, if they are allowed; and the levers
+    with the errors of that step."""
     allowed = EXACTNESS.index(ALLOW[levers.allow]) >= EXACTNESS.index(FP)
-    other = levers.errors is not None  # which were measured of the step as it is
-    return problem.joined if allowed and "tile" in (levers.kinds or KINDS) and not other else None
+    if not allowed or "tile" not in (levers.kinds or KINDS) or problem.joined is None:
+        return None
+    if levers.errors is None:
+        return problem.joined, levers
+    errors = levers.errors.joined
+    return None if errors is None else (problem.joined, replace(levers, errors=errors))
 
 
 def left_out(problem: Problem, levers: Levers, *, shapes: bool) -> str:
@@ -310,9 +315,11 @@ def left_out(problem: Problem, levers: Levers, *, shapes: bool) -> str:
     Args:
         shapes: whether the plan is to hold for other sizes.
     """
-    if with_loss(problem, replace(levers, errors=None)) is None or not (shapes or levers.errors):
+    if with_loss(problem, replace(levers, errors=None)) is None:
         return ""
-    why = "with --shapes" if shapes else "with --errors, which are of the model's step alone"
+    if not shapes and with_loss(problem, levers) is not None:
+        return ""
+    why = "with --shapes" if shapes else f"by these --errors; measure them again with `{COMMAND}`"
     return f"The loss is left outside of the captured graph {why}: its tiles (lever tile) are not used."
 
 
@@ -325,9 +332,10 @@ def has_head(problem: Problem, rewrites: Iterable[Rewrite]) -> bool:
 def lowest_floor(problem: Problem, levers: Levers) -> int:
     """A peak that no plan can go below, with these levers or without; of combinations as `changed_steps`."""
     _check_named(levers)
+    steps = [(problem, levers)]
     if (joined := with_loss(problem, levers)) is not None:
-        return min(_lowest_floor(problem, levers), _lowest_floor(joined, levers))
-    return _lowest_floor(problem, levers)
+        steps.append(joined)
+    return min(_lowest_floor(*step) for step in steps)
 
 
 def _lowest_floor(problem: Problem, levers: Levers) -> int:
@@ -343,7 +351,8 @@ def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
     the number of tiles of one stretch, in the combinations that were tried."""
     bound = _lower_bound(problem, budget_bytes, levers)
     if (bound.added_time_ns or not bound.feasible) and (joined := with_loss(problem, levers)) is not None:
-        other = _lower_bound(joined, budget_bytes, levers)
+        of, mine = joined
+        other = _lower_bound(of, budget_bytes, mine)
         return min(bound, other, key=lambda b: (not b.feasible, b.added_time_ns))
     return bound
 
@@ -421,7 +430,10 @@ def plan_with_levers(
 
 def _helpful(problem: Problem, levers: Levers) -> str:
     """In words, the rewrites that would lower the floor most, if they are not allowed; or why there are none."""
-    problem = problem.joined or problem
+    if levers.errors is None:
+        problem = problem.joined or problem
+    elif (joined := with_loss(problem, levers)) is not None:
+        problem, levers = joined
     could = Levers(allow="approximate", kinds=tuple(KINDS))
     best = _best(list(_choices(problem, could)), lambda rs: -_floor(problem, rs))
     allowed = {r for rewrites in offered(problem, levers).values() for r in rewrites}

@@ -78,12 +78,12 @@ def _cheapest(problem: Problem, budget_bytes: int, levers: Levers, make: Callabl
         return plan_with_levers(problem, budget_bytes, levers, make)
     found: list[Plan] = []
     refusals: list[Infeasible] = []
-    for step in (joined, problem):
+    for step, mine in (joined, (problem, levers)):
         try:
-            found.append(plan_with_levers(step, budget_bytes, levers, make))
+            found.append(plan_with_levers(step, budget_bytes, mine, make))
         except Infeasible as error:
             refusals.append(error)
-        if found and step is joined and has_head(joined, found[0].rewrites):
+        if found and step is joined[0] and has_head(step, found[0].rewrites):
             break
     if not found:
         raise min(refusals, key=lambda error: error.figures["lowest_peak_bytes"])

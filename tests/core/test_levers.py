@@ -374,7 +374,10 @@ def test_a_loss_whose_tiles_are_not_used_is_named() -> None:
     assert left_out(apart, may, shapes=False) == ""
     assert left_out(Problem(head()), known, shapes=True) == ""
     assert left_out(apart, Levers(), shapes=True) == ""
-    assert "outside of the captured graph with --errors" in left_out(apart, known, shapes=False)
+    assert "outside of the captured graph by these --errors; measure" in left_out(apart, known, shapes=False)
+    of_both = replace(known, errors=replace(errors, joined=errors))
+    assert left_out(apart, of_both, shapes=False) == ""
+    assert "with --shapes" in left_out(apart, of_both, shapes=True)
     assert "outside of the captured graph with --shapes" in left_out(apart, may, shapes=True)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from executor import apply_plan, fit, planned_loss, remove_plan, unplanned  # noqa: E402
+from executor.fitting.gradient_errors import gradient_errors, with_error  # noqa: E402
 from executor.matching import trace_of  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator import Infeasible, plan  # noqa: E402
@@ -38,7 +40,10 @@ from tests.torch.test_tile import (  # noqa: E402
 from tracer import trace  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.measure.step import measure  # noqa: E402
+from tracer.recording import ProfileUse, record_real  # noqa: E402
+from traces.devices import device as device_entry  # noqa: E402
 from traces.errors import PlanError  # noqa: E402
+from traces.records.gradient_errors import GradientErrors  # noqa: E402
 from traces.records.store import load, save  # noqa: E402
 from traces.records.trace import Trace  # noqa: E402
 
@@ -214,6 +219,61 @@ def test_a_trace_plans_with_its_loss_where_that_is_allowed(tmp_path: Path) -> No
     assert plan(of, "100%", allow="fp").meta == of.meta  # which needs no tiles
     assert trace_of(tiled, "", "cpu", str(tmp_path / "trace")) == whole
     assert "tile" in [row.lever for row in study(Problem(of), "of").rows]
+
+
+def deep() -> tuple[Any, Any, Any, Any]:
+    """As much before the head as packing can take less of, and a loss outside."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU())]
+    model = nn.Sequential(nn.Embedding(WORDS, 32), *layers, nn.Linear(32, WORDS))
+    ids = torch.randint(0, WORDS, (16, 50))
+    return model, (ids, ids.flip(1)), flat, lambda ps: torch.optim.SGD(ps, lr=0.1)
+
+
+DEEP = f"{Path(__file__).resolve()}:deep"
+
+
+def test_errors_are_measured_with_the_loss_too_and_plan_its_head_in_tiles_beside_packed_values(
+    measurer: Measurer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("simulator.core.rewrites.pack.at_rate", lambda rate, nbytes: 0)  # cheaper than tiles
+    spec = load_spec(DEEP, {})
+    of = record_real(spec, device_entry("cpu"), "cpu", ProfileUse(off=True), rounds=1, warmup=1)
+    known = GradientErrors.load(gradient_errors(spec, of, ("int8",)).save(tmp_path / "errors.json"))
+    assert known.joined is not None
+    assert known.joined.fingerprint == joined(of).meta.graph_fingerprint
+    # The same values of the model are packed in both, beside what the loss hands to its own backward.
+    assert sum(p.error**2 for p in known.parts) == pytest.approx(
+        sum(p.error**2 for p in known.joined.parts), rel=1
+    )
+    asked: Any = {"allow": "approximate", "errors": known, "max_gradient_error": 0.1, "never": ["*"]}
+    made = plan(of, "30%", **asked)
+    assert made.meta.fingerprint == joined(of).meta.fingerprint
+    assert {r.kind for r in made.rewrites} == {"tile", "int8"}
+    own = with_error(spec.joined, made)
+    assert own.gradient_error is not None
+    assert 0 < own.gradient_error < 0.1
+    assert verify(spec.joined, own, steps=2).equal
+    assert measurer.steady_peak(own, tmp_path) == made.predicted["plan"]["peak_allocated_bytes"]
+    # Of a file that was measured of the model alone nothing is taken for the other step.
+    with pytest.raises(Infeasible):
+        plan(of, "30%", **asked | {"errors": replace(known, joined=None)})
+
+
+def test_fit_measures_the_error_of_a_plan_with_the_loss_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulator.core.rewrites.pack.at_rate", lambda rate, nbytes: 0)
+    model, batch, loss, make = deep()
+    planned = fit(
+        model, batch, loss, make(model.parameters()), budget="28%", allow="approximate", levers=["tile", "int8"],
+        max_gradient_error=0.1, say=lambda line: None,
+    )  # fmt: skip
+    made = planned._lowtide.plan
+    assert "tile" in {r.kind for r in made.rewrites}
+    assert made.gradient_error is not None
+    eager, exact = loss(model(batch[0]), batch[1]), planned_loss(planned, batch)
+    for x in (eager, exact):
+        x.backward()
+    agree(model, planned, rtol=0.1)
 
 
 def test_fit_trains_with_the_loss_in_tiles() -> None:

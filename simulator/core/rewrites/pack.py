@@ -173,12 +173,14 @@ def needed(trace: Trace, s: int) -> str:
         return "code outside the captured graph holds it"
     if sts.nbytes[s] != math.prod(sts.shape[s]) * ITEM_BYTES.get(sts.dtype[s], 0):
         return f"it is of {sts.dtype[s]}, or its memory has gaps"
-    for i in range(made_by + 1, max(sts.last_forward_use[s], sts.last_backward_use[s]) + 1):
-        if s in ops.writes[i]:
-            return f"{ops.name[i]} overwrites it"
-        if s in ops.reads[i] and ops.flags[i] & VIEW and len(ops.reads[i]) > 1:
-            return f"{ops.name[i]}, a view of it, reads something else, too"
-        if s in ops.reads[i] and ops.flags[i] & EAGER:
+    later = slice(made_by + 1, max(sts.last_forward_use[s], sts.last_backward_use[s]) + 1)
+    of_ops = zip(ops.reads[later], ops.writes[later], ops.flags[later], ops.name[later], strict=True)
+    for reads, writes, flags, name in of_ops:
+        if s in writes:
+            return f"{name} overwrites it"
+        if s in reads and flags & VIEW and len(reads) > 1:
+            return f"{name}, a view of it, reads something else, too"
+        if s in reads and flags & EAGER:
             return "code outside the captured graph reads it"
     return ""
 
