@@ -25,6 +25,7 @@ NEEDS = {"checkmate": ("scipy",), "moccasin": ("ortools",), "autosac": ("pulp", 
         ("moccasin", ["chain-8", "--shares", "0.5"], {"optimum", "bound_percent", "ours_percent"}),
         ("rotor", ["mlp", "--shares", "58"], {"gap_points", "solve_seconds"}),
         ("autosac", ["--shares", "0.9"], {"rows", "modules"}),
+        ("planning", ["bert-base", "--budgets", "80%", "--runs", "1"], {"beside_alone", "processor_s"}),
         ("commands", ["--only", "simulate", "--runs", "1"], {"processor_s", "wall_s"}),
     ],
 )
