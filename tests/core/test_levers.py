@@ -12,6 +12,8 @@ from executor.campaign.record import RULES
 from simulator.allocator.device import DeviceMemory
 from simulator.allocator.device_fit import Setting
 from simulator.bounds.bound import bounder_of
+from simulator.bounds.instants import Floor, Instants
+from simulator.bounds.lowest import lowest as floor_of
 from simulator.core.limits import Levers, Limits
 from simulator.core.problem import Problem
 from simulator.core.rewrites import rewritten, rewritten_problem, tile
@@ -365,6 +367,23 @@ def test_of_two_numbers_of_tiles_that_promise_as_much_the_smaller_is_planned_and
 
     plan_with_levers(problem, 1, Levers(allow="fp"), make)
     assert planned == asked
+
+
+def test_of_steps_that_no_plan_fits_the_floor_of_one_beside_the_untouched_is_looked_at_closely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closely: list[bool] = []
+
+    def lowest(instants: Instants, *, close: bool = False) -> Floor:
+        closely.append(close)
+        return floor_of(instants, close=close)
+
+    monkeypatch.setattr("simulator.bounds.bound.lowest", lowest)
+    (best,) = changed_steps(Problem(head(4)), 10, Levers(allow="fp"))
+    assert isinstance(best, Changed)
+    assert not best.bound.feasible
+    assert [r.kind for r in best.rewrites] == ["tile"]
+    assert (closely.count(True), len(closely) > 4) == (2, True)
 
 
 def test_a_loss_whose_tiles_are_not_used_is_named() -> None:
