@@ -1,0 +1,51 @@
+"""Captures without descriptions of trees and without code: the same trees, the same graph."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tracer.capture.torch_fixes.quick_graphs import quick_graphs  # noqa: E402
+from tracer.torch_api import pytree  # noqa: E402
+
+Pair = namedtuple("Pair", "a b")
+
+
+def test_trees_are_mapped_as_torch_maps_them():
+    nested = (1, [2, None, ()], Pair(3, {"x": 4}))
+    tree: Any = {"b": nested, "a": OrderedDict(z=5, y=[6]), "s": torch.Size([7, 8]), "i": slice(9, None)}
+    seen: list[Any] = []
+    right = pytree.tree_map(lambda x: ("was", x), tree)
+    order = pytree.tree_leaves(tree)
+    only = pytree.tree_map_only(int, lambda x: x + 1, tree)
+    pairs = pytree.tree_map(lambda x, y: (x, y), (1, [2]), (3, [4]))
+    stopped = pytree.tree_map(str, (1, [2]), is_leaf=lambda x: isinstance(x, list))
+    own = pytree.tree_map
+    with quick_graphs(), quick_graphs():
+        assert own is not pytree.tree_map
+        mapped = pytree.tree_map(lambda x: seen.append(x) or ("was", x), tree)
+        assert pytree.tree_map_only(int, lambda x: x + 1, tree) == only
+        assert pytree.tree_map(lambda x, y: (x, y), (1, [2]), (3, [4])) == pairs
+        assert pytree.tree_map(str, (1, [2]), is_leaf=lambda x: isinstance(x, list)) == stopped
+    assert own is pytree.tree_map
+    assert mapped == right
+    assert seen == order
+    assert [*mapped] == [*right]
+    assert (type(mapped["a"]), type(mapped["b"][2])) == (OrderedDict, Pair)
+
+
+def test_a_graph_gets_its_code_when_it_is_asked_for():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    compiled: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, quick_graphs():
+        write = torch.fx.Graph.python_code
+        patch.setattr(torch.fx.Graph, "python_code", lambda *a, **k: compiled.append("") or write(*a, **k))
+        made = make_fx(lambda x: (x + 1).relu())(torch.empty(3))
+        assert not compiled
+    assert made(torch.full((3,), -3.0)).tolist() == [0.0] * 3
+    assert "relu" in made.code
