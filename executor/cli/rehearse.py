@@ -128,7 +128,7 @@ def rehearse_plan(
             seed=plan.meta.seed,
             alloc_conf=plan.meta.alloc_conf,
         )
-    both = _in_places(plan, model, gpu, trace_name, out) if placed else None
+    pools = [_in_places(plan, model, gpu, trace_name, out)] if placed else []
     predicted, rehearsed = predicted_figures(plan, "plan"), found["plan"]
     answer = {
         "plan": str(path),
@@ -143,15 +143,12 @@ def rehearse_plan(
         "error_percent": signed_error_percent(predicted, rehearsed.figures),
         "within_budget": _within(plan, rehearsed),
         "rehearsals": {label: r.to_json() for label, r in found.items()},
-        **(
-            {}
-            if both is None
-            else {"placed": {"predicted": both[0].to_json(), "rehearsed": both[1].to_json()}}
-        ),
     }
+    for pool, found_there in pools:
+        answer["placed"] = {"predicted": pool.to_json(), "rehearsed": found_there.to_json()}
     out.show(
         lambda: answer,
-        lambda: "\n".join([_beside(plan, found), *([] if both is None else _placed_lines(*both))]),
+        lambda: "\n".join([_beside(plan, found), *(line for both in pools for line in _placed_lines(*both))]),
     )
     refuse_if_too_large(rehearsed)
 
