@@ -572,14 +572,35 @@ def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study
     """What each lever alone does to the step, and all of a class together.
 
     Counts: the step with everything saved, and the floor of its plans; of a stretch the number of tiles with the lowest
-    floor, of other kinds all that is offered. Ignores: that fewer may do. Of a trace that has it, the step of model and
-    loss function as one is studied.
+    floor, of other kinds all that is offered. Ignores: that fewer may do. As in plans, the step is that of model and
+    loss function as one where a loss head outside of the model runs in tiles, and nowhere else.
 
     Args:
         name: of the trace, for the answer.
         budget_bytes: for what plans within it add at least.
     """
-    problem = problem.joined or problem
+    found = _each_alone(problem)
+    tiled, found_tiled = problem, found  # of which step a plan with tiles is
+    if (joined := problem.joined) is not None:
+        found_joined = _each_alone(joined)
+        if has_head(joined, found_joined.get("tile", ())):
+            tiled, found_tiled = joined, found_joined
+    rows = [_reach(problem, RECOMPUTE_ALONE, (), budget_bytes)]
+    for kind in LEVERS:
+        step, rewrites = (tiled, found_tiled) if kind == "tile" else (problem, found)
+        if kind in rewrites:
+            rows.append(_reach(step, kind, rewrites[kind], budget_bytes))
+    for name_of_all, most in (("all exact", EXACT), ("all up to rounding", FP), ("all", APPROXIMATE)):
+        step, rewrites = (problem, found) if most == EXACT else (tiled, found_tiled)
+        kinds = [k for k in rewrites if EXACTNESS.index(LEVERS[k].EXACTNESS) <= EXACTNESS.index(most)]
+        together = _together(step, {k: rewrites[k] for k in kinds})
+        if len({r.kind for r in together}) > 1:
+            rows.append(_reach(step, name_of_all, together, budget_bytes))
+    return Study(trace_name=name, problem=problem, budget_bytes=budget_bytes, rows=tuple(rows))
+
+
+def _each_alone(problem: Problem) -> dict[str, tuple[Rewrite, ...]]:
+    """Of each kind that a step offers, the rewrites with the lowest floor."""
     found: dict[str, tuple[Rewrite, ...]] = {}
     for kind in LEVERS:
         with suppress(SpecError):  # nobody says how fast copies to host memory are
@@ -587,14 +608,7 @@ def study(problem: Problem, name: str, budget_bytes: int | None = None) -> Study
             lowest = _best(groups, lambda rs: -_floor(problem, rs))
             if chosen := lowest or next((choice for choices in groups for choice in choices), ()):
                 found[kind] = chosen
-    rows_of = {RECOMPUTE_ALONE: ()} | found
-    for name_of_all, most in (("all exact", EXACT), ("all up to rounding", FP), ("all", APPROXIMATE)):
-        kinds = [k for k in found if EXACTNESS.index(LEVERS[k].EXACTNESS) <= EXACTNESS.index(most)]
-        together = _together(problem, {k: found[k] for k in kinds})
-        if len({r.kind for r in together}) > 1:
-            rows_of[name_of_all] = together
-    rows = [_reach(problem, lever, rewrites, budget_bytes) for lever, rewrites in rows_of.items()]
-    return Study(trace_name=name, problem=problem, budget_bytes=budget_bytes, rows=tuple(rows))
+    return found
 
 
 def _together(problem: Problem, found: dict[str, tuple[Rewrite, ...]]) -> tuple[Rewrite, ...]:

@@ -218,7 +218,19 @@ def test_a_trace_plans_with_its_loss_where_that_is_allowed(tmp_path: Path) -> No
         plan(of, "50%", allow="fp", levers=["bits"])
     assert plan(of, "100%", allow="fp").meta == of.meta  # which needs no tiles
     assert trace_of(tiled, "", "cpu", str(tmp_path / "trace")) == whole
-    assert "tile" in [row.lever for row in study(Problem(of), "of").rows]
+
+
+def test_levers_are_shown_of_the_step_that_their_plans_are_of() -> None:
+    model, given, loss, _ = wide()
+    of = trace(
+        model,
+        given,
+        loss=lambda out, y: loss(out, y) + 1e-4 * out.logsumexp(-1).square().mean(),
+        profile=False,
+    )
+    alone, whole = (Problem(t).saved.timeline.peak_allocated_bytes for t in (of, joined(of)))
+    rows = {row.lever: row.peak_allocated_bytes for row in study(Problem(of), "of").rows}
+    assert rows["recompute"] == alone > whole > rows["tile"]
 
 
 def deep() -> tuple[Any, Any, Any, Any]:
