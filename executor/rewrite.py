@@ -44,9 +44,8 @@ class Rewritten:
     saved: tuple[str, ...]  # names of the values that cross from forward to backward
     saved_storages: tuple[int, ...]  # the storages behind them that are not placeholders'
     recomputed: tuple[str, ...]  # names of the ops that run again, in order, views included
-    held: tuple[
-        tuple[int, str], ...
-    ] = ()  # places in `saved` of memory that the caller has, too: in words whose
+    # Places in `saved` of memory that the caller has, too: in words whose.
+    held: tuple[tuple[int, str], ...] = ()
 
 
 def rewrite(program: Program, schedule: Schedule) -> Rewritten:

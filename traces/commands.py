@@ -21,12 +21,8 @@ import click
 from traces.errors import EnvironmentProblem, LowtideError, SpecError
 from traces.files.whole import check_writable
 
-PAGE_NEEDS: Final = {
-    "altair": "altair",
-    "vl_convert": "vl-convert-python",
-    "jinja2": "jinja2",
-}  # module -> package
-
+# Module -> package.
+PAGE_NEEDS: Final = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "jinja2"}
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
@@ -257,9 +253,8 @@ def stdout_free(as_json: bool) -> Iterator[None]:
         finally:
             os.dup2(kept, 1)
             os.close(kept)
-            atexit.register(
-                _stdout_ends
-            )  # before what the user's code has registered, since the last goes first
+            # Before what the user's code has registered, since the last goes first.
+            atexit.register(_stdout_ends)
 
 
 def _stdout_ends() -> None:

@@ -112,9 +112,8 @@ def _rounded(value: f32, of: Type) -> u32:
 @inner
 def _widened(bits: u32, of: Type) -> f32:
     size, up = u32(bits & u32((ONE << of[4]) - ONE)), u32(EXPONENT - of[0])
-    if size < u32(ONE << of[0]) and of[1] != u32(
-        127
-    ):  # below the least normal number, unless float32 has the same
+    # Below the least normal number, unless float32 has the same.
+    if size < u32(ONE << of[0]) and of[1] != u32(127):
         made = _bits(f32(size) * _number((u32(128) - of[1] - of[0]) << EXPONENT))
     else:
         made = u32(u32(size << up) + u32((u32(127) - of[1]) << EXPONENT))
@@ -216,9 +215,8 @@ def pack_levels(
             part, place, up = wide[k * per : (k + 1) * per], u32(g * GROUP + k * per), u32(shift * u32(k))
             for j in range(per):
                 level = noise(u32(place + u32(j)), key, other) + levels * (part[j] - first) / range_
-                code = (
-                    u32(np.int32(min(f32(level), levels))) << up
-                )  # the sum may round up to the level above the last
+                # The sum may round up to the level above the last.
+                code = u32(np.int32(min(f32(level), levels))) << up
                 made[j] = code if k == 0 else made[j] | code
 
 

@@ -156,9 +156,8 @@ def _pack_levels(  # type: ignore[no-untyped-def]
         at = g[:, None] * size + k * per + j
         v = tl.load(x + tl.minimum(at, n - 1), there, other=0.0).to(tl.float32)
         level = _noise(at, key, other) + levels * (v - low[:, None]) / wide[:, None]
-        code = tl.minimum(level, levels * 1.0).to(
-            tl.int32
-        )  # the sum may round up to the level above the last
+        # The sum may round up to the level above the last.
+        code = tl.minimum(level, levels * 1.0).to(tl.int32)
         made |= tl.where(bad[:, None], 0, code) << (bits * k)
     tl.store(codes + g[:, None] * per + j, made.to(tl.uint8), there)
 

@@ -28,9 +28,8 @@ class _Copy:
     is_out: torch.cuda.Event | None
 
 
-@torch.library.custom_op(
-    "lowtide::offload", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)  # so that it never runs twice
+# Tagged as random so that it never runs twice.
+@torch.library.custom_op("lowtide::offload", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def offload(x: torch.Tensor) -> torch.Tensor:
     """Begin to copy a value, which lies without gaps, to host memory; its ticket, an empty tensor."""
     given, event = _bytes(x), None

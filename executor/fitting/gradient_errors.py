@@ -111,11 +111,7 @@ def gradient_errors(
         say("model and loss function as one:")
         joined = gradient_errors(build.joined, made.joined, kinds, device, most=most, say=say)
     return GradientErrors(
-        fingerprint=meta.graph_fingerprint,
-        model=meta.model,
-        device=device,
-        parts=tuple(found),
-        joined=joined,
+        fingerprint=meta.graph_fingerprint, model=meta.model, device=device, parts=tuple(found), joined=joined
     )
 
 

@@ -31,9 +31,8 @@ FORWARD: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "quick_gelu": quick_gelu,
 }
 DIGITS: Final = {getattr(torch, name): digits for name, digits in invert.DIGITS.items()}  # of the mantissa
-LOWER: Final = (
-    0.3  # of half a cell: the root's mean over a cell beside the minimum's is that much below its middle
-)
+# Of half a cell: the root's mean over a cell beside the minimum's is that much below its middle.
+LOWER: Final = 0.3
 TINY: Final = 1e-37  # the least share of y_min that is told from 0
 
 

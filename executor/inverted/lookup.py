@@ -56,9 +56,8 @@ def _slopes(kind: str) -> np.ndarray:
     # Columns have the codes in turn, in every row.
     planes = [255 * (torch.arange(y.shape[1]) >> k & 1) for k in range(1 + two_bits(kind, 8))]
     made = formulas.gradient(torch.ones(y.shape), y, torch.cat(planes).to(torch.uint8), kind)
-    made[made.isnan()] = (
-        torch.nan
-    )  # rounding leaves this one a NaN; others have bits that it would carry over
+    # Rounding leaves this one a NaN; others have bits that it would carry over.
+    made[made.isnan()] = torch.nan
     return bits_of(made).view(np.float32).copy()
 
 

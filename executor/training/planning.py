@@ -57,9 +57,8 @@ class Wanted:
     optimizer: Any = None
     scaler: torch.amp.GradScaler | None = None
     allow: str = "bit"
-    levers: tuple[str, ...] | None = (
-        None  # as `simulator.plan`; None: recomputation alone if bits must be equal
-    )
+    # As `simulator.plan`; None: recomputation alone if bits must be equal.
+    levers: tuple[str, ...] | None = None
     max_gradient_error: float | None = None
     planner: str | None = None
     seconds: float = DEFAULTS.seconds

@@ -12,9 +12,8 @@ from traces.units import show_bytes
 EXACT: Final = "exact"  # the graph is the plan's to the byte
 RESIZED: Final = "resized"  # it has the plan's structure, and other sizes
 SYMBOLIC: Final = "of many sizes"  # it has the plan's structure at all sizes that it serves
-SAVED: Final = (
-    "with all values saved"  # a size of one makes another graph, which takes less without any eviction
-)
+# A size of one makes another graph, which takes less without any eviction.
+SAVED: Final = "with all values saved"
 REPLANNED: Final = "replanned"  # it is another graph, with a plan of its own
 
 

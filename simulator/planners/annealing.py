@@ -154,12 +154,7 @@ class Annealer:
         ops["fixed_bytes"][:-1] = fixed
         storages["last_use"], storages["weight"], storages["best_weight"] = last_use, 1.0, 1.0
         storages["may_stay"][[*self.problem.candidates, *self.problem.reloaded]] = 1
-        return Retaining(
-            done=done,
-            ops=ops,
-            storages=storages,
-            held=np.zeros(n_st, np.int32),
-        )
+        return Retaining(done=done, ops=ops, storages=storages, held=np.zeros(n_st, np.int32))
 
 
 class Walk:

@@ -278,10 +278,8 @@ def _choices(
         if not groups and LEVERS[kind].EXACTNESS == EXACT:
             if bound is not None and bound.feasible:
                 over = max(1, problem.saved.timeline.peak_allocated_bytes - bound.budget_bytes)
-                prices = (
-                    (bound.price_ns, bound.price_bytes),
-                    (bound.added_time_ns, over),
-                )  # at last, on average
+                # At last, on average.
+                prices = (bound.price_ns, bound.price_bytes), (bound.added_time_ns, over)
                 rewrites = list(cheaper(problem.trace, rewrites, *max(prices, key=lambda p: p[0] / p[1])))
             yield [tuple(rewrites)] if rewrites else ()
         elif not groups:
@@ -289,9 +287,8 @@ def _choices(
 
 
 ATTEMPTS: Final = 3
-CLOSE: Final = (
-    2000  # two steps of equal kinds are as good as one another if they differ by one of so many parts
-)
+# Two steps of equal kinds are as good as one another if they differ by one of so many parts.
+CLOSE: Final = 2000
 SEARCHED: Final = 2  # so many steps that the same kinds change are planned, where the first has a plan
 ANY: Final = 1.0  # error of the gradient, relative L2, where the user gives no limit
 SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
@@ -373,10 +370,7 @@ def _lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
 
 
 def plan_with_levers(
-    problem: Problem,
-    budget_bytes: int,
-    levers: Levers,
-    make: Callable[[Problem], Plan],
+    problem: Problem, budget_bytes: int, levers: Levers, make: Callable[[Problem], Plan]
 ) -> Plan:
     """The cheapest plan that is made of the step, as it is or as the levers change it.
 
@@ -522,9 +516,8 @@ class Reach:
     peak_allocated_bytes: int  # with everything saved
     floor_bytes: int  # no plan can go below
     added_time_ns: int  # with everything saved
-    bound_overhead_percent: float | None = (
-        None  # no plan within the budget adds less; None: no plan, or no budget
-    )
+    # No plan within the budget adds less; None: no plan, or no budget.
+    bound_overhead_percent: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -341,16 +341,13 @@ def scatter(
 # Memory over the step
 
 
-def thin(totals: Sequence[int], clock: Sequence[int], points: int = POINTS) -> tuple[int, ...]:
-    """Indices of at most `points` entries that keep a line's shape, and its highest and lowest entry exactly.
-
-    Half of the points each goes to the highest and the lowest entry of equal stretches of `clock` (ascending). The
-    first and the last entry stay.
-    """
+def thin(totals: Sequence[int], clock: Sequence[int]) -> tuple[int, ...]:
+    """Indices of at most POINTS entries that keep a line's shape, and its highest and lowest entry exactly: half of
+    them each are the highest and the lowest of equal stretches of `clock` (ascending)."""
     n = len(totals)
-    if n <= points:
+    if n <= POINTS:
         return tuple(range(n))
-    buckets = max(1, (points - 2) // 2)
+    buckets = (POINTS - 2) // 2
     values, passed = np.array(totals), np.array(clock) - clock[0]
     there = {0, n - 1}
     borders = np.flatnonzero(np.diff(passed * buckets // (passed[-1] + 1))) + 1

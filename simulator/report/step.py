@@ -18,15 +18,7 @@ from simulator.prediction.step import Prediction, describe
 from simulator.prediction.warnings import provenance as figures_from
 from simulator.prediction.warnings import texts_beside_untouched, texts_of
 from simulator.report import charts
-from simulator.report.page import (
-    Block,
-    Chart,
-    Page,
-    Section,
-    Text,
-    warned,
-    write_page,
-)
+from simulator.report.page import Block, Chart, Page, Section, Text, warned, write_page
 from simulator.show.tables import CODE, NUMBER, Cell, Table, table, time_cell
 from simulator.studies.answer import Answer
 from traces.records.plan import RECOMPUTE, RESERVED, SAVE, Plan

@@ -179,6 +179,6 @@ class _EagerProbe(TorchDispatchMode):
         if not self.watches or func is torch.ops.aten._local_scalar_dense.default or not is_op(func):
             return func(*args, **kwargs)
         k = len(self.probe.targets)
-        if func in IN_PLACE and [str(IN_PLACE[func])] == [*self.recorded[k : k + 1]]:
+        if func in IN_PLACE and k < len(self.recorded) and self.recorded[k] == str(IN_PLACE[func]):
             func, args = in_place(func, args)
         return self.probe.run(func, lambda: func(*args, **kwargs))

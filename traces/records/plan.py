@@ -89,9 +89,8 @@ class Plan(JsonRecord):
     # segment, where torch by default has one of its own size for each large value.
     ahead_bytes: int = 0
     exactness: str = EXACT  # one of EXACTNESS
-    gradient_error: float | None = (
-        None  # of the whole plan on the user's batch, relative L2; None: not measured
-    )
+    # Of the whole plan on the user's batch, relative L2; None: not measured.
+    gradient_error: float | None = None
     predicted: Mapping[str, Any] = field(default_factory=dict)
     constraints: Mapping[str, Any] = field(default_factory=dict)  # what the user forbade; empty: nothing
     seal: str = ""  # a digest of the actions and the figures that they gave; "": none was made

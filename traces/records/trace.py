@@ -36,16 +36,7 @@ OPTIMIZER_STATE: Final = "optimizer state"
 INPUT: Final = "input"
 WORKSPACE: Final = "workspace"
 OTHER: Final = "other"
-CATEGORIES: Final = (
-    PARAMETER,
-    OPTIMIZER_STATE,
-    BUFFER,
-    INPUT,
-    GRADIENT,
-    ACTIVATION,
-    OTHER,
-    WORKSPACE,
-)
+CATEGORIES: Final = (PARAMETER, OPTIMIZER_STATE, BUFFER, INPUT, GRADIENT, ACTIVATION, OTHER, WORKSPACE)
 
 # Reasons why an op may not run a second time, and what kind of op it is (bits of `Ops.flags`).
 RANDOM: Final = 1  # draws from a random generator

@@ -174,9 +174,7 @@ class _Run:
 
 
 def restore(
-    allocator: Allocator,
-    segments: Iterable[SegmentState],
-    mapped_later: Sequence[tuple[int, bool, int]] = (),
+    allocator: Allocator, segments: Iterable[SegmentState], mapped_later: Sequence[tuple[int, bool, int]] = ()
 ) -> dict[int, Block]:
     """Give a fresh allocator these segments; returns the blocks in use by address.
 

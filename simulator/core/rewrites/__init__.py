@@ -22,12 +22,10 @@ from traces.records.plan import EXACT, EXACTNESS, Rewrite
 from traces.records.trace import Trace
 from traces.records.validate import validate
 
-KINDS: Final[dict[str, Any]] = {"tile": tile, "fuse": fuse} | {
-    name: lever for name, lever in pack.LEVERS.items() if lever.EXACTNESS == EXACT
-}  # that planners take by themselves
-LEVERS: Final[dict[str, Any]] = (
-    KINDS | {"invert": invert} | pack.LEVERS | {"offload": offload}
-)  # and those that must be named
+_EXACT_PACKS = {name: lever for name, lever in pack.LEVERS.items() if lever.EXACTNESS == EXACT}
+# What planners take by themselves; and with what must be named.
+KINDS: Final[dict[str, Any]] = {"tile": tile, "fuse": fuse} | _EXACT_PACKS
+LEVERS: Final[dict[str, Any]] = KINDS | {"invert": invert} | pack.LEVERS | {"offload": offload}
 
 
 def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:

@@ -57,12 +57,10 @@ class Pair:
     forward: int
     backward: int
     kind: str  # by the name that `executor.inverted` has for it
-    copy: int = (
-        -1
-    )  # the op that copies the input for backward, as torch does where the activation works in place
-    fuse: Rewrite | None = (
-        None  # what comes first: the activation is written out in steps, of which these are the last
-    )
+    # The op that copies the input for backward, as torch does where the activation works in place.
+    copy: int = -1
+    # What comes first: the activation is written out in steps, of which these are the last.
+    fuse: Rewrite | None = None
 
     @property
     def two_bits(self) -> bool:
@@ -114,9 +112,8 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     backward.reads = list(dict.fromkeys([*(v for v in backward.reads if v is not value), y, bits]))
     backward.target = "lowtide.backward_from_output.default"
     backward.arguments = json.dumps([None, None, None, pair.kind], separators=(",", ":"))
-    backward.events = tuple(
-        v.nbytes for v in backward.writes
-    )  # it takes nothing inside, whatever torch's op takes
+    # It takes nothing inside, whatever torch's op takes.
+    backward.events = tuple(v.nbytes for v in backward.writes)
     backward.bytes_moved += bits.nbytes
     backward.time_ns += at_rate(editing.once(pass_rate), bits.nbytes)
     if trace.meta.device == "cpu":

@@ -73,9 +73,8 @@ def ranked(facts: Facts, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[
             continue
         smallest = narrow(_positions(trace, s))
         for kind in kinds:
-            if (
-                sts.dtype[s] not in FORMATS[kind].dtypes
-            ):  # most values of most formats: nothing else is looked at
+            # Most values of most formats: nothing else is looked at.
+            if sts.dtype[s] not in FORMATS[kind].dtypes:
                 continue
             saved, moved = costs(trace, s, kind)
             if saved > 0 and (kind not in HOLDS or kind == smallest) and not _reason(trace, s, kind):

@@ -31,17 +31,13 @@ from traces.records.trace import ACTIVATION, BACKWARD, EFFECT, FORWARD, VIEW, Tr
 
 EXACTNESS: Final = FP
 NUMBERS: Final = (2, 4, 8, 16, 32, 64, 128)  # of tiles that are tried
-PASSES: Final = {
-    ROWS: 2,
-    PRODUCT: 2,
-    SUM: 3,
-}  # in which a result is copied, or added to that of the tiles before
+# In which a result is copied, or added to that of the tiles before.
+PASSES: Final = {ROWS: 2, PRODUCT: 2, SUM: 3}
 PRODUCTS: Final = tuple(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
 DROPOUT_MASK: Final = "lowtide.dropout_mask.default"  # a byte an element
 NUMBER_BYTES: Final = 16  # a number by itself takes so much at most
-SHOWN: Final = (
-    2  # so many tiles' allocations stand in the trace, beside the last: further ones are like the second
-)
+# So many tiles' allocations stand in the trace, beside the last: further ones are like the second.
+SHOWN: Final = 2
 
 
 def offer(facts: Facts) -> Iterator[Rewrite]:
@@ -87,17 +83,14 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     if stretch is None or rewrite.number < 1:
         raise PlanError(f"storage {rewrite.storage} cannot be made in {rewrite.number} tiles.")
     _draw(editing, stretch)
-    number = min(
-        rewrite.number, stretch.rows
-    )  # a smaller batch than the plan's may have fewer rows than tiles
+    # A smaller batch than the plan's may have fewer rows than tiles.
+    number = min(rewrite.number, stretch.rows)
     if stretch.backward is None:
         _edit_head(editing, stretch, number)
         return
     body = {i for part in stretch.parts for i, _ in part.body}
-    calls = []
-    for part, phase, name in zip(
-        stretch.parts, (FORWARD, BACKWARD), names(trace, stretch.storage), strict=True
-    ):
+    calls, named = [], names(trace, stretch.storage)
+    for part, phase, name in zip(stretch.parts, (FORWARD, BACKWARD), named, strict=True):
         tiles = Op(
             name=name,
             phase=phase,
@@ -270,14 +263,7 @@ def _events(
 
 
 def _run_tile(
-    own: OwnEvents,
-    trace: Trace,
-    whole: int,
-    part: Part,
-    results: dict[int, Result],
-    rows: int,
-    *,
-    tile: int,
+    own: OwnEvents, trace: Trace, whole: int, part: Part, results: dict[int, Result], rows: int, *, tile: int
 ) -> None:
     ops, sts, on_gpu = trace.ops, trace.storages, trace.meta.device.startswith("cuda")
     last = {s: k for k, (i, _) in enumerate(part.body) for s in (*ops.reads[i], *ops.writes[i])}

@@ -17,10 +17,7 @@ from torch import fx
 
 aten = torch.ops.aten
 
-FORWARD: Final = (
-    aten._native_batch_norm_legit_functional.default,
-    aten._native_batch_norm_legit.no_stats,
-)
+FORWARD: Final = (aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
 LARGEST_BATCH: Final = 880_801  # cuDNN's limit of a spatial batch norm in training
 LARGEST: Final = 2**31 - 1  # elements; some of cuDNN's kernels index with 32 bits
 SMALLEST_EPS: Final = 0.0  # cuDNN's CUDNN_BN_MIN_EPSILON

@@ -48,9 +48,8 @@ def quick_keys() -> Iterator[None]:
         return slow_key(mode, state, func, args, kwargs)
 
     def output_of(mode: Any, state: Any, entry: Any, key: Any, *call: Any) -> Any:
-        like = (
-            entry.metadata
-        )  # torch remembers no entry whose result, made like this, has other dispatch keys
+        # torch remembers no entry whose result, made like this, has other dispatch keys.
+        like = entry.metadata
         if type(key) is not tuple or like is None:
             return slow_output(mode, state, entry, key, *call)
         shape, stride = like.shape, like.stride

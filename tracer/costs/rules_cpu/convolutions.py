@@ -116,9 +116,8 @@ class Convolution:
         Ignores: that forward takes fewer blocks at once where threads share the work better so.
         """
         read, made, high = self.read.shape[-1], self.made.shape[-1], self.kernel[0]
-        weight = (
-            96 * high
-        )  # all in vectors of 16 numbers: rows of what is read and made, and two blocks of the weight
+        # All in vectors of 16 numbers: rows of what is read and made, and two blocks of the weight.
+        weight = 96 * high
         if task == FORWARD:
             channels, most, width = self.weight.shape[0], 5, made
             fits = 64 * (read * high + 2 * made + weight) < onednn.first_cache()
