@@ -46,10 +46,8 @@ def times_apply(meta: TraceMeta, device: str, gpu: str = "") -> bool:
     """Whether the times of a trace are those of the device, so that they can be set beside measured ones.
 
     Counts: the kind of device; of GPUs the board, by the driver's name (measured) or the entry in the device table
-    (fake). Ignores: which CPU it is, since the table has one entry for all of them.
-
-    Args:
-        gpu: the GPU's name as the driver gives it.
+    (fake). Ignores: which CPU it is, since the table has one entry for all of them. `gpu`: the GPU's name as the driver
+    gives it.
     """
     from tracer.costs.profiles import board_of
 
@@ -89,10 +87,8 @@ def check_figures(plan: Plan, recorded: Trace) -> None:
 
     Counts: every storage, so no real peak is below what is told here; where the trace behind the plan has its
     workspaces and times from the same rules as this one, the figures to the byte and the nanosecond. Ignores:
-    elsewhere, workspaces and times, which only that trace knows.
-
-    Args:
-        recorded: the step recorded again; one of another graph is not compared, which the run itself refuses.
+    elsewhere, workspaces and times, which only that trace knows. `recorded`: the step recorded again; one of another
+    graph is not compared, which the run itself refuses.
     """
     from simulator.core.problem import Problem
     from simulator.core.rewrites import rewritten_problem

@@ -49,11 +49,9 @@ class Rewritten:
 
 
 def rewrite(program: Program, schedule: Schedule) -> Rewritten:
-    """Copy the graph of a captured model in the order of a schedule of `program.trace()`.
-
-    Raises:
-        PlanError: a value is needed that the schedule has not made (a defect), or backward would hold a forward value
-            that the schedule has freed.
+    """Copy the graph of a captured model in the order of a schedule of `program.trace()`. Raises PlanError if a value
+    is needed that the schedule has not made (a defect), or backward would hold a forward value that the schedule has
+    freed.
     """
     writing = _Writing(program)
     for step in range(len(schedule)):

@@ -25,11 +25,9 @@ from traces.records.trace import Trace
 
 def rewritten(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     """The program of the step so changed, by the module `executor.emit.KIND` of each rewrite, which has a function
-    `change(changing, rewrite)`. The rewrites' storages are those of the program as it was captured.
-
-    Raises:
-        PlanError: a rewrite is of no known kind, cannot be made in this graph, or makes another step than the simulator
-            has for it (a defect).
+    `change(changing, rewrite)`. The rewrites' storages are those of the program as it was captured. Raises PlanError if
+    a rewrite is of no known kind, cannot be made in this graph, or makes another step than the simulator has for it (a
+    defect).
     """
     if not rewrites:
         return program

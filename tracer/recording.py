@@ -90,10 +90,8 @@ def record_joined(
     device: str = "cpu",
     costs: Costs | None = None,
 ) -> tuple[Draft, Trace] | None:
-    """The step with model and loss function captured as one, if that finds a loss head that can run in tiles.
-
-    Args:
-        costs: instead of those of the profile.
+    """The step with model and loss function captured as one, if that finds a loss head that can run in tiles. `costs`:
+    instead of those of the profile.
     """
     if not (can_be_joined(draft.step) and may_have_head(draft.program)):
         return None

@@ -171,10 +171,8 @@ def release() -> tuple[int, int]:
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """In the body, these attributes of a module or class have other values.
-
-    Raises:
-        EnvironmentProblem: it has no such attribute in the installed torch.
+    """In the body, these attributes of a module or class have other values. Raises EnvironmentProblem if it has no such
+    attribute in the installed torch.
     """
     lacks = next((name for name in values if not hasattr(owner, name)), None)
     if lacks is not None:

@@ -88,10 +88,8 @@ def devices() -> tuple[Device, ...]:
 
 
 def device(name: str) -> Device:
-    """The device of that name, whatever its case and punctuation: "h200", "RTX 4090", "a100_40gb".
-
-    Raises:
-        SpecError: there is none, or the name fits several (a100); names the close ones.
+    """The device of that name, whatever its case and punctuation: "h200", "RTX 4090", "a100_40gb". Raises SpecError if
+    there is none, or the name fits several (a100); names the close ones.
     """
     known = {_key(d.name): d for d in devices()}
     key = _key(name)

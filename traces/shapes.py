@@ -29,10 +29,8 @@ class Shapes:
 
     @classmethod
     def parse(cls, text: str) -> Shapes:
-        """Shapes from `seq-len=16:512`, with `:8` behind it for every eighth, several of them with commas.
-
-        Raises:
-            SpecError: it is none of that, or is of too many shapes.
+        """Shapes from `seq-len=16:512`, with `:8` behind it for every eighth, several of them with commas. Raises
+        SpecError if it is none of that, or is of too many shapes.
         """
         ranges: dict[str, range] = {}
         stepped = []

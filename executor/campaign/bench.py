@@ -75,10 +75,8 @@ class Bench:
         return self.root / "traces" / self.keys.of_case(step.keep_all)
 
     def trace(self, step: Step) -> str:
-        """Record the step's traces in a fresh process; returns why there is no calibrated one ("": there is).
-
-        Raises:
-            LowtideError: the step cannot be recorded. (That memory runs out while it is calibrated is an answer.)
+        """Record the step's traces in a fresh process; returns why there is no calibrated one ("": there is). Raises
+        LowtideError if the step cannot be recorded. (That memory runs out while it is calibrated is an answer.)
         """
         directory = self.traces(step)
         given = {"step": to_json(step), "method": to_json(self.method), "target": self.target}

@@ -109,10 +109,8 @@ def digest(data: object) -> str:
 
 
 def find_cases(name: str) -> Path:
-    """The path of a cases file: as given, or the packaged one of that name (`cpu`, `gpu`, `gpu-quick`).
-
-    Raises:
-        SpecError: there is neither.
+    """The path of a cases file: as given, or the packaged one of that name (`cpu`, `gpu`, `gpu-quick`). Raises
+    SpecError if there is neither.
     """
     path = Path(name)
     if path.is_file():
@@ -125,10 +123,8 @@ def find_cases(name: str) -> Path:
 
 
 def load_cases(path: Path) -> Campaign:
-    """Read, check and multiply out a cases file.
-
-    Raises:
-        SpecError: it is no TOML, or a key or value means nothing; says which case and what is possible.
+    """Read, check and multiply out a cases file. Raises SpecError if it is no TOML, or a key or value means nothing;
+    says which case and what is possible.
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -117,11 +117,7 @@ class Book(JsonRecord):
 
     @classmethod
     def of_directory(cls, root: Path) -> Book | None:
-        """The campaign in a directory; None if that is absent or empty.
-
-        Raises:
-            TraceError: it holds something else.
-        """
+        """The campaign in a directory; None: it is absent or empty. Raises TraceError if it holds something else."""
         if (root / BOOK).is_file():
             return cls.load(root / BOOK)
         if root.exists() and not root.is_dir():

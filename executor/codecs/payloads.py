@@ -35,10 +35,8 @@ def seed(number: int = 0) -> None:
 
 @torch.library.custom_op("lowtide::pack", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def pack(x: torch.Tensor, format: str) -> torch.Tensor:
-    """The payload of a tensor: uint8, `Format.payload_bytes` of them.
-
-    Raises:
-        PlanError: the format is not for tensors of that type.
+    """The payload of a tensor: uint8, `Format.payload_bytes` of them. Raises PlanError if the format is not for tensors
+    of that type.
     """
     payload = new_payload(x, format)
     flat = x.as_strided((x.numel(),), (1,)) if lies_dense(x.shape, x.stride()) else x.reshape(-1)

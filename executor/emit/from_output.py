@@ -9,10 +9,8 @@ from traces.errors import PlanError
 
 
 def emit(program: Program, op: int, recipe: Recipe) -> Call:
-    """The backward's own call, on y; a leaky relu's is told so.
-
-    Raises:
-        PlanError: y is laid out otherwise than x, so the gradient might be, too.
+    """The backward's own call, on y; a leaky relu's is told so. Raises PlanError if y is laid out otherwise than x, so
+    the gradient might be, too.
     """
     node = program.ops[op].node
     value, instead = next((j, f) for b, j, f in recipe.swaps if b == op)

@@ -13,10 +13,8 @@ from traces.records.plan import Rewrite
 
 
 def change(changing: Changing, rewrite: Rewrite) -> None:
-    """Put the two ops in the place of the steps; where a rewrite before has taken one out, all is left as it is.
-
-    Raises:
-        PlanError: the storage is not the output of such a chain in this graph, or the op lays its result out otherwise.
+    """Put the two ops in the place of the steps; where a rewrite before has taken one out, all is left as it is. Raises
+    PlanError if the storage is not the output of such a chain in this graph, or the op lays its result out otherwise.
     """
     program, graph = changing.program, changing.graph
     chain = chain_of(changing.chains, rewrite)

@@ -16,10 +16,8 @@ lowtide = torch.ops.lowtide
 
 def change(changing: Changing, rewrite: Rewrite) -> None:
     """Put the bits before the activation, and the other op in the place of its backward; where a rewrite before has
-    taken one of them out, or its input away, all is left as it is.
-
-    Raises:
-        PlanError: the storage is no such input in this graph, or the output is laid out otherwise than it.
+    taken one of them out, or its input away, all is left as it is. Raises PlanError if the storage is no such input in
+    this graph, or the output is laid out otherwise than it.
     """
     program, graph = changing.program, changing.graph
     pair = pair_of(changing.trace, rewrite.storage, changing.chains)

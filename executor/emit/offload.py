@@ -18,10 +18,8 @@ lowtide = torch.ops.lowtide
 
 def change(changing: Changing, rewrite: Rewrite) -> None:
     """Put the four ops in, and let all that takes the value take what is reloaded; a value that backward no longer
-    reads, because of a rewrite before, is left as it is.
-
-    Raises:
-        PlanError: the value has gaps in memory, or the graph lacks an op that the plan names.
+    reads, because of a rewrite before, is left as it is. Raises PlanError if the value has gaps in memory, or the graph
+    lacks an op that the plan names.
     """
     program, graph = changing.program, changing.graph
     (op, captured, suffix), there = changing.made(rewrite.storage), set(graph.nodes)

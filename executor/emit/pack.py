@@ -22,10 +22,8 @@ lowtide = torch.ops.lowtide
 def change(changing: Changing, rewrite: Rewrite) -> None:
     """Put the ops in, and let backward (and of a mask forward, too) take what was unpacked.
 
-    A value that backward no longer reads, because of a rewrite before, is left as it is.
-
-    Raises:
-        PlanError: the value has gaps in memory, or is an index that the format may not hold.
+    A value that backward no longer reads, because of a rewrite before, is left as it is. Raises PlanError if the value
+    has gaps in memory, or is an index that the format may not hold.
     """
     graph, format = changing.graph, _format(changing, rewrite)
     op, captured, suffix = changing.made(rewrite.storage)

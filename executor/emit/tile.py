@@ -34,10 +34,8 @@ SUM_LOSS = 2  # torch's number of the reduction
 
 
 def change(changing: Changing, rewrite: Rewrite) -> None:
-    """Put the calls of the tiles behind the last of what they take, and take the stretch out.
-
-    Raises:
-        PlanError: the graph has no such stretch.
+    """Put the calls of the tiles behind the last of what they take, and take the stretch out. Raises PlanError if the
+    graph has no such stretch.
     """
     program = changing.program
     found = next((x for x in changing.stretches if program.storage_of[x.product][0] == rewrite.storage), None)

@@ -37,10 +37,8 @@ class FirstBatch:
     say: Say = field(default=on_stderr)
 
     def settle(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Apply the plan to a module in place, for this call and those that follow.
-
-        Raises:
-            BudgetError, SpecError, CaptureError, PlanError: as `executor.fit` and `apply_plan`.
+        """Apply the plan to a module in place, for this call and those that follow. Raises BudgetError, SpecError,
+        CaptureError, PlanError: as `executor.fit` and `apply_plan`.
         """
         if self.wanted is None:
             assert self.plan is not None
@@ -72,11 +70,7 @@ class Awaiting(nn.Module):
 
 
 def await_first_batch(module: nn.Module, first: FirstBatch) -> None:
-    """Plan a module in place at its first training call.
-
-    Raises:
-        PlanError: it is a wrapper that plans go inside of.
-    """
+    """Plan a module in place at its first training call. Raises PlanError if it wraps what plans go inside of."""
     bypass.check_wrapped(module)
     kind = type(module)
 

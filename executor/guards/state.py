@@ -551,10 +551,8 @@ _version: Final = operator.attrgetter("_version")
 
 
 def argument(value: Any, what: str) -> Key:
-    """An argument that is no tensor as a key: by its value, through all that it contains.
-
-    Raises:
-        PlanError: it is an object that holds a tensor, which a graph would take for a constant.
+    """An argument that is no tensor as a key: by its value, through all that it contains. Raises PlanError if it is an
+    object that holds a tensor, which a graph would take for a constant.
     """
     if isinstance(value, PLAIN):
         return plain(value)

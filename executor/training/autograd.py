@@ -60,9 +60,7 @@ class _Passing:
 
 def _versions(passing: _Passing, values: list[torch.Tensor]) -> list[tuple[int, int]]:
     """Of each of the caller's own tensors that backward reads: how often it has been changed in place, and a digest.
-
-    Raises:
-        PlanError: one was made in inference mode, where no tensor knows that; autograd refuses to save it, too.
+    Raises PlanError if one was made in inference mode, where no tensor knows that; autograd refuses to save it, too.
     """
     held = [(values[k], name) for k, name in passing.engine.rewritten.held]
     for x, name in held:

@@ -90,10 +90,8 @@ def make_engine(
     """Capture the model for these arguments under autocast, check that the plan is for it, and rewrite.
 
     A size of one makes another graph. It runs with all values saved if that takes no more than the planned one does:
-    `planned_bytes`, by the plan, at the plan's sizes; 0: not known.
-
-    Raises:
-        PlanError: the graph has another structure than the plan's, or the plan is for a GPU and the model on the CPU.
+    `planned_bytes`, by the plan, at the plan's sizes; 0: not known. Raises PlanError if the graph has another structure
+    than the plan's, or the plan is for a GPU and the model on the CPU.
     """
     check_kind(plan.meta, next((p.device.type for p in model.parameters()), "cpu"))
     program = program_of(captured_for(model, args, kwargs, plan, autocast))

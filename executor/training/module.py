@@ -103,10 +103,8 @@ class _State:
         return self.whole
 
     def engine(self, module: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> Engine | None:
-        """What serves a training call; None: the model's own forward.
-
-        Raises:
-            PlanError, CaptureError: nothing does, and that is to be an error.
+        """What serves a training call; None: the model's own forward. Raises PlanError or CaptureError if nothing does,
+        and that is to be an error.
         """
         now = replace(ambient(device_kind(module, leaves)), cache=torch.is_autocast_cache_enabled())
         try:
@@ -401,10 +399,8 @@ def planned_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def remove_plan(model: nn.Module) -> nn.Module:
-    """The same object without the plan, as are the planned modules inside it.
-
-    Raises:
-        PlanError: there is no plan in it.
+    """The same object without the plan, as are the planned modules inside it. Raises PlanError if there is no plan in
+    it.
     """
     for module in planned_in(model):
         _bare(module)
@@ -413,11 +409,7 @@ def remove_plan(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def unplanned(model: nn.Module) -> Iterator[None]:
-    """In the body the model's own forward runs, in training too.
-
-    Raises:
-        PlanError: there is no plan in the model.
-    """
+    """In the body the model's own forward runs, in training too. Raises PlanError if there is no plan in the model."""
     states = [module._lowtide for module in planned_in(model)]
     for state in states:
         state.unplanned += 1
@@ -446,10 +438,8 @@ def engines_of(planned: nn.Module) -> Engines:
 
 
 def planned_otherwise(planned: nn.Module, plan: Plan) -> nn.Module:
-    """The same model under another plan; what was captured for the first is not captured again.
-
-    Raises:
-        PlanError: the plan is for a graph of another structure.
+    """The same model under another plan; what was captured for the first is not captured again. Raises PlanError if the
+    plan is for a graph of another structure.
     """
     before, other = engines_of(planned), apply_plan(planned, plan)
     engines = engines_of(other)
@@ -469,10 +459,8 @@ def apply_recorded(
     in_place: bool,
     on_mismatch: str,
 ) -> nn.Module:
-    """`apply_plan` of a step that was recorded for its plan: what was captured then serves the calls like it.
-
-    Args:
-        wanted: of plans to come; None: what the plan says.
+    """`apply_plan` of a step that was recorded for its plan: what was captured then serves the calls like it. `wanted`:
+    of plans to come; None: what the plan says.
     """
     planned = apply_plan(model, plan, loss=loss, in_place=in_place, on_mismatch=on_mismatch)
     assert isinstance(planned, PlannedModule)

@@ -176,10 +176,8 @@ def plan_call(
     """A plan for one call of a model whose own plan is for another graph, and what was captured of it.
 
     Counts: the model, and the optimizer. Ignores: the loss code, which is not known here but where the model has its
-    own. If no plan is within the budget, the one of the lowest peak is taken.
-
-    Raises:
-        BudgetError, SpecError, CaptureError: there is none.
+    own. If no plan is within the budget, the one of the lowest peak is taken. Raises BudgetError, SpecError,
+    CaptureError if there is none.
     """
     other = plan.meta.options.get(JOIN_LOSS) and not isinstance(model, WithLoss)
     loss = partial(loss_of, grad_outputs=() if other else plan.meta.grad_outputs)

@@ -98,10 +98,8 @@ def setting_of(meta: TraceMeta, alloc_conf: str | None = None, device: DeviceMem
     """The setting to ask about for a trace.
 
     Without `alloc_conf`, the settings are those that the trace was recorded under; with it they are what it says and
-    torch's defaults, as if the environment variable were set to it.
-
-    Raises:
-        SpecError: settings that do not exist, or any for a CPU's trace.
+    torch's defaults, as if the environment variable were set to it. Raises SpecError: settings that do not exist, or
+    any for a CPU's trace.
     """
     if kind_of(meta) != CUDA:
         if alloc_conf is not None:

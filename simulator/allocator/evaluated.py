@@ -41,10 +41,8 @@ class Reserver:
         self.memory = memory(ever, blocks, *self.rules)
 
     def reserved_bytes(self, state: State) -> int:
-        """The peak of reserved memory, of the last iteration.
-
-        Raises:
-            PlanError: a chain needs an op that may not run again.
+        """The peak of reserved memory, of the last iteration. Raises PlanError if a chain needs an op that may not run
+        again.
         """
         _, _, _, steps = self.evaluator.walk(state)
         self.make_room(steps)

@@ -66,10 +66,8 @@ def parse_alloc_conf(text: str) -> AllocatorSettings:
     """Settings from text such as `expandable_segments:True,max_split_size_mb:128`.
 
     Whatever the order, large_segment_size_mb is read first: it is the least that the two split sizes can be, and what
-    max_non_split_rounding_mb is if nothing is said.
-
-    Raises:
-        SpecError: an option that does not exist, or a value that it cannot have.
+    max_non_split_rounding_mb is if nothing is said. Raises SpecError: an option that does not exist, or a value that it
+    cannot have.
     """
     if len(text) > MAX_TEXT:
         raise SpecError(

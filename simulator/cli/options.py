@@ -163,10 +163,8 @@ def check_alloc_conf(text: str | None) -> None:
 
 
 def words_for_trace(model: str, words: tuple[str, ...], *own: str) -> tuple[str, ...]:
-    """The options that a command about a model does not know, which go to `trace`.
-
-    Raises:
-        SpecError: one of them is for the command itself to decide, or the model does not come first.
+    """The options that a command about a model does not know, which go to `trace`. Raises SpecError if one of them is
+    for the command itself to decide, or the model does not come first.
     """
     if model.startswith("-"):
         raise SpecError(f"{model}: the first word is the model's name.")

@@ -155,10 +155,8 @@ class Evaluator:
                 self.forward_take[s] = k
 
     def state(self, actions: Iterable[Action] = ()) -> State:
-        """The state that a plan's actions mean; everything saved without any.
-
-        Raises:
-            PlanError: a plan says what this cannot evaluate yet: a value is evicted while forward runs.
+        """The state that a plan's actions mean; everything saved without any. Raises PlanError if a plan says what this
+        cannot evaluate yet: a value is evicted while forward runs.
         """
         problem = self.problem
         saved = self._saved_by_default.copy()
@@ -180,11 +178,7 @@ class Evaluator:
         return State(saved=saved, retained=retained, evictions=evictions)
 
     def cost(self, state: State) -> tuple[int, int]:
-        """(peak bytes, time) of a plan.
-
-        Raises:
-            PlanError: a chain needs an op that may not run again.
-        """
+        """(peak bytes, time) of a plan. Raises PlanError if a chain needs an op that may not run again."""
         peak_bytes, added_ns, _, _ = self.walk(state)
         return peak_bytes, self.base_time_ns + added_ns
 

@@ -27,10 +27,8 @@ class Problem(Facts):
         self._replayed: tuple[tuple[Action, ...], Replay] | None = None
 
     def replay(self, actions: Iterable[Action] = ()) -> Replay:
-        """What a plan's actions come to, by the exact replay; asked at once for the same ones, the same.
-
-        Raises:
-            PlanError: an action is impossible, or a chain needs an op that may not run again.
+        """What a plan's actions come to, by the exact replay; asked at once for the same ones, the same. Raises
+        PlanError if an action is impossible, or a chain needs an op that may not run again.
         """
         wanted = tuple(actions)
         if self._replayed is None or self._replayed[0] != wanted:

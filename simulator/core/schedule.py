@@ -52,10 +52,8 @@ def rerun_workspace_bytes(facts: Facts, schedule: Schedule) -> int:
 def breach(facts: Facts, schedule: Schedule) -> str:
     """In words, the first thing that a schedule does against the constraints; empty if it obeys them.
 
-    Looks at the steps themselves, so it holds whatever the planner and the graph believed.
-
-    Raises:
-        SpecError: a constraint names nothing in this trace.
+    Looks at the steps themselves, so it holds whatever the planner and the graph believed. Raises SpecError if a
+    constraint names nothing in this trace.
     """
     trace, constraints = facts.trace, facts.constraints
     if not constraints:
@@ -74,10 +72,8 @@ def breach(facts: Facts, schedule: Schedule) -> str:
 
 
 def check_actions(facts: Facts, actions: Iterable[Action]) -> dict[int, Action]:
-    """The actions by storage id.
-
-    Raises:
-        PlanError: an action names a storage twice, a storage or an op that does not exist, or what cannot be.
+    """The actions by storage id. Raises PlanError if an action names a storage twice, a storage or an op that does not
+    exist, or what cannot be.
     """
     trace, recipes = facts.trace, offered(facts)
     by_storage: dict[int, Action] = {}
@@ -152,10 +148,8 @@ def build(facts: Facts, actions: Iterable[Action] = ()) -> Schedule:
 
     Ops stay in the order of the trace. Just before an op that takes a value which is absent, the ops that rebuild it
     run again, each once, in the order of a depth-first walk from the op's inputs; a view is rebuilt with its base and
-    costs nothing. Every storage is freed after its last reader, or after its hold.
-
-    Raises:
-        PlanError: an action is impossible, or a chain needs an op that may not run again.
+    costs nothing. Every storage is freed after its last reader, or after its hold. Raises PlanError if an action is
+    impossible, or a chain needs an op that may not run again.
     """
     building = _Building(facts, check_actions(facts, actions))
     for c in range(len(facts.trace.ops)):

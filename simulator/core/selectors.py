@@ -108,10 +108,8 @@ def matching_ops(trace: Trace, text: str, option: str) -> tuple[int, ...]:
 
 
 def resolve(trace: Trace, constraints: Constraints) -> Resolved:
-    """The ops and storages that the constraints speak of.
-
-    Raises:
-        SpecError: a selector is malformed, or means nothing that it could forbid or save.
+    """The ops and storages that the constraints speak of. Raises SpecError if a selector is malformed, or means nothing
+    that it could forbid or save.
     """
     sts = trace.storages
     is_view = [bool(f & VIEW) for f in trace.ops.flags]

@@ -43,10 +43,8 @@ from traces.units import show_bytes
 
 
 def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
-    """The rewrites that are allowed, by kind.
-
-    Raises:
-        SpecError: there is no such kind, or the errors are of another step.
+    """The rewrites that are allowed, by kind. Raises SpecError if there is no such kind, or the errors are of another
+    step.
     """
     if levers.errors is not None and levers.errors.fingerprint != problem.trace.meta.graph_fingerprint:
         raise SpecError(
@@ -308,9 +306,7 @@ def with_loss(problem: Problem, levers: Levers) -> tuple[Problem, Levers] | None
 
 def left_out(problem: Problem, levers: Levers, *, shapes: bool) -> str:
     """In words, why a loss head that is outside of the model does not run in tiles; "": it may, or there is none.
-
-    Args:
-        shapes: whether the plan is to hold for other sizes.
+    `shapes`: whether the plan is to hold for other sizes.
     """
     if with_loss(problem, replace(levers, errors=None)) is None:
         return ""

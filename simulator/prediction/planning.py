@@ -32,10 +32,8 @@ def plan_for(
     levers: Levers = BIT_EXACT,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Prediction:
-    """The plan for a budget beside everything saved; the plan in it is complete.
-
-    Raises:
-        BudgetError: the planner finds none within the budget.
+    """The plan for a budget beside everything saved; the plan in it is complete. Raises BudgetError: the planner finds
+    none within the budget.
     """
 
     under: dict[Problem, Setting] = {}  # by the step that was planned
@@ -68,10 +66,7 @@ def plan_for(
 
 def _cheapest(problem: Problem, budget_bytes: int, levers: Levers, make: Callable[[Problem], Plan]) -> Plan:
     """The cheapest plan: of model and loss function as one only if that runs the loss head in tiles, or if the model
-    alone has none.
-
-    Raises:
-        Infeasible: there is none; the refusal with the lower peak.
+    alone has none. Raises Infeasible if there is none; the refusal with the lower peak.
     """
     joined = with_loss(problem, levers)
     if joined is None or problem.saved.timeline.peak_allocated_bytes <= budget_bytes:

@@ -132,11 +132,7 @@ class Prediction:
         ).known()
 
     def whole_bytes(self, budget_of: str) -> int:
-        """What 100 % of a budget stands for.
-
-        Raises:
-            SpecError: a budget of reserved memory for a CPU's trace.
-        """
+        """What 100 % of a budget stands for. Raises SpecError: a budget of reserved memory for a CPU's trace."""
         if budget_of == ALLOCATED:
             return self.saved.timeline.peak_allocated_bytes
         if self.saved_fit.reserved is None:
@@ -165,10 +161,7 @@ def predict(
     problem: Problem, setting: Setting, plan: Plan | None = None, budget_bytes: int | None = None
 ) -> Prediction:
     """Replay a step without and with a plan, whatever the constraints; without a plan, everything is saved. A plan of
-    model and loss function as one is replayed on that step.
-
-    Raises:
-        PlanError: the plan does not fit the trace.
+    model and loss function as one is replayed on that step. Raises PlanError if the plan does not fit the trace.
     """
     plan = plan or Plan(meta=problem.trace.meta, planner=SAVE_ALL)
     problem = problem.planned_by(plan)

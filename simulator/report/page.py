@@ -103,11 +103,9 @@ def paragraphs(text: str) -> tuple[Text, ...]:
 def bundle() -> str:
     """Vega, Vega-Lite and Vega-Embed as one script that asks the network for nothing.
 
-    Links of the libraries to their editor, schemas and issues lose their scheme, so that the only addresses
-    left are the names of the SVG standard's namespaces, which nobody fetches.
-
-    Raises:
-        EnvironmentProblem: vl-convert is not installed.
+    Links of the libraries to their editor, schemas and issues lose their scheme, so that the only addresses left are
+    the names of the SVG standard's namespaces, which nobody fetches. Raises EnvironmentProblem if vl-convert is not
+    installed.
     """
     script: str = needed("vl_convert").javascript_bundle("window.vegaEmbed = vegaEmbed;")
     script = re.sub(r"https?://(?!www\.w3\.org/)", "", script)
@@ -115,11 +113,7 @@ def bundle() -> str:
 
 
 def render(page: Page) -> str:
-    """The page as HTML.
-
-    Raises:
-        EnvironmentProblem: jinja2 or vl-convert is not installed.
-    """
+    """The page as HTML. Raises EnvironmentProblem if jinja2 or vl-convert is not installed."""
     jinja2 = needed("jinja2")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),

@@ -19,10 +19,8 @@ PREDICTED: Final = " Every figure on this page is predicted; nothing was run."
 
 
 def write_comparison(path: str | Path, found: Comparison) -> Path:
-    """Write the page of a comparison of planners, whole or not at all.
-
-    Raises:
-        EnvironmentProblem: a package that reports need is not installed.
+    """Write the page of a comparison of planners, whole or not at all. Raises EnvironmentProblem if a package that
+    reports need is not installed.
     """
     blocks: list[Block] = [found.table()]
     if places := [e for e in ranked(found.entrants) if e.peak_allocated_bytes is not None]:

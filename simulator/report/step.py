@@ -33,10 +33,8 @@ PEAKS: Final = (
 
 
 def write_step(path: str | Path, found: Answer) -> Path:
-    """Write the page of an answer, whole or not at all.
-
-    Raises:
-        EnvironmentProblem: a package that reports need is not installed.
+    """Write the page of an answer, whole or not at all. Raises EnvironmentProblem if a package that reports need is not
+    installed.
     """
     c = found.planned
     page = Page(

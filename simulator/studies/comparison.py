@@ -141,10 +141,8 @@ class Comparison(ManyPlans):
     ) -> Entrant:
         """A plan's row, by the exact replay, also if the plan is over the budget or breaks the constraints.
 
-        Neither makes a plan that can be had, and the bound says nothing of them.
-
-        Raises:
-            PlanError: the plan does not fit the trace.
+        Neither makes a plan that can be had, and the bound says nothing of them. Raises PlanError if the plan does not
+        fit the trace.
         """
         replay = rewritten_problem(self.problem.unconstrained, plan.rewrites).replay(plan.actions)
         step = rewritten_problem(self.problem, plan.rewrites)

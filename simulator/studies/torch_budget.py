@@ -36,11 +36,7 @@ class TorchPlan:
 
 
 def plans(problem: Problem, sets: SavedSets) -> tuple[TorchPlan, ...]:
-    """A plan for each saved set.
-
-    Raises:
-        PlanError: the sets are of another trace.
-    """
+    """A plan for each saved set. Raises PlanError if the sets are of another trace."""
     trace = problem.trace
     if sets.trace.fingerprint != trace.meta.fingerprint:
         raise PlanError(
@@ -61,10 +57,8 @@ def plans(problem: Problem, sets: SavedSets) -> tuple[TorchPlan, ...]:
 
 
 def actions_for(problem: Problem, choice: SavedSet) -> tuple[Action, ...]:
-    """The actions that a saved set means; see the module's text.
-
-    Raises:
-        PlanError: it names a storage that the trace does not have.
+    """The actions that a saved set means; see the module's text. Raises PlanError if it names a storage that the trace
+    does not have.
     """
     trace = problem.trace
     n = len(trace.storages)
@@ -88,10 +82,8 @@ def actions_for(problem: Problem, choice: SavedSet) -> tuple[Action, ...]:
 def entrants(comparison: Comparison, sets: SavedSets) -> tuple[Entrant, ...]:
     """torch's plans as rows of a comparison; budgets for which torch makes the same plan share a row.
 
-    A plan whose gradients torch would get wrong does not count as feasible, whatever its peak.
-
-    Raises:
-        PlanError: the sets are of another trace.
+    A plan whose gradients torch would get wrong does not count as feasible, whatever its peak. Raises PlanError if the
+    sets are of another trace.
     """
     same: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TorchPlan]] = {}
     for p in plans(comparison.problem, sets):

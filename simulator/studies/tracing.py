@@ -67,10 +67,8 @@ class ModelRequest:
 def ensure_trace(
     model: str, batch_size: int, words: Sequence[str], directory: Path, progress: Callable[[str], None]
 ) -> None:
-    """Run `trace` in a process of its own, unless the trace that stands there already is what it would make.
-
-    Raises:
-        LowtideError: `trace` failed; with what it wrote.
+    """Run `trace` in a process of its own, unless the trace that stands there already is what it would make. Raises
+    LowtideError: `trace` failed; with what it wrote.
     """
     words = [model, "--batch-size", str(batch_size), *words]
     note = directory.with_name(f"{directory.name}.json")

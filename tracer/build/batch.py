@@ -58,10 +58,8 @@ pytree.register_pytree_node(
 
 def split_batch(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> SplitBatch:
     """Divide a batch between the model and the loss, as the module's docstring says; a divided one stays as it is.
-
-    Raises:
-        SpecError: the batch is of an unknown kind, the loss takes more than there is, or the last of a tuple may be
-            for the model or for nobody.
+    Raises SpecError if the batch is of an unknown kind, the loss takes more than there is, or the last of a tuple may
+    be for the model or for nobody.
     """
     for leaf in pytree.tree_leaves(batch):
         if hidden_tensors(leaf):
@@ -182,11 +180,7 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def loss_in_outputs(outputs: Any) -> Any:
-    """The loss that a model has computed itself.
-
-    Raises:
-        SpecError: the output holds no loss.
-    """
+    """The loss that a model has computed itself. Raises SpecError if the output holds no loss."""
     if isinstance(outputs, torch.Tensor) and outputs.dim() == 0:
         return outputs
     found = getattr(outputs, "loss", None)
@@ -208,10 +202,7 @@ def loss_in_outputs(outputs: Any) -> Any:
 
 def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
     """The batch with its tensors on `device`, made fake if `fake_mode` is given. Mappings become dicts, and a list of
-    another class as the whole batch a list.
-
-    Raises:
-        SpecError: it holds a nested tensor.
+    another class as the whole batch a list. Raises SpecError if it holds a nested tensor.
     """
     if isinstance(batch, Mapping):
         batch = dict(batch)

@@ -198,10 +198,7 @@ class Enough(BaseException):
 
 def with_first_call(step: TrainingStep) -> TrainingStep:
     """A step of the user's own with the arguments and the autocast of its first call of the model. The iteration is
-    begun for that, and ended there.
-
-    Raises:
-        SpecError: it does not call the model that it is given.
+    begun for that, and ended there. Raises SpecError if it does not call the model that it is given.
     """
     found: list[tuple[Any, Any, Autocast]] = []
     kind = next((p.device.type for p in step.model.parameters()), "cpu")

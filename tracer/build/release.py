@@ -77,10 +77,8 @@ def hands_over(parameters: Iterable[torch.Tensor]) -> bool:
 def hand(
     parameter: torch.Tensor, box: list[torch.Tensor], around: AbstractContextManager[Any] | None = None
 ) -> None:
-    """Give a parameter the gradient in the box, as autograd would: it is accumulated, and hooks run.
-
-    Args:
-        around: what leads to that, which no untouched step has.
+    """Give a parameter the gradient in the box, as autograd would: it is accumulated, and hooks run. `around`: what
+    leads to that, which no untouched step has.
     """
     with around or nullcontext(), torch.enable_grad():
         token = _Gradient.apply(box, parameter)

@@ -125,10 +125,8 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
 
 
 def under_policy(step: TrainingStep, policy: dict[str, Any], device: str, as_on: str = "") -> TrainingStep:
-    """A step that runs as its options say, or where they say nothing, as its build function asks.
-
-    Args:
-        as_on: "cuda" if CPU tensors stand for those of a GPU.
+    """A step that runs as its options say, or where they say nothing, as its build function asks. `as_on`: "cuda" if
+    CPU tensors stand for those of a GPU.
     """
     import torch
 

@@ -126,10 +126,8 @@ class Looks(TorchFunctionMode):
 
 
 class Checks(TorchFunctionMode):
-    """While it is on, distributions go on with their arguments.
-
-    Args:
-        again: put a `look` in the graph for each check; the loss code, which is not captured, checks again by itself.
+    """While it is on, distributions go on with their arguments. `again`: put a `look` in the graph for each check; the
+    loss code, which is not captured, checks again by itself.
     """
 
     def __init__(self, *, again: bool) -> None:

@@ -73,10 +73,8 @@ def check_step(step: TrainingStep) -> None:
 
 
 def tangent_of(output: Any) -> int:
-    """Which of the model's outputs a tangent of the captured graph is of.
-
-    Raises:
-        CaptureError: it is of a tensor that forward overwrites and that takes part in backward.
+    """Which of the model's outputs a tangent of the captured graph is of. Raises CaptureError if it is of a tensor that
+    forward overwrites and that takes part in backward.
     """
     if hasattr(output, "idx"):
         return int(output.idx)

@@ -137,10 +137,8 @@ def at(x: torch.Tensor, known: Known) -> torch.Tensor:
 
 
 def with_numbers(captured: Captured, sizes: Sizes) -> Captured:
-    """The graph with its numbers taken out: each that depends on sizes is a placeholder after all others.
-
-    Raises:
-        CaptureError: a number is no integer, or depends on data; the model returns or sets one.
+    """The graph with its numbers taken out: each that depends on sizes is a placeholder after all others. Raises
+    CaptureError if a number is no integer, or depends on data; the model returns or sets one.
     """
     graph = captured.graph_module.graph
     computed = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), NUMBERS)]

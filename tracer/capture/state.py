@@ -93,10 +93,8 @@ def own_hooks_off(model: nn.Module) -> Iterator[None]:
 
 
 def run_watched(model: nn.Module, run: Callable[[], Any], effects: Effects) -> Any:
-    """Run a model's forward in a capture, and undo and note what it does to the objects around it.
-
-    Raises:
-        CaptureError: it does what a graph cannot hold; names the attribute or the function, and the line.
+    """Run a model's forward in a capture, and undo and note what it does to the objects around it. Raises CaptureError
+    if it does what a graph cannot hold; names the attribute or the function, and the line.
     """
     before = _Before(model)
     lines: dict[tuple[int, str], str] = {}

@@ -48,11 +48,8 @@ class Costs:
     tf32: bool | None = None
 
     def of(self, row: OpRow, created_bytes: int, device: Device) -> Cost:
-        """The cost of an op.
-
-        Args:
-            created_bytes: of the storages that it creates, which its events must sum to. What says otherwise does
-                not describe this call, and the next source is asked.
+        """The cost of an op. `created_bytes`: of the storages that it creates, which its events must sum to. What says
+        otherwise does not describe this call, and the next source is asked.
         """
         if row.flags & VIEW:
             return Cost(time_ns=0, events=(), source="")

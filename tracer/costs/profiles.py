@@ -109,10 +109,8 @@ def find(want: Identity, given: Path | None = None) -> Found | None:
     """The profile for a trace: the one that was named, else the first that fits of the user's and the gallery's.
 
     A file there that cannot be read is passed over with a warning; an empty profile stands for it if no other fits.
-
-    Raises:
-        TraceError: the named file is no profile, or one of another device. (Another torch or other flags are a
-            warning there.)
+    Raises TraceError if the named file is no profile, or one of another device. (Another torch or other flags are a
+    warning there.)
     """
     if given is not None:
         profile = store.load(given)

@@ -156,11 +156,7 @@ def is_pointwise(target: str) -> bool:
 
 
 def resolve(target: str) -> Any:
-    """The operator of that name ("aten.mul.Tensor").
-
-    Raises:
-        LookupError: torch has none.
-    """
+    """The operator of that name ("aten.mul.Tensor"). Raises LookupError if torch has none."""
     import torch
 
     namespace, _, rest = target.partition(".")

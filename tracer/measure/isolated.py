@@ -145,11 +145,7 @@ class _Pool:
                 self._floats[dtype] = _floats(items, dtype, self.device)
 
     def tensor(self, spec: TensorSpec, below: int) -> torch.Tensor:
-        """A tensor of the call.
-
-        Args:
-            below: one more than the largest integer that may stand in it.
-        """
+        """A tensor of the call. `below`: one more than the largest integer that may stand in it."""
         dtype = getattr(torch, spec.dtype)
         items = spec.span_bytes // spec.item_bytes
         if dtype.is_floating_point:
@@ -182,10 +178,8 @@ def _floats(items: int, dtype: torch.dtype, device: str) -> torch.Tensor:
 
 
 def _arguments(op: Any, signature: Signature, pool: _Pool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for a call of a signature, with made-up contents.
-
-    Raises:
-        LookupError: an argument is of a kind that a signature does not carry.
+    """Arguments for a call of a signature, with made-up contents. Raises LookupError if an argument is of a kind that a
+    signature does not carry.
     """
     pool.begin(signature.inputs)
     schema = op._schema.arguments

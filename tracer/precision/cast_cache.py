@@ -19,10 +19,8 @@ from tracer.torch_api import replaced
 
 @contextlib.contextmanager
 def cached_casts(kind: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let autocast remember the casts of `leaves` in the body, until its outermost region ends.
-
-    Args:
-        leaves: what stands for the parameters, and for arguments that require a gradient.
+    """Let autocast remember the casts of `leaves` in the body, until its outermost region ends. `leaves`: what stands
+    for the parameters, and for arguments that require a gradient.
     """
     cached = {id(x): x for x in leaves if x.requires_grad and x.dtype == torch.float32}
     casts: dict[int, torch.Tensor] = {}
@@ -53,11 +51,7 @@ def cached_casts(kind: str, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels(key: str, functions: dict[str, Any]) -> Iterator[None]:
-    """Give aten ops other kernels for one dispatch key in the body.
-
-    Args:
-        functions: op's name with its overload -> kernel.
-    """
+    """In the body aten ops have other kernels for one dispatch key. `functions`: op.overload -> kernel."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():

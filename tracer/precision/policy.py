@@ -86,10 +86,8 @@ def without_autocast() -> Any:
 
 
 def parse_policy(given: dict[str, Any]) -> dict[str, Any]:
-    """The policy's options out of all options, with their full names.
-
-    Raises:
-        SpecError: an unknown value, or autocast of weights that are not float32.
+    """The policy's options out of all options, with their full names. Raises SpecError: an unknown value, or autocast
+    of weights that are not float32.
     """
     policy = {k: given[k] for k in POLICY_OPTIONS if given.get(k) is not None}
     if "amp" in policy:

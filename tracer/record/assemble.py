@@ -52,9 +52,7 @@ def assemble(
     step: TrainingStep, program: Program, mode: FakeTensorMode, target: Device, meta: TraceMeta, costs: Costs
 ) -> Draft:
     """Record the code around the model and put all rows in order: forward, loss, loss's backward, backward, rest.
-
-    Raises:
-        CaptureError: the loss code or the optimizer fails, or looks at the data of a tensor.
+    Raises CaptureError if the loss code or the optimizer fails, or looks at the data of a tensor.
     """
     storages = [replace(s) for s in program.storages]
     captured = program.captured
@@ -378,10 +376,8 @@ def _gradients(step: TrainingStep, recorder: EagerRecorder) -> set[int]:
 def _replacements(recorder: EagerRecorder, stay: set[int]) -> dict[int, tuple[int, int]]:
     """What the optimizer puts in the place of what was there before the step (`state["m"] = new`): the new storage ->
     the old one, and the row after which that is gone. From there on the old one stands for both, as it is the next
-    step's; so as many bytes are there when the step ends as when it began.
-
-    Args:
-        stay: the storages that the step makes and leaves behind, gradients apart.
+    step's; so as many bytes are there when the step ends as when it began. `stay`: the storages that the step makes and
+    leaves behind, gradients apart.
     """
     storages = recorder.storages
     found: dict[int, tuple[int, int]] = {}

@@ -23,11 +23,7 @@ NO_COST: Final = Cost(time_ns=0, events=(), source="")
 def op_row(
     func: Any, args: Any, kwargs: Any, out: Any, given: Sequence[torch.Tensor], *, flags: int, **known: Any
 ) -> OpRow:
-    """The row of a call, without its costs.
-
-    Args:
-        flags: of the op; a view computes nothing and moves nothing.
-    """
+    """The row of a call, without its costs. `flags`: of the op; a view computes nothing and moves nothing."""
     view = bool(flags & VIEW)
     return OpRow(
         target=str(func),

@@ -170,10 +170,8 @@ def trace_step(
 
 
 def recorded_again(meta: TraceMeta, model: str = "", device: str = "cpu") -> Draft:
-    """Record the step that a trace's header describes once more, on fake tensors.
-
-    Args:
-        model: build this instead of what the header names.
+    """Record the step that a trace's header describes once more, on fake tensors. `model`: build this instead of what
+    the header names.
     """
     try:
         target = device_entry(board_of(meta.target) or meta.target)
@@ -187,10 +185,8 @@ def recorded_again(meta: TraceMeta, model: str = "", device: str = "cpu") -> Dra
 @contextlib.contextmanager
 def fake_mode(again: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
     """A fake mode that survives `copy.deepcopy` of its tensors (torch's own transformer stacks copy their layers), and
-    in which gradients are clipped as lists, as real ones are on a CPU and on a GPU.
-
-    Args:
-        again: the mode of an earlier call, to go on with its tensors.
+    in which gradients are clipped as lists, as real ones are on a CPU and on a GPU. `again`: the mode of an earlier
+    call, to go on with its tensors.
     """
     mode: Any = again or FakeTensorMode(allow_non_fake_inputs=True)
     mode.__deepcopy__ = lambda memo: mode

@@ -343,11 +343,8 @@ class _Search:
         return n
 
     def _call(self, results: Sequence[fx.Node], phase: set[fx.Node]) -> Call:
-        """What of the body makes the results, in one call among the nodes of a phase.
-
-        Raises:
-            _NoStretch: a result is no whole storage, or that of another one, or something takes one before all inputs
-                are there.
+        """What of the body makes the results, in one call among the nodes of a phase. Raises _NoStretch if a result is
+        no whole storage, or that of another one, or something takes one before all inputs are there.
         """
         for n in results:
             own, x = self.program.storage_of[n], n.meta["val"]

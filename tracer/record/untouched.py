@@ -357,10 +357,8 @@ def _repeating(asks: list[Ask], marks: list[tuple[int, int]]) -> list[Ask]:
 
     A block of the third has its number by the order there. What an iteration gives back of the one before it has, in
     the one before it, the number that it has in that order; so the first's blocks get theirs from what the second gives
-    back of them where the third gives back the second's.
-
-    Returns:
-        None at all if the second and the third do not ask alike.
+    back of them where the third gives back the second's. Returns none at all if the second and the third do not ask
+    alike.
     """
     (one, _), (two, second), (three, third) = marks
     count = third - second

@@ -28,10 +28,8 @@ def _plain(value: Any) -> str:
 
 
 def from_json(kind: type[Record], data: Any) -> Record:
-    """The record of that kind that plain containers hold; keys that it does not have are left out.
-
-    Raises:
-        ValueError: a field is missing or of another type; the text says which and where.
+    """The record of that kind that plain containers hold; keys that it does not have are left out. Raises ValueError if
+    a field is missing or of another type; the text says which and where.
     """
     try:
         return msgspec.convert(data, kind)
@@ -92,11 +90,8 @@ class JsonRecord:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read the record.
-
-        Raises:
-            LowtideError: of the kind that `form` says: no such file, no JSON, another record or version, or a field of
-                another type.
+        """Read the record. Raises LowtideError of the kind that `form` says: no such file, no JSON, another record
+        or version, or a field of another type.
         """
         form = cls.form
 

@@ -97,20 +97,14 @@ def _opened(path: Path, form: Format) -> Iterator[tuple[pq.ParquetFile, dict[str
 
 
 def read_header(path: Path, form: Format) -> dict[str, Any]:
-    """The header alone.
-
-    Raises:
-        TraceError: the file is missing, no Parquet, or another record or version.
-    """
+    """The header alone. Raises TraceError if the file is missing, no Parquet, or another record or version."""
     with _opened(path, form) as (_, header):
         return header
 
 
 def read(path: Path, form: Format) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """The header, and the columns.
-
-    Raises:
-        TraceError: as `read_header`; or a column is missing, is there twice, has another type, or has empty cells.
+    """The header, and the columns. Raises TraceError: as `read_header`; or a column is missing, is there twice, has
+    another type, or has empty cells.
     """
     with _opened(path, form) as (file, header):
         schema = file.schema_arrow

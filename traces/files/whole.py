@@ -131,10 +131,8 @@ def umask() -> int:
 
 
 def check_writable(path: str | Path) -> None:
-    """Find out whether `path` can be made, before the work whose result goes there. Nothing is made.
-
-    Raises:
-        OSError: the nearest of its parents that exists is no directory, or this process may not write there.
+    """Find out whether `path` can be made, before the work whose result goes there. Nothing is made. Raises OSError if
+    the nearest of its parents that exists is no directory, or this process may not write there.
     """
     place = Path(os.path.realpath(path))
     parent = next(p for p in place.parents if p.exists())

@@ -81,10 +81,7 @@ class DeviceProfile:
 
     def merged(self, newer: DeviceProfile) -> DeviceProfile:
         """Both together; where both know an op, the newer one counts, with the lower of both times: what else ran on
-        the device made the other.
-
-        Raises:
-            TraceError: they belong to different devices, versions of torch or flags.
+        the device made the other. Raises TraceError if they belong to different devices, versions of torch or flags.
         """
         if difference := differences(self.identity, newer.identity):
             raise TraceError(
@@ -156,10 +153,8 @@ def save(profile: DeviceProfile, path: str | Path) -> Path:
 
 
 def load(path: str | Path) -> DeviceProfile:
-    """Read and check a profile.
-
-    Raises:
-        TraceError: the file is missing, truncated, another record, or contradicts itself.
+    """Read and check a profile. Raises TraceError if the file is missing, truncated, another record, or contradicts
+    itself.
     """
     path = Path(path)
     header, columns = tables.read(path, FORM)
@@ -180,10 +175,8 @@ def load(path: str | Path) -> DeviceProfile:
 
 
 def load_identity(path: str | Path) -> Identity:
-    """Whose measurements a file holds, read from its header alone.
-
-    Raises:
-        TraceError: as `load`, as far as the header goes.
+    """Whose measurements a file holds, read from its header alone. Raises TraceError: as `load`, as far as the header
+    goes.
     """
     path = Path(path)
     return _identity(path, tables.read_header(path, FORM))
@@ -203,10 +196,8 @@ def _of_header(path: Path, kind: type[Record], data: Any, problem: str) -> Recor
 def add_to(path: str | Path, new: DeviceProfile) -> DeviceProfile:
     """Merge a profile into the file at `path`, which is made if it does not exist; returns the whole.
 
-    Processes that do so at the same time wait for each other, so that none loses what another has measured.
-
-    Raises:
-        TraceError: the file is no profile, or one of another device.
+    Processes that do so at the same time wait for each other, so that none loses what another has measured. Raises
+    TraceError if the file is no profile, or one of another device.
     """
     path = Path(path)
     with locked(path):

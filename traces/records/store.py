@@ -98,10 +98,8 @@ def check_place(directory: str | Path, *, force: bool = False) -> None:
 
 def _put(made: Path, place: Path, check: Callable[[], None]) -> None:
     """Move a finished directory to its place. What stands there is moved aside as a whole first, and back if that is
-    all that can be done; another process that does the same goes before or after, and never in between.
-
-    Args:
-        check: raises if what stands there must stay.
+    all that can be done; another process that does the same goes before or after, and never in between. `check`: raises
+    if what stands there must stay.
     """
     aside = made.with_name(made.name + ".old")
     try:
@@ -125,10 +123,8 @@ def _put(made: Path, place: Path, check: Callable[[], None]) -> None:
 
 
 def find(name: str | Path) -> Path:
-    """The directory that a user means: a path, or the name of a trace in the gallery.
-
-    Raises:
-        TraceError: neither exists.
+    """The directory that a user means: a path, or the name of a trace in the gallery. Raises TraceError if neither
+    exists.
     """
     path = Path(name)
     if (path / OPS_FILE).is_file():
@@ -150,10 +146,8 @@ def find(name: str | Path) -> Path:
 
 
 def load(directory: str | Path) -> Trace:
-    """Read and validate a trace.
-
-    Raises:
-        TraceError: a file is missing, truncated, of another schema, or contradicts itself.
+    """Read and validate a trace. Raises TraceError if a file is missing, truncated, of another schema, or contradicts
+    itself.
     """
     directory = find(directory)
     trace = _load(directory, "")

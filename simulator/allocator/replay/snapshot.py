@@ -101,10 +101,8 @@ def read_recording(path: str | Path, device: int | None = None) -> Recording:
 
 
 def recording_from_snapshot(data: Any, source: str, device: int | None = None) -> Recording:
-    """Build a recording.
-
-    Raises:
-        TraceError: not a snapshot, no events of that device, or events that contradict the final state.
+    """Build a recording. Raises TraceError: not a snapshot, no events of that device, or events that contradict the
+    final state.
     """
     _check_size(data, source)
     try:

@@ -29,11 +29,7 @@ LEVERS: Final[dict[str, Any]] = KINDS | {"invert": invert} | pack.LEVERS | {"off
 
 
 def rewritten(trace: Trace, rewrites: Iterable[Rewrite]) -> Trace:
-    """The trace of the step so changed.
-
-    Raises:
-        PlanError: a rewrite means nothing in this trace.
-    """
+    """The trace of the step so changed. Raises PlanError if a rewrite means nothing in this trace."""
     made = _edited(Editing(trace), rewrites)
     return made.trace() if rewrites else trace
 
@@ -45,10 +41,8 @@ def _edited(editing: Editing, rewrites: Iterable[Rewrite]) -> Editing:
 
 
 def in_order(rewrites: Iterable[Rewrite]) -> list[Rewrite]:
-    """Rewrites in the order in which they are made, whatever a plan's is: what takes ops out comes first.
-
-    Raises:
-        PlanError: one is of no known kind.
+    """Rewrites in the order in which they are made, whatever a plan's is: what takes ops out comes first. Raises
+    PlanError if one is of no known kind.
     """
     order = {kind: k for k, kind in enumerate(LEVERS)}
     wanted = list(rewrites)

@@ -114,10 +114,8 @@ def adds_ns(facts: Facts, rewrite: Rewrite) -> int:
 
 
 def edit(editing: Editing, rewrite: Rewrite) -> None:
-    """Put the two ops in the place of the steps; where a rewrite before has taken one out, all is left as it is.
-
-    Raises:
-        PlanError: the storage is not the output of such a chain.
+    """Put the two ops in the place of the steps; where a rewrite before has taken one out, all is left as it is. Raises
+    PlanError if the storage is not the output of such a chain.
     """
     trace = editing.source
     chain = chain_of(editing.once(chains), rewrite)
@@ -140,11 +138,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
 
 
 def chain_of(known: Mapping[int, Chain], rewrite: Rewrite) -> Chain:
-    """The chain that makes a rewrite's storage, of all that `chains` found.
-
-    Raises:
-        PlanError: none does.
-    """
+    """The chain that makes a rewrite's storage, of all that `chains` found. Raises PlanError if none does."""
     if rewrite.storage not in known:
         raise PlanError(
             f"storage {rewrite.storage}{rewrite.op and f' ({rewrite.op})'} is not the output of an activation in steps "

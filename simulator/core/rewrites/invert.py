@@ -69,10 +69,8 @@ class Pair:
 
 def edit(editing: Editing, rewrite: Rewrite) -> None:
     """Put the op of the bits before the activation, and let the backward op take the output and the bits; where a
-    rewrite before has taken one of them out, or its input away, all is left as it is.
-
-    Raises:
-        PlanError: the storage is not the input of an activation that can be inverted.
+    rewrite before has taken one of them out, or its input away, all is left as it is. Raises PlanError if the storage
+    is not the input of an activation that can be inverted.
     """
     trace, s = editing.source, rewrite.storage
     known = 0 <= s < len(trace.storages)

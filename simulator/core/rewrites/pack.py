@@ -47,10 +47,8 @@ class Lever:
 
     def edit(self, editing: Editing, rewrite: Rewrite) -> None:
         """Put the two ops (three for a mask) into the step; a value that backward no longer reads, because of a rewrite
-        before, is left as it is.
-
-        Raises:
-            PlanError: the value is not one that is saved, or not one that this format holds.
+        before, is left as it is. Raises PlanError if the value is not one that is saved, or not one that this format
+        holds.
         """
         trace, s = editing.source, rewrite.storage
         known = 0 <= s < len(trace.storages)

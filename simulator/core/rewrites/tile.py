@@ -73,11 +73,7 @@ def names(trace: Trace, s: int) -> tuple[str, str]:
 
 
 def edit(editing: Editing, rewrite: Rewrite) -> None:
-    """Put the tiled stretch in the place of its ops.
-
-    Raises:
-        PlanError: the trace has no such stretch.
-    """
+    """Put the tiled stretch in the place of its ops. Raises PlanError if the trace has no such stretch."""
     trace = editing.source
     stretch = next((x for x in trace.meta.stretches if x.storage == rewrite.storage), None)
     if stretch is None or rewrite.number < 1:

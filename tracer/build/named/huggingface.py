@@ -100,10 +100,8 @@ def family_step(
 
 
 def read_config(reference: str) -> dict[str, Any]:
-    """The configuration in the file that "hf:FILE" names, or in the directory's config.json.
-
-    Raises:
-        SpecError: there is no such file, or it is no configuration of transformers.
+    """The configuration in the file that "hf:FILE" names, or in the directory's config.json. Raises SpecError if there
+    is no such file, or it is no configuration of transformers.
     """
     path = Path(reference.removeprefix(HF)).expanduser()
     path = path / "config.json" if path.is_dir() else path

@@ -166,10 +166,8 @@ class KnownModel:
         return {**sizes, "use_cache": False} if self.family in DECODERS else sizes
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All options of a step, with the defaults of those that are not given.
-
-        Raises:
-            SpecError: an option that the model does not take, or a value that is out of range.
+        """All options of a step, with the defaults of those that are not given. Raises SpecError: an option that the
+        model does not take, or a value that is out of range.
         """
         from tracer.build.optimizers import check_optimizer
 
@@ -222,10 +220,8 @@ def list_models() -> tuple[KnownModel, ...]:
 
 
 def find_model(name: str) -> KnownModel:
-    """The model of that name, whatever its case and whether written with - or _.
-
-    Raises:
-        SpecError: there is none; names the closest ones.
+    """The model of that name, whatever its case and whether written with - or _. Raises SpecError if there is none;
+    names the closest ones.
     """
     if name.startswith(HF):
         from tracer.build.named.huggingface import read_config

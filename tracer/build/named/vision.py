@@ -135,10 +135,8 @@ def set_dropout(model: nn.Module, probability: float) -> None:
 
 
 def import_torchvision() -> ModuleType:
-    """Import torchvision, declaring the signatures of its missing ops if it fails for want of them.
-
-    Raises:
-        EnvironmentProblem: torchvision is not installed, or does not fit this torch for another reason.
+    """Import torchvision, declaring the signatures of its missing ops if it fails for want of them. Raises
+    EnvironmentProblem if torchvision is not installed, or does not fit this torch for another reason.
     """
     try:
         return importlib.import_module("torchvision")
