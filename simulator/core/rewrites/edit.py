@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -69,6 +71,7 @@ class Editing:
         """`known`: what `once` was told of this trace before."""
         self.source, self._known = trace, {} if known is None else known
         self._takers: dict[Op, list[Op]] = {}  # op -> those that may take its value
+        self._readers: dict[Value, list[Op]] = {}  # value -> those that may read it
         sts, ops = trace.storages, trace.ops
         uses = zip(*(getattr(sts, column) for column in USES), strict=True)
         of_values = zip(sts.name, sts.nbytes, sts.dtype, sts.shape, sts.category, uses, strict=True)
@@ -80,13 +83,14 @@ class Editing:
         self.op = [Op(**dict(zip(PLAIN, row, strict=True)), at=i) for i, row in enumerate(rows)]
         for i, op in enumerate(self.op):
             self.take(op, [self.op[j] for j in ops.inputs[i]])
-            op.reads = [self.value[s] for s in ops.reads[i]]
+            self.read(op, [self.value[s] for s in ops.reads[i]])
             op.writes = [self.value[s] for s in ops.writes[i]]
             op.overwrites = self.value[ops.overwrites[i]] if ops.overwrites[i] >= 0 else None
         for s, value in enumerate(self.value):
             value.producer = self.op[sts.producer[s]] if sts.producer[s] >= 0 else None
             value.hold = self.op[sts.hold[s]] if sts.hold[s] >= 0 else None
-        self.order, self.values = list(self.op), list(self.value)
+        self.order, self._values = list(self.op), list(self.value)
+        self._made: list[Value] = []  # by ops that were put in, and not among the values yet
         self.rates = dict(trace.meta.rates)
         self._redirected: dict[Op, Op] = {}
         self._instead: dict[Op, Op] = {}  # what was taken out -> what stands there now
@@ -97,20 +101,47 @@ class Editing:
         for x in inputs:
             self._takers.setdefault(x, []).append(op)
 
+    def read(self, op: Op, values: Sequence[Value]) -> None:
+        """Let an op read these."""
+        op.reads = values
+        for v in values:
+            self._readers.setdefault(v, []).append(op)
+
+    def readers(self, value: Value) -> list[Op]:
+        """The ops that read a value, in their order."""
+        those = {op for op in self._readers.get(value, ()) if value in op.reads and self.there(op)}
+        return sorted(those, key=self.position)
+
+    def there(self, op: Op) -> bool:
+        """Whether an op has not been taken out."""
+        return op not in self._instead
+
+    def position(self, op: Op) -> int:
+        """Where an op stands."""
+        return self.order.index(op, bisect_left(self.order, op.at, key=attrgetter("at")))
+
     def insert(self, new: Op, place: Op, *, after: bool = False) -> None:
         """Put an op before another one, or behind it, and what it makes before all that later ops make."""
-        k = self.order.index(place) + after
-        self.order.insert(k, new)
+        self.order.insert(self.position(place) + after, new)
         self.take(new, new.inputs)
+        self.read(new, new.reads)
         new.at = place.at
-        made = [v for v in new.writes if v.producer is None and v not in self.values]
-        if not made:
-            return
-        later = set(self.order[k + 1 :])
-        first = next((n for n, v in enumerate(self.values) if v.producer in later), len(self.values))
-        for value in made:
-            value.producer = new
-        self.values[first:first] = made
+        for value in new.writes:
+            if value.producer is None:
+                value.producer = new
+                self._made.append(value)
+
+    @property
+    def values(self) -> list[Value]:
+        """What there is, in the order in which it is made."""
+        if self._made:
+            number = {op: i for i, op in enumerate(self.order)}
+            behind = list(accumulate((number[v.producer] if v.producer else -1 for v in self._values), max))
+            made = sorted((number[v.producer], k, v) for k, v in enumerate(self._made) if v.producer)
+            for at, _, value in reversed(made):
+                self._values.insert(bisect_right(behind, at), value)
+            self._made = []
+        return self._values
 
     def once(self, of: Callable[[Trace], Known]) -> Known:
         """What a function says of the trace as it was, asked once for all rewrites."""
@@ -142,8 +173,8 @@ class Editing:
             gone -= taken
             taken = {x for op in taken for x in op.inputs} & gone
         self._instead |= dict.fromkeys(gone, new)
+        self._values = [v for v in self.values if v.producer not in gone]
         self.order = [op for op in self.order if op not in gone]
-        self.values = [v for v in self.values if v.producer not in gone]
 
     def trace(self, *, draft: bool = False) -> Trace:
         """The trace as it is now; a draft is not checked and has no fingerprints."""
@@ -212,4 +243,4 @@ class Editing:
 
     def _moved(self, old: int) -> int:
         """Where what stood behind so many ops of the trace stands now."""
-        return next((k for k, op in enumerate(self.order) if op.at >= old), len(self.order))
+        return bisect_left(self.order, old, key=attrgetter("at"))

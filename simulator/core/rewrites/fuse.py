@@ -119,7 +119,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     """
     trace = editing.source
     chain = chain_of(editing.once(chains), rewrite)
-    if not {editing.op[i] for i in (*chain.forward, *chain.backward)} <= {*editing.order}:
+    if not all(editing.there(editing.op[i]) for i in (*chain.forward, *chain.backward)):
         return
     both = (chain.backward, chain.forward)  # backward's steps take forward's values
     for steps, (at, target, taken, arguments) in zip(both, reversed(chain.calls), strict=True):
@@ -128,7 +128,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
         passes = [editing.op[i].time_ns for i in steps if len(trace.ops.reads[i]) <= len(taken)]
         new.target = target
         editing.take(new, list(dict.fromkeys(editing.op[i] for i in taken)))
-        new.reads = list(dict.fromkeys(editing.value[s] for s in of))
+        editing.read(new, list(dict.fromkeys(editing.value[s] for s in of)))
         new.arguments = json.dumps(arguments, separators=(",", ":"))
         new.time_ns = max(passes)
         new.bytes_moved = sum(v.nbytes for v in (*new.reads, *new.writes))

@@ -80,7 +80,7 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     if pair.fuse is not None:
         fuse.edit(editing, pair.fuse)
     forward, backward, value = editing.op[pair.forward], editing.op[pair.backward], editing.value[s]
-    if forward not in editing.order or backward not in editing.order or value not in backward.reads:
+    if not editing.there(forward) or not editing.there(backward) or value not in backward.reads:
         return
     x, y = forward.reads[0], forward.writes[0]
     nbytes = math.prod(x.shape) // 8 * (1 + (x.dtype == "bfloat16" and pair.two_bits))
@@ -107,7 +107,8 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     editing.take(
         backward, list(dict.fromkeys([*(i for i in backward.inputs if i is not taken), forward, side]))
     )
-    backward.reads = list(dict.fromkeys([*(v for v in backward.reads if v is not value), y, bits]))
+    reads = dict.fromkeys([*(v for v in backward.reads if v is not value), y, bits])
+    editing.read(backward, list(reads))
     backward.target = "lowtide.backward_from_output.default"
     backward.arguments = json.dumps([None, None, None, pair.kind], separators=(",", ":"))
     # It takes nothing inside, whatever torch's op takes.

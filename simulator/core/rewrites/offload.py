@@ -14,17 +14,16 @@ copies in, so that they may begin earlier than they must.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Final
 
-from simulator.core.facts import Facts
 from simulator.core.limits import Levers
-from simulator.core.replay import replay
+from simulator.core.problem import Problem
 from simulator.core.rewrites.edit import Editing, Op, Value
-from simulator.core.rewrites.pack import Packing, needed
+from simulator.core.rewrites.pack import Packing, needed, users_of
 from simulator.core.transfers import OFFLOAD, PREFETCH, RELOAD, WAIT_OUT, copy_ns, pinned_bytes
 from traces.devices import device
 from traces.errors import PlanError, SpecError
@@ -37,35 +36,37 @@ UNKNOWN: Final = 10**10  # bytes a second
 SHARES: Final = 4  # of what does not hide
 
 
-def offer(facts: Facts) -> Iterator[Rewrite]:
+def offer(problem: Problem) -> Iterator[Rewrite]:
     """The values that can be copied away, in the order of their worth, as they are placed if all are taken; where the
     device table lacks the device, without a rate."""
-    step = _Step(facts)
+    step = problem.once(_Step, _Step)
     try:
-        yield from step.placed(step.ranked(), device(facts.trace.meta.target or "cpu").host_bytes_per_s)
+        yield from step.placed(step.ranked, device(problem.trace.meta.target or "cpu").host_bytes_per_s)
     except SpecError:
-        yield from (replace(r, bytes_per_s=0) for r in step.placed(step.ranked(), UNKNOWN))
+        yield from (replace(r, bytes_per_s=0) for r in step.placed(step.ranked, UNKNOWN))
 
 
-def choices(facts: Facts, rewrites: Sequence[Rewrite], levers: Levers) -> Iterator[tuple[Rewrite, ...]]:
+def choices(problem: Problem, rewrites: Sequence[Rewrite], levers: Levers) -> Iterator[tuple[Rewrite, ...]]:
     """Of what is offered and host memory has room for, sets worth a plan, each placed for itself: first all that hides.
 
     Raises:
         SpecError: nobody says how fast copies are.
     """
+    trace, left = problem.trace, levers.host_bytes
     rate = levers.host_bytes_per_s or rewrites[0].bytes_per_s
     if not rate:
         raise SpecError(
-            f"--levers offload: the device table lacks {facts.trace.meta.target}; give --host-bandwidth, such as 25GB."
+            f"--levers offload: the device table lacks {trace.meta.target}; give --host-bandwidth, such as 25GB."
         )
-    step, left = _Step(facts), levers.host_bytes
-    hidden: list[int] = []
-    rest: list[int] = []
+    fit = []
     for s in (r.storage for r in rewrites):
-        nbytes = pinned_bytes(facts.trace.storages.nbytes[s])
+        nbytes = pinned_bytes(trace.storages.nbytes[s])
         if nbytes <= left:
             left -= nbytes
-            (hidden if step.copies([*hidden, s], rate).hide else rest).append(s)
+            fit.append(s)
+    step = problem.once(_Step, _Step)
+    hidden = step.hidden(fit, rate)
+    rest = [s for s in fit if s not in hidden]
     sizes = [len(hidden), len(hidden) // 2]
     sizes += [len(hidden) + -(-len(rest) * k // SHARES) for k in range(1, SHARES + 1)]
     for n in dict.fromkeys(sizes):
@@ -82,13 +83,13 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     """
     trace, s = editing.source, rewrite.storage
     known = 0 <= s < len(trace.storages)
-    if why := needed(trace, s) if known else "there is none":
+    if why := needed(trace, s, editing.once(users_of)[s]) if known else "there is none":
         raise PlanError(f"storage {s} ({rewrite.op}) cannot wait in host memory: {why}.")
     if rewrite.bytes_per_s <= 0:
         raise PlanError(f"the plan says not how fast storage {s} ({rewrite.op}) is copied to host memory.")
     value, made_by = editing.value[s], editing.op[trace.storages.producer[s]]
-    readers = [op for op in editing.order if value in op.reads and op is not made_by]
-    if made_by not in editing.order or all(op.phase == FORWARD for op in readers):
+    readers = [op for op in editing.readers(value) if op is not made_by]
+    if not editing.there(made_by) or all(op.phase == FORWARD for op in readers):
         return
     packing = Packing(editing, value, "")
     stem = made_by.name, packing.suffix
@@ -117,13 +118,12 @@ def edit(editing: Editing, rewrite: Rewrite) -> None:
     editing.insert(out, made_by, after=True)
     editing.insert(again, out, after=True)
     packing.redirect(readers, {made_by: again}, back)
-    there = editing.order.__contains__
     for name, target, phase, before in (
         ("_out", WAIT_OUT, FORWARD, rewrite.out_before),
         ("_prefetched", PREFETCH, BACKWARD, rewrite.in_before),
     ):
         new = op(name.join(stem), target, phase, *both)
-        i = place(trace, before, phase, lambda i: there(editing.op[i]))
+        i = place(trace, before, phase, lambda i: editing.there(editing.op[i]))
         if i >= 0:
             editing.insert(new, editing.op[i])
         else:
@@ -153,20 +153,11 @@ def place(trace: Trace, name: str, phase: str, there: Callable[[int], bool]) -> 
     return next(filter(there, graph), -1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Copies:
-    """Where copies of some values stand."""
-
-    out_before: dict[int, int]  # value -> op of forward
-    in_before: dict[int, int]  # value -> op of backward
-    hide: bool  # all of them behind the ops, and none of the values is there at the peak
-
-
 class _Step:
     """One step, and when its ops run with everything saved."""
 
-    def __init__(self, facts: Facts) -> None:
-        self.trace, self.facts, ops = facts.trace, facts, facts.trace.ops
+    def __init__(self, problem: Problem) -> None:
+        self.trace, self.problem, ops = problem.trace, problem, problem.trace.ops
         self.start = [0, *accumulate(ops.time_ns)]
         self.graph = {
             phase: [i for i in range(len(ops)) if ops.phase[i] == phase and not ops.flags[i] & EAGER]
@@ -174,24 +165,21 @@ class _Step:
         }
 
     @cached_property
-    def peak_op(self) -> int:
-        found = replay(self.facts, ())
-        return found.schedule.op[found.timeline.peak_step]
-
     def ranked(self) -> list[int]:
         """The values that can be copied away; first those of most time for their bytes."""
-        facts, sts, ops = self.facts, self.trace.storages, self.trace.ops
+        problem, sts, ops = self.problem, self.trace.storages, self.trace.ops
 
         def price(s: int) -> float:
-            return ops.time_ns[sts.producer[s]] / sts.nbytes[s] if facts.rebuildable[s] else float("inf")
+            return ops.time_ns[sts.producer[s]] / sts.nbytes[s] if problem.rebuildable[s] else float("inf")
 
         last = self.graph[FORWARD][-1] if self.graph[FORWARD] else -1
+        users = problem.once(users_of, lambda p: users_of(p.trace))
         found = [
             s
             for s in self.trace.saved
             if sts.nbytes[s] >= LEAST
-            if not facts.pinned[s] and max(sts.producer[s], sts.last_forward_use[s]) < last
-            if not needed(self.trace, s)
+            if not problem.pinned[s] and max(sts.producer[s], sts.last_forward_use[s]) < last
+            if not needed(self.trace, s, users[s])
         ]
         return sorted(found, key=lambda s: (-price(s), s))
 
@@ -202,44 +190,68 @@ class _Step:
         ops, sts = self.trace.ops, self.trace.storages
         read = [n if n >= 0 else len(ops) for n in sts.first_backward_use]
         need = list(read)
-        for i in reversed(range(self.facts.forward_end)):
-            if self.facts.may_rerun[i] and not ops.flops[i]:
+        for i in reversed(range(self.problem.forward_end)):
+            if self.problem.may_rerun[i] and not ops.flops[i]:
                 given = [s for s in ops.reads[i] if sts.producer[s] >= 0]
                 uses = need if len(given) == 1 else read
                 for s in given:
-                    need[s] = min((need[s], *(uses[x] for x in self.facts.creates[i])))
+                    need[s] = min((need[s], *(uses[x] for x in self.problem.creates[i])))
         return need
 
-    def copies(self, values: Collection[int], rate: int) -> _Copies:
-        """Each out as early as it can be, one after the other; each in as late as it can be, by the first need."""
+    def hidden(self, values: Iterable[int], rate: int) -> list[int]:
+        """Of values, tried one after the other, those whose copies all hide behind the ops, and of which none is there
+        at the peak."""
+        sts, start, saved = self.trace.storages, self.start, self.problem.saved
+        peak_op = saved.schedule.op[saved.timeline.peak_step]
+        later = [i for i in self.graph[BACKWARD] if i > peak_op]
+        if not later:
+            return []
+        out_by, back_from = min(start[peak_op], start[self.graph[FORWARD][-1]]), start[later[0]]
+        hidden: list[int] = []
+        outs: list[tuple[int, ...]] = []
+        backs: list[tuple[int, ...]] = []
+        for s in values:
+            ns, made_by, need = copy_ns(sts.nbytes[s], rate), sts.producer[s], self.need[s]
+            outs_now = sorted([*outs, (made_by, -s, start[made_by + 1], ns)])
+            backs_now = sorted([*backs, (-need, s, start[need], ns)])
+            out_free, in_free = 0, start[-1]
+            for _, _, ready, ns in outs_now:
+                out_free = max(out_free, ready) + ns
+            for _, _, due, ns in backs_now:
+                in_free = min(in_free, due) - ns
+            if out_free <= out_by and in_free >= back_from:
+                hidden.append(s)
+                outs, backs = outs_now, backs_now
+        return hidden
+
+    def _copies(self, values: Collection[int], rate: int) -> tuple[dict[int, int], dict[int, int]]:
+        """Value -> the op before which it is out, and before which it comes in: each out as early as it can be, one
+        after the other; each in as late as it can be, by the first need."""
         sts, start = self.trace.storages, self.start
         forward, backward = self.graph[FORWARD], self.graph[BACKWARD]
-        out_before, in_before, hide, free = {}, {}, True, 0
+        out_before, in_before, free = {}, {}, 0
         for s in sorted(values, key=lambda s: (sts.producer[s], -s)):
             free = max(free, start[sts.producer[s] + 1]) + copy_ns(sts.nbytes[s], rate)
             after = max(sts.producer[s], sts.last_forward_use[s])
             at = min(bisect_left(forward, max(free, 0), key=start.__getitem__), len(forward) - 1)
-            at = max(at, bisect_right(forward, after))
-            out_before[s] = forward[at]
-            hide = hide and free <= start[min(forward[at], self.peak_op)]
+            out_before[s] = forward[max(at, bisect_right(forward, after))]
         free = start[-1]
         for s in sorted(values, key=lambda s: (-self.need[s], s)):
             free = min(free, start[self.need[s]]) - copy_ns(sts.nbytes[s], rate)
-            at = max(0, bisect_right(backward, free, key=start.__getitem__) - 1)
-            in_before[s] = backward[at]
-            hide = hide and free >= start[backward[at]] and backward[at] > self.peak_op
-        return _Copies(out_before=out_before, in_before=in_before, hide=hide)
+            in_before[s] = backward[max(0, bisect_right(backward, free, key=start.__getitem__) - 1)]
+        return out_before, in_before
 
     def placed(self, values: Sequence[int], rate: int) -> tuple[Rewrite, ...]:
         """The rewrites of so many values, in the order given."""
-        ops, sts, copies = self.trace.ops, self.trace.storages, self.copies(values, rate)
+        ops, sts = self.trace.ops, self.trace.storages
+        out_before, in_before = self._copies(values, rate)
         return tuple(
             Rewrite(
                 kind="offload",
                 storage=s,
                 op=ops.name[sts.producer[s]],
-                out_before=ops.name[copies.out_before[s]],
-                in_before=ops.name[copies.in_before[s]],
+                out_before=ops.name[out_before[s]],
+                in_before=ops.name[in_before[s]],
                 bytes_per_s=rate,
             )
             for s in values

@@ -52,7 +52,7 @@ class Lever:
         """
         trace, s = editing.source, rewrite.storage
         known = 0 <= s < len(trace.storages)
-        if why := _reason(trace, s, self.format) if known else "there is none":
+        if why := _reason(trace, s, self.format, editing.once(users_of)[s]) if known else "there is none":
             name = f"storage {s} ({rewrite.op})" if rewrite.op else f"storage {s}"
             raise PlanError(f"{name} cannot be packed as {self.format}: {why}.")
         Packing(editing, editing.value[s], self.format).edit()
@@ -66,6 +66,7 @@ def ranked(facts: Facts, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[
     first what saves most for its time. One storage may be there in several formats, of which a plan takes one."""
     trace, sts = facts.trace, facts.trace.storages
     rate, found = facts.once(pass_rate, lambda f: pass_rate(f.trace)), []
+    users = facts.once(users_of, lambda f: users_of(f.trace))
     for s in trace.saved:
         if facts.pinned[s] or math.prod(sts.shape[s]) < LEAST:
             continue
@@ -75,7 +76,8 @@ def ranked(facts: Facts, kinds: Collection[str] = tuple(FORMATS)) -> list[tuple[
             if sts.dtype[s] not in FORMATS[kind].dtypes:
                 continue
             saved, moved = costs(trace, s, kind)
-            if saved > 0 and (kind not in HOLDS or kind == smallest) and not _reason(trace, s, kind):
+            narrows = saved > 0 and (kind not in HOLDS or kind == smallest)
+            if narrows and not _reason(trace, s, kind, users[s]):
                 rewrite = Rewrite(kind=kind, storage=s, op=trace.ops.name[sts.producer[s]])
                 found.append((rewrite, saved, at_rate(rate, moved)))
     return sorted(found, key=lambda x: (-x[1] / max(1, x[2]), x[0].storage))
@@ -131,10 +133,10 @@ def _positions(trace: Trace, s: int) -> int:
     return sts.nbytes[given[0]] // ITEM_BYTES.get(sts.dtype[given[0]], 1) // max(1, planes)
 
 
-def _reason(trace: Trace, s: int, format: str) -> str:
-    """Why a storage cannot be packed; "": it can."""
+def _reason(trace: Trace, s: int, format: str, users: Iterable[int]) -> str:
+    """Why a storage of these users cannot be packed; "": it can."""
     ops, sts, made_by = trace.ops, trace.storages, trace.storages.producer[s]
-    if reason := needed(trace, s):
+    if reason := needed(trace, s, users):
         return reason
     if sts.dtype[s] not in FORMATS[format].dtypes:
         return f"it is of {sts.dtype[s]}"
@@ -160,8 +162,17 @@ def _compared(trace: Trace, s: int) -> str:
     )
 
 
-def needed(trace: Trace, s: int) -> str:
-    """Why nothing else can take a storage's place in the captured graph; "": something can."""
+def users_of(trace: Trace) -> list[list[int]]:
+    """Storage -> the ops that read or write it."""
+    out: list[list[int]] = [[] for _ in trace.storages.name]
+    for i, (reads, writes) in enumerate(zip(trace.ops.reads, trace.ops.writes, strict=True)):
+        for s in {*reads, *writes}:
+            out[s].append(i)
+    return out
+
+
+def needed(trace: Trace, s: int, users: Iterable[int]) -> str:
+    """Why nothing else can take a storage's place in the captured graph, of its users; "": something can."""
     ops, sts, made_by = trace.ops, trace.storages, trace.storages.producer[s]
     made = made_by >= 0 and ops.phase[made_by] == FORWARD and not ops.flags[made_by] & EAGER
     if not made or sts.last_backward_use[s] < 0:
@@ -170,14 +181,13 @@ def needed(trace: Trace, s: int) -> str:
         return "code outside the captured graph holds it"
     if sts.nbytes[s] != math.prod(sts.shape[s]) * ITEM_BYTES.get(sts.dtype[s], 0):
         return f"it is of {sts.dtype[s]}, or its memory has gaps"
-    later = slice(made_by + 1, max(sts.last_forward_use[s], sts.last_backward_use[s]) + 1)
-    of_ops = zip(ops.reads[later], ops.writes[later], ops.flags[later], ops.name[later], strict=True)
-    for reads, writes, flags, name in of_ops:
-        if s in writes:
-            return f"{name} overwrites it"
-        if s in reads and flags & VIEW and len(reads) > 1:
-            return f"{name}, a view of it, reads something else, too"
-        if s in reads and flags & EAGER:
+    last = max(sts.last_forward_use[s], sts.last_backward_use[s])
+    for i in (i for i in users if made_by < i <= last):
+        if s in ops.writes[i]:
+            return f"{ops.name[i]} overwrites it"
+        if ops.flags[i] & VIEW and len(ops.reads[i]) > 1:
+            return f"{ops.name[i]}, a view of it, reads something else, too"
+        if ops.flags[i] & EAGER:
             return "code outside the captured graph reads it"
     return ""
 
@@ -196,7 +206,7 @@ class Packing:
 
     def edit(self) -> None:
         editing, value = self.editing, self.value
-        readers = [op for op in editing.order if value in op.reads and op is not self.made_by]
+        readers = [op for op in editing.readers(value) if op is not self.made_by]
         forward = [op for op in readers if op.phase == FORWARD]
         backward = [op for op in readers if op.phase != FORWARD]
         at_once = self.format == "bits" and bool(forward)
@@ -263,7 +273,7 @@ class Packing:
             for x in op.inputs:
                 inputs += self._taken(op, instead[x], value) if x is self.made_by else [instead.get(x, x)]
             self.editing.take(op, list(dict.fromkeys(inputs)))
-            op.reads = [value if v is self.value else v for v in op.reads]
+            self.editing.read(op, [value if v is self.value else v for v in op.reads])
             op.overwrites = value if op.overwrites is self.value else op.overwrites
 
     def _taken(self, op: Op, instead: Op, value: Value) -> list[Op]:

@@ -196,7 +196,7 @@ def _put(editing: Editing, part: Part, tiles: Op) -> None:
     """Put a call behind the last of what it takes, or before its first op, if nothing of its phase is."""
     given = [op for op in tiles.inputs if op.phase == tiles.phase]
     if given:
-        editing.insert(tiles, max(given, key=editing.order.index), after=True)
+        editing.insert(tiles, max(given, key=editing.position), after=True)
     else:
         body = (editing.op[i] for i, _ in part.body)
         editing.insert(tiles, next(op for op in body if op.phase == tiles.phase))
