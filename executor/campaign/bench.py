@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from executor.campaign import record as records
 from executor.campaign.cases import NONE, Campaign, Case, Method, Step, digest
@@ -26,6 +27,10 @@ from traces.files.json_records import to_json
 from traces.provenance import REHEARSED, provenance_of
 
 Progress = Callable[[str], None]
+# Of a step's record, what those of its cases with a budget have too.
+SHARED: Final = (
+    "fingerprint", "notes", "keep_all_predicted", "eager_predicted", "keep_all_warnings", "eager", "keep_all",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,16 +155,7 @@ class Bench:
         case = record.case
         if step.status == records.FAILED:
             return replace(record, status=records.FAILED, message=step.message)
-        record = replace(
-            record,
-            fingerprint=step.fingerprint,
-            notes=step.notes,
-            keep_all_predicted=step.keep_all_predicted,
-            eager_predicted=step.eager_predicted,
-            keep_all_warnings=step.keep_all_warnings,
-            eager=step.eager,
-            keep_all=step.keep_all,
-        )
+        record = replace(record, **{name: getattr(step, name) for name in SHARED})
         self.progress("    planning")
         forecast = self.forecast(case.step)
         budget_bytes = parse_budget(case.budget, forecast.base.saved.timeline.peak_allocated_bytes)

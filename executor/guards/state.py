@@ -355,7 +355,7 @@ class _Reading:
             return Same(value)
         if isinstance(value, CODE):
             return self._callable(path, value, depth)
-        if is_array(value):
+        if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):  # an array
             self._told.append((_bytes, value, _bytes(value)))
             return "array", value.shape, str(value.dtype), _bytes(value)
         if isinstance(value, tuple | list | deque | dict | set | frozenset):
@@ -540,10 +540,6 @@ def followed(value: Any) -> bool:
 def plain(value: Any) -> Key:
     """A scalar as a key that tells 1, 1.0 and True apart, and 0.0 from -0.0, and knows NaN again."""
     return value if isinstance(value, str) or value is None else (type(value).__name__, repr(value))
-
-
-def is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
 
 
 _bytes: Final = operator.methodcaller("tobytes")

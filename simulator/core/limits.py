@@ -9,7 +9,7 @@ from typing import Any, Final
 from simulator.kernels.clock import now
 from traces.errors import SpecError
 from traces.records.gradient_errors import GradientErrors
-from traces.records.plan import APPROXIMATE, EXACT, FP
+from traces.records.plan import APPROXIMATE, EXACT, EXACTNESS, FP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,10 @@ class Levers:
             raise SpecError(
                 f"--max-gradient-error {self.max_gradient_error:g}: give a share of the gradient such as 0.01."
             )
+
+    def allows(self, exactness: str) -> bool:
+        """Whether gradients may be so far from the untouched step's."""
+        return EXACTNESS.index(exactness) <= EXACTNESS.index(ALLOW[self.allow])
 
 
 BIT_EXACT: Final = Levers()

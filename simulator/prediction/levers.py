@@ -52,9 +52,8 @@ def offered(problem: Problem, levers: Levers) -> dict[str, list[Rewrite]]:
         )
     if unknown := [k for k in levers.kinds or () if k not in LEVERS]:
         raise SpecError(f"--levers {unknown[0]}: there is no such lever; there are {', '.join(LEVERS)}.")
-    most = EXACTNESS.index(ALLOW[levers.allow])
     asked = (*KINDS, *_known(levers)) if levers.kinds is None else levers.kinds
-    kinds = [k for k in asked if EXACTNESS.index(LEVERS[k].EXACTNESS) <= most]
+    kinds = [k for k in asked if levers.allows(LEVERS[k].EXACTNESS)]
     return {k: found for k in kinds if (found := list(LEVERS[k].offer(problem)))}
 
 
@@ -62,7 +61,7 @@ def _check_named(levers: Levers) -> None:
     """Raise SpecError if a kind is asked for that is not allowed, or that is approximate and was not measured."""
     exactness = {k: LEVERS[k].EXACTNESS for k in levers.kinds or () if k in LEVERS}
     for kind, needed in exactness.items():
-        if EXACTNESS.index(needed) > EXACTNESS.index(ALLOW[levers.allow]):
+        if not levers.allows(needed):
             allow = next(word for word, meant in ALLOW.items() if meant == needed)
             raise SpecError(f"--levers {kind} needs --allow {allow}; now it is --allow {levers.allow}.")
     if lacking := [k for k, needed in exactness.items() if needed == APPROXIMATE and k not in _known(levers)]:
@@ -295,8 +294,7 @@ SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
 def with_loss(problem: Problem, levers: Levers) -> tuple[Problem, Levers] | None:
     """The step of model and loss function as one, whose loss head can run in tiles, if they are allowed; and the levers
     with the errors of that step."""
-    allowed = EXACTNESS.index(ALLOW[levers.allow]) >= EXACTNESS.index(FP)
-    if not allowed or "tile" not in (levers.kinds or KINDS) or problem.joined is None:
+    if not levers.allows(FP) or "tile" not in (levers.kinds or KINDS) or problem.joined is None:
         return None
     if levers.errors is None:
         return problem.joined, levers
@@ -328,15 +326,12 @@ def lowest_floor(problem: Problem, levers: Levers) -> int:
     steps = [(problem, levers)]
     if (joined := with_loss(problem, levers)) is not None:
         steps.append(joined)
-    return min(_lowest_floor(*step) for step in steps)
 
+    def lowest(of: Problem, mine: Levers) -> int:
+        groups = list(_choices(of, mine))
+        return _floor(of, _best(groups, lambda rs: -_floor(of, rs) if _allowed(rs, mine) else -MOST))
 
-def _lowest_floor(problem: Problem, levers: Levers) -> int:
-
-    def worth(rewrites: tuple[Rewrite, ...]) -> int:
-        return -_floor(problem, rewrites) if _allowed(rewrites, levers) else -MOST
-
-    return _floor(problem, _best(list(_choices(problem, levers)), worth))
+    return min(lowest(*step) for step in steps)
 
 
 def lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
@@ -437,9 +432,8 @@ def _helpful(problem: Problem, levers: Levers) -> str:
 
 def nothing_in_tiles(trace: Trace, levers: Levers) -> str:
     """In words, why a step has nothing that could run in tiles, if tiles are allowed; "": it has, or they are not."""
-    allowed = EXACTNESS.index(ALLOW[levers.allow]) >= EXACTNESS.index(FP)
     named = trace.meta.stretches or trace.joined is not None
-    if named or not allowed or "tile" not in (levers.kinds or KINDS):
+    if named or not levers.allows(FP) or "tile" not in (levers.kinds or KINDS):
         return ""
     return (
         "The trace names nothing that could run in tiles. Where you expect something: an older trace does not say it, "

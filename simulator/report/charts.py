@@ -48,14 +48,9 @@ POINTS: Final = 1400  # of a drawn line, at most: more than a page has pixels ac
 LOG_FROM: Final = 20.0  # largest over smallest value from which a scatter's axes are logarithmic
 
 
-def altair() -> Any:
-    """The altair package; raises EnvironmentProblem if it is not installed."""
-    return needed("altair")
-
-
 def drawn(fields: str, rows: Iterable[Sequence[object]]) -> Any:
     """A chart of rows with the named fields, `op:N ms:Q`; the rows are CSV inside it, smaller than JSON."""
-    alt = altair()
+    alt = needed("altair")
     kinds = dict(field.split(":") for field in fields.split())
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
@@ -78,14 +73,8 @@ def finish(chart: Any, *, height: int) -> dict[str, Any]:
 def colour(field: str, colours: Mapping[str, str]) -> Any:
     """The colour channel of a field whose values have these colours, in their order."""
     scale = {"domain": list(colours), "range": list(colours.values())}
-    channel = altair().Color(f"{field}:N").scale(**scale).title(None)
+    channel = needed("altair").Color(f"{field}:N").scale(**scale).title(None)
     return channel if len(colours) > 1 else channel.legend(None)
-
-
-def named(field: str, order: Sequence[str]) -> Any:
-    """Names down the left side, in this order."""
-    axis = {"labelLimit": 320, "ticks": False, "domain": False, "labelFontSize": 12}
-    return altair().Y(f"{field}:N").sort(list(order)).title(None).axis(**axis)
 
 
 def time_unit(top_ns: float) -> tuple[int, str]:
@@ -107,7 +96,7 @@ def _rule(
     look = {"align": "right", "baseline": "bottom", "dx": -4, "dy": -3, "fontSize": 11}
     if not across:
         look |= {"align": "left", "baseline": "top", "dx": 5, "dy": 3}
-    end = {"x": altair().value("width")} if across else {"y": altair().value(0)}
+    end = {"x": needed("altair").value("width")} if across else {"y": needed("altair").value(0)}
     line = base.mark_rule(color=hue, strokeDash=list(dash), strokeWidth=1.5).encode(channel)
     return [line, *_label(base, {**look, "color": hue}, channel, **end)]
 
@@ -132,16 +121,17 @@ def by_name(
 
     The series of one name are stacked in the order of `colours`. `limit`: a value to draw as a line.
     """
-    alt = altair()
+    alt = needed("altair")
     order = list(dict.fromkeys(r[0] for r in rows))
     shown = _present(colours, (r[1] for r in rows))
     rank = list(shown).index
+    axis = {"labelLimit": 320, "ticks": False, "domain": False, "labelFontSize": 12}
     chart = (
         drawn("name:N series:N value:Q note:N rank:Q", [(*r, rank(r[1])) for r in rows])
         .mark_bar(height={"band": 0.8})
         .encode(
             alt.X("value:Q").title(title).axis(tickCount=10).stack("zero"),
-            named("name", order),
+            alt.Y("name:N").sort(order).title(None).axis(**axis),
             colour("series", shown),
             alt.Order("rank:Q"),
             tooltip=["name:N", "series:N", "note:N"],
@@ -196,7 +186,7 @@ def grouped(
 
     `limits`: the budget in bytes of each group, drawn as a line across it.
     """
-    alt = altair()
+    alt = needed("altair")
     top = max([1.0, *(b.value for b in bars), *((limits or {}).values())])
     unit, unit_name = bytes_unit(int(top)) if is_bytes else time_unit(top)
     look = {b.series: WAY_COLOURS[b.way][b.measured] for b in sorted(bars, key=lambda b: b.measured)}
@@ -246,12 +236,12 @@ def dots(
         .mark_point(filled=True, size=55, opacity=0.75)
         .encode(x, y, colour("series", shown), tooltip=["name:N", "series:N", "note:N"])
     )
-    return finish(altair().layer(*under, points), height=height)
+    return finish(needed("altair").layer(*under, points), height=height)
 
 
 def idle_against_size(rows: Sequence[tuple[str, str, int, int]]) -> dict[str, Any]:
     """Every activation as a point, idle time against size: rows are (op, action, idle ns, bytes)."""
-    alt = altair()
+    alt = needed("altair")
     unit, name = bytes_unit(max([1, *(r[3] for r in rows)]))
     points = [(op, act, t / 1e6, b / unit, f"idle {show_time(t)}, {show_bytes(b)}") for op, act, t, b in rows]
     x = alt.X("x:Q").title("idle between forward and backward, ms").axis(tickCount=12)
@@ -262,7 +252,7 @@ def plans_in_the_plane(
     entrants: Iterable[Entrant], budget_bytes: int, bound_percent: float | None
 ) -> dict[str, Any]:
     """Every plan as a point: peak across, added time upward; the budget and the bound as lines."""
-    alt = altair()
+    alt = needed("altair")
     places = [(e, e.peak_allocated_bytes or 0, e.overhead_percent or 0.0) for e in entrants]
     unit, name = bytes_unit(max([budget_bytes, *(peak for _, peak, _ in places)]))
     top = 1.2 * max([0.1, bound_percent or 0.0, *(added for _, _, added in places)])
@@ -281,7 +271,7 @@ def plans_in_the_plane(
 
 def front(rows: Sequence[tuple[int, str, float, str]]) -> dict[str, Any]:
     """Added time against budget: (budget in bytes, `plan` or `certified bound`, percent, note) rows."""
-    alt = altair()
+    alt = needed("altair")
     lines = {"plan": PLANNER_COLOUR, "certified bound": BOUND_COLOUR}
     unit, name = bytes_unit(max(r[0] for r in rows))
     points = [
@@ -315,7 +305,7 @@ def scatter(
         points: case, series, predicted and measured in bytes, ns or percent, and the error in percent or points.
         kind: `bytes`, `time` or `percent`; the first two get logarithmic axes where the values span more than LOG_FROM.
     """
-    alt = altair()
+    alt = needed("altair")
     values = [v for _, _, *pair, _ in points for v in pair]
     top, low = max([*values, 1e-9]), min([*values, 0.0] if kind == "percent" else values)
     unit, unit_name = (
@@ -373,7 +363,7 @@ def memory_over_step(
     compared. `measured_curve`: (time in ns, allocated bytes) of a real run, drawn over the areas. `reserved_bytes`: a
     dotted line.
     """
-    alt = altair()
+    alt = needed("altair")
     unit, unit_name = bytes_unit(top_bytes)
     x = alt.X("ms:Q").axis(labelExpr="datum.label + ' ms'", tickCount=10, grid=False).title(None)
     x = x.scale(domain=[0, end_ns / 1e6], nice=False)
@@ -404,7 +394,7 @@ def memory_over_step(
 
 def _areas(trace: Trace, run: Replay, x: Any, y: Any, unit: int, name: str) -> list[Any]:
     """The stacked areas, and a rule under the pointer that tells each of them."""
-    alt, schedule, timeline = altair(), run.schedule, run.timeline
+    alt, schedule, timeline = needed("altair"), run.schedule, run.timeline
     running = list(by_category(trace, schedule, timeline))
     cats = [c for c in CATEGORIES if any(now[c] for now in running)]
 
@@ -448,7 +438,7 @@ def _areas(trace: Trace, run: Replay, x: Any, y: Any, unit: int, name: str) -> l
 
 def _phases(trace: Trace, run: Replay, x: Any) -> list[Any]:
     """Bands in the background, one a phase, with its name."""
-    alt, schedule, timeline = altair(), run.schedule, run.timeline
+    alt, schedule, timeline = needed("altair"), run.schedule, run.timeline
     first: dict[str, int] = {}
     for step, op in enumerate(schedule.op):
         # A recompute step belongs to backward, though its op stands in forward.

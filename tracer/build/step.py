@@ -90,9 +90,8 @@ def load_spec(model: str, options: dict[str, Any] | None = None, *, seed: int = 
     Args:
         model: a name that `tracer.build.named.models.list_models` lists, or "path/to/file.py:function"
             (without ":function" the function is `build`).
-        options: batch_size, seq_len, image_size, optimizer, optimizer_impl, dtype, dropout, task, attention, use_cache,
-            amp, tf32, zero_grad, clip_grad_norm, accumulate, release_gradients; None as a value means "not given". A
-            user's function gets those that its signature names.
+        options: those of `tracer.api.Options`, optimizer, amp and tf32; None as a value means "not given". A user's
+            function gets those that its signature names.
         seed: of torch's and Python's random generators, set before each build.
 
     Raises:

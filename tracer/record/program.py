@@ -364,7 +364,11 @@ def _flags(n: fx.Node, reads_overwritten: bool, *, view: bool) -> int:
         flags |= COLLECTIVE
     if not target._schema.returns:
         flags |= EFFECT
-    if reads_overwritten and not view and not _ignores_statistics(n):
+    # A batch norm in training mode reads its running statistics only to compute the new ones. Those are written by a
+    # `copy_` that never runs twice, or by cuDNN's kernel, which gets none to write when it runs again
+    # (`tracer.capture.passes.batch_norm.again`); so the op itself may.
+    functional = n.target is aten._native_batch_norm_legit_functional.default and n.args[5] is True
+    if reads_overwritten and not view and not functional and not undeclared_writes(n):
         flags |= EFFECT  # a second run would see the buffer's new value
     return flags
 
@@ -379,16 +383,6 @@ def is_random(n: fx.Node) -> bool:
             value = n.args[k] if k < len(n.args) else n.kwargs.get(arg.name, arg.default_value)
             return value != 0.0
     return True
-
-
-def _ignores_statistics(n: fx.Node) -> bool:
-    """A batch norm in training mode reads its running statistics only to compute the new ones.
-
-    Those are written by a `copy_` that never runs twice, or by cuDNN's kernel, which gets none to write when it runs
-    again (`tracer.capture.passes.batch_norm.again`); so the op itself may.
-    """
-    functional = n.target is aten._native_batch_norm_legit_functional.default and n.args[5] is True
-    return functional or bool(undeclared_writes(n))
 
 
 def _mark_takeovers(

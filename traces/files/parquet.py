@@ -93,7 +93,8 @@ def _opened(path: Path, form: Format) -> Iterator[tuple[pq.ParquetFile, dict[str
         with pq.ParquetFile(path) as file:
             yield file, _header(path, form, file.schema_arrow)
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, form, error) from None
+        line = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise TraceError(f"{path}: cannot be read as Parquet ({line}); {form.again}") from None
 
 
 def read_header(path: Path, form: Format) -> dict[str, Any]:
@@ -140,11 +141,6 @@ def _header(path: Path, form: Format, schema: pa.Schema) -> dict[str, Any]:
             f"{form.version}; {form.again}"
         )
     return header
-
-
-def _unreadable(path: Path, form: Format, error: BaseException) -> TraceError:
-    line = (str(error).splitlines() or [type(error).__name__])[0][:200]
-    return TraceError(f"{path}: cannot be read as Parquet ({line}); {form.again}")
 
 
 def _column(column: pa.ChunkedArray, kind: str) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple
 
-from simulator.allocator.caching import SMALL_BYTES, SMALL_SEGMENT_BYTES
+from simulator.allocator.caching import SMALL_SEGMENT_BYTES
 from simulator.allocator.settings import MIB, AllocatorSettings
 from traces.errors import TraceError
 
@@ -216,11 +216,6 @@ class Pages:
         k = bisect_right(self.parts, address, key=lambda p: p.start) - 1
         if k >= 0 and address < self.parts[k].end and self.parts[k].small is None:
             self._insert(self.parts.pop(k)._replace(small=small))
-
-    def learn_from(self, event: Event) -> None:
-        """What an event that is about a block tells of the pages under it."""
-        if event.action == "alloc" or event.action.startswith("free"):
-            self.learn(event.address, event.size_bytes <= SMALL_BYTES)
 
     def segments(self) -> list[SegmentState]:
         """As a snapshot shows them. What nothing tells apart is taken to be the large pool's."""

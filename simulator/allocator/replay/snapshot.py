@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, get_args
 
 from msgspec import Meta, ValidationError, convert
 
-from simulator.allocator.caching import SMALL_SEGMENT_BYTES
+from simulator.allocator.caching import SMALL_BYTES, SMALL_SEGMENT_BYTES
 from simulator.allocator.replay.pickles import load_plain
 from simulator.allocator.replay.recording import (
     Action,
@@ -275,7 +275,8 @@ def _rewind(
     pages = Pages(final, settings.large_segment_bytes)
     for e in reversed(events):
         at, size = e.address, e.size_bytes
-        pages.learn_from(e)
+        if e.action == "alloc" or e.action.startswith("free"):  # it tells of the pages under the block
+            pages.learn(at, size <= SMALL_BYTES)
         if e.action == "alloc":
             held.pop(at, None)
         elif e.action in ("free_completed", "free_requested"):

@@ -76,16 +76,8 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 def family_step(
     family: str, name: str, sizes: Mapping[str, Any], options: dict[str, Any], device: str
 ) -> TrainingStep:
-    """The step of a model of a family, as `config_step` makes it. T5's encoder and decoder both get seq_len tokens.
-
-    Args:
-        family: a key of FAMILIES.
-        sizes: what differs from the family's default configuration.
-
-    Raises:
-        SpecError: the sequence is longer than the model's position table, the image size does not suit the
-            patches, or there is no such attention.
-        EnvironmentProblem: transformers is not installed or is too old.
+    """The step of a model of a family of FAMILIES, as `config_step` makes it (and raises); `sizes` differ from the
+    family's default configuration. T5's encoder and decoder both get seq_len tokens.
     """
     task, dropouts = FAMILIES[family]
     data = {"model_type": family, **SETTINGS.get(family, {}), **sizes}
@@ -96,7 +88,7 @@ def family_step(
             f"{name}: --image-size {options['image_size']} is not a multiple of its patches of {data['patch_size']} "
             "pixels."
         )
-    return _step(name, data, task, options, device)
+    return config_step(name, data, task, options, device)
 
 
 def read_config(reference: str) -> dict[str, Any]:
@@ -119,28 +111,24 @@ def read_config(reference: str) -> dict[str, Any]:
     return data
 
 
-def config_step(reference: str, options: dict[str, Any], device: str) -> TrainingStep:
+def config_step(
+    reference: str, data: dict[str, Any], task: str | None, options: dict[str, Any], device: str
+) -> TrainingStep:
     """Build the model of a configuration in training mode, one random batch with labels, and the optimizer.
 
-    The weights are random and of the type that `options` say, whatever the file says. No attention mask is passed:
-    every sequence has the full length.
+    The weights are random and of the type that `options` say, whatever `data` says. No attention mask is passed: every
+    sequence has the full length.
 
     Args:
-        reference: "hf:" and the path of a config.json, or of its directory.
-        options: batch_size, optimizer, dtype; optionally task (a key of TASKS), seq_len (tokens, of a waveform
-            samples), image_size, optimizer_impl, dropout, attention, use_cache.
+        reference: the model's name, for messages.
+        task: a key of TASKS; None: the first that transformers has for it, or that the configuration names.
+        options: those of `KnownModel.takes`; of a waveform, seq_len are samples.
 
     Raises:
         SpecError: transformers has no such architecture, or none of it for the task, or it cannot be built so; or
             its batch is one that only the user can make.
         EnvironmentProblem: transformers is not installed or is too old.
     """
-    return _step(reference, read_config(reference), options.get("task"), options, device)
-
-
-def _step(
-    reference: str, data: dict[str, Any], task: str | None, options: dict[str, Any], device: str
-) -> TrainingStep:
     with outside_fake_mode():
         transformers = import_transformers()
         with quiet_transformers():

@@ -202,9 +202,9 @@ class KnownModel:
 
             return timm_step(self.name, options, device)
         if self.family == HF:
-            from tracer.build.named.huggingface import config_step
+            from tracer.build.named.huggingface import config_step, read_config
 
-            return config_step(self.name, options, device)
+            return config_step(self.name, read_config(self.name), options.get("task"), options, device)
         from tracer.build.named.huggingface import family_step
 
         sizes, named = TRANSFORMERS[self.family]

@@ -35,11 +35,8 @@ def image_size_of(reference: str) -> int:
 
 
 def timm_step(reference: str, options: dict[str, Any], device: str) -> TrainingStep:
-    """Build a timm model in training mode, one random batch, cross-entropy and the optimizer.
-
-    Args:
-        reference: "timm:" and timm's own name, with or without the tag of its weights.
-        options: batch_size, image_size, optimizer, dtype; optionally optimizer_impl, dropout.
+    """Build a timm model in training mode, one random batch, cross-entropy and the optimizer. `reference`: "timm:" and
+    timm's own name, with or without the tag of its weights.
 
     Raises:
         SpecError: the model cannot be made for that image size, or is no classifier.

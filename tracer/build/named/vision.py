@@ -35,13 +35,8 @@ _kept: list[Any] = []  # a torch.library.Library withdraws its definitions when 
 
 
 def image_step(name: str, options: dict[str, Any], device: str) -> TrainingStep:
-    """Build a torchvision model in training mode, one random batch, cross-entropy and the optimizer.
-
-    Args:
-        options: batch_size, image_size, optimizer, dtype; optionally optimizer_impl, dropout.
-
-    Raises:
-        SpecError: the image size does not suit the model.
+    """Build a torchvision model in training mode, one random batch, cross-entropy and the optimizer. Raises SpecError
+    if the image size does not suit the model.
     """
     with outside_fake_mode():
         import_torchvision()
