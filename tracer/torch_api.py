@@ -69,6 +69,8 @@ USED: Final = {
     "DynamicOutputShapeException": "torch._subclasses.fake_tensor:DynamicOutputShapeException",
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
     "FunctionalTensor": "torch._subclasses.functional_tensor:FunctionalTensor",
+    "BypassDispatchCache": "torch._subclasses.fake_tensor:_BypassDispatchCache",
+    "from_functional": "torch:_from_functional_tensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
     "default_device": "torch._C:_get_default_device",
     "dispatch_keys": "torch._C:_dispatch_keys",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from executor.rehearsal.stubs import stub_source, undefined_symbols
+from tracer.cudnn import definitions
 from traces.devices import Device, architecture
 from traces.errors import EnvironmentProblem
 from traces.provenance import ABSENT, NAME
@@ -111,7 +112,7 @@ def _commands(cuda_major: int) -> list[list[str]]:
         (MANAGEMENT, ["nvml.c"]),
         (compiler, ["nvrtc.c", "-Wl,--version-script=versions"]),
     )
-    options = ["-shared", "-fPIC", "-w", "-O1", f"-DCUDA_MAJOR={cuda_major}"]
+    options = ["-shared", "-fPIC", "-w", "-O1", f"-DCUDA_MAJOR={cuda_major}", *definitions()]
     return [
         [*options, f"-Wl,-soname,{name}", *words, "-o", f"built/{name}", "-ldl", "-lpthread"]
         for name, words in parts

@@ -75,36 +75,40 @@ def run_task(task: Task, begin: Callable[[], None], end: Callable[[], None]) -> 
         from executor.training.module import apply_plan
 
         model = apply_plan(step.model, Plan.load(task.plan))
-    _lay_out((*_as_moved(step.model), *step.tensors()))
+    _lay_out(step.model, step.tensors())
     begin()
     for _ in range(task.iterations):
         run_step(step, model, step.optimizer)
         end()
 
 
-def _as_moved(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers in the order in which `model.to` moves them, each once."""
-    tensors: dict[int, torch.Tensor] = {}
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        tensors.setdefault(id(x), x)
-        return x
-
-    model._apply(note)
-    return list(tensors.values())
-
-
-def _lay_out(tensors: Sequence[torch.Tensor]) -> None:
-    """Let tensors lie as if each had been moved to the GPU in turn: a model built there lies as it was built, among
-    what its initialisers freed. What shares memory stays where it is."""
-    storages = Counter(x.untyped_storage().data_ptr() for x in tensors)
-    alone = [x for x in tensors if x.is_cuda and storages[x.untyped_storage().data_ptr()] == 1]
-    sizes = [(x.shape, x.stride()) for x in alone]
-    for x in alone:
+def _lay_out(model: nn.Module, batch: Sequence[torch.Tensor]) -> None:
+    """Let all lie as if it had been moved to the GPU in turn, with what modules do then (recurrent layers flatten their
+    weights): a model built there lies as it was built, among what its initialisers freed. What shares memory otherwise
+    stays where it is."""
+    flattened = {
+        id(w) for m in model.modules() if isinstance(m, nn.RNNBase) for w in m.parameters(recurse=False)
+    }
+    tensors = {id(x): x for x in (*model.parameters(), *model.buffers(), *batch)}
+    storages = Counter(x.untyped_storage().data_ptr() for k, x in tensors.items() if k not in flattened)
+    alone = {
+        k: x
+        for k, x in tensors.items()
+        if x.is_cuda and (k in flattened or storages[x.untyped_storage().data_ptr()] == 1)
+    }
+    sizes = {k: (x.shape, x.stride()) for k, x in alone.items()}
+    for x in alone.values():
         x.data = x.new_empty(0)
     torch.cuda.empty_cache()
-    for x, (shape, stride) in zip(alone, sizes, strict=True):
-        x.data = x.new_empty_strided(shape, stride)
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        if id(x) in sizes:
+            x.data = x.new_empty_strided(*sizes.pop(id(x)))
+        return x
+
+    model._apply(move)
+    for x in batch:
+        move(x)
 
 
 def _script(task: Task, watch: Watch) -> None:

@@ -38,7 +38,7 @@ class Reserver:
         self.stream = stream(self.evaluator.facts, self.asks, self._room)
         blocks = len(self.stream.blocks) // 2
         ever = blocks + len(self.asks.residents) + len(self.stream.once)
-        self.memory = memory(ever, blocks, *self.rules)
+        self.memory = memory(ever, max(blocks, len(self.asks.residents)), *self.rules)
 
     def reserved_bytes(self, state: State) -> int:
         """The peak of reserved memory, of the last iteration. Raises PlanError if a chain needs an op that may not run

@@ -96,7 +96,9 @@ def lifetimes(requests: Requests) -> Lifetimes:
             size[block], begin[block] = rounded(n), k
         else:
             end[~block] = k
-    stays = [*requests.residents, *(n for _, n in requests.once)]
+    moved = [n for n in requests.residents if n >= 0]
+    back = {~n for n in requests.residents if n < 0}
+    stays = [*(n for k, n in enumerate(moved) if k not in back), *(n for _, n in requests.once)]
     if requests.first is not None:  # gradients that stay
         left = lifetimes(replace(requests.first, residents=(), once=()))
         stays += [n for n, e in zip(left.sizes, left.ends, strict=True) if e == len(requests.first.blocks)]

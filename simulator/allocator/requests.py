@@ -39,7 +39,8 @@ MOST_PARTS: Final = 3  # of those that accumulate gradients: the third and all f
 class Requests:
     """What one iteration asks, as columns, and what is asked once."""
 
-    residents: tuple[int, ...]  # bytes of what is there before the first iteration
+    # Bytes of what is there before the first iteration; ~k: the k-th of them is given back.
+    residents: tuple[int, ...]
     blocks: tuple[int, ...]  # by request: the block that it is about, by its own number; ~number: given back
     sizes: tuple[int, ...]  # by request: bytes; 0 where a block is given back
     once: tuple[tuple[int, int], ...]  # in the first iteration alone: how many requests before it, and bytes
@@ -290,7 +291,7 @@ class _Recording:
 class Residents:
     """Sizes in bytes of what is allocated once, by when that is."""
 
-    first: tuple[int, ...]  # before the first iteration
+    first: tuple[int, ...]  # before the first iteration, as in Requests
     state: tuple[int, ...]  # of the optimizer: when its first step begins, as torch's own make it
     # Of libraries, and state made later: by the first op that uses them.
     workspaces: Mapping[int, tuple[int, ...]]
@@ -308,10 +309,25 @@ class Residents:
         state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE and s not in late]
         late |= {*state}
         return cls(
-            first=tuple(sts.nbytes[s] for s in residents if s not in late),
+            first=_moved(trace, [s for s in residents if s not in late]),
             state=tuple(sts.nbytes[s] for s in state),
             workspaces={op: tuple(sts.nbytes[s] for s in made) for op, made in workspaces.items()},
         )
+
+
+def _moved(trace: Trace, storages: Sequence[int]) -> tuple[int, ...]:
+    """What is asked for while they come to the GPU: of weights that are flattened there each first, then the whole."""
+    parts = {s: sizes for s, *sizes in trace.meta.flattened}
+    asked: list[int] = []
+    count = 0
+    for s in storages:
+        asked += [
+            *parts.get(s, ()),
+            trace.storages.nbytes[s],
+            *(~(count + k) for k in range(len(parts.get(s, ())))),
+        ]
+        count += len(parts.get(s, ())) + 1
+    return tuple(asked)
 
 
 def _workspaces(trace: Trace, residents: Sequence[int]) -> dict[int, list[int]]:

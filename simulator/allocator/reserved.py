@@ -121,7 +121,7 @@ def reserved_over(
 
     Args:
         iterations: what each asks, of which the first makes the optimizer's state.
-        residents: bytes of what is there before all of them.
+        residents: what is there before all of them, as in Requests.
         settings, device_memory_bytes: as for `reserved_peak`, which see.
 
     Raises:
@@ -134,8 +134,12 @@ def reserved_over(
 def _played(
     iterations: Iterable[Requests], residents: Sequence[int], allocator: Allocator
 ) -> Iterator[list[tuple[str, AllocatorFigures]]]:
+    moved: list[Block] = []
     for size in residents:
-        allocator.malloc(size)
+        if size < 0:
+            allocator.free(moved[~size])
+        else:
+            moved.append(allocator.malloc(size))
     held: dict[int, list[Block]] = {}
     for k, asked in enumerate(iterations):
         yield _play(asked if k or asked.first is None else asked.first, allocator, held, first=not k)

@@ -332,8 +332,14 @@ def play(
     """
     sums = m.sums[0]
     _clear(m)
+    moved = long(0)
     for k in range(residents.shape[0]):
-        malloc(m, residents[k])
+        if residents[k] < 0:
+            free(m, int(m.pool_of[~residents[k]]), int(m.held[~residents[k]]))
+        else:
+            m.held[moved] = malloc(m, residents[k])
+            m.pool_of[moved] = 0 if residents[k] <= SMALL else 1
+            moved += 1
     steady = False
     ran = long(0)
     while ran < rows.shape[0] and not steady:

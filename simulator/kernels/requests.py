@@ -52,7 +52,7 @@ class Asks(NamedTuple):
     backward_workspaces: Any  # the ops of backward in which libraries ask
     state: Any  # bytes of the optimizer's state, asked for when its first op begins:
     optimizer: int  # that op
-    residents: Any  # bytes of what is there before the first iteration
+    residents: Any  # of what is there before the first iteration, as `allocator.requests.Requests` has it
 
 
 class Stream(NamedTuple):

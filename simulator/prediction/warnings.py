@@ -154,7 +154,7 @@ def _untouched(c: Prediction) -> list[PredictionWarning]:
 
 
 def _recurrent(meta: TraceMeta) -> list[PredictionWarning]:
-    """That a GPU runs whole recurrent layers in one kernel each, which no captured graph has."""
+    """That a GPU runs recurrent layers in one kernel each whose captured graph has elementary ops in its place."""
     names = meta.sketch.get("recurrent")
     if kind_of(meta) != CUDA or not isinstance(names, list) or not names:
         return []

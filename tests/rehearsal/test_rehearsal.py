@@ -173,7 +173,7 @@ def test_the_state_with_which_an_optimizer_begins_goes_where_the_parameters_go(t
 
 
 def test_a_recurrent_net_is_captured_on_cuda(tmp_path: Path) -> None:
-    """Its weights would be put into one piece for cuDNN, which asks where they lie; the trace's ops are elementary."""
+    """As cuDNN's op, and with the structure that a laptop's capture for that GPU has."""
     (tmp_path / "net.py").write_text(
         "import torch\nfrom torch import nn\n"
         "class Net(nn.Module):\n"
@@ -188,7 +188,9 @@ def test_a_recurrent_net_is_captured_on_cuda(tmp_path: Path) -> None:
     )
     words = ("--gpu", "h100", "--", "trace", "net.py:build", "--device", "cuda", "-o", "t", "-q")
     call(tmp_path, "executor", "rehearse", *words)
-    assert any("sigmoid" in op for op in api.problem_of(tmp_path / "t").trace.ops.target)
+    there, here = api.problem_of(tmp_path / "t").trace, trace(f"{tmp_path / 'net.py'}:build", target="h100")
+    assert there.ops.target.count("aten._cudnn_rnn.default") == 1
+    assert there.meta.structure_fingerprint == here.meta.structure_fingerprint
 
 
 def test_what_the_driver_lacks_is_named(tmp_path: Path) -> None:

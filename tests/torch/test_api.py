@@ -198,9 +198,10 @@ def test_wherever_the_model_is_the_trace_is_the_same() -> None:
 class Speaker(nn.Module):
     """Two recurrent layers, of which the last states are classified."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.first, self.second = nn.GRU(8, 16, batch_first=True), nn.LSTM(16, 16, batch_first=True)
+        self.first = nn.GRU(8, 16, 2, batch_first=True, dropout=dropout)
+        self.second = nn.LSTM(16, 16, 2, batch_first=True, dropout=dropout)
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -208,8 +209,8 @@ class Speaker(nn.Module):
         return out
 
 
-def test_recurrent_layers_of_a_gpu_are_warned_of() -> None:
-    net, batch = Speaker(), (torch.randn(4, 5, 8), torch.randint(4, (4,)))
+def test_elementary_recurrent_layers_of_a_gpu_are_warned_of() -> None:
+    net, batch = Speaker(0.1), (torch.randn(4, 5, 8), torch.randint(4, (4,)))
     told = {}
     for target in ("h100", None):
         recorded = trace(net, batch, functional.cross_entropy, "sgd", target=target)
@@ -217,6 +218,8 @@ def test_recurrent_layers_of_a_gpu_are_warned_of() -> None:
     assert [(w.subject, w.figures) for w in told["h100"]] == [("first", {"modules": 2})]
     assert "'first' and 1 more" in text(told["h100"][0])
     assert not told[None]
+    whole = trace(Speaker(0.0), batch, functional.cross_entropy, "sgd", target="h100")
+    assert not [w for w in warnings_of(Problem(whole)) if w.code == "recurrent"]
 
 
 def test_shared_storages_stay_shared() -> None:

@@ -95,9 +95,7 @@ def _know_residents(step: TrainingStep, program: Program, recorder: EagerRecorde
     captured, model = program.captured, step.model
     own = captured.tensors_of(dict(model.named_parameters()), dict(model.named_buffers()))
     arguments = [x for x in pytree.tree_leaves((step.args, step.kwargs)) if isinstance(x, torch.Tensor)]
-    for k, x in enumerate(own):
-        recorder.know(x, k)
-    for x, n in zip(arguments, captured.placeholders[len(own) :], strict=False):
+    for x, n in zip([*own, *arguments], captured.placeholders, strict=False):
         recorder.know(x, program.storage_of[n][0])
     for x in step.tensors():
         recorder.id_of(x, recorder.row(x, "batch", INPUT))

@@ -17,6 +17,7 @@ from torch import fx
 
 from tracer.capture.capture import Captured
 from tracer.capture.cuda.gpu import results
+from tracer.capture.cuda.recurrent import recurrent_results
 from tracer.capture.passes.batch_norm import writes as undeclared_writes
 from tracer.capture.sizes import Known, at, number
 from tracer.capture.torch_fixes.grouped import true_results, whole_histograms
@@ -143,7 +144,14 @@ def program_of(
     copies = (n.args[0] for n in captured.forward if n.target is aten.copy_.default)
     written = {a for a in copies if a.op == "placeholder"}.union(*map(undeclared_writes, captured.forward))
     touched = {s for w in written for s in run.storage_of.get(w, ())}
-    with run.mode, torch.no_grad(), without_autocast(), true_results(), whole_histograms():
+    with (
+        run.mode,
+        torch.no_grad(),
+        without_autocast(),
+        true_results(),
+        whole_histograms(),
+        recurrent_results(),
+    ):
         for phase, group in ((FORWARD, captured.forward), (BACKWARD, captured.backward)):
             for n in group:
                 run.op(n, phase, touched)

@@ -17,6 +17,7 @@ from torch import nn
 from tracer.record.program import Program
 from tracer.torch_api import pytree
 
+CUDNN: Final = "aten._cudnn_rnn.default"
 LONGEST: Final = 40  # characters of an argument that is no tensor
 
 
@@ -27,12 +28,13 @@ def sketch(program: Program, model: nn.Module, args: Sequence[Any], kwargs: dict
         `arguments`: of each leaf its name and what it is ("int64[8, 128]"); `shares`: groups of tensor arguments, by
         their number, that share a storage; `frozen`, `evaluated`: parameters without a gradient and modules in
         evaluation mode, of whole modules only the path; `dtypes`: of the parameters; `parameters`: how many, and a
-        digest of their names; `recurrent`: modules that are one kernel of cuDNN's on a GPU, if any; `ops`: a line for
-        each, packed (`ops_of`).
+        digest of their names; `recurrent`: recurrent layers that are captured as elementary ops, if any, which eager
+        runs by kernels of their own; `ops`: a line for each, packed (`ops_of`).
     """
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     ops = "\n".join(f"{row.target} {row.module}" for row in program.rows)
-    recurrent = [name for name, m in modules.items() if isinstance(m, nn.RNNBase)]
+    whole = {row.module for row in program.rows if row.target == CUDNN}
+    recurrent = [name for name, m in modules.items() if isinstance(m, nn.RNNBase) and name not in whole]
     return {
         "arguments": [list(x) for x in _arguments(model, args, kwargs)],
         "shares": [list(group) for group in program.shares],

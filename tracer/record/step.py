@@ -33,6 +33,7 @@ from tracer.build.loop import Enough, TrainingStep, run_step
 from tracer.build.loop_options import ORDINARY
 from tracer.build.step import BuildStep, load_spec
 from tracer.capture.capture import Captured, capture, forward_once
+from tracer.capture.cuda.recurrent import flatten
 from tracer.capture.refusals import check_step
 from tracer.capture.torch_fixes.cache_keys import quick_keys
 from tracer.costs.calibration import Costs
@@ -162,6 +163,8 @@ def trace_step(
         with cuda_words(target if as_gpu else None):
             # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
             step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
+            if as_gpu:
+                flatten(step.model)
             known = program(step)
             captured = known.captured if known is not None else capture_step(step, target if as_gpu else None)
         made = known or program_of(captured)
@@ -216,17 +219,20 @@ def header(step: TrainingStep, program: Program, build: BuildStep, device: str, 
         torch_version=torch.__version__,
         versions=versions(),
         grad_outputs=program.captured.grad_outputs,
-        moved=_moved(step.model, program.captured),
+        moved=_moved(step.model, program),
+        flattened=_flattened(step.model, program),
         graph_fingerprint=program.fingerprint(),
         structure_fingerprint=program.fingerprint(sizes=False),
         sketch=sketch(program, step.model, step.args, step.kwargs),
     )
 
 
-def _moved(model: nn.Module, captured: Captured) -> tuple[int, ...]:
+def _moved(model: nn.Module, program: Program) -> tuple[int, ...]:
     """The storages of parameters and buffers in the order of `Module._apply`: children first."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    number = {id(x): k for k, x in enumerate(captured.tensors_of(parameters, buffers))}
+    storage = [program.storage_of[n][0] for n in program.captured.placeholders]
+    own = program.captured.tensors_of(parameters, buffers)
+    number = {id(x): s for x, s in zip(own, storage, strict=False)}
 
     def walk(module: nn.Module) -> Iterator[Any]:
         for child in module.children():
@@ -234,6 +240,19 @@ def _moved(model: nn.Module, captured: Captured) -> tuple[int, ...]:
         yield from (*module._parameters.values(), *module._buffers.values())
 
     return tuple(dict.fromkeys(number[id(x)] for x in walk(model) if id(x) in number))
+
+
+def _flattened(model: nn.Module, program: Program) -> tuple[tuple[int, ...], ...]:
+    """By recurrent layer whose weights share a storage: that, and the bytes of each, as `Module._apply` moves them."""
+    storage = dict(zip(program.captured.parameters, program.captured.placeholders, strict=False))
+    found = []
+    for path, m in model.named_modules():
+        if isinstance(m, nn.RNNBase):
+            names = [f"{path}.{name}" if path else name for name in m._parameters]
+            own = {program.storage_of[storage[n]][0] for n in names if n in storage}
+            if len(own) == 1 and len(names) > 1:
+                found.append((*own, *(x.numel() * x.element_size() for x in m.parameters(recurse=False))))
+    return tuple(found)
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer | None) -> str:

@@ -137,7 +137,7 @@ def _ops_of(gpu: Device | None) -> Iterator[None]:
             return aten.matmul(x, weight.t()).add_(bias)  # out of place where tensors are fake
         return aten.linear.default.decompose(x, weight, bias)
 
-    with gpu_kernels(gpu), kernels("AutogradCPU", {"dropout": dropout, "linear": linear}):
+    with gpu_kernels(gpu, eager=True), kernels("AutogradCPU", {"dropout": dropout, "linear": linear}):
         yield
 
 

@@ -177,6 +177,7 @@ class TraceMeta:
     workspace: dict[str, int] = field(default_factory=dict)
     rerun_workspaces: dict[str, int] = field(default_factory=dict)
     moved: tuple[int, ...] = ()
+    flattened: tuple[tuple[int, ...], ...] = ()
     untouched_peak_bytes: int = 0  # peak of the untouched model's eager step; 0: not counted
     graph_fingerprint: str = ""  # of the captured model graph, sizes included
     structure_fingerprint: str = ""  # of the captured model graph, sizes left out
@@ -192,7 +193,7 @@ class TraceMeta:
             raise ValueError("rerun_workspaces holds something else than bytes")
 
     def to_json(self) -> dict[str, Any]:
-        left_out = ("sketch", "moved", "stretches", "within_backward")
+        left_out = ("sketch", "moved", "flattened", "stretches", "within_backward")
         return {k: v for k, v in to_json(self).items() if k not in left_out or v}
 
     @classmethod

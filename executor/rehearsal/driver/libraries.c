@@ -235,7 +235,9 @@ int cudnnSetRNNDataDescriptor(RnnData *r, int type, int layout, int longest, int
   return OK;
 }
 static size_t item(int type) { return type == 1 || type == 6 ? 8 : type == 2 || type == 9 ? 2 : 4; }  // cudnnDataType_t
-static int gates(const Rnn *r) { return r->cell == 2 ? 4 : r->cell == 3 ? 3 : 1; }                      // LSTM, GRU, RNN
+// The rule, and its tables by cell, are those of tracer/cudnn.py.
+static const int GATES[] = {RNN_GATES}, RESERVED[] = {RNN_RESERVED};
+static int gates(const Rnn *r) { return GATES[r->cell]; }
 // The weights of one layer and direction: `gates` matrices for the input, as many for the state, a projection.
 static int64_t columns(const Rnn *r, int layer, int of_state) {
   int ways = r->both_ways ? 2 : 1, out = r->projection > 0 ? r->projection : r->hidden;
@@ -268,10 +270,10 @@ int cudnnGetRNNWeightParams(void *h, const Rnn *r, int layer, size_t size, const
   return OK;
 }
 int cudnnGetRNNTempSpaceSizes(void *h, const Rnn *r, int training, const RnnData *x, size_t *workspace, size_t *reserve) {
-  null_assumed("cuDNN's recurrent nets");  // for backward: the gates, the state and, of an LSTM, the cell of each step
-  size_t states = (size_t)x->longest * x->batch * r->layers * (r->both_ways ? 2 : 1) * r->hidden * item(r->type);
-  if (workspace) *workspace = states / r->layers * gates(r);
-  if (reserve) *reserve = training ? states * (gates(r) + (r->cell == 2 ? 2 : 1)) : 0;
+  null_assumed("cuDNN's recurrent nets");
+  size_t states = (size_t)x->longest * x->batch * (r->both_ways ? 2 : 1) * r->hidden * item(r->type);
+  if (workspace) *workspace = states * gates(r);
+  if (reserve) *reserve = training ? states * r->layers * RESERVED[r->cell] : 0;
   return OK;
 }
 

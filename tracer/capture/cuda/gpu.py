@@ -1,8 +1,8 @@
 """Capture the ops that a GPU would run in place of those that torch takes on the CPU.
 
-Counts: attention (`tracer.capture.cuda.attention`), RMS norm, batch norm (`tracer.capture.passes.batch_norm`), and ops
-whose results have another data type on CUDA (`results`). Ignores: what torch decides below its ops (which convolution
-algorithm, which memory format a convolution returns).
+Counts: attention (`tracer.capture.cuda.attention`), recurrent layers (`tracer.capture.cuda.recurrent`), RMS norm, batch
+norm (`tracer.capture.passes.batch_norm`), and ops whose results have another data type on CUDA (`results`). Ignores:
+what torch decides below its ops (which convolution algorithm, which memory format a convolution returns).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tracer.capture.cuda.attention import attend
+from tracer.capture.cuda.recurrent import recurrent_kernels
 from tracer.capture.passes.batch_norm import dense, meta, takes_cudnn
 from tracer.capture.torch_fixes.grouped import whole_histograms
 from tracer.precision.autocast_lists import lowered
@@ -67,7 +68,7 @@ def _widens(args: Any, kwargs: Any) -> bool:
 
 
 @contextlib.contextmanager
-def gpu_kernels(target: Device | None) -> Iterator[None]:
+def gpu_kernels(target: Device | None, *, eager: bool = False) -> Iterator[None]:
     """While it is active, attention is captured as the ops that a GPU runs, and batch norms with inputs as it has them.
 
     torch's functions are replaced where its own Python code looks them up, and a mode catches the calls of whoever
@@ -75,6 +76,7 @@ def gpu_kernels(target: Device | None) -> Iterator[None]:
 
     Args:
         target: the GPU that a laptop's capture is for; None on a GPU, where torch itself chooses the attention.
+        eager: whether this is no capture, but what eager runs.
     """
     attention, norm = scaled_dot_product_attention, torch.batch_norm
 
@@ -110,6 +112,7 @@ def gpu_kernels(target: Device | None) -> Iterator[None]:
         stack.enter_context(replaced(torch, batch_norm=run_norm))
         for kernel in (fused_rms_norm, whole_histograms) if target is not None else ():
             stack.enter_context(kernel())
+        stack.enter_context(recurrent_kernels(target, eager=eager))
         stack.enter_context(Mode())
         yield
 

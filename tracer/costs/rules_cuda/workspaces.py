@@ -20,6 +20,7 @@ from tracer.costs.rules_cuda.cub import radix_sort, scan, unique_by_key
 from tracer.costs.rules_cuda.reductions import partial_results
 from tracer.costs.signature import Signature, TensorSpec
 from tracer.costs.table import Events, Table, ceil_div, is_pointwise, made
+from tracer.cudnn import workspace
 from traces.devices import Device
 
 
@@ -158,6 +159,16 @@ def several_blocks(rows: int, length: int) -> bool:
     return length >= next((n for most, n in least if rows <= most), 400)
 
 
+def sizes(of: Any) -> tuple[int, ...]:
+    """Bytes of each tensor of a list."""
+    return tuple(x.nbytes for x in of)
+
+
+def turned(x: TensorSpec, batch_first: bool) -> int:
+    """Bytes of a batch of sequences made contiguous with the steps first, 0 if that is no copy."""
+    return table.copied(x, 1, 0, 2) if batch_first else table.copied(x)
+
+
 def staging(x: TensorSpec, gone: Any, each_bytes: int, sm: int, processors: int) -> tuple[int, ...]:
     """Bytes of a reduction's partial results and of the counters that belong to them; see `rules_cuda.reductions`.
 
@@ -171,6 +182,7 @@ TABLE: Final = Table(
     path=Path(__file__).with_name("workspaces.toml"),
     functions=table.by_name(
         converted, largest, chunks, flash_splits, efficient_tile, blas, copied_like, channels_last, in_format,
-        dense, padded, rows_of, indexed, several_blocks, radix_sort, scan, unique_by_key, staging,
+        dense, padded, rows_of, indexed, several_blocks, radix_sort, scan, unique_by_key, staging, workspace, turned,
+        sizes,
     ),
 )  # fmt: skip
