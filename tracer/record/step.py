@@ -163,7 +163,7 @@ def trace_step(
         with cuda_words(target if as_gpu else None):
             # Of fake parameters torch chooses the loop wherever they are, and on a GPU foreach of real ones.
             step = build(device, optimizer_as_on=target.kind if device == "cpu" else device.partition(":")[0])
-            if as_gpu:
+            if as_gpu or device.partition(":")[0] == "cuda":
                 flatten(step.model)
             known = program(step)
             captured = known.captured if known is not None else capture_step(step, target if as_gpu else None)
