@@ -36,9 +36,8 @@ class Reserver:
             return
         self._room = max(16, 2 * steps)
         self.stream = stream(self.evaluator.facts, self.asks, self._room)
-        blocks = len(self.stream.blocks) // 2
-        ever = blocks + len(self.asks.residents) + len(self.stream.once)
-        self.memory = memory(ever, max(blocks, len(self.asks.residents)), *self.rules)
+        ever = len(self.stream.blocks) // 2 + len(self.asks.residents) + len(self.stream.once)
+        self.memory = memory(ever, *self.rules)
 
     def reserved_bytes(self, state: State) -> int:
         """The peak of reserved memory, of the last iteration. Raises PlanError if a chain needs an op that may not run

@@ -74,8 +74,8 @@ class Memory(NamedTuple):
     divisions: Any  # [interval]: of powers of two, from 1 MiB on
 
 
-def memory(requests: int, in_turn: int, rules: Any, divisions: Any) -> Memory:
-    """Work space for so many requests in all, so many of them of one iteration; each makes at most two blocks."""
+def memory(requests: int, rules: Any, divisions: Any) -> Memory:
+    """Work space for so many requests, of which each makes at most two blocks."""
     room = 2 * requests + 2
     return Memory(
         blocks=np.empty(room, BLOCK),
@@ -83,8 +83,8 @@ def memory(requests: int, in_turn: int, rules: Any, divisions: Any) -> Memory:
         counts=np.zeros(2, np.int64),
         spare=np.zeros(room + 1, np.int64),
         sums=np.zeros(1, SUMS),
-        held=np.empty(in_turn + 1, np.int64),
-        pool_of=np.empty(in_turn + 1, np.int64),
+        held=np.empty(requests + 1, np.int64),
+        pool_of=np.empty(requests + 1, np.int64),
         ranges=np.zeros((2, 3), np.int64),
         rules=rules,
         divisions=divisions,

@@ -66,9 +66,12 @@ def requests(draw: st.DrawFn) -> Requests:
     if draw(st.integers(0, 3)):  # else some are never given back
         blocks += [~b for b in there]
         sizes += [0] * len(there)
+    residents = draw(st.lists(SIZES, max_size=4))
+    if residents:  # some are given back
+        residents += [~k for k in draw(st.sets(st.integers(0, len(residents) - 1)))]
     places = sorted(draw(st.lists(st.integers(0, len(blocks)), max_size=3)))
     return Requests(
-        residents=tuple(draw(st.lists(SIZES, max_size=4))),
+        residents=tuple(residents),
         blocks=tuple(blocks),
         sizes=tuple(sizes),
         once=tuple((k, draw(SIZES)) for k in places),
@@ -95,8 +98,12 @@ CONFS = st.sampled_from(
 def simulated(of: Requests, iterations: int, given: AllocatorSettings | None = None) -> ReservedFigures:
     """By the allocator itself, request by request."""
     allocator = Allocator(given)
+    moved = []
     for size in of.residents:
-        allocator.malloc(size)
+        if size >= 0:
+            moved.append(allocator.malloc(size))
+        else:
+            allocator.free(moved[~size])
     figures: list[AllocatorFigures] = []
     steady = False
     while len(figures) < iterations and not steady:
@@ -136,7 +143,7 @@ def compiled(of: Requests, iterations: int, given: AllocatorSettings) -> Reserve
         np.array(of.sizes, np.int64),
         np.array(of.once, np.int64).reshape(-1, 2),
         rows,
-        memory(in_all, of.count, *rules_of(given)),
+        memory(in_all, *rules_of(given)),
     )
     figures = tuple(
         AllocatorFigures(

@@ -17,7 +17,7 @@ from simulator.allocator.requests import Residents, untouched_requests  # noqa: 
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.prediction.warnings import _recurrent  # noqa: E402
 from tracer import trace  # noqa: E402
-from tracer.capture.cuda.recurrent import flatten  # noqa: E402
+from tracer.capture.cuda.recurrent import _buffer, _taken, flatten  # noqa: E402
 from tracer.cudnn import definitions, flat_weights, temporary_bytes  # noqa: E402
 from tracer.record.sketch import CUDNN  # noqa: E402
 from tracer.torch_api import FakeTensorMode  # noqa: E402
@@ -122,6 +122,30 @@ def test_without_cudnn_it_stays_elementary(monkeypatch: pytest.MonkeyPatch) -> N
     assert recorded.meta.flattened == ()
 
 
+def test_cudnn_takes_floats_of_one_type() -> None:
+    x, weights = torch.empty(2, 3, 4), [torch.empty(4, 4)]
+    assert _taken(x, weights, 0.0)
+    assert not _taken(x[:0], weights, 0.0)
+    assert not _taken(x.double(), weights, 0.0)
+    assert not _taken(x.to(torch.complex64), [weights[0].to(torch.complex64)], 0.0)
+
+
+def test_a_buffer_is_one_whose_weights_lie_where_cudnn_has_them() -> None:
+    shape = 0, INPUTS, HIDDEN, 0, 1, 1
+    elements, (places,) = flat_weights(*shape)
+    sizes = [(HIDDEN, INPUTS), (HIDDEN, HIDDEN), (HIDDEN,), (HIDDEN,)]
+    strides = [(INPUTS, 1), (HIDDEN, 1), (1,), (1,)]
+    whole = torch.arange(float(elements))
+    weights = [whole.as_strided(*given) for given in zip(sizes, strides, places, strict=True)]
+    found = _buffer(weights, 4, *shape)
+    assert found is not None
+    assert torch.equal(found, whole)
+    assert _buffer([*weights[:3], weights[2]], 4, *shape) is None
+    assert _buffer([weights[0], weights[1].t(), *weights[2:]], 4, *shape) is None
+    elsewhere = whole.clone().as_strided(sizes[1], strides[1], places[1])
+    assert _buffer([weights[0], elsewhere, *weights[2:]], 4, *shape) is None
+
+
 def test_the_graph_of_a_cpu_has_elementary_ops() -> None:
     recorded = of(nn.LSTM, target=None)
     assert CUDNN not in recorded.ops.target
@@ -148,6 +172,17 @@ def test_flattened_weights_keep_their_shapes() -> None:
         flatten(net)
         assert [(w.shape, w.stride()) for w in net.parameters()] == before
         assert len({w.untyped_storage()._cdata for w in net.parameters()}) == 1
+
+
+def test_weights_that_cudnn_would_not_flatten_stay() -> None:
+    """Tied ones, and where one is not there yet."""
+    tied, made = nn.GRU(HIDDEN, HIDDEN, 2), nn.GRU(HIDDEN, HIDDEN)
+    tied.weight_hh_l1 = tied.weight_hh_l0
+    made.weight_hh_l0 = None  # type: ignore[assignment]
+    for net in (tied, made):
+        before = [w.untyped_storage()._cdata for w in net.parameters()]
+        flatten(net)
+        assert [w.untyped_storage()._cdata for w in net.parameters()] == before
 
 
 def test_weights_are_moved_one_by_one_and_given_back() -> None:

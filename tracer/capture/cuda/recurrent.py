@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tracer.cudnn import flat_weights, steps, temporary_bytes
-from tracer.precision.cast_cache import aten_op, kernels
+from tracer.precision.cast_cache import kernels
 from tracer.torch_api import (
     BypassDispatchCache,
     DispatchKey,
@@ -31,7 +31,7 @@ from tracer.torch_api import (
 from traces.devices import Device
 
 aten = torch.ops.aten
-CELLS: Final = {"rnn_relu.input": 0, "rnn_tanh.input": 1, "lstm.input": 2, "gru.input": 3}
+CELLS: Final = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # by their numbers in cuDNN
 # What cuDNN takes (aten/src/ATen/native/Cudnn.cpp: cudnn_is_acceptable), and what `flatten_parameters` does of that.
 TYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLATTENED: Final = (torch.float16, torch.float32, torch.float64)
@@ -46,15 +46,15 @@ def recurrent_kernels(target: Device | None, *, eager: bool) -> Iterator[None]:
         eager: whether layers that cuDNN does not take are run by torch's own code, and not taken apart as in a capture.
     """
 
-    def layer(name: str) -> Callable[..., Any]:
-        op, cell = aten_op(name), CELLS[name]
+    def layer(cell: int) -> Callable[..., Any]:
+        op = getattr(aten, CELLS[cell]).input
 
         def run(*args: Any) -> Any:
             x, states, weights, biases, layers, dropout, train, both, batch_first = args
             if not _taken(x, weights, dropout if train else 0.0):
                 key = DispatchKey.CompositeImplicitAutograd
                 return op._op_dk(key, *args) if eager else op.py_kernels[key](*args)
-            hx, cx = states if cell == CELLS["lstm.input"] else (states, None)
+            hx, cx = states if CELLS[cell] == "lstm" else (states, None)
             hidden, projection = hx.shape[2], 0
             if cx is not None and cx.shape[2] != hidden:
                 hidden, projection = cx.shape[2], hidden
@@ -68,7 +68,8 @@ def recurrent_kernels(target: Device | None, *, eager: bool) -> Iterator[None]:
 
         return run
 
-    with kernels("AutogradCUDA" if target is None else "AutogradCPU", {name: layer(name) for name in CELLS}):
+    layers = {f"{name}.input": layer(cell) for cell, name in enumerate(CELLS)}
+    with kernels("AutogradCUDA" if target is None else "AutogradCPU", layers):
         yield
 
 
@@ -94,8 +95,14 @@ def flatten(model: nn.Module) -> None:
         kinds, storages = {w.dtype for w in weights}, {w.untyped_storage()._cdata for w in weights}
         if len(kinds) > 1 or not kinds <= {*FLATTENED} or len(storages) < len(weights):
             continue
-        cell = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}[m.mode]
-        shape = cell, m.input_size, m.hidden_size, m.proj_size, m.num_layers, 1 + m.bidirectional
+        shape = (
+            CELLS.index(m.mode.lower()),
+            m.input_size,
+            m.hidden_size,
+            m.proj_size,
+            m.num_layers,
+            1 + m.bidirectional,
+        )
         elements, places = _places(len(weights) // (m.num_layers * (1 + m.bidirectional)), *shape)
         with torch.no_grad():
             whole = weights[0].new_zeros(elements)
