@@ -27,6 +27,7 @@ from simulator.core.rewrites import (
     checked,
     draft_problem,
     exactness_of,
+    in_order,
     rewritten_problem,
     tile,
 )
@@ -144,7 +145,7 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
             least_ns += max(
                 (_shown_ns(problem, x, rewrites, budget_bytes) for x in tried.values()), default=0
             )
-            if least_ns > best_ns:
+            if least_ns >= best_ns:
                 slower[rewrites] = Slower(rewrites=rewrites, least_ns=least_ns)
                 return False, -MOST
             q = draft_problem(problem, rewrites)
@@ -156,7 +157,7 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
             least_ns = q.trace.time_ns
             if best_ns < MOST:
                 least_ns += bounder_of(q).quick_ns(budget_bytes, best_ns - least_ns)
-            if least_ns > best_ns:
+            if least_ns >= best_ns:
                 slower[rewrites] = Slower(rewrites=rewrites, least_ns=least_ns)
                 return False, -MOST
             if any(x.bound.feasible and set(x.rewrites) < set(rewrites) for x in tried.values()):
@@ -171,7 +172,9 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
 
     worth(())
     if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
-        _best(list(_choices(problem, levers, tried[()].bound)), worth)
+        groups = [choices for choices in _choices(problem, levers, tried[()].bound) if choices]
+        groups.sort(key=lambda choices: ops_take_ns(problem, choices[0]) > problem.trace.time_ns)
+        _best(groups, worth)
     possible: list[Changed | Slower] = [*(x for x in tried.values() if x.bound.feasible), *slower.values()]
     if possible:
         return sorted(possible, key=_promise)
@@ -191,7 +194,8 @@ def _shown_ns(problem: Problem, few: Changed, rewrites: Sequence[Rewrite], budge
 
 
 def _promise(step: Changed | Slower) -> tuple[int, ...]:
-    return step.least_ns, len(step.rewrites), sum(r.number for r in step.rewrites)
+    slower = isinstance(step, Slower)
+    return step.least_ns, slower, len(step.rewrites), sum(r.number for r in step.rewrites)
 
 
 def _best(
@@ -207,13 +211,17 @@ def _best(
 
     def together(k: int, choice: int) -> tuple[Rewrite, ...]:
         now = (choice if j == k else n for j, n in enumerate(taken))
-        return _one_format(r for choices, n in zip(groups, now, strict=True) if n >= 0 for r in choices[n])
+        return _one_format(
+            in_order(r for choices, n in zip(groups, now, strict=True) if n >= 0 for r in choices[n])
+        )
 
     for attempt in range(ATTEMPTS):
         before = list(taken)
         for k, choices in enumerate(groups):
             tiles = bool(choices[0][0].number) and (len(groups) > 1 or attempt)
-            first = {0, len(choices) // 3} if tiles else range(len(choices))
+            first = (
+                {0, len(choices) // 3} if tiles else range(1 if choices[0][0].bytes_per_s else len(choices))
+            )
             at = max((taken[k],) if taken[k] >= 0 else first, key=lambda n: worth(together(k, n)))
             if worth(together(k, at)) < worth(together(k, taken[k])):
                 continue
@@ -222,7 +230,7 @@ def _best(
                     together(k, at)
                 ):
                     at += step
-            taken[k] = max(taken[k], at, key=lambda n: worth(together(k, n)))
+            taken[k] = max(taken[k], at, -1, key=lambda n: worth(together(k, n)))
         if taken == before:
             break
     return together(0, taken[0]) if groups else ()
@@ -261,7 +269,7 @@ def _choices(
     many; of values that are packed exactly those for which a byte costs less than the last one of a bound."""
     for kind, rewrites in offered(problem, levers).items():
         if (of_kind := getattr(LEVERS[kind], "choices", None)) is not None:
-            yield list(of_kind(problem, rewrites, levers))
+            yield list(of_kind(problem, rewrites, levers, 0 if bound is None else bound.budget_bytes))
             continue
         groups: list[tuple[object, dict[int, list[Rewrite]]]] = []
         for r in (r for r in rewrites if r.number):

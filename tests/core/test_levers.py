@@ -407,3 +407,11 @@ def test_a_campaign_predicts_the_step_as_its_plan_changes_it() -> None:
     told, _ = forecast.predicted(plan)
     tiled = Problem(rewritten(head(), plan.rewrites)).saved.timeline.peak_allocated_bytes
     assert told[RULES].peak_allocated_bytes == tiled < forecast.predicted()[0][RULES].peak_allocated_bytes
+
+
+def test_a_choice_is_given_up_where_another_is_better_without_it() -> None:
+    first, second = (Rewrite(kind="bits", storage=s) for s in range(2))
+    worth = {(): 0, (first,): 2, (first, second): 3, (second,): 4}
+    assert levers._best([[(first,)], [(second,)]], worth.__getitem__) == (second,)
+    worth[second,] = 1
+    assert levers._best([[(first,)], [(second,)]], worth.__getitem__) == (first, second)

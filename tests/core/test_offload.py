@@ -52,7 +52,7 @@ def step(u: int = U) -> Trace:
 
 
 def all_hidden(t: Trace) -> tuple[Rewrite, ...]:
-    return next(iter(offload.choices(Problem(t), offered(t), HOST)))
+    return next(iter(offload.choices(Problem(t), offered(t), HOST, 0)))
 
 
 def offered(t: Trace) -> list[Rewrite]:
@@ -241,11 +241,24 @@ def test_plans_lie_between_the_bound_and_the_plan_without_and_near_the_best_ther
     assert sum(gaps) / len(gaps) < 0.01, gaps
 
 
+@pytest.mark.parametrize(("budget", "copies"), [(5 * M + 4, 1), (4 * M + 4, 2)])
+def test_no_more_is_copied_than_makes_room_for_the_rest(budget: int, copies: int) -> None:
+    problem = Problem(step())
+    sets = list(offload.choices(problem, offered(problem.trace), HOST, budget))
+    (only,) = sets
+    assert len(only) == copies
+    line = rewritten_problem(problem, only).saved.timeline
+    assert budget - M < line.peak_allocated_bytes <= budget
+    assert line.step_time_ns == problem.trace.time_ns
+    best = changed_steps(problem, budget, HOST)[0]
+    assert (best.rewrites, best.least_ns) == (only, problem.trace.time_ns)
+
+
 def test_host_memory_is_limited() -> None:
     t = step()
     assert len(offered(t)) == 2  # c is read by forward's last op
     limited = replace(HOST, host_bytes=2 * M - 1)
-    assert {len(x) for x in offload.choices(Problem(t), offered(t), limited)} == {1}
+    assert {len(x) for x in offload.choices(Problem(t), offered(t), limited, 0)} == {1}
 
 
 def test_the_study_has_a_row() -> None:

@@ -3,9 +3,9 @@ some.
 
 A lever is a module with `offer(facts)`, which yields rewrites; `edit(editing, rewrite)`, which changes the trace as the
 executor's emitter of the same name (`executor.emit.KIND`) changes the graph; and `EXACTNESS`, one of
-`traces.records.plan.EXACTNESS`; maybe `choices(facts, rewrites, levers)`, the sets of what it offers that are worth a
-plan; where it may take time away, `adds_ns(facts, rewrite)`, by how much the step takes longer at least. `LEVERS` has
-them by name; `pack` stands there once for each of its formats.
+`traces.records.plan.EXACTNESS`; maybe `choices(problem, rewrites, levers, budget_bytes)`, the sets of what it offers
+that are worth a plan; where it takes time or may take some away, `adds_ns(facts, rewrite)`, by how much the step takes
+longer at least. `LEVERS` has them by name; `pack` stands there once for each of its formats.
 """
 
 from __future__ import annotations

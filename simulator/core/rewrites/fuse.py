@@ -102,7 +102,7 @@ def offer(facts: Facts) -> Iterator[Rewrite]:
         yield Rewrite(kind="fuse", storage=s, op=facts.trace.ops.name[chain.y])
 
 
-def choices(problem: object, rewrites: Sequence[Rewrite], levers: object) -> Iterator[tuple[Rewrite, ...]]:
+def choices(_problem: object, rewrites: Sequence[Rewrite], *_: object) -> Iterator[tuple[Rewrite, ...]]:
     """All of them: they cost nothing."""
     yield tuple(rewrites)
 

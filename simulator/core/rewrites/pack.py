@@ -45,6 +45,11 @@ class Lever:
         """The saved values that can be packed and are worth it; first what saves most for its time."""
         return (rewrite for rewrite, _, _ in ranked(facts, (self.format,)))
 
+    def adds_ns(self, facts: Facts, rewrite: Rewrite) -> int:
+        """By how much the step takes longer."""
+        rate = facts.once(pass_rate, lambda f: pass_rate(f.trace))
+        return at_rate(rate, costs(facts.trace, rewrite.storage, self.format)[1])
+
     def edit(self, editing: Editing, rewrite: Rewrite) -> None:
         """Put the two ops (three for a mask) into the step; a value that backward no longer reads, because of a rewrite
         before, is left as it is. Raises PlanError if the value is not one that is saved, or not one that this format
