@@ -147,10 +147,7 @@ def _saved(problem: Problem, plan: Plan, block: Mapping[str, str]) -> Saved:
     Blocks of which the plan saves everything that backward reads are left alone.
     """
     ops, schedule = problem.trace.ops, problem.replay(plan.actions).schedule
-    there: set[int] = set()
-    for k in range(schedule.forward_steps):
-        there.update(schedule.binds[k])
-        there.difference_update(schedule.frees[k])
+    there = schedule.made_by(schedule.forward_steps)
     seen: dict[str, Counter[str]] = defaultdict(Counter)
     saved: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     whole: dict[str, bool] = defaultdict(lambda: True)

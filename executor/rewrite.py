@@ -10,7 +10,6 @@ FX's generated code frees each value after its last use, which is when the sched
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -269,11 +268,8 @@ def _statistics(value: fx.Node) -> bool:
 
 def _check_crossing(program: Program, schedule: Schedule, crossing: list[int]) -> None:
     """Nothing of forward may live on in backward that the schedule says is freed."""
-    there: Counter[int] = Counter()
-    for step in range(schedule.forward_steps):
-        there.update(schedule.binds[step])
-        there.subtract(schedule.frees[step])
-    held = [program.storages[s].name for s in crossing if there[s] <= 0]
+    there = schedule.made_by(schedule.forward_steps)
+    held = [program.storages[s].name for s in crossing if s not in there]
     if held:
         raise PlanError(
             f"backward would hold values that the plan evicted: {', '.join(held[:5])}; please report this."

@@ -13,6 +13,7 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -183,10 +184,14 @@ def _parts(
     refused: dict[str, str] = {}
     steps: dict[str, Recorded] = {}
 
+    def like(layout: Layout) -> torch.Tensor:  # of which indices are within bounds
+        x = layout.made()
+        return x if x.is_floating_point() or x.is_complex() else x.zero_()
+
     def look(path: str, module: nn.Module) -> None:
         seen = calls.get(path, [])
         if len(seen) == 1:
-            args, kwargs = pytree.tree_map_only(Layout, _like, seen[0])
+            args, kwargs = pytree.tree_map_only(Layout, like, seen[0])
             call = SplitBatch(args=tuple(args), kwargs=kwargs, loss=loss_of, loss_inputs=())
             try:
                 steps[path] = record(module, call, None, replace(wanted, optimizer=None), amp)
@@ -200,7 +205,7 @@ def _parts(
 
     look("", model)
     saved = {path: Problem(step.trace).saved for path, step in steps.items()}
-    bytes_of = {path: _option(steps[path], r, None).held_bytes for path, r in saved.items()}
+    bytes_of = {path: _option(steps[path], r).held_bytes for path, r in saved.items()}
     large = [path for path, n in bytes_of.items() if n >= LEAST * sum(bytes_of.values())]
     kinds = {steps[path].trace.meta.graph_fingerprint for path in large}
     share = replace(wanted, seconds=wanted.seconds / max(1, len(kinds)))
@@ -214,21 +219,12 @@ def _parts(
     return tuple(parts), refused
 
 
-def _like(layout: Layout) -> torch.Tensor:
-    """A tensor of that layout, of which indices are within bounds."""
-    x = layout.made()
-    return x if x.is_floating_point() or x.is_complex() else x.zero_()
-
-
 def _plans(trace: Trace, wanted: Wanted) -> list[Plan]:
     """Plans that keep the part's own peak low, and others that save little while the rest of the step runs: where a
     part of the model waits for its backward, all that the others need comes on top of what it saved."""
     waiting = _with_load(trace, Problem(trace).saved.timeline.peak_allocated_bytes)
-    fronts = [
-        simulator.pareto(t, POINTS, planner=wanted.planner, seconds=wanted.seconds / 2)
-        for t in (trace, waiting)
-    ]
-    return [plan for front in fronts for plan in front.plans if plan is not None]
+    ask = partial(simulator.pareto, points=POINTS, planner=wanted.planner, seconds=wanted.seconds / 2)
+    return [plan for t in (trace, waiting) for plan in ask(t).plans if plan is not None]
 
 
 def _with_load(trace: Trace, nbytes: int) -> Trace:
@@ -243,8 +239,7 @@ def _with_load(trace: Trace, nbytes: int) -> Trace:
 def _options(step: Recorded, plans: Sequence[Plan]) -> tuple[Option, ...]:
     """What the part needs with each plan, and with none; those that another is never worse than are left out."""
     problem = Problem(step.trace)
-    empty = Plan(meta=step.trace.meta)
-    made = [_option(step, problem.saved, empty)]
+    made = [_option(step, problem.saved)]
     made += [_option(step, problem.replay(p.actions), replace(p, meta=step.trace.meta)) for p in plans]
     out: list[Option] = []
     for o in sorted(made, key=lambda o: (o.added_ns, o.held_bytes)):
@@ -253,7 +248,7 @@ def _options(step: Recorded, plans: Sequence[Plan]) -> tuple[Option, ...]:
     return tuple(out)
 
 
-def _option(step: Recorded, replay: Replay, plan: Plan | None) -> Option:
+def _option(step: Recorded, replay: Replay, plan: Plan | None = None) -> Option:
     """A plan's figures. Its backward begins where what forward left, and the loss code after it, have run."""
     trace, schedule, line = step.trace, replay.schedule, replay.timeline
     ops, sts, meta = trace.ops, trace.storages, trace.meta
@@ -262,10 +257,7 @@ def _option(step: Recorded, replay: Replay, plan: Plan | None) -> Option:
         for k, (op, again) in enumerate(zip(schedule.op, schedule.recompute, strict=True))
         if op < meta.first_backward_graph_op and not again
     ][-1]
-    there: set[int] = set()
-    for k in range(first):
-        there.update(schedule.binds[k])
-        there.difference_update(schedule.frees[k])
+    there = schedule.made_by(first)
     read = {s for op in schedule.op[first:] for s in ops.reads[op] if sts.category[s] == INPUT}
     held = {s for s in there if 0 <= sts.producer[s] < meta.forward_ops} | read
     forward = max(line.peak_bytes[: schedule.forward_steps], default=line.resident_bytes)

@@ -171,7 +171,9 @@ class _Outputs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # A view's gradient function is rebuilt when it is changed in place, which torch refuses of one from here; what
         # `detach` returns is none to autograd. Outputs that share memory stay views, whose change would reach others.
-        sharing = _sharing(passing.engine)
+        behind, storages = passing.engine.program.output_storages, passing.engine.program.storages
+        uses = Counter(s for k, s in enumerate(behind) if k not in captured.not_made)
+        sharing = {k for k, s in enumerate(behind) if uses[s] > 1 or storages[s].producer < 0}
         out = tuple(x.view_as(x) if k in sharing else x.detach() for k, x in enumerate(outputs))
         ctx.mark_non_differentiable(*(x for k, x in enumerate(out) if k not in captured.grad_outputs))
         return out
@@ -192,13 +194,6 @@ class _Outputs(torch.autograd.Function):
         device = next(x.device for x in passing.tangents if x is not None)
         token = torch.empty(0, device=device)
         return None, token, *(None for _ in captured.outputs)
-
-
-def _sharing(engine: Engine) -> set[int]:
-    """Which outputs share memory with another output, or with a parameter, buffer or argument."""
-    behind = engine.program.output_storages
-    uses = Counter(s for k, s in enumerate(behind) if k not in engine.program.captured.not_made)
-    return {k for k, s in enumerate(behind) if uses[s] > 1 or engine.program.storages[s].producer < 0}
 
 
 class _Unplanned(torch.autograd.Function):

@@ -294,13 +294,6 @@ def _planned(model: nn.Module, state: _State) -> nn.Module:
     return model
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    model.__class__ = own_class(type(model))
-    bypass.give_back_forward(model)
-    vars(model).pop(STATE, None)
-    return model
-
-
 def apply_plan(
     model: nn.Module,
     plan: Plan | str | Path,
@@ -403,7 +396,9 @@ def remove_plan(model: nn.Module) -> nn.Module:
     it.
     """
     for module in planned_in(model):
-        _bare(module)
+        module.__class__ = own_class(type(module))
+        bypass.give_back_forward(module)
+        module.__dict__.pop(STATE, None)
     return model
 
 

@@ -145,12 +145,8 @@ class Holding:
 def holdings(trace: Trace, schedule: Schedule, step: int) -> tuple[Holding, ...]:
     """What is allocated while `step` runs, outputs included and workspace left out, largest first."""
     sts = trace.storages
-    present = {s for s, p in enumerate(sts.producer) if p < 0}
-    for k in range(step):
-        present.update(schedule.binds[k])
-        present.difference_update(schedule.frees[k])
-    if schedule.takes[step] >= 0:
-        present.discard(schedule.takes[step])
+    present = {s for s, p in enumerate(sts.producer) if p < 0} | schedule.made_by(step)
+    present.discard(schedule.takes[step])
     created = [s for s in trace.ops.writes[schedule.op[step]] if sts.producer[s] == schedule.op[step]]
     out = [Holding(storage=s, nbytes=sts.nbytes[s], category=sts.category[s]) for s in present]
     # A recompute step also makes the outputs that nobody asked for, beside those of the same id that are there.

@@ -41,6 +41,14 @@ class Schedule:
         """The op of every recompute step, views included."""
         return tuple(o for o, r in zip(self.op, self.recompute, strict=True) if r)
 
+    def made_by(self, step: int) -> set[int]:
+        """The storages made by the steps before this one that are still there when it begins."""
+        there: set[int] = set()
+        for binds, frees in zip(self.binds[:step], self.frees[:step], strict=True):
+            there.update(binds)
+            there.difference_update(frees)
+        return there
+
 
 def rerun_workspace_bytes(facts: Facts, schedule: Schedule) -> int:
     """What libraries hold because of the ops that a schedule runs again in backward's thread; in forward's they ran."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from simulator.allocator.device import CPU, CUDA, DeviceMemory
-from simulator.allocator.device_fit import DeviceFit, Setting, kind_of, setting_of
+from simulator.allocator.device_fit import Setting, kind_of, setting_of
 from simulator.core.problem import Problem
 from simulator.planners.outcome import Infeasible
 from simulator.prediction.levers import lower_bound, lowest_floor
@@ -199,7 +199,10 @@ class _Search:
                 baseline=c.saved_figures,
                 baseline_fits=bool(c.saved_fit.fits),
             )
-            self.progress(f"batch {batch_size}: {_needs(plain, self.request.device.usable_bytes)}")
+            retries = f" with {plain.retries_a_step} retries a step" if plain.retries_a_step else ""
+            outcome = f"fits{retries}" if plain.fits else "does not fit"
+            room = show_bytes(self.request.device.usable_bytes)
+            self.progress(f"batch {batch_size}: {show_bytes(plain.needs_bytes)} of {room}, {outcome}")
         probe = self.probes[batch_size]
         # On a GPU that runs short the allocator gives cached memory back and goes on, so what is in use decides.
         used = probe.untouched.peak_block_bytes or probe.untouched.peak_allocated_bytes
@@ -307,12 +310,6 @@ def max_batch(
         warnings=texts_beside_untouched(shown),
         stopped_at_maximum=with_plan == top,
     )
-
-
-def _needs(plain: DeviceFit, usable_bytes: int) -> str:
-    retries = f" with {plain.retries_a_step} retries a step" if plain.retries_a_step else ""
-    outcome = f"fits{retries}" if plain.fits else "does not fit"
-    return f"{show_bytes(plain.needs_bytes)} of {show_bytes(usable_bytes)}, {outcome}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ import torch
 from tracer.costs.profiles import entry_of
 from tracer.costs.signature import DEVICE, Signature, TensorSpec
 from tracer.costs.table import resolve
-from tracer.measure.probes import CudaHistory, CudaTimer, Probe, Timer, cpu_allocations, settle
+from tracer.measure.probes import CudaTimer, Probe, Timer, cpu_allocations, cuda_allocations, settle
 from tracer.record.draft import Draft
 from traces.records.device_profile import DeviceProfile, Entry, Identity, LibraryWorkspace
 from traces.records.trace import VIEW
@@ -57,7 +57,7 @@ def missing(draft: Draft, profile: DeviceProfile | None) -> list[Wanted]:
 def calibrate(wanted: list[Wanted], identity: Identity, device: str) -> tuple[DeviceProfile, dict[str, str]]:
     """Run every call alone; returns what was measured and, by signature's key, why the others could not run, such as
     one whose tensors take more than half of what is free."""
-    limit = _free_bytes(device) // 2
+    cuda, limit = device.startswith("cuda"), _free_bytes(device) // 2
     entries: dict[str, Entry] = {}
     skipped: dict[str, str] = {}
     kept: list[LibraryWorkspace] = []
@@ -67,7 +67,7 @@ def calibrate(wanted: list[Wanted], identity: Identity, device: str) -> tuple[De
         reasons = {call.signature.key: call.try_out(limit) for call in calls}
         skipped |= {key: reason for key, reason in reasons.items() if reason}
         chunk = [call for call in calls if not reasons[call.signature.key]]
-        events = _cuda_events(chunk, kept) if device.startswith("cuda") else _cpu_events(chunk)
+        events = _events(chunk, kept if cuda else None)
         for call, found in zip(chunk, events, strict=True):
             entries[call.signature.key] = entry_of(
                 settle(found, call.created_bytes),
@@ -223,25 +223,19 @@ def _index_limit(signature: Signature) -> dict[str, int]:
     return {}
 
 
-def _cpu_events(calls: list[_Call]) -> list[tuple[int, ...]]:
-    """One run of each under one profiler."""
+def _events(calls: list[_Call], kept: list[LibraryWorkspace] | None) -> Sequence[tuple[int, ...]]:
+    """One run of each under one probe. `kept`: of CUDA, to which goes what libraries keep."""
 
-    def work(marker: Probe) -> None:
+    def work(probe: Probe) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for call in calls:
-                call.watched(marker)
+                call.watched(probe)
 
-    return cpu_allocations(work, len(calls)) if calls else []
-
-
-def _cuda_events(calls: list[_Call], kept: list[LibraryWorkspace]) -> list[tuple[int, ...]]:
-    history = CudaHistory()
-    with history.recording(), torch.no_grad():
-        for call in calls:
-            call.watched(history)
-    recorded = history.finish()
+    if kept is None:
+        return cpu_allocations(work, len(calls)) if calls else []
+    recorded = cuda_allocations(work)
     kept.extend(recorded.workspaces)
-    return list(recorded.events)
+    return recorded.events
 
 
 def _free_bytes(device: str) -> int:

@@ -144,6 +144,14 @@ class CudaHistory(Probe):
         return read_history(self._entries, self.windows)
 
 
+def cuda_allocations(work: Callable[[Probe], None]) -> History:
+    """What each op that `work` runs under the probe allocates on CUDA, and what libraries keep."""
+    history = CudaHistory()
+    with history.recording():
+        work(history)
+    return history.finish()
+
+
 @contextlib.contextmanager
 def memory_profiler() -> Iterator[Any]:
     """torch's profiler with the CPU allocator's events.

@@ -26,8 +26,7 @@ import torch
 from tracer.build.step import BuildStep
 from tracer.costs.calibration import MEASURED, REHEARSED, Cost
 from tracer.costs.profiles import profile_of
-from tracer.measure.cuda_history import History
-from tracer.measure.probes import CudaHistory, CudaTimer, Probe, Silent, Timer, cpu_allocations, settle
+from tracer.measure.probes import CudaTimer, Probe, Silent, Timer, cpu_allocations, cuda_allocations, settle
 from tracer.measure.runner import GraphRunner
 from tracer.measure.stepcode import takeovers
 from tracer.record.draft import Draft
@@ -87,7 +86,7 @@ def measure(
     kept, timer = None, CudaTimer() if cuda else Timer()
     if cuda:  # libraries make their workspaces in it; those of earlier work in this process are dropped
         clear_cublas_workspaces()
-        kept = _cuda_round(runner.first).workspaces
+        kept = cuda_allocations(runner.first).workspaces
     else:
         runner.first(timer)
     for _ in range(max(warmup, 1) - 1):
@@ -116,7 +115,7 @@ def measure(
         runner.round(probe)
         _compare(expected, probe.targets)
 
-    events = _cuda_round(watched).events if cuda else cpu_allocations(watched, len(expected))
+    events = cuda_allocations(watched).events if cuda else cpu_allocations(watched, len(expected))
     flags = [row.flags for row in draft.rows]
     if rehearsed:
         times = [cost.time_ns for cost in draft.priced(draft.costs)]
@@ -177,13 +176,6 @@ def _whole_ns(runner: GraphRunner, silent: Silent, wait: Callable[[], object]) -
     runner.whole(silent, start)
     wait()
     return time.perf_counter_ns() - begin
-
-
-def _cuda_round(work: Callable[[Probe], None]) -> History:
-    history = CudaHistory()
-    with history.recording():
-        work(history)
-    return history.finish()
 
 
 def _compare(expected: list[str], real: list[str]) -> None:

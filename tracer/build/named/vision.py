@@ -145,19 +145,15 @@ def import_torchvision() -> ModuleType:
     # The failed import leaves submodules behind, which would be taken for complete ones.
     for name in [n for n in sys.modules if n == "torchvision" or n.startswith("torchvision.")]:
         del sys.modules[name]
-    _declare_missing_ops()
-    try:
-        return importlib.import_module("torchvision")
-    except (RuntimeError, ImportError) as error:
-        raise _misfit(error) from error
-
-
-def _declare_missing_ops() -> None:
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name, signature in SIGNATURES.items():
         if not hasattr(torch.ops.torchvision, name):
             library.define(signature)
     _kept.append(library)
+    try:
+        return importlib.import_module("torchvision")
+    except (RuntimeError, ImportError) as error:
+        raise _misfit(error) from error
 
 
 def _misfit(error: Exception) -> EnvironmentProblem:
