@@ -60,7 +60,6 @@ def summary(book: Book) -> str:
     return "\n".join([*lines, "", *in_aggregate(rewritten, "").lines()])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Errors in aggregate
 
 LIMITS: Final = "/".join(f"{limit:g}" for limit in errors.WITHIN)
@@ -99,7 +98,6 @@ def in_aggregate(found: Iterable[Aggregate], caption: str) -> Table:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Single cases
 
 

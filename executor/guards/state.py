@@ -126,7 +126,6 @@ def label(value: Any) -> str:
     return name if isinstance(name, str) else f"a {type(value).__qualname__}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Watching
 
 
@@ -251,8 +250,6 @@ class _Reading:
                         (first.setdefault(id(x), k), x.dtype, x.requires_grad, x.shape, x.stride(), x.device)
                     )
         return tuple(out)
-
-    # --- reading
 
     def _module(self, path: str, module: nn.Module) -> None:
         self.owners[path] = module
@@ -576,7 +573,6 @@ class _Contents(_Reading):
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Settings of torch that a capture reads
 
 SETTINGS: Final[dict[str, Callable[[], Any]]] = {

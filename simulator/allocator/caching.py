@@ -223,7 +223,11 @@ class Allocator:
                 block = self._extend(pool, size, stream)
             if block is None:
                 self.num_ooms += 1
-                raise OutOfMemory(self._refusal(size_bytes))
+                raise OutOfMemory(
+                    f"out of memory: a request of {size_bytes:,} bytes does not fit; {self.allocated:,} bytes are "
+                    f"allocated and {self.reserved:,} reserved of {self.device_memory_bytes or 0:,}. Allow more "
+                    "memory, or need less."
+                )
         rest = block.size - size
         if (
             rest >= MIN_BLOCK_BYTES
@@ -380,12 +384,6 @@ class Allocator:
                 released += block.size
                 self._release(block)
         return released >= wanted
-
-    def _refusal(self, size_bytes: int) -> str:
-        return (
-            f"out of memory: a request of {size_bytes:,} bytes does not fit; {self.allocated:,} bytes are allocated "
-            f"and {self.reserved:,} reserved of {self.device_memory_bytes or 0:,}. Allow more memory, or need less."
-        )
 
     # The driver's side: segments and mapped pages
 

@@ -500,7 +500,6 @@ def rewrites_in_words(trace: Trace, plan: Plan) -> list[str]:
     return lines
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What each lever could do
 
 

@@ -159,14 +159,12 @@ def _named(values: Mapping[Any, Any]) -> dict[str, Any]:
 def _split(
     args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[..., Any] | None, targets: tuple[Any, ...]
 ) -> SplitBatch:
-    if loss is None:
-        return SplitBatch(args=args, kwargs=kwargs, loss=loss_in_outputs, loss_inputs=())
-    if targets and _takes(loss, 2):
+    if loss is not None and targets and _takes(loss, 2):
         return SplitBatch(args=args, kwargs=kwargs, loss=WithTargets(loss, targets), loss_inputs=targets)
-    if not _takes(loss, 1):
+    if loss is not None and not _takes(loss, 1):
         has = "the model's output and the targets" if targets else "only the model's output, no targets"
         raise SpecError(f"the loss function cannot be called with what there is: {has}.")
-    return SplitBatch(args=args, kwargs=kwargs, loss=loss, loss_inputs=())
+    return SplitBatch(args=args, kwargs=kwargs, loss=loss or loss_in_outputs, loss_inputs=())
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:

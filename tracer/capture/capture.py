@@ -313,7 +313,6 @@ def forward_once(model: nn.Module, run: Callable[[], None]) -> None:
             raise explain(again, model) from again
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The graph, made plain
 
 

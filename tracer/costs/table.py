@@ -167,7 +167,6 @@ def resolve(target: str) -> Any:
         raise LookupError(f"torch has no operator {target}") from None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What formulas of every table may call
 
 

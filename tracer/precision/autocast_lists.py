@@ -103,7 +103,6 @@ def listed(key: str) -> list[str]:
     return sorted(n.removeprefix("aten::") for n in names)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The policies, as in ATen/autocast_mode.h
 
 

@@ -554,7 +554,6 @@ class _Inner(_Search):
             raise _NoStretch
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What an op does to rows
 
 SUMMED: Final = Axis(-1)  # what an op makes is a sum over the rows

@@ -194,7 +194,6 @@ def _native_columns(call: Convolution) -> list[int]:
     return [call.read.shape[0] * call.read.shape[1] * call.taps * 4 * pixels(call.made)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # oneDNN
 
 

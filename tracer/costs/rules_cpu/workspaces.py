@@ -41,7 +41,6 @@ def cpu_events(signature: Signature) -> Events | None:
     return (*made(signature), *took, *(-n for n in reversed(took)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What formulas may call
 
 

@@ -49,7 +49,6 @@ def rule_events(signature: Signature, device: Device, release: tuple[int, int]) 
     return made(signature) if is_pointwise(signature.target) else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # What formulas may call
 
 
