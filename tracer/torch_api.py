@@ -87,6 +87,7 @@ USED: Final = {
     "detect_fake_mode": "torch._guards:detect_fake_mode",
     "unset_fake_temporarily": "torch._subclasses.fake_tensor:unset_fake_temporarily",
     "DeviceContext": "torch.utils._device:DeviceContext",
+    "init_gpu_context": "torch._subclasses.fake_tensor:init_gpu_context",
     # autocast
     "DisableAutocast": "torch._C:_DisableAutocast",
     "DispatchKeySet": "torch._C:DispatchKeySet",

@@ -17,7 +17,7 @@ from torch import nn
 from executor.measuring import environment
 from executor.rehearsal.record import Rehearsal, Task
 from executor.rehearsal.watch import Enough, Watch, names, null_driver
-from tracer.torch_api import replaced
+from tracer.torch_api import init_gpu_context, replaced
 from traces.errors import LowtideError, SpecError
 from traces.files.json_records import from_json, to_json
 from traces.files.whole import replacing
@@ -75,6 +75,8 @@ def run_task(task: Task, begin: Callable[[], None], end: Callable[[], None]) -> 
         from executor.training.module import apply_plan
 
         model = apply_plan(step.model, Plan.load(task.plan))
+    # Torch asks for an element when it first makes a fake tensor of a device; not within an iteration.
+    init_gpu_context(torch.device("cuda", torch.cuda.current_device()))
     _lay_out(step.model, step.tensors())
     begin()
     for _ in range(task.iterations):

@@ -25,7 +25,7 @@ from simulator.allocator.requests import Requests
 
 ALIGN_BYTES: Final = 512
 CLOSE: Final = 0.005  # a pool within so much of what no placement can go below is good enough
-ROUNDS: Final = 3  # orders made from the best of the fixed ones
+PATIENCE: Final = 16  # orders made one from the other; if they do not gain as much together, no more are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,20 +128,25 @@ def place(blocks: Lifetimes) -> Placement:
         np.lexsort((-sizes, begins)),
         np.lexsort((begins, -sizes * (ends - begins))),
     ]
-    found: list[NDArray[np.int64]] = []
-    pools: list[int] = []
-    fixed, last = len(orders), 0  # the next order is made from the last
-    for turn in range(fixed + ROUNDS):
-        if turn >= fixed:
-            high = (found[last] + sizes > peak_bytes)[orders[last]]
-            orders.append(np.concatenate((orders[last][high], orders[last][~high])))
-        found.append(_placed(sizes, begins, ends, orders[turn], blocks.resident_bytes))
-        pools.append(int((found[turn] + sizes).max(initial=blocks.resident_bytes)))
-        if pools[turn] <= (1 + CLOSE) * peak_bytes:
-            break
-        last = turn if turn >= fixed else pools.index(min(pools))
-    best = pools.index(min(pools))
-    return Placement(blocks=blocks, offsets=tuple(found[best].tolist()))
+
+    def pooled(order: NDArray[np.int64]) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+        offsets = _placed(sizes, begins, ends, order, blocks.resident_bytes)
+        return int((offsets + sizes).max(initial=blocks.resident_bytes)), order, offsets
+
+    close = CLOSE * peak_bytes
+    best = pooled(orders[0])
+    for order in orders[1:]:
+        if best[0] > peak_bytes + close:
+            best = min(best, pooled(order), key=lambda made: made[0])
+    last, gained_from, turns = best, best[0], 0
+    while best[0] > peak_bytes + close and turns < PATIENCE:
+        _, order, offsets = last
+        high = (offsets + sizes > peak_bytes)[order]
+        last = pooled(np.concatenate((order[high], order[~high])))
+        best, turns = min(best, last, key=lambda made: made[0]), turns + 1
+        if best[0] <= gained_from - close:
+            gained_from, turns = best[0], 0
+    return Placement(blocks=blocks, offsets=tuple(best[2].tolist()))
 
 
 def _placed(

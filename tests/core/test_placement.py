@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import permutations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -37,6 +38,14 @@ def blocks(draw: st.DrawFn, most: int = 14) -> Lifetimes:
 def live_bytes(of: Lifetimes, at: int) -> int:
     there = (n for n, b, e in zip(of.sizes, of.begins, of.ends, strict=True) if b <= at < e)
     return of.resident_bytes + sum(there)
+
+
+def drawn_blocks(seed: int) -> Lifetimes:
+    """40 blocks, about 8 of them there at once."""
+    draw = random.Random(seed)
+    rows = [(B * draw.randint(1, 40), b := draw.randint(0, 60), b + draw.randint(1, 25)) for _ in range(40)]
+    sizes, begins, ends = zip(*rows, strict=True)
+    return Lifetimes(sizes=sizes, begins=begins, ends=ends)
 
 
 def check(found: Placement) -> None:
@@ -133,11 +142,34 @@ def test_a_step_by_hand() -> None:
 
 
 def test_what_lies_too_high_is_placed_again_before_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = random.Random(2)
-    rows = [(B * draw.randint(1, 40), b := draw.randint(0, 60), b + draw.randint(1, 25)) for _ in range(40)]
-    sizes, begins, ends = zip(*rows, strict=True)
-    of = Lifetimes(sizes=sizes, begins=begins, ends=ends)
+    of = drawn_blocks(2)
     found = place(of)
     check(found)
-    monkeypatch.setattr(placement, "ROUNDS", 0)
+    monkeypatch.setattr(placement, "PATIENCE", 0)
     assert found.fragmentation < 0.06 < 0.09 < place(of).fragmentation
+
+
+def test_a_late_gain_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these blocks the sixth order made from the fixed ones gains 4 %, and the twentieth another one."""
+    of = drawn_blocks(117)
+    found = place(of)
+    check(found)
+    monkeypatch.setattr(placement, "PATIENCE", 12)
+    assert found.fragmentation < 0.021 < 0.03 < place(of).fragmentation
+
+
+@pytest.mark.parametrize(("seed", "gains_until"), [(6, 0), (117, 20)])
+def test_no_more_orders_are_tried_where_none_gains(
+    monkeypatch: pytest.MonkeyPatch, seed: int, gains_until: int
+) -> None:
+    tried = 0
+    real = placement._placed
+
+    def counted(*of: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        return real(*of)
+
+    monkeypatch.setattr(placement, "_placed", counted)
+    assert place(drawn_blocks(seed)).fragmentation > placement.CLOSE
+    assert tried == 5 + gains_until + placement.PATIENCE
