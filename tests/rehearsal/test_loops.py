@@ -117,6 +117,20 @@ def test_a_loop_of_the_user_s_own_is_rehearsed(tmp_path: Path, forked: Forked) -
     check(forked, f"{tmp_path / 'mine.py'}:build", {})
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    ["AdamW({}, fused=False)", "AdamW({})", "AdamW({}, fused=True)", "SGD({}, momentum=0.9, foreach=False)"],
+)
+def test_state_of_several_groups_of_parameters(tmp_path: Path, optimizer: str, forked: Forked) -> None:
+    """torch's own make the state of a group when they come to it, or with the first update of a parameter."""
+    groups = "[{'params': [p for p in model.parameters() if p.dim() == n]} for n in (1, 2)]"
+    own = OWN.replace("AdamW(model.parameters())", optimizer.format(groups))
+    own = own.replace("Linear(4096, 1024)", "Linear(4096, 256)").replace("1024))", "256))")
+    own = own.replace('"step": step, "scaler": scaler', '"loss": F.mse_loss')
+    (tmp_path / "mine.py").write_text(own.replace("batch = [", "batch, _ = ["))
+    check(forked, f"{tmp_path / 'mine.py'}:build", {"clip_grad_norm": 1.0, "zero_grad": "after"})
+
+
 @pytest.mark.parametrize("to_none", [False, True])
 def test_a_plan_in_a_loop_of_the_user_s_own(tmp_path: Path, to_none: bool, forked: Forked) -> None:
     """Its gradients add up over two parts, and stay or not."""

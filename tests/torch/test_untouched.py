@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -173,6 +173,27 @@ class OneByOne(torch.optim.Optimizer):
 @pytest.mark.parametrize("optimizer", [OneByOne, torch.optim.Adam])
 def test_the_first_iteration_makes_state_when_the_optimizer_does(optimizer: Any) -> None:
     build = build_of(lambda: wide_step(optimizer))
+    problem = Problem(trace_step(build, CPU).finish())
+    first = reserved_peak(problem, problem.saved.schedule).iterations[0]
+    assert first.peak_requested_bytes == pytest.approx(measured_bytes(build, 0), abs=128)
+
+
+def in_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    small, large = [], []
+    for p in parameters:
+        (large if p.dim() > 1 else small).append(p)
+    return torch.optim.Adam([{"params": small}, {"params": large}])
+
+
+def test_the_state_of_a_group_of_parameters_comes_at_once() -> None:
+    """Two weights, of 256 and 64 KiB: the second's state is there already when the first is updated."""
+
+    def made() -> Any:
+        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64))
+        batch = torch.randn(2, 256), torch.randn(2, 64)
+        return model, batch, functional.mse_loss, in_groups(model.parameters())
+
+    build = build_of(made)
     problem = Problem(trace_step(build, CPU).finish())
     first = reserved_peak(problem, problem.saved.schedule).iterations[0]
     assert first.peak_requested_bytes == pytest.approx(measured_bytes(build, 0), abs=128)

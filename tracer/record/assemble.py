@@ -8,7 +8,7 @@ that are there by then, of earlier calls or iterations, exist throughout the ste
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +76,9 @@ def assemble(
             run_step(step, stub, step.optimizer, recorder.begin)
         calls, stub.calls = stub.calls, 0
         _know_residents(step, program, recorder)
+        turns = first_update.turns()
+        state = optimizer_tensors(step.optimizer) if turns else []
+        turn_of = {recorder.known(x): turn for x, turn in zip(state, turns, strict=True)}
         with recorder, contextlib.ExitStack() as until_last:
             until_last.enter_context(recorder.paused())
 
@@ -86,8 +89,8 @@ def assemble(
             stub.told = {calls: last_call}
             run_step(step, stub, step.optimizer, begin)
             recorder.look()
-    recorder.late_state = 0 <= first_update.held < len(optimizer_tensors(step.optimizer))
-    return _arrange(step, mode, program, recorder, stub, gradients, target, meta, costs)
+    draft = _arrange(step, mode, program, recorder, stub, gradients, turn_of, target, meta, costs)
+    return replace(draft, state_turns=turns)
 
 
 def _know_residents(step: TrainingStep, program: Program, recorder: EagerRecorder) -> None:
@@ -126,29 +129,49 @@ def _know_what_is_given(
 
 
 class _FirstUpdate(TorchDispatchMode):
-    """Notes how many tensors an optimizer's state holds when it first writes into a parameter (-1: it never did): all,
-    if it makes the state of all parameters first, as torch's own do."""
+    """Notes when an optimizer makes its state in its first step: all of it before it first writes into a parameter, as
+    torch's own do for a group of parameters, or some of it after a number of such writes."""
 
     def __init__(self, step: TrainingStep) -> None:
         super().__init__()
-        self.held = -1
+        self._held = -1
+        self._writes = 0
+        self._made: dict[int, int] = {}  # storage -> how many writes had been before it was made
         self._optimizer = step.optimizer
         self._parameters = {storage_key(p) for p in _parameters(step).values()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.held < 0 and any(
-            storage_key(x) in self._parameters for x in tensors_in(overwritten(func, args, kwargs or {}))
-        ):
-            self.held = len(optimizer_tensors(self._optimizer))
-        return func(*args, **(kwargs or {}))
+        written = overwritten(func, args, kwargs or {})
+        if any(storage_key(x) in self._parameters for x in tensors_in(written)):
+            if not self._writes:
+                self._held = len(optimizer_tensors(self._optimizer))
+            self._writes += 1
+        out = func(*args, **(kwargs or {}))
+        there = {storage_key(x) for x in tensors_in((args, kwargs))}
+        self._made |= dict.fromkeys({storage_key(x) for x in tensors_in(out)} - there, self._writes)
+        return out
+
+    def turns(self) -> tuple[int, ...]:
+        """Of each tensor of the state, after how many writes it was made: those of one number come together. Empty if
+        the state was complete before the first write, or nothing was written."""
+        tensors = optimizer_tensors(self._optimizer)
+        if not 0 <= self._held < len(tensors):
+            return ()
+        return tuple(self._made.get(storage_key(x), 0) for x in tensors)
 
 
-def _put_off(storages: list[StorageRow], rows: Sequence[OpRow]) -> None:
-    """Let an optimizer's state be there, in the first iteration, from the first op that reads it."""
-    for i, row in reversed(list(enumerate(rows))):
-        for s in row.reads:
-            if row.phase == OPTIMIZER and storages[s].category == OPTIMIZER_STATE:
-                storages[s].used_from = i
+def _put_off(storages: list[StorageRow], rows: Sequence[OpRow], turns: Mapping[int, int]) -> None:
+    """Let an optimizer's state be there, in the first iteration, from the first op that reads some of its turn.
+
+    turns: by storage.
+    """
+    first: dict[int, int] = {}
+    for i, row in enumerate(rows):
+        for s in row.reads if row.phase == OPTIMIZER else ():
+            if s in turns:
+                first.setdefault(turns[s], i)
+    for s, turn in turns.items():
+        storages[s].used_from = first.get(turn, -1)
 
 
 class _Stub:
@@ -276,6 +299,7 @@ def _arrange(
     recorder: EagerRecorder,
     stub: _Stub,
     gradients: set[int],
+    turn_of: Mapping[int, int],
     target: Device,
     meta: TraceMeta,
     costs: Costs,
@@ -299,7 +323,7 @@ def _arrange(
         if storage.producer >= 0:
             ids = graph_id if s < n_program_storages else eager_id
             storage.producer = ids[storage.producer]
-    _put_off(storages, rows if recorder.late_state else [])
+    _put_off(storages, rows, turn_of)
 
     def hold(s: int, op: int) -> None:
         if storages[s].producer >= 0:

@@ -99,7 +99,6 @@ class EagerRecorder(TorchDispatchMode):
         self._scalars = Scalars()
         self._found_inf: set[int] = set()  # storages in which a gradient scaler notes an overflow
         self._maker: dict[int, int] = {}  # storage -> the node of autograd that was running
-        self.late_state = False  # whether the optimizer makes a parameter's state when it comes to it
         self._paused = self._on = False
         # Storage id -> row after which it was gone (-1: before the first).
         self.died_after: dict[int, int] = {}

@@ -38,7 +38,7 @@ from tracer.torch_api import replaced, storage_expired
 from traces.devices import Device
 from traces.errors import LowtideError
 from traces.records.events import replayed
-from traces.records.trace import BACKWARD, FIRST, FORWARD, LATER, OPTIMIZER, OPTIMIZER_STATE, Untouched
+from traces.records.trace import BACKWARD, FIRST, FORWARD, LATER, OPTIMIZER, Untouched
 
 aten = torch.ops.aten
 Ask = tuple[int, int, int, str]  # a row of Untouched
@@ -170,10 +170,11 @@ class _Counter(EagerRecorder):
         self._workspaces = [
             (rows[w.used_from].target, rows[w.used_from].phase, w.nbytes) for w in draft.libraries
         ]
-        self._state: dict[int, int] = {}  # storage of the optimizer's state -> bytes
+        self._state: dict[int, list[int]] = {}  # of the optimizer: turn -> bytes of what comes with it
         # Bytes of a gradient scaler's state, which it makes when it first scales a loss.
         self._scaler: list[int] = []
-        self._late_state = any(r.category == OPTIMIZER_STATE and r.used_from >= 0 for r in draft.storages)
+        self._turns = draft.state_turns
+        self._turn: dict[int, int] = {}  # by storage
         self._marks: list[tuple[int, int]] = []  # where iterations begin: so many rows and blocks come before
 
     @contextlib.contextmanager
@@ -197,11 +198,14 @@ class _Counter(EagerRecorder):
         for x in (*own, *step.tensors(), *scaler_tensors(step.scaler)):
             self._stays(x)
         self._scaler = [x.untyped_storage().nbytes() for x in scaler_tensors(step.scaler)]
-        for x in optimizer_tensors(step.optimizer):
+        state = optimizer_tensors(step.optimizer)
+        self._turn = dict(zip(map(storage_key, state), self._turns, strict=False))
+        for x in state:
             before = self._live_bytes
             self._stays(x, elsewhere=self.target.kind == "cuda" and stays_on_cpu(x, step.optimizer))
             if self._live_bytes > before:
-                self._state[storage_key(x)] = self._live_bytes - before
+                turn = self._turn.get(storage_key(x), 0)
+                self._state.setdefault(turn, []).append(self._live_bytes - before)
         self.peak_bytes = self._live_bytes
         self._residents = frozenset(self._made)
 
@@ -212,11 +216,11 @@ class _Counter(EagerRecorder):
         if phase == BACKWARD:
             self._asks += [(-1, n, 1, BACKWARD) for n in self._scaler]
             self._scaler = []
-        if phase == OPTIMIZER and not self._late_state:
+        if phase == OPTIMIZER and not self._turns:
             self._ask_for_state(list(self._state))
 
-    def _ask_for_state(self, storages: Iterable[int]) -> None:
-        self._asks += [(-1, self._state.pop(key), 1, OPTIMIZER) for key in storages if key in self._state]
+    def _ask_for_state(self, turns: Iterable[int]) -> None:
+        self._asks += [(-1, n, 1, OPTIMIZER) for turn in turns for n in self._state.pop(turn, ())]
 
     @property
     def complete(self) -> bool:
@@ -293,7 +297,7 @@ class _Counter(EagerRecorder):
                 created += nbytes
                 made[key] = nbytes
         if self.phase == OPTIMIZER and self._state:
-            self._ask_for_state(map(storage_key, given_to(func, args, kwargs)))
+            self._ask_for_state(self._turn.get(storage_key(x), -1) for x in given_to(func, args, kwargs))
         events = self._events(func, args, kwargs, out, created)
         rise = max(created, *accumulate(events, initial=0))
         self._ask(events, made)
