@@ -125,12 +125,9 @@ def _reason(module: nn.Module, ours: type[nn.Module] | None) -> str:
         return "its forward was replaced"
     if base := next((c for c in _TORCH if isinstance(module, c) and kind not in _TORCH.values()), None):
         return f"{kind.__name__} is a subclass of {base.__name__} and may compute something else"
+    # Without parameters: attention, which has some, is more than a function of one tensor.
     activation = kind.__module__ in ("torch.nn.modules.activation", "transformers.activations")
-    if activation and kind not in _TORCH.values() and kind.__name__ not in _AS_THEY_ARE and not _own(module):
+    activation = activation and next(module.parameters(), None) is None
+    if activation and kind not in _TORCH.values() and kind.__name__ not in _AS_THEY_ARE:
         return f"there is no drop-in for {kind.__name__}"
     return ""
-
-
-def _own(module: nn.Module) -> bool:
-    """Whether it is more than a function of one tensor, as attention is."""
-    return next(module.parameters(), None) is not None

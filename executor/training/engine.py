@@ -29,7 +29,7 @@ from tracer.record.program import Program, program_of
 from tracer.record.sketch import ops_of, sketch
 from tracer.torch_api import generated_code
 from traces.errors import PlanError
-from traces.records.plan import Action, Plan, Rewrite
+from traces.records.plan import Action, Plan
 from traces.records.trace import TraceMeta
 
 MOST_PARTIAL: Final = 8  # backwards of one engine that leave out some outputs
@@ -124,7 +124,8 @@ def engine_of(
     if not _fits(program, meta):
         sketch = now(program) if now is not None else {}
         raise another_graph(meta, sketch, program.fingerprint(sizes=False), kind)
-    changed = rewritten(program, program_rewrites(plan, program))
+    more = _more_inputs([(r.storage, r.op) for r in plan.rewrites if r.op], program)
+    changed = rewritten(program, tuple(replace(r, storage=r.storage + more) for r in plan.rewrites))
     engine = _rewritten(changed, plan, kind, program_actions(plan, changed))
     engine.exact = program.fingerprint() == meta.graph_fingerprint
     engine.not_made = {k: program.captured.outputs[k].meta["val"] for k in changed.captured.not_made}
@@ -210,12 +211,6 @@ def _writes_arguments(program: Program) -> bool:
     arguments = {s for n in program.captured.placeholders if type(n.meta["desc"]).__name__ == "PlainAOTInput"
                  for s in program.storage_of[n]}  # fmt: skip
     return any(not arguments.isdisjoint(row.writes) for row in program.rows)
-
-
-def program_rewrites(plan: Plan, program: Program) -> tuple[Rewrite, ...]:
-    """The plan's rewrites with storages of the captured graph."""
-    more = _more_inputs([(r.storage, r.op) for r in plan.rewrites if r.op], program)
-    return tuple(replace(r, storage=r.storage + more) for r in plan.rewrites)
 
 
 def program_actions(plan: Plan, program: Program) -> tuple[Action, ...]:

@@ -194,7 +194,9 @@ def memory_blocks(
         ("saved", "Everything saved", c.saved, c.saved_fit.reserved),
         ("plan", "With the plan", c.planned, c.planned_fit.reserved),
     )
-    curve = _stretched(measured_curve or (), c.planned.timeline.step_time_ns)
+    measured, planned_ns = measured_curve or ((0, 0),), c.planned.timeline.step_time_ns
+    last_ns = measured[-1][0]  # is drawn at the end of the planned step
+    curve = tuple((t * planned_ns // last_ns, b) for t, b in measured) if last_ns > 0 else ()
     levels = {name: r.peak_reserved_bytes for name, _, _, r in runs if r is not None}
     peaks = [run.timeline.peak_allocated_bytes for _, _, run, _ in runs]
     top_bytes = max([1, c.budget_bytes or 0, *levels.values(), *peaks, *(b for _, b in curve)])
@@ -226,12 +228,6 @@ def memory_blocks(
         peak = show_bytes(run.timeline.peak_allocated_bytes)
         blocks.append(Chart(spec, title=f"{title}: peak {peak}"))
     return tuple(blocks)
-
-
-def _stretched(curve: Sequence[tuple[int, int]], end_ns: int) -> tuple[tuple[int, int], ...]:
-    """The curve with its last point at `end_ns`."""
-    last = curve[-1][0] if curve else 0
-    return tuple((t * end_ns // last, b) for t, b in curve) if last > 0 else ()
 
 
 def at_peak(c: Prediction) -> tuple[str, Table]:

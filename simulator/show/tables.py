@@ -34,10 +34,6 @@ def percent_cell(value: float | None, *, signed: bool = False, digits: int = 2) 
     return Cell(text=show_percent(value, signed=signed, digits=digits), sort=value)
 
 
-def count_cell(value: int | None) -> Cell:
-    return Cell(text=UNKNOWN if value is None else f"{value:,}", sort=value)
-
-
 def yes(text: str = "yes") -> Cell:
     """What is as it should be."""
     return Cell(text, tone="good")
@@ -52,7 +48,7 @@ def no(text: str = "no") -> Cell:
 SHOWN: Final[Mapping[str, Callable[[Any], Cell]]] = {
     "bytes": bytes_cell,
     "time": time_cell,
-    "count": count_cell,
+    "count": lambda value: Cell(UNKNOWN if value is None else f"{value:,}", value),
     "percent": percent_cell,
     "+percent": lambda value: percent_cell(value, signed=True),
     "share": lambda value: percent_cell(value, digits=1),

@@ -164,7 +164,8 @@ def _split(
     if loss is not None and not _takes(loss, 1):
         has = "the model's output and the targets" if targets else "only the model's output, no targets"
         raise SpecError(f"the loss function cannot be called with what there is: {has}.")
-    return SplitBatch(args=args, kwargs=kwargs, loss=loss or loss_in_outputs, loss_inputs=())
+    own = loss_in_outputs if loss is None else loss
+    return SplitBatch(args=args, kwargs=kwargs, loss=own, loss_inputs=())
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
@@ -222,9 +223,3 @@ def to_device(batch: Any, device: str, fake_mode: Any | None) -> Any:
         return leaf.to(device)
 
     return pytree.tree_map(move, batch)
-
-
-def example_count(batch: Any) -> int:
-    """The first dimension of the batch's first tensor that has one; 1 if there is none."""
-    tensors = (x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim())
-    return next((int(x.shape[0]) for x in tensors), 1)

@@ -11,12 +11,17 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from tracer.build.batch import example_count, split_batch, to_device
+from tracer.build.batch import split_batch, to_device
 from tracer.build.loop import TrainingStep, with_first_call
 from tracer.build.loop_options import LOOP_OPTIONS
 from tracer.build.optimizers import move_state
 from tracer.build.user_errors import blame
-from tracer.torch_api import DataDependentOutputException, DynamicOutputShapeException, detect_fake_mode
+from tracer.torch_api import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    detect_fake_mode,
+    pytree,
+)
 from traces.errors import CaptureError, LowtideError, SpecError
 
 
@@ -70,6 +75,8 @@ class UserStep:
         optimizer = self._optimizer(model, loss, optimizer)
         if mode is None and optimizer is not None:
             move_state(optimizer, device)
+        tensors = (x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor))
+        examples = (x.shape[0] for x in tensors if x.dim())
         step = TrainingStep(
             model=model,
             args=(),
@@ -77,7 +84,7 @@ class UserStep:
             loss=lambda outputs: outputs,
             loss_inputs=(batch,),
             optimizer=optimizer,
-            batch_size=int(options.get("batch_size") or example_count(batch)),
+            batch_size=int(options.get("batch_size") or next(examples, 1)),
             name=self.label,
             options=dict(options),
             loss_parameters={f"loss.{n}": p for n, p in _named_parameters(loss)},

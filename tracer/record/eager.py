@@ -215,7 +215,9 @@ class EagerRecorder(TorchDispatchMode):
             # A sum is of what an earlier node made; else a formula writes into zeros that it has just made and has.
             made_now = self._maker.get(storage_key(args[0])) == self._node()
             written = made_now is not (func is aten.add.Tensor)
-            if written and _alone(args[0], USES_OF_ONE + made_now) and _of_autograd():
+            alone = written and _alone(args[0], USES_OF_ONE + made_now)
+            # And by autograd's own C++, no hook or function of somebody's in Python.
+            if alone and caller(2, "torch._").f_code.co_name == "_engine_run_backward":
                 func, args = in_place(func, args)
                 return func(*args)
         if self.phase != OPTIMIZER:
@@ -390,8 +392,3 @@ def caller(depth: int, *but: str) -> FrameType:
     while frame.f_globals.get("__name__", "").startswith(but) and frame.f_back is not None:
         frame = frame.f_back
     return frame
-
-
-def _of_autograd() -> bool:
-    """Whether autograd's own C++ calls an op, and not a hook or a function of somebody's in Python."""
-    return caller(3, "torch._").f_code.co_name == "_engine_run_backward"

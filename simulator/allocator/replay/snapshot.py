@@ -129,7 +129,9 @@ def recording_from_snapshot(data: Any, source: str, device: int | None = None) -
     )
     _check_order(events, source)
     start = _rewind(final, events, settings, source)
-    if guessed := _guessed(start):
+    # Blocks of the large pool whose size is not known, and behind which there is room.
+    large = [s for s in start if not s.small and not s.expandable]
+    if guessed := sum(not b.sure and b.address + b.size_bytes < e for s in large for b, e in with_ends(s)):
         notes.append(
             f"the history begins when blocks were in use already, and for {guessed} that were freed later it does not "
             "say how much of the up to 1 MiB behind them was their own: allocated bytes may be higher, by "
@@ -206,12 +208,6 @@ def _settings(data: Any, notes: list[str]) -> AllocatorSettings:
         if all(isinstance(d, int) and 0 <= d < 1 << 32 for d in table):
             out = replace(out, roundup_divisions=tuple(table))
     return out
-
-
-def _guessed(start: Sequence[SegmentState]) -> int:
-    """Blocks of the large pool whose size is not known, and behind which there is room."""
-    large = [s for s in start if not s.small and not s.expandable]
-    return sum(not b.sure and b.address + b.size_bytes < end for s in large for b, end in with_ends(s))
 
 
 def _ties(rows: Sequence[_Row], settings: Any) -> str:

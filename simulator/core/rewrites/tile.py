@@ -281,7 +281,8 @@ def _run_tile(
         events = [n for n in ops.events[i] if new or abs(n) not in sizes]
         asks: list[int] = []
         tiled = [
-            _signed(n, sizes.get(abs(n)) or size(abs(n), inside if abs(n) > alone else WHOLE)) for n in events
+            ((n > 0) - (n < 0)) * (sizes.get(abs(n)) or size(abs(n), inside if abs(n) > alone else WHOLE))
+            for n in events
         ]
         there |= {s: (tile, k, block) for s, block in replayed(made, tiled, new, asks).items()}
         count = 0
@@ -301,7 +302,3 @@ def _run_tile(
                 there.pop(s, None)  # it stays, or is no value of its own
         for s in [s for s in there if last[s] <= k]:
             own.free(there.pop(s))
-
-
-def _signed(like: int, nbytes: int) -> int:
-    return (like > 0) * nbytes - (like < 0) * nbytes
