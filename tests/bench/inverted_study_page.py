@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from simulator.report.charts import altair, by_name, colour, dots, drawn, finish
-from simulator.report.page import Chart, Figure, Figures, Page, Section, Text, write_page
+from simulator.report.charts import by_name, colour, dots, drawn, finish
+from simulator.report.page import Chart, Figure, Figures, Page, Section, Text, needed, write_page
 from simulator.show.tables import NUMBER, table
 from traces.units import bytes_unit, show_bytes
 
@@ -49,7 +49,7 @@ def lines(
     rows: Iterable[Sequence[object]], colours: Mapping[str, str], x: str, y: str, *, log: bool = False
 ) -> dict[str, Any]:
     """A line for each series: (series, x, y) rows."""
-    alt, rows = altair(), list(rows)
+    alt, rows = needed("altair"), list(rows)
     there = {str(r[0]) for r in rows}
     scale = {"type": "log", "clamp": True} if log else {"zero": False}
     chart = (
@@ -104,7 +104,7 @@ def _derivative(part: Mapping[str, Any]) -> Section:
 
 
 def _gradients(rows: Sequence[Mapping[str, Any]]) -> Section:
-    alt = altair()
+    alt = needed("altair")
     order = list(COLOURS)
     points = [
         (f"{MODELS[r['model']]}{' bf16' if r['autocast'] else ''}", r["way"], r["relative"], order.index(r["way"]),
