@@ -55,7 +55,9 @@ def steps(x: Any, batch_first: bool, batch_sizes: Sequence[int]) -> tuple[Any, A
     return (x.shape[1], x.shape[0]) if batch_first else (x.shape[0], x.shape[1])
 
 
-def workspace(x: Any, cell: int, hidden: int, batch_first: bool, both_ways: bool, batch_sizes: Any) -> int:
+def recurrent_workspace(
+    x: Any, cell: int, hidden: int, batch_first: bool, both_ways: bool, batch_sizes: Any
+) -> int:
     """Bytes of the workspace of a call with the input `x`."""
     longest, batch = steps(x, batch_first, batch_sizes)
     return int(temporary_bytes(cell, hidden, 1, 1 + both_ways, longest, batch, x.item_bytes)[0])

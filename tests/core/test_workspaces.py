@@ -8,7 +8,7 @@ import pytest
 
 from tracer.costs.rules_cuda.cub import radix_sort, scan, unique_by_key
 from tracer.costs.rules_cuda.reductions import partial_results
-from tracer.costs.rules_cuda.workspaces import TABLE, flash_splits, rule_events
+from tracer.costs.rules_cuda.workspaces import TABLE, flash_splits, half_depthwise, rule_events
 from tracer.costs.signature import Signature, TensorSpec
 from tracer.costs.table import copied
 from traces.devices import device
@@ -372,3 +372,42 @@ def test_a_convolution_backward_copies_the_gradient_for_each_of_its_two() -> Non
     assert events(target, (gradient, turned, weight, *rest), (x, weight, None)) == (
         whole, x.nbytes, weight.nbytes, -x.nbytes, x.nbytes, -whole,
     )  # fmt: skip
+
+
+def test_cudnn_takes_some_depthwise_convolutions_of_halves() -> None:
+    """And gives the gradient of the input first."""
+    rest = ((0,), (1, 1), (1, 1), (1, 1), False, (0, 0), 32, (True, True, False))
+    for dtype, first in (("float16", 0), ("bfloat16", 1), ("float32", 1)):
+        x, weight = spec(2, 32, 14, 14, dtype=dtype), spec(32, 1, 3, 3, dtype=dtype)
+        made = (x.nbytes, weight.nbytes)
+        found = events("aten.convolution_backward.default", (x, x, weight, *rest), (x, weight, None))
+        assert found == (made[first], made[not first])
+
+
+@pytest.mark.parametrize(
+    ("shape", "side", "step", "apart", "wanted"),
+    [
+        ((8, 31, 14, 14), (3, 3), 1, 1, False),
+        ((8, 32, 14, 14), (3, 3), 1, 1, True),
+        ((8, 32, 14, 14), (3, 3), 1, 2, False),
+        ((8, 32, 14, 14), (3, 5), 1, 1, False),
+        ((8, 32, 14, 14), (7, 7), 1, 1, False),
+        ((8, 32, 14, 6), (3, 3), 1, 1, False),
+        ((8, 512, 14, 14), (3, 3), 3, 1, False),
+        ((8, 511, 14, 14), (3, 3), 2, 1, False),
+        ((8, 512, 14, 14), (3, 3), 2, 1, True),
+        ((8, 256, 28, 28), (5, 5), 2, 1, True),
+        ((1, 32, 14, 14), (3, 3), 2, 1, True),
+        ((1, 32, 28, 28), (1, 1), 2, 1, True),
+        ((1, 32, 29, 29), (1, 1), 2, 1, False),
+        ((16, 128, 7, 7), (1, 1), 2, 1, True),
+        ((17, 128, 7, 7), (1, 1), 2, 1, False),
+        ((8, 32, 5), (9,), 1, 1, True),
+        ((8, 512, 64), (3,), 2, 1, False),
+    ],
+)
+def test_which_depthwise_convolutions_of_halves_are_cudnn_s(
+    shape: tuple[int, ...], side: tuple[int, ...], step: int, apart: int, wanted: bool
+) -> None:
+    x, weight = spec(*shape, dtype="float16"), spec(shape[1], 1, *side, dtype="float16")
+    assert half_depthwise(x, weight, (step,) * len(side), (apart,) * len(side)) is wanted

@@ -8,6 +8,7 @@ autocast with their backward, the ops of optimizers.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from tracer.build.optimizers import choose_as_on_cuda
 from tracer.capture.cuda.attention import BACKENDS, Call, View, choose
 from tracer.capture.cuda.gpu import gpu_kernels
 from tracer.capture.passes.batch_norm import takes_cudnn
+from tracer.costs.rules_cuda.workspaces import half_depthwise
+from tracer.costs.signature import TensorSpec
 from tracer.precision.policy import Autocast
 from tracer.record.step import fake_mode
 from tracer.torch_api import release
@@ -350,6 +353,30 @@ def _stepped(make: Callable[..., torch.optim.Optimizer], said: dict[str, bool], 
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         return [NOT_FUSED if str(error).startswith(NOT_FUSED) else type(error).__name__]
     return _comparable(names.seen)
+
+
+def depthwise(gpu: str) -> dict[str, Any]:
+    """Whether cuDNN takes depthwise convolutions of float16, in one and two dimensions."""
+    compared = by_cudnn = 0
+    differ: Differences = []
+    shapes = itertools.product((1, 8, 32), (16, 32, 256, 512), ((), (1,), (7,), (28,)), (6, 7, 28, 56))
+    for (batch, channels, high, wide), side, step, apart in itertools.product(
+        shapes, (1, 3, 7), (1, 2), (1, 2)
+    ):
+        n = len(high) + 1
+        x = torch.empty(batch, channels, *high, wide, device=GPU, dtype=torch.float16)
+        kernel = (1, side) if high == (1,) else (side,) * n
+        weight = torch.empty(channels, 1, *kernel, device=GPU, dtype=torch.float16)
+        given = (step,) * n, tuple(apart * (k // 2) for k in kernel), (apart,) * n
+        if any(m + 2 * p <= apart * (k - 1) for m, p, k in zip(x.shape[2:], given[1], kernel, strict=True)):
+            continue
+        there = torch._C._select_conv_backend(x, weight, None, *given, False, (0,) * n, channels, None)
+        theirs = str(there).endswith(".Cudnn")
+        specs = (TensorSpec(shape=tuple(t.shape), stride=t.stride(), dtype="float16") for t in (x, weight))
+        if half_depthwise(*specs, given[0], given[2]) != theirs:
+            differ.append({"call": f"{list(x.shape)} {kernel} {step} {apart}", "torch": str(there)})
+        compared, by_cudnn = compared + 1, by_cudnn + theirs
+    return {"compared": compared, "by_cudnn": by_cudnn, "differ": differ}
 
 
 def gradients_from_output(gpu: str) -> dict[str, list[int]]:

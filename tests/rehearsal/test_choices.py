@@ -44,6 +44,14 @@ def test_the_kernel_of_a_batch_norm(gpu: str) -> None:
     assert found["differ"] == []
 
 
+@pytest.mark.parametrize("gpu", ["t4", "h100"])
+def test_the_kernel_of_a_depthwise_convolution_of_halves(gpu: str) -> None:
+    found = chosen("depthwise", gpu)
+    assert found["compared"] > 500
+    assert found["by_cudnn"] > 50
+    assert found["differ"] == []
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_ops_and_types_under_autocast(gpu: str, dtype: str) -> None:

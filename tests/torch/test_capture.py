@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tracer.capture.passes.dropout import _scale, dropout_mask  # noqa: E402
 from tracer.record.eager import Scalars  # noqa: E402
 from tracer.record.program import Program, is_random  # noqa: E402
 from tracer.record.step import capture_step  # noqa: E402
+from tracer.torch_api import FakeTensor  # noqa: E402
 from traces.errors import CaptureError, SpecError  # noqa: E402
 from traces.records.trace import BUFFER, EFFECT, GRADIENT, INPUT, MUTATES, OPTIMIZER_STATE, PARAMETER, RANDOM  # noqa: E402
 
@@ -236,6 +239,24 @@ def test_no_trainable_parameter() -> None:
     model = nn.Linear(3, 3).requires_grad_(False)
     with pytest.raises(CaptureError, match="no parameter requires a gradient"):
         capture_step(step_of(model, torch.randn(2, 3), lambda y: y.sum(), None))
+
+
+def test_no_real_constant_outlives_a_capture_in_what_the_model_returns() -> None:
+    """On a GPU it would hold memory there as long as the plan does."""
+
+    class Cache:
+        def __init__(self, n: torch.Tensor) -> None:
+            self.layers = [SimpleNamespace(n=n)]
+
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), Cache(torch.tensor(3).to(x.device))
+
+    captured = capture(Net(4, 4), (torch.randn(2, 4),), {}, lambda outputs: [True, False])
+    (cache,) = (x for x in captured.output_template if isinstance(x, Cache))
+    held = [x for x in gc.get_objects() if isinstance(x, FakeTensor) and x.shape == cache.layers[0].n.shape]
+    assert held
+    assert [x for x in held if x.constant is not None] == []
 
 
 def test_a_failed_capture_leaves_the_model_as_it_was() -> None:

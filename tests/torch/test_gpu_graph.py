@@ -23,6 +23,7 @@ from executor.training.module import apply_plan  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from tests.torch import small_nets  # noqa: E402
 from tests.torch.steps import build_of, plan_of, random_actions, recompute_all, step_of  # noqa: E402
+from tracer import trace  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.capture.cuda.attention import CUDNN_DROPOUT_STEPS  # noqa: E402
 from tracer.capture.cuda.gpu import gpu_kernels  # noqa: E402
@@ -243,6 +244,28 @@ def test_when_torch_takes_cudnn(
     x = torch.empty(shape, dtype=dtype, device="meta")
     given: dict[str, Any] = dict.fromkeys(("weight", "bias", "mean", "var"), torch.empty(6)) | options
     assert takes_cudnn(x, eps=1e-5, **given) is wanted
+
+
+def test_a_batch_norm_by_cudnn_copies_a_gradient_that_lies_otherwise() -> None:
+    """And its own lies as the input does, so that the convolution before it copies nothing."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(self.norm(self.conv(x)).permute(0, 2, 3, 1)).square().sum()
+
+    given_back = {}
+    for layout in (torch.contiguous_format, torch.channels_last):
+        model, x = Net().to(memory_format=layout), torch.randn(2, 3, 10, 10).to(memory_format=layout)
+        ops = trace(model, x, optimizer="sgd", target="h100", profile=False).ops
+        rows = {t.split(".")[1]: e for t, e in zip(ops.target, ops.events, strict=True) if e}
+        names = ("cudnn_batch_norm_backward", "convolution_backward")
+        given_back[layout] = [[n for n in rows[name] if n < 0] for name in names]
+    copy = -4 * 2 * 8 * 8 * 8
+    assert given_back == {torch.contiguous_format: [[copy], []], torch.channels_last: [[], []]}
 
 
 def test_what_a_batch_norm_by_cudnn_is() -> None:

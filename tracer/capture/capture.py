@@ -40,6 +40,7 @@ from tracer.capture.scopes import (
     fake_constants,
     fake_mode_of,
     fake_parameters,
+    forget_constants,
     library_code,
     module_scopes,
     retied,
@@ -294,6 +295,8 @@ def _capture(
         )
     check_effects(model, effects)
     check_constants(model, joint.graph_module)
+    if not built_of_fakes:
+        forget_constants(fake_mode)
     captured = _normalise(joint.graph_module, notes, on_gpu=on_gpu)
     return replace(captured, target=target, writes=effects.writes)
 

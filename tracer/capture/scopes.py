@@ -138,6 +138,15 @@ def module_scopes(model: nn.Module) -> Iterator[None]:
                 open_scopes.pop().__exit__(None, None, None)
 
 
+def forget_constants(fake_mode: FakeTensorMode) -> None:
+    """Let go of the small real tensors whose values fake ones know: who holds such a fake one, as an object does that
+    the model returned, would hold memory of the model's device."""
+    for known in fake_mode.fake_tensor_converter.constant_storage_mapping.values():
+        for ref in known:
+            if (x := ref()) is not None:
+                x.constant = None
+
+
 @contextlib.contextmanager
 def as_compiled() -> Iterator[None]:
     """Library code takes the branches that do not look at data."""

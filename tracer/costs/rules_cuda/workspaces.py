@@ -20,7 +20,7 @@ from tracer.costs.rules_cuda.cub import radix_sort, scan, unique_by_key
 from tracer.costs.rules_cuda.reductions import partial_results
 from tracer.costs.signature import Signature, TensorSpec
 from tracer.costs.table import Events, Table, ceil_div, is_pointwise, made
-from tracer.cudnn import workspace
+from tracer.cudnn import recurrent_workspace
 from traces.devices import Device
 
 
@@ -113,10 +113,10 @@ def copied_like(x: TensorSpec, like: TensorSpec) -> int:
 
 def channels_last(*of: TensorSpec) -> bool:
     """Whether cuDNN takes images in channels last, since one of these lies so (cudnn_conv_suggest_memory_format)."""
-    return all(len(x.shape) == 4 and x.dtype != "float64" for x in of) and any(map(_lies_last, of))
+    return all(len(x.shape) == 4 and x.dtype != "float64" for x in of) and any(map(lies_last, of))
 
 
-def _lies_last(x: TensorSpec) -> bool:
+def lies_last(x: TensorSpec) -> bool:
     """c10/core/MemoryFormat.h: is_channels_last_strides_2d_s4."""
     least = 0
     for k in (1, 3, 2, 0):
@@ -129,6 +129,25 @@ def _lies_last(x: TensorSpec) -> bool:
 def in_format(x: TensorSpec, last: bool) -> int:
     """Bytes of `x` made contiguous, in channels last or not; 0 if that is no copy."""
     return table.copied(x, 0, 2, 3, 1) if last else table.copied(x)
+
+
+def half_depthwise(x: TensorSpec, weight: TensorSpec, stride: Any, dilation: Any) -> bool:
+    """Whether cuDNN takes a depthwise convolution that is not in channels last, as it does some of float16
+    (Convolution.cpp: use_cudnn_depthwise, check_cudnn_depthwise_workload_with_filter)."""
+    batch, channels, *high, wide = x.shape
+    row = high in ([], [1])
+    known = x.dtype == weight.dtype == "float16" and channels >= 32 and max(dilation) == 1
+    if not known or (len({*stride}) > 1 and not row):
+        return False
+    step, side = stride[-1], weight.shape[-1]
+    if row and step == 1:
+        return True
+    if weight.shape[2:] not in ((side,) * 2, (1,)) or side not in (1, 3, 5) or wide < 7 or step > 2:
+        return False
+    if step == 1 or batch == 1:
+        return step == 1 or side > 1 or wide <= 28
+    small = batch <= 16 and channels >= 128 and wide == 7
+    return small if side == 1 else channels >= (256 if wide >= 28 else 512)
 
 
 def dense(x: TensorSpec) -> TensorSpec:
@@ -163,7 +182,7 @@ def sizes(of: Any) -> tuple[int, ...]:
     return tuple(x.nbytes for x in of)
 
 
-def turned(x: TensorSpec, batch_first: bool) -> int:
+def steps_first(x: TensorSpec, batch_first: bool) -> int:
     """Bytes of a batch of sequences made contiguous with the steps first, 0 if that is no copy."""
     return table.copied(x, 1, 0, 2) if batch_first else table.copied(x)
 
@@ -181,7 +200,7 @@ TABLE: Final = Table(
     path=Path(__file__).with_name("workspaces.toml"),
     functions=table.by_name(
         converted, largest, chunks, flash_splits, efficient_tile, blas, copied_like, channels_last, in_format,
-        dense, padded, rows_of, indexed, several_blocks, radix_sort, scan, unique_by_key, staging, workspace, turned,
-        sizes,
+        half_depthwise, dense, lies_last, padded, rows_of, indexed, several_blocks, radix_sort, scan, unique_by_key,
+        staging, recurrent_workspace, steps_first, sizes,
     ),
 )  # fmt: skip
