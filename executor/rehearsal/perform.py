@@ -100,7 +100,7 @@ def _lay_out(model: nn.Module, batch: Sequence[torch.Tensor]) -> None:
     }
     sizes = {k: (x.shape, x.stride()) for k, x in alone.items()}
     for x in alone.values():
-        x.data = x.new_empty(0)
+        x.untyped_storage().resize_(0)  # also for what it is a view of
     torch.cuda.empty_cache()
 
     def move(x: torch.Tensor) -> torch.Tensor:
