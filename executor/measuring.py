@@ -15,10 +15,11 @@ import statistics
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from executor.isolated import run_fresh
+from executor.isolated import forking, run_fresh
 from executor.matching import check_figures, trace_of
 from executor.verification import Verification
 from traces.errors import PlanError, SpecError, is_out_of_memory
@@ -70,6 +71,11 @@ class _Ready(NamedTuple):
 
     once: Once
     keep_all: Callable[[], Once] | None
+
+
+def sharing_imports(device: str) -> AbstractContextManager[None]:
+    """Within it jobs on the CPU are forks of a process that has imported torch. One that uses CUDA cannot be a fork."""
+    return nullcontext() if device.startswith("cuda") else forking("executor.verifying")
 
 
 def run_job(job: Job, *, timeout_s: float | None = None) -> JobResult:

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from executor.matching import check_alloc_conf, check_kind, times_apply
-from executor.measuring import EAGER, KEEP_ALL, PLAN, VERIFY, Job, JobResult, predicted_figures, run_job
+from executor.measuring import (
+    EAGER,
+    KEEP_ALL,
+    PLAN,
+    VERIFY,
+    Job,
+    JobResult,
+    predicted_figures,
+    run_job,
+    sharing_imports,
+)
 from executor.verification import Verification
 from tracer.build.step import check_device
 from traces.errors import OutOfMemoryProblem, SpecError, TraceError
@@ -207,7 +217,7 @@ def measure(
         SpecError, PlanError, EnvironmentProblem, OutOfMemoryProblem: as `execute`.
     """
     settings = Settings(model=model, **how)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, sharing_imports(settings.device):
         path = Path(plan) if isinstance(plan, str | Path) else plan.save(Path(folder) / "plan.json")
         return measure_plan(path, settings, say).measurement
 

@@ -48,11 +48,13 @@ def campaign(
         book = Book.load(path / "campaign.json" if path.is_dir() else path)
     else:
         from executor.campaign.bench import run_campaign
+        from executor.measuring import sharing_imports
 
         asked = load_cases(find_cases(cases))
         if device is not None:
             asked = replace(asked, method=replace(asked.method, device=device))
-        book = run_campaign(asked, output or Path(f"campaign-{asked.name}"), out.say, only=only)
+        with sharing_imports(asked.method.device):
+            book = run_campaign(asked, output or Path(f"campaign-{asked.name}"), out.say, only=only)
     if out.report is not None:
         from executor.campaign.page import write_campaign
 

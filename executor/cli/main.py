@@ -111,10 +111,12 @@ def run_plan(
         raise SpecError("--placed is of a rehearsal: give --rehearse and a GPU of the device table.")
     if out.report is not None:
         refuse_page()
+    from executor.measuring import sharing_imports
     from executor.plans import measure_plan
     from traces.errors import BudgetError, VerificationError
 
-    outcome = measure_plan(plan, settings, out.say)
+    with sharing_imports(settings.device):
+        outcome = measure_plan(plan, settings, out.say)
     measurement = outcome.measurement
     if output is not None:
         measurement.save(output)
@@ -238,10 +240,12 @@ def sweep(directory: Path, analysis: str | None, settings: Settings, out: Output
     Each row of DIRECTORY/sweep.json that has a plan is measured (or, without a plan that fits, left as it is), and
     the figures are written back after every row, so that an interrupted sweep goes on where it stopped.
     """
+    from executor.measuring import sharing_imports
     from executor.plans import measure_sweep
     from traces.errors import BudgetError, VerificationError
 
-    done = measure_sweep(directory, settings, out.say)
+    with sharing_imports(settings.device):
+        done = measure_sweep(directory, settings, out.say)
     table = done.sweep
     if out.report is not None:
         from simulator.report.sweep import write_sweep
