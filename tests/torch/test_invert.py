@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+from executor.inverted import ops  # noqa: E402
 from executor.verifying import verify  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.core.rewrites import exactness_of, rewritten_problem  # noqa: E402
@@ -107,7 +108,10 @@ def test_it_trains_to_rounding_in_the_predicted_bytes(
     assert measurer.steady_peak(plan, tmp_path) == predicted
 
 
-def test_with_other_rewrites_and_recomputation(trace: Trace, rewrites: tuple[Rewrite, ...]) -> None:
+def test_with_other_rewrites_and_recomputation(
+    trace: Trace, rewrites: tuple[Rewrite, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "COMPILED_FROM", 1 << 40)  # compiled they run above, and in test_inverted.py
     packed = tuple(r for r, _, _ in ranked(Problem(trace), ("int8",)))
     # What is inverted is not packed.
     for both in ((*packed[::2], *rewrites), (*rewrites, *packed)):
