@@ -225,37 +225,39 @@ class _Building:
             self.forward_steps = len(self.op)
 
     def _emit(self, i: int, again: bool, binds: tuple[int, ...]) -> None:
-        ops, reads, step = self.trace.ops, self.reads[i], len(self.op)
+        reads, step = self.reads[i], len(self.op)
         for s in reads:
             if not self.present[s]:
+                of, name = self.trace.ops.name[i], self.trace.storages.name[s]
                 raise PlanError(
-                    f"op {i} ({ops.name[i]}) reads storage {s} ({self.trace.storages.name[s]}), which is not there: it "
-                    "takes no value from the op that makes it, so nothing says how to rebuild it."
+                    f"op {i} ({of}) reads storage {s} ({name}), which is not there: it takes no value from the op that "
+                    "makes it, so nothing says how to rebuild it."
                 )
+            if self.instance[s] >= 0:
+                self.last_step[self.instance[s]] = step
         self.op.append(i)
         self.recompute.append(again)
         self.binds.append(binds)
-        for s in reads:
-            if self.instance[s] >= 0:
-                self.last_step[self.instance[s]] = step
         for s in binds:
             self.instance[s] = len(self.owner)
             self.owner.append(s)
             self.last_step.append(step)
             self.present[s] = True
         if self.facts.is_view[i]:
-            self.made_from[i] = tuple(self.instance[s] for s in reads)
+            self.made_from[i] = tuple(map(self.instance.__getitem__, reads))
 
     def _missing(self, i: int, consumer: int) -> bool:
         """Whether the value of op i, as `consumer` reads it, is absent."""
         if self.facts.is_view[i]:
-            if not all(self.present[s] for s in self.reads[i]):
+            if not all(map(self.present.__getitem__, self.reads[i])):
                 return True
-            return self.made_from[i] != tuple(self.instance[s] for s in self.reads[i])
+            return self.made_from[i] != tuple(map(self.instance.__getitem__, self.reads[i]))
         return any(s in self.reads[consumer] and not self.present[s] for s in self.facts.creates[i])
 
     def _rebuild_inputs(self, c: int) -> list[int]:
         """Run again what op c needs; returns the storages that came back."""
+        if not any(self._missing(j, c) for j in self.inputs[c]):
+            return []
         order, demanded = self._chain(c)
         rebuilt: list[int] = []
         for i in order:

@@ -28,6 +28,7 @@ from simulator.core.rewrites import (
     draft_problem,
     exactness_of,
     in_order,
+    offload,
     rewritten_problem,
     tile,
 )
@@ -145,6 +146,8 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
             least_ns += max(
                 (_shown_ns(problem, x, rewrites, budget_bytes) for x in tried.values()), default=0
             )
+            if rewrites and all(r.bytes_per_s for r in rewrites):
+                least_ns = max(least_ns, offload.takes_ns(problem, rewrites))
             if least_ns >= best_ns:
                 slower[rewrites] = Slower(rewrites=rewrites, least_ns=least_ns)
                 return False, -MOST

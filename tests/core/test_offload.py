@@ -203,6 +203,9 @@ def test_the_replay_waits_as_the_oracle_and_the_planners_count_the_same_bytes(se
     rng = random.Random(seed)
     some = [r for r in found if rng.random() < 0.7]
     problem = rewritten_problem(Problem(t), some)
+    for of in (t, replace(t, meta=replace(t.meta, device="cpu"))):
+        changed = rewritten_problem(Problem(of), some)
+        assert offload.takes_ns(Problem(of), some) == changed.saved.timeline.step_time_ns
     evaluator = Evaluator(problem)
     for chosen in subsets(list(problem.candidates))[:16]:
         actions = [Action(storage=s, retain=rng.random() < 0.5) for s in chosen]

@@ -41,6 +41,7 @@ class Value:
     producer: Op | None = None
     hold: Op | None = None
     uses: tuple[int, ...] = ()  # as the trace has them, which is true of what libraries hold
+    at: int = -1  # the storage of the trace that this is
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -64,28 +65,41 @@ class Op:
     at: int = field(default=-1)  # the op of the trace that this is, or in whose place it stands
 
 
+def users_of(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:
+    """Op -> the ops that take its value; storage -> the ops that read it."""
+    takers: list[list[int]] = [[] for _ in trace.ops.name]
+    readers: list[list[int]] = [[] for _ in trace.storages.name]
+    for of, column in ((takers, trace.ops.inputs), (readers, trace.ops.reads)):
+        for i, those in enumerate(column):
+            for x in those:
+                of[x].append(i)
+    return takers, readers
+
+
 class Editing:
     """One trace while it is edited; `op` and `value` are by the trace's ids."""
 
     def __init__(self, trace: Trace, known: dict[Any, Any] | None = None) -> None:
         """`known`: what `once` was told of this trace before."""
         self.source, self._known = trace, {} if known is None else known
-        self._takers: dict[Op, list[Op]] = {}  # op -> those that may take its value
-        self._readers: dict[Value, list[Op]] = {}  # value -> those that may read it
+        self._users: dict[Op | Value, list[Op]] = {}  # those that may take an op's value, or read a value
         sts, ops = trace.storages, trace.ops
         uses = zip(*(getattr(sts, column) for column in USES), strict=True)
         of_values = zip(sts.name, sts.nbytes, sts.dtype, sts.shape, sts.category, uses, strict=True)
         self.value = [
-            Value(name=name, nbytes=nbytes, dtype=dtype, shape=shape, category=category, uses=used)
-            for name, nbytes, dtype, shape, category, used in of_values
+            Value(name=name, nbytes=nbytes, dtype=dtype, shape=shape, category=category, uses=used, at=s)
+            for s, (name, nbytes, dtype, shape, category, used) in enumerate(of_values)
         ]
         rows = zip(*(getattr(ops, c) for c in PLAIN), strict=True)
         self.op = [Op(**dict(zip(PLAIN, row, strict=True)), at=i) for i, row in enumerate(rows)]
-        for i, op in enumerate(self.op):
-            self.take(op, [self.op[j] for j in ops.inputs[i]])
-            self.read(op, [self.value[s] for s in ops.reads[i]])
-            op.writes = [self.value[s] for s in ops.writes[i]]
-            op.overwrites = self.value[ops.overwrites[i]] if ops.overwrites[i] >= 0 else None
+        of_op, of_value = self.op.__getitem__, self.value.__getitem__
+        for op, inputs, reads, writes, over in zip(
+            self.op, ops.inputs, ops.reads, ops.writes, ops.overwrites, strict=True
+        ):
+            op.inputs = list(map(of_op, inputs))
+            op.reads = list(map(of_value, reads))
+            op.writes = list(map(of_value, writes))
+            op.overwrites = self.value[over] if over >= 0 else None
         for s, value in enumerate(self.value):
             value.producer = self.op[sts.producer[s]] if sts.producer[s] >= 0 else None
             value.hold = self.op[sts.hold[s]] if sts.hold[s] >= 0 else None
@@ -99,17 +113,25 @@ class Editing:
         """Let an op take the values of these."""
         op.inputs = inputs
         for x in inputs:
-            self._takers.setdefault(x, []).append(op)
+            self._users_of(x).append(op)
 
     def read(self, op: Op, values: Sequence[Value]) -> None:
         """Let an op read these."""
         op.reads = values
         for v in values:
-            self._readers.setdefault(v, []).append(op)
+            self._users_of(v).append(op)
+
+    def _users_of(self, x: Op | Value) -> list[Op]:
+        if x not in self._users:
+            those, column = (self.op, 0) if isinstance(x, Op) else (self.value, 1)
+            of_trace = x.at >= 0 and those[x.at] is x
+            known = self.once(users_of)[column][x.at] if of_trace else ()
+            self._users[x] = [self.op[i] for i in known]
+        return self._users[x]
 
     def readers(self, value: Value) -> list[Op]:
         """The ops that read a value, in their order."""
-        those = {op for op in self._readers.get(value, ()) if value in op.reads and self.there(op)}
+        those = {op for op in self._users_of(value) if value in op.reads and self.there(op)}
         return sorted(those, key=self.position)
 
     def there(self, op: Op) -> bool:
@@ -159,7 +181,7 @@ class Editing:
         """Let ops take the value of `new` where they take those of `old`."""
         instead = dict.fromkeys(old, new)
         self._redirected |= instead
-        for op in {op for x in instead for op in self._takers.get(x, ())} - {new}:
+        for op in {op for x in instead for op in self._users_of(x)} - {new}:
             if not instead.keys().isdisjoint(op.inputs):
                 self.take(op, list(dict.fromkeys(instead.get(x, x) for x in op.inputs)))
 
@@ -167,7 +189,7 @@ class Editing:
         """Take ops out, with what they make, but for those that others take; what else refers to them (a hold, a first
         use) refers to `new`."""
         gone, there = set(old), set(self.order)
-        takers = {x: there.intersection(self._takers.get(x, ())) - gone for x in gone}
+        takers = {x: there.intersection(self._users_of(x)) - gone for x in gone}
         taken = {x for x, ops in takers.items() if any(x in op.inputs for op in ops)}
         while taken:
             gone -= taken
