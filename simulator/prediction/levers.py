@@ -146,8 +146,9 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
             least_ns += max(
                 (_shown_ns(problem, x, rewrites, budget_bytes) for x in tried.values()), default=0
             )
-            if rewrites and all(r.bytes_per_s for r in rewrites):
-                least_ns = max(least_ns, offload.takes_ns(problem, rewrites))
+            if rewrites and (copied := _copied(rewrites)) is not None:
+                more = (x.least_ns for x in tried.values() if copied < (_copied(x.rewrites) or copied))
+                least_ns = max(least_ns, offload.takes_ns(problem, rewrites), *more)
             if least_ns >= best_ns:
                 slower[rewrites] = Slower(rewrites=rewrites, least_ns=least_ns)
                 return False, -MOST
@@ -175,13 +176,32 @@ def _changed_steps(problem: Problem, budget_bytes: int, levers: Levers) -> list[
 
     worth(())
     if problem.saved.timeline.peak_allocated_bytes > budget_bytes:
-        groups = [choices for choices in _choices(problem, levers, tried[()].bound) if choices]
-        groups.sort(key=lambda choices: ops_take_ns(problem, choices[0]) > problem.trace.time_ns)
-        _best(groups, worth)
+        _search(problem, list(filter(None, _choices(problem, levers, tried[()].bound))), worth)
     possible: list[Changed | Slower] = [*(x for x in tried.values() if x.bound.feasible), *slower.values()]
     if possible:
         return sorted(possible, key=_promise)
     return [_changed(problem, max((*tried, *impossible), key=worth), budget_bytes)]
+
+
+def _search(
+    problem: Problem,
+    groups: list[Sequence[tuple[Rewrite, ...]]],
+    worth: Callable[[tuple[Rewrite, ...]], Any],
+) -> None:
+    """Try combinations; where something takes no time, with it first, too, since each way ends where no one change
+    helps."""
+    cheap = [c for c in groups if ops_take_ns(problem, c[0]) <= problem.trace.time_ns]
+    for choices in cheap:
+        if len(choices) == 1:
+            worth(choices[0])
+    _best(groups, worth)
+    if cheap != groups[: len(cheap)]:
+        _best([*cheap, *(c for c in groups if c not in cheap)], worth)
+
+
+def _copied(rewrites: tuple[Rewrite, ...]) -> frozenset[int] | None:
+    """The values that wait in host memory, if nothing else changes the step."""
+    return frozenset(r.storage for r in rewrites) if all(r.bytes_per_s for r in rewrites) else None
 
 
 def _shown_ns(problem: Problem, few: Changed, rewrites: Sequence[Rewrite], budget_bytes: int) -> int:
@@ -222,9 +242,9 @@ def _best(
         before = list(taken)
         for k, choices in enumerate(groups):
             tiles = bool(choices[0][0].number) and (len(groups) > 1 or attempt)
-            first = (
-                {0, len(choices) // 3} if tiles else range(1 if choices[0][0].bytes_per_s else len(choices))
-            )
+            first = {0, len(choices) // 3} if tiles else range(len(choices))
+            if choices[0][0].bytes_per_s:
+                first = range(min(2, len(choices)))
             at = max((taken[k],) if taken[k] >= 0 else first, key=lambda n: worth(together(k, n)))
             if worth(together(k, at)) < worth(together(k, taken[k])):
                 continue

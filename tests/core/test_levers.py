@@ -415,3 +415,24 @@ def test_a_choice_is_given_up_where_another_is_better_without_it() -> None:
     assert levers._best([[(first,)], [(second,)]], worth.__getitem__) == (second,)
     worth[second,] = 1
     assert levers._best([[(first,)], [(second,)]], worth.__getitem__) == (first, second)
+
+
+@pytest.mark.parametrize("found", ["packed with half of the copies", "all copies alone"])
+def test_combinations_are_found_from_either_end(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    packed = (Rewrite(kind="bits", storage=0),)
+    half = (Rewrite(kind="offload", storage=1, bytes_per_s=1),)
+    whole = (*half, Rewrite(kind="offload", storage=2, bytes_per_s=1))
+    monkeypatch.setattr(
+        levers, "ops_take_ns", lambda problem, rewrites: head().time_ns + (rewrites is packed)
+    )
+    best, worth = (*packed, *half), {packed: 2, half: 1, whole: 3, (*packed, *half): 5}
+    if found == "all copies alone":
+        best, worth = whole, {packed: 4, half: 1, whole: 5}
+    seen = set()
+
+    def worth_of(rewrites: tuple[Rewrite, ...]) -> int:
+        seen.add(rewrites)
+        return worth.get(rewrites, 0)
+
+    levers._search(Problem(head()), [[packed], [half, whole]], worth_of)
+    assert best in seen

@@ -52,7 +52,7 @@ def step(u: int = U) -> Trace:
 
 
 def all_hidden(t: Trace) -> tuple[Rewrite, ...]:
-    return next(iter(offload.choices(Problem(t), offered(t), HOST, 0)))
+    return max(offload.choices(Problem(t), offered(t), HOST, 0), key=len)
 
 
 def offered(t: Trace) -> list[Rewrite]:

@@ -51,7 +51,7 @@ def choices(
     problem: Problem, rewrites: Sequence[Rewrite], levers: Levers, budget_bytes: int
 ) -> Iterator[tuple[Rewrite, ...]]:
     """Of what is offered and host memory has room for, sets worth a plan, each placed for itself: as few of those that
-    hide as make room for everything else; where not even all of them do, all, and rising numbers of the rest.
+    hide as make room for everything else; or else half of them, all, and rising numbers of the rest.
 
     Raises:
         SpecError: nobody says how fast copies are.
@@ -75,8 +75,8 @@ def choices(
         yield step.placed(hidden[:few], rate)
         return
     rest = [s for s in fit if s not in hidden]
-    sizes = (len(hidden) + -(-len(rest) * k // SHARES) for k in range(SHARES + 1))
-    for n in dict.fromkeys(sizes):
+    sizes = [len(hidden) + -(-len(rest) * k // SHARES) for k in range(SHARES + 1)]
+    for n in dict.fromkeys((len(hidden) // 2, *sizes)):
         if n:
             yield step.placed([*hidden, *rest][:n], rate)
 
