@@ -15,6 +15,7 @@ from tracer.build.step import BuildStep
 from tracer.costs.calibration import ELSEWHERE, MEASURED, NONE, RULES, Costs
 from tracer.costs.calibration import REHEARSED as BY_REHEARSAL
 from tracer.costs.profiles import board_of, find, identity_here, identity_wanted
+from tracer.measure.host_copies import host_bytes_per_s
 from tracer.measure.isolated import calibrate, missing
 from tracer.measure.step import measure
 from tracer.precision.policy import set_tf32
@@ -68,7 +69,7 @@ def joined_with(trace: Trace, found: tuple[Draft, Trace] | None) -> Trace:
     _, of = found
     joined = replace(
         of,
-        meta=replace(of.meta, untouched_peak_bytes=trace.meta.untouched_peak_bytes),
+        meta=replace(of.meta, untouched_peak_bytes=trace.meta.untouched_peak_bytes, rates=trace.meta.rates),
         ops=replace(of.ops, module=_of_the_model(of.ops.module)),
         storages=replace(of.storages, name=_of_the_model(of.storages.name)),
         untouched=trace.untouched,
@@ -225,6 +226,9 @@ def record_real(
     counted = fake if fake is not None and same else draft
     peak_bytes, requests = count_untouched(counted, Costs(profile=own))
     trace = measured.finish(untouched=requests, untouched_peak_bytes=peak_bytes)
+    if device.startswith("cuda") and not rehearsed:
+        rates = {**trace.meta.rates, "host_bytes_per_s": host_bytes_per_s()}
+        trace = replace(trace, meta=replace(trace.meta, rates=rates))
     if path is not None and (merged := _added(path, own, use, say)) is not None:
         say(f"Profile {path}: {len(merged.entries)} calls of ops measured so far.")
     return joined_with(trace, record_joined(build, draft, use, say, device=device, costs=Costs(profile=own)))

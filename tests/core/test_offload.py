@@ -20,6 +20,7 @@ from simulator.planners import plan_with
 from simulator.prediction.levers import changed_steps, lower_bound, plan_with_levers, study
 from simulator.studies.comparison import compare
 from tests.tiny import bwd, fwd, trace
+from traces.devices import device
 from traces.errors import PlanError, SpecError
 from traces.records.plan import EXACT, Action, Plan, Rewrite
 from traces.records.trace import EAGER, VIEW, Trace
@@ -255,6 +256,14 @@ def test_no_more_is_copied_than_makes_room_for_the_rest(budget: int, copies: int
     assert line.step_time_ns == problem.trace.time_ns
     best = changed_steps(problem, budget, HOST)[0]
     assert (best.rewrites, best.least_ns) == (only, problem.trace.time_ns)
+
+
+def test_the_rate_that_a_trace_measured_is_taken_before_the_table() -> None:
+    t = step()
+    assert {r.bytes_per_s for r in offload.offer(Problem(t))} == {device("H100").host_bytes_per_s}
+    for target in ("H100", "NVIDIA Quux"):
+        measured = replace(t, meta=replace(t.meta, target=target, rates={"host_bytes_per_s": 7 * RATE}))
+        assert {r.bytes_per_s for r in offload.offer(Problem(measured))} == {7 * RATE}
 
 
 def test_host_memory_is_limited() -> None:

@@ -38,11 +38,12 @@ SHARES: Final = 4  # of what does not hide
 
 
 def offer(problem: Problem) -> Iterator[Rewrite]:
-    """The values that can be copied away, in the order of their worth, as they are placed if all are taken; where the
-    device table lacks the device, without a rate."""
-    step = problem.once(_Step, _Step)
+    """The values that can be copied away, in the order of their worth, as they are placed if all are taken, at the rate
+    that the trace measured or else the device table's; where neither has one, without a rate."""
+    step, meta = problem.once(_Step, _Step), problem.trace.meta
     try:
-        yield from step.placed(step.ranked, device(problem.trace.meta.target or "cpu").host_bytes_per_s)
+        rate = meta.rates.get("host_bytes_per_s") or device(meta.target or "cpu").host_bytes_per_s
+        yield from step.placed(step.ranked, rate)
     except SpecError:
         yield from (replace(r, bytes_per_s=0) for r in step.placed(step.ranked, UNKNOWN))
 
