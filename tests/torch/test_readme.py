@@ -26,13 +26,18 @@ def test_every_key_of_executes_json_is_documented() -> None:
     assert {*answer(outcome)} <= quoted(section(MANUALS["executor"], "JSON"))
 
 
-# Runs scripts one after another, and `trace`, where they start it, without a process for each batch size.
+# Runs what the manual shows one after another in one process: the commands (also where a script starts `trace` for each
+# batch size), the scripts, and last the loop whose output is shown.
 ONE_PROCESS = """
 import runpy, sys
+from simulator.cli.main import main as simulate
 from simulator.studies import tracing
 from tracer.cli.main import trace
 tracing.run_trace = lambda words, what: trace([*words, "-q"], standalone_mode=False)
+trace(["my_training.py:build", "--batch-size", "16", "-o", "my-trace"], standalone_mode=False)
+simulate(["my-trace", "--budget", "80%", "-o", "my-plan.json"], standalone_mode=False)
 for script in sys.argv[1:]:
+    print("RUN", script)
     runpy.run_path(script, run_name="__main__")
 """
 
@@ -45,21 +50,18 @@ def test_the_example_runs_as_shown(tmp_path: Path) -> None:
         (tmp_path / name).write_text(block.replace("resnet50", "resnet18"), encoding="utf-8")
         if name not in ("my_training.py", "train.py"):
             scripts.append(name)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-    def run(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    run("-m", "tracer", "my_training.py:build", "--batch-size", "16", "-o", "my-trace")
-    run("-m", "simulator", "my-trace", "--budget", "80%", "-o", "my-plan.json")
-    assert '"recompute"' in (tmp_path / "my-plan.json").read_text(encoding="utf-8")
     assert scripts
-    run("-c", ONE_PROCESS, *scripts)
-    lines = run("train.py").splitlines()
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_PROCESS, *scripts, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"recompute"' in (tmp_path / "my-plan.json").read_text(encoding="utf-8")
+    lines = done.stdout.partition("RUN train.py\n")[2].splitlines()
     shown = blocks(section(README, "In your own loop"), "")[0].splitlines()
     # The losses' digits belong to a machine; all else does not.
     digits = re.compile(r"\d+\.\d+")
