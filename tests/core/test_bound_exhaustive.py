@@ -88,10 +88,11 @@ def sweep(seeds: range, *, drops: int = 0, most: int, draws: bool = False) -> Ta
 
 
 def test_bound_holds_on_seeded_traces() -> None:
-    tally = sweep(range(300), most=300)
-    assert tally.traces >= 200
-    assert tally.positive >= 100  # or the comparison says little
-    assert tally.tight >= 30
+    """Four times as many as the last mistake below needs to be seen."""
+    tally = sweep(range(150), most=300)
+    assert tally.traces >= 100
+    assert tally.positive >= 150  # or the comparison says little
+    assert tally.tight >= 50
 
 
 def test_bound_holds_with_values_evicted_in_between() -> None:

@@ -73,7 +73,7 @@ def compiled(model: nn.Module, partition: Callable[..., Any], **settings: Any) -
 
 
 def partitioner(budget: str | int, told: list[str] | None = None) -> PlanPartitioner:
-    return PlanPartitioner(budget, seconds=2, say=(lambda _: None) if told is None else told.append)
+    return PlanPartitioner(budget, seconds=0.3, say=(lambda _: None) if told is None else told.append)
 
 
 def as_torch_does(gm: Any, inputs: Any, **kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ def test_the_cache_key_changes_with_what_a_plan_follows_from() -> None:
     others = [
         partitioner("50%"),
         PlanPartitioner("60%", seconds=3),
-        PlanPartitioner("60%", planner="mu-two", seconds=2),
+        PlanPartitioner("60%", planner="mu-two", seconds=0.3),
     ]
     assert len({p.uuid() for p in (partitioner("60%"), *others)}) == 4
 
