@@ -80,7 +80,14 @@ def agree(model: nn.Module, planned: nn.Module, rtol: float = 2e-6) -> None:
         assert float((p.grad - q.grad).norm()) <= rtol * float(p.grad.norm()), name
 
 
-@pytest.mark.parametrize("head", HEADS)
+# What stands on the border: weights on both sides of it, a slice, random draws, targets first, logits read twice. The
+# kinds of losses are test_tile's, where the same ones stand inside of the model.
+BORDERS = ("tied", "shifted", "class weights", "dropped", "each, masked", "taught", "weighed", "z-loss")
+
+
+@pytest.mark.parametrize(
+    "head", [pytest.param(head, marks=[pytest.mark.slow] * (head not in BORDERS)) for head in HEADS]
+)
 def test_gradients_are_those_of_the_untouched_step(head: str) -> None:
     torch.manual_seed(0)
     model, loss = apart(HEADS[head]())

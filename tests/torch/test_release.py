@@ -153,7 +153,7 @@ def test_peaks_are_measured_and_the_result_is_the_ordinary_loops(step: str) -> N
             {"batch_size": 2, "seq_len": 32, "optimizer": "sgd", "amp": "bfloat16"},
             marks=pytest.mark.slow,
         ),
-        ("resnet18", {"batch_size": 2, "image_size": 64}),
+        pytest.param("resnet18", {"batch_size": 2, "image_size": 64}, marks=pytest.mark.slow),
     ],
 )
 def test_models_by_name(model: str, options: dict[str, Any]) -> None:
