@@ -254,13 +254,14 @@ def _key(name: str) -> str:
 
 
 def _torchvision_names() -> list[str]:
-    """What the installed torchvision has; nothing if it cannot be imported."""
-    from tracer.build.named.vision import import_torchvision
+    """What the installed torchvision has; nothing if it, or torch, cannot be imported."""
     from traces.errors import EnvironmentProblem
 
     try:
+        from tracer.build.named.vision import import_torchvision
+
         import_torchvision()
-    except EnvironmentProblem:
+    except (EnvironmentProblem, ImportError):
         return []
     import torchvision.models
 
