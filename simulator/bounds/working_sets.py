@@ -18,16 +18,16 @@ end S is empty. One moves back as in `bounds.lowest`:
 So to each moment of the plan belongs a state with a time that was added after it at least. What was added *before* it,
 and after an instant t of `bounds.bound`? Let Y be S with all that the ops of backward between t and u read. Each
 storage of Y was in memory at t, or its op ran again between t and the moment. With a price λ per byte, that took at
-least F(Y) - λ C: F(Y) is the minimum cut of the network in `bounds.bound` with Y demanded, C what is free at t. As a
-minimum over supersets of a cut function, F is submodular. So the vector x of marginals, in any order of demands, is
-nowhere above it (Edmonds 1970): x(Y) <= F(Y), and for all that is wanted at t they are equal if that comes first in
-the order. Hence
+least F(Y) - λ C, and never less than nothing: F(Y) is the minimum cut of the network in `bounds.bound` with Y demanded,
+C what is free at t. Hence
 
-    added time  >=  after(state) + x(Y) - λ C        for each moment of the plan after t.
+    added time  >=  after(state) + max(0, F(Y) - λ C)        for each moment of the plan after t.
 
 A best-first search (A*, Hart, Nilsson, Raphael 1968) from the end back to t visits states by this sum. Every plan leads
 through a state in its queue, so the least sum there is a bound whenever the search stops, and it never falls; if the
-queue is empty, there is no plan. It begins at what `bounds.bound` says of t for that price.
+queue is empty, there is no plan. It begins at what `bounds.bound` says of t for that price. What the ops between t and
+u read is demanded for all u beforehand, one after the other; S is demanded beside it when a state comes first in the
+queue, which then may lose its place.
 
 Everything is an int: times and λ per byte are multiplied by one power of two and λ is rounded to that.
 
@@ -38,7 +38,7 @@ matter (SMALL, FEW), and of a state all but the largest `pebbles.WIDTH`; before 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,9 @@ SMALL, FEW = 64, 8
 MOST_STATES: Final = 300_000  # looked at for one budget
 ROOM: Final = 3  # states noted for each that is looked at
 STALE_STATES: Final = 20_000  # looked at without a gain
-MOST_VISITS: Final = 20_000_000  # edges of the network looked at
+MOST_GROWN: Final = 20_000_000  # edges of the network looked at beforehand
+MOST_VISITS: Final = 1 << 30  # and for states; after that only what was demanded beforehand counts
+MOST_LEFT: Final = 1 << 20  # capacities noted beforehand, for fewer gaps in a larger network
 BITS: Final = 54  # of the largest sum, so that adding some of them stays within 64
 MOST_SHIFT: Final = 24
 NEVER: Final = 1 << 40  # an op that there is not
@@ -100,13 +102,10 @@ class WorkingSets:
         worth_ns = price_ns * int(self._nbytes[self._forward].sum()) // price_bytes
         shift = min(MOST_SHIFT, max(0, BITS - (int(self._time_ns.sum()) + worth_ns).bit_length()))
         price = (price_ns << shift) // price_bytes
-        share = self._shares(setting, rank, shift, price)
-        wanted = setting.wanted
-        n_ops = len(instants.trace.ops)
-        before_share = np.zeros(n_ops + 2, np.int64)  # [gap]
-        np.add.at(before_share, np.minimum(first_read[wanted], n_ops) + 1, share[wanted])
-        before_share = np.cumsum(before_share) - price * free_bytes
+        cuts, node, row = self._cuts(setting, shift, price, first_read)
+        total = cuts.total - price * free_bytes
 
+        n_ops = len(instants.trace.ops)
         asks = self._asked(rank)
         reads_at = np.zeros(n_ops + 1, np.int64)
         np.cumsum(np.bincount(reader, minlength=n_ops), out=reads_at[1:])
@@ -118,12 +117,11 @@ class WorkingSets:
         ops["may_rerun"][:n_forward], ops["overwrites"][:n_ops] = self._may, overwrites
         ops["base_bytes"][: len(instants.sure_bytes)] = instants.sure_bytes
         ops["need_bytes"][: len(instants.unavoidable_bytes)] = instants.unavoidable_bytes
-        ops["before_share"][: len(before_share)], ops["reads_at"][: n_ops + 1] = before_share, reads_at
+        ops["least_before"], ops["row"], ops["reads_at"][: n_ops + 1] = total[row], row, reads_at
         ops["asks_at"][1 : n_ops + 1] = np.cumsum([len(a) for a in asks])
         storages = np.zeros(len(tracked), STORAGE)
-        storages["nbytes"], storages["share"] = self._nbytes[tracked], share[tracked]
+        storages["nbytes"], storages["node"] = self._nbytes[tracked], node[tracked]
         storages["producer"], storages["until"] = self._producer[tracked], self._until[tracked]
-        storages["first_read"] = first_read[tracked]
         found = Nodes(
             nodes=np.empty(n_states, NODE),
             states=np.empty((n_states, WIDTH), np.int32),
@@ -133,8 +131,9 @@ class WorkingSets:
             heap=np.empty(n_states, np.int32),
             state=np.empty(WIDTH, np.int32),
         )
-        root = int(share[wanted].sum()) - price * free_bytes
-        way = Way(ops, storages, rank[read], np.concatenate([np.zeros(0, np.int64), *asks]))
+        root = int(total[-2])
+        asked = np.concatenate([np.zeros(0, np.int64), *asks])
+        way = Way(ops, storages, rank[read], asked, cuts, MOST_VISITS)
         least, _ = walk_back(
             budget_bytes, first, int(brought.max()) + 1, root, MOST_STATES, STALE_STATES, way, found
         )
@@ -169,9 +168,11 @@ class WorkingSets:
         rise[small] -= self._nbytes[first[small]]
         return np.where(taken >= 0, rank[taken], -1), rise
 
-    def _shares(self, setting: Setting, rank: NDArray[np.int64], shift: int, price: int) -> NDArray[np.int64]:
-        """[storage]: the marginals x, of what is wanted first and then of the other tracked ones."""
-        from simulator.kernels.prices import NO_LIMIT, marginal_cuts
+    def _cuts(
+        self, setting: Setting, shift: int, price: int, first_read: NDArray[np.int64]
+    ) -> tuple[Any, NDArray[np.int64], NDArray[np.int64]]:
+        """The network with what is wanted demanded from gap to gap; each storage's node, and each gap's row."""
+        from simulator.kernels import prices
 
         instants, turn = self.instants, self.instants.turn
         decided = self._forward & ~setting.forced  # by a plan
@@ -186,9 +187,8 @@ class WorkingSets:
         head = np.concatenate(
             (np.where(self._may[maker], 1 + maker, 0), np.zeros_like(again), node[instants.read[needs]])
         )
-        left = np.concatenate(
-            (price * self._nbytes[made], self._time_ns[again] << shift, np.full(int(needs.sum()), NO_LIMIT))
-        )
+        endless = np.full(int(needs.sum()), prices.NO_LIMIT)
+        left = np.concatenate((price * self._nbytes[made], self._time_ns[again] << shift, endless))
         n_nodes, n_edges = 1 + turn + len(made), len(tail)
         tails = np.concatenate((tail, head))
         by_tail = np.argsort(tails, kind="stable")
@@ -198,14 +198,23 @@ class WorkingSets:
         out = np.stack((np.concatenate((head, tail))[by_tail], place[opposite][by_tail]))
         out_at = np.zeros(n_nodes + 1, np.int64)
         np.cumsum(np.bincount(tails, minlength=n_nodes), out=out_at[1:])
-        left = np.concatenate((left, np.zeros_like(left)))[by_tail]
 
         wanted = np.flatnonzero(setting.wanted)
-        links = np.flatnonzero(decided & ~setting.wanted & (rank >= 0))
-        early = wanted[np.argsort(self._producer[wanted], kind="stable")]
-        late = links[np.argsort(-self._producer[links], kind="stable")]
-        order = node[np.concatenate((early, late))]
-        share = np.zeros(n_nodes, np.int64)
-        seen, came, queue = np.zeros((3, n_nodes), np.int64)
-        marginal_cuts(order, out_at, out, left, MOST_VISITS, seen, came, queue, share)
-        return np.where(decided, share[node], 0)
+        wanted = wanted[np.argsort(first_read[wanted], kind="stable")]
+        times, of_time = np.unique(first_read[wanted], return_inverse=True)
+        n_rows = 1 + min(len(times), max(1, MOST_LEFT // (2 * n_edges)))
+        row = 1 + np.arange(len(times) + 1) * (n_rows - 1) // max(1, len(times))  # of the demands of a time
+        cuts = prices.Cuts(
+            out_at,
+            out,
+            left=np.zeros((n_rows + 1, 2 * n_edges), np.int64),
+            total=np.zeros(n_rows + 1, np.int64),
+            dead_from=np.full(n_nodes, prices.NEVER),
+            seen=np.zeros(n_nodes, np.int64),
+            came=np.zeros(n_nodes, np.int64),
+            queue=np.zeros(n_nodes, np.int64),
+        )
+        cuts.left[0] = np.concatenate((left, np.zeros_like(left)))[by_tail]
+        prices.grow(node[wanted], row[of_time], MOST_GROWN, cuts)
+        gaps = np.arange(len(instants.trace.ops) + 2)
+        return cuts, node, row[np.searchsorted(times, gaps)] - 1

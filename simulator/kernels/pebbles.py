@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from simulator.kernels.compiled import compiled, inner
+from simulator.kernels.prices import demand
 from simulator.kernels.records import long, table
 
 WIDTH: Final = 24  # storages of a state; of more, the smallest are not asked for
@@ -23,7 +24,8 @@ OP: Final = table(
         ("rise_bytes", np.int64),  # what a run of it adds; of an op of forward
         ("need_bytes", np.int64),  # while it runs, beside what it reads of what is tracked
         ("base_bytes", np.int64),  # in the gap before it, whatever the plan
-        ("before_share", np.int64),  # as `share`, of all that ops before it read, less what memory is worth
+        ("least_before", np.int64),  # what having all that ops before it read cost, less what memory is worth
+        ("row", np.int64),  # of `Cuts`, where that is demanded
         ("reads_at", np.int64),  # of `reads`: the tracked storages that it reads
         ("asks_at", np.int64),  # of `asks`: those that can be brought back for its sake
         ("overwrites", np.int32),  # a tracked storage; -1
@@ -33,14 +35,15 @@ OP: Final = table(
 STORAGE: Final = table(
     [
         ("nbytes", np.int64),
-        ("share", np.int64),  # what having it at a moment must have cost before
+        ("node", np.int64),  # of `Cuts`; 0: it costs nothing
         ("producer", np.int64),
         ("until", np.int64),  # the last op until which it is there whatever the plan
-        ("first_read", np.int64),  # the first op of backward that reads it
     ]
 )
 # A bound on all ways through it, and the cost from it to the end.
-NODE: Final = np.dtype([("least", np.int64), ("so_far", np.int64), ("gap", np.int32), ("stale", np.int32)])
+NODE: Final = np.dtype(
+    [("least", np.int64), ("so_far", np.int64), ("gap", np.int32), ("stale", np.int16), ("cut", np.int16)]
+)
 
 
 class Way(NamedTuple):
@@ -50,6 +53,8 @@ class Way(NamedTuple):
     storages: Any
     reads: Any
     asks: Any
+    cuts: Any
+    most_visits: int  # edges of the network looked at; after that what states themselves cost is left out
 
 
 class Nodes(NamedTuple):
@@ -89,6 +94,17 @@ def pop(heap: Any, n: int, nodes: Any) -> int:
 
 
 @inner
+def push(heap: Any, n: int, node: int, nodes: Any) -> int:
+    """Put a node in: the heap's new length."""
+    k = n
+    while k and before(node, heap[(k - 1) // 2], nodes):
+        heap[k] = heap[(k - 1) // 2]
+        k = (k - 1) // 2
+    heap[k] = node
+    return n + 1
+
+
+@inner
 def include(state: Any, n: int, s: int) -> int:
     """Put a storage into a sorted state, if it is not there; how many there are."""
     s = 2 * s
@@ -123,15 +139,12 @@ def enter(
 ) -> tuple[int, int]:
     """Note that `found.state` is reached in a gap at a cost, unless it was as cheaply before: (nodes, heap).
 
-    What must have been added before the gap, so that ops of backward could run up to it and the state be there, makes
-    the bound of the new node.
+    What must have been added before the gap, so that ops of backward could run up to it, makes the bound of the new
+    node; what the state itself must have cost is left to `cut`.
     """
     state, nodes, states, table = found.state, found.nodes, found.states, found.table
-    bound = so_far + way.ops[at].before_share
     key = np.uint64(at)
     for j in range(n):
-        if way.storages[state[j] >> 1].first_read >= at:
-            bound += way.storages[state[j] >> 1].share
         key = (key ^ np.uint64(state[j])) * np.uint64(0x9E3779B97F4A7C15)
         key ^= key >> np.uint64(29)
     size = np.uint64(table.shape[0])
@@ -153,15 +166,30 @@ def enter(
     for j in range(states.shape[1]):
         states[n_nodes, j] = state[j] if j < n else EMPTY
     new = nodes[n_nodes]
-    new.gap, new.so_far, new.stale = at, so_far, 0
-    new.least = max(least, bound)
+    new.gap, new.so_far, new.stale, new.cut = at, so_far, 0, 0
+    new.least = max(least, so_far + max(0, way.ops[at].least_before))
     table[place] = n_nodes + 1
-    k = n_heap
-    while k and before(n_nodes, found.heap[(k - 1) // 2], nodes):
-        found.heap[k] = found.heap[(k - 1) // 2]
-        k = (k - 1) // 2
-    found.heap[k] = n_nodes
-    return n_nodes + 1, n_heap + 1
+    return n_nodes + 1, push(found.heap, n_heap, n_nodes, nodes)
+
+
+@inner
+def cut(node: int, dead: int, search: int, way: Any, found: Any) -> tuple[int, int, int]:
+    """A bound on all ways through a node that counts what its state cost before: (bound, last search, edges seen)."""
+    c, x, states = way.cuts, found.nodes[node], found.states
+    row, last = way.ops[x.gap].row, c.left.shape[0] - 1
+    least_before = way.ops[x.gap].least_before
+    visits = long(0)
+    for k in range(states.shape[1]):
+        s = way.storages[states[node, k] >> 1].node if states[node, k] >= 0 else long(0)
+        if s and not visits:
+            visits = long(c.left.shape[1])
+            for e in range(c.left.shape[1]):
+                c.left[last, e] = c.left[row, e]
+        if s:
+            added, search, more = demand(s, row, last, dead, search, c)
+            least_before += added
+            visits += more
+    return max(x.least, x.so_far + max(0, least_before)), search, visits
 
 
 @compiled
@@ -184,11 +212,21 @@ def walk_back(
     room = states.shape[0] - states.shape[1] - 2
     least = root
     looked = gained = nothing  # how many had been looked at when the bound last rose
+    search = visits = nothing
     while n_heap:
         node = heap[0]
         n_heap = pop(heap, n_heap, nodes)
         if nodes[node].stale:
             continue
+        # Where nothing has run again, all that is in memory is wanted at the instant: that cannot say more than `root`.
+        if nodes[node].so_far and not nodes[node].cut and visits <= way.most_visits:
+            nodes[node].cut = 1
+            bound, search, more = cut(node, -2 - long(node), search, way, found)
+            visits += more
+            if bound > nodes[node].least:
+                nodes[node].least = bound
+                n_heap = push(heap, n_heap, node, nodes)
+                continue
         if nodes[node].least > least:
             least, gained = nodes[node].least, looked
         at = long(nodes[node].gap)

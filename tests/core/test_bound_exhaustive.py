@@ -18,6 +18,7 @@ from simulator.bounds.instants import Instants, Setting
 from simulator.bounds.lowest import Pebbles, State
 from simulator.bounds.working_sets import WorkingSets
 from simulator.core.problem import Problem
+from simulator.kernels import prices
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.strategies import traces
 from traces.records.trace import Trace
@@ -138,7 +139,7 @@ MUTATIONS = (
     "carried reads paid twice",
     "what takes over never runs again",
     "nothing is carried",
-    "shares that are no marginals",
+    "what is demanded is paid one by one",
     "nothing is taken over on the way back",
     "what forward reads again is there",
 )
@@ -221,14 +222,16 @@ def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Pebbles, "_made_last", made_last)
     elif mutation == "nothing is carried":
         monkeypatch.setattr(Pebbles, "_carried", lambda self, state: [])
-    elif mutation == "shares that are no marginals":
-        true_shares = WorkingSets._shares
+    elif mutation == "what is demanded is paid one by one":
+        true_cuts = WorkingSets._cuts
 
-        def shares(self: WorkingSets, setting: Setting, rank: Any, shift: int, price: int) -> Any:
-            whole = true_shares(self, setting, rank, shift, price)
-            return np.where(setting.wanted, whole, price * np.array(self.instants.trace.storages.nbytes))
+        def cuts(self: WorkingSets, *args: Any) -> Any:
+            made, node, row = true_cuts(self, *args)
+            made.left[:] = made.left[0]  # as if nothing else were demanded
+            made.dead_from[:] = prices.NEVER
+            return made, node, row
 
-        monkeypatch.setattr(WorkingSets, "_shares", shares)
+        monkeypatch.setattr(WorkingSets, "_cuts", cuts)
     elif mutation == "nothing is taken over on the way back":
         monkeypatch.setattr(
             WorkingSets,

@@ -66,6 +66,18 @@ def test_a_search_that_is_cut_short_says_less(name: str, value: int, monkeypatch
     assert (less.feasible, less.added_time_ns < whole.added_time_ns) == (True, True)
 
 
+@pytest.mark.parametrize(("name", "value"), [("MOST_GROWN", -1), ("MOST_VISITS", -1), ("MOST_LEFT", 0)])
+def test_a_search_that_is_cut_short_says_less_without_all_cuts(
+    name: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = chain(*range(3, 15))
+    monkeypatch.setattr(module, "MOST_STATES", 30)
+    whole = bound(of, 24)
+    monkeypatch.setattr(module, name, value)
+    less = bound(of, 24)
+    assert 0 < less.added_time_ns < whole.added_time_ns
+
+
 def test_without_a_way_back_there_is_no_plan() -> None:
     # Within 23 bytes no op can read two values.
     sets = WorkingSets(Bounder(Problem(chain(5, 7, 11, 13))).instants)

@@ -6,6 +6,7 @@ import heapq
 from fractions import Fraction
 from itertools import count
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from simulator.bounds.components import Network
 from simulator.bounds.instants import TURN, Instants
 from simulator.bounds.working_sets import WorkingSets
 from simulator.core.problem import Problem
+from simulator.kernels.prices import grow
 from tests.exhaust import draw_trace
 from tests.strategies import traces
 from traces.records.trace import Trace
@@ -64,27 +66,13 @@ class Plain:
         inside = network.source_side(0, 1)
         return sum(c for a, b, c in edges if inside[a] and not inside[b])
 
-    def shares(self) -> dict[int, int]:
-        """The marginals, in the order that `WorkingSets` takes."""
-        producer = self.instants.trace.storages.producer
-        wanted = sorted((s for s in self.decided if self.setting.wanted[s]), key=lambda s: (producer[s], s))
-        links = sorted(self.decided.difference(wanted), key=lambda s: (-producer[s], s))
-        out: dict[int, int] = {}
-        before: frozenset[int] = frozenset()
-        for s in (*wanted, *links):
-            now = before | {s}
-            out[s] = self.cut(now) - self.cut(before)
-            before = now
-        return out
-
     def added_ns(self, budget_bytes: int) -> int | None:
         """The bound; None: there is no way back at all."""
         instants, trace, problem = self.instants, self.instants.trace, self.instants.problem
         nbytes, producer, reads = trace.storages.nbytes, trace.storages.producer, trace.ops.reads
-        shares = self.shares()
         wanted = {s for s in self.decided if self.setting.wanted[s]}
         worth = self.price.numerator * (budget_bytes - self.setting.unavoidable_bytes)
-        root = sum(shares[s] for s in wanted) - worth
+        root = self.cut(frozenset(wanted)) - worth
         base, need, until = instants.sure_bytes, instants.unavoidable_bytes, instants.forced_until
         number = count()
         start = (len(trace.ops), frozenset[int](), frozenset[int]())
@@ -99,7 +87,7 @@ class Plain:
             gap, held, asked_for = state
             if gap == self.first:
                 so_far = {s for s in wanted if self.first_read[s] < gap} | (held & self.decided)
-                total = self.price.denominator * time_ns + sum(shares[s] for s in so_far) - worth
+                total = self.price.denominator * time_ns + max(0, self.cut(frozenset(so_far)) - worth)
                 best = total if best is None else min(best, total)
                 continue
             for q in {producer[s] for s in asked_for if problem.may_rerun[producer[s]]}:
@@ -162,3 +150,38 @@ def test_seeded_traces() -> None:
         instants = Instants(Problem(draw_trace(seed)))
         ways += check(instants, TURN, Fraction(seed % 13, 1 + seed % 7), 0.7 + (seed % 4) / 10)
     assert ways >= 150
+
+
+@settings(max_examples=100, deadline=None)
+@given(of=traces(max_forward=6, max_backward=5), price=st.integers(0, 40))
+def test_what_is_demanded_from_gap_to_gap_is_cut_as_if_alone(of: Trace, price: int) -> None:
+    check_cuts(Instants(Problem(of)), price)
+
+
+def test_cuts_of_seeded_traces() -> None:
+    assert sum(check_cuts(Instants(Problem(draw_trace(seed))), seed % 13) for seed in range(100)) >= 300
+
+
+def check_cuts(instants: Instants, price: int) -> int:
+    """Compare at every gap after the turn what its row demands with a minimum cut, and with more demanded beside it."""
+    plain, setting, sets = (
+        Plain(instants, TURN, Fraction(price)),
+        instants.setting(TURN),
+        WorkingSets(instants),
+    )
+    first_read = np.full(len(instants.nbytes), 1 << 40)
+    first_read[list(plain.first_read)] = list(plain.first_read.values())
+    wanted = [s for s in plain.decided if setting.wanted[s]]
+    positive = 0
+    for gap in range(plain.first, len(instants.trace.ops) + 1):
+        cuts, node, row = sets._cuts(setting, 0, price, first_read)
+        before = frozenset(s for s in wanted if first_read[s] < gap)
+        assert cuts.total[row[gap]] == plain.cut(before)
+        for s in plain.decided:
+            last = cuts._replace(left=cuts.left[[row[gap], 0]], total=cuts.total[[row[gap], 0]])
+            # Its only row goes on from that of the gap; what was dead by then is found again.
+            fresh = last._replace(dead_from=np.full_like(cuts.dead_from, 1 << 40))
+            grow(node[[s]], np.zeros(1, np.int64), 1 << 20, fresh)
+            assert fresh.total[0] == plain.cut(before | {s})
+            positive += fresh.total[0] > cuts.total[row[gap]]
+    return positive
