@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,15 +13,20 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from simulator.bounds import components as components_module
 from simulator.bounds import instants as instants_module
+from simulator.bounds import working_sets
 from simulator.bounds.bound import Bounder, bound_curve
 from simulator.bounds.components import Component
 from simulator.bounds.instants import Instants, Setting
 from simulator.bounds.lowest import Pebbles, State
 from simulator.bounds.working_sets import WorkingSets
+from simulator.core.limits import Limits
 from simulator.core.problem import Problem
 from simulator.kernels import prices
+from simulator.planners import search
 from tests.exhaust import budgets, draw_trace, frontier, optimum
 from tests.strategies import traces
+from tests.tiny import bwd, fwd, trace
+from traces.errors import BudgetError
 from traces.records.trace import Trace
 
 
@@ -103,6 +109,51 @@ def test_bound_holds_with_values_evicted_in_between() -> None:
 
 def test_bound_holds_with_plans_drawn_from_all() -> None:
     assert sweep(range(20_000_000, 20_000_060), drops=2, most=200, draws=True).traces == 60
+
+
+def residual_chain(seed: int, blocks: int) -> Trace:
+    """Blocks a(x), b(a), x' = x + b; backward reads a and b of a block, then its x."""
+    drawn = random.Random(seed)
+    ops = [fwd({"x0": drawn.randint(2, 9)}, "w", time_ns=drawn.randint(1, 20))]
+    large = drawn.randint(3, 9)
+    for k in range(1, blocks + 1):
+        ops.append(fwd({f"a{k}": drawn.randint(1, 4)}, f"x{k - 1}", time_ns=drawn.randint(1, 20)))
+        ops.append(fwd({f"b{k}": large}, f"a{k}", time_ns=drawn.randint(1, 20)))
+        ops.append(fwd({f"x{k}": large}, f"x{k - 1}", f"b{k}", time_ns=drawn.randint(1, 20)))
+    ops.append(bwd({f"g{blocks}": large}, f"x{blocks}"))
+    for k in range(blocks, 0, -1):
+        ops.append(bwd({f"h{k}": drawn.randint(1, 4)}, f"g{k}", f"b{k}", f"a{k}"))
+        ops.append(bwd({f"g{k - 1}": drawn.randint(2, 9)}, f"h{k}", f"g{k}", f"x{k - 1}"))
+    return trace(ops, {"w": 1})
+
+
+def compare_with_search(seeds: range) -> tuple[int, int]:
+    """At how many budgets of residual chains, too many for all plans, the bound equals, and exceeds, a plan found."""
+    equal = above = 0
+    for seed in seeds:
+        problem = Problem(residual_chain(seed, 3 + seed % 4))
+        bounder = Bounder(problem)
+        floor, most = bounder.floor.peak_bytes, max(bounder.instants.peaks)
+        for share in (0.05, 0.15, 0.3, 0.5):
+            budget = int(floor + share * (most - floor))
+            with suppress(BudgetError):
+                found = search.plan(problem, budget, Limits(seconds=0.05))
+                added_ns = problem.replay(found.actions).timeline.step_time_ns - problem.trace.time_ns
+                bound = bounder.bound(budget)
+                equal += bound.added_time_ns == added_ns
+                above += bound.added_time_ns > added_ns or not bound.feasible
+    return equal, above
+
+
+def test_no_plan_of_a_residual_chain_is_below_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    equal, above = compare_with_search(range(12))
+    assert equal >= 3
+    assert above == 0
+    monkeypatch.setattr(working_sets, "MOST_STATES", 10)
+    assert compare_with_search(range(12))[1] == 0
+    monkeypatch.undo()
+    mutate("what is demanded is paid one by one", monkeypatch)
+    assert compare_with_search(range(12))[1] > 0
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
