@@ -317,6 +317,7 @@ def _choices(
 ATTEMPTS: Final = 3
 # Two steps of equal kinds are as good as one another if they differ by one of so many parts.
 CLOSE: Final = 2000
+NEAR: Final = 5  # of these parts, within which a plan that was made sooner may become the best
 SEARCHED: Final = 2  # so many steps that the same kinds change are planned, where the first has a plan
 ANY: Final = 1.0  # error of the gradient, relative L2, where the user gives no limit
 SHARES: Final = 4  # of the rewrites of one kind, in their order of worth
@@ -392,12 +393,17 @@ def _lower_bound(problem: Problem, budget_bytes: int, levers: Levers) -> Bound:
 
 
 def plan_with_levers(
-    problem: Problem, budget_bytes: int, levers: Levers, make: Callable[[Problem], Plan]
+    problem: Problem,
+    budget_bytes: int,
+    levers: Levers,
+    make: Callable[[Problem], Plan],
+    sooner: Callable[[Problem], Plan] | None = None,
 ) -> Plan:
     """The cheapest plan that is made of the step, as it is or as the levers change it.
 
     Args:
         make: the plan of one step within the budget.
+        sooner: one in less time: after the first plan, a step is planned in full only if so it comes near the best.
 
     Raises:
         BudgetError: there is none. The refusal is that of the step with the lowest peak, and names a lever that is not
@@ -427,7 +433,14 @@ def plan_with_levers(
             continue
         planned[kinds] += 1
         try:
-            made = make(checked(step.problem))
+            if (
+                best is None
+                or sooner is None
+                or _time_ns(sooner(step.problem)) < _time_ns(best) + NEAR * close_ns
+            ):
+                made = make(checked(step.problem))
+            else:
+                continue
         except Infeasible as error:
             told = _with(step.rewrites, error)
             refusal = min(refusal or told, told, key=lambda e: e.figures["lowest_peak_bytes"])

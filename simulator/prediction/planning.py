@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from simulator.allocator.device_fit import Setting, asking_ahead, settings_to_try
@@ -19,6 +20,9 @@ from simulator.prediction.warnings import provenance, texts
 from traces.records.plan import ALLOCATED, RESERVED, Plan
 
 UNLIMITED_BYTES: Final = 1 << 62
+SOONER: Final = (
+    8  # a plan that tells whether a step is worth more is looked for in so small a part of the time
+)
 
 
 def plan_for(
@@ -38,7 +42,7 @@ def plan_for(
 
     under: dict[Problem, Setting] = {}  # by the step that was planned
 
-    def make(step: Problem) -> Plan:
+    def make(step: Problem, limits: Limits = limits) -> Plan:
         if budget_bytes is not None and budget_of == RESERVED:
             from simulator.prediction.reserved_budget import plan_within_reserved
 
@@ -53,9 +57,10 @@ def plan_for(
                 raise
             raise with_lowest_peak(step, error, limits) from None
 
+    sooner = partial(make, limits=replace(limits, seconds=limits.seconds / SOONER))
     if why := nothing_in_tiles(problem.trace, levers):
         progress(why)
-    plan = make(problem) if budget_bytes is None else _cheapest(problem, budget_bytes, levers, make)
+    plan = make(problem) if budget_bytes is None else _cheapest(problem, budget_bytes, levers, make, sooner)
     step = rewritten_problem(problem.planned_by(plan), plan.rewrites)
     setting = under.get(step, setting)
     ahead = 0 if setting.settings is None else setting.settings.ahead_bytes
@@ -64,18 +69,24 @@ def plan_for(
     return completed(predict(problem, setting, plan, budget_bytes))
 
 
-def _cheapest(problem: Problem, budget_bytes: int, levers: Levers, make: Callable[[Problem], Plan]) -> Plan:
+def _cheapest(
+    problem: Problem,
+    budget_bytes: int,
+    levers: Levers,
+    make: Callable[[Problem], Plan],
+    sooner: Callable[[Problem], Plan],
+) -> Plan:
     """The cheapest plan: of model and loss function as one only if that runs the loss head in tiles, or if the model
     alone has none. Raises Infeasible if there is none; the refusal with the lower peak.
     """
     joined = with_loss(problem, levers)
     if joined is None or problem.saved.timeline.peak_allocated_bytes <= budget_bytes:
-        return plan_with_levers(problem, budget_bytes, levers, make)
+        return plan_with_levers(problem, budget_bytes, levers, make, sooner)
     found: list[Plan] = []
     refusals: list[Infeasible] = []
     for step, mine in (joined, (problem, levers)):
         try:
-            found.append(plan_with_levers(step, budget_bytes, mine, make))
+            found.append(plan_with_levers(step, budget_bytes, mine, make, sooner))
         except Infeasible as error:
             refusals.append(error)
         if found and step is joined[0] and has_head(step, found[0].rewrites):

@@ -436,3 +436,25 @@ def test_combinations_are_found_from_either_end(monkeypatch: pytest.MonkeyPatch,
 
     levers._search(Problem(head()), [[packed], [half, whole]], worth_of)
     assert best in seen
+
+
+@pytest.mark.parametrize(("sooner_ns", "in_full"), [(10**9, 1), (10**9 - 1, 2)])
+def test_a_later_step_is_planned_in_full_where_a_plan_made_sooner_comes_near(
+    monkeypatch: pytest.MonkeyPatch, sooner_ns: int, in_full: int
+) -> None:
+    problem, other = Problem(head()), Problem(head())
+    plan, bound = plan_with("save-all", problem, 1 << 40), bounder_of(problem).bound(1 << 40)
+    changes = {problem: (), other: (Rewrite(kind="bits", storage=0),)}
+    steps = [Changed(rewrites=rewrites, problem=p, bound=bound) for p, rewrites in changes.items()]
+    monkeypatch.setattr(levers, "changed_steps", lambda *_: steps)
+    made = []
+
+    def taking(ns: int) -> Plan:
+        return replace(plan, predicted={"plan": {"step_time_ns": ns}})
+
+    def make(p: Problem) -> Plan:
+        made.append(p)
+        return taking(10**9)
+
+    plan_with_levers(problem, 1 << 40, Levers(), make, lambda _: taking(sooner_ns))
+    assert made == [problem, other][:in_full]
