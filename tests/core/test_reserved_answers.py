@@ -341,7 +341,9 @@ def test_a_gpu_that_is_named_means_reserved_memory(network: Path, cpu_network: P
 
 
 def test_what_is_placed_is_less_than_what_is_reserved(network: Path) -> None:
-    said = json.loads(simulate(network, "--budget", "70%", "--budget-of", "reserved", "--json").stdout)
+    said = json.loads(
+        simulate(network, "--budget", "70%", "--budget-of", "reserved", "--seconds", "0.5", "--json").stdout
+    )
     placed = said["plan"]["placed"]
     assert placed["peak_bytes"] <= placed["pool_bytes"] <= said["plan"]["peak_reserved_bytes"]
     assert placed["fragmentation_percent"] == round(
