@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,9 @@ from tests.strategies import traces
 from tests.tiny import bwd, fwd, trace
 from traces.errors import BudgetError
 from traces.records.trace import Trace
+
+# Of the traces that are compared in every run: each of the MUTATIONS must be seen in one of them.
+SEEDS = (*range(50), *range(330, 430))
 
 
 @dataclass
@@ -85,7 +89,7 @@ def compare(
     return None
 
 
-def sweep(seeds: range, *, drops: int = 0, most: int, draws: bool = False) -> Tally:
+def sweep(seeds: Sequence[int], *, drops: int = 0, most: int, draws: bool = False) -> Tally:
     tally = Tally()
     for seed in seeds:
         drawn = random.Random(seed) if draws else None
@@ -95,8 +99,7 @@ def sweep(seeds: range, *, drops: int = 0, most: int, draws: bool = False) -> Ta
 
 
 def test_bound_holds_on_seeded_traces() -> None:
-    """Four times as many as the last mistake below needs to be seen."""
-    tally = sweep(range(150), most=300)
+    tally = sweep(SEEDS, most=300)
     assert tally.traces >= 100
     assert tally.positive >= 150  # or the comparison says little
     assert tally.tight >= 50
@@ -203,8 +206,7 @@ def test_the_comparison_catches_a_bound_that_claims_too_much(
     """Each mutation is a plausible mistake that lifts the bound; the exhaustive search must see it."""
     mutate(mutation, monkeypatch)
     drops = 1 if mutation == "what forward reads again is there" else 0
-    seeds = range(1_500)
-    assert any(compare(draw_trace(s), Tally(), drops=drops, most=300, drawn=random.Random(s)) for s in seeds)
+    assert any(compare(draw_trace(s), Tally(), drops=drops, most=300, drawn=random.Random(s)) for s in SEEDS)
 
 
 def mutate(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
