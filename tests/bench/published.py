@@ -127,7 +127,7 @@ def spec_of(build: str) -> str:
 
 
 def predicted(row: Mapping[str, Any]) -> dict[str, int]:
-    """Of the untouched loop, the iteration that is rehearsed, or phases of a steady one."""
+    """Of the untouched loop, its first or its steady iteration, or phases of that."""
     options = tuple(row.get("options", {}).items())
     loop = untouched_peaks(api.simulate(step_of(row["build"], row["gpu"], options)))
     if "phases" in row:
@@ -136,7 +136,7 @@ def predicted(row: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _iteration(loop: LoopPeaks, row: Mapping[str, Any]) -> RunFigures:
-    return loop.iterations[min(row["iterations"], len(loop.iterations)) - 1]
+    return loop.first if row["iterations"] == 1 else loop.steady
 
 
 def _highest(found: Any) -> dict[str, int]:
