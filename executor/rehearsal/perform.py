@@ -77,21 +77,23 @@ def run_task(task: Task, begin: Callable[[], None], end: Callable[[], None]) -> 
         model = apply_plan(step.model, Plan.load(task.plan))
     # Torch asks for an element when it first makes a fake tensor of a device; not within an iteration.
     init_gpu_context(torch.device("cuda", torch.cuda.current_device()))
-    _lay_out(step.model, step.tensors())
+    made = step.optimizer.state.values() if step.optimizer else ()
+    state = [x for of in made for x in of.values() if isinstance(x, torch.Tensor)]
+    _lay_out(step.model, (*state, *step.tensors()))
     begin()
     for _ in range(task.iterations):
         run_step(step, model, step.optimizer)
         end()
 
 
-def _lay_out(model: nn.Module, batch: Sequence[torch.Tensor]) -> None:
+def _lay_out(model: nn.Module, rest: Sequence[torch.Tensor]) -> None:
     """Let all lie as if it had been moved to the GPU in turn, with what modules do then (recurrent layers flatten their
     weights): a model built there lies as it was built, among what its initialisers freed. What shares memory otherwise
     stays where it is."""
     flattened = {
         id(w) for m in model.modules() if isinstance(m, nn.RNNBase) for w in m.parameters(recurse=False)
     }
-    tensors = {id(x): x for x in (*model.parameters(), *model.buffers(), *batch)}
+    tensors = {id(x): x for x in (*model.parameters(), *model.buffers(), *rest)}
     storages = Counter(x.untyped_storage().data_ptr() for k, x in tensors.items() if k not in flattened)
     alone = {
         k: x
@@ -109,7 +111,7 @@ def _lay_out(model: nn.Module, batch: Sequence[torch.Tensor]) -> None:
         return x
 
     model._apply(move)
-    for x in batch:
+    for x in rest:
         move(x)
 
 

@@ -306,7 +306,7 @@ class Residents:
         residents = [s for s in residents if gradients or sts.category[s] != GRADIENT]
         workspaces = _workspaces(trace, residents)
         late = {s for made in workspaces.values() for s in made}
-        state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE and s not in late]
+        state = [s for s in residents if sts.category[s] == OPTIMIZER_STATE and s not in {*late, *place}]
         late |= {*state}
         return cls(
             first=_moved(trace, [s for s in residents if s not in late]),

@@ -119,10 +119,16 @@ def test_a_loop_of_the_user_s_own_is_rehearsed(tmp_path: Path, forked: Forked) -
 
 @pytest.mark.parametrize(
     "optimizer",
-    ["AdamW({}, fused=False)", "AdamW({})", "AdamW({}, fused=True)", "SGD({}, momentum=0.9, foreach=False)"],
+    [
+        "AdamW({}, fused=False)",
+        "AdamW({})",
+        "AdamW({}, fused=True)",
+        "SGD({}, momentum=0.9, foreach=False)",
+        "Adagrad({})",
+    ],
 )
 def test_state_of_several_groups_of_parameters(tmp_path: Path, optimizer: str, forked: Forked) -> None:
-    """torch's own make the state of a group when they come to it, or with the first update of a parameter."""
+    """torch's own make the state of a group when they come to it, with the first update of a parameter, or at once."""
     groups = "[{'params': [p for p in model.parameters() if p.dim() == n]} for n in (1, 2)]"
     own = OWN.replace("AdamW(model.parameters())", optimizer.format(groups))
     own = own.replace("Linear(4096, 1024)", "Linear(4096, 256)").replace("1024))", "256))")

@@ -199,6 +199,20 @@ def test_the_state_of_a_group_of_parameters_comes_at_once() -> None:
     assert first.peak_requested_bytes == pytest.approx(measured_bytes(build, 0), abs=128)
 
 
+def test_state_that_an_optimizer_has_before_its_first_step_is_there_from_the_start() -> None:
+    """The net's peak is in forward, before Adagrad's first step; its state, 288 KiB, it makes with itself."""
+
+    def made() -> Any:
+        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 64))
+        batch = torch.randn(4096, 256), torch.randn(4096, 64)
+        return model, batch, functional.mse_loss, torch.optim.Adagrad(model.parameters())
+
+    build = build_of(made)
+    problem = Problem(trace_step(build, CPU).finish())
+    first = reserved_peak(problem, problem.saved.schedule).iterations[0]
+    assert first.peak_requested_bytes == pytest.approx(measured_bytes(build, 0), abs=256)
+
+
 class Sum(nn.Module):
     """The gradient of its weight is one number, expanded; autograd makes 1,000 of it before it becomes `.grad`."""
 

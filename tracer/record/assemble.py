@@ -79,6 +79,7 @@ def assemble(
         turns = first_update.turns()
         state = optimizer_tensors(step.optimizer) if turns else []
         turn_of = {recorder.known(x): turn for x, turn in zip(state, turns, strict=True)}
+        there = tuple(s for s, turn in turn_of.items() if turn < 0 and recorder.storages[s].nbytes)
         with recorder, contextlib.ExitStack() as until_last:
             until_last.enter_context(recorder.paused())
 
@@ -89,6 +90,7 @@ def assemble(
             stub.told = {calls: last_call}
             run_step(step, stub, step.optimizer, begin)
             recorder.look()
+    meta = replace(meta, moved=(*meta.moved, *there))
     draft = _arrange(step, mode, program, recorder, stub, gradients, turn_of, target, meta, costs)
     return replace(draft, state_turns=turns)
 
@@ -138,6 +140,7 @@ class _FirstUpdate(TorchDispatchMode):
         self._writes = 0
         self._made: dict[int, int] = {}  # storage -> how many writes had been before it was made
         self._optimizer = step.optimizer
+        self._there = {storage_key(x) for x in optimizer_tensors(step.optimizer)}
         self._parameters = {storage_key(p) for p in _parameters(step).values()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,23 +155,25 @@ class _FirstUpdate(TorchDispatchMode):
         return out
 
     def turns(self) -> tuple[int, ...]:
-        """Of each tensor of the state, after how many writes it was made: those of one number come together. Empty if
-        the state was complete before the first write, or nothing was written."""
+        """Of each tensor of the state, after how many writes it was made: those of one number come together, and those
+        of -1 were there before the step (Adagrad makes them with itself). Empty if all came before the first write, or
+        nothing was written."""
         tensors = optimizer_tensors(self._optimizer)
-        if not 0 <= self._held < len(tensors):
+        if not self._there and not 0 <= self._held < len(tensors):
             return ()
-        return tuple(self._made.get(storage_key(x), 0) for x in tensors)
+        keys = map(storage_key, tensors)
+        return tuple(-1 if key in self._there else self._made.get(key, 0) for key in keys)
 
 
 def _put_off(storages: list[StorageRow], rows: Sequence[OpRow], turns: Mapping[int, int]) -> None:
     """Let an optimizer's state be there, in the first iteration, from the first op that reads some of its turn.
 
-    turns: by storage.
+    turns: by storage; of what was there before the step, -1.
     """
     first: dict[int, int] = {}
     for i, row in enumerate(rows):
         for s in row.reads if row.phase == OPTIMIZER else ():
-            if s in turns:
+            if turns.get(s, -1) >= 0:
                 first.setdefault(turns[s], i)
     for s, turn in turns.items():
         storages[s].used_from = first.get(turn, -1)

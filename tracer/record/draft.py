@@ -35,7 +35,8 @@ class Draft:
     mode: FakeTensorMode  # of those
     target: Device
     costs: Costs
-    # By tensor of the optimizer's state: those of one number come together in the first iteration; empty: all do.
+    # By tensor of the optimizer's state: those of one number come together in the first iteration (-1: they were there
+    # before it); empty: all do.
     state_turns: tuple[int, ...] = ()
 
     @cached_property

@@ -203,8 +203,8 @@ class _Counter(EagerRecorder):
         for x in state:
             before = self._live_bytes
             self._stays(x, elsewhere=self.target.kind == "cuda" and stays_on_cpu(x, step.optimizer))
-            if self._live_bytes > before:
-                turn = self._turn.get(storage_key(x), 0)
+            turn = self._turn.get(storage_key(x), 0)
+            if self._live_bytes > before and turn >= 0:
                 self._state.setdefault(turn, []).append(self._live_bytes - before)
         self.peak_bytes = self._live_bytes
         self._residents = frozenset(self._made)
