@@ -67,6 +67,7 @@ def run_task(task: Task, begin: Callable[[], None], end: Callable[[], None]) -> 
     begin: called before the first iteration; end: after each.
     """
     from tracer.build.loop import run_step
+    from tracer.build.optimizers import optimizer_tensors
     from tracer.build.step import load_spec
 
     step = load_spec(task.model, dict(task.options), seed=task.seed)("cuda")
@@ -77,9 +78,7 @@ def run_task(task: Task, begin: Callable[[], None], end: Callable[[], None]) -> 
         model = apply_plan(step.model, Plan.load(task.plan))
     # Torch asks for an element when it first makes a fake tensor of a device; not within an iteration.
     init_gpu_context(torch.device("cuda", torch.cuda.current_device()))
-    made = step.optimizer.state.values() if step.optimizer else ()
-    state = [x for of in made for x in of.values() if isinstance(x, torch.Tensor)]
-    _lay_out(step.model, (*state, *step.tensors()))
+    _lay_out(step.model, (*optimizer_tensors(step.optimizer), *step.tensors()))
     begin()
     for _ in range(task.iterations):
         run_step(step, model, step.optimizer)

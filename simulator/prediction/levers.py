@@ -433,14 +433,11 @@ def plan_with_levers(
             continue
         planned[kinds] += 1
         try:
-            if (
-                best is None
-                or sooner is None
-                or _time_ns(sooner(step.problem)) < _time_ns(best) + NEAR * close_ns
-            ):
-                made = make(checked(step.problem))
-            else:
-                continue
+            if best is not None and sooner is not None:
+                near_ns = _time_ns(best) + NEAR * close_ns
+                if _time_ns(sooner(step.problem)) >= near_ns:
+                    continue
+            made = make(checked(step.problem))
         except Infeasible as error:
             told = _with(step.rewrites, error)
             refusal = min(refusal or told, told, key=lambda e: e.figures["lowest_peak_bytes"])

@@ -20,9 +20,8 @@ from simulator.prediction.warnings import provenance, texts
 from traces.records.plan import ALLOCATED, RESERVED, Plan
 
 UNLIMITED_BYTES: Final = 1 << 62
-SOONER: Final = (
-    8  # a plan that tells whether a step is worth more is looked for in so small a part of the time
-)
+# A plan that tells whether a step is worth more is looked for in so small a part of the time.
+SOONER: Final = 8
 
 
 def plan_for(

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from tracer.torch_api import pytree
 from traces.errors import SpecError
 
 # Learning rates that keep random labels on random weights finite; no figure of Lowtide depends on them.
@@ -93,3 +94,12 @@ def choose_as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
         looped = isinstance(optimizer, torch.optim.Adam) and isinstance(group["lr"], torch.Tensor)
         if undecided and not group.get("differentiable") and (not looped or group["capturable"]):
             group["foreach"] = True
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state and settings."""
+    if optimizer is None:
+        return []
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    leaves = pytree.tree_leaves((list(optimizer.state.values()), groups))
+    return [x for x in leaves if isinstance(x, torch.Tensor)]

@@ -17,7 +17,7 @@ from torch import nn
 
 from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import TrainingStep, fit_tangent, run_step
-from tracer.build.optimizers import stays_on_cpu
+from tracer.build.optimizers import optimizer_tensors, stays_on_cpu
 from tracer.build.release import check_alone, hand, hands_over
 from tracer.build.user_errors import explained
 from tracer.capture.looks import Checks
@@ -286,15 +286,6 @@ class _Stub:
 
 def _empty_like(val: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    """The tensors of an optimizer's state and settings."""
-    if optimizer is None:
-        return []
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    leaves = pytree.tree_leaves((list(optimizer.state.values()), groups))
-    return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
 def _arrange(

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import TrainingStep, forget_gradients, run_step
-from tracer.build.optimizers import stays_on_cpu
+from tracer.build.optimizers import optimizer_tensors, stays_on_cpu
 from tracer.capture.capture import forward_once
 from tracer.capture.cuda.gpu import gpu_kernels, results
 from tracer.costs.calibration import Costs
@@ -29,7 +29,6 @@ from tracer.costs.rows import OpRow
 from tracer.costs.signature import of_call
 from tracer.precision.cast_cache import kernels
 from tracer.precision.policy import scaler_tensors
-from tracer.record.assemble import optimizer_tensors
 from tracer.record.draft import Draft
 from tracer.record.eager import EagerRecorder, caller, given_to
 from tracer.record.rows import storage_key, tensors_in
