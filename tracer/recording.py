@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -94,7 +95,7 @@ def record_joined(
     """The step with model and loss function captured as one, if that finds a loss head that can run in tiles. `costs`:
     instead of those of the profile.
     """
-    if not (can_be_joined(draft.step) and may_have_head(draft.program)):
+    if not _may_join(draft):
         return None
     try:
         if costs is None:
@@ -106,6 +107,10 @@ def record_joined(
         say(f"The loss is left outside of the captured graph, where no loss head can run in tiles: {error}")
         return None
     return (made, trace) if any(x.backward is None for x in trace.meta.stretches) else None
+
+
+def _may_join(draft: Draft) -> bool:
+    return can_be_joined(draft.step) and may_have_head(draft.program)
 
 
 def record_drafted(
@@ -160,17 +165,29 @@ def record_shapes(
     builds: Sequence[BuildStep], target: Device, use: ProfileUse, each: Callable[[int, Trace], None]
 ) -> None:
     """The traces of steps that differ in sizes alone, without what the untouched loop needs: of one captured graph,
-    where that is what capturing each comes to.
+    where that is what capturing each comes to. With the loss in the graph, too, if the largest may have a loss head.
 
     Args:
         builds: in order of size.
         each: told of each trace as it is made, by its place among `builds`.
     """
-    graphs, last = OneGraph(builds, target), len(builds) - 1
-    for k in dict.fromkeys((last // 2, last, 0, *range(last))):
-        draft, trace = record_drafted(builds[k], target, use, untouched=False, program=graphs.program)
+
+    def record(graphs: OneGraph, k: int) -> tuple[Draft, Trace]:
+        draft, trace = record_drafted(graphs.builds[k], target, use, untouched=False, program=graphs.program)
         if draft.program.known is None:
-            graphs.captured(draft.step, builds[k], draft.program)
+            graphs.captured(draft.step, graphs.builds[k], draft.program)
+        return draft, trace
+
+    alone, of_both = (OneGraph(steps, target) for steps in (builds, [build.joined for build in builds]))
+    last = len(builds) - 1
+    order = list(dict.fromkeys((last // 2, last, 0, *range(last))))
+    made = {k: record(alone, k) for k in order[:2]}
+    join = _may_join(made[last][0])
+    for k in order:
+        _, trace = made.pop(k) if k in made else record(alone, k)
+        if join:
+            with suppress(LowtideError):  # the loss is left outside
+                trace = joined_with(trace, record(of_both, k))
         each(k, trace)
 
 

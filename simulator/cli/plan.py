@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +63,6 @@ def plan_command(
 ) -> None:
     """Simulate one trace."""
     from simulator import api
-    from simulator.core.problem import Problem
     from simulator.planners import DEFAULT, SAVE_ALL
 
     planner = planner or (SAVE_ALL if budget is None else DEFAULT)
@@ -81,11 +79,9 @@ def plan_command(
 
     problem = api.problem_of(trace_name, planning["never"], planning["always_save"])
     shapes = None if asked_shapes is None else Shapes.parse(asked_shapes)
-    not_used = left_out(problem, api.levers_of(**changes), shapes=shapes is not None)
+    not_used = left_out(problem, api.levers_of(**changes))
     if shapes is not None:
         check_shapes(problem.trace.meta, trace_name, shapes)
-        # Of other shapes nobody captures model and loss function as one.
-        problem = Problem(replace(problem.trace, joined=None), problem.constraints)
     if planner == DEFAULT and budget is not None:
         begin_compiling()  # before the bound, whose loops this process compiles meanwhile
     saved = api.simulate(problem, **memory)

@@ -334,16 +334,14 @@ def with_loss(problem: Problem, levers: Levers) -> tuple[Problem, Levers] | None
     return None if errors is None else (problem.joined, replace(levers, errors=errors))
 
 
-def left_out(problem: Problem, levers: Levers, *, shapes: bool) -> str:
-    """In words, why a loss head that is outside of the model does not run in tiles; "": it may, or there is none.
-    `shapes`: whether the plan is to hold for other sizes.
-    """
-    if with_loss(problem, replace(levers, errors=None)) is None:
+def left_out(problem: Problem, levers: Levers) -> str:
+    """In words, why a loss head that is outside of the model does not run in tiles; "": it may, or there is none."""
+    if with_loss(problem, replace(levers, errors=None)) is None or with_loss(problem, levers) is not None:
         return ""
-    if not shapes and with_loss(problem, levers) is not None:
-        return ""
-    why = "with --shapes" if shapes else f"by these --errors; measure them again with `{COMMAND}`"
-    return f"The loss is left outside of the captured graph {why}: its tiles (lever tile) are not used."
+    return (
+        f"The loss is left outside of the captured graph by these --errors; measure them again with `{COMMAND}`: its "
+        "tiles (lever tile) are not used."
+    )
 
 
 def has_head(problem: Problem, rewrites: Iterable[Rewrite]) -> bool:
@@ -479,7 +477,7 @@ def nothing_in_tiles(trace: Trace, levers: Levers) -> str:
     return (
         "The trace names nothing that could run in tiles. Where you expect something: an older trace does not say it, "
         "so trace again; a loss is found where forward computes it, or a loss function that the trace was given, of "
-        "the model's output and the targets alone; in a step() of your own, and with --shapes, it is not."
+        "the model's output and the targets alone; in a step() of your own it is not."
     )
 
 

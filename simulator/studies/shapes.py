@@ -158,7 +158,7 @@ def over_shapes(
     planned_peak = c.planned.timeline.peak_allocated_bytes
     peaks, asked = [], []
     for sizes, trace in traces:
-        step, replay, runs = _run(c, Problem(trace), sizes)
+        step, replay, runs = _run(c, Problem(_alike(trace, c.trace)), sizes)
         peak = replay.timeline.peak_allocated_bytes
         if sizes == shapes.largest and (runs != PLAN or peak != planned_peak):
             raise TraceError(
@@ -178,6 +178,12 @@ def over_shapes(
     )
 
 
+def _alike(trace: Trace, planned: Trace) -> Trace:
+    """A trace, or its `joined` if a plan is of that."""
+    joined = trace.joined
+    return joined if joined and joined.meta.options.keys() == planned.meta.options.keys() else trace
+
+
 def _run(c: Prediction, problem: Problem, sizes: Mapping[str, int]) -> tuple[Problem, Replay, str]:
     """The step at other sizes as it runs there, its replay, and how it runs."""
     mine, planned = problem.trace, c.trace
@@ -191,7 +197,7 @@ def _run(c: Prediction, problem: Problem, sizes: Mapping[str, int]) -> tuple[Pro
         try:
             step = rewritten_problem(problem, c.plan.rewrites)
             return step, step.replay(c.plan.actions), PLAN
-        except PlanError:  # more tiles than there are rows
+        except PlanError:  # a single row, which has no tiles
             return problem, problem.saved, REFUSED
     small = problem.saved.timeline.peak_allocated_bytes <= c.planned.timeline.peak_allocated_bytes
     runs = SAVED if not c.plan.changes or (1 in sizes.values() and small) else REFUSED
@@ -282,6 +288,8 @@ def _found(trace: Trace, place: Path, sizes: Sequence[Sizes]) -> list[tuple[Size
             getattr(a, k) != getattr(b, k) for k in ("model", "seed", "target", "versions")
         ):
             return None
+        if s == sizes[-1] and other.joined is None and trace.joined is not None:
+            return None  # of a time when shapes were recorded without their loss
         found.append((s, other))
     return found
 

@@ -76,6 +76,16 @@ def in_tiles(number: int) -> Rewrite:
     return Rewrite(kind="tile", storage=2, number=number)
 
 
+def test_a_small_stretch_is_not_offered_and_may_be_made_all_the_same() -> None:
+    """As a plan of larger sizes has it."""
+    of = head()
+    nbytes = (*of.storages.nbytes[:-1], 400 * tile.SHARE)
+    assert len(list(tile.offer(Problem(replace(of, storages=replace(of.storages, nbytes=nbytes)))))) == 2
+    wider = replace(of, storages=replace(of.storages, nbytes=(*nbytes[:-1], nbytes[-1] + tile.SHARE)))
+    assert not list(tile.offer(Problem(wider)))
+    assert rewritten(wider, [in_tiles(2)]).ops.target[1] == "lowtide.tiles_2"
+
+
 def test_two_tiles_byte_by_byte() -> None:
     of = rewritten(head(), [in_tiles(2)])
     assert of.ops.target[1] == "lowtide.tiles_2"
@@ -390,14 +400,11 @@ def test_a_loss_whose_tiles_are_not_used_is_named() -> None:
     apart = Problem(replace(head(), joined=head()))
     errors = GradientErrors(fingerprint="", model="net", device="cpu", parts=())
     may, known = Levers(allow="approximate"), Levers(allow="approximate", errors=errors)
-    assert left_out(apart, may, shapes=False) == ""
-    assert left_out(Problem(head()), known, shapes=True) == ""
-    assert left_out(apart, Levers(), shapes=True) == ""
-    assert "outside of the captured graph by these --errors; measure" in left_out(apart, known, shapes=False)
-    of_both = replace(known, errors=replace(errors, joined=errors))
-    assert left_out(apart, of_both, shapes=False) == ""
-    assert "with --shapes" in left_out(apart, of_both, shapes=True)
-    assert "outside of the captured graph with --shapes" in left_out(apart, may, shapes=True)
+    assert left_out(apart, may) == ""
+    assert left_out(Problem(head()), known) == ""
+    assert left_out(apart, Levers()) == ""
+    assert "outside of the captured graph by these --errors; measure" in left_out(apart, known)
+    assert left_out(apart, replace(known, errors=replace(errors, joined=errors))) == ""
 
 
 def test_a_campaign_predicts_the_step_as_its_plan_changes_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.torch.steps import plan_of, recompute_all  # noqa: E402
 from tests.torch.test_sizes import transformers  # noqa: E402
 from tracer.api import trace, trace_shapes  # noqa: E402
 from tracer.build.loop import run_step  # noqa: E402
+from tracer.build.loop_options import JOIN_LOSS  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
 from tracer.cli.main import trace as trace_command  # noqa: E402
 from tracer.measure.probes import memory_profiler  # noqa: E402
@@ -189,9 +191,9 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(
-    model: str, text: str, steps: int, **options: Any
+    model: str, text: str, steps: int, asked: Mapping[str, Any] | None = None, **options: Any
 ) -> tuple[list[int], list[int], dict[int, int], int]:
-    """Steps of random lengths by one plan, the first three of the longest.
+    """Steps of random lengths by one plan, the first three of the longest. `asked`: beside the budget.
 
     Returns:
         the length of each; its peak by the allocator's account; what is predicted of each length; the budget.
@@ -200,13 +202,15 @@ def trained(
     traces = over(model, shapes, **options)
     longest, problem = traces[-1][1], Problem(traces[-1][1])
     saved = problem.saved.timeline.peak_allocated_bytes
-    plan = plan_for(longest, (saved + Instants(problem).floor.peak_bytes) // 2, seconds=2.0)
+    plan = plan_for(longest, (saved + Instants(problem).floor.peak_bytes) // 2, seconds=2.0, **(asked or {}))
     told = over_shapes(simulate(longest, plan), shapes, traces)
     assert told.holds
-    assert plan.actions
+    assert {p.runs for p in told.peaks} == {PLAN}
+    assert plan.changes
     predicted = {p.sizes["seq_len"]: p.peak_allocated_bytes for p in told.peaks}
     rng, given = random.Random(1), []
     # Made before anything is counted: what the batches take is added below.
+    options |= {k: v for k, v in plan.meta.options.items() if k == JOIN_LOSS}
     made = {n: load_spec(model, {**options, "seq_len": n})("cpu") for n in predicted}
     parts = {
         n: {"args": s.args, "kwargs": s.kwargs, "loss": s.loss, "loss_inputs": s.loss_inputs}
@@ -240,4 +244,43 @@ def test_two_hundred_random_lengths_take_what_is_predicted_of_each() -> None:
     assert len(set(given)) == len(predicted) == 8
     steady = list(zip(given, peaks, strict=True))[1:]  # in the first, there are no gradients to be added to
     assert [(n, p) for n, p in steady if p != predicted[n]] == []
+    assert max(peaks) <= budget
+
+
+class Words(torch.nn.Module):
+    """Words to logits, or to the loss of their targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(600, 99), torch.nn.Linear(99, 600)
+
+    def forward(self, ids: Any, targets: Any = None) -> Any:
+        logits = self.head(torch.tanh(self.words(ids)))
+        return logits if targets is None else of_words(logits, targets)
+
+
+def of_words(logits: Any, targets: Any) -> Any:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def inside(batch_size: int, seq_len: int) -> Any:
+    model, (ids, targets) = Words(), torch.randint(0, 600, (2, batch_size, seq_len))
+    return model, {"ids": ids, "targets": targets}, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def outside(batch_size: int, seq_len: int) -> Any:
+    model, batch = Words(), torch.randint(0, 600, (2, batch_size, seq_len))
+    return model, tuple(batch), of_words, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("loss", [inside, outside])
+def test_a_loss_head_runs_in_tiles_at_every_length(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down to where the logits are small beside the weights; most are of one captured graph, and none is refused."""
+    seen = captures(monkeypatch)
+    given, peaks, predicted, budget = trained(
+        f"{__file__}:{loss.__name__}", "seq-len=2:98:12", 30, {"allow": "fp", "never": ["*"]}, batch_size=1
+    )
+    assert len(seen) == one_graph.COMPARED * (1 + (loss is outside))
+    assert len(set(given)) == len(predicted) == 9
+    assert [(n, p) for n, p in zip(given, peaks, strict=True) if p != predicted[n]][1:] == []
     assert max(peaks) <= budget

@@ -168,3 +168,28 @@ def with_numbers(captured: Captured, sizes: Sizes) -> Captured:
         forward=tuple(n for n in captured.forward if n not in computed),
         backward=tuple(n for n in captured.backward if n not in computed),
     )
+
+
+def without_numbers(captured: Captured, known: Known) -> Captured:
+    """A graph for many sizes (`with_numbers`) at those that are known: with the numbers in it, as of one call alone."""
+    graph, now = fx.Graph(), dict[Any, Any]({n: number(n.meta["val"], known) for n in captured.numbers})
+    for n in captured.graph_module.graph.nodes:
+        if n not in now:
+            now[n] = graph.node_copy(n, now.__getitem__)
+            vals = pytree.tree_map_only(torch.Tensor, lambda x: at(x, known), n.meta.get("val"))
+            now[n].meta["val"] = vals
+    now[None] = None
+
+    def there(nodes: Sequence[fx.Node | None]) -> tuple[Any, ...]:
+        return tuple(now[n] for n in nodes)
+
+    return replace(
+        captured,
+        graph_module=fx.GraphModule(captured.graph_module, graph),
+        forward=there(captured.forward),
+        backward=there(captured.backward),
+        outputs=there(captured.outputs),
+        parameter_grads=there(captured.parameter_grads),
+        argument_grads=there(captured.argument_grads),
+        numbers=(),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from tracer.build.cuda_words import cuda_words
 from tracer.build.loop import TrainingStep
 from tracer.build.step import BuildStep
 from tracer.capture.capture import Captured, capture, only_these
-from tracer.capture.sizes import Layout, Sizes, symbolic, with_numbers
+from tracer.capture.sizes import Layout, Sizes, symbolic, with_numbers, without_numbers
 from tracer.costs.rows import OpRow
 from tracer.record.program import Program, program_of
 from tracer.record.rows import shared_groups, storage_key
@@ -49,7 +49,13 @@ class OneGraph:
         for graph in self.graphs:
             known = graph.sizes.known(layouts_of(step))
             if known is not None and graph.compared >= COMPARED:
-                return program_of(graph.captured, _shares(step), known)
+                captured = without_numbers(graph.captured, known)
+                made = program_of(captured, _shares(step))
+                first = len(captured.parameters) + len(captured.buffers)
+                for n, x in zip(captured.placeholders[first:], _arguments(step), strict=False):
+                    # An argument may be a part of what is in its memory.
+                    made.storages[made.storage_of[n][0]].nbytes = x.untyped_storage().nbytes()
+                return replace(made, known=known)
         return None
 
     def captured(self, step: TrainingStep, build: BuildStep, single: Program) -> None:

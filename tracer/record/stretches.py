@@ -75,9 +75,9 @@ STRAIGHT: Final = (  # what they make is proportional to what they take
 NO_SUM: Final = 0  # torch's numbers of reductions
 MEAN_LOSS: Final = 1
 WIDE: Final = 2  # a value is wide if its rows have at least one of so many parts of the widest's elements
-# A product is looked at if its size is at least one of so many parts of the largest value's.
+# Bytes of a model's output for which its loss is captured once more with it, and of what share of the largest value's.
+LEAST: Final = 1 << 14
 SHARE: Final = 32
-LEAST: Final = 1 << 14  # bytes of a model's output for which its loss is captured once more with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +177,12 @@ def stretches(program: Program) -> tuple[Found, ...]:
     """The stretches of a program, the widest first; no two have an op in common."""
     if program.captured.numbers or not program.captured.grad_outputs:
         return ()
-    made = [row.nbytes for row in program.storages if row.producer >= 0]
-    least = max(made, default=0) // SHARE
 
     def nbytes(op: GraphOp) -> int:
         return program.storages[program.storage_of[op.node][0]].nbytes
 
     forward = program.ops[: program.forward_ops]
-    products = [
-        op for op in forward if _packet(op.node) in (*PRODUCTS, *BATCHES) and nbytes(op) >= max(1, least)
-    ]
+    products = [op for op in forward if _packet(op.node) in (*PRODUCTS, *BATCHES) and nbytes(op)]
     kinds: tuple[type[_Head | _Inner], ...] = (_Head, _Inner)
     taken: set[fx.Node] = set()
     found: list[Found] = []

@@ -31,6 +31,9 @@ from traces.records.trace import ACTIVATION, BACKWARD, EFFECT, FORWARD, VIEW, Tr
 
 EXACTNESS: Final = FP
 NUMBERS: Final = (2, 4, 8, 16, 32, 64, 128)  # of tiles that are tried
+SHARE: Final = (
+    32  # a stretch is offered if its widest value is at least one of so many parts of the step's largest
+)
 # In which a result is copied, or added to that of the tiles before.
 PASSES: Final = {ROWS: 2, PRODUCT: 2, SUM: 3}
 PRODUCTS: Final = tuple(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
@@ -41,10 +44,12 @@ SHOWN: Final = 2
 
 
 def offer(facts: Facts) -> Iterator[Rewrite]:
-    """The stretches that can run in tiles, each in any number of them."""
+    """The stretches that can run in tiles, each in any number of them; none whose widest value is small."""
+    sts = facts.trace.storages
+    least = max((n for n, op in zip(sts.nbytes, sts.producer, strict=True) if op >= 0), default=0) // SHARE
     for stretch in facts.trace.meta.stretches:
         for number in NUMBERS:
-            if number <= stretch.rows:
+            if number <= stretch.rows and sts.nbytes[stretch.storage] >= least:
                 yield Rewrite(kind="tile", storage=stretch.storage, number=number)
 
 
