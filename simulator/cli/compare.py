@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option(
     "--saved",
     type=click.Path(path_type=Path),
-    help="Also torch's activation_memory_budget, from what `trace torch-budget` wrote.",
+    help="Also torch's activation_memory_budget, from what tests.bench.baselines.torch_budget wrote.",
 )
 @output_options
 def compare_command(

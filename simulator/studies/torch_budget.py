@@ -1,9 +1,9 @@
 """Plans from what torch's activation_memory_budget saves, as rows of a comparison.
 
-torch itself runs in another process (`trace torch-budget`); here its saved sets are read and replayed. A plan made so
-saves what torch saves, storage by storage, and shares everything that is recomputed, as torch's backward graph does:
-each op runs again at most once, just before the first backward op that needs it, and its value stays until its last
-use.
+torch itself runs elsewhere (`tests.bench.baselines.torch_budget`); here its saved sets are read and replayed. A plan
+made so saves what torch saves, storage by storage, and shares everything that is recomputed, as torch's backward graph
+does: each op runs again at most once, just before the first backward op that needs it, and its value stays until its
+last use.
 
 Differences from what torch would run: a value that Lowtide may not compute twice (the output of a random op, say) is
 saved, so the plan's gradients are right also where torch's are not; and a storage that torch saves through one of its
@@ -41,7 +41,7 @@ def plans(problem: Problem, sets: SavedSets) -> tuple[TorchPlan, ...]:
     if sets.trace.fingerprint != trace.meta.fingerprint:
         raise PlanError(
             f"the saved sets were made for the trace {sets.trace.fingerprint} and this is {trace.meta.fingerprint}; "
-            "make them again with `trace torch-budget`."
+            "make them again (`python -m tests.bench.baselines.torch_budget`)."
         )
     out = []
     for choice in sets.sets:

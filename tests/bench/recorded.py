@@ -88,7 +88,7 @@ def flops_as_times(trace: Trace) -> Trace:
 
 
 def ask_torch(trace: Trace, budgets: Sequence[float], solvers: Sequence[str]) -> SavedSets:
-    """What `trace torch-budget` says of a trace; RuntimeError if it failed, with what it wrote."""
+    """What `baselines.torch_budget` says of a trace; RuntimeError if it failed, with what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         directory, output = Path(folder) / "trace", Path(folder) / "saved.json"
         save(trace, directory)
@@ -96,8 +96,7 @@ def ask_torch(trace: Trace, budgets: Sequence[float], solvers: Sequence[str]) ->
         command = [
             sys.executable,
             "-m",
-            "tracer",
-            "torch-budget",
+            "tests.bench.baselines.torch_budget",
             str(directory),
             *asked,
             "-o",

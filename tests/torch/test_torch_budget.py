@@ -14,12 +14,11 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-import tracer.cli.main  # noqa: E402
 from simulator.core.problem import Problem  # noqa: E402
 from simulator.studies.torch_budget import plans  # noqa: E402
+from tests.bench.baselines import torch_budget as command  # noqa: E402
 from tests.core.test_torch_budget import links, sets_of  # noqa: E402
 from tracer.build.step import load_spec  # noqa: E402
-from tracer.record import torch_budget as module  # noqa: E402
 from tracer.record.step import trace_step  # noqa: E402
 from tracer.record.torch_budget import Setting, saved_set  # noqa: E402
 from traces.devices import device  # noqa: E402
@@ -128,10 +127,8 @@ def test_the_command_asks_torch_and_checks_the_graph(build_file: Path, tmp_path:
     record = recorded(build_file, 0.0).trace
 
     def ask(of: Trace, budgets: str) -> Result:
-        words = ["torch-budget", str(save(of, tmp_path / of.meta.graph_fingerprint)), "--budgets", budgets]
-        return CliRunner().invoke(
-            tracer.cli.main.trace, [*words, "-o", str(tmp_path / "saved.json"), "--force"]
-        )
+        words = [str(save(of, tmp_path / of.meta.graph_fingerprint)), "--budgets", budgets]
+        return CliRunner().invoke(command.main, [*words, "-o", str(tmp_path / "saved.json")])
 
     assert ask(record, "0,1").exit_code == 0
     sets = SavedSets.load(tmp_path / "saved.json")
@@ -146,16 +143,14 @@ def test_the_command_asks_torch_and_checks_the_graph(build_file: Path, tmp_path:
     ("words", "says"),
     [(["--budgets", "2"], "shares between 0 and 1"), (["--solvers", "best"], "no solver 'best'")],
 )
-def test_trace_torch_budget_refuses_what_torch_does_not_know(
-    tmp_path: Path, words: list[str], says: str
-) -> None:
+def test_the_command_refuses_what_torch_does_not_know(tmp_path: Path, words: list[str], says: str) -> None:
     directory = save(links(), tmp_path / "t")
-    result = CliRunner().invoke(tracer.cli.main.trace, ["torch-budget", str(directory), *words])
+    result = CliRunner().invoke(command.main, [str(directory), *words])
     assert result.exit_code == 2
     assert says in result.stderr
 
 
 def test_ilp_without_scipy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match="pip install scipy"):
-        Setting(budget=0.5, solver="ilp").check()
+        command.check_solver("ilp")

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from tracer.cli.torch_budget import torch_budget
 from traces.commands import DefaultGroup, Output, answer_options, echo, json_option, stdout_free, step_options
 from traces.model_spec import short_name
 from traces.shapes import Shapes, in_words, label
@@ -187,9 +186,6 @@ def targets() -> None:
         echo(
             f"{d.name:12} {show_bytes(d.memory_bytes):>11} {d.bandwidth_bytes_per_s / 1e9:8.0f} GB/s  {d.source}"
         )
-
-
-trace.add_command(torch_budget)
 
 
 def summary(name: str, record: Any, top: int) -> str:

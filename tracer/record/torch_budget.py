@@ -17,26 +17,22 @@ compute in forward, and save, what autograd computes in backward without the gra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import fx
 
 from tracer.capture.capture import Captured
 from tracer.capture.passes.dropout import merged_dropout
-from tracer.record.draft import Draft
 from tracer.record.program import Program, is_random
-from tracer.record.step import recorded_again
 from tracer.torch_api import OpOverload, functorch_config, min_cut_rematerialization_partition, pytree
-from traces.errors import CaptureError, EnvironmentProblem, PlanError, SpecError
-from traces.records.saved_sets import SavedSet, SavedSets
-from traces.records.trace import VIEW, Trace, TraceMeta
+from traces.errors import CaptureError
+from traces.records.saved_sets import SavedSet
+from traces.records.trace import VIEW
 
 aten = torch.ops.aten
-SOLVERS: Final = ("dp", "ilp", "greedy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +40,7 @@ class Setting:
     """What torch is asked for once."""
 
     budget: float  # between 0 and 1
-    solver: str = "dp"
-
-    def check(self) -> None:
-        """Raise SpecError if torch knows no such setting, EnvironmentProblem if the solver needs what is missing."""
-        if not 0.0 <= self.budget <= 1.0:
-            raise SpecError(f"torch's budget is a share between 0 and 1, and {self.budget} is not.")
-        if self.solver not in SOLVERS:
-            raise SpecError(f"torch has no solver {self.solver!r}; give some of {', '.join(SOLVERS)}.")
-        if self.solver == "ilp" and find_spec("scipy") is None:
-            raise EnvironmentProblem("torch's solver ilp needs scipy; install it with: pip install scipy")
+    solver: str = "dp"  # or "ilp", which needs scipy, or "greedy"
 
 
 def saved_set(
@@ -67,7 +54,6 @@ def saved_set(
     """What torch saves of this program under this setting, in the ids of the trace.
 
     Args:
-        setting: checked with `Setting.check`.
         graph_ops: program op -> op of the trace.
         joint: a copy of its graph; None: one is made of what was captured.
         inputs, given: further arguments of torch's partitioner.
@@ -91,36 +77,6 @@ def saved_set(
         ) from error
     seconds = time.perf_counter() - begin
     return _read(program, joint, forward.graph, backward.graph, setting, seconds, graph_ops)
-
-
-def saved_sets(trace: Trace, settings: Sequence[Setting], progress: Callable[[str], None]) -> SavedSets:
-    """Build and capture the trace's model again, and ask torch for each setting.
-
-    Raises:
-        PlanError: what was captured is not the trace's graph (another version of torch or of the user's file).
-        SpecError, CaptureError, EnvironmentProblem: the model cannot be built or captured here.
-    """
-    begin = time.perf_counter()
-    progress(f"Capturing {trace.meta.model} ...")
-    again = same_graph_again(trace.meta)
-    seconds = time.perf_counter() - begin
-    sets = []
-    for setting in settings:
-        progress(f"torch's budget {setting.budget} with {setting.solver} ...")
-        sets.append(saved_set(again.program, setting, again.graph_ops))
-    source = f"torch {torch.__version__} activation_memory_budget"
-    return SavedSets(trace=trace.meta, source=source, capture_seconds=seconds, sets=tuple(sets))
-
-
-def same_graph_again(meta: TraceMeta) -> Draft:
-    """`recorded_again`, for ids that are to be a trace's own; PlanError if it is not the same graph any more."""
-    again = recorded_again(meta, device=meta.device if meta.mode != "fake" else "cpu")
-    if again.program.fingerprint() != meta.graph_fingerprint:
-        raise PlanError(
-            f"{meta.model}: the model that was built here has another graph than the trace (which was recorded with "
-            f"torch {meta.torch_version}; this is {torch.__version__}); record the trace again."
-        )
-    return again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
